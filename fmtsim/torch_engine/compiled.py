@@ -13,7 +13,7 @@ import torch
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, Random, RandomKey
 from fmtsim.torch_engine import elements
-from fmtsim.torch_engine.philox import pieces_of, random_integers
+from fmtsim.torch_engine.philox import cut, in_order, lanes, pieces_of, sharing
 from fmtsim.torch_engine.storage import BIT_DTYPES
 
 LEAST = 1 << 18
@@ -30,37 +30,67 @@ def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> 
     if torch.float64 in (x.dtype, out.dtype) or _is_capturing(x):
         return False
     run = compiled(spec, x.dtype, out.dtype, x.device)
-    if run is None:
+    draw = drawn(x.device) if stochastic else None
+    if run is None or (stochastic and draw is None):
         return False
     # arguments that share memory would be a program of their own
     source = x.view(-1) if x.data_ptr() != out.data_ptr() else x.view(-1).clone()
-    key = torch.tensor(pieces_of(random)).to(x.device) if isinstance(random, RandomKey) else None
-    run(source, out.view(-1).view(BIT_DTYPES.get(out.dtype, out.dtype)), key)
+    made: list[torch.Tensor] = []
+    if draw is not None and isinstance(random, RandomKey):
+        made = _lanes(spec, x.numel(), x.device)
+        draw(torch.tensor(pieces_of(random)).to(x.device), *made)
+    run(source, out.view(-1).view(BIT_DTYPES.get(out.dtype, out.dtype)), *made)
     return True
+
+
+def _lanes(spec: CastSpec, count: int, device: torch.device) -> list[torch.Tensor]:
+    """Return room for the words of a cast of so many elements: four tensors, each of one of a counter's words."""
+    groups = -(-count // (64 * sharing(spec.rounding)))
+    return [torch.empty(16 * groups, dtype=torch.int32, device=device) for _ in range(4)]
 
 
 @lru_cache(maxsize=256)
 def compiled(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a function of flat x, the bits of out and the pieces of a key, None where none can be made."""
-    x, out = (torch.empty(640, dtype=each, device=device) for each in (dtype, BIT_DTYPES.get(out_dtype, out_dtype)))
-    key = torch.zeros(4, dtype=torch.int64, device=device) if spec.rounding.mode == "stochastic" else None
+    """Return a function of flat x, the bits of out and the words of a key, None where none can be made."""
+    x, out = (torch.empty(650, dtype=each, device=device) for each in (dtype, BIT_DTYPES.get(out_dtype, out_dtype)))
+    made = _lanes(spec, 650, device) if spec.rounding.mode == "stochastic" else []
+    return _program(f"casts to {spec.format.name}", device, _steps(spec, out_dtype), x, out, *made)
+
+
+@cache
+def drawn(device: torch.device) -> Any:
+    """Return a function of a key's pieces and four int32 tensors that writes words there, None where none can be made.
+
+    It is a kernel of its own: in a cast's, each element would compute all four words of its counter.
+    """
+    room = [torch.empty(176, dtype=torch.int32, device=device) for _ in range(4)]
+    return _program("random words", device, _draw, torch.zeros(4, dtype=torch.int64, device=device), *room)
+
+
+def _program(what: str, device: torch.device, steps: Any, *like: torch.Tensor) -> Any:
+    """Return a compiled function of tensors like these, of any sizes; None, and a warning, where none can be made."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch imports says of itself
             from torch.fx.experimental.proxy_tensor import make_fx  # late: it imports much
 
-            graph = make_fx(_steps(spec, out_dtype), tracing_mode="symbolic")(x, out, key)
+            graph = make_fx(steps, tracing_mode="symbolic")(*like)
             run = torch.compile(graph, dynamic=True, fullgraph=True)
-            run(x, out, key)
+            run(*like)
     except Exception as error:  # of a compiler, its cache, its driver
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         warnings.warn(
-            f"casts to {spec.format.name} on {device} are one torch operation after another, which is slow: "
-            f"torch.compile says {reason}",
+            f"{what} on {device} are one torch operation after another, which is slow: torch.compile says {reason}",
             stacklevel=2,
         )
         return None
     return run
+
+
+def _draw(key: torch.Tensor, *room: torch.Tensor) -> None:
+    counter = torch.arange(room[0].numel(), dtype=torch.int64, device=key.device)
+    for lane, made in zip(room, lanes(counter, key.unbind(0)), strict=True):
+        lane.copy_(made)
 
 
 def _steps(spec: CastSpec, dtype: torch.dtype) -> Any:
@@ -68,8 +98,9 @@ def _steps(spec: CastSpec, dtype: torch.dtype) -> Any:
     fmt, rounding = spec.format, spec.rounding
     assert isinstance(fmt, FloatFormat | IntFormat)
 
-    def steps(x: torch.Tensor, out: torch.Tensor, key: torch.Tensor | None) -> None:
-        words = None if key is None else random_integers(key.unbind(0), rounding, 0, x.numel(), x.device)
+    def steps(x: torch.Tensor, out: torch.Tensor, *made: torch.Tensor) -> None:
+        count = x.numel()
+        words = cut(in_order(made, -(-count // sharing(rounding))), rounding, count) if made else None
         codes = elements.encode(x, fmt, rounding, spec.overflow, words)
         out.copy_(elements.value_bits(codes, fmt, dtype) if dtype.is_floating_point else codes)
 

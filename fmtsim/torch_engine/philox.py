@@ -1,5 +1,7 @@
 """Random words: Philox4x32-10 with 64-bit integer tensor operations (docs/semantics.md, section 9)."""
 
+from collections.abc import Sequence
+
 import torch
 
 from fmtsim.rounding.modes import Rounding
@@ -25,23 +27,40 @@ def random_integers(
     key: RandomKey | Pieces, rounding: Rounding, start: int, count: int, device: torch.device | str
 ) -> torch.Tensor:
     """Return w in ``[0, 2**r)`` of ``count`` elements from ``start``, a multiple of GROUP, as int64."""
+    share = sharing(rounding)
+    return cut(words(key, start // share, -(-count // share), device), rounding, count)
+
+
+def sharing(rounding: Rounding) -> int:
+    """Return how many elements share a word."""
+    return 1 if rounding.layout == "word" else 4 if rounding.bits == 8 else 2
+
+
+def cut(word: torch.Tensor, rounding: Rounding, count: int) -> torch.Tensor:
+    """Return the random integers of ``count`` elements from their words."""
     if rounding.layout == "word":
-        return words(key, start, count, device) >> (32 - rounding.bits)
-    index = torch.arange(count, dtype=torch.int64, device=device)
+        return word >> (32 - rounding.bits)
+    index = torch.arange(count, dtype=torch.int64, device=word.device)
     if rounding.bits == 8:
-        return _shared_by_four(words(key, start // 4, -(-count // 4), device)[index >> 2], index & 3)
-    shared = words(key, start // 2, -(-count // 2), device)[index >> 1]
-    return (shared >> (16 * (index & 1))) & ((1 << rounding.bits) - 1)
+        return _shared_by_four(word[index >> 2], index & 3)
+    return (word[index >> 1] >> (16 * (index & 1))) & ((1 << rounding.bits) - 1)
 
 
 def words(key: RandomKey | Pieces, start: int, count: int, device: torch.device | str) -> torch.Tensor:
     """Return the 32-bit words of ``count`` elements from ``start``, a multiple of 64, as non-negative int64."""
     first, groups = start // 64, -(-count // 64)
     counter = torch.arange(16 * first, 16 * (first + groups), dtype=torch.int64, device=device)
-    lanes = _philox((counter & _MASK, counter >> 32), pieces_of(key) if isinstance(key, RandomKey) else key)
-    # word k of the 16 counters of a group serves its elements 16 k to 16 k + 15
-    kept = torch.stack([lane.to(torch.int32) for lane in lanes])  # half the memory
-    return kept.view(4, groups, 16).transpose(0, 1).reshape(-1)[:count].to(torch.int64) & _MASK
+    return in_order(lanes(counter, pieces_of(key) if isinstance(key, RandomKey) else key), count)
+
+
+def lanes(counter: torch.Tensor, key: Pieces) -> list[torch.Tensor]:
+    """Return the four words of each counter, int64 [counters], as int32."""
+    return [lane.to(torch.int32) for lane in _philox((counter & _MASK, counter >> 32), key)]
+
+
+def in_order(lanes: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Return the words of ``count`` elements, int64: lane k of the 16 counters of 64 elements serves 16k to 16k + 15."""
+    return torch.stack(list(lanes)).view(4, -1, 16).transpose(0, 1).reshape(-1)[:count].to(torch.int64) & _MASK
 
 
 def _philox(counter: tuple[torch.Tensor, torch.Tensor], key: Pieces) -> tuple[torch.Tensor, ...]:

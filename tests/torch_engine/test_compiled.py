@@ -30,9 +30,9 @@ def here(monkeypatch):
     monkeypatch.setattr(compiled, "compiles_casts", lambda kind: True)
     monkeypatch.setattr(compiled, "LEAST", 1)
     monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
-    compiled.compiled.cache_clear()
+    compiled.compiled.cache_clear(), compiled.drawn.cache_clear()
     yield monkeypatch
-    compiled.compiled.cache_clear()
+    compiled.compiled.cache_clear(), compiled.drawn.cache_clear()
 
 
 def key_for(mode: str) -> RandomKey | None:
@@ -117,15 +117,21 @@ def fused(casts, x: torch.Tensor, compiler) -> list[torch.Tensor]:
     """Return what one compiled graph of several casts makes of a tensor."""
     steps = [compiled._steps(cast_spec(name, Rounding(mode=mode)), torch.float32) for name, mode in casts]
 
-    def run(x, key, *outs):
+    made = compiled._lanes(cast_spec("e4m3", "stochastic"), x.numel(), x.device)
+
+    def run(x, key, *rest):
+        lanes, outs = rest[:4], rest[4:]
         for (_, mode), step, out in zip(casts, steps, outs, strict=True):
-            step(x, out, key if mode == "stochastic" else None)
+            step(x, out, *(lanes if mode == "stochastic" else ()))
 
     key = torch.tensor(compiled.pieces_of(KEY), device=x.device)
     outs = [torch.empty(x.numel(), dtype=torch.int32, device=x.device) for _ in casts]
     with torch.no_grad():
-        graph = make_fx(run, tracing_mode="symbolic")(x.new_empty(640), key, *(out.new_empty(640) for out in outs))
-        compiler(graph)(x.view(-1), key, *outs)
+        if any(mode == "stochastic" for _, mode in casts):
+            compiler(make_fx(compiled._draw, tracing_mode="symbolic")(key, *made))(key, *made)
+        like = [*(lane.new_empty(176) for lane in made), *(out.new_empty(650) for out in outs)]
+        graph = make_fx(run, tracing_mode="symbolic")(x.new_empty(650), key, *like)
+        compiler(graph)(x.view(-1), key, *made, *outs)
     return [out.view(torch.float32).view(x.shape) for out in outs]
 
 
