@@ -59,7 +59,7 @@ def lanes(counter: torch.Tensor, key: Pieces) -> list[torch.Tensor]:
 
 
 def in_order(lanes: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """Return the words of ``count`` elements, int64: lane k of the 16 counters of 64 elements serves 16k to 16k + 15."""
+    """Return the words of ``count`` elements, int64: lane k of 16 counters serves elements 16k to 16k + 15 of 64."""
     return torch.stack(list(lanes)).view(4, -1, 16).transpose(0, 1).reshape(-1)[:count].to(torch.int64) & _MASK
 
 

@@ -31,7 +31,11 @@ def operands(case: Case, m: int, n: int, k: int, kind="normal", seed=1):
 # Units, and numbers of every kind.
 
 
-@pytest.mark.parametrize("name", CASES)
+# These compile for ten seconds and more; others of their paths run by default.
+LONG = ("fp64 bfloat16 sums", "fp64 float16 sums", "fp64 truncated", "fp64 down", "chain fp16", "tensor core e4m3")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
 def test_units(name, device):
     case = CASES[name]
     found = check_kinds(case.path, case.spec, SHAPE, ("normal", "sparse", "special"), device)
