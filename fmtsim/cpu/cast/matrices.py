@@ -146,7 +146,7 @@ def _cast(job: _Job, fast: Fast) -> bool:
     blocks_across = -(-columns // inner)
     group = max(min(_GROUP // inner, blocks_across), 1)
     across = -(-blocks_across // group)
-    arrays = [array_of(tensor) for tensor in (job.x, job.values, job.codes, job.scales)]
+    arrays = [array_of(job.x), *(made.numpy() for made in (job.values, job.codes, job.scales))]
     scaling = scaling_of(job.format, job.amax if job.format.tensor_scale else None)
     layout = _layout(job, (outer, inner), group, fast.grid, scaling)
     left: list[tuple[int, int]] = []
