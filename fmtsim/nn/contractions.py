@@ -17,14 +17,14 @@ Find = Callable[[Any], Multiply | None]
 
 
 def named(rule: Callable[..., Tensor | None], *names: str) -> Callable[..., Tensor | None]:
-    """Return a function that takes tensors by torch's names, too; with other options, such as out=, it returns None."""
+    """Return a function that takes arguments by torch's names, too; with others, such as out=, it returns None."""
     allowed = {*names, *inspect.signature(rule).parameters}
 
     def called(find: Find, *args: Any, **kwargs: Any) -> Tensor | None:
+        if len(args) > len(names) or not allowed.issuperset(kwargs):
+            return None
         if not kwargs:
             return rule(find, *args)
-        if not allowed.issuperset(kwargs):
-            return None
         given = [kwargs[name] for name in names[len(args) :] if name in kwargs]
         return rule(find, *args, *given, **{name: kwargs[name] for name in kwargs if name not in names})
 

@@ -154,7 +154,7 @@ _RULES: Final = (
 )
 _MULTIPLIES: Final[dict[Any, Callable[..., Tensor | None]]] = {
     F.linear: named(linear, "input", "weight", "bias"), torch.einsum: einsum, torch.Tensor.__rmatmul__: reflected,
-    torch._grouped_mm: named(grouped, "input", "mat2"),
+    torch._grouped_mm: named(grouped, "input", "mat2", "offs", "bias", "out_dtype"),
     **{getattr(at, name): rule for name, rule in _RULES for at in (torch, Tensor)},
 }  # fmt: skip
 _UNKNOWN: Final = frozenset(
