@@ -32,7 +32,8 @@ def operands(case: Case, m: int, n: int, k: int, kind="normal", seed=1):
 
 
 # These compile for ten seconds and more; others of their paths run by default.
-LONG = ("fp64 bfloat16 sums", "fp64 float16 sums", "fp64 truncated", "fp64 down", "chain fp16", "tensor core e4m3")
+LONG = ("fp64 bfloat16 sums", "fp64 float16 sums", "fp64 truncated", "fp64 down", "chain fp16", "tensor core e4m3",
+        "tensor core e5m2", "fp64 terms to nearest, few bits")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
