@@ -174,8 +174,9 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
         for name, module in model.named_modules()
         if isinstance(module, EmulatedMultiheadAttention)
     }
-    coverage = estimated(model, known) if batch is None else measured(model, batch, known)  # first: it sees products
-    raw = {weight.layer for weight in (*coverage.raw, *estimated(model, known).raw)}
+    shapes = estimated(model, known)
+    coverage = shapes if batch is None else measured(model, batch, known)  # first: it sees products
+    raw = {weight.layer for weight in (*coverage.raw, *shapes.raw)}
     run = any(isinstance(module, ParameterProduct) and module.seen for module in model.modules())
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):

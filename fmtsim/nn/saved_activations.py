@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import OwnMode, without_own_modes
-from fmtsim.nn.wrapped import Substituted, unwrap, wrap
+from fmtsim.nn.wrapped import Substituted, unwrap_parts, wrap_parts
 from fmtsim.recipes.activations import SavedActivations
 from fmtsim.scaling.repeats import repeat_under
 
@@ -183,16 +183,9 @@ def _saving(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 def attach_saving(model: nn.Module, how: Saving) -> None:
     """Let a model keep its activations in few bits while it trains."""
-    for module in how.norms:
-        module.__dict__[SAVING] = how
-        wrap(module, _FORWARD, _normalised)
-    model.__dict__[SAVING] = how
-    wrap(model, _FORWARD, _saving)
+    wrap_parts(model, how.norms, how, (SAVING, _FORWARD), _normalised, _saving)
 
 
 def detach_saving(model: nn.Module) -> bool:
     """Undo ``attach_saving``; say whether there was something to undo."""
-    found = [module for module in model.modules() if module.__dict__.pop(SAVING, None) is not None]
-    for module in found:
-        unwrap(module, _FORWARD)
-    return bool(found)
+    return unwrap_parts(model, (SAVING, _FORWARD))

@@ -33,7 +33,7 @@ from fmtsim.nn.scaled_operations import (
     base_of,
 )
 from fmtsim.nn.unit_scaling import Factors
-from fmtsim.nn.wrapped import unwrap, wrap
+from fmtsim.nn.wrapped import unwrap_parts, wrap_parts
 
 _NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 
@@ -152,19 +152,12 @@ def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> N
         if isinstance(module, EmulatedModule) and module.emulation is not None:
             owner = getattr(module, "owner", module)
             module.emulation.factors = Factors(how.by, head=owner in how.heads)
-    for module in how.names:
-        module.__dict__[SCALED] = how
-        wrap(module, FORWARD, _normalise)
-    model.__dict__[SCALED] = how
-    wrap(model, FORWARD, _scaled)
+    wrap_parts(model, how.names, how, (SCALED, FORWARD), _normalise, _scaled)
 
 
 def detach_scales(model: nn.Module) -> bool:
     """Undo ``attach_scales`` but for the weights; say whether there was something to undo."""
-    found = [module for module in model.modules() if module.__dict__.pop(SCALED, None) is not None]
-    for module in found:
-        unwrap(module, FORWARD)
-    return bool(found)
+    return unwrap_parts(model, (SCALED, FORWARD))
 
 
 def is_untraced(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ Its class and what it holds stay.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,32 @@ def unwrap(module: nn.Module, mark: str) -> None:
     del module.__dict__["forward"]
     if own is not None:
         module.__dict__["forward"] = own
+
+
+def wrap_parts(
+    model: nn.Module, parts: Iterable[nn.Module], how: Any, marks: tuple[str, str], run_part: Callable[..., Any],
+    run: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Wrap a model and some of its parts until ``unwrap_parts``, and write on each how.
+
+    Args:
+        model: The model, whose forward becomes ``run``.
+        parts: Modules inside it, whose forwards become ``run_part``.
+        how: What the first mark holds on each.
+        marks: Names of the attribute for that, and of the one that ``wrap`` takes.
+        run_part, run: As in ``wrap``.
+    """
+    for module, call in (*((part, run_part) for part in parts), (model, run)):
+        module.__dict__[marks[0]] = how
+        wrap(module, marks[1], call)
+
+
+def unwrap_parts(model: nn.Module, marks: tuple[str, str]) -> bool:
+    """Undo ``wrap_parts``; say whether there was something to undo."""
+    found = [module for module in model.modules() if module.__dict__.pop(marks[0], None) is not None]
+    for module in found:
+        unwrap(module, marks[1])
+    return bool(found)
 
 
 def forward_of(module: nn.Module, mark: str) -> Callable[..., Any]:
