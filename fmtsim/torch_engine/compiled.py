@@ -30,15 +30,16 @@ def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> 
     if torch.float64 in (x.dtype, out.dtype) or _is_capturing(x):
         return False
     run = compiled(spec, x.dtype, out.dtype, x.device)
-    draw = drawn(x.device) if stochastic else None
-    if run is None or (stochastic and draw is None):
+    if run is None:
         return False
+    made: list[torch.Tensor] = []
+    if isinstance(random, RandomKey):
+        draw, made = drawn(x.device), _lanes(spec, x.numel(), x.device)
+        if draw is None:
+            return False
+        draw(torch.tensor(pieces_of(random)).to(x.device), *made)
     # arguments that share memory would be a program of their own
     source = x.view(-1) if x.data_ptr() != out.data_ptr() else x.view(-1).clone()
-    made: list[torch.Tensor] = []
-    if draw is not None and isinstance(random, RandomKey):
-        made = _lanes(spec, x.numel(), x.device)
-        draw(torch.tensor(pieces_of(random)).to(x.device), *made)
     run(source, out.view(-1).view(BIT_DTYPES.get(out.dtype, out.dtype)), *made)
     return True
 
