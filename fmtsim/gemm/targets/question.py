@@ -1,0 +1,86 @@
+"""What cuBLASLt is asked about a call, and what it answers: the choice that decides the order of sums."""
+
+from typing import Final, NamedTuple
+
+import torch
+
+from fmtsim.spec.call import GemmCall, ScaleKind
+
+MIB: Final = 1 << 20
+
+
+class Choice(NamedTuple):
+    """What cuBLASLt takes for a call: those of its nine config attributes that decide the order of sums.
+
+    algorithm: ALGO_ID, the family of kernels.
+    split: SPLITK_NUM, parts of K; 1 where nothing is split, -1 for kernels that share tiles of the result out (stream-K).
+    reduction: REDUCTION_SCHEME, 0 where nothing is split.
+    custom: CUSTOM_OPTION of the kernels without tensor cores (algorithms 11, 13, 14 and 16), else 0.
+    stages: STAGES_ID, which names the tile of K, of all but algorithms 39 and 66, where it is 0.
+    """
+
+    algorithm: int
+    split: int = 1
+    reduction: int = 0
+    custom: int = 0
+    stages: int = 0
+
+
+class Kind(NamedTuple):
+    """Dtypes and settings of a call, as the library sees them.
+
+    a, b: Formats of torch's operands: the library's B and A.
+    out: Dtype of the result.
+    compute: ``"32f"``, ``"tf32"`` or ``"16f"``.
+    bias: The bias is the library's epilogue.
+    scaling: Kind of scales.
+    fast_accum: use_fast_accum.
+    """
+
+    a: str
+    b: str
+    out: torch.dtype
+    compute: str = "32f"
+    bias: bool = False
+    scaling: ScaleKind = "none"
+    fast_accum: bool = False
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of workspace that torch offers the library: through cublasLt one MiB, through cublasGemmEx 32."""
+        return MIB if self.bias or self.scaling != "none" else 32 * MIB
+
+
+class Question(NamedTuple):
+    """A call as the library sees it, [m, k] times [k, n].
+
+    layout: 0: K is contiguous in both operands (fprop), 1: in the first alone (dgrad), 2: in neither (wgrad), 3: in the
+        second alone.
+    """
+
+    kind: Kind
+    layout: int
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+
+_LAYOUTS = {("row", "row"): 0, ("row", "column"): 1, ("column", "column"): 2, ("column", "row"): 3}
+
+
+def question_of(call: GemmCall) -> Question | None:
+    """Return what torch asks cuBLASLt about a call; None where it does not ask, or nobody knows how.
+
+    torch calls an operand with a single row or column contiguous in the way of [M, K] and [K, N]. A bias is the
+    library's own where K and N are more than 1; else torch puts it into the result beforehand.
+    """
+    if call.a in ("fp32", "fp64", "int8"):
+        return None
+    bias = call.bias and (call.operation == "scaled_mm" or (call.k > 1 and call.n > 1))
+    compute = "16f" if call.accumulate == "fp16" else "tf32" if call.a == "tf32" else "32f"
+    fast = call.operation == "scaled_mm" and call.fast_accum
+    kind = Kind(call.a, call.b, call.out, compute, bias, call.scaling, fast)
+    a = "row" if 1 in (call.m, call.k) else call.a_layout
+    b = "column" if 1 in (call.n, call.k) else call.b_layout
+    return Question(kind, _LAYOUTS[a, b], call.m, call.n, call.k, call.batch)
