@@ -14,7 +14,6 @@ from fmtsim.calibration.arithmetic import Measured, arithmetics, family_of, meas
 from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
 from fmtsim.calibration.evidence import Evidence, load_evidence
 from fmtsim.calibration.gpu import open_gpu
-from fmtsim.calibration.models import DTYPES, PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
 from fmtsim.calibration.planfile import plan_file, write_plan
 from fmtsim.calibration.recheck import RuleCheck, recheck
 from fmtsim.calibration.unit_calls import kinds_of
@@ -23,6 +22,7 @@ from fmtsim.cli.options import add_device, add_json, check_positive, flag, optio
 from fmtsim.cli.output import MISMATCH, answer, format_table, write_json
 from fmtsim.errors import ArgumentError
 from fmtsim.files import check_file
+from fmtsim.gemm.models import DTYPES, PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.progress import make_progress

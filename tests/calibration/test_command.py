@@ -7,10 +7,10 @@ import torch
 
 from fmtsim.calibration import gpu as gpus
 from fmtsim.calibration.gpu import TorchGPU, open_gpu
-from fmtsim.calibration.models import MODELS, layer_shapes, list_models, model_calls, parse_tokens, read_shapes
 from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DataError, DeviceError
+from fmtsim.gemm.models import MODELS, layer_shapes, list_models, model_calls, parse_tokens, read_shapes
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.plan import GemmPlan

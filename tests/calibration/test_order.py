@@ -10,11 +10,11 @@ import torch
 from fmtsim.calibration import fit
 from fmtsim.calibration.campaign import calibrate, find_plan
 from fmtsim.calibration.check import make_data, question, verify
-from fmtsim.calibration.kernels import same_order as order_of
 from fmtsim.calibration.order import LEVELS, Sighting, _positions, expected, look
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import GemmCall
+from fmtsim.spec.order import same_order as order_of
 from fmtsim.spec.plan import GemmPlan
 from tests.support.fake_gpu import FakeGPU, fp8, mm
 

@@ -10,13 +10,14 @@ import torch
 import fmtsim
 from fmtsim.calibration.arithmetic import Measured, measure
 from fmtsim.calibration.campaign import Finding, calibrate, scalar_unit
-from fmtsim.calibration.kernels import cover, entries_of, kernels_of, same_order
+from fmtsim.calibration.kernels import cover, entries_of, kernels_of
 from fmtsim.calibration.planfile import merged, plan_file, plan_text, write_plan
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.targets.target import get_target, target_from_dict
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
+from fmtsim.spec.order import same_order
 from fmtsim.spec.plan import GemmPlan
 from tests.support.fake_gpu import FakeGPU, fp8, mm
 

@@ -148,14 +148,17 @@ def model_calls(
         for m in tokens:
             for which in passes:
                 for dtype in dtypes:
-                    call = _call(which, m, n, k, bias, dtype)
+                    call = layer_call(which, m, n, k, bias, dtype)
                     if call is not None:
                         calls[call] = None
     return sorted(calls, key=lambda call: (call.a, call.fast_accum, call.k))
 
 
-def _call(which: str, tokens: int, n: int, k: int, bias: bool, dtype: str) -> GemmCall | None:
-    """Return what torch calls for ``y = x w^T``, ``dx = g w`` or ``dw = g^T x`` with row-major x, w and g."""
+def layer_call(which: str, tokens: int, n: int, k: int, bias: bool, dtype: str) -> GemmCall | None:
+    """Return what torch calls for ``y = x w^T``, ``dx = g w`` or ``dw = g^T x`` with row-major x, w and g.
+
+    None where torch._scaled_mm refuses the sizes.
+    """
     sizes = {"forward": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}[which]
     facts: dict[str, Any] = dict(zip("mnk", sizes, strict=True))
     if dtype.startswith("fp8"):
