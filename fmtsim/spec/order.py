@@ -4,7 +4,7 @@ from typing import Any
 
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import schedule
+from fmtsim.spec.schedule import adds_in_order, combination, schedule
 
 
 def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:
@@ -12,6 +12,9 @@ def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan
     ways = {first.reduce, second.reduce}
     if len(ways) == 2 and (max(first.split, second.split) > 2 or "in_place" in ways):
         return False
+    if not (adds_in_order(first) and adds_in_order(second)):
+        same = schedule(k, arithmetic, first) == schedule(k, arithmetic, second)
+        return same and combination(k, first) == combination(k, second)
     plain = first.promote_every is None and second.promote_every is None
     if plain and _edge(k, first) != _edge(k, second):  # a quick look, because a schedule lists all products
         return False
@@ -29,6 +32,7 @@ def _chains(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> Any:
 
 def _edge(k: int, plan: GemmPlan) -> int:
     """Return where the first part ends, or with interleaved tiles the first tile."""
+    k = min(k, plan.k_end or k)
     if plan.k_tile is None:
         return k
     if plan.part_k is not None:

@@ -9,7 +9,9 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.records import check_types
 
 Epilogue = Literal["scale", "row_column", "column_row"]
-Reduce = Literal["serial", "pairwise", "in_place"]
+Reduce = Literal["serial", "pairwise", "in_place", "folded"]
+LaneReduce = Literal["serial", "tree", "pair_tree"]
+_LANES = 4096  # so that few sums wait for each other in a tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,13 @@ class GemmPlan:
         residue_first: The incomplete tile comes first instead of last.
         part_k: Products of a part, where K is cut into parts first and each part into tiles of its own (CUTLASS 2.x);
             ``split`` is then ``ceil(K / part_k)``. None deals whole tiles.
+        k_end: Products from this one on are never multiplied, NaN and Inf among them too (a library that drops the end
+            of K); K is then as if it ended here. None multiplies all.
+        lanes: Sums into which every part is dealt: of each tile lane l owns ``v = ceil(k_tile / lanes)`` products from
+            ``l v`` on. Promotion counts the products of a lane.
+        lane_reduce: How the lanes of a part are added: ``"serial"``: one after another; ``"tree"``: lane i and lane
+            ``i + lanes / 2``, then of what is left i and ``i + lanes / 4``, down to one; ``"pair_tree"``: lane 2 i and
+            lane 2 i + 1, then these sums as a tree. A lane without products is +0.
         instruction_k: Products of one instruction where that is less than the unit's block.
         promote_every: Products of a part after which its chain is added to a float32 sum and restarts at +0
             (use_fast_accum=False); None never does.
@@ -36,7 +45,8 @@ class GemmPlan:
         partial: Format to which each part's sum is rounded before the reduction; None keeps float32.
         reduce: ``"serial"``: part after part; ``"pairwise"``: the halves onto each other first; ``"in_place"``: parts
             are added to the output as they arrive, which begins with the bias: a part itself is not rounded, the output
-            is rounded to ``partial`` after every addition.
+            is rounded to ``partial`` after every addition; ``"folded"``: as one block of 128 threads adds them
+            (cuBLAS' reduce_1Block_kernel; docs/matmul.md, section 4).
         round_trip: Round the reduction to ``partial`` after every addition.
         epilogue: What multiplies the sum: ``"scale"``: the product of both scales, rounded once;
             ``"row_column"``: first the scale of the row, then that of the column; ``"column_row"``: the reverse.
@@ -51,6 +61,9 @@ class GemmPlan:
     owner: Literal["contiguous", "interleaved"] = "contiguous"
     residue_first: bool = False
     part_k: int | None = None
+    k_end: int | None = None
+    lanes: int = 1
+    lane_reduce: LaneReduce = "serial"
     instruction_k: int | None = None
     promote_every: int | None = None
     scaled_promotion: bool = False
@@ -71,9 +84,10 @@ class GemmPlan:
             raise FormatError(
                 f"partial={shown(self.partial)} is not a floating-point format; pass its name or a FloatFormat"
             )
-        for name in ("k_tile", "part_k", "instruction_k", "promote_every"):
+        for name in ("k_tile", "part_k", "k_end", "instruction_k", "promote_every"):
             _check(name, getattr(self, name) is None or _count(getattr(self, name)), getattr(self, name), "1 or more")
-        _check("split", _count(self.split), self.split, "1 or more")
+        for name in ("split", "lanes"):
+            _check(name, _count(getattr(self, name)), getattr(self, name), "1 or more")
         check_types(self)
         if self.k_tile is None and (self.split > 1 or self.residue_first):
             raise ArgumentError(
@@ -94,6 +108,23 @@ class GemmPlan:
                 "reduce='in_place' rounds the output after every addition and begins with the bias; leave round_trip "
                 "and bias_after_rounding out"
             )
+        _check_lanes(self)
+
+
+def _check_lanes(plan: GemmPlan) -> None:
+    """Refuse lanes, and sums folded by threads, that no kernel has."""
+    lanes = plan.lanes
+    _check("lanes", lanes <= _LANES, lanes, f"1 to {_LANES}")
+    if lanes > 1 and plan.k_tile is None:
+        raise ArgumentError(f"lanes={lanes} share every tile; pass k_tile=, the products of all lanes")
+    if lanes == 1 and plan.lane_reduce != "serial":
+        raise ArgumentError(f"lane_reduce={plan.lane_reduce!r} needs lanes=, the sums that it adds")
+    if plan.lane_reduce != "serial" and lanes & (lanes - 1):
+        raise ArgumentError(f"lanes={lanes} cannot be added as a {plan.lane_reduce}; choose a power of two")
+    what = "lanes=" if lanes > 1 else "reduce='folded'"
+    sums = lanes > 1 or plan.reduce == "folded"
+    if sums and (plan.partial is not None or plan.scaled_promotion or plan.reduce == "in_place"):
+        raise ArgumentError(f"{what} adds sums as they are; leave partial, scaled_promotion and reduce='in_place' out")
 
 
 def _count(value: object) -> bool:

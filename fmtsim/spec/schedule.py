@@ -1,5 +1,9 @@
-"""The order of products that a plan and a unit give for a K: parts, chains and blocks as index lists."""
+"""The order of products that a plan and a unit give for a K: parts, chains and blocks as index lists.
 
+Where a plan has lanes, each lane of a part is a sum like a part; ``combination`` says how these sums become one.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,20 +21,26 @@ class Chain:
 
 
 Part = tuple[Chain, ...]
+"""A sum of its own: a part of K, or a lane of a part."""
+Postfix = list[tuple[int, int]]
+"""Sums to push on a stack, each with how many times the two on top are added afterwards, the lower to the left."""
+
+ZERO = -1  # in a Postfix: +0, a sum without products
 
 
 @lru_cache(maxsize=256)
 def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     """Return the parts of a plan for K products: each a tuple of chains, whose blocks list indices along K.
 
-    Parts that own no product are left out. Indices that a block lacks at the end are zeros, which change nothing.
+    Parts and lanes that own no product are left out. Indices that a block lacks at the end are zeros, which change
+    nothing.
 
     Raises:
         ArgumentError: promotions of plan and unit disagree with each other.
     """
     promote = _promotion(datapath, plan)
     parts = []
-    for runs in _parts(k, plan):
+    for runs in (lane for tiles in _parts(k, plan) for lane in _lanes(tiles, plan)):
         chains: list[Chain] = []
         for pieces in _chains(runs, promote):
             blocks = tuple(block for start, stop in pieces for block in _blocks(start, stop, datapath, plan))
@@ -38,6 +48,74 @@ def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
         if chains:
             parts.append(tuple(chains))
     return tuple(parts)
+
+
+def adds_in_order(plan: GemmPlan) -> bool:
+    """Say whether the sums of ``schedule`` are parts that ``plan.reduce`` adds; else ``combination`` has the order."""
+    return plan.lanes == 1 and plan.reduce != "folded"
+
+
+@lru_cache(maxsize=64)
+def combination(k: int, plan: GemmPlan) -> tuple[tuple[int, int], ...]:
+    """Return how the sums of ``schedule`` are added, for any plan but one whose parts are added in place.
+
+    Returns:
+        A Postfix: numbers of sums, or ``ZERO``, each with the additions that follow it. At most ``STACK`` sums are
+        on the stack at a time.
+    """
+    parts, number = [], 0
+    for tiles in _parts(k, plan):
+        count = sum(1 for _ in _lanes(tiles, plan))
+        lanes: list[Postfix] = [[(number + i if i < count else ZERO, 0)] for i in range(plan.lanes)]
+        number += count
+        parts += [_of_lanes(lanes, plan)] if count else []
+    return tuple(_of_parts(parts, plan)) if parts else ()
+
+
+STACK = 24
+"""At most so many sums wait for each other in a ``combination``: log2 of 4096 lanes, and what folding adds."""
+
+
+def _of_lanes(lanes: list[Postfix], plan: GemmPlan) -> Postfix:
+    if plan.lane_reduce == "pair_tree":
+        lanes = [_serial(lanes[i : i + 2]) for i in range(0, len(lanes), 2)]
+    return _serial(lanes) if plan.lane_reduce == "serial" else _tree(lanes)
+
+
+def _of_parts(parts: list[Postfix], plan: GemmPlan) -> Postfix:
+    if plan.reduce == "folded":
+        return _folded(parts)
+    if plan.reduce == "pairwise" and len(parts) > 1:
+        half, last = -(-len(parts) // 2), len(parts) - 1
+        pairs = [_serial([parts[i], *parts[i + half : last][:1]]) for i in range(half)]
+        return _serial([parts[last], *pairs])
+    return _serial(parts)
+
+
+def _serial(sums: list[Postfix]) -> Postfix:
+    """Return the sum of sums, one after another."""
+    joined = [*sums[0]]
+    for term in sums[1:]:
+        *rest, (last, additions) = term
+        joined += [*rest, (last, additions + 1)]
+    return joined
+
+
+def _tree(sums: list[Postfix]) -> Postfix:
+    """Return the sum of a power of two of sums: the two halves onto each other, down to one."""
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [_serial([sums[i], sums[i + half]]) for i in range(half)]
+    return sums[0]
+
+
+def _folded(parts: list[Postfix]) -> Postfix:
+    """Return the sum of parts as a block of 128 threads takes it: each its own share, 64 and 32 apart, then four."""
+    nothing: list[Postfix] = [[(ZERO, 0)]]
+    threads = [_serial(parts[t::128] or nothing) for t in range(128)]
+    threads = [_serial([threads[t], threads[t + 64]]) for t in range(64)]
+    threads = [_serial([threads[t], threads[t + 32]]) for t in range(32)]
+    return _serial([_serial(threads[j::4]) for j in range(4)])
 
 
 def _promotion(datapath: Arithmetic, plan: GemmPlan) -> int | None:
@@ -50,7 +128,8 @@ def _promotion(datapath: Arithmetic, plan: GemmPlan) -> int | None:
 
 
 def _parts(k: int, plan: GemmPlan) -> list[list[tuple[int, int]]]:
-    """Return for each part the tiles it owns as ranges of K, in order, neighbours joined."""
+    """Return for each part the tiles it owns as ranges of K, in order."""
+    k = k if plan.k_end is None else min(k, plan.k_end)
     if plan.k_tile is None:
         return [[(0, k)]] if k else []
     if plan.part_k is not None:
@@ -61,6 +140,18 @@ def _parts(k: int, plan: GemmPlan) -> list[list[tuple[int, int]]]:
         return [tiles[s :: plan.split] for s in range(plan.split)]
     share = -(-len(tiles) // plan.split) or 1
     return [tiles[i : i + share] for i in range(0, len(tiles), share)]
+
+
+def _lanes(tiles: list[tuple[int, int]], plan: GemmPlan) -> Iterator[list[tuple[int, int]]]:
+    """Yield what each lane of a part owns of its tiles; lanes without products are the last ones, and left out."""
+    if plan.lanes == 1 or plan.k_tile is None:
+        yield from [tiles] if tiles else []
+        return
+    own = -(-plan.k_tile // plan.lanes)
+    for first in range(0, own * plan.lanes, own):
+        runs = [(a + first, min(a + first + own, b)) for a, b in tiles if a + first < b]
+        if runs:
+            yield runs
 
 
 def _tiles(start: int, stop: int, width: int, residue_first: bool) -> list[tuple[int, int]]:

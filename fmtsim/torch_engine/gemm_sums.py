@@ -1,6 +1,7 @@
 """The accumulation order of a product (docs/matmul.md, section 4): chains, promotions, parts and their reduction."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import Chain, Part, schedule
+from fmtsim.spec.schedule import ZERO, Chain, Part, adds_in_order, combination, schedule
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.torch_engine.gemm_operands import Pieces, Rows, Unit
 from fmtsim.torch_engine.gemm_round import ODD_BITS, is_scalable, round_value
@@ -62,6 +63,7 @@ class Summation:
         path, plan = spec.datapath, spec.plan
         self._unit, self._plan = unit, plan
         self._parts = schedule(k, path, plan)
+        self._combination = () if adds_in_order(plan) else combination(k, plan)
         accumulator = accumulator_of(path)
         self._promotion: FloatFormat | None = None
         if plan.promote_every is not None:
@@ -92,12 +94,17 @@ class Summation:
         zero = from_bits(torch.zeros(shape, dtype=torch.int64, device=rows.a.device))
         if not self._parts:
             return zero if c is None else c
-        sums, block = [], 0
         in_place = self._plan.reduce == "in_place"
-        for i, part in enumerate(self._parts):
+        firsts = accumulate((sum(len(chain.blocks) for chain in part) for part in self._parts), initial=0)
+        blocks = list(firsts)
+
+        def of_part(i: int) -> torch.Tensor:
             start = c if c is not None and i == 0 and not in_place else zero
-            sums.append(self._part(part, rows, start, zero, draw, scales, block))
-            block += sum(len(chain.blocks) for chain in part)
+            return self._part(self._parts[i], rows, start, zero, draw, scales, blocks[i])
+
+        if self._combination:
+            return combined(self._combination, lambda i: zero if i == ZERO else of_part(i), self._add)
+        sums = [of_part(i) for i in range(len(self._parts))]
         return self._in_place(sums, c) if in_place else self._reduce(sums)
 
     def _part(
@@ -180,6 +187,17 @@ class Adder:
             return round_value(add_to_odd(x if scale is None else x * scale, y), self._fmt)
         one = torch.ones_like(x) if scale is None else scale.expand_as(x)
         return self._wide.step([Rows(x[None], one[None], finite=False)], y, None)
+
+
+def combined(steps: Iterable[tuple[int, int]], sum_of: Callable[[int], T], add: Callable[[T, T], T]) -> T:
+    """Add sums as a ``combination`` says; ``sum_of`` is asked for each when it is needed."""
+    stack: list[T] = []
+    for number, additions in steps:
+        stack.append(sum_of(number))
+        for _ in range(additions):
+            last = stack.pop()
+            stack.append(add(stack.pop(), last))
+    return stack[0]
 
 
 def reduced(slices: list[T], reduce: str, add: Callable[[T, T], T]) -> T:

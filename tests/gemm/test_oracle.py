@@ -261,6 +261,65 @@ def test_bias_and_output():
     assert_identical(epilogue_oracle(-(2.0**-140), BF16), -0.0)
 
 
+# Lanes, and what threads fold.
+
+B1 = Datapath(block=1, fraction_bits=None, rounding="nearest_even")
+LANE_SUMS = {  # the sum of four lanes of one product each that tells this order from the others
+    "serial": ([1.0, TINY, TINY, -1.0], 0.0),  # two ties to 1
+    "tree": ([1.0, TINY, 0.0, TINY], NEXT),  # (1 + 0) + (TINY + TINY)
+    "pair_tree": ([1.0, 0.0, TINY, TINY], NEXT),  # likewise, of neighbours
+}
+
+
+@pytest.mark.parametrize("way", LANE_SUMS)
+def test_lanes_are_added_in_their_order(way):
+    row, total = LANE_SUMS[way]
+    assert_identical(dot(row, B1, GemmPlan(k_tile=4, lanes=4, lane_reduce=way)), total)
+    others = [dot(row, B1, GemmPlan(k_tile=4, lanes=4, lane_reduce=other)) for other in LANE_SUMS if other != way]
+    assert total not in others
+
+
+def test_a_lane_is_a_sum_of_its_own():
+    # Lane 0 has 1 - 1, lane 1 TINY + TINY; in one chain the TINYs are lost in 1.
+    row = [1.0, TINY, -1.0, TINY]
+    assert_identical(dot(row, B1, GemmPlan(k_tile=2, lanes=2)), 2 * TINY)
+    assert_identical(dot(row, B1), TINY)
+    # c begins lane 0 of the first part alone; promoted, it is that lane's outer sum.
+    assert_identical(dot(row, B1, GemmPlan(k_tile=2, lanes=2), c=1.0), NEXT)
+    assert_identical(dot([TINY, 0.0, TINY, 0.0], B1, GemmPlan(k_tile=2, lanes=2, promote_every=2), c=1.0), NEXT)
+    # Every second of its own products is promoted: (1 + TINY) + (TINY + TINY).
+    row = [x for own in (1.0, TINY, TINY, TINY) for x in (own, 0.0)]
+    assert_identical(dot(row, B1, GemmPlan(k_tile=2, lanes=2, promote_every=2)), NEXT)
+    assert_identical(dot(row, B1, GemmPlan(k_tile=2, lanes=2)), 1.0)
+    # A lane without products is +0, so that the -0 of the other is lost.
+    tiny = [[-(2.0**-100)]], [[2.0**-100]]
+    for plan, total in ((PLAIN, -0.0), (GemmPlan(k_tile=2, lanes=2), 0.0), (GemmPlan(reduce="folded"), 0.0)):
+        ((found,),) = gemm_oracle(*tiny, GemmSpec(datapath=replace(B1, signed_zero=True), plan=plan, a=FP32, b=FP32))
+        assert_identical(found, total)
+
+
+def test_folded_parts():
+    def folded(**parts):
+        row = [0.0] * 260
+        for place, value in parts.items():
+            row[int(place[1:])] = value
+        return dot(row, B1, GemmPlan(k_tile=1, split=260, reduce="folded"))
+
+    assert_identical(folded(p0=1.0, p4=TINY, p8=TINY), 1.0)  # u_0 = (1 + TINY) + TINY
+    assert_identical(folded(p0=1.0, p4=TINY, p36=TINY), NEXT)  # q_4 = p_4 + p_36
+    assert_identical(folded(p0=1.0, p4=TINY, p68=TINY), NEXT)  # and p_68
+    assert_identical(folded(p0=1.0, p4=TINY, p132=TINY), NEXT)  # and p_132
+    assert_identical(folded(p0=1.0, p128=TINY, p256=TINY), 1.0)  # one after another
+    assert_identical(folded(p0=1.0, p5=TINY, p9=TINY), NEXT)  # u_1
+    assert_identical(folded(p0=1.0, p5=TINY, p10=TINY), 1.0)  # (u_0 + u_1) + u_2
+
+
+def test_the_end_of_k():
+    for row in ([1.0, TINY, TINY, 5.0], [1.0, TINY, TINY, NAN], [1.0, TINY, TINY, INF]):
+        assert_identical(dot(row, plan=GemmPlan(k_end=3, promote_every=1)), 1.0)
+        assert_identical(dot(row, replace(ONE, block=4), GemmPlan(k_end=3)), NEXT)
+
+
 # What a call must not ask.
 
 
@@ -339,6 +398,17 @@ def written(k, unit=FOUR, plan=CHAIN):
         (10, Datapath(block=4, paired=True), CHAIN, "0,1,4,5 2,3,6,7 8,9"),
         (8, Datapath(block=4, paired=True), GemmPlan(instruction_k=2), "0,1 2,3 4,5 6,7"),
         (9, Datapath(block=4, paired=True), GemmPlan(k_tile=5), "0,1,4 2,3 5,6 7,8"),
+        # Lanes: of each tile ceil(k_tile / lanes) neighbours; the last tile, or all, may lack some.
+        (9, Datapath(block=1), GemmPlan(k_tile=2, lanes=2), "0 2 4 6 8 | 1 3 5 7"),
+        (10, FOUR, GemmPlan(k_tile=8, lanes=2), "0,1,2,3 8,9 | 4,5,6,7"),
+        (5, FOUR, GemmPlan(k_tile=5, lanes=4, lane_reduce="tree"), "0,1 | 2,3 | 4"),
+        (9, FOUR, GemmPlan(k_tile=4, lanes=2, residue_first=True), "0 1,2 5,6 | 3,4 7,8"),
+        (9, FOUR, GemmPlan(k_tile=2, lanes=2, promote_every=2), "0 2 / 4 6 / 8 | 1 3 / 5 7"),
+        # Lanes of parts: of three tiles part 0 owns 0 and 2; with part_k tiles are cut anew.
+        (10, FOUR, GemmPlan(k_tile=4, lanes=2, split=2, owner="interleaved"), "0,1 8,9 | 2,3 | 4,5 | 6,7"),
+        (10, FOUR, GemmPlan(k_tile=4, lanes=2, split=2, part_k=6), "0,1 4,5 | 2,3 | 6,7 | 8,9"),
+        (13, FOUR, GemmPlan(k_end=10, k_tile=5, split=2), "0,1,2,3 4 | 5,6,7,8 9"),
+        (3, FOUR, GemmPlan(k_end=10), "0,1,2"),
         (5, IntegerDatapath(block=2), CHAIN, "0,1 2,3 4"),
         (5, TwoStageDatapath(block=4), GemmPlan(k_tile=3), "0,1,2 3,4"),
         (3, PairwiseDatapath(block=2), CHAIN, "0,1 2"),
@@ -365,6 +435,8 @@ def random_case(draw: random.Random):
         residue_first=tile is not None and draw.random() < 0.4,
         instruction_k=draw.choice([None, None, 2, 3, 4]),
         promote_every=None if promote else draw.choice([None, 1, 5, 8, 16]),
+        lanes=1 if tile is None else draw.choice([1, 1, 2, 3, 4, 8]),
+        k_end=draw.choice([None, None, 1, 20, 55]),
     )
     return draw.randint(0, 70), Datapath(block=block, paired=paired, promote_every=promote), plan
 

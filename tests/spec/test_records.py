@@ -55,7 +55,8 @@ REFUSED = [
     (lambda: PairwiseDatapath(block=6), "block=6 cannot be added in pairs; choose a power of two"),
     (lambda: IntegerDatapath(block=0), "block=0 is not possible; choose 1 or more"),
     *((lambda name=name, value=value: GemmPlan(**{name: value}), f"GemmPlan {name}={value!r} is not possible; choose 1")
-      for name in ("k_tile", "part_k", "instruction_k", "promote_every", "split") for value in (0, True, 2.0)),
+      for name in ("k_tile", "part_k", "instruction_k", "promote_every", "split", "k_end", "lanes")
+      for value in (0, True, 2.0)),
     (lambda: GemmPlan(split=None), "GemmPlan split=None is not possible; choose 1 or more"),
     (lambda: GemmPlan(owner="all"), "GemmPlan owner='all' is not allowed; choose 'contiguous', 'interleaved'"),
     (lambda: GemmPlan(reduce="tree"), "GemmPlan reduce='tree' is not allowed; choose 'serial', 'pairwise', 'in_pl"),
@@ -70,6 +71,15 @@ REFUSED = [
     (lambda: GemmPlan(round_trip=True), "round_trip=True needs partial=, the format to round to"),
     (lambda: GemmPlan(reduce="in_place", round_trip=True, partial="bf16"), "reduce='in_place' rounds the output after"),
     (lambda: GemmPlan(reduce="in_place", bias_after_rounding=True), "reduce='in_place' rounds the output after every"),
+    (lambda: GemmPlan(lanes=4), "lanes=4 share every tile; pass k_tile=, the products of all lanes"),
+    (lambda: GemmPlan(lanes=4097, k_tile=4097), "GemmPlan lanes=4097 is not possible; choose 1 to 4096"),
+    (lambda: GemmPlan(lane_reduce="tree"), "lane_reduce='tree' needs lanes=, the sums that it adds"),
+    (lambda: GemmPlan(lanes=2, k_tile=2, lane_reduce="pairwise"), "GemmPlan lane_reduce='pairwise' is not allowed; ch"),
+    (lambda: GemmPlan(lanes=6, k_tile=6, lane_reduce="pair_tree"), "lanes=6 cannot be added as a pair_tree; choose a"),
+    *((lambda fields=fields, sums=sums: GemmPlan(**sums, **fields), f"{what} adds sums as they are; leave partial, sca")
+      for what, sums in (("lanes=", {"lanes": 2, "k_tile": 8}), ("reduce='folded'", {"reduce": "folded"}))
+      for fields in ({"partial": "bf16"}, {"scaled_promotion": True, "promote_every": 8})),
+    (lambda: GemmPlan(lanes=2, k_tile=8, reduce="in_place"), "lanes= adds sums as they are; leave partial, scaled_pr"),
     (lambda: Quantizer(format="e4m3"), "Quantizer format='e4m3' is not a format record or None; pass fmtsim.get_form"),
     (lambda: Quantizer(rounding="up"), "Quantizer rounding='up' is not a Rounding; pass Rounding(mode=...)"),
     (lambda: Quantizer(overflow="wrap"), "Quantizer overflow='wrap' is not allowed; choose None, 'saturate', 'ieee'"),
@@ -118,6 +128,8 @@ def test_allowed_at_the_limits():
         lambda: GemmPlan(k_tile=1, part_k=1, instruction_k=1, promote_every=1, scaled_promotion=True,
                          successive_scales=True, partial="bf16", round_trip=True),
         lambda: GemmPlan(split=1, reduce="in_place"),
+        lambda: GemmPlan(k_tile=1, lanes=4096, lane_reduce="pair_tree", reduce="folded", promote_every=1, k_end=1),
+        lambda: GemmPlan(k_tile=1, lanes=3, reduce="pairwise"),
         lambda: Hadamard(size=2, signs=3, rounded=BF16),
         lambda: Hadamard(size=None, signs="random", undo=True),
         lambda: Hadamard(signs=0),
@@ -356,6 +368,8 @@ ORDERS = [
     (10, FOUR, {"k_tile": 4, "part_k": 6, "residue_first": True}, [[[run(0, 2), run(2, 6)]], [[run(6, 10)]]]),
     (10, FOUR, {"k_tile": 5, "promote_every": 6}, [[[run(0, 4), [4], [5]], [run(6, 10)]]]),
     (10, FOUR, {"k_tile": 4, "split": 2, "promote_every": 4}, [[[run(0, 4)], [run(4, 8)]], [[run(8, 10)]]]),
+    (9, FOUR, {"k_end": 6, "k_tile": 4, "split": 2}, [[[run(0, 4)]], [[run(4, 6)]]]),
+    (10, FOUR, {"k_tile": 4, "lanes": 2}, [[[[0, 1], [4, 5], [8, 9]]], [[[2, 3], [6, 7]]]]),
     (11, Datapath(block=4, paired=True), {}, [[[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10]]]]),
     (2, Datapath(block=4, paired=True), {}, [[[[0, 1]]]]),
     (3, IntegerDatapath(block=2), {}, [[[[0, 1], [2]]]]),
@@ -368,4 +382,4 @@ def test_the_order_of_products(k, path, plan, expected):
     starts = [chain.start for part in schedule(k, path, GemmPlan(**plan)) for chain in part]
     assert starts == [chain[0][0] for part in expected for chain in part]
     places = sorted(i for part in expected for chain in part for block in chain for i in block)
-    assert places == list(range(k))
+    assert places == list(range(plan.get("k_end", k)))

@@ -30,6 +30,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import adds_in_order
 
 NAN32, NAN64 = 0x7FFFFFFF, 0x7FFFFFFFFFFFFFFF
 _NO_KEY = RandomKey(0)
@@ -76,6 +77,8 @@ def _method(text: str, k: int) -> Method | None:
     """Return what computes products of k terms of a spec, given as JSON; None where no kernel does."""
     spec = gemm_spec_from_json(text)
     unit = spec.datapath
+    if not adds_in_order(spec.plan):
+        return None
     if isinstance(unit, IntegerDatapath):
         return int8.gemm if int8.covers(spec, k) else None
     fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()

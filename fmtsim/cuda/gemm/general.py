@@ -29,6 +29,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.schedule import adds_in_order
 
 _THREADS = 256
 _SIDE = 16  # rows and columns of a block of threads with an output each
@@ -41,6 +42,8 @@ _UNITS = {TwoStageDatapath: 0, PairwiseDatapath: 1, IntegerDatapath: 2}  # the m
 def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
     """Say whether the kernels take a unit, its plan and operands of these formats and dtypes, whatever the numbers."""
     unit, plan = spec.datapath, spec.plan
+    if not adds_in_order(plan):
+        return False
     if isinstance(unit, IntegerDatapath):
         integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat)
         return integers and a == b == torch.int8 and min(unit.block, k) <= 1 << 36

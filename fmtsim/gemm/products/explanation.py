@@ -20,6 +20,13 @@ _STEPS = {
     "column_row": "times the scale of the column, then of the row",
 }
 
+_REDUCTIONS = {"serial": "one after another", "pairwise": "in pairs", "folded": "as 128 threads fold them"}
+_LANES = {
+    "serial": "lanes are added one after another",
+    "tree": "lanes are added as a tree, the halves onto each other",
+    "pair_tree": "neighbouring lanes are added, then these sums as a tree, the halves onto each other",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MmExplanation:
@@ -111,6 +118,15 @@ def _order(k: int, found: GemmSpec) -> str:
         chain = f"a fresh chain every {promote} products, each added to an outer sum {_promotion(plan)}"
     if plan.instruction_k is not None:
         chain += f", blocks of at most {plan.instruction_k}"
+    if plan.lanes > 1 and plan.k_tile is not None:
+        own = -(-plan.k_tile // plan.lanes)
+        chain = f"{plan.lanes} lanes of {own} products of every tile, each {chain}; {_LANES[plan.lane_reduce]}"
+    end = f"products from {plan.k_end} on are left out; " if plan.k_end is not None and plan.k_end < k else ""
+    return end + _parts(min(k, plan.k_end or k), chain, plan)
+
+
+def _parts(k: int, chain: str, plan: GemmPlan) -> str:
+    """Return in words how K is cut into tiles and parts, and how parts are added."""
     if plan.k_tile is None or k == 0:
         return chain
     tiles = -(-k // plan.k_tile)
@@ -121,14 +137,16 @@ def _order(k: int, found: GemmSpec) -> str:
     share = -(-tiles // plan.split)
     parts = -(-tiles // share) if plan.owner == "contiguous" else min(plan.split, tiles)
     dealt = f"runs of {share} tiles" if plan.owner == "contiguous" else f"every {plan.split}th tile"
+    text += f" in {parts} parts ({dealt})"
+    if plan.part_k is not None:
+        first = ", the incomplete one first" if plan.residue_first else ""
+        text = f"{-(-k // plan.part_k)} parts of {plan.part_k} products, each cut into tiles of {plan.k_tile}{first}"
     if plan.reduce == "in_place":
         rounded = "" if plan.partial is None else f", rounded to {plan.partial.name} after every addition"
-        return f"{text} in {parts} parts ({dealt}), each {chain}; parts are added to the output in place{rounded}"
+        return f"{text}, each {chain}; parts are added to the output in place{rounded}"
     kept = "" if plan.partial is None else f" rounded to {plan.partial.name} and"
     trip = " with a round trip" if plan.round_trip else ""
-    return f"{text} in {parts} parts ({dealt}), each {chain}; parts are{kept} added {plan.reduce}ly{trip}".replace(
-        "pairwisely", "in pairs"
-    ).replace("serially", "one after another")
+    return f"{text}, each {chain}; parts are{kept} added {_REDUCTIONS[plan.reduce]}{trip}"
 
 
 def _promotion(plan: GemmPlan) -> str:

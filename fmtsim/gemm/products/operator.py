@@ -123,6 +123,8 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
     if not out.numel():
         return
     path, wide = spec.datapath, spec.sum_dtype
+    if spec.plan.k_end is not None:  # products from there on are nobody's
+        a, b, scale_a, scale_b = _ended(a, b, scale_a, scale_b, spec)
     if isinstance(path, Datapath) and path.scale is not None:  # a unit with scales of its own, and a call without: ones
         blocks = -(-a.shape[-1] // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
@@ -150,6 +152,15 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
                 sums, out.dtype, rule=spec.plan.epilogue, row=row, column=shared["column"], bias=bias,
                 bias_after_rounding=spec.plan.bias_after_rounding, result_scale=shared["result_scale"], out=part,
             )  # fmt: skip
+
+
+def _ended(a, b, scale_a, scale_b, spec):  # type: ignore[no-untyped-def]
+    """Return operands and their scales along K up to the end that a plan gives."""
+    path, plan = spec.datapath, spec.plan
+    every = path.scale_block if isinstance(path, Datapath) and path.scale is not None else plan.promote_every
+    groups = -(-plan.k_end // (every or 1))
+    scales = (None if s is None else s[:, :groups] for s in (scale_a, scale_b))
+    return a[:, : plan.k_end], b[:, : plan.k_end], *scales
 
 
 def _is_on_gpu(x: Tensor) -> bool:

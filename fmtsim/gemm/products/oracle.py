@@ -67,7 +67,7 @@ def gemm_oracle(
             use, or random numbers are missing.
     """
     _check(spec, scale_a is not None or scale_b is not None, random)
-    parts = order_of_products(len(a[0]) if len(a) else 0, spec.datapath, spec.plan)
+    order = _labelled(len(a[0]) if len(a) else 0, spec.datapath, spec.plan)
     zero = _zero(spec.datapath)
 
     def output(m: int, n: int) -> Any:
@@ -76,10 +76,14 @@ def gemm_oracle(
         products = _products(a[m], b[n], *scales, spec)
         given = None if c is None else c[m][n]
         begins = zero if given is None or spec.plan.reduce == "in_place" else given
-        starts = [begins, *[zero] * len(parts)]
-        sums = [_part_sum(part, start, products, words, spec) for part, start in zip(parts, starts, strict=False)]
-        if not sums:  # rule 6
+        if not order:  # rule 6
             return zero if given is None else given
+        starts = [begins, *[zero] * len(order)]
+        lanes: dict[int, dict[int, Any]] = defaultdict(dict)
+        for ((part, lane), chains), start in zip(order.items(), starts, strict=False):
+            lanes[part][lane] = _part_sum(chains, start, products, words, spec)
+        sums = [_lane_sum([of_part.get(lane, zero) for lane in range(spec.plan.lanes)], spec)
+                for of_part in lanes.values()]  # fmt: skip
         return _in_place(sums, given, spec) if spec.plan.reduce == "in_place" else _reduced(sums, spec)
 
     return [[output(m, n) for n in range(len(b))] for m in range(len(a))]
@@ -214,9 +218,38 @@ def _promoted(outer: Any, p: Any, scales: set[Any], chain: Chain, spec: GemmSpec
     return fma(FP32, p, multiply(FP32, scale_a, scale_b), outer)
 
 
+def _lane_sum(sums: list[Any], spec: GemmSpec) -> Any:
+    """Return the sum of a part's lanes (rule 5)."""
+    if spec.plan.lane_reduce == "pair_tree":
+        sums = [_plus(sums[i], sums[i + 1], spec) for i in range(0, len(sums), 2)]
+    while len(sums) > 1 and spec.plan.lane_reduce != "serial":
+        half = len(sums) // 2
+        sums = [_plus(sums[i], sums[i + half], spec) for i in range(half)]
+    result = sums[0]
+    for lane in sums[1:]:
+        result = _plus(result, lane, spec)
+    return result
+
+
+def _folded(parts: list[Any], spec: GemmSpec) -> Any:
+    """Return the sum of parts in 128 places: by 64, by 32, then every fourth, then four (rule 5)."""
+    zero = _zero(spec.datapath)
+    q = [*parts[:128], *[zero] * (128 - len(parts))]
+    for i, part in enumerate(parts[128:]):
+        q[i % 128] = _plus(q[i % 128], part, spec)
+    for apart in (64, 32):
+        q = [_plus(q[t], q[t + apart], spec) for t in range(apart)]
+    u = q[:4]
+    for t in range(4, 32):
+        u[t % 4] = _plus(u[t % 4], q[t], spec)
+    return _plus(_plus(_plus(u[0], u[1], spec), u[2], spec), u[3], spec)
+
+
 def _reduced(sums: list[Any], spec: GemmSpec) -> Any:
     """Return the sum of the parts (rule 5)."""
     plan = spec.plan
+    if plan.reduce == "folded":
+        return _folded(sums, spec)
     if plan.partial is not None:
         sums = [add(plan.partial, p, -0.0) for p in sums]
     if plan.reduce == "serial":
@@ -259,35 +292,42 @@ def _wider_than_fp32(fmt: FloatFormat) -> bool:
 
 
 def order_of_products(k: int, datapath: Arithmetic, plan: GemmPlan) -> list[Part]:
-    """Return which products are added when: parts of chains of blocks of indices.
+    """Return which products are added when: parts, or where a plan has lanes lanes, of chains of blocks of indices.
 
     Args:
         k: Products in a sum; 0 gives no parts.
         datapath: The unit: its block, its promotion, whether blocks are paired.
-        plan: Tiles, parts, promotion, length of an instruction.
+        plan: Tiles, parts, lanes, promotion, length of an instruction, the end of K.
 
     Raises:
         ArgumentError: Unit and plan promote after different numbers of products.
     """
+    return list(_labelled(k, datapath, plan).values())
+
+
+def _labelled(k: int, datapath: Arithmetic, plan: GemmPlan) -> dict[tuple[int, int], list[Chain]]:
+    """Return the chains of each part and lane that has products."""
+    k = min(k, plan.k_end or k)
     promote = promotion_interval(datapath, plan)
     lengths = [n for n in (datapath.block, plan.instruction_k) if n is not None]
     length = min(lengths, default=k)
     paired = isinstance(datapath, Datapath) and datapath.paired
-    seen: Counter[tuple[int, ...]] = Counter()  # products of a part, and of what a chain has of a tile, so far
+    seen: Counter[tuple[int, ...]] = Counter()  # products of a sum, and of what a chain has of a tile, so far
     labels: dict[tuple[int, ...], Block] = defaultdict(list)
     for i in range(k):
-        tile = _tile(i, k, plan)
+        tile, place = _tile(i, k, plan)
         part = _owner(tile, k, plan) if plan.part_k is None else i // plan.part_k
-        chain = seen[part,] // promote if promote else 0
-        window, inside = divmod(seen[part, chain, tile], 2 * length if paired else length)
+        lane = place // -(-(plan.k_tile or k) // plan.lanes)
+        chain = seen[part, lane] // promote if promote else 0
+        window, inside = divmod(seen[part, lane, chain, tile], 2 * length if paired else length)
         half = inside // 2 % 2 if paired else 0
-        labels[part, chain, tile, window, half].append(i)
-        seen[part,] += 1
-        seen[part, chain, tile] += 1
-    parts: dict[int, dict[int, Chain]] = defaultdict(lambda: defaultdict(list))
-    for (part, chain, *_), block in sorted(labels.items()):
-        parts[part][chain].append(block)
-    return [list(chains.values()) for chains in parts.values()]
+        labels[part, lane, chain, tile, window, half].append(i)
+        seen[part, lane] += 1
+        seen[part, lane, chain, tile] += 1
+    sums: dict[tuple[int, int], dict[int, Chain]] = defaultdict(lambda: defaultdict(list))
+    for (part, lane, chain, *_), block in sorted(labels.items()):
+        sums[part, lane][chain].append(block)
+    return {of_lane: list(chains.values()) for of_lane, chains in sums.items()}
 
 
 def promotion_interval(datapath: Arithmetic, plan: GemmPlan) -> int | None:
@@ -301,17 +341,17 @@ def promotion_interval(datapath: Arithmetic, plan: GemmPlan) -> int | None:
     return of_unit or plan.promote_every
 
 
-def _tile(i: int, k: int, plan: GemmPlan) -> int:
-    """Return the number of the tile in which product i lies."""
+def _tile(i: int, k: int, plan: GemmPlan) -> tuple[int, int]:
+    """Return the number of the tile in which product i lies, and its place there."""
     if plan.k_tile is None:
-        return 0
+        return 0, i
     if plan.part_k is not None:  # tiles are counted within the part
         start = i // plan.part_k * plan.part_k
         i, k = i - start, min(plan.part_k, k - start)
     residue = k % plan.k_tile
     if plan.residue_first and residue:
-        return 0 if i < residue else 1 + (i - residue) // plan.k_tile
-    return i // plan.k_tile
+        return (0, i) if i < residue else (1 + (i - residue) // plan.k_tile, (i - residue) % plan.k_tile)
+    return divmod(i, plan.k_tile)
 
 
 def _owner(tile: int, k: int, plan: GemmPlan) -> int:

@@ -27,7 +27,7 @@ from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, Operan
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import schedule
+from fmtsim.spec.schedule import adds_in_order, schedule
 
 ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
@@ -284,6 +284,8 @@ def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
         raise ArgumentError(
             "integer sums have neither scaled_promotion nor partial nor reduce='in_place'; leave them out of the plan"
         )
+    if isinstance(path, IntegerDatapath) and not adds_in_order(plan):
+        raise ArgumentError("integer sums have neither lanes nor reduce='folded'; leave them out of the plan")
     if plan.reduce == "in_place" and call.scaling != "none":
         raise ArgumentError(
             f"reduce='in_place' adds parts to outputs that have no scales, and the scaling is {call.scaling!r}; choose "
