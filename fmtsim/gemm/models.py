@@ -125,6 +125,13 @@ def parse_tokens(text: str) -> list[int]:
     return sorted(tokens)
 
 
+def check_dtypes(dtypes: Iterable[str]) -> None:
+    """Raise ArgumentError where a name is none of ``DTYPES``."""
+    wrong = next((name for name in dtypes if name not in DTYPES), None)
+    if wrong is not None:
+        raise ArgumentError(f"dtypes {wrong!r} is not possible; choose from {', '.join(DTYPES)}")
+
+
 def model_calls(
     shapes: Iterable[Shape],
     tokens: Iterable[int],
@@ -139,9 +146,7 @@ def model_calls(
         dtypes: Of ``DTYPES``; FP8 calls that torch._scaled_mm refuses (K or N no multiple of 16) are left out.
         passes: Of ``PASSES``.
     """
-    for name in dtypes:
-        if name not in DTYPES:
-            raise ArgumentError(f"--dtypes {name!r} is not possible; choose from {', '.join(DTYPES)}")
+    check_dtypes(dtypes)
     tokens = list(tokens)
     calls: dict[GemmCall, None] = {}
     for n, k, bias in shapes:

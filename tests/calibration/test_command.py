@@ -42,7 +42,7 @@ def units(call):
     ("words", "message"),
     [
         (["--model", "gpt3"], "unknown model 'gpt3'; did you mean 'gpt2'"),
-        (["--dtypes", "fp4"], "--dtypes 'fp4' is not possible"),
+        (["--dtypes", "fp4"], "dtypes 'fp4' is not possible"),
         (["--tokens", "0"], "--tokens '0' is not possible"),
         (["--out", "plan.txt"], "does not end in .json"),
         (["--out", "nowhere/plan.json"], "there is no folder nowhere"),
@@ -216,7 +216,7 @@ def test_tokens():
 
 
 def test_unknown_dtypes():
-    with pytest.raises(ArgumentError, match=r"--dtypes 'fp4' is not possible; choose from bf16, fp16, tf32"):
+    with pytest.raises(ArgumentError, match=r"dtypes 'fp4' is not possible; choose from bf16, fp16, tf32"):
         model_calls([(8, 8, False)], [1], ["fp4"])
 
 
