@@ -5,6 +5,8 @@ import io
 import json
 import math
 import random
+import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
@@ -23,6 +25,8 @@ from fmtsim.explain import explain
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.formats.serialization import KINDS, format_from_json, format_to_dict, format_to_json
+from fmtsim.gemm.targets.book import Book, Family, book_bytes
+from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import PLANS, get_target, target_from_dict, target_to_dict
 from fmtsim.gemm.targets.target import Target as Plan
 from fmtsim.gemm.units.unit import get_unit
@@ -146,6 +150,37 @@ def read_tensors(path: Path) -> None:
             raise type(error)(f"{path}: {error}") from None if str(path) not in str(error) else error
 
 
+def books() -> list[bytes]:
+    """Return a book of one small section, and one with blocks."""
+    kind = Kind("bf16", "bf16", torch.bfloat16)
+    runs = tuple((1 + i * i, Choice(66, i % 5 or -1, i % 3)) for i in range(60))
+    many = [Family(kind, 2, "k", (n, n // 3 + 1), runs[n % 7 : n % 60 + 8], 1, n % 2 + 1) for n in range(1, 300)]
+    return [book_bytes(many[:2], library="a GPU", aliases={kind._replace(bias=True): kind}),
+            book_bytes(many, library="a GPU")]  # fmt: skip
+
+
+def make_book(rng: random.Random) -> bytes:
+    """Return a corrupt book, or one that was changed and sealed again."""
+    content = rng.choice(BOOKS)
+    if rng.random() < 0.3:
+        return corrupted(rng, content)
+    head = struct.Struct("<16sHIII")
+    magic, version, size, _, _ = head.unpack_from(content)
+    header, body = content[head.size : head.size + size], content[head.size + size :]
+    if rng.random() < 0.6:
+        header = zlib.compress(json_file(rng, json.loads(zlib.decompress(header))))
+    else:
+        body = corrupted(rng, body)
+    return head.pack(magic, version, len(header), len(body), zlib.crc32(header + body)) + header + body
+
+
+def read_book(path: Path) -> None:
+    """Read all families of a book, and look some calls up."""
+    book = Book.open(path)
+    for n, _ in zip(range(1, 60), book.families(), strict=False):
+        book.find(Question(Kind("bf16", "bf16", torch.bfloat16), 2, n, n // 3 + 1, 40))
+
+
 def make_number(rng: random.Random) -> tuple[Any, Any, dict[str, Any]]:
     """Return arguments of explain."""
     ends = (
@@ -192,6 +227,7 @@ def look_up(value: Any) -> None:
 
 MODES_OF_EXPLAIN = ("nearest_even", "up", "to_odd", "stochastic", "nearest_away", "toward_zero")
 ENCODED = encoded_files()
+BOOKS = books()
 TENSORS = tensor_files()
 LOOK_UPS: list[Callable[[Any], Any]] = [
     get_format, list_formats, fmtsim.register_format, get_recipe, get_ptq_recipe, get_target, get_unit, get_rounding,
@@ -215,6 +251,7 @@ TARGETS: list[Target] = [
                 lambda rng: json_file(rng, rng.choice(PLAN_FILES)), failed=(b"[" * 100000, b"\xff", b"[]", b"{}")),
     Target("plan.dict", seeded(lambda rng: mutated(rng, rng.choice(PLAN_FILES), anything)),
            lambda record: use_plan(target_from_dict(record))),
+    file_target("book.file", ".book", read_book, make_book, failed=(b"", BOOKS[0][:30], BOOKS[1][:-1])),
     file_target("encoded.file", ".safetensors", read_encoded, make_encoded),
     *(file_target(f"tensors{suffix}", suffix, read_tensors, lambda rng, good=good: corrupted(rng, good), failed=(
         b"", good[:40], good[:8], good.replace(b"rtran", b""), good.replace(b"(4, 6)", b"(4, -6)"),
