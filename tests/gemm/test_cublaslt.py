@@ -1,0 +1,214 @@
+"""The accumulation orders behind cuBLASLt's choices: recorded predictions, dropped tails, and what has no order."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.gemm.targets.cublaslt import FAMILIES, GEMV, order_of
+from fmtsim.gemm.targets.question import Choice
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.schedule import schedule
+from tests.support.recorded import SHARED
+from tests.support.targets import fp8, linear, mm
+
+CASES = SHARED / "spec" / "cublas_orders_cases.json"
+MERGES = {
+    "partials": (None, "serial"),
+    "running": ("out", "in_place"),
+    "each": ("out", "serial"),
+    "one": (None, "serial"),
+}
+WGMMA = get_unit("hopper.wgmma")
+
+
+@cache
+def cases():
+    if not CASES.is_file():
+        pytest.skip("no calls of cuBLASLt beside the project")
+    return json.loads(CASES.read_text())["cases"]
+
+
+def ordered(case):
+    """Return the call of a case, and the order that its configuration comes to."""
+    m, n, k, config = case["M"], case["N"], case["K"], case["config"]
+    fmt = case["kind"]
+    call = fp8(m, n, k, fast=False, out=torch.float16) if fmt == "fp8" else mm(m, n, k, fmt, linear(1, 1, 1, fmt).out)
+    choice = Choice(
+        config["algo_id"],
+        config["splitk_num"],
+        config["reduction_scheme"],
+        config["custom_option"],
+        config["stages_id"],
+    )
+    return call, order_of(choice, call, case["profile"].partition("/")[0])
+
+
+def edges(k, call, plan):
+    """Return for each part where its blocks begin, and where it ends."""
+    path = WGMMA.find(call.a, call.b, "fp32", None).datapath
+    blocks = [[block for chain in part for block in chain.blocks] for part in schedule(k, path, plan)]
+    return [[*(block[0] for block in part), part[-1][-1] + 1] for part in blocks]
+
+
+def test_tiles_of_nvjet():
+    seen = 0
+    for case in cases():
+        if case["config"]["algo_id"] != 66 or "declined" in case:
+            continue
+        call, order = ordered(case)
+        lost = case.get("floor_rule", {}).get("lost", 0)
+        expected = case["floor_rule"] if lost else case
+        parts = edges(call.k, call, order.plan)
+        chunk, count = expected["chunk"], expected["parts"]
+        ends = [*range(chunk, chunk * count, chunk), call.k - lost]
+        assert [part[-1] for part in parts] == ends, case["id"]
+        assert [part[0] for part in parts] == [0, *ends[:-1]]
+        assert order.plan.promote_every == case["fresh_sum_every"]
+        assert order.plan.k_end == (call.k - lost if lost else None)
+        assert (order.plan.partial, order.plan.reduce, order.unit) == (None, "serial", None)
+        seen += 1
+    assert seen == 27
+
+
+def test_slices_of_cutlass():
+    seen = 0
+    for case in cases():
+        if case.get("mode") not in ("k_per_dot", "splitk_groups"):
+            continue
+        call, order = ordered(case)
+        parts = edges(call.k, call, order.plan)
+        for part in case.get("slices", [case]):
+            found = next(each for each in parts if each[0] == part.get("start", 0))
+            head = part["edges_head"]
+            assert found[: len(head)] == head and found[-1] == part.get("stop", call.k), case["id"]
+            assert len(found) - 1 == part["updates"]
+        assert len(parts) == case.get("parts", 1)
+        partial, reduce = MERGES[case.get("merge", "one part").split()[0]]
+        name = order.plan.partial and order.plan.partial.name
+        assert (name, order.plan.reduce) == (case["kind"] if partial else None, reduce), case["id"]
+        seen += 1
+    assert seen == 14
+
+
+def lanes(case):
+    """Return what a case says of a kernel without tensor cores, in the words of a plan."""
+    k, mode = case["K"], case["mode"]
+    if mode == "gemmsn":
+        threads, chain = case["S_B"]
+        width = -(-k // threads)
+        slices = {"part_k": width, "k_tile": width, "split": -(-k // width)} if threads > 1 else {}
+        return {"promote_every": chain or None, **slices}
+    if mode == "gemv_cslice":
+        return {"lanes": 32, "k_tile": 32 * -(-k // 32), "promote_every": 16, "lane_reduce": "serial"}
+    if mode == "gemv14":
+        blocks, chains = case["blocks_V"]
+        way = {"owner": "interleaved", "reduce": "folded", "split": blocks} if blocks > 1 else {"reduce": "serial"}
+        return {"lanes": 128 * chains, "k_tile": 128 * chains, "lane_reduce": ("tree", "pair_tree")[chains - 1], **way}
+    products, count, chunk, tree = case["V_W_CC_butterfly"]
+    width = case["slices_of"]
+    each = products if products > 0 else min(-products, -(-width // count))
+    found = {"lanes": count, "promote_every": chunk * each or None, "split": -(-k // width)}
+    found |= {"part_k": width} if width < k else {}
+    return found | ({"k_tile": count * each, "lane_reduce": "tree" if tree else "serial"} if count > 1 else {})
+
+
+def test_lanes_without_tensor_cores():
+    """That these plans have the results of the cases is held by the tests of the engines."""
+    seen = 0
+    for case in cases():
+        if "fp32_bits" not in case:
+            continue
+        order = ordered(case)[1]
+        expected = lanes(case)
+        assert {name: getattr(order.plan, name) for name in expected} == expected, case["id"]
+        assert (order.unit, order.operands) == ("fp32_fma", None)
+        seen += 1
+    assert seen == 35
+
+
+def test_what_nobody_measured_has_no_order():
+    declined = [case for case in cases() if "declined" in case]
+    assert [case["id"] for case in declined if ordered(case)[1] is not None] == []
+    assert len(declined) == 8
+
+
+@pytest.mark.parametrize(
+    ("k", "split", "end"),
+    [(44832, 35, 44800), (44832, 34, None), (11528, 9, 11520), (11528, 8, None), (11520, 9, None), (2104, 16, None)],
+)
+def test_both_sides_of_the_dropped_tail(k, split, end):
+    plan = order_of(Choice(66, split, 2), mm(64, 64, k), "sm_90").plan
+    assert (plan.k_end, plan.split, plan.k_tile) == (end, split, 64)
+    parts = edges(k, mm(64, 64, k), plan)
+    assert parts[-1][-1] == (end or k)
+    if end is not None:  # every part has the same number of whole tiles, where all of K would leave one without
+        assert {part[-1] - part[0] for part in parts} == {end // split} and len(parts) == split
+
+
+def test_a_dropped_tail_adds_nothing():
+    """Ones in the last 32 of 44832 places give 0 in 35 parts and 32 in 34, NaN there vanishes likewise."""
+    a = torch.zeros(1, 44832, dtype=torch.bfloat16)
+    a[:, -32:] = 1
+    b = torch.ones(44832, 1, dtype=torch.bfloat16)
+    for split, expected in ((35, 0.0), (34, 32.0)):
+        plan = order_of(Choice(66, split, 2), mm(64, 64, 44832), "sm_90").plan
+        assert fmtsim.mm(a, b, unit="hopper.wgmma", plan=plan).item() == expected
+    b[-1] = torch.nan
+    plan = order_of(Choice(66, 35, 2), mm(64, 64, 44832), "sm_90").plan
+    assert fmtsim.mm(a, b, unit="hopper.wgmma", plan=plan).item() == 0
+
+
+def test_scales_promotions_and_epilogues_of_nvjet():
+    def plan(call, split=1, architecture="sm_90"):
+        return order_of(Choice(66, split, 2 if split > 1 else 0), call, architecture).plan
+
+    assert plan(fp8(64, 64, 4096, fast=True)).promote_every is None
+    assert [plan(fp8(64, 64, 4096, fast=False), 1, each).promote_every for each in GEMV] == [128, None, None]
+    assert plan(fp8(64, 64, 4096, scaling="row")).epilogue == "column_row"
+    blocks, rows = (plan(fp8(64, 64, 8192, scaling=kind), 3) for kind in ("block_128", "row_block_128"))
+    assert [(p.k_tile, p.promote_every, p.scaled_promotion, p.successive_scales) for p in (blocks, rows)] == [
+        (512, 128, True, False), (128, 128, True, True)
+    ]  # fmt: skip
+    assert order_of(Choice(66), fp8(64, 64, 8192, scaling="block_128"), "sm_100") is None
+    assert plan(linear(64, 1, 4096)).bias_after_rounding and not plan(linear(64, 1, 4096), 3).bias_after_rounding
+    assert not plan(linear(64, 8, 4096)).bias_after_rounding
+    assert order_of(Choice(66, 3, 4), mm(64, 64, 4096), "sm_90") is None
+
+
+def test_cutlass_reductions_grains_and_bias():
+    def plan(choice, call):
+        return order_of(choice, call, "sm_90").plan
+
+    tf32 = plan(Choice(21, 10, 2, 0, 6), mm(160, 128, 680, "tf32"))
+    assert (tf32.k_tile, tf32.part_k, tf32.split, tf32.instruction_k) == (16, 68, 10, None)
+    assert plan(Choice(21, 24, 2, 0, 10), mm(64, 64, 64, "tf32")).split == 2  # slices of a whole line of 32
+    columns = mm(64, 64, 4096, a_layout="column", b_layout="column")
+    assert plan(Choice(23, 3, 2, 0, 13), columns).part_k == 1368  # K along no row: whole lines are of no use
+    assert plan(Choice(23, 3, 2, 0, 13), replace(columns, a_layout="row")).part_k == 1408
+    half = mm(64, 64, 256, "fp16", torch.float16, accumulate="fp16")
+    assert (plan(Choice(21, 4, 2, 0, 18), half).partial.name, plan(Choice(21, 4, 2, 0, 18), half).round_trip) == (
+        "fp16", True
+    )  # fmt: skip
+    rounded = plan(Choice(24, 4, 4, 0, 0), linear(64, 64, 4100))
+    assert (rounded.partial.name, rounded.bias_after_rounding, rounded.instruction_k) == ("bf16", True, 8)
+    single = plan(Choice(24, 4, 1, 0, 0), mm(64, 64, 4100))
+    assert (single.partial, single.reduce) == (None, "serial")  # float32 results lose nothing in the output
+    assert plan(Choice(24, 4, 1, 0, 0), linear(64, 64, 4100)).reduce == "in_place"
+    assert order_of(Choice(24), linear(64, 1, 4100), "sm_90") is None
+
+
+def test_tables_hold_what_was_measured_alone():
+    assert {len(table) for table in GEMV.values()} == {51, 63}
+    vector, matrix = mm(1, 64, 100), mm(8, 64, 100)
+    assert order_of(Choice(13, custom=10), matrix, "sm_90") is None
+    assert order_of(Choice(13, custom=10), replace(vector, a="tf32", b="tf32"), "sm_90") is None
+    assert order_of(Choice(13, custom=94), replace(vector, a="tf32", b="tf32"), "sm_90")[1:] == ("fp32_fma", "fp32")
+    assert order_of(Choice(11), replace(matrix, bias=True), "sm_90") is None
+    assert order_of(Choice(14, 3), mm(1, 1, 3000), "sm_90") is None
+    assert order_of(Choice(43, -1, 2, 0, 34), mm(64, 64, 4096, "tf32"), "sm_90") is None
+    assert [order_of(Choice(a), matrix, "sm_90") for a in (0, 20, 39, 41, 42, 55, 56, 63)] == [None] * 8
+    assert set(FAMILIES) == {11, 12, 13, 14, 16, 21, 23, 24, 43, 66}
