@@ -26,9 +26,10 @@ Postfix = list[tuple[int, int]]
 """Sums to push on a stack, each with how many times the two on top are added afterwards, the lower to the left."""
 
 ZERO = -1  # in a Postfix: +0, a sum without products
+_NOTHING: Postfix = [(ZERO, 0)]
+_LONG = 1 << 15  # products of a sum whose schedule, 100 bytes each, is not kept
 
 
-@lru_cache(maxsize=256)
 def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     """Return the parts of a plan for K products: each a tuple of chains, whose blocks list indices along K.
 
@@ -38,6 +39,10 @@ def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     Raises:
         ArgumentError: promotions of plan and unit disagree with each other.
     """
+    return _kept(k, datapath, plan) if k <= _LONG else _schedule(k, datapath, plan)
+
+
+def _schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     promote = _promotion(datapath, plan)
     parts = []
     for runs in (lane for tiles in _parts(k, plan) for lane in _lanes(tiles, plan)):
@@ -50,18 +55,20 @@ def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+_kept = lru_cache(maxsize=256)(_schedule)
+
+
 def adds_in_order(plan: GemmPlan) -> bool:
     """Say whether the sums of ``schedule`` are parts that ``plan.reduce`` adds; else ``combination`` has the order."""
     return plan.lanes == 1 and plan.reduce != "folded"
 
 
-@lru_cache(maxsize=64)
 def combination(k: int, plan: GemmPlan) -> tuple[tuple[int, int], ...]:
     """Return how the sums of ``schedule`` are added, for any plan but one whose parts are added in place.
 
     Returns:
-        A Postfix: numbers of sums, or ``ZERO``, each with the additions that follow it. At most ``STACK`` sums are
-        on the stack at a time.
+        A Postfix: numbers of sums, the first one's at first, or ``ZERO``, each with the additions that follow it. At
+        most ``STACK`` sums are on the stack at a time.
     """
     parts, number = [], 0
     for tiles in _parts(k, plan):
@@ -88,16 +95,19 @@ def _of_parts(parts: list[Postfix], plan: GemmPlan) -> Postfix:
     if plan.reduce == "pairwise" and len(parts) > 1:
         half, last = -(-len(parts) // 2), len(parts) - 1
         pairs = [_serial([parts[i], *parts[i + half : last][:1]]) for i in range(half)]
-        return _serial([parts[last], *pairs])
+        return _serial([pairs[0], parts[last], *pairs[1:]])  # a sum has no order of two
     return _serial(parts)
 
 
 def _serial(sums: list[Postfix]) -> Postfix:
-    """Return the sum of sums, one after another."""
-    joined = [*sums[0]]
-    for term in sums[1:]:
-        *rest, (last, additions) = term
-        joined += [*rest, (last, additions + 1)]
+    """Return the sum of sums, one after another; +0 counts once, since it takes the sign of -0, which never returns."""
+    first, *rest = sums
+    joined, without = [*first], first == _NOTHING
+    for term in rest:
+        if term != _NOTHING or not without:
+            *before, (last, additions) = term
+            joined += [*before, (last, additions + 1)]
+        without |= term == _NOTHING
     return joined
 
 
@@ -111,8 +121,7 @@ def _tree(sums: list[Postfix]) -> Postfix:
 
 def _folded(parts: list[Postfix]) -> Postfix:
     """Return the sum of parts as a block of 128 threads takes it: each its own share, 64 and 32 apart, then four."""
-    nothing: list[Postfix] = [[(ZERO, 0)]]
-    threads = [_serial(parts[t::128] or nothing) for t in range(128)]
+    threads = [_serial(parts[t::128] or [_NOTHING]) for t in range(128)]
     threads = [_serial([threads[t], threads[t + 64]]) for t in range(64)]
     threads = [_serial([threads[t], threads[t + 32]]) for t in range(32)]
     return _serial([_serial(threads[j::4]) for j in range(4)])

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import torch_engine
+from fmtsim import cpu, torch_engine
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.products.operator import run_gemm
+from fmtsim.gemm.products.operator import gemm_engine, run_gemm
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.order import same_order
@@ -70,6 +70,7 @@ def test_engines_have_the_bits_of_the_oracle(fmt):
         a, b = operands(fmt, draw.choice([1, 3]), draw.choice([1, 5]), k, draw)
         c = torch.randn(a.shape[0], b.shape[0]).to(dtype) if draw.random() < 0.3 else None
         expected = sums(a, b, spec, dtype, c=c)
+        assert gemm_engine(spec, a, b) is cpu or (fmt == "fp64" and plan.promote_every)
         assert_same_bits(run_gemm(a, b, spec, c=c), expected)
         stop = plan.k_end or k
         out = torch.empty_like(expected)

@@ -267,6 +267,15 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def add_on_stack(sums, top, additions, like):  # type: ignore[no-untyped-def]
+    """Add the sum in slot ``top`` to the one below, that one to the next, and so on: each has like's size and type."""
+    grid = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(8 * like.itemsize))
+    for slot in range(top - 1, top - 1 - additions, -1):
+        for at in range(slot * like.size, (slot + 1) * like.size, LANES):
+            store(sums, at, nearest(fadd(load(sums, at), load(sums, at + like.size)), grid))
+
+
+@kernel
 def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
     """Add the parts [count][rows][64] as a Reduction says; in place, to what ``out`` holds."""
     size = rows * LANES

@@ -77,13 +77,13 @@ def _method(text: str, k: int) -> Method | None:
     """Return what computes products of k terms of a spec, given as JSON; None where no kernel does."""
     spec = gemm_spec_from_json(text)
     unit = spec.datapath
-    if not adds_in_order(spec.plan):
-        return None
     if isinstance(unit, IntegerDatapath):
         return int8.gemm if int8.covers(spec, k) else None
     fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()
     sums = (*fused_sums, spec.plan.partial)
     if not all(fmt is None or _rounds(fmt) for fmt in sums):
+        return None
+    if not adds_in_order(spec.plan) and not fma_chain.covers(spec):
         return None
     if not isinstance(unit, Datapath):
         return cdna.gemm if cdna.covers(spec) else None

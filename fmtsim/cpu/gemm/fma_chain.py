@@ -11,6 +11,7 @@ from torch import Tensor
 from fmtsim.cpu.gemm.accumulate import (
     Order,
     Sums,
+    add_on_stack,
     begin_output,
     end_block,
     grid_of,
@@ -19,7 +20,7 @@ from fmtsim.cpu.gemm.accumulate import (
     reduction_of,
 )
 from fmtsim.cpu.gemm.operands import number, read_array
-from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of
+from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of, stacked
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import kernel, overload
 from fmtsim.cpu.runtime.scratch import scratch
@@ -28,6 +29,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.schedule import adds_in_order
 
 RUN_BYTES = 32 << 10  # of a panel, between two visits of a running sum: they stay in the first-level cache
 _ROW_BYTES = 8 << 20  # converted rows that are kept at a time
@@ -56,10 +58,14 @@ class Tile(NamedTuple):
         ]
 
 
-def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None], weight: float = 1 / 16) -> None:
+def each_tile(
+    a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None], weight: float = 1 / 16,
+    slots: np.ndarray | None = None,
+) -> None:  # fmt: skip
     """Call ``compute`` for every tile of ``a b^T``, on the threads of the pool, with the operands as ``dtype``.
 
-    ``weight`` is the cost of a product, in elements of a cast.
+    ``weight`` is the cost of a product, in elements of a cast; ``slots`` puts products into another order, -1 standing
+    for one of zeros.
     """
     (m, k), n = a.shape, b.shape[0]
     (left, left_table), (right, right_table) = read_array(a, wide=True), read_array(b, wide=True)
@@ -77,9 +83,24 @@ def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None]
                 convert_rows(left[row], left_table, rows)
             convert_panel(right[column : column + LANES], right_table, panel)
             padded = -(-(row.stop - first) // 4) * 4
-            compute(Tile(rows[: padded * k], panel, padded, row, slice(column, min(column + LANES, n))))
+            columns = slice(column, min(column + LANES, n))
+            tile = Tile(rows[: padded * k], panel, padded, row, columns)
+            compute(tile if slots is None else _in_slots(tile, slots))
 
     pool.run(tiles, -(-m // step) * panels, 1, int(step * LANES * k * weight))
+
+
+def _in_slots(tile: Tile, slots: np.ndarray) -> Tile:
+    """Return a tile with its products in the order of ``slots``."""
+    rows, panel = tile.rows.reshape(tile.height, -1), tile.panel.reshape(-1, LANES)
+    zeros, places = np.flatnonzero(slots < 0), np.maximum(slots, 0)
+    kind = rows.dtype.type
+    left = scratch("rows in slots", tile.height * slots.size, kind).reshape(-1, slots.size)
+    right = scratch("panel in slots", slots.size * LANES, kind).reshape(-1, LANES)
+    np.take(rows, places, 1, left, "clip")  # the other modes need a copy
+    np.take(panel, places, 0, right, "clip")
+    left[:, zeros], right[zeros] = 0, 0
+    return tile._replace(rows=left.reshape(-1), panel=right.reshape(-1))
 
 
 def lane(raw, like, table):  # type: ignore[no-untyped-def]
@@ -133,7 +154,9 @@ class Chains(NamedTuple):
     """A product whose blocks follow each other through running sums."""
 
     spec: GemmSpec
-    slabs: Slabs
+    order: Order
+    parts: int  # to be reduced
+    kept: int  # sums that are kept until then
     c: np.ndarray | None
     scales: tuple[np.ndarray, np.ndarray]  # of the chains: float32 [chains, M] and [chains, N], or empty
     out: np.ndarray
@@ -149,15 +172,16 @@ def run_chains(
     """Write a product to out: ``step(slabs)`` returns what adds the blocks of a tile to its running sums of dtype."""
     slabs = slabs_of(a.shape[1], spec.datapath, spec.plan)
     given = None if c is None else c.detach().numpy()
-    chains = Chains(spec, slabs, given, chain_scales(scales, slabs, spec.plan), out.numpy())
+    order = slabs.whole.order
+    chains = Chains(spec, order, slabs.parts, slabs.parts, given, chain_scales(scales, slabs, spec.plan), out.numpy())
     add = step(slabs)
     each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), weight)
 
 
 def _tile(chains: Chains, tile: Tile, add: Step) -> None:
-    size, order, count = tile.height * LANES, chains.slabs.whole.order, chains.slabs.parts
+    size = tile.height * LANES
     acc = scratch("chains", size, tile.rows.dtype.type)
-    total, parts = scratch("totals", size, np.float64), scratch("parts", count * size, np.float64)
+    total, parts = scratch("totals", size, np.float64), scratch("parts", chains.kept * size, np.float64)
     acc[:], total[:] = 0, 0
     promotion = promotion_of(chains.spec)
     reduction = reduction_of(chains.spec.plan, chains.out.dtype == np.float64)
@@ -168,10 +192,10 @@ def _tile(chains: Chains, tile: Tile, add: Step) -> None:
         _padded(scales, place, width)
         for scales, place, width in zip(chains.scales, (tile.row, tile.column), (tile.height, LANES), strict=True)
     )
-    add(tile, acc, order, Sums(total, parts, promotion, row_scales, column_scales))
+    add(tile, acc, chains.order, Sums(total, parts, promotion, row_scales, column_scales))
     if reduction.in_place:
         begin_output(total, tile.part_of(total), given)
-    reduce_parts(parts, count, tile.height, reduction, total)
+    reduce_parts(parts, chains.parts, tile.height, reduction, total)
     chains.out[tile.row, tile.column] = tile.part_of(total)
 
 
@@ -209,19 +233,38 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec,
 
     dtype = np.float64 if grid_of(spec.datapath.accumulator).kind == 64 else np.float32
 
+    length = RUN_BYTES // (LANES * np.dtype(dtype).itemsize)
+    if not adds_in_order(spec.plan):
+        _stacked(a, b, c, spec, out, dtype, length)
+        return
+
     def step(slabs: Slabs) -> Step:
-        runs = _runs(slabs.whole.slots, slabs.whole.order.ends, RUN_BYTES // (LANES * np.dtype(dtype).itemsize))
+        whole = slabs.whole
+        runs = _runs(whole.slots, whole.order.ends, np.zeros_like(whole.slots), length)
         return lambda tile, acc, order, sums: multiply_add(tile.rows, tile.panel, runs, order, sums, acc)
 
     run_chains(a, b, c, scales, spec, out, dtype, step)
 
 
-def _runs(slots: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
-    """Return runs of neighbours along K in which no chain ends: first, behind the last, and the last one's block."""
+def _stacked(a: Tensor, b: Tensor, c: Tensor | None, spec: GemmSpec, out: Tensor, dtype: type, length: int) -> None:
+    """Write a product whose sums are added on a stack: lanes, and folded parts."""
+    found = stacked(a.shape[1], spec.datapath, spec.plan)
+    runs = _runs(np.arange(found.slots.size), found.order.ends, found.additions, length)
+    given = None if c is None else c.detach().numpy()
+    chains = Chains(spec, found.order, 1, found.depth, given, (_NO_FLOATS, _NO_FLOATS), out.numpy())
+
+    def add(tile: Tile, acc: np.ndarray, order: Order, sums: Sums) -> None:
+        multiply_add(tile.rows, tile.panel, runs, order, sums, acc)
+
+    each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), slots=found.slots)
+
+
+def _runs(slots: np.ndarray, ends: np.ndarray, additions: np.ndarray, length: int) -> np.ndarray:
+    """Return runs of neighbours in which no chain ends: first, behind the last, the last one's block and additions."""
     breaks = np.flatnonzero((np.diff(slots) != 1) | (ends[:-1] != 0)) + 1
     first = np.union1d(breaks, np.arange(0, slots.size, length))
     last = np.append(first[1:], slots.size) - 1
-    return np.stack([slots[first], slots[last] + 1, last], 1).astype(np.int64)
+    return np.stack([slots[first], slots[last] + 1, last, additions[last]], 1).astype(np.int64)
 
 
 @kernel
@@ -240,3 +283,5 @@ def multiply_add(rows, panel, runs, order, sums, acc):  # type: ignore[no-untype
             store(acc, (m + 1) * LANES, s1)
         if order.ends[runs[run, 2]]:
             end_block(acc, order, runs[run, 2], height, sums)
+        if runs[run, 3]:
+            add_on_stack(sums.parts, order.parts[runs[run, 2]], runs[run, 3], acc)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -10,7 +11,7 @@ from fmtsim.cpu.gemm.accumulate import CHAIN_END, PART_END, Order
 from fmtsim.cpu.gemm.operands import pitch_of
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import schedule
+from fmtsim.spec.schedule import ZERO, combination, schedule
 
 _NONE = np.zeros(0, np.float32)
 _SLOTS = 512  # of a slab, unless one block is longer: rows and a panel then stay in a second-level cache
@@ -68,6 +69,41 @@ def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
 
     cuts = tuple(cut(i, i + step) for i in range(0, len(blocks), step))
     return Slabs(cuts, cut(0, len(blocks)), length, len(parts), starts)
+
+
+class Stacked(NamedTuple):
+    """Sums of single products that are added on a stack, whose slots are the parts of ``order``.
+
+    ``slots`` (int64) holds the index along K of every product, -1 for a sum without products; ``additions`` (int64)
+    says behind each how many times the two sums on top are added.
+    """
+
+    slots: np.ndarray
+    order: Order
+    additions: np.ndarray
+    depth: int
+
+
+@lru_cache(maxsize=32)
+def stacked(k: int, unit: Arithmetic, plan: GemmPlan) -> Stacked:
+    """Return the products of K terms in the order in which a ``combination`` needs their sums."""
+    sums, waiting, deepest = schedule(k, unit, plan), 0, 0
+    slots: list[int] = []
+    ends: list[int] = []
+    parts: list[int] = []
+    additions: list[int] = []
+    for number, follow in combination(k, plan):
+        chains = [[-1]] if number == ZERO else [[i for (i,) in chain.blocks] for chain in sums[number]]
+        for chain in chains:
+            slots += chain
+            ends += [*[0] * (len(chain) - 1), CHAIN_END]
+        ends[-1] = PART_END
+        deepest = max(deepest, waiting)
+        parts += [waiting] * (len(slots) - len(parts))
+        additions += [*[0] * (len(slots) - len(additions) - 1), follow]
+        waiting += 1 - follow
+    order = Order(np.array(ends, np.int8), np.array(parts, np.int32), np.zeros(len(slots), np.int32))
+    return Stacked(np.array(slots, np.int64), order, np.array(additions, np.int64), deepest + 1)
 
 
 def chain_scales(
