@@ -6,7 +6,7 @@ from fmtsim.cuda.gemm.dispatch import gemm, supports_gemm
 from fmtsim.cuda.gemm.scaled_product import covers_groups, multiply_groups
 from fmtsim.cuda.native.calls import NativeCall, NativeScales
 from fmtsim.cuda.native.calls import run as run_native
-from fmtsim.cuda.native.gpu import cublaslt_version, other_gpu, other_settings, other_versions
+from fmtsim.cuda.native.gpu import cublaslt, cublaslt_version, other_gpu, other_settings, other_versions
 from fmtsim.cuda.operand import (
     counts_keys,
     finish,
@@ -25,6 +25,7 @@ __all__ = [
     "counts_keys",
     "covers_groups",
     "covers_hadamard",
+    "cublaslt",
     "cublaslt_version",
     "decode",
     "encode",

@@ -6,6 +6,7 @@ does not cover. ``fmtsim.ops`` chooses.
 """
 
 from collections.abc import Callable, Sequence
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,8 +99,8 @@ class FusedEngine(KernelEngine, Protocol):
         available, why_unavailable, warmup: What ``fmtsim.cuda`` offers users.
         NativeCall, NativeScales, run_native: What is asked of the library, its scales, and how
             (fmtsim/cuda/native/calls.py).
-        cublaslt_version, other_gpu, other_settings, other_versions: What differs from the machine of a target
-            (fmtsim/cuda/native/gpu.py).
+        cublaslt, cublaslt_version, other_gpu, other_settings, other_versions: The library, and what differs from the
+            machine of a target (fmtsim/cuda/native/gpu.py).
         OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/steps.py).
     """
 
@@ -109,6 +110,7 @@ class FusedEngine(KernelEngine, Protocol):
     NativeCall: Callable[..., Any]
     NativeScales: Callable[..., Any]
     run_native: Callable[..., Tensor]
+    cublaslt: Callable[[], CDLL | None]
     cublaslt_version: Callable[[], str | None]
     other_gpu: Callable[[str, frozenset[str], int], str | None]
     other_settings: Callable[[int], str | None]

@@ -85,14 +85,25 @@ def _same(here: str, recorded: str) -> bool:
 
 
 @cache
-def cublaslt_version() -> str | None:
-    """Return the version of the cuBLASLt that torch loads, ``"13.1.0"``; None where it cannot be asked."""
+def cublaslt() -> ctypes.CDLL | None:
+    """Return the cuBLASLt that torch loads; None where there is none."""
     if torch.version.cuda is None:
         return None
     try:
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+        return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+
+
+@cache
+def cublaslt_version() -> str | None:
+    """Return the version of the cuBLASLt that torch loads, ``"13.1.0"``; None where it cannot be asked."""
+    library = cublaslt()
+    try:
+        if library is None:
+            return None
         library.cublasLtGetVersion.restype = ctypes.c_size_t
         number = int(library.cublasLtGetVersion())
-    except (OSError, AttributeError):
+    except AttributeError:
         return None
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

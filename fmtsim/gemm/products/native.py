@@ -142,8 +142,7 @@ def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
 
 @lru_cache(maxsize=64)
 def _other_gpu(target: Target, index: int) -> str | None:
-    families = frozenset(unit.split(".")[0] for _, _, unit in target.units)
-    return load_engine("cuda").other_gpu(target.library, families, index)
+    return load_engine("cuda").other_gpu(target.library, target.families, index)
 
 
 @cache

@@ -113,6 +113,11 @@ class Target:
     def __repr__(self) -> str:
         return f"Target({self.name!r}: {self.library}, {len(self.rules)} rules)"
 
+    @property
+    def families(self) -> frozenset[str]:
+        """Names of the families of GPUs that the units belong to."""
+        return frozenset(unit.split(".")[0] for _, _, unit in self.units)
+
     def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
         """Return what the target makes of a call: unit, plan, and the formats in which the unit takes operands.
 

@@ -1,0 +1,286 @@
+"""Ask cuBLASLt itself what it would run for a call: host code of the library that torch loaded, no kernel runs.
+
+Enumerators of cublasLt.h, library_types.h and cublas_api.h stand here as their numbers.
+"""
+
+import contextlib
+import threading
+from ctypes import (
+    CDLL,
+    Array,
+    byref,
+    c_int,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint64,
+    c_void_p,
+    create_string_buffer,
+    sizeof,
+)
+from functools import cache, lru_cache
+from typing import Any, Final
+
+import torch
+
+from fmtsim.errors import DeviceError
+from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.ops import load_engine
+from fmtsim.spec.call import ScaleKind
+
+_TYPES: Final = {"tf32": 0, "fp16": 2, "bf16": 14, "e4m3": 28, "e5m2": 29, "e2m1": 33}  # cudaDataType
+_OUT: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+_COMPUTE: Final = {"32f": (68, 0), "tf32": (77, 0), "16f": (64, 2)}  # cublasComputeType_t, and the dtype of alpha
+# cublasLtMatmulMatrixScale_t of the library's A and B, which are torch's second and first operand. Of large blocks
+# torch's first operand, the activations, has those of 1x128.
+_SCALE_MODES: Final[dict[ScaleKind, tuple[int, int]]] = {
+    "tensor": (0, 0), "nvfp4": (1, 1), "mx": (2, 2), "row": (3, 3), "row_block_128": (4, 4), "block_128": (5, 4),
+}  # fmt: skip
+# cublasLtMatmulDescAttributes_t
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_ACCUM, _BIAS_TYPE = (
+    3, 4, 7, 8, 17, 18, 25, 26)  # fmt: skip
+_A_SCALE_MODE, _B_SCALE_MODE, _MAX_WORKSPACE, _EPILOGUE_BIAS = 31, 32, 1, 4
+_ROWS, _COLUMNS, _LD, _BATCH, _STRIDE = 2, 3, 4, 5, 6  # cublasLtMatrixLayoutAttribute_t
+_ID, _SPLIT, _REDUCTION, _CUSTOM, _STAGES = 0, 2, 3, 5, 6  # cublasLtMatmulAlgoConfigAttributes_t
+_SUCCESS, _REFUSALS = 0, (7, 15)  # cublasStatus_t: INVALID_VALUE, NOT_SUPPORTED
+_ALGORITHM, _ANSWER = 64, 96  # bytes of cublasLtMatmulAlgo_t and of cublasLtMatmulHeuristicResult_t
+_SOMEWHERE: Final = 0x10000  # of a bias or scales, which the library does not look at
+_WITHOUT_TENSOR_CORES, _WITHOUT_STAGES = (11, 13, 14, 16), (39, 66)
+
+
+def choice(question: Question, target: Any) -> Choice | None:
+    """Return what the cuBLASLt of this process chooses, where a target's card and versions are those of this machine.
+
+    Args:
+        question: A call.
+        target: A Target, whose ``library`` and ``units`` say which card and versions it is about.
+
+    Returns:
+        None where another card, another torch or cuBLASLt, or no GPU is here, and where the library refuses the call
+        or cannot be asked.
+    """
+    device = _device_of(target)
+    if device is None:
+        return None
+    with _lock, contextlib.suppress(DeviceError):
+        return _asker(device).choice(question)
+    return None
+
+
+_lock = threading.Lock()
+
+
+@lru_cache(maxsize=64)
+def _device_of(target: Any) -> int | None:
+    """Return the number of a device that is a target's card, with its versions and no setting of its own."""
+    if not torch.cuda.is_available():
+        return None
+    engine = load_engine("cuda")
+    for index in range(torch.cuda.device_count()):
+        if engine.other_gpu(target.library, target.families, index) is None:
+            exact = not engine.other_versions(target.library) and engine.other_settings(index) is None
+            return index if exact and engine.cublaslt() is not None else None
+    return None
+
+
+@cache
+def _asker(device: int) -> "Asker":
+    return open_asker(device)
+
+
+def open_asker(device: int = 0) -> "Asker":
+    """Return what asks torch's cuBLASLt for a device.
+
+    Raises:
+        DeviceError: torch has no cuBLASLt, or it does not start.
+    """
+    library = load_engine("cuda").cublaslt() if torch.cuda.is_available() else None
+    if library is None:
+        raise DeviceError("torch has no GPU with cuBLASLt here; ask on a machine with an NVIDIA GPU and a torch for it")
+    try:
+        torch.cuda.init()
+        with torch.cuda.device(device):
+            return Asker(library)
+    except RuntimeError as error:  # of a forked process, or a GPU that is out of order
+        raise DeviceError(f"cuBLASLt cannot be asked here: {error}") from None
+
+
+class Asker:
+    """Ask a cuBLASLt, from one thread at a time. Descriptors are made once a kind of calls, and changed for a question.
+
+    Args:
+        library: libcublasLt, with the current device's context.
+
+    Raises:
+        DeviceError: The library does not start.
+    """
+
+    def __init__(self, library: CDLL) -> None:
+        self._functions, self._handle = _Functions(library), c_void_p()
+        self._functions.call("cublasLtCreate", byref(self._handle))
+        self._products: dict[tuple[Kind, int], _Product | None] = {}
+        self._choices: dict[bytes, Choice] = {}
+        self._answer, self._count = create_string_buffer(_ANSWER), c_int()
+
+    def choice(self, question: Question) -> Choice | None:
+        """Return the library's first answer, None where it refuses the call.
+
+        Raises:
+            DeviceError: The library fails otherwise.
+        """
+        key = question.kind, question.layout
+        if key not in self._products:
+            self._products[key] = _Product(self._functions, *key) if _can_ask(question) else None
+        product = self._products[key]
+        if product is None:
+            return None
+        product.resize(question)
+        status = self._functions.heuristic(
+            self._handle, product.call, product.a, product.b, product.c, product.d, product.preference, 1,
+            self._answer, byref(self._count),
+        )  # fmt: skip
+        if status in _REFUSALS or (status == _SUCCESS and self._count.value < 1):
+            return None
+        if status != _SUCCESS:
+            raise DeviceError(f"cublasLtMatmulAlgoGetHeuristic fails with status {status} for {question}")
+        algorithm = self._answer.raw[:_ALGORITHM]
+        known = self._choices.get(algorithm)
+        if known is None:
+            known = self._choices[algorithm] = self._read(self._answer)
+        return known
+
+    def _read(self, algorithm: "Array[Any]") -> Choice:
+        """Return the attributes of an algorithm that decide the order."""
+        values, written = [], c_size_t()
+        for attribute in (_ID, _SPLIT, _REDUCTION, _CUSTOM, _STAGES):
+            value = c_int32()
+            status = self._functions.config(algorithm, attribute, byref(value), sizeof(value), byref(written))
+            values.append(value.value if status == _SUCCESS else 0)
+        return normalised(*values)
+
+
+def normalised(algorithm: int, split: int, reduction: int, custom: int, stages: int) -> Choice:
+    """Return a Choice of the library's attributes, 0 where one does not decide the order."""
+    split = split or 1
+    return Choice(
+        algorithm,
+        split,
+        0 if split == 1 else reduction,
+        custom if algorithm in _WITHOUT_TENSOR_CORES else 0,
+        0 if algorithm in _WITHOUT_STAGES else stages,
+    )
+
+
+def _can_ask(question: Question) -> bool:
+    """Say whether a kind of calls has a name in the library's types."""
+    kind = question.kind
+    scaled = kind.scaling == "none" or kind.scaling in _SCALE_MODES
+    return kind.a in _TYPES and kind.b in _TYPES and kind.out in _OUT and kind.compute in _COMPUTE and scaled
+
+
+class _Functions:
+    """The library's functions, with the types of their arguments."""
+
+    def __init__(self, library: CDLL) -> None:
+        self._library = library
+        self.heuristic = library.cublasLtMatmulAlgoGetHeuristic
+        self.heuristic.argtypes = [c_void_p] * 7 + [c_int, c_void_p, c_void_p]
+        self.config = library.cublasLtMatmulAlgoConfigGetAttribute
+        self.config.argtypes = [c_void_p, c_int, c_void_p, c_size_t, c_void_p]
+        self.layout = library.cublasLtMatrixLayoutSetAttribute
+        self.layout.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function.
+
+        Raises:
+            DeviceError: It fails.
+        """
+        status = getattr(self._library, name)(*arguments)
+        if status != _SUCCESS:
+            raise DeviceError(f"{name} fails with status {status}; see with nvidia-smi whether the GPU can be used")
+
+    def made(self, name: str, *arguments: Any) -> c_void_p:
+        """Return what a function makes."""
+        made = c_void_p()
+        self.call(name, byref(made), *arguments)
+        return made
+
+
+class _Matrix:
+    """A layout of the library, whose attributes are set where they change."""
+
+    def __init__(self, functions: _Functions, dtype: int) -> None:
+        self._set = functions.layout
+        self.pointer = functions.made("cublasLtMatrixLayoutCreate", c_int(dtype), c_uint64(8), c_uint64(8), c_int64(8))
+        self._known = {_ROWS: 8, _COLUMNS: 8, _LD: 8, _BATCH: 1, _STRIDE: 0}
+
+    def resize(self, rows: int, columns: int, batch: int) -> None:
+        known = self._known
+        if known[_ROWS] != rows:
+            self._change(_ROWS, c_uint64(rows))
+            self._change(_LD, c_int64(rows))
+        if known[_COLUMNS] != columns:
+            self._change(_COLUMNS, c_uint64(columns))
+        if known[_BATCH] != batch:
+            self._change(_BATCH, c_int32(batch))
+        if known[_STRIDE] != (stride := rows * columns if batch > 1 else 0):
+            self._change(_STRIDE, c_int64(stride))
+
+    def _change(self, attribute: int, value: Any) -> None:
+        status = self._set(self.pointer, attribute, byref(value), sizeof(value))
+        if status != _SUCCESS:
+            raise DeviceError(f"cublasLtMatrixLayoutSetAttribute {attribute}={value.value} fails with status {status}")
+        self._known[attribute] = value.value
+
+
+class _Product:
+    """The library's descriptors of one kind and layout: column-major, its A is torch's second operand."""
+
+    def __init__(self, functions: _Functions, kind: Kind, layout: int) -> None:
+        compute, alpha = _COMPUTE[kind.compute]
+        self._functions = functions
+        self.call = functions.made("cublasLtMatmulDescCreate", c_int(compute), c_int(alpha))
+        self._transposed = layout in (0, 3), layout in (2, 3)
+        self._set(_TRANSA, c_int32(self._transposed[0]))
+        self._set(_TRANSB, c_int32(self._transposed[1]))
+        narrow = kind.out.itemsize == 1
+        wide = torch.float16 if narrow else kind.out  # of the bias, and of a C that is not read
+        if kind.bias:
+            self._set(_EPILOGUE, c_int32(_EPILOGUE_BIAS))
+            self._set(_BIAS_POINTER, c_void_p(_SOMEWHERE))
+            self._set(_BIAS_TYPE, c_int32(_OUT[wide]))
+        if kind.scaling != "none":
+            self._set_scales(kind)
+        self.preference = functions.made("cublasLtMatmulPreferenceCreate")
+        workspace = c_uint64(kind.workspace)
+        functions.call("cublasLtMatmulPreferenceSetAttribute", self.preference, c_int(_MAX_WORKSPACE),
+                       byref(workspace), c_size_t(sizeof(workspace)))  # fmt: skip
+        self._matrices = [_Matrix(functions, dtype) for dtype in (_TYPES[kind.b], _TYPES[kind.a], _OUT[wide])]
+        if narrow:
+            self._matrices.append(_Matrix(functions, _OUT[kind.out]))
+        self.a, self.b, self.c, self.d = (each.pointer for each in (*self._matrices, self._matrices[-1])[:4])
+
+    def _set_scales(self, kind: Kind) -> None:
+        self._set(_FAST_ACCUM, c_int8(kind.fast_accum))
+        modes = _SCALE_MODES[kind.scaling]
+        for pointer, attribute, mode in zip(
+            (_A_SCALE_POINTER, _B_SCALE_POINTER), (_A_SCALE_MODE, _B_SCALE_MODE), modes, strict=True
+        ):
+            self._set(pointer, c_void_p(_SOMEWHERE))
+            if mode:
+                self._set(attribute, c_int32(mode))
+
+    def _set(self, attribute: int, value: Any) -> None:
+        self._functions.call("cublasLtMatmulDescSetAttribute", self.call, c_int(attribute), byref(value),
+                             c_size_t(sizeof(value)))  # fmt: skip
+
+    def resize(self, question: Question) -> None:
+        """Set the sizes of all matrices."""
+        rows, columns, k, batch = question.n, question.m, question.k, question.batch
+        a, b = ((rows, k), (k, columns))
+        for matrix, shape, transposed in zip(self._matrices, (a, b), self._transposed, strict=False):
+            matrix.resize(*(shape[::-1] if transposed else shape), batch)
+        for matrix in self._matrices[2:]:
+            matrix.resize(rows, columns, batch)
