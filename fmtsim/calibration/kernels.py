@@ -32,9 +32,9 @@ def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[K
         return
     arithmetic = units(call)
     for kernel in _shapes(common, plan):
-        made, exact = kernel.plan_of(call, plan.split)  # more parts are shorter ones
+        made = kernel.plan_of(call, plan.split)  # more parts are shorter ones
         kept = (made.partial, made.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
-        if exact and kept and same_order(call.k, arithmetic, made, plan):
+        if kept and same_order(call.k, arithmetic, made, plan):
             yield kernel, plan.split
 
 

@@ -22,6 +22,7 @@ from fmtsim.spec.call import GemmCall
 
 TESTED = 50  # calls that a rule must have predicted
 FACTS = ("operation", "a", "b", "out", "accumulate", "fast_accum", "scaling", "bias", "a_layout", "b_layout")
+_ANSWERS = ("architecture", "book")  # what a target knows of the library's own choices
 FLOAT_UNITS = ((("fp32",), "fp32", "fp32_fma"),)
 
 Facts = tuple[tuple[str, Any], ...]
@@ -75,6 +76,7 @@ def plan_file(
         "name": name,
         "library": library,
         "source": f"{evidence}; fmtsim calibrate" if known is None else f"{known.source} {evidence}.",
+        **({} if known is None else {key: value for key, value in target_to_dict(known).items() if key in _ANSWERS}),
         "units": _units(measured) if known is None else target_to_dict(known)["units"],
         "kernels": {} if known is None else target_to_dict(known)["kernels"],
         "splits": {} if known is None else target_to_dict(known)["splits"],
@@ -228,7 +230,8 @@ def write_plan(target: Target, path: str | Path) -> None:
 def plan_text(target: Target) -> str:
     """Return a target as JSON, one line for each rule, kernel, and size of results."""
     record = target_to_dict(target)
-    lines = ["{", *(f" {json.dumps(key)}: {json.dumps(record[key])}," for key in ("name", "library", "source"))]
+    texts = ("name", "library", "source", "architecture", "book")
+    lines = ["{", *(f" {json.dumps(key)}: {json.dumps(record[key])}," for key in texts if key in record)]
     lines += [' "units": [', ",\n".join(f"  {json.dumps(unit)}" for unit in record["units"]), " ],"]
     for key in ("kernels", "splits"):
         body = ",\n".join(f"  {json.dumps(name)}: {json.dumps(fields)}" for name, fields in record[key].items())

@@ -18,7 +18,8 @@ from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
-from fmtsim.gemm.targets.target import Rule, Target
+from fmtsim.gemm.targets.kernel import Rule
+from fmtsim.gemm.targets.target import Target
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import GemmCall
 
@@ -83,8 +84,8 @@ def chosen_calls(target: Target, number: int, count: int, work: int) -> list[Gem
     sizes = [size for size in sizes if math.prod(size) <= work] or sizes[:count]
     for some in (_spread(sizes, max(4 * count, len(SIZES))), sizes):  # all, where rules before it take those
         calls = (dataclasses.replace(form, m=m, n=n, k=k) for form, (m, n, k) in product(forms, some))
-        found = ((call, *target.find(call)) for call in calls if _possible(call))
-        chosen = [call for call, place, _, basis in found if place == number and basis != "guess"]
+        found = ((call, target.find(call)) for call in calls if _possible(call))
+        chosen = [call for call, each in found if each.rule == number and each.basis != "guess"]
         if chosen:
             break
     return _spread(sorted(chosen, key=lambda call: (call.m * call.n * call.k, call.k)), count)

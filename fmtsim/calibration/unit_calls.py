@@ -189,7 +189,7 @@ def orders(call: GemmCall, known: GemmPlan | None) -> Iterator[GemmPlan]:
     partials = _PARTIALS if call.out.itemsize == 2 else _PARTIALS[:1]
     for split, tiles, chain, partial in product(_SPLITS, _TILES, chains, partials):
         if split * tiles["k_tile"] <= call.k:
-            yield Kernel.from_dict(tiles | chain | partial).plan_of(call, split)[0]
+            yield Kernel.from_dict(tiles | chain | partial).plan_of(call, split)
 
 
 def digest(*tensors: Tensor | None) -> str:

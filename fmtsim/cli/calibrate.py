@@ -229,7 +229,7 @@ def ask(
         known = arithmetics(measured)
         units = lambda call: known[call.a, call.accumulate]  # noqa: E731
         left = [call for call in calls if (call.a, call.accumulate) in known]
-        guess = None if base is None else lambda call: base.find(call)[1]
+        guess = None if base is None else lambda call: base.find(call).plan
         found = calibrate(
             gpu, left, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
             advance=lambda done, text: progress.step(len(modes) + done, text),

@@ -231,4 +231,4 @@ def plan_basis(call: Call, target: str) -> str:
         fast_accum=call.options.get("use_fast_accum", True), bias=call.bias is not None,
         a_layout=matrix_layout(call.a, transposed=False), b_layout=matrix_layout(call.b.t(), transposed=True),
     )  # fmt: skip
-    return get_target(target).find(asked)[2]
+    return get_target(target).find(asked).basis

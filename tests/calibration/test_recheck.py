@@ -52,8 +52,8 @@ def test_every_rule_has_calls_that_fall_under_it():
         calls = chosen_calls(H200, number, 3, 1 << 35)
         assert len(calls) <= 3 and len(set(calls)) == len(calls)
         for call in calls:
-            found, _, basis = H200.find(call)
-            assert found == number and basis != "guess"
+            found = H200.find(call)
+            assert found.rule == number and found.basis != "guess"
         work = [call.m * call.n * call.k for call in calls]
         assert max(work, default=0) <= 1 << 35 or min(sizes_of(rule)) > 1 << 35
         idle += [] if calls else [(number, rule.when)]

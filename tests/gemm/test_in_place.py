@@ -10,8 +10,8 @@ from fmtsim import cpu, torch_engine
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
-from fmtsim.gemm.targets.kernel import Kernel
-from fmtsim.gemm.targets.target import Rule, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.kernel import Kernel, Rule
+from fmtsim.gemm.targets.target import target_from_dict, target_to_dict
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
 from fmtsim.spec.plan import GemmPlan
@@ -167,14 +167,14 @@ def test_explanation():
 
 def test_kernels_in_place():
     kernel = Kernel.from_dict({"k_tile": 64, "slices": True, "align": 8, "partial": "out", "reduce": "in_place"})
-    plan, exact = kernel.plan_of(linear(64, 65, 640), 3)
-    assert exact and (plan.split, plan.partial, plan.reduce) == (3, BF16, "in_place")
-    whole = kernel.plan_of(linear(64, 65, 640), 1)[0]
+    plan = kernel.plan_of(linear(64, 65, 640), 3)
+    assert (plan.split, plan.partial, plan.reduce) == (3, BF16, "in_place")
+    whole = kernel.plan_of(linear(64, 65, 640), 1)
     assert (whole.split, whole.partial, whole.reduce) == (1, None, "serial")
-    assert kernel.plan_of(mm(64, 65, 640), 3)[0].partial is None  # float32 results
+    assert kernel.plan_of(mm(64, 65, 640), 3).partial is None  # float32 results
     assert Kernel.from_dict(kernel.to_dict()) == kernel
     strided = Kernel(plan=GemmPlan(k_tile=4, owner="interleaved", reduce="pairwise"))
-    plan, _ = strided.plan_of(mm(1, 64, 640), 8)
+    plan = strided.plan_of(mm(1, 64, 640), 8)
     assert (plan.k_tile, plan.split, plan.owner, plan.reduce) == (4, 8, "interleaved", "pairwise")
 
 

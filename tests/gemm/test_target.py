@@ -378,12 +378,6 @@ def test_split_rules_say_when_they_are_certain():
     assert replace(rule, workspace=None, largest=1000).count(mm(64, 64, 1 << 16), 64) == (1, True)
 
 
-def test_ragged_tiles_with_an_empty_part_are_a_guess():
-    kernel = Kernel(plan=GemmPlan(k_tile=64))
-    assert kernel.plan_of(mm(88, 16, 44832), 35)[1] is False
-    assert kernel.plan_of(mm(88, 16, 44800), 34)[1] is True
-
-
 def test_plans_of_promotions_and_a_bias():
     with pytest.raises(ArgumentError, match="successive_scales=True needs scaled_promotion=True, which multiplies"):
         GemmPlan(promote_every=128, successive_scales=True)
@@ -391,7 +385,7 @@ def test_plans_of_promotions_and_a_bias():
     for split, after in ((1, True), (2, True), (1, "unsplit"), (2, "unsplit")):
         kernel = Kernel.from_dict(record | {"bias_after_rounding": after})
         assert kernel.to_dict() == record | {"bias_after_rounding": after}
-        plan, _ = kernel.plan_of(mm(64, 64, 512), split)
+        plan = kernel.plan_of(mm(64, 64, 512), split)
         assert (plan.successive_scales, plan.bias_after_rounding) == (True, split == 1 or after is True)
         assert record_from_dict(json.loads(json.dumps(record_to_dict(plan)))) == plan
     with pytest.raises(ArgumentError, match="bias_after_rounding='split' is not possible; choose false, true or"):

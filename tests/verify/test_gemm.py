@@ -181,7 +181,7 @@ def test_what_a_target_is_asked_of_a_recorded_call(monkeypatch, function, dtype,
     a, b, bias = torch.zeros(8, 32).to(dtype), torch.zeros(16, 32).to(dtype), torch.zeros(16)
     call = Call(function=function, a=a, b=b, out=torch.zeros(8, 16, dtype=out), scale_a=scale, scale_b=scale,
                 bias=bias if function == "linear" else None, options=options, label="")  # fmt: skip
-    target = SimpleNamespace(find=lambda asked: (0, None, asked))
+    target = SimpleNamespace(find=lambda asked: SimpleNamespace(basis=asked))
     monkeypatch.setattr(gemm, "get_target", lambda name: target)
     asked = GemmCall(operation=function, m=8, n=16, k=32, out=out, b=expected["a"], b_layout="row", **expected)
     assert plan_basis(call, "h200") == asked

@@ -1,27 +1,36 @@
-"""How a library's kernel turns a number of parts into a plan, which number it takes, and what conditions say."""
+"""How a library's kernel turns a number of parts into a plan, which number it takes, and the rules that choose both."""
 
 import dataclasses
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.targets.cublaslt import Architecture, Order, order_of, tile_of
+from fmtsim.gemm.targets.question import Choice
+from fmtsim.gemm.units.unit import get_unit
 from fmtsim.records import at, check_types, fields_of, hints_of, located, record_of
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import FP32
+from fmtsim.spec.gemm_spec import Basis
 from fmtsim.spec.plan import GemmPlan
 
+_OWN = ("algorithm", "stages", "slices", "align", "line")
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
 _BITS = {"fp16": 16, "bf16": 16, "tf32": 32, "fp32": 32, "fp64": 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Describe a kernel configuration: a plan without its number of parts, and how the kernel cuts K into parts.
+    """Describe a kernel configuration: an algorithm of cuBLASLt, or a plan without its number of parts.
 
     Args:
+        algorithm: ALGO_ID of cuBLASLt, whose orders ``fmtsim.gemm.targets.cublaslt`` knows; the fields below are then
+            left out. None for a kernel that is described by them.
+        stages: STAGES_ID of the algorithm.
         plan: The plan of a call that the kernel splits; of ``k_tile`` nothing is left where nothing is split.
         slices: Parts are slices of K of ``ceil(K / parts)`` products, rounded up to ``align``, or to ``line`` where
             K is a multiple of it and lies along the rows of an operand; each slice has its own residue first
@@ -33,6 +42,8 @@ class Kernel:
             adds several parts adds the bias with them.
     """
 
+    algorithm: int | None = None
+    stages: int = 0
     plan: GemmPlan = GemmPlan()
     slices: bool = False
     align: int = 1
@@ -46,6 +57,8 @@ class Kernel:
             raise ArgumentError(
                 f"align={self.align}, line={self.line} is not possible; choose an align from 1, a line from 0"
             )
+        if self.algorithm is not None and set(_differing(self)) - {"algorithm", "stages"}:
+            raise ArgumentError(f"algorithm={self.algorithm} says how K is cut; leave all fields but stages out")
 
     @classmethod
     def from_dict(cls, record: dict[str, Any], path: str = "") -> "Kernel":
@@ -54,7 +67,7 @@ class Kernel:
         There ``partial`` may be ``"out"``, and ``bias_after_rounding`` ``"unsplit"``.
         """
         fields = fields_of(record, path, "a Kernel")
-        own: dict[str, Any] = {name: fields.pop(name) for name in ("slices", "align", "line") if name in fields}
+        own: dict[str, Any] = {name: fields.pop(name) for name in _OWN if name in fields}
         after = fields.get("bias_after_rounding", False)
         if not isinstance(after, bool) and after != "unsplit":
             text = f"bias_after_rounding={shown(after)} is not possible; choose false, true or 'unsplit'"
@@ -75,18 +88,23 @@ class Kernel:
             fields["partial"] = "out" if self.partial_out else self.plan.partial.name
         if self.bias_unsplit:
             fields["bias_after_rounding"] = "unsplit"
-        order = ("k_tile", "slices", "align", "line", *GemmPlan.__dataclass_fields__)
+        order = ("k_tile", *_OWN, *GemmPlan.__dataclass_fields__)
         return {name: fields[name] for name in sorted(fields, key=order.index)}
 
-    def plan_of(self, call: GemmCall, split: int, **origin: Any) -> tuple[GemmPlan, bool]:
-        """Return the plan of a call in so many parts, and whether it says exactly what the kernel does.
+    def order_of(self, call: GemmCall, split: int, architecture: Architecture | None) -> Order | None:
+        """Return the order of a call in so many parts; None where it is not known."""
+        if self.algorithm is None:
+            return Order(self.plan_of(call, split))
+        choice = Choice(self.algorithm, split, 2 if split > 1 else 0, 0, self.stages)
+        return None if architecture is None else order_of(choice, call, architecture)
 
-        Args:
-            call: The call.
-            split: Parts.
-            origin: ``source`` and ``verified`` of the plan.
-        """
-        tile, exact = self.plan.k_tile, True
+    def tile_of(self, call: GemmCall) -> int:
+        """Return the products of a tile, in which ``Splits`` counts."""
+        return (self.plan.k_tile if self.algorithm is None else tile_of(self.algorithm, call)) or 1
+
+    def plan_of(self, call: GemmCall, split: int) -> GemmPlan:
+        """Return the plan of a call in so many parts, of a kernel without an algorithm."""
+        tile = self.plan.k_tile
         after = self.plan.bias_after_rounding or (self.bias_unsplit and split == 1)
         cut: dict[str, Any] = {"k_tile": None, "bias_after_rounding": after}
         if self.slices and tile is not None and split > 1:
@@ -94,9 +112,6 @@ class Kernel:
             split = _ceil(call.k, width)
             cut |= {"k_tile": tile, "part_k": width, "residue_first": True}
         elif tile is not None and (split > 1 or self.slices):
-            # Seen on the H200: a last tile that is cut, in a split that leaves a part without tiles.
-            tiles = _ceil(call.k, tile)
-            exact = not (call.k % tile and (split - 1) * _ceil(tiles, split) >= tiles)
             cut |= {"k_tile": tile, "residue_first": self.slices}
         partial = get_format(_dtype_format(call.out)) if self.partial_out else self.plan.partial
         if split > 1:
@@ -104,7 +119,7 @@ class Kernel:
             cut |= {"split": split, "partial": partial, "round_trip": self.plan.round_trip and partial is not None}
         else:
             cut |= {"partial": None, "round_trip": False, "owner": "contiguous", "reduce": "serial"}
-        return replace(self.plan, **cut, **origin), exact
+        return replace(self.plan, **cut)
 
     def _slice(self, call: GemmCall, split: int) -> int:
         by_rows = "row" in (call.a_layout, call.b_layout)
@@ -159,6 +174,51 @@ class Splits:
         wanted = max(1, _ceil(tiles, self.tiles_per_part) - 1)
         limit = next((area for parts, area in self.certain if parts is None or wanted <= parts), 0)
         return (wanted, True) if wanted * area < limit else (min(wanted, max(1, self.room // max(area, 1))), False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Describe the plan of all calls that fulfil some conditions.
+
+    Args:
+        when: Conditions on the call (``fmtsim.gemm.targets.kernel.matches`` has them).
+        kernel: Name of the kernel that runs.
+        split: Parts of K: a number, the name of a split rule, or a table from ``"MxN"`` and K to the number. Calls
+            that a table lacks go on to the next rule.
+        basis: What stands behind it.
+        reason: One sentence that says what.
+        unit: Name of the unit that runs, where it is not the target's for such operands.
+        operands: Format in which that unit takes them: ``"fp32"`` where float32 is not rounded to TF32.
+    """
+
+    when: dict[str, Any]
+    kernel: str
+    split: int | str | dict[str, dict[str, int]]
+    basis: Basis
+    reason: str
+    unit: str | None = None
+    operands: str | None = None
+
+    def __post_init__(self) -> None:
+        given: object = self.basis
+        if isinstance(given, str) and given == "logged":  # the word of older plan files
+            object.__setattr__(self, "basis", "reported")
+        if not isinstance(self.basis, str) or self.basis not in get_args(Basis):
+            raise ArgumentError(
+                f"basis={shown(self.basis)} is not possible; choose one of {', '.join(get_args(Basis))}"
+            )
+        check_types(self)
+        check_conditions(self.when)
+        tables = self.split.values() if isinstance(self.split, dict) else [{"": self.split}]
+        few = next((n for table in tables for n in table.values() if isinstance(n, int) and n < 1), None)
+        if few is not None:
+            raise ArgumentError(f"split={few} is not possible; choose 1 or more parts")
+        if self.operands is not None and self.unit is None:
+            raise ArgumentError(f"operands={self.operands!r} are those of a unit; name it with unit=")
+        if self.operands is not None and not isinstance(get_format(self.operands), FloatFormat):
+            raise ArgumentError(f"operands={self.operands!r} is not a floating-point format; choose 'fp32' or another")
+        if self.unit is not None:
+            get_unit(self.unit)
 
 
 def matches(when: dict[str, Any], call: GemmCall) -> bool:

@@ -25,6 +25,12 @@ class Choice(NamedTuple):
     custom: int = 0
     stages: int = 0
 
+    def said(self) -> str:
+        """Return the choice in words."""
+        parts = {-1: ", stream-K", 1: ""}.get(self.split, f", {self.split} parts")
+        facts = (("reduction scheme", self.reduction), ("custom option", self.custom), ("stages", self.stages))
+        return f"algorithm {self.algorithm}{parts}" + "".join(f", {name} {value}" for name, value in facts if value)
+
 
 class Kind(NamedTuple):
     """Dtypes and settings of a call, as the library sees them.

@@ -1,4 +1,4 @@
-"""GPUs with their libraries: which unit a call runs on, and in which order it adds, read from JSON plan files."""
+"""GPUs with their libraries: which unit a call runs on, and in which order it adds, read from plan files and books."""
 
 import os
 import sys
@@ -7,19 +7,23 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.targets.kernel import Kernel, Splits, check_conditions, matches
+from fmtsim.gemm.targets import ask
+from fmtsim.gemm.targets.book import Book, Run
+from fmtsim.gemm.targets.cublaslt import Architecture, order_of
+from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
+from fmtsim.gemm.targets.question import Choice, Question, question_of
 from fmtsim.gemm.units.unit import get_unit, units_that_take
-from fmtsim.records import READERS, check_types, load_record, located, record_of
+from fmtsim.records import READERS, at, check_types, fields_of, load_record, located, record_of
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
 from fmtsim.spec.gemm_spec import Basis, GemmSpec
 from fmtsim.spec.plan import GemmPlan
@@ -27,49 +31,31 @@ from fmtsim.spec.plan import GemmPlan
 PLANS = Path(__file__).with_name("plans")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Describe the plan of all calls that fulfil some conditions.
+class Found(NamedTuple):
+    """What a target makes of a call.
 
-    Args:
-        when: Conditions on the call (``fmtsim.gemm.targets.kernel.matches`` has them).
-        kernel: Name of the kernel that runs.
-        split: Parts of K: a number, the name of a split rule, or a table from ``"MxN"`` and K to the number. Calls
-            that a table lacks go on to the next rule.
-        basis: What stands behind it.
-        reason: One sentence that says what.
-        unit: Name of the unit that runs, where it is not the target's for such operands.
-        operands: Format in which that unit takes them: ``"fp32"`` where float32 is not rounded to TF32.
+    plan: Its accumulation order.
+    basis: What stands behind it.
+    rule: Number of the rule that it falls under, None where none was needed.
+    unit, operands: As in Rule.
     """
 
-    when: dict[str, Any]
-    kernel: str
-    split: int | str | dict[str, dict[str, int]]
+    plan: GemmPlan
     basis: Basis
-    reason: str
+    rule: int | None = None
     unit: str | None = None
     operands: str | None = None
 
-    def __post_init__(self) -> None:
-        given: object = self.basis
-        if isinstance(given, str) and given == "logged":  # the word of older plan files
-            object.__setattr__(self, "basis", "reported")
-        if not isinstance(self.basis, str) or self.basis not in get_args(Basis):
-            raise ArgumentError(
-                f"basis={shown(self.basis)} is not possible; choose one of {', '.join(get_args(Basis))}"
-            )
-        check_types(self)
-        check_conditions(self.when)
-        tables = self.split.values() if isinstance(self.split, dict) else [{"": self.split}]
-        few = next((n for table in tables for n in table.values() if isinstance(n, int) and n < 1), None)
-        if few is not None:
-            raise ArgumentError(f"split={few} is not possible; choose 1 or more parts")
-        if self.operands is not None and self.unit is None:
-            raise ArgumentError(f"operands={self.operands!r} are those of a unit; name it with unit=")
-        if self.operands is not None and not isinstance(get_format(self.operands), FloatFormat):
-            raise ArgumentError(f"operands={self.operands!r} is not a floating-point format; choose 'fp32' or another")
-        if self.unit is not None:
-            get_unit(self.unit)
+
+_UNCOVERED = GemmPlan(source="one chain, k in order: no rule covers this call")
+
+
+def _sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
+    """Return a plan with where it comes from; unlike ``replace`` this checks nothing again, which takes longer."""
+    plan = copy(plan)
+    object.__setattr__(plan, "source", source)
+    object.__setattr__(plan, "verified", verified)
+    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,6 +71,9 @@ class Target:
         kernels: By name, how each orders its sums.
         splits: By name, rules for the number of parts.
         rules: In order; the first that fits is taken.
+        architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
+        book: What the library chooses for runs of sizes: in a file, a path from the plan file's folder. A book that
+            comes with fmtsim is named alone.
     """
 
     name: str
@@ -94,9 +83,15 @@ class Target:
     kernels: dict[str, Kernel]
     splits: dict[str, Splits]
     rules: tuple[Rule, ...]
+    architecture: Architecture | None = None
+    book: Book | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.book is not None and self.architecture is None:
+            raise ArgumentError(
+                "a book names algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
+            )
         for inputs, accumulate, unit in self.units:
             for name in inputs:
                 get_unit(unit).find(name, name, accumulate)
@@ -121,7 +116,7 @@ class Target:
     def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
         """Return what the target makes of a call: unit, plan, and the formats in which the unit takes operands.
 
-        Exact recorded shapes come first, then rules, then guesses. A guess warns once a process for each call.
+        ``find`` says what comes first. A guess warns once a process for each call.
 
         Args:
             call: The facts of the call (``GemmCall.facts``).
@@ -171,15 +166,27 @@ class Target:
                 return unit
         return None
 
-    def find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
-        """Return the number of the rule that a call falls under, None where there is none, its plan and its basis.
+    def find(self, call: GemmCall) -> Found:
+        """Return the plan of a call, and what stands behind it.
 
-        A single row or column has no layout: what is known of either serves.
+        First come tables of calls and recorded ones, then the library's own choice out of the book, then other rules.
+        A single row or column has no layout: what a rule knows of either serves.
         """
-        found = [self._find(each) for each in call.same_calls()]
-        return next((each for each in found if each[2] != "guess"), found[0])
+        ruled = self._ruled(call)
+        if ruled is not None and self._is_about_the_call(ruled):
+            return ruled
+        return self._chosen(call) or ruled or Found(_UNCOVERED, "guess")
 
-    def _find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
+    def _ruled(self, call: GemmCall) -> Found | None:
+        calls = call.same_calls() if 1 in (call.m, call.n, call.k) else [call]
+        found = [each for each in map(self._by_rule, calls) if each is not None]
+        return next((each for each in found if each.basis != "guess"), found[0] if found else None)
+
+    def _is_about_the_call(self, found: Found) -> bool:
+        rule = self.rules[found.rule or 0]
+        return rule.basis == "recorded" or isinstance(rule.split, dict)
+
+    def _by_rule(self, call: GemmCall) -> Found | None:
         for number, rule in enumerate(self.rules):
             if not matches(rule.when, call):
                 continue
@@ -189,15 +196,41 @@ class Target:
                 if split is None:
                     continue
             elif isinstance(rule.split, str):
-                split, certain = self.splits[rule.split].count(call, kernel.plan.k_tile or 1)
+                split, certain = self.splits[rule.split].count(call, kernel.tile_of(call))
                 basis = basis if certain else "guess"
             else:
                 split = rule.split
-            plan, exact = kernel.plan_of(call, split, source=rule.reason, verified=basis == "recorded")
-            if not exact:
-                plan, basis = replace(plan, verified=False), "guess"
-            return number, plan, basis
-        return None, GemmPlan(source="one chain, k in order: no rule covers this call"), "guess"
+            order = kernel.order_of(call, split, self.architecture)
+            if order is None:
+                continue
+            plan = _sourced(order.plan, rule.reason, verified=basis == "recorded")
+            return Found(plan, basis, number, rule.unit or order.unit, rule.operands or order.operands)
+        return None
+
+    def _chosen(self, call: GemmCall) -> Found | None:
+        """Return what the library's own choice comes to, None where nobody has asked the library about such a call."""
+        if self.architecture is None or (question := question_of(call)) is None:
+            return None
+        answer = self._answer(question)
+        if answer is None:
+            return None
+        choice, source, basis = answer
+        source = f"{source}: {choice.said()}"
+        order = order_of(choice, call, self.architecture)
+        if order is None:
+            return Found(_sourced(GemmPlan(), f"one chain, k in order; {source}, whose order is not known"), "guess")
+        return Found(_sourced(order.plan, source), basis, None, order.unit, order.operands)
+
+    def _answer(self, question: Question) -> tuple[Choice, str, Basis] | None:
+        """Return what the library takes, who says so, and what that is worth: the book, or the library itself here."""
+        run = None if self.book is None else self.book.run(question)
+        if run is not None and self.book is not None:
+            source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
+            return run.choice, f"{source}, {_entry(question, run)}", "reported"
+        choice = ask.choice(question, self)
+        if choice is not None:
+            return choice, f"{_library(self.library)}'s choice, asked on this machine", "reported"
+        return None
 
     def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
         """Warn of a plan that is a guess, once a process for each call, or refuse it."""
@@ -275,16 +308,15 @@ def get_target(name: str | Path | Target | Any) -> Target:
 def _resolution(target: Target, call: GemmCall) -> GemmSpec:
     """Look a call up among the rules, which a training asks for the same products in every step."""
     unit = target.unit(call)
-    number, plan, basis = target.find(call)
-    rule = None if number is None else target.rules[number]
+    found = target.find(call)
     a, b, scale = call.a, call.b, _unit_scale(call.scaling)
-    if rule is not None and rule.unit is not None:
-        unit, scale = rule.unit, None
-        a, b = rule.operands or a, rule.operands or b
+    if found.unit is not None:
+        unit, scale = found.unit, None
+        a, b = found.operands or a, found.operands or b
     mode = get_unit(unit).find(a, b, call.accumulate, scale)
     formats: Any = {"a": get_format(a), "b": get_format(b)}
     return GemmSpec(
-        datapath=mode.datapath, plan=plan, unit=unit, accumulate=mode.accumulate, basis=basis, **formats
+        datapath=mode.datapath, plan=found.plan, unit=unit, accumulate=mode.accumulate, basis=found.basis, **formats
     )  # fmt: skip
 
 
@@ -310,17 +342,27 @@ def _changed(path: str) -> int:
 @lru_cache(maxsize=16)
 def _load(path: str, changed: int) -> Target:
     """Read a plan file; ``changed`` keeps an edited file from being answered out of the cache."""
-    return load_record(path, "plan file", lambda record, name: target_from_dict(record, f"{name}: plan"))
+    return load_record(
+        path, "plan file", lambda record, name: target_from_dict(record, f"{name}: plan", Path(path).parent)
+    )
 
 
-def target_from_dict(record: dict[str, Any], path: str = "") -> Target:
+def target_from_dict(record: dict[str, Any], path: str = "", folder: Path = PLANS) -> Target:
     """Build a Target from what ``target_to_dict`` gives; raise ArgumentError or FormatError where it is not one.
 
     Args:
         record: The record.
         path: What errors call it.
+        folder: Where its book lies, if it is not one that comes with fmtsim.
     """
-    return record_of(Target, record, path)  # type: ignore[no-any-return]
+    fields = fields_of(record, path, "a Target")
+    name = fields.get("book")
+    if name is not None:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise at(path, ArgumentError, f"book={shown(name)} is not the name of a file beside the plan file")
+        with located(path):
+            fields["book"] = Book.open(next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name))
+    return record_of(Target, fields, path)  # type: ignore[no-any-return]
 
 
 READERS[Kernel] = Kernel.from_dict
@@ -328,10 +370,12 @@ READERS[Kernel] = Kernel.from_dict
 
 def target_to_dict(target: Target) -> dict[str, Any]:
     """Return a Target as plain JSON types."""
+    library = {"architecture": target.architecture, "book": target.book and Path(target.book.name).name}
     return {
         "name": target.name,
         "library": target.library,
         "source": target.source,
+        **{name: value for name, value in library.items() if value is not None},
         "units": [[list(inputs), accumulate, unit] for inputs, accumulate, unit in target.units],
         "kernels": {name: kernel.to_dict() for name, kernel in target.kernels.items()},
         "splits": {name: split.to_dict() for name, split in target.splits.items()},
@@ -341,3 +385,14 @@ def target_to_dict(target: Target) -> dict[str, Any]:
 
 def _said(rule: Rule) -> dict[str, Any]:
     return {name: getattr(rule, name) for name in Rule.__dataclass_fields__ if getattr(rule, name) is not None}
+
+
+def _library(text: str) -> str:
+    return text.rpartition(", ")[2]
+
+
+def _entry(question: Question, run: Run) -> str:
+    kind, m, n, k = question.kind, question.m, question.n, question.k
+    sizes = f"[*, {k}] x [{k}, {n}]" if run.along == "m" else f"[{m}, *] x [*, {n}]"
+    last = "" if run.last is None else f" <= {run.last}"
+    return f"{kind.a} {sizes}, {run.first} <= {run.along.upper()}{last}"
