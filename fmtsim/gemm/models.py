@@ -1,7 +1,9 @@
 """Which products a model's linear layers call: layer shapes as data, and the calls that follow from them."""
 
+import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +21,99 @@ FP8_STEP = 16  # torch._scaled_mm takes K and N that are multiples of it
 OUTPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
 
 
+SLICES = (2, 4, 8)  # of tensor-parallel layers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Name the shapes of a model's linear layers, each once, and where they come from."""
+    """Give the widths of a published model, a line of ``configurations.csv``.
 
-    layers: tuple[Shape, ...]
+    Args:
+        name: Name here.
+        source: Repository at huggingface.co that has its config.json, or the paper.
+        hidden, intermediate: Widths of the layers and of the MLP, or of one expert's.
+        heads, kv_heads, head_dim: Heads of the attention, those of keys and values, and their width.
+        vocabulary: Outputs of the head.
+        experts: Experts that a router chooses from, 0 without one.
+        style: Letters. ``g``: a gated MLP; ``f``: one layer for queries, keys and values; ``u``: one for gate and up;
+            ``a``: latent attention, whose projections are in ``more``; biases of all layers but the head (``l``), of
+            queries, keys and values (``q``), of the MLP (``m``) and of the head (``h``).
+        more: Outputs and inputs of other layers, ``"1536x7168 576x7168"``.
+    """
+
+    name: str
     source: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    experts: int
+    style: str
+    more: str
+
+    @property
+    def layers(self) -> tuple[Shape, ...]:
+        """Shapes of the linear layers, each once."""
+        h, q, kv, has = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.style.__contains__
+        qkv = () if has("a") else (q + 2 * kv,) if has("f") else (q, kv)
+        mlp = has("l") or has("m")
+        shapes = [
+            *((n, h, has("l") or has("q")) for n in qkv),
+            (h, q, has("l")),
+            (self.intermediate * (2 if has("u") else 1), h, mlp),
+            (h, self.intermediate, mlp),
+            *([(self.experts, h, False)] if self.experts else []),
+            *((int(n), int(k), False) for n, _, k in (pair.partition("x") for pair in self.more.split())),
+            (self.vocabulary, h, has("h")),
+        ]
+        return tuple(dict.fromkeys(shapes))
+
+    @property
+    def parallel_layers(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs as servers have them: projections in one layer, and slices of 2, 4 and 8 GPUs."""
+        h, i, q, kv = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        columns = [
+            i,
+            self.vocabulary,
+            *([] if "a" in self.style else [q + 2 * kv]),
+            *([2 * i] if "g" in self.style else []),
+        ]
+        found = [(n, k) for n, k, _ in self.layers] + [(n, h) for n in columns]
+        for parts in SLICES:
+            found += [(n // parts, h) for n in columns if n % parts == 0]
+            found += [(h, k // parts) for k in (q, i) if k % parts == 0]
+        return tuple(dict.fromkeys(found))
 
 
-def _gpt2(d: int) -> tuple[Shape, ...]:
-    return ((3 * d, d, True), (d, d, True), (4 * d, d, True), (d, 4 * d, True), (50257, d, False))
-
-
-def _llama(d: int, kv: int, hidden: int) -> tuple[Shape, ...]:
-    layers = ((d, d), (kv, d), (hidden, d), (d, hidden), (128256, d))
-    return tuple((n, k, False) for n, k in layers)
-
-
-def _bert(d: int) -> tuple[Shape, ...]:
-    return ((d, d, True), (4 * d, d, True), (d, 4 * d, True), (30522, d, True))
-
-
-_HF = "config.json of {} at huggingface.co"
-MODELS = {
-    "gpt2": Model(layers=_gpt2(768), source=_HF.format("openai-community/gpt2")),
-    "gpt2-medium": Model(layers=_gpt2(1024), source=_HF.format("openai-community/gpt2-medium")),
-    "gpt2-large": Model(layers=_gpt2(1280), source=_HF.format("openai-community/gpt2-large")),
-    "gpt2-xl": Model(layers=_gpt2(1600), source=_HF.format("openai-community/gpt2-xl")),
-    "llama-1b": Model(layers=_llama(2048, 512, 8192), source=_HF.format("meta-llama/Llama-3.2-1B")),
-    "llama-3b": Model(layers=_llama(3072, 1024, 8192), source=_HF.format("meta-llama/Llama-3.2-3B")),
-    "llama-8b": Model(layers=_llama(4096, 1024, 14336), source=_HF.format("meta-llama/Llama-3.1-8B")),
-    "llama-70b": Model(layers=_llama(8192, 1024, 28672), source=_HF.format("meta-llama/Llama-3.1-70B")),
-    "bert-base": Model(layers=_bert(768), source=_HF.format("google-bert/bert-base-uncased")),
-    "bert-large": Model(layers=_bert(1024), source=_HF.format("google-bert/bert-large-uncased")),
-    "vit-l": Model(
-        layers=((3072, 1024, True), (1024, 1024, True), (4096, 1024, True), (1024, 4096, True), (1000, 1024, True)),
-        source="An Image is Worth 16x16 Words, arXiv:2010.11929, table 1; heads of 1000 classes",
-    ),
-}
+@cache
+def models() -> dict[str, Model]:
+    """Return the published models whose widths are known, by name."""
+    with open(Path(__file__).with_name("configurations.csv"), encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    numbers = [name for name, kind in Model.__annotations__.items() if kind is int]
+    return {row["name"]: Model(**row | {name: int(row[name]) for name in numbers}) for row in rows}  # type: ignore[arg-type]
 
 
 def list_models() -> list[str]:
     """Return the names of the models whose shapes are known."""
-    return list(MODELS)
+    return list(models())
+
+
+def find_models(names: Iterable[str]) -> list[Model]:
+    """Return some models.
+
+    Raises:
+        ArgumentError: A name is unknown; the message has names that are close.
+    """
+    known = models()
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ArgumentError(f"unknown model {name!r}{hint} (fmtsim.calibration.list_models() has all {len(known)}; "
+                                "or pass --shapes)")  # fmt: skip
+    return [known[name] for name in names]
 
 
 def layer_shapes(names: Iterable[str]) -> list[Shape]:
@@ -70,13 +122,7 @@ def layer_shapes(names: Iterable[str]) -> list[Shape]:
     Raises:
         ArgumentError: A name is unknown; the message has names that are close.
     """
-    shapes: dict[Shape, None] = {}
-    for name in names:
-        if name not in MODELS:
-            hint = did_you_mean(name, MODELS)
-            raise ArgumentError(f"unknown model {name!r}{hint} (choose one of {', '.join(MODELS)}, or pass --shapes)")
-        shapes |= dict.fromkeys(MODELS[name].layers)
-    return list(shapes)
+    return list(dict.fromkeys(shape for model in find_models(list(names)) for shape in model.layers))
 
 
 def read_shapes(path: str | Path) -> list[Shape]:

@@ -10,7 +10,7 @@ from fmtsim.calibration.gpu import TorchGPU, open_gpu
 from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DataError, DeviceError
-from fmtsim.gemm.models import MODELS, layer_shapes, list_models, model_calls, parse_tokens, read_shapes
+from fmtsim.gemm.models import layer_shapes, list_models, model_calls, models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.plan import GemmPlan
@@ -31,6 +31,12 @@ SHAPES = {
     "bert-base": "768x768+ 3072x768+ 768x3072+ 30522x768+",
     "bert-large": "1024x1024+ 4096x1024+ 1024x4096+ 30522x1024+",
     "vit-l": "3072x1024+ 1024x1024+ 4096x1024+ 1024x4096+ 1000x1024+",
+    "qwen2.5-7b": "3584x3584+ 512x3584+ 3584x3584 18944x3584 3584x18944 152064x3584",
+    "mixtral-8x7b": "4096x4096 1024x4096 14336x4096 4096x14336 8x4096 32000x4096",
+    "phi3-mini": "9216x3072 3072x3072 16384x3072 3072x8192 32064x3072",
+    "gpt-j-6b": "4096x4096 16384x4096+ 4096x16384+ 50400x4096+",
+    "deepseek-v2-lite": "2048x2048 1408x2048 2048x1408 64x2048 3072x2048 576x2048 4096x512 10944x2048 2048x10944 "
+    "2816x2048 2048x2816 102400x2048",
 }
 
 
@@ -154,13 +160,23 @@ def test_a_whole_run(monkeypatch, tmp_path, capsys):
 
 def test_models_have_sources_and_shapes():
     assert {"gpt2", "gpt2-xl", "llama-8b", "llama-70b", "bert-large", "vit-l"} <= set(list_models())
-    for model in MODELS.values():
-        assert model.source and all(n > 0 and k > 0 for n, k, _ in model.layers)
+    assert len(models()) >= 100 and list(models()) == list_models()
+    for name, model in models().items():
+        assert model.name == name and model.source and set(model.style) <= set("gfualqmh"), name
+        assert all(n > 0 and k > 0 for n, k, _ in model.layers) and len(set(model.layers)) == len(model.layers)
+        assert {(n, k) for n, k, _ in model.layers} <= set(model.parallel_layers)
     for name, shapes in SHAPES.items():
         facts = [tuple(map(int, shape.rstrip("+").split("x"))) + (shape.endswith("+"),) for shape in shapes.split()]
         assert layer_shapes([name]) == facts
-    assert set(SHAPES) == set(list_models())
     assert len(layer_shapes(["gpt2", "gpt2"])) == 5
+
+
+def test_shapes_of_servers():
+    """Llama 8B: projections together and apart, and slices of 2, 4 and 8 GPUs: fewer outputs, or fewer inputs."""
+    shapes = models()["llama-8b"].parallel_layers
+    assert {(6144, 4096), (28672, 4096), (3072, 4096), (768, 4096), (3584, 4096), (16032, 4096)} <= set(shapes)
+    assert {(4096, 2048), (4096, 512), (4096, 1792)} <= set(shapes)
+    assert (4096, 14336 // 16) not in shapes and len(shapes) == len(set(shapes)) == 22
 
 
 def test_unknown_models():
