@@ -119,12 +119,10 @@ def _cutlass(choice: Choice, call: GemmCall, architecture: Architecture) -> Orde
     fields: dict[str, Any] = {"k_tile": tile, "residue_first": True}
     if call.a != "tf32" and products < 16:
         fields["instruction_k"] = products
-    if call.bias and call.n == 1:
-        return None
     if choice.split == 1:
         return _plan(**fields)
     reduction = _reduction(choice, call)
-    if reduction is None:
+    if reduction is None or (call.bias and call.n == 1 and call.accumulate == "fp32"):
         return None
     width = _slice(call, choice.split)
     return _plan(**fields, part_k=width, split=_ceil(call.k, width), **reduction)
@@ -139,16 +137,16 @@ def _reduction(choice: Choice, call: GemmCall) -> dict[str, Any] | None:
         return {"partial": rounded, "reduce": "in_place"} if rounded is not None or call.bias else {}
     if call.accumulate == "fp16":
         return {"partial": out, "round_trip": True} if choice.reduction == 2 else None
-    if choice.reduction == 2:
-        return {}
-    return {"partial": rounded, "bias_after_rounding": call.bias} if choice.reduction == 4 else None
+    if choice.reduction not in (2, 4):
+        return None
+    return {"partial": rounded if choice.reduction == 4 else None, "bias_after_rounding": call.bias}
 
 
 def _slice(call: GemmCall, split: int) -> int:
     """Return the products of a slice, whose starts are aligned to whole lines where K lies along rows."""
     align, line = (4, 32) if call.a == "tf32" else (8, 64)
     question = question_of(call)
-    along_rows = question is not None and question.layout != 2
+    along_rows = question is not None and (question.layout != 2 or 1 in (call.m, call.n))
     step = line if along_rows and call.k % line == 0 else align
     return _ceil(_ceil(call.k, split), step) * step
 
@@ -161,8 +159,8 @@ def _fma(call: GemmCall, **fields: Any) -> Order:
 
 
 def _scalar(call: GemmCall) -> bool:
-    """Say whether the orders below are those of the call: they were measured with operands of 16 bits."""
-    return call.a in ("bf16", "fp16") and call.accumulate == "fp32" and not call.bias
+    """Say whether the orders below are those of the call: sums in float32, of any operands that are not FP8."""
+    return call.a in ("bf16", "fp16", "tf32") and call.accumulate == "fp32"
 
 
 GEMM_SN: Final = {(11, 0): (2, 256), (11, 1): (4, 128), (16, 0): (1, None)}
@@ -170,10 +168,13 @@ GEMM_SN: Final = {(11, 0): (2, 256), (11, 1): (4, 128), (16, 0): (1, None)}
 
 
 def _gemm_sn(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    """Every thread has one slice of K."""
+    """Every thread has one slice of K; on Hopper 16 threads take turns where K is contiguous in both operands."""
     known = GEMM_SN.get((choice.algorithm, choice.custom))
     if known is None or not _scalar(call) or choice.split != 1:
         return None
+    question = question_of(call)
+    if architecture == "sm_90" and choice[::3] == (11, 0) and question is not None and question.layout == 0:
+        return _fma(call, **_dealt(16, 16, "serial"), promote_every=16)
     threads, chain = known
     width = _ceil(call.k, threads)
     parts = _ceil(call.k, width)
@@ -214,10 +215,11 @@ _OPTIONS: Final = (
     (Lanes(1, 16, 16, tree=False), (12, 13, 14)),
 )
 _SM_90_OPTIONS: Final = (
+    (Lanes(1, 2), (103,)),
     (Lanes(1, 4), (111,)),
-    (Lanes(1, 8), (89,)),
-    (Lanes(1, 16), (101,)),
-    (Lanes(-64, 2), (102,)),
+    (Lanes(1, 8), (33, 89)),
+    (Lanes(1, 16), (73, 101)),
+    (Lanes(-64, 2), (94, 102)),
     (Lanes(-64, 4), (68, 96, 110)),
     (Lanes(-64, 8), (106,)),
     (Lanes(-64, 16), (72, 100)),
@@ -239,15 +241,31 @@ GEMV: Final[dict[str, dict[int, Lanes]]] = {
 }
 """What CUSTOM_OPTION says of algorithm 13 with operands of 16 bits, by architecture; option 5 stands by itself."""
 
-GEMV_FLOAT32: Final[dict[str, dict[int, Lanes]]] = {"sm_90": {94: Lanes(-64, 2)}, "sm_100": {}, "sm_103": {}}
-"""The same with float32 operands, which are multiplied as they are."""
+_FLOAT32_OPTIONS: Final = (
+    (Lanes(1, 1, 512), (0,)),
+    (Lanes(1, 1, 256), (7,)),
+    (Lanes(1, 2), (85, 95, 103)),
+    (Lanes(1, 4), (97, 111)),
+    (Lanes(1, 16), (73, 101)),
+    (Lanes(1, 32), (75, 83, 93)),
+    (Lanes(-64, 2), (1, 38, 48, 84, 94, 102)),
+    (Lanes(-64, 4), (110,)),
+    (Lanes(-64, 4, tree=False), (2,)),
+    (Lanes(-64, 8), (106,)),
+    (Lanes(-64, 16), (100,)),
+    (Lanes(-64, 32), (74, 92)),
+    (Lanes(1, 16, 32, tree=False), (11,)),
+    (Lanes(1, 16, 16, tree=False), (12, 13, 14)),
+)
+GEMV_FLOAT32: Final[dict[str, dict[int, Lanes]]] = {"sm_90": _by_option(*_FLOAT32_OPTIONS)}
+"""The same with float32 operands, which are multiplied as they are; option 10 has another number of lanes there."""
 
 _MOST_RESULTS: Final = {"sm_90": 8448, "sm_100": 9728, "sm_103": 9728}  # of option 10, which has fewer lanes beyond
 
 
 def _gemv(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     """A slice of K for each part, tiles of it for the lanes, and chains along each lane's own products."""
-    if 1 not in (call.m, call.n) or call.bias or call.accumulate != "fp32":
+    if 1 not in (call.m, call.n) or not _scalar(call):
         return None
     half = call.a in ("bf16", "fp16")
     width = _ceil(call.k, choice.split)
@@ -255,14 +273,16 @@ def _gemv(choice: Choice, call: GemmCall, architecture: Architecture) -> Order |
         return _fma(call, **_dealt(32 * _ceil(call.k, 32), 32, "serial"), promote_every=16) if call.m == 1 else None
     table = GEMV if half else GEMV_FLOAT32 if call.a == "tf32" else {}
     lanes = table.get(architecture, {}).get(choice.custom)
-    if lanes is None or (choice.custom == 10 and call.m * call.n > _MOST_RESULTS[architecture]):
+    if lanes is None or (choice.custom == 10 and call.batch * call.m * call.n > _MOST_RESULTS[architecture]):
         return None
     each = lanes.products if lanes.products > 0 else min(-lanes.products, _ceil(width, lanes.lanes))
     fields: dict[str, Any] = {"promote_every": lanes.chunk and lanes.chunk * each}
     fields |= _dealt(lanes.lanes * each, lanes.lanes, "tree" if lanes.tree else "serial")
     parts = _ceil(call.k, width)
+    if parts > 1 and call.bias and call.n == 1 and call.out.itemsize == 2:
+        return None
     if parts > 1:
-        fields |= {"k_tile": lanes.lanes * each, "part_k": width, "split": parts}
+        fields |= {"k_tile": lanes.lanes * each, "part_k": width, "split": parts, "bias_after_rounding": call.bias}
     return _fma(call, **fields)
 
 
@@ -271,10 +291,13 @@ def _dealt(tile: int, lanes: int, way: str) -> dict[str, Any]:
 
 
 def _dot(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    """Blocks of 128 threads own tiles in turn; a second kernel adds the blocks. One column has two chains a thread."""
-    if not _scalar(call) or (call.m == 1) == (call.n == 1) or choice.split < 1:
+    """Blocks of 128 threads own tiles in turn; a second kernel adds the blocks. Where K is contiguous in the matrix, or
+    both operands are vectors, a thread has two chains.
+    """
+    if not _scalar(call) or 1 not in (call.m, call.n) or choice.split < 1:
         return None
-    lanes = _dealt(256, 256, "pair_tree") if call.n == 1 else _dealt(128, 128, "tree")
+    layout = "row" if call.m == call.n else call.b_layout if call.m == 1 else call.a_layout
+    lanes = _dealt(256, 256, "pair_tree") if layout == "row" else _dealt(128, 128, "tree")
     parts = min(choice.split, _ceil(call.k, lanes["k_tile"]))
     return _fma(call, **lanes, **({"split": parts, "owner": "interleaved", "reduce": "folded"} if parts > 1 else {}))
 
@@ -282,28 +305,44 @@ def _dot(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | 
 # The others
 
 
-def _one_product(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    return _plan() if call.k == 1 and call.a in ("bf16", "fp16") and not call.bias else None
+def _multiply_adds(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
+    """One chain of fused multiply-adds for each result."""
+    return _fma(call) if choice.split == 1 and _scalar(call) else None
 
 
 def _one_chain(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     return _plan() if choice.split == 1 and not (call.bias and call.n == 1) else None
 
 
+def _interleaved(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
+    """Parts own tiles in turn, and nothing comes first."""
+    if choice.split == 1:
+        return _one_chain(choice, call, architecture)
+    known = STAGES.get(choice.stages)
+    if known is None or call.a != "tf32" or choice.split < 1 or choice.reduction != 2:
+        return None
+    return _plan(k_tile=known[0], split=min(choice.split, _ceil(call.k, known[0])), owner="interleaved")
+
+
 Family = Callable[[Choice, GemmCall, Architecture], Order | None]
 FAMILIES: Final[dict[int, Family]] = {
     11: _gemm_sn,
-    12: _one_product,
+    12: _multiply_adds,
     13: _gemv,
     14: _dot,
     16: _gemm_sn,
+    20: _multiply_adds,
     21: _cutlass,
     23: _cutlass,
     24: _cutlass,
-    43: _one_chain,  # with split -1 the order differs from tile to tile of the result
+    39: _one_chain,
+    43: _one_chain,
+    55: _multiply_adds,
+    56: _multiply_adds,
+    63: _interleaved,
     66: _nvjet,
 }
-"""By ALGO_ID. Not measured: 20, 39, 41, 42, 55, 56, 63."""
+"""By ALGO_ID. Not known: 41 and 42, and 39 and 43 with split -1, whose order differs from tile to tile of the result."""
 
 
 def _ceil(number: int, divisor: int) -> int:
