@@ -41,7 +41,7 @@ class Engine(Casts, Protocol):
         self, a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None, spec: GemmSpec,
         random: RandomKey | None, out: Tensor,
     ) -> None:  # fmt: skip
-        """Write the reduced sums of ``a b^T`` to out [M, N], before the epilogue; K ends at the plan's ``k_end``."""
+        """Write the reduced sums of ``a b^T`` to out [M, N], before the epilogue; K has ended where the plan says."""
 
 
 class Functions(Protocol):

@@ -68,6 +68,7 @@ PLANS = (
     {"k_tile": 16, "split": 2, "partial": "bf16"},
     {"k_tile": 16, "split": 2, "partial": "bf16", "reduce": "in_place"},
     {"promote_every": 32},
+    {"k_tile": 64, "lanes": 4, "lane_reduce": "tree", "split": 2, "owner": "interleaved", "reduce": "folded"},
 )
 
 

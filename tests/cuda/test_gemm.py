@@ -1,5 +1,6 @@
 """Dispatch of matrix products: fast paths and the general one, orders, workspaces, recorded calls, graphs."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,8 @@ from tests.support import cuda_gemm
 from tests.support.bits import assert_same_bits
 from tests.support.cuda_gemm import DISPATCH, GENERAL, HALF, moved
 from tests.support.gemm_engine import addend, check, check_kinds, gemm_spec, operand, unit_scales
+from tests.support.gemm_oracle import sums
+from tests.support.lanes import DTYPES, ONE_SUM, operands, random_plan, spec_of
 from tests.support.settled import replayed, settled
 
 EVEN = replace(HALF, term_rounding="nearest_even")
@@ -28,6 +31,7 @@ PLANS = [
     GemmPlan(k_tile=16, part_k=40),
     GemmPlan(promote_every=24),
     GemmPlan(k_tile=20, promote_every=48),
+    GemmPlan(k_tile=16, lanes=4, split=2, owner="interleaved", promote_every=6),
 ]
 
 
@@ -114,6 +118,38 @@ def test_dispatch_leaves_to_torch_what_kernels_do_not_take(engine):
     assert engine.supports_gemm(gemm_spec(HALF, "bf16"), x, x)
     assert not engine.supports_gemm(gemm_spec(HALF, "bf16"), x.to(torch.int16), x)
     assert not engine.supports_gemm(gemm_spec(replace(HALF, accumulator="e4m3"), "bf16"), x, x)
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+def test_sums_of_threads(fmt, engine, monkeypatch):
+    draw = random.Random(f"threads {fmt}")
+    unit, dtype = ("fp64_fma", torch.float64) if fmt == "fp64" else ("fp32_fma", torch.float32)
+    for turn in range(8):
+        plan, k = random_plan(draw)
+        plan = replace(plan, k_end=None)  # which no engine sees
+        spec = spec_of(plan, fmt, unit)
+        a, b = operands(fmt, draw.choice([1, 3]), draw.choice([1, 5]), k, draw)
+        c = torch.randn(a.shape[0], b.shape[0]).to(dtype) if turn % 3 == 0 else None
+        out = torch.empty(a.shape[0], b.shape[0], dtype=dtype)
+        monkeypatch.setattr(DISPATCH, "_MOST", 0 if turn == 5 else 65535)  # more than a grid counts: the general path
+        assert engine.supports_gemm(spec, a, b)
+        engine.gemm(a, b, c, None, None, spec, None, out)
+        assert_same_bits(out, sums(a, b, spec, dtype, c=c))
+        fast = DISPATCH._fast_path(cuda_gemm.job_of(a, b, spec, c, device=engine.device))
+        assert (fast is None) == (turn == 5)
+
+
+def test_nothing_added_to_minus_zero(engine):
+    a, b = torch.tensor([[-(2.0**-100)]]), torch.tensor([[2.0**-100]])
+    for plan in ONE_SUM:
+        out = torch.empty(1, 1)
+        engine.gemm(a, b, None, None, None, spec_of(plan, "fp32"), None, out)
+        assert torch.signbit(out) == (plan == GemmPlan()), plan
+
+
+def test_lanes_of_matrix_units(engine):
+    plan = GemmPlan(k_tile=32, lanes=2, lane_reduce="tree", split=2, owner="interleaved", promote_every=32)
+    check_kinds(gemm_spec(HALF, "bf16", plan=plan), (3, 5, 150), ("normal", "special"), seed=3, with_c=True)
 
 
 # Paths: what a fast path marks, the general path does.

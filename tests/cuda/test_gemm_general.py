@@ -66,7 +66,10 @@ def test_plans(name):
                   GemmPlan(k_tile=10, split=4, partial="bf16", reduce="in_place"), GemmPlan(reduce="in_place"),
                   GemmPlan(k_tile=20, split=2, reduce="in_place", promote_every=24),
                   GemmPlan(promote_every=24, scaled_promotion=True, successive_scales=True),
-                  GemmPlan(k_tile=40, part_k=30, partial="fp16", instruction_k=8)]  # fmt: skip
+                  GemmPlan(k_tile=40, part_k=30, partial="fp16", instruction_k=8),
+                  GemmPlan(k_tile=8, lanes=4, lane_reduce="pair_tree", split=3, owner="interleaved", promote_every=5),
+                  GemmPlan(k_tile=2, split=50, reduce="folded"),
+                  GemmPlan(k_tile=30, lanes=3, part_k=32, split=3, reduce="folded")]  # fmt: skip
     for plan in plans:
         check_kinds(gemm_spec(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=fmt != "int8")
 

@@ -26,6 +26,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gemm_spec import GemmSpec
 
 # The faster first, where several take a product.
+_MOST = 65535  # parts that a grid of blocks counts
 FAST = (block_scaled, fp64_tensor_core, fma_chain, fp32_aligned, fp64_aligned)
 
 
@@ -68,7 +69,8 @@ def gemm(
         order=accumulation_order(k, spec, a.device), gpu=gpu_of(a),
     )  # fmt: skip
     parts = 1 if general.ignores_order(spec) else len(job.order.parts)
-    direct = parts == 1 and spec.plan.partial is None and out.is_contiguous() and not (in_place and c is not None)
+    alone = parts == 1 and job.order.combination is None
+    direct = alone and spec.plan.partial is None and out.is_contiguous() and not (in_place and c is not None)
     sums = out.unsqueeze(0) if direct else torch.empty(parts, *out.shape, dtype=out.dtype, device=out.device)
     fast = _fast_path(job)
     marks = None
@@ -82,4 +84,6 @@ def gemm(
 
 def _fast_path(job: Job) -> ModuleType | None:
     """Return the first module that takes a product and has shown that its kernels compute it, or None."""
+    if len(job.order.parts) > _MOST:
+        return None
     return self_test.chosen(FAST, job)

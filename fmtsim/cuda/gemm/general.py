@@ -42,11 +42,9 @@ _UNITS = {TwoStageDatapath: 0, PairwiseDatapath: 1, IntegerDatapath: 2}  # the m
 def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
     """Say whether the kernels take a unit, its plan and operands of these formats and dtypes, whatever the numbers."""
     unit, plan = spec.datapath, spec.plan
-    if not adds_in_order(plan):
-        return False
     if isinstance(unit, IntegerDatapath):
         integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat)
-        return integers and a == b == torch.int8 and min(unit.block, k) <= 1 << 36
+        return integers and a == b == torch.int8 and min(unit.block, k) <= 1 << 36 and adds_in_order(plan)
     if not isinstance(spec.a, FloatFormat) or not isinstance(spec.b, FloatFormat):
         return False
     if not is_plain(plan.partial):
@@ -116,9 +114,14 @@ def reduce(job: Job, sums: Tensor, start: Tensor | None) -> None:
     unit, plan, out = job.spec.datapath, job.spec.plan, job.out
     wide = isinstance(unit, Datapath) and not is_representable(unit.accumulator, torch.float32)
     formats = format_bytes(accumulator_of(unit) if wide else FP32) + format_bytes(plan.partial or FP32)
-    kernel = runtime.kernel("reduce.cu", "reduce_parts", runtime.device_index(out), ())
-    kernel(
-        -(-out.numel() // _THREADS), _THREADS, sums, start, out, *map(np.int64, out.stride()), np.int32(len(sums)),
+    blocks, strides, steps = -(-out.numel() // _THREADS), [*map(np.int64, out.stride())], job.order.combination
+    if steps is not None:
+        runtime.kernel("reduce.cu", "combine_sums", runtime.device_index(out), ())(
+            blocks, _THREADS, sums, steps, np.int32(len(steps)), out, *strides, formats, problem_of(job, TILE)
+        )
+        return
+    runtime.kernel("reduce.cu", "reduce_parts", runtime.device_index(out), ())(
+        blocks, _THREADS, sums, start, out, *strides, np.int32(len(sums)),
         np.int32(_REDUCTIONS.index(plan.reduce)), np.int32(plan.partial is not None), np.int32(plan.round_trip),
         formats, problem_of(job if start is None else replace(job, c=start), TILE),
     )  # fmt: skip
@@ -142,4 +145,4 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             yield "exact_integer.cu", "exact_integer", (("WIDE", str(wide)), ("LIMBS", str(limbs)))
     for unit in _UNITS.values():
         yield "cdna.cu", "cdna_product", (("UNIT", str(unit)),)
-    yield "reduce.cu", "reduce_parts", ()
+    yield from (("reduce.cu", name, ()) for name in ("reduce_parts", "combine_sums"))

@@ -14,7 +14,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Arithmetic, Datapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import schedule
+from fmtsim.spec.schedule import adds_in_order, combination, schedule
 
 TILE: Final = 128  # rows and columns of the tiles that marks stand for
 PADDING: Final = -1  # a k position of ``AccumulationOrder.source`` without a product
@@ -44,11 +44,13 @@ class AccumulationOrder:
             and every block has a product.
         block: k positions of a block.
         contiguous: ``source`` is 0, 1, ..., K - 1 and then padding.
-        parts: First block of each part and the block behind its last, on the host.
+        parts: First block of each part, or lane of a part, and the block behind its last, on the host.
         part_blocks: The same as int32 [parts, 2] on the device.
         ends: uint8 [blocks] on the device: 0, 1 behind the last block of a chain, 2 behind the last of a part.
         scale_places: int32 [blocks] on the device: the group along K (``k // promote_every``) of the scales that belong
             to a block's chain under ``scaled_promotion``.
+        combination: int32 [steps, 2] on the device where the parts are lanes, or folded: a Postfix that adds them. Else
+            None.
     """
 
     source: Tensor
@@ -58,6 +60,7 @@ class AccumulationOrder:
     part_blocks: Tensor
     ends: Tensor
     scale_places: Tensor
+    combination: Tensor | None = None
 
     @property
     def blocks(self) -> int:
@@ -148,6 +151,7 @@ def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> Ac
     flat = source.reshape(-1)
     own = unit.promote_every if isinstance(unit, Datapath) else None
     promote = plan.promote_every or own
+    steps = None if adds_in_order(plan) else np.array(combination(k, plan), np.int32)
     return AccumulationOrder(
         source=_copied(flat, device),
         block=length,
@@ -156,6 +160,7 @@ def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> Ac
         part_blocks=_copied(ranges, device),
         ends=_copied(ends, device),
         scale_places=_copied((starts // (promote or 1)).astype(np.int32), device),
+        combination=None if steps is None else _copied(steps, device),
     )
 
 

@@ -1,9 +1,11 @@
-// The parts of a product added in the order of a plan (docs/matmul.md, section 4, step 5), one output a thread.
+// The parts and lanes of a product added in the order of a plan (docs/matmul.md, section 4, step 5), one output a thread.
 #include "problem.cuh"
 
 struct alignas(16) Formats {
   Format sum, partial;
 };
+
+#define WAITING 24  // STACK of fmtsim/spec/schedule.py
 
 enum Way { SERIAL, PAIRWISE, IN_PLACE };
 
@@ -44,6 +46,20 @@ struct Reduction {
     return s;
   }
 
+  // Sums in the order of a Postfix (fmtsim/spec/schedule.py): the number of a sum, -1 for +0, and how many times the two
+  // on top are then added.
+  DEVICE double combined(const i32* steps, i32 count) const {
+    double waiting[WAITING];
+    i32 top = 0;
+    for (i32 i = 0; i < count; ++i) {
+      const i32 number = steps[2 * i];
+      double s = number < 0 ? 0.0 : part(number);
+      for (i32 additions = steps[2 * i + 1]; additions > 0; --additions) s = added(waiting[--top], s);
+      waiting[top++] = s;
+    }
+    return waiting[0];
+  }
+
   // The parts, which are not rounded themselves, on top of what the output begins with: -0 where that is nothing.
   DEVICE double in_place(const void* start) const {
     double s = start == nullptr ? -0.0 : addend_at(start, p, row, column);
@@ -62,4 +78,12 @@ KERNEL reduce_parts(const void* sums, const void* start, void* out, i64 row_stri
   const Reduction how = {sums, p, parts, row, column, partial != 0, round_trip != 0, formats};
   const double y = way == IN_PLACE ? how.in_place(start) : way == PAIRWISE ? how.pairwise() : how.serial();
   write_at(out, row * row_stride + column * stride, p, y);
+}
+
+KERNEL combine_sums(const void* sums, const i32* steps, i32 count, void* out, i64 row_stride, i64 stride,
+                    const Formats formats, const Problem p) {
+  const i64 place = (i64)blockIdx.x * blockDim.x + threadIdx.x, row = place / p.columns, column = place % p.columns;
+  if (row >= p.rows) return;
+  const Reduction how = {sums, p, 0, row, column, false, false, formats};
+  write_at(out, row * row_stride + column * stride, p, how.combined(steps, count));
 }

@@ -1,6 +1,7 @@
 """The torch operator of matrix products: one definition as JSON, the data, the choice of engine, and the epilogue."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -125,6 +126,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
     path, wide = spec.datapath, spec.sum_dtype
     if spec.plan.k_end is not None:  # products from there on are nobody's
         a, b, scale_a, scale_b = _ended(a, b, scale_a, scale_b, spec)
+        spec = _without_end(spec)
     if isinstance(path, Datapath) and path.scale is not None:  # a unit with scales of its own, and a call without: ones
         blocks = -(-a.shape[-1] // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
@@ -161,6 +163,11 @@ def _ended(a, b, scale_a, scale_b, spec):  # type: ignore[no-untyped-def]
     groups = -(-plan.k_end // (every or 1))
     scales = (None if s is None else s[:, :groups] for s in (scale_a, scale_b))
     return a[:, : plan.k_end], b[:, : plan.k_end], *scales
+
+
+@lru_cache(maxsize=256)
+def _without_end(spec: GemmSpec) -> GemmSpec:
+    return replace(spec, plan=replace(spec.plan, k_end=None))
 
 
 def _is_on_gpu(x: Tensor) -> bool:
