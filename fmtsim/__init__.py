@@ -20,6 +20,7 @@ from fmtsim.errors import (
     FmtsimError,
     FormatError,
     KernelWarning,
+    LibraryBugWarning,
     NativeWarning,
     PlanUnknownWarning,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "IntFormat",
     "IntegerDatapath",
     "KernelWarning",
+    "LibraryBugWarning",
     "LinearConfig",
     "LogFormat",
     "LogTileFormat",

@@ -41,6 +41,10 @@ class PlanUnknownWarning(UserWarning):
     """Say that the accumulation order of a call is a guess: nothing recorded or tested stands behind it."""
 
 
+class LibraryBugWarning(UserWarning):
+    """Say that a GPU's library leaves products out of every sum of a call, and so does its emulation."""
+
+
 class CoverageWarning(UserWarning):
     """Say that less of a converted model is simulated than one would think, or that its schedule stands still."""
 

@@ -4,6 +4,7 @@ The GPU is made up: a device that says it is an H200, and native calls that are 
 """
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ import fmtsim
 from fmtsim import cuda
 from fmtsim.cuda.native import gpu
 from fmtsim.cuda.native.calls import swizzled
-from fmtsim.errors import ArgumentError, NativeWarning
+from fmtsim.errors import ArgumentError, LibraryBugWarning, NativeWarning
 from fmtsim.gemm.products import native
+from fmtsim.gemm.products.resolver import recorded_calls, resolve
+from fmtsim.gemm.targets import library_bug
+from fmtsim.gemm.targets.target import Target
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.plan import GemmPlan
 
 F8, F5, F4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -382,3 +388,78 @@ def test_configs_check_native():
     assert model.emulation.config.fprop.native is False and model.emulation.config.fprop.fast_accum
     with pytest.raises(ArgumentError, match="convert needs a target or a unit; pass one of target="):
         fmtsim.convert(torch.nn.Linear(16, 16), config=model.emulation.config, native=False)
+
+
+# --- Bugs of the library ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drops(ran, monkeypatch):
+    """Let the target's plans leave out what lies beyond the 960th product, where K is 1000."""
+    resolved, find = [], Target.resolve
+
+    def resolve(self, call, **options):
+        resolved.append(call)
+        found = find(self, call, **options)
+        return replace(found, plan=GemmPlan(k_end=960), basis="rule") if call.k == 1000 else found
+
+    monkeypatch.setattr(Target, "resolve", resolve)
+    monkeypatch.setattr(native, "_seen", set())
+    monkeypatch.setattr(library_bug, "_warned", set())
+    return resolved
+
+
+def test_a_native_call_warns_of_products_that_the_library_leaves_out(ran, drops):
+    a, b = matrix(16, 1000, BF16), matrix(1000, 24, BF16)
+    with pytest.warns(
+        LibraryBugWarning, match="the last 40 of the 1000 products of every sum are never mult"
+    ) as record:
+        fmtsim.mm(a, b, target="h200")
+    assert record[0].filename == __file__ and [call.function for call, *_ in ran] == ["mm"]
+    asked = len(drops)
+    for _ in range(2):
+        fmtsim.mm(a, b, target="h200")  # neither warns again nor asks
+        fmtsim.mm(a[:, :512], b[:512], target="h200")
+    assert len(drops) == asked + 1 and len(ran) == 5
+    with pytest.warns(LibraryBugWarning, match="of linear M=32 N=24 K=1000"):
+        fmtsim.linear(torch.cat((a, a)).view(4, 8, 1000), b.mT.contiguous(), matrix(1, 24, BF16)[0], target="h200")
+    assert drops[-1].operation == "linear" or drops[-1].k == 1024
+
+
+VERBS = {
+    "mm": lambda **o: fmtsim.mm(A16, B16.mT.contiguous().mT, **o),
+    "fp16 sums": lambda **o: fmtsim.mm(A16.half(), B16.half(), allow_fp16_accumulation=True, **o),
+    "tf32": lambda **o: fmtsim.mm(A16.float().mT.contiguous().mT, B16.float(), allow_tf32=True, **o),
+    "fp64": lambda **o: fmtsim.mm(A16.double(), B16.double(), **o),
+    "bmm": lambda **o: fmtsim.bmm(A16.repeat(3, 1, 1), B16.repeat(3, 1, 1), out_dtype=FP32, **o),
+    "linear": lambda **o: fmtsim.linear(A16.view(4, 4, 32), B16.mT, A16[0, :16], **o),
+    "int_mm": lambda **o: fmtsim.int_mm(torch.ones(32, 16).to(torch.int8), torch.ones(16, 8).to(torch.int8), **o),
+    "scaled_mm": lambda **o: fmtsim.scaled_mm(A16.to(F8), B16.to(F5), ones(), ones(), A16[0, :16], out_dtype=BF16, **o),
+    "rows": lambda **o: fmtsim.scaled_mm(
+        A16.to(F8), B16.to(F8), odd(16, 1), odd(1, 16), out_dtype=BF16, use_fast_accum=True, **o),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_native_call_is_looked_up_as_its_emulation_is(ran, drops, verb):
+    VERBS[verb](target="h200")
+    native_call = drops[-1]
+    with recorded_calls() as calls:
+        VERBS[verb](target="h200", native=False)
+    assert [call.facts() for call in calls] == [native_call] and len(ran) == 1
+
+
+def test_a_guess_is_no_bug_of_a_native_call(ran, drops, monkeypatch):
+    chain = resolve(GemmCall(operation="mm", m=16, n=16, k=32, a="bf16", b="bf16", out=BF16, unit="hopper.wgmma"))
+    guess = replace(chain, plan=GemmPlan(k_end=8), basis="guess")
+    monkeypatch.setattr(Target, "resolve", lambda self, call, **_: guess)
+    fmtsim.mm(A16, B16, target="h200")
+
+
+def test_what_the_target_does_not_know_is_left_to_torch(ran, drops, monkeypatch):
+    def refuse(self, call, **options):
+        raise ArgumentError("no unit")
+
+    monkeypatch.setattr(Target, "resolve", refuse)
+    fmtsim.mm(A16, B16, target="h200")
+    assert len(ran) == 1

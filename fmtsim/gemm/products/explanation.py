@@ -7,6 +7,8 @@ import torch
 
 from fmtsim.gemm.products.native import emulation_reason, unsupported_reason
 from fmtsim.gemm.products.resolver import call_name
+from fmtsim.gemm.targets.library_bug import bug_in_words, products_left_out
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
@@ -90,6 +92,8 @@ def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
         mode = _mode(found, path)
         rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
     rows.append(("order", _order(call.k, found)))
+    if target is not None and call.plan is None and products_left_out(call.k, plan):
+        rows.append(("left out", bug_in_words(get_target(target), call.facts(), plan)))
     rows.append(("epilogue", _epilogue(call, plan, out)))
     rows.append(("source", _source(call, found)))
     return MmExplanation(call=call, machine=machine, unit=found.unit, plan=plan, basis=found.basis, rows=tuple(rows))

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, NativeWarning
-from fmtsim.gemm.products.operands import fp4_of_fp8, own_dtype
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.products.operands import fp4_of_fp8, inner_length, matrix_layout, own_dtype
 from fmtsim.gemm.products.scales import Scales
+from fmtsim.gemm.targets.library_bug import warn_of_native_bug
 from fmtsim.gemm.targets.target import Target, caller_level, get_target
 from fmtsim.ops import define_operator, load_engine
-from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, OperandFormat, Operation, ScaleKind
+from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, OperandFormat, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan
 
 _LIBRARY_SUMS = {
@@ -116,8 +118,11 @@ def _decided(target: Any, planned: bool, kind: str, index: int | None, reason: s
     """Return why not, and whether a setting of the process is to blame."""
     device = torch.device(kind) if index is None else torch.device(kind, index)
     reason = emulation_reason(target, GemmPlan() if planned else None, device, reason)
+    if reason is None:
+        _machines[index] = target
+        return None, False
     number = _index_of(device)
-    if reason is None or target is None or number is None:
+    if target is None or number is None:
         return reason, False
     return reason, _gpu_reason(get_target(target), number) == (reason, True)
 
@@ -286,10 +291,52 @@ def _codes(scales: Tensor | None, kind: ScaleKind) -> Tensor | None:
     return (scales.contiguous().view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
+_machines: dict[int | None, Any] = {}  # by number of a GPU, the target for which it last multiplied
+_seen: set[tuple[Any, ...]] = set()  # native calls of which it is known whether the library leaves products out
+_MOST_SEEN = 1 << 16
+
+
+def _look_at(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple[Any, ...]) -> None:
+    """Warn once where the library leaves products out of a native call; a call like one before costs a look."""
+    target = _machines.get(a.device.index)
+    key = (
+        target,
+        call.function,
+        a.shape,
+        b.shape,
+        a.stride(),
+        b.stride(),
+        a.dtype,
+        b.dtype,
+        call.out_dtype,
+        bias,
+        facts,
+    )
+    if target is None or key in _seen:
+        return
+    if len(_seen) == _MOST_SEEN:
+        _seen.clear()
+    _seen.add(key)
+    warn_of_native_bug(get_target(target), _call_of(a, b, bias, call))
+
+
+def _call_of(a: Tensor, b: Tensor, bias: bool, call: Any) -> GemmCall:
+    """Return a native call as the library sees it."""
+    names = ["tf32" if call.tf32 else get_format(x.dtype).name for x in (a, b)]
+    sums = {torch.int8: "int32", torch.float64: "fp64"}.get(a.dtype, "fp16" if call.fp16_accumulation else "fp32")
+    batch = a.shape[0] if call.function == "bmm" else 1
+    return GemmCall(
+        operation=call.function, m=a.shape[:-1].numel() // batch, n=b.shape[-1], k=inner_length(a), a=names[0],
+        b=names[1], out=call.out_dtype, accumulate=sums, fast_accum=call.fast_accum, scaling=call.scaling, bias=bias,
+        a_layout=matrix_layout(a), b_layout=matrix_layout(b, transposed=True), batch=batch,
+    )  # fmt: skip
+
+
 def _native_gemm(a, b, function, dtype, bias=None, *rest):  # type: ignore[no-untyped-def]
     engine = load_engine("cuda")
     scales, facts = engine.NativeScales(*rest[:5]), dict(zip(_FACTS, rest[5:], strict=False))
     call = engine.NativeCall(function=function, out_dtype=dtype, **facts)
+    _look_at(a, b, bias is not None, call, rest[5:])
     a, b, bias = (None if t is None else t.detach() for t in (a, b, bias))
     return engine.run_native(call, a, b, bias, scales).contiguous()
 

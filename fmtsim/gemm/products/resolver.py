@@ -21,6 +21,7 @@ from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_oper
 from fmtsim.gemm.products.operator import finish, output_format, run_gemm
 from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
+from fmtsim.gemm.targets.library_bug import warn_of_bug
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation, ScaleKind
@@ -176,7 +177,7 @@ def _block_scales(
 def resolve(call: GemmCall) -> GemmSpec:
     """Return what a call comes to, out of a cache where it was asked before.
 
-    A plan that is a guess warns once a process for each call.
+    A plan that is a guess warns once a process for each call, and so does one that leaves products out.
 
     Raises:
         ArgumentError: The target or unit does not take the call, its plan makes no sense for it, or it is a guess and
@@ -190,6 +191,8 @@ def resolve(call: GemmCall) -> GemmSpec:
         asked[call] = found
     if record is not None and found.basis == "guess":
         record.doubt(call.facts(), found.plan, call.strict)
+    if found.plan.k_end is not None and record is not None and call.plan is None:
+        warn_of_bug(record, call.facts(), found.plan)
     return found
 
 

@@ -252,12 +252,17 @@ class Target:
 
 @contextmanager
 def without_doubts() -> Iterator[None]:
-    """Warn of no guess in this thread, and count none as warned of."""
+    """Warn of no guess and no bug of a library in this thread, and count none as warned of."""
     token = _silent.set(True)
     try:
         yield
     finally:
         _silent.reset(token)
+
+
+def is_silent() -> bool:
+    """Say whether this thread is in ``without_doubts``."""
+    return _silent.get()
 
 
 _silent = ContextVar("silent", default=False)

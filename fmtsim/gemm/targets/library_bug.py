@@ -1,0 +1,71 @@
+"""What a library leaves out of its sums: who is told, and how a call gets around it."""
+
+import threading
+import warnings
+from dataclasses import replace
+
+from fmtsim.errors import FmtsimError, LibraryBugWarning
+from fmtsim.gemm.targets.target import Target, caller_level, is_silent, without_doubts
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.plan import GemmPlan
+
+_STEP, _STEPS = 64, 16  # multiples of it that are tried: tiles of K are 64 or 128 wide
+_warned: set[tuple[str, GemmCall]] = set()
+_lock = threading.Lock()
+
+
+def products_left_out(k: int, plan: GemmPlan) -> int:
+    """Return how many products at the end of each sum of K are never multiplied."""
+    return 0 if plan.k_end is None else max(0, k - plan.k_end)
+
+
+def padded_k(target: Target, call: GemmCall) -> int | None:
+    """Return the next K, filled up with zeros, of which the target leaves nothing out; None where none is known."""
+    first = -(-call.k // _STEP) * _STEP
+    for k in range(first, first + _STEP * _STEPS, _STEP):
+        with without_doubts():
+            if not products_left_out(k, target.resolve(replace(call, k=k)).plan):
+                return k
+    return None
+
+
+def bug_in_words(target: Target, call: GemmCall, plan: GemmPlan) -> str:
+    """Return what a target leaves out of a call, and what to do about it."""
+    k = padded_k(target, call)
+    step = "add the last products by a second call" if k is None else f"pad K with zeros to {k}, where it adds all"
+    lost = products_left_out(call.k, plan)
+    return f"the last {lost} of the {call.k} products of every sum are never multiplied, a bug of the library; {step}"
+
+
+def warn_of_bug(target: Target, call: GemmCall, plan: GemmPlan) -> None:
+    """Warn of products that a library leaves out, once a process for each call.
+
+    Args:
+        target: The GPU and its library.
+        call: The facts of the call.
+        plan: Its accumulation order.
+    """
+    if not products_left_out(call.k, plan) or is_silent():
+        return
+    with _lock:
+        known = (target.name, call) in _warned
+        _warned.add((target.name, call))
+    if known:
+        return
+    warnings.warn(
+        f"the library of target {target.name} leaves products of {call.operation} M={call.m} N={call.n} K={call.k} "
+        f"{call.a} x {call.b} -> {call.out} out: {bug_in_words(target, call, plan)}",
+        LibraryBugWarning,
+        stacklevel=caller_level(),
+    )
+
+
+def warn_of_native_bug(target: Target, call: GemmCall) -> None:
+    """Warn where a library leaves products out of a call that runs natively; what is a guess is no bug."""
+    try:
+        with without_doubts():
+            found = target.resolve(call)
+    except FmtsimError:  # torch has the call, and the target says nothing of it
+        return
+    if found.basis != "guess":
+        warn_of_bug(target, call, found.plan)

@@ -1,0 +1,108 @@
+"""A library that leaves out the end of K: who is told, how often, and how a call gets around it."""
+
+import warnings
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.errors import LibraryBugWarning
+from fmtsim.gemm.products.resolver import recorded_calls
+from fmtsim.gemm.targets.library_bug import padded_k, products_left_out
+from fmtsim.gemm.targets.target import target_from_dict
+from fmtsim.spec.plan import GemmPlan
+from tests.support.targets import mm
+
+K, END = 1000, 960
+
+
+def library(fixed=1024):
+    """A library that drops the end of K = 1000, and of others from 900 to ``fixed``."""
+    rules = [
+        {"when": {"k": k}, "kernel": kernel, "split": split, "basis": "rule", "reason": "a test"}
+        for k, kernel, split in (
+            ({"max": 899}, "adds all", 1),
+            ({"max": fixed - 1}, "drops", 4),
+            ({"min": fixed}, "adds all", 4),
+        )
+    ]
+    kernels = {"drops": {"k_tile": 64, "k_end": END}, "adds all": {"k_tile": 64}}
+    units = [[["bf16"], "fp32", "hopper.wgmma"]]
+    return target_from_dict(
+        {"name": "drops", "library": "a test", "source": "a test", "units": units, "kernels": kernels, "splits": {},
+         "rules": rules}
+    )  # fmt: skip
+
+
+def operands(m, k=K):
+    """Return operands that are zero but for ones in the last 40 products."""
+    a, b = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(k, 3, dtype=torch.bfloat16)
+    a[:, END:], b[END:] = 1, 1
+    return a, b
+
+
+def test_a_call_warns_once_a_process_and_says_what_is_left_out():
+    target = library()
+    said = (
+        "the library of target drops leaves products of mm M=2 N=3 K=1000 bf16 x bf16 -> torch.bfloat16 out: "
+        "the last 40 of the 1000 products of every sum are never multiplied, a bug of the library; pad K with zeros to "
+        "1024, where it adds all"
+    )
+    with pytest.warns(LibraryBugWarning, match=said) as record:
+        y = fmtsim.mm(*operands(2), target=target)
+    assert record[0].filename == __file__ and not y.any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fmtsim.mm(*operands(2), target=target)
+    with pytest.warns(LibraryBugWarning, match="mm M=4 N=3"):
+        fmtsim.mm(*operands(4), target=target)
+
+
+def test_the_advice_holds():
+    a, b = operands(5)
+    padded = torch.zeros(5, 24, dtype=a.dtype), torch.zeros(24, 3, dtype=a.dtype)
+    y = fmtsim.mm(torch.cat((a, padded[0]), 1), torch.cat((b, padded[1]), 0), target=library())
+    assert (y == 40).all()
+
+
+def test_the_next_length_is_looked_for():
+    assert [padded_k(library(fixed), mm(6, 3, K)) for fixed in (1024, 1200, 1400)] == [1024, 1216, 1408]
+    assert padded_k(library(10000), mm(6, 3, K)) is None
+    with pytest.warns(LibraryBugWarning, match="a bug of the library; add the last products by a second call"):
+        fmtsim.mm(*operands(6), target=library(10000))
+
+
+def test_nothing_is_said_of_other_calls():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fmtsim.mm(*operands(7, 1024), target=library())
+        fmtsim.mm(*operands(7), target=library(), plan=GemmPlan(k_end=END))  # the caller's own order
+        fmtsim.mm(*operands(7), unit="hopper.wgmma")
+        a, b = (x[:, :END] for x in operands(7)[:1]), operands(7)[1][:END]
+        fmtsim.mm(*a, b, target=library())  # K ends where the library does
+        with recorded_calls() as calls:
+            fmtsim.mm(*operands(7), target=library())
+    assert [spec.plan.k_end for spec in calls.values()] == [END]
+
+
+def test_explain_mm_says_it():
+    rows = dict(fmtsim.explain_mm(*operands(8), target=library()).rows)
+    assert rows["left out"] == (
+        "the last 40 of the 1000 products of every sum are never multiplied, a bug of the library; "
+        "pad K with zeros to 1024, where it adds all"
+    )
+    assert rows["order"].startswith("products from 960 on are left out; 15 tiles of 64 in 4 parts")
+    own = fmtsim.explain_mm(*operands(8), target=library(), plan=GemmPlan(k_end=END)).rows
+    assert "left out" not in dict(own) | dict(fmtsim.explain_mm(*operands(8, 1024), target=library()).rows)
+
+
+def test_products_left_out():
+    assert [products_left_out(K, GemmPlan(k_end=end)) for end in (None, 1, 999, 1000, 2000)] == [0, 999, 1, 0, 0]
+
+
+def test_a_gradient_warns_of_its_own_product():
+    x = torch.zeros(1000, 8, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.zeros(16, 8, dtype=torch.bfloat16, requires_grad=True)
+    y = fmtsim.linear(x, w, target=library(), plan=None)
+    with pytest.warns(LibraryBugWarning, match="mm M=16 N=8 K=1000"):
+        y.sum().backward()
