@@ -9,7 +9,7 @@ from fmtsim import table
 from fmtsim.analysis.layer_products import LayerProduct, Model, check_rows, dtype_of, products_of
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.products.resolver import resolve
-from fmtsim.gemm.targets.target import without_doubts
+from fmtsim.gemm.targets.doubts import without_doubts
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved, set_title
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec

@@ -14,7 +14,7 @@ from fmtsim.errors import ArgumentError, CoverageWarning, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.targets.target import caller_level
+from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.checkpoint_names import RECIPE, attach_name, detach_name
 from fmtsim.nn.counting import is_meant
 from fmtsim.nn.coverage import estimated, percent, summary_of

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.targets.target import caller_level
+from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.dry_run import running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.scaled_operations import (

@@ -13,7 +13,8 @@ import fmtsim
 from fmtsim.analysis.invariance import batch_invariance, same_bits
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products.resolver import resolve
-from fmtsim.gemm.targets.target import target_from_dict, without_doubts
+from fmtsim.gemm.targets.doubts import without_doubts
+from fmtsim.gemm.targets.target import target_from_dict
 from fmtsim.spec.plan import GemmPlan
 from tests.support.targets import linear
 

@@ -16,7 +16,7 @@ from fmtsim.cuda.native.calls import swizzled
 from fmtsim.errors import ArgumentError, LibraryBugWarning, NativeWarning
 from fmtsim.gemm.products import native
 from fmtsim.gemm.products.resolver import recorded_calls, resolve
-from fmtsim.gemm.targets import library_bug
+from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.target import Target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
@@ -405,7 +405,7 @@ def drops(ran, monkeypatch):
 
     monkeypatch.setattr(Target, "resolve", resolve)
     monkeypatch.setattr(native, "_seen", set())
-    monkeypatch.setattr(library_bug, "_warned", set())
+    monkeypatch.setattr(doubts, "_warned", set())
     return resolved
 
 

@@ -12,7 +12,7 @@ import torch
 
 import fmtsim
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
-from fmtsim.gemm.targets import target as targets
+from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.kernel import Kernel, Splits, matches
 from fmtsim.gemm.targets.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
 from fmtsim.gemm.units.unit import get_unit
@@ -178,7 +178,7 @@ def test_the_fp8_split_rule_on_an_h100():
 
 
 def test_guesses_warn_once_and_strict_refuses(monkeypatch):
-    monkeypatch.setattr(targets, "_warned", set())
+    monkeypatch.setattr(doubts, "_warned", set())
     call = mm(777, 8, 30000, "fp16")
     target = get_target("h200")
     with pytest.warns(PlanUnknownWarning, match=r"no recorded accumulation order for mm M=777 N=8 K=30000 fp16 x fp16"):
@@ -194,7 +194,7 @@ def test_guesses_warn_once_and_strict_refuses(monkeypatch):
 
 
 def test_a_warning_names_the_line_that_led_to_it(monkeypatch):
-    monkeypatch.setattr(targets, "_warned", set())
+    monkeypatch.setattr(doubts, "_warned", set())
     here, first = __file__, test_a_warning_names_the_line_that_led_to_it.__code__.co_firstlineno
     a = torch.zeros(4, 10, dtype=torch.bfloat16, requires_grad=True)
     config = fmtsim.linear_config(x="bf16", w="bf16", g="bf16", target="h200")

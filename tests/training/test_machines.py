@@ -8,7 +8,7 @@ import pytest
 from fmtsim.cli.main import main
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import PlanUnknownWarning
-from fmtsim.gemm.targets import target
+from fmtsim.gemm.targets import doubts
 from fmtsim.progress import Progress
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath
@@ -25,7 +25,7 @@ SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16"
 @pytest.fixture
 def fresh(monkeypatch):
     """Let every guess warn, whatever ran before in this process."""
-    monkeypatch.setattr(target, "_warned", set())
+    monkeypatch.setattr(doubts, "_warned", set())
 
 
 def command(text, tmp_path, *words):

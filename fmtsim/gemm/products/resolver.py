@@ -21,6 +21,7 @@ from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_oper
 from fmtsim.gemm.products.operator import finish, output_format, run_gemm
 from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
+from fmtsim.gemm.targets.doubts import without_doubts
 from fmtsim.gemm.targets.library_bug import warn_of_bug
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import get_unit
@@ -205,7 +206,7 @@ def recorded_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
     found: dict[GemmCall, GemmSpec] = {}
     token = _asked.set(found)
     try:
-        with targets.without_doubts():
+        with without_doubts():
             yield found
     finally:
         _asked.reset(token)

@@ -1,17 +1,14 @@
 """What a library leaves out of its sums: who is told, and how a call gets around it."""
 
-import threading
-import warnings
 from dataclasses import replace
 
 from fmtsim.errors import FmtsimError, LibraryBugWarning
-from fmtsim.gemm.targets.target import Target, caller_level, is_silent, without_doubts
+from fmtsim.gemm.targets.doubts import warn_once, without_doubts
+from fmtsim.gemm.targets.target import Target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 
 _STEP, _STEPS = 64, 16  # multiples of it that are tried: tiles of K are 64 or 128 wide
-_warned: set[tuple[str, GemmCall]] = set()
-_lock = threading.Lock()
 
 
 def products_left_out(k: int, plan: GemmPlan) -> int:
@@ -45,19 +42,10 @@ def warn_of_bug(target: Target, call: GemmCall, plan: GemmPlan) -> None:
         call: The facts of the call.
         plan: Its accumulation order.
     """
-    if not products_left_out(call.k, plan) or is_silent():
-        return
-    with _lock:
-        known = (target.name, call) in _warned
-        _warned.add((target.name, call))
-    if known:
-        return
-    warnings.warn(
-        f"the library of target {target.name} leaves products of {call.operation} M={call.m} N={call.n} K={call.k} "
-        f"{call.a} x {call.b} -> {call.out} out: {bug_in_words(target, call, plan)}",
-        LibraryBugWarning,
-        stacklevel=caller_level(),
-    )
+    if products_left_out(call.k, plan):
+        what = f"{call.operation} M={call.m} N={call.n} K={call.k} {call.a} x {call.b} -> {call.out}"
+        left_out = f"the library of target {target.name} leaves products of {what} out"
+        warn_once(LibraryBugWarning, target.name, call, lambda: f"{left_out}: {bug_in_words(target, call, plan)}")
 
 
 def warn_of_native_bug(target: Target, call: GemmCall) -> None:

@@ -1,25 +1,18 @@
 """GPUs with their libraries: which unit a call runs on, and in which order it adds, read from plan files and books."""
 
 import os
-import sys
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Book, Run
 from fmtsim.gemm.targets.cublaslt import Architecture, order_of
+from fmtsim.gemm.targets.doubts import warn_once
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
 from fmtsim.gemm.targets.question import Choice, Question, question_of
 from fmtsim.gemm.units.unit import get_unit, units_that_take
@@ -241,43 +234,7 @@ class Target:
         step = "pass plan=GemmPlan(...), or record the call on the GPU and name the plan file as target="
         if strict:
             raise ArgumentError(f"{text}{step}")
-        if _silent.get():
-            return
-        with _lock:
-            known = (self.name, call) in _warned
-            _warned.add((self.name, call))
-        if not known:
-            warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=caller_level())
-
-
-@contextmanager
-def without_doubts() -> Iterator[None]:
-    """Warn of no guess and no bug of a library in this thread, and count none as warned of."""
-    token = _silent.set(True)
-    try:
-        yield
-    finally:
-        _silent.reset(token)
-
-
-def is_silent() -> bool:
-    """Say whether this thread is in ``without_doubts``."""
-    return _silent.get()
-
-
-_silent = ContextVar("silent", default=False)
-_warned: set[tuple[str, GemmCall]] = set()
-_lock = threading.Lock()
-# Files that lie between a user's line and a warning: modules, autograd and torch.compile call fmtsim out of torch.
-_INNER = tuple(f"{folder}{os.sep}" for folder in (PLANS.parents[2], Path(torch.__file__).parent))
-
-
-def caller_level() -> int:
-    """Return the stacklevel at which a warning of the calling function names the line of the user's that led to it."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
-        frame, level = frame.f_back, level + 1
-    return level
+        warn_once(PlanUnknownWarning, self.name, call, lambda: f"{text}guessing ({plan.source}); {step}")
 
 
 def list_targets() -> list[str]:
