@@ -220,6 +220,18 @@ def test_machines_without_recordings_guess(name):
         assert (found.basis, found.plan.split, found.plan.verified) == ("guess", 1, False)
 
 
+def test_orders_that_others_measured():
+    """Blackwell's FP8 promotes in neither mode; parts are guesses there, and the dropped end follows them."""
+    for fast in (True, False):
+        assert resolve(fp8(64, 64, 128, fast), "b200").basis == "reported"
+        flat = resolve(fp8(64, 64, 4096, fast), "b200")
+        assert (flat.plan.promote_every, flat.basis) == (None, "guess")
+        assert resolve(fp8(64, 64, 4096, fast), "h100").plan.promote_every == (None if fast else 128)
+    for name, k, end in (("b200", 8648, 8640), ("h100", 11528, 11520)):
+        lossy = resolve(mm(32, 32, k, "fp16"), name)
+        assert (lossy.plan.split, lossy.plan.k_end, lossy.basis) == (9, end, "guess")
+
+
 def test_chain_never_splits():
     calls = [mm(64, 64, 65536), fp8(64, 64, 65536), fp8(64, 64, 65536, scaling="block_128"), mm(8, 8, 99, "tf32"),
              mm(8, 8, 64, "e2m1", scaling="nvfp4"), mm(8, 8, 64, "e2m1", scaling="mx"), mm(8, 8, 8, "e4m3fnuz"),

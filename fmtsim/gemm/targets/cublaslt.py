@@ -342,7 +342,7 @@ FAMILIES: Final[dict[int, Family]] = {
     63: _interleaved,
     66: _nvjet,
 }
-"""By ALGO_ID. Not known: 41 and 42, and 39 and 43 with split -1, whose order differs from tile to tile of the result."""
+"""By ALGO_ID. Not known: 41, 42, and 39 and 43 with split -1, whose order differs from tile to tile of the result."""
 
 
 def _ceil(number: int, divisor: int) -> int:
