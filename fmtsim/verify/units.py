@@ -29,6 +29,7 @@ SHAPE = (130, 200)  # more than a tile either way
 DEPTH = 5  # blocks of a sum, and a short one
 KINDS = ("normal", "wide", "special")
 PLANS = (GemmPlan(), GemmPlan(k_tile=64, split=2, partial=get_format("bf16"), reduce="pairwise"))  # type: ignore[arg-type]
+THREADS = GemmPlan(k_tile=4, lanes=4, lane_reduce="pair_tree", split=2, owner="interleaved", reduce="folded")
 PROMOTION = GemmPlan(promote_every=64, scaled_promotion=True)
 SPECIALS = (torch.inf, -torch.inf, torch.nan, 0.0, -0.0)
 
@@ -104,7 +105,8 @@ def _plans(mode: Mode) -> tuple[GemmPlan, ...]:
     if isinstance(unit, IntegerDatapath):
         return (GemmPlan(k_tile=64, split=2),)
     promotes = isinstance(unit, Datapath) and (unit.promote_every is not None or unit.scale is not None)
-    return PLANS[1:] if promotes or sum_dtype(unit) == torch.float64 else (*PLANS[1:], PROMOTION)
+    plans = (*PLANS[1:], THREADS) if unit.block == 1 else PLANS[1:]
+    return plans if promotes or sum_dtype(unit) == torch.float64 else (*plans, PROMOTION)
 
 
 def _case(mode: Mode, a: str, b: str, plan: GemmPlan, kind: str, seed: int) -> Case:

@@ -132,7 +132,8 @@ def test_products_of_a_unit():
     assert (second.k_tile, second.split, second.reduce, second.partial) == (64, 2, "pairwise", get_format("bf16"))
     assert (units.PROMOTION.promote_every, units.PROMOTION.scaled_promotion) == (64, True)
     assert (units.SHAPE, units.DEPTH, units.KINDS) == ((130, 200), 5, ("normal", "wide", "special"))
-    for name in ("turing.mma", "int8", "fp64_fma", "blackwell.tcgen05.nvf4"):
+    assert (units.THREADS.lanes, units.THREADS.reduce) == (4, "folded")
+    for name in ("turing.mma", "int8", "fp32_fma", "fp64_fma", "blackwell.tcgen05.nvf4"):
         found = collections.defaultdict(list)
         for mode, a, b, plan, kind, seed in units._arguments(name):
             found[id(mode)].append((a, b, plan, kind, seed))
@@ -148,10 +149,10 @@ def test_products_of_a_unit():
             plans = [plan for _, _, plan, _, _ in more]
             if isinstance(mode.datapath, IntegerDatapath):
                 assert plans == [GemmPlan(k_tile=64, split=2)]
-            elif getattr(mode.datapath, "scale", None) is not None or mode.accumulate == "fp64":
-                assert plans == [second]
             else:
-                assert plans == [second, units.PROMOTION]
+                scaled = getattr(mode.datapath, "scale", None) is not None or mode.accumulate == "fp64"
+                threads = [units.THREADS] if name in ("fp32_fma", "fp64_fma") else []
+                assert plans == [second, *threads, *([] if scaled else [units.PROMOTION])]
 
 
 def test_numbers_of_a_product():
