@@ -14,9 +14,9 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.schedule import Part, schedule
+from fmtsim.spec.schedule import Part, combination, schedule
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
-from fmtsim.torch_engine.gemm_sums import Draw, Summation, reduced, unit_of
+from fmtsim.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
 from fmtsim.torch_engine.gemm_units import integer_sums, wrapped
 from fmtsim.torch_engine.philox import GROUP, random_integers
 from fmtsim.torch_engine.reals import narrow
@@ -164,7 +164,7 @@ def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: Ge
         promote = spec.plan.promote_every is not None
         starts = [total, *[torch.zeros_like(total)] * (len(parts) - 1)]
         sums = [_clamped_part(a[m], b[n], part, start, promote) for part, start in zip(parts, starts, strict=False)]
-        total = reduced(sums, spec.plan.reduce, lambda x, y: _clamp(x + y)) if sums else total
+        total = combined(combination(k, spec.plan), sums.__getitem__, lambda x, y: _clamp(x + y)) if sums else total
         out[m, n] = total.to(torch.int32)
 
 

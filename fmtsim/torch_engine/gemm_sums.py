@@ -12,8 +12,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import ZERO, Chain, Part, adds_in_order, combination, schedule
+from fmtsim.spec.schedule import ZERO, Chain, Part, combination, schedule
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.torch_engine.gemm_operands import Pieces, Rows, Unit
 from fmtsim.torch_engine.gemm_round import ODD_BITS, is_scalable, round_value
@@ -63,7 +62,7 @@ class Summation:
         path, plan = spec.datapath, spec.plan
         self._unit, self._plan = unit, plan
         self._parts = schedule(k, path, plan)
-        self._combination = () if adds_in_order(plan) else combination(k, plan)
+        self._combination = combination(k, plan)
         accumulator = accumulator_of(path)
         self._promotion: FloatFormat | None = None
         if plan.promote_every is not None:
@@ -102,10 +101,9 @@ class Summation:
             start = c if c is not None and i == 0 and not in_place else zero
             return self._part(self._parts[i], rows, start, zero, draw, scales, blocks[i])
 
-        if self._combination:
-            return combined(self._combination, lambda i: zero if i == ZERO else of_part(i), self._add)
-        sums = [of_part(i) for i in range(len(self._parts))]
-        return self._in_place(sums, c) if in_place else self._reduce(sums)
+        if in_place:
+            return self._in_place([of_part(i) for i in range(len(self._parts))], c)
+        return combined(self._combination, lambda i: zero if i == ZERO else self._rounded(of_part(i)), self._sum)
 
     def _part(
         self,
@@ -151,11 +149,8 @@ class Summation:
         place = chain.start // self._plan.promote_every
         return scales[0][place], scales[1][place]
 
-    def _reduce(self, sums: list[torch.Tensor]) -> torch.Tensor:
-        plan = self._plan
-        if plan.partial is not None:
-            sums = [round_value(s, plan.partial) for s in sums]
-        return reduced(sums, plan.reduce, lambda x, y: self._sum(x, y, plan))
+    def _rounded(self, part: torch.Tensor) -> torch.Tensor:
+        return part if self._plan.partial is None else round_value(part, self._plan.partial)
 
     def _in_place(self, sums: list[torch.Tensor], total: torch.Tensor | None) -> torch.Tensor:
         """Add the parts to what an output holds, which is rounded to its format after each."""
@@ -166,9 +161,9 @@ class Summation:
         assert total is not None  # there are parts
         return total
 
-    def _sum(self, x: torch.Tensor, y: torch.Tensor, plan: GemmPlan) -> torch.Tensor:
+    def _sum(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         total = self._add(x, y)
-        return round_value(total, plan.partial) if plan.round_trip and plan.partial is not None else total
+        return self._rounded(total) if self._plan.round_trip else total
 
 
 class Adder:
@@ -198,22 +193,3 @@ def combined(steps: Iterable[tuple[int, int]], sum_of: Callable[[int], T], add: 
             last = stack.pop()
             stack.append(add(stack.pop(), last))
     return stack[0]
-
-
-def reduced(slices: list[T], reduce: str, add: Callable[[T, T], T]) -> T:
-    """Add the sums of slices of K in the order that a plan names.
-
-    Args:
-        slices: The sums, at least one.
-        reduce: ``"pairwise"``: the first half of all but the last, each with its partner of the second half, is added
-            to the last one; else one after another.
-        add: How two are added.
-    """
-    total, *rest = slices
-    if reduce == "pairwise" and rest:
-        count, half = len(slices), -(-len(slices) // 2)
-        total = slices[-1]
-        rest = [add(slices[i], slices[i + half]) if i + half < count - 1 else slices[i] for i in range(half)]
-    for term in rest:
-        total = add(total, term)
-    return total
