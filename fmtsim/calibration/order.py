@@ -18,7 +18,7 @@ from fmtsim.calibration.gpu import GPU, STORED, Extras
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import Part, schedule
+from fmtsim.spec.schedule import ZERO, combination, schedule
 
 FINE = 384  # so many first products are looked at in steps of STEP
 STEP = 4
@@ -119,7 +119,7 @@ def _operands(
 def expected(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> NDArray[numpy.int64]:
     """Return what a plan makes of the places that ``look`` asks about: how many units are lost for each."""
     ends, units = _positions(k)
-    meets = meetings(schedule(k, arithmetic, plan), k, plan.reduce)
+    meets = meetings(k, arithmetic, plan)
     return numpy.searchsorted(numpy.sort(meets[units]), meets[ends], side="right").astype(numpy.int64)
 
 
@@ -128,31 +128,25 @@ def explains(k: int, arithmetic: Arithmetic, plan: GemmPlan, seen: Sighting | No
     return seen is None or bool((expected(k, arithmetic, plan) == seen.lost).all())
 
 
-def meetings(parts: tuple[Part, ...], k: int, reduce: str) -> NDArray[numpy.int64]:
+def meetings(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> NDArray[numpy.int64]:
     """Return for each k position when it meets position 0: smaller numbers first, equal ones at once."""
     when = numpy.zeros(k, numpy.int64)
     time = 0
-    home, *others = parts
-    for number, chain in enumerate(home):
+    sums = schedule(k, arithmetic, plan)
+    for number, chain in enumerate(sums[0]):
         for block in chain.blocks:
             when[list(block)] = time
             time += number == 0
         time += number > 0
-    for rank, part in _ranks(others, reduce):
-        for chain in part:
-            for block in chain.blocks:
-                when[list(block)] = time + rank
+    waiting: list[list[int]] = []  # on the stack: the sums in each; the one with the first is the lowest
+    for number, additions in combination(k, plan):
+        waiting.append([] if number == ZERO else [number])
+        for _ in range(additions):
+            last = waiting.pop()
+            if len(waiting) > 1:
+                waiting[-1] += last
+                continue
+            for index in (i for met in last for chain in sums[met] for block in chain.blocks for i in block):
+                when[index] = time
+            time += 1
     return when
-
-
-def _ranks(others: list[Part], reduce: str) -> list[tuple[int, Part]]:
-    """Return in which step of the reduction each later part meets the first."""
-    if reduce != "pairwise":
-        return list(enumerate(others))
-    count = len(others) + 1
-    half = -(-count // 2)
-    ranks = []
-    for index, part in enumerate(others, 1):
-        pair = index - half if index >= half and index != count - 1 else index
-        ranks.append((1 if index == count - 1 else 0 if pair == 0 else pair + 1, part))
-    return ranks

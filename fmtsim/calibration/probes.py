@@ -16,7 +16,6 @@ from fmtsim.calibration.order import meetings, sight
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import schedule
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 SEEN = 64  # places whose blocks are looked at; no library splits so little
@@ -79,7 +78,7 @@ def block_length(gpu: GPU, call: GemmCall) -> int | None:
         units = numpy.array([x for x in range(1, SEEN) if x % 4 != first])
         asked.append((ends, units, sight(gpu, call, ends, units)))
     for length in LENGTHS:
-        meets = meetings(schedule(SEEN, Datapath(block=length), GemmPlan()), SEEN, "serial")
+        meets = meetings(SEEN, Datapath(block=length), GemmPlan())
         lost = [numpy.searchsorted(numpy.sort(meets[units]), meets[ends], side="right") for ends, units, _ in asked]
         if all((x == seen).all() for x, (_, _, seen) in zip(lost, asked, strict=True)):
             return length

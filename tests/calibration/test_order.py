@@ -10,7 +10,7 @@ import torch
 from fmtsim.calibration import fit
 from fmtsim.calibration.campaign import calibrate, find_plan
 from fmtsim.calibration.check import make_data, question, verify
-from fmtsim.calibration.order import LEVELS, Sighting, _positions, expected, look
+from fmtsim.calibration.order import LEVELS, Sighting, _positions, expected, explains, look
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import GemmCall
@@ -211,6 +211,24 @@ def test_tiles_that_show_nothing_are_not_tried():
     assert tiles(192, BF16) == [None, *(tile for tile in sorted(fit.TILES) if 192 % tile)]
     assert tiles(192, replace(BF16, block=1)) == [None]
     assert None in tiles(192, replace(BF16, block=2)) and len(tiles(192, replace(BF16, block=2))) > 1
+
+
+LANES = GemmPlan(k_tile=64, lanes=32, lane_reduce="tree")
+THREADS = {
+    "tree": LANES,
+    "neighbours first": replace(LANES, lane_reduce="pair_tree"),
+    "chunks": GemmPlan(k_tile=16, lanes=16, promote_every=16),
+    "slices": replace(LANES, part_k=200, split=4),
+    "dot product": replace(LANES, split=7, owner="interleaved", reduce="folded"),
+}
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_what_sums_of_threads_show(name):
+    """Asked as any order is: it is found among the others."""
+    unit = get_unit("fp32_fma").mode("bf16", "bf16")
+    seen = look(FakeGPU(unit, THREADS[name]), mm(1, 64, 700, out=torch.float32))
+    assert [other for other, plan in THREADS.items() if explains(700, unit, plan, seen)] == [name]
 
 
 def test_slow_scaled_products_are_promoted_first():
