@@ -1,5 +1,6 @@
 """What quantisation did: statistics of operands, observation of models, plots; what a library does with a batch."""
 
+from fmtsim.analysis.gemm_scan import GemmScan, scan_gemm
 from fmtsim.analysis.invariance import BatchInvariance, batch_invariance
 
-__all__ = ["BatchInvariance", "batch_invariance"]
+__all__ = ["BatchInvariance", "GemmScan", "batch_invariance", "scan_gemm"]

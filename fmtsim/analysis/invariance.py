@@ -24,7 +24,8 @@ _LEFT_OUT = ("source", "verified")  # of a plan: they change no bit
 _PLAN = tuple(field.name for field in fields(GemmPlan) if field.name not in _LEFT_OUT)
 _EPILOGUE = ("partial", "round_trip", "epilogue", "scaled_promotion", "successive_scales", "bias_after_rounding")
 _WORDS = {"split": "parts", "k_tile": "tile", "instruction_k": "products of an instruction",
-          "residue_first": "incomplete tile first", "part_k": "products of a part"}  # fmt: skip
+          "residue_first": "incomplete tile first", "part_k": "products of a part",
+          "k_end": "products end at"}  # fmt: skip
 _GUESS = "not known"
 _HEADER = ("layer", "product", "operands", "results", "changes", "first change", "what changes", _GUESS)
 

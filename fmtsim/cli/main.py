@@ -25,6 +25,8 @@ COMMANDS = {
     "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
     "verify": "check the engines against the oracle and against each other",
     "calibrate": "ask the GPU here for its arithmetic and its library's accumulation orders, and write a plan file",
+    "doctor": "say what is missing here, and with --gemm which products of a model a library drops",
+    "invariance": "say for which batch sizes a row's result changes, layer by layer",
     "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
     "train": "train a small GPT in full precision and under simulated precision, side by side",
     "reproduce": "run miniatures of what published schemes claim, and say which come out the same",

@@ -17,6 +17,7 @@ Shape = tuple[int, int, bool]
 
 DTYPES = ("bf16", "fp16", "tf32", "fp8_fast", "fp8_slow")
 PASSES = ("forward", "dgrad", "wgrad")
+MOST_OF_A_RANGE = 1 << 16
 FP8_STEP = 16  # torch._scaled_mm takes K and N that are multiples of it
 OUTPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
 
@@ -134,14 +135,14 @@ def read_shapes(path: str | Path) -> list[Shape]:
     shapes: dict[Shape, None] = {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
+    except ValueError:  # no UTF-8, or no path
         raise DataError(f"{path} is not text; write a line for each linear layer: outputs inputs [bias]") from None
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].replace(",", " ").replace("x", " ").split()
         if not words:
             continue
         sizes, rest = words[:2], words[2:]
-        if len(sizes) < 2 or not all(word.isdecimal() and int(word) for word in sizes) or rest not in ([], ["bias"]):
+        if len(sizes) < 2 or not all(map(_is_count, sizes)) or rest not in ([], ["bias"]):
             raise DataError(f"{path}, line {number}: {line.strip()!r} is no shape; write 'outputs inputs' and 'bias'")
         shapes[int(sizes[0]), int(sizes[1]), bool(rest)] = None
     if not shapes:
@@ -149,8 +150,17 @@ def read_shapes(path: str | Path) -> list[Shape]:
     return list(shapes)
 
 
-def parse_tokens(text: str) -> list[int]:
-    """Read numbers of tokens: ``"1,77,512"`` and ``"1..8192"``, the powers of two in that range.
+def _is_count(word: str) -> bool:
+    return word.isdecimal() and len(word) < 20 and int(word) > 0
+
+
+def parse_tokens(text: str, option: str = "--tokens", *, every: bool = False) -> list[int]:
+    """Read numbers of tokens: ``"1,77,512"`` and ``"1..8192"``, the powers of two in that range, or all of it.
+
+    Args:
+        text: The list.
+        option: What errors call it.
+        every: A range means all of its numbers.
 
     Raises:
         ArgumentError: The text is no such list.
@@ -159,11 +169,15 @@ def parse_tokens(text: str) -> list[int]:
     for word in text.split(","):
         low, dots, high = word.strip().partition("..")
         ends = [low, high] if dots else [low]
-        if not all(end.isdecimal() and int(end) > 0 for end in ends) or int(ends[-1]) < int(ends[0]):
+        if not all(map(_is_count, ends)) or int(ends[-1]) < int(ends[0]):
             raise ArgumentError(
-                f"--tokens {text.strip()!r} is not possible; write counts such as 1,77,512 or a range 1..8192"
+                f"{option} {text.strip()!r} is not possible; write counts such as 1,77,512 or a range 1..8192"
             )
-        if dots:
+        if dots and every:
+            if int(high) - int(low) >= MOST_OF_A_RANGE:
+                raise ArgumentError(f"{option} {text.strip()!r} is too long a range; choose {MOST_OF_A_RANGE} or less")
+            tokens |= dict.fromkeys(range(int(low), int(high) + 1))
+        elif dots:
             tokens |= dict.fromkeys(x for x in (1 << i for i in range(63)) if int(low) <= x <= int(high))
             tokens |= dict.fromkeys((int(low), int(high)))
         else:

@@ -90,6 +90,15 @@ def build_model(config: TrainConfig, *, layers: int | None = None) -> nn.Module:
     return _own(config.architecture, sizes, config.seed).to(config.device)
 
 
+def module_of(architecture: str) -> nn.Module:
+    """Return the module that a function in a file returns, ``FILE.py:function``, as it is.
+
+    Raises:
+        ArgumentError: There is no such function, or it does not return a module; the message says why.
+    """
+    return _own(architecture, {}, 0).model
+
+
 def without_head(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
     """Return ``convert``'s ``filter_fn``: this package's models leave their head out, others leave it to the recipe."""
     return LanguageModel.without_head if isinstance(model, LanguageModel) else None

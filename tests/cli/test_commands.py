@@ -268,6 +268,8 @@ DEFAULTS = {
     "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},
     "calibrate": {"tokens": "1..8192", "dtypes": "bf16,fp16,tf32,fp8_fast,fp8_slow",
                   "calls": 3, "device": "cuda"},
+    "doctor": {"tokens": "1..8192", "dtypes": "bf16"},
+    "invariance": {"sizes": "1..512", "dtypes": "bf16"},
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4,
               "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train", "model": "gpt"},

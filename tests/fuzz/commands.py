@@ -74,6 +74,8 @@ GOOD = [
     train --recipe bad.json
     train --target bad.json --lr 0.1 --layers 1 --width 8 --heads 2
     calibrate --shapes bad.json --tokens 1,2 --dtypes bf16
+    invariance --shapes bad.json --target h200 --sizes 1..9 --dtypes bf16
+    doctor --gemm --model gpt2 --target bad.json --tokens 1,2
     reproduce --list --only x""".splitlines()
 ]
 
