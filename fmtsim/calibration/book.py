@@ -1,0 +1,282 @@
+"""Make a plan book: ask cuBLASLt by many processes what it takes for every number of rows of many layers."""
+
+import itertools
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+
+from fmtsim.errors import ArgumentError, DeviceError
+from fmtsim.gemm.models import FP8_STEP
+from fmtsim.gemm.targets.ask import Asker
+from fmtsim.gemm.targets.book import Along, Book, Family, Runs, write_book
+from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.interrupts import unheard
+from fmtsim.progress import Progress
+from fmtsim.verify.workers import pool_of
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MOST = 16384  # rows, or tokens of a weight's gradient
+CHUNK = 8  # families, or thousands of held-out questions, that a process is handed at once
+_SAVED = 20  # times as long as it takes to write the file passes before it is written again
+# Sizes that are asked are so far apart up to a size; changes between two of them are bisected.
+_ROWS: Final = ((64, 1), (512, 4), (2048, 16), (MOST, 64))
+_TOKENS: Final = ((512, 8), (4096, 32), (MOST, 128))
+
+
+def _kinds() -> dict[str, Kind]:
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    found = {name: Kind(name, name, out) for name, out in half.items()}
+    found |= {f"{name}_fp32": Kind(name, name, torch.float32) for name in half}
+    found |= {
+        "tf32": Kind("tf32", "tf32", torch.float32, "tf32"),
+        "fp16_sums": Kind("fp16", "fp16", torch.float16, "16f"),
+    }
+    found |= {f"{name}_bias": found[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32")}
+    fp8 = Kind("e4m3", "e4m3", torch.bfloat16, scaling="tensor")
+    for speed, fast in (("fast", True), ("slow", False)):
+        found[f"fp8_{speed}"] = fp8._replace(fast_accum=fast)
+        found[f"fp8_{speed}_bias"] = fp8._replace(fast_accum=fast, bias=True)
+        found[f"fp8_rows_{speed}"] = fp8._replace(fast_accum=fast, scaling="row")
+    found["fp8_blocks"] = fp8._replace(scaling="block_128")
+    found["fp8_row_blocks"] = fp8._replace(scaling="row_block_128")
+    return found
+
+
+KINDS: Final = _kinds()
+"""Kinds of calls that a book has, by name."""
+
+
+def choose_kinds(text: str) -> list[Kind]:
+    """Read names of kinds, separated by commas.
+
+    Raises:
+        ArgumentError: There is no such kind.
+    """
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    wrong = next((name for name in names if name not in KINDS), None)
+    if wrong is not None or not names:
+        raise ArgumentError(f"--kinds {wrong or text!r} is not possible; choose from {', '.join(KINDS)}")
+    return [KINDS[name] for name in names]
+
+
+def lattice(count: int, low: int = 64, high: int = 32768) -> list[tuple[int, int]]:
+    """Return all pairs of so many sizes between two, multiples of 64 at about equal ratios."""
+    if count < 2:
+        return []
+    sizes = sorted({64 * round(low / 64 * (high / low) ** (i / (count - 1))) for i in range(count)})
+    return list(itertools.product(sizes, sizes))
+
+
+def families_of(shapes: Iterable[tuple[int, int]], kinds: Iterable[Kind]) -> list[Family]:
+    """Return the families of linear layers, without runs: forward, and the gradients of input and weight.
+
+    Args:
+        shapes: Outputs and inputs of layers.
+        kinds: Kinds of calls; with a bias forward alone, FP8 where torch takes outputs and inputs.
+    """
+    found: dict[Family, None] = {}
+    for (n, k), kind in itertools.product(dict.fromkeys(shapes), list(kinds)):
+        narrow = kind.scaling != "none"
+        if narrow and (n % FP8_STEP or k % FP8_STEP):
+            continue
+        passes: list[tuple[int, Along, tuple[int, int], int]] = [(0, "m", (n, k), 1)]
+        if not kind.bias:
+            passes.append((0 if narrow else 1, "m", (k, n), 1))
+            steps = (FP8_STEP,) if narrow else (8, 1)  # tokens of every residue, whose rows begin anywhere
+            passes += [(0 if narrow else 2, "k", (n, k), step) for step in steps]
+        found |= dict.fromkeys(Family(kind, layout, along, sizes, (), 1, step) for layout, along, sizes, step in passes)
+    return list(found)
+
+
+def question(family: Family, size: int) -> Question:
+    """Return the question of a family about one size."""
+    m, n, k = (size, *family.sizes) if family.along == "m" else (*family.sizes, size)
+    return Question(family.kind, family.layout, m, n, k, family.batch)
+
+
+def sizes_of(family: Family) -> tuple[list[int], int]:
+    """Return the sizes that are asked first, and what lies between two sizes of the family.
+
+    Of a family of a step below 8 along K, only sizes are asked that no family of twice the step has.
+    """
+    stride = 2 * family.step if family.along == "k" and family.step < 8 else family.step
+    found = [family.step]
+    for last, apart in _ROWS if family.along == "m" else _TOKENS:
+        apart = -(-apart // stride) * stride
+        found += range(found[-1] + apart, last + 1, apart)
+    return found, stride
+
+
+def runs_of(ask: Callable[[int], Choice | None], sizes: Sequence[int], stride: int) -> Runs:
+    """Return where a choice changes: sizes that are asked, and changes between two of them by bisection."""
+    runs: list[tuple[int, Choice | None]] = [(sizes[0], ask(sizes[0]))]
+    for before, size in itertools.pairwise(sizes):
+        waiting = [(before, runs[-1][1], size, ask(size))]
+        while waiting:
+            low, left, high, right = waiting.pop()
+            if left == right:
+                continue
+            if high - low <= stride:
+                runs.append((high, right))
+                continue
+            middle = low + (high - low) // stride // 2 * stride
+            found = ask(middle)
+            waiting += [(middle, found, high, right), (low, left, middle, found)]
+    return (*runs, (sizes[-1] + 1, None)) if runs[-1][1] is not None else tuple(runs)
+
+
+@dataclass(slots=True)
+class Made:
+    """Tell what came of making a book.
+
+    Args:
+        families: Families in the book.
+        asked: Those that were asked now.
+        size: Bytes of the file.
+        checked: Questions that were asked again, at random, by family.
+        different: Questions among them that the book answers otherwise.
+    """
+
+    families: int = 0
+    asked: int = 0
+    size: int = 0
+    checked: int = 0
+    different: list[Question] = field(default_factory=list)
+
+
+def make_book(
+    path: Path, families: Sequence[Family], open_library: Callable[[], Asker], *, library: str, source: str = "",
+    workers: int | None = None, check: int = 20000, progress: Progress | None = None,
+) -> Made:  # fmt: skip
+    """Ask for all families that a file lacks, and write it: as it grows, at the end, and when interrupted.
+
+    Args:
+        path: The book, which may exist.
+        families: Families, without runs.
+        open_library: Opens the library in a process; what makes it has to be importable.
+        library: GPU, library and versions.
+        source: Where the answers come from.
+        workers: Processes, None for as many as there are cores.
+        check: Questions about other sizes that are asked at the end and compared with the book.
+        progress: Shows how it comes along.
+
+    Raises:
+        ArgumentError: The file is of another GPU or library.
+        DeviceError: The library cannot be asked, or a process died.
+        DataError: The file is no book, or cannot be written.
+    """
+    progress = progress or Progress()
+    known = _known(path, library)
+    left = [family for family in families if family not in known]
+    workers = max(1, min(workers or len(os.sched_getaffinity(0)), 32, -(-len(left) // CHUNK) or 1))
+    write = partial(write_book, path, library=library, source=source)
+    saved, took = time.monotonic(), 1.0
+    made = Made(asked=len(left))
+    try:
+        progress.stage("families", len(left))
+        chunks = [left[i : i + CHUNK] for i in range(0, len(left), CHUNK)]
+        with closing(_shared(open_library, workers, _runs_of_chunk, chunks)) as answers:
+            for done, (chunk, found) in enumerate(answers, 1):
+                known |= zip(chunk, found, strict=True)
+                progress.step(min(done * CHUNK, len(left)))
+                if time.monotonic() - saved > max(_SAVED * took, 30.0):
+                    saved = time.monotonic()
+                    write(_filled(known))
+                    took = time.monotonic() - saved
+    finally:
+        if known:
+            made.size, made.families = write(_filled(known)), len(known)
+    _check(made, Book.open(path), families, open_library, workers, check, progress)
+    return made
+
+
+def _known(path: Path, library: str) -> dict[Family, Runs]:
+    """Return the families of a file, by themselves without runs."""
+    if not path.exists():
+        return {}
+    book = Book.open(path)
+    if book.library != library:
+        raise ArgumentError(f"--book {path} is of {book.library}, and this is {library}; name another file")
+    return {family._replace(runs=()): family.runs for family in book.families()}
+
+
+def _filled(known: dict[Family, Runs]) -> Iterator[Family]:
+    return (family._replace(runs=runs) for family, runs in known.items())
+
+
+def _check(
+    made: Made, book: Book, families: Sequence[Family], open_library: Callable[[], Asker], workers: int, check: int,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Ask about sizes drawn at random, and compare with the book."""
+    rng = random.Random(len(families))
+    drawn = []
+    for _ in range(check if families else 0):
+        family = rng.choice(families)
+        step = FP8_STEP if family.step == FP8_STEP else 1  # a family of another step may have the size
+        drawn.append(question(family, rng.randrange(step, MOST + 1, step)))
+    chunks = [drawn[i : i + 500] for i in range(0, len(drawn), 500)]
+    progress.stage("held-out questions", len(drawn))
+    with closing(_shared(open_library, workers, _answers, chunks)) as found:
+        for chunk, answers in found:
+            made.checked += len(chunk)
+            made.different += [x for x, choice in zip(chunk, answers, strict=True) if book.find(x) != choice]
+            progress.step(made.checked)
+
+
+def _shared(
+    open_library: Callable[[], Asker], workers: int, work: Callable[[T], R], tasks: Sequence[T]
+) -> Generator[tuple[T, R], None, None]:
+    """Yield tasks and what comes of them, in the order in which processes end them; one process is this one."""
+    if workers == 1 or len(tasks) < 2:
+        _begin(open_library)
+        yield from ((task, work(task)) for task in tasks)
+        return
+    pool = pool_of(min(workers, len(tasks)), _begin, open_library)
+    try:
+        with unheard():
+            waiting = {pool.submit(work, task): task for task in tasks}
+        for future in as_completed(waiting):
+            yield waiting.pop(future), future.result()
+    except (KeyboardInterrupt, GeneratorExit):
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    except BrokenProcessPool as error:
+        raise DeviceError("a process that asks the library died; the file has what was asked, go on by the same "
+                          "command, or with fewer --workers") from error  # fmt: skip
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_asker: list[Any] = []  # of this process
+
+
+def _begin(open_library: Callable[[], Asker]) -> None:
+    torch.set_num_threads(1)
+    _asker[:] = [open_library()]
+
+
+def _runs_of_chunk(families: Sequence[Family]) -> list[Runs]:
+    found = []
+    for family in families:
+        ask = lambda size, family=family: _asker[0].choice(question(family, size))  # noqa: E731
+        found.append(runs_of(ask, *sizes_of(family)))
+    return found
+
+
+def _answers(questions: Sequence[Question]) -> list[Choice | None]:
+    return [_asker[0].choice(each) for each in questions]
