@@ -5,14 +5,14 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast, get_args
 
 import torch
 
@@ -20,7 +20,9 @@ from fmtsim.errors import ArgumentError, DeviceError
 from fmtsim.gemm.models import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import Along, Book, Family, Runs, write_book
+from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.gemm.targets.target import Target, get_target, list_targets
 from fmtsim.interrupts import unheard
 from fmtsim.progress import Progress
 from fmtsim.verify.workers import pool_of
@@ -59,12 +61,14 @@ KINDS: Final = _kinds()
 """Kinds of calls that a book has, by name."""
 
 
-def choose_kinds(text: str) -> list[Kind]:
-    """Read names of kinds, separated by commas.
+def choose_kinds(text: str | None) -> list[Kind]:
+    """Read names of kinds, separated by commas; None is all of them.
 
     Raises:
         ArgumentError: There is no such kind.
     """
+    if text is None:
+        return list(KINDS.values())
     names = [word.strip() for word in text.split(",") if word.strip()]
     wrong = next((name for name in names if name not in KINDS), None)
     if wrong is not None or not names:
@@ -117,7 +121,8 @@ def sizes_of(family: Family) -> tuple[list[int], int]:
     for last, apart in _ROWS if family.along == "m" else _TOKENS:
         apart = -(-apart // stride) * stride
         found += range(found[-1] + apart, last + 1, apart)
-    return found, stride
+    end = MOST - (MOST - family.step) % stride
+    return found if found[-1] == end else [*found, end], stride
 
 
 def runs_of(ask: Callable[[int], Choice | None], sizes: Sequence[int], stride: int) -> Runs:
@@ -185,22 +190,53 @@ def make_book(
     write = partial(write_book, path, library=library, source=source)
     saved, took = time.monotonic(), 1.0
     made = Made(asked=len(left))
-    try:
-        progress.stage("families", len(left))
-        chunks = [left[i : i + CHUNK] for i in range(0, len(left), CHUNK)]
-        with closing(_shared(open_library, workers, _runs_of_chunk, chunks)) as answers:
-            for done, (chunk, found) in enumerate(answers, 1):
+    with _processes(open_library, workers) as pool:
+        try:
+            progress.stage("families", len(left))
+            chunks = [left[i : i + CHUNK] for i in range(0, len(left), CHUNK)]
+            for done, (chunk, found) in enumerate(_shared(pool, _runs_of_chunk, chunks), 1):
                 known |= zip(chunk, found, strict=True)
                 progress.step(min(done * CHUNK, len(left)))
                 if time.monotonic() - saved > max(_SAVED * took, 30.0):
                     saved = time.monotonic()
                     write(_filled(known))
                     took = time.monotonic() - saved
-    finally:
-        if known:
-            made.size, made.families = write(_filled(known)), len(known)
-    _check(made, Book.open(path), families, open_library, workers, check, progress)
+        finally:
+            if known:
+                made.size, made.families = write(_filled(known)), len(known)
+        drawn = _drawn(families, check)
+        progress.stage("held-out questions", len(drawn))
+        book = Book.open(path)
+        for asked, answers in _shared(pool, _answers, [drawn[i : i + 500] for i in range(0, len(drawn), 500)]):
+            made.checked += len(asked)
+            made.different += [x for x, choice in zip(asked, answers, strict=True) if book.find(x) != choice]
+            progress.step(made.checked)
     return made
+
+
+def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target | None:
+    """Return a target that follows a book; None where orders behind the library's choices are not known on such a GPU.
+
+    Units, and rules for calls that the book lacks, are those of the target that comes with fmtsim for this GPU, or for
+    another of its family; rules of another GPU are guesses.
+
+    Args:
+        path: The book; the target is named like it, and its plan file belongs beside it.
+        gpu: Name of the GPU.
+        architecture: ``"sm_90"``.
+        family: Family of GPUs, by which units are named.
+    """
+    known = [target for target in map(get_target, list_targets()) if family in target.families]
+    if architecture not in get_args(Architecture) or not known:
+        return None
+    same = [target for target in known if target.library.partition(" (")[0].partition(",")[0] == gpu]
+    base = (same or known)[0]
+    own = lambda rule: bool(same) or rule.when == {"a": "int8"}  # noqa: E731, whose sums are alike everywhere
+    rules = [rule if own(rule) else replace(rule, basis="guess") for rule in base.rules]
+    book = Book.open(path)
+    source = f"{len(book):,} families of sizes asked by fmtsim calibrate --book; rules for other calls: {base.name}"
+    return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), book=book,
+                   architecture=cast(Architecture, architecture))  # fmt: skip
 
 
 def _known(path: Path, library: str) -> dict[Family, Runs]:
@@ -217,41 +253,27 @@ def _filled(known: dict[Family, Runs]) -> Iterator[Family]:
     return (family._replace(runs=runs) for family, runs in known.items())
 
 
-def _check(
-    made: Made, book: Book, families: Sequence[Family], open_library: Callable[[], Asker], workers: int, check: int,
-    progress: Progress,
-) -> None:  # fmt: skip
-    """Ask about sizes drawn at random, and compare with the book."""
-    rng = random.Random(len(families))
-    drawn = []
-    for _ in range(check if families else 0):
+def _drawn(families: Sequence[Family], count: int) -> list[Question]:
+    """Return questions about sizes drawn at random."""
+    rng, drawn = random.Random(len(families)), []
+    for _ in range(count if families else 0):
         family = rng.choice(families)
         step = FP8_STEP if family.step == FP8_STEP else 1  # a family of another step may have the size
         drawn.append(question(family, rng.randrange(step, MOST + 1, step)))
-    chunks = [drawn[i : i + 500] for i in range(0, len(drawn), 500)]
-    progress.stage("held-out questions", len(drawn))
-    with closing(_shared(open_library, workers, _answers, chunks)) as found:
-        for chunk, answers in found:
-            made.checked += len(chunk)
-            made.different += [x for x, choice in zip(chunk, answers, strict=True) if book.find(x) != choice]
-            progress.step(made.checked)
+    return drawn
 
 
-def _shared(
-    open_library: Callable[[], Asker], workers: int, work: Callable[[T], R], tasks: Sequence[T]
-) -> Generator[tuple[T, R], None, None]:
-    """Yield tasks and what comes of them, in the order in which processes end them; one process is this one."""
-    if workers == 1 or len(tasks) < 2:
+@contextmanager
+def _processes(open_library: Callable[[], Asker], workers: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Give processes that have opened the library, None where this one alone has."""
+    if workers == 1:
         _begin(open_library)
-        yield from ((task, work(task)) for task in tasks)
+        yield None
         return
-    pool = pool_of(min(workers, len(tasks)), _begin, open_library)
+    pool = pool_of(workers, _begin, open_library)
     try:
-        with unheard():
-            waiting = {pool.submit(work, task): task for task in tasks}
-        for future in as_completed(waiting):
-            yield waiting.pop(future), future.result()
-    except (KeyboardInterrupt, GeneratorExit):
+        yield pool
+    except KeyboardInterrupt:
         for child in multiprocessing.active_children():
             child.terminate()
         raise
@@ -260,6 +282,17 @@ def _shared(
                           "command, or with fewer --workers") from error  # fmt: skip
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _shared(pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
+    """Yield tasks and what comes of them, in the order in which processes end them."""
+    if pool is None:
+        yield from ((task, work(task)) for task in tasks)
+        return
+    with unheard():
+        waiting = {pool.submit(work, task): task for task in tasks}
+    for future in as_completed(waiting):
+        yield waiting.pop(future), future.result()
 
 
 _asker: list[Any] = []  # of this process

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import DeviceError
+from fmtsim.ops import load_engine
 from fmtsim.spec.call import GemmCall
 
 STORED = {
@@ -72,7 +73,7 @@ class TorchGPU:
         self.name = facts.name
         self.library = (
             f"{facts.name} ({facts.multi_processor_count} multiprocessors), torch {torch.__version__}, "
-            f"cuBLASLt of CUDA {torch.version.cuda}"
+            f"cuBLASLt {load_engine('cuda').cublaslt_version() or f'of CUDA {torch.version.cuda}'}"
         )
         self._room: dict[str, Tensor] = {}
 

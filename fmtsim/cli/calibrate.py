@@ -5,12 +5,14 @@ import datetime
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fmtsim.calibration.arithmetic import Measured, arithmetics, family_of, measure_all
+from fmtsim.calibration.book import KINDS, Made, book_target, choose_kinds, families_of, lattice, make_book
 from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
 from fmtsim.calibration.evidence import Evidence, load_evidence
 from fmtsim.calibration.gpu import open_gpu
@@ -20,9 +22,19 @@ from fmtsim.calibration.unit_calls import kinds_of
 from fmtsim.calibration.unit_check import TorchCard, check_unit, emulate_again
 from fmtsim.cli.options import add_device, add_json, check_positive, flag, option, repeated
 from fmtsim.cli.output import MISMATCH, answer, format_table, write_json
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.files import check_file
-from fmtsim.gemm.models import DTYPES, PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
+from fmtsim.gemm.models import (
+    DTYPES,
+    PASSES,
+    find_models,
+    layer_shapes,
+    list_models,
+    model_calls,
+    parse_tokens,
+    read_shapes,
+)
+from fmtsim.gemm.targets.ask import open_asker
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.progress import make_progress
@@ -30,7 +42,7 @@ from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.spec.call import GemmCall
 
 SHOWN = 10
-PLAN, EVIDENCE = "fmtsim-plan.json", "fmtsim-evidence.json"
+PLAN, EVIDENCE, BOOK = "fmtsim-plan.json", "fmtsim-evidence.json", "fmtsim.book"
 QUICK = 64  # calls that --quick asks about
 MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "fp8_fast": ("e4m3", "e5m2"),
          "fp8_slow": ("e4m3", "e5m2")}  # fmt: skip
@@ -53,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_both = "run calls of every rule of this target on the GPU and emulated; compare"
     option(check, "--check", run_both, metavar="TARGET")
     option(check, "--calls", "calls of every rule", 3)
+    book = parser.add_argument_group("asking cuBLASLt itself for its choices, which runs nothing")
+    every = "write a plan book, or go on with it, and a target: what runs for every number of rows of the layers of"
+    known = f"--model and --shapes, by default of all {len(list_models())} known models ({BOOK} unless named)"
+    option(book, "--book", f"{every} {known}", metavar="FILE", nargs="?", const=BOOK)
+    option(book, "--kinds", f"kinds of calls, by default all: {', '.join(KINDS)}", metavar="LIST")
+    option(book, "--lattice", "further layers whose outputs and inputs are at most so many sizes from 64 to 32768", 0)
+    option(book, "--workers", "processes that ask (default: one a core)", type=int)
     one = parser.add_argument_group("holding a GPU to the emulation of its matrix unit, instead of asking it")
     all_kinds = "run every kind of call that reaches this unit on the GPU and emulated; compare, and write evidence"
     option(one, "--unit", f"{all_kinds} (hopper.wgmma, blackwell.tcgen05)", metavar="NAME")
@@ -66,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     With ``--check``, ``--unit`` and ``--evidence``: 0 where no bit differs and every rule, or kind of call, was run.
     """
-    jobs = {"check": run_check, "unit": run_unit, "evidence": run_evidence}
+    jobs = {"book": run_book, "check": run_check, "unit": run_unit, "evidence": run_evidence}
     asked = [name for name in jobs if getattr(arguments, name) is not None]
     if len(asked) > 1:
         raise ArgumentError(f"--{asked[0]} and --{asked[1]} are different jobs; give one of them")
@@ -104,6 +123,58 @@ def chosen_calls(arguments: argparse.Namespace) -> list[GemmCall]:
             f"--dtypes {arguments.dtypes!r} leaves no call: FP8 takes K and N that are multiples of 16; add a dtype"
         )
     return calls[:: -(-len(calls) // QUICK)] if arguments.quick else calls
+
+
+def run_book(arguments: argparse.Namespace) -> int:
+    """Ask the library for a plan book; 0 where it answers 999 of 1000 questions at random as the book does."""
+    path, plan = Path(arguments.book).expanduser(), Path(arguments.book).expanduser().with_suffix(".json")
+    if path == plan:
+        raise ArgumentError(f"--book {path} is the name of the plan file, which is written beside it; choose another")
+    check_file("--book", path)
+    check_positive(arguments, "workers")
+    families = families_of(book_shapes(arguments), choose_kinds(arguments.kinds))
+    gpu = open_gpu(arguments.device)
+    index = torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
+    source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
+    make = partial(make_book, path, families, partial(open_asker, index), library=gpu.library, source=source)
+    try:
+        with make_progress(None, transient=True) as progress:
+            made = make(workers=arguments.workers, progress=progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
+    major, minor = torch.cuda.get_device_capability(index)
+    target = book_target(path, gpu.name, f"sm_{major}{minor}", family_of((major, minor)))
+    if target is not None:
+        write_plan(target, plan)
+    record = {"library": gpu.library, "file": str(path), "bytes": made.size, "families": made.families,
+              "asked": made.asked, "checked": made.checked, "different": list(map(str, made.different)),
+              "target": None if target is None else str(plan)}  # fmt: skip
+    answer(arguments, record, lambda: book_text(path, made, None if target is None else plan))
+    return MISMATCH if len(made.different) * 1000 > made.checked else 0
+
+
+def book_shapes(arguments: argparse.Namespace) -> list[tuple[int, int]]:
+    """Return outputs and inputs of the layers of a book that the arguments mean."""
+    if arguments.lattice < 0:
+        raise ArgumentError(f"--lattice {arguments.lattice} is not possible; choose 0 or more sizes")
+    own = [(n, k) for n, k, _ in read_shapes(arguments.shapes)] if arguments.shapes else []
+    names = arguments.models or ([] if arguments.shapes else list_models())
+    shapes = [pair for model in find_models(names) for pair in model.parallel_layers]
+    return [*shapes, *own, *lattice(arguments.lattice)]
+
+
+def book_text(path: Path, made: Made, plan: Path | None) -> str:
+    """Tell what came of making a book."""
+    lines = [f"{made.asked:,} families asked; {path} has {made.families:,} in {made.size:,} bytes"]
+    if made.checked:
+        wrong = len(made.different)
+        lines.append(f"{made.checked:,} questions at random, {wrong:,} with another answer than the book")
+        lines += [f"  {shown(question)}" for question in made.different[:SHOWN]]
+    if plan is None:
+        lines.append("no plan file: the orders behind cuBLASLt's choices are known on sm_90, sm_100 and sm_103 alone")
+    else:
+        lines.append(f"written: {plan}; use it: fmtsim.mm(a, b, target={str(plan)!r})")
+    return "\n".join(lines)
 
 
 def run_check(arguments: argparse.Namespace) -> int:

@@ -104,8 +104,8 @@ def test_descriptors_that_are_changed_say_what_new_ones_say():
 
 def test_answers():
     asker = Asker(library())
-    for layout, m, k in product(range(4), (1, 64, 65, 1000), (8, 13, 100, 4096, 4100)):
-        question = Question(BF16, layout, m, 48, k)
+    for layout, m, n, k in product(range(4), (1, 64, 65), (8, 13, 48), (8, 100, 4096, 4100)):
+        question = Question(BF16, layout, m, n, k)
         assert asker.choice(question) == chosen(question)
     assert asker.choice(Question(Kind("fp4", "fp4", torch.bfloat16), 0, 64, 48, 4096)) is None  # no type of the library
     assert asker.choice(Question(BF16._replace(out=torch.float64), 0, 64, 48, 4096)) is None

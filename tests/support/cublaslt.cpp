@@ -49,7 +49,7 @@ int cublasLtMatrixLayoutSetAttribute(Matrix* matrix, int attribute, const void* 
   int64_t* fields[] = {&matrix->type, nullptr, &matrix->rows, &matrix->columns, &matrix->ld, &matrix->batch, &matrix->stride};
   return size == (attribute == 5 ? 4u : 8u) ? store(fields[attribute], value, size) : 7;
 }
-// Kernels for 16-byte rows or another one, more parts the smaller the result is, none for K = 13.
+// Kernels for 16-byte rows or another one, more parts the smaller the result is, none for N = 13.
 int cublasLtMatmulAlgoGetHeuristic(void*, Operation* op, Matrix* a, Matrix* b, Matrix* c, Matrix* d, Preference* preference,
                                    int wanted, Answer* answer, int* count) {
   questions++;
@@ -60,7 +60,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, Operation* op, Matrix* a, Matrix* b, M
   for (int i = 0; i < 4; i++) std::memcpy(last + 64 + 6 * i, all[i], sizeof(Matrix));
   int64_t k = op->attributes[3] ? a->rows : a->columns, tiles = (d->columns + 63) / 64;
   if (failing) return failing;
-  *count = k != 13;
+  *count = d->rows != 13;
   std::memset(answer, 0, sizeof *answer);
   bool aligned = a->ld % 8 == 0 && b->ld % 8 == 0;
   int split = (int)(k / 256 / tiles);

@@ -37,7 +37,7 @@ def open_stand_in(path: str) -> Asker:
 def chosen(question: Question) -> Choice | None:
     """Return what the stand-in chooses: its rule once more."""
     _, layout, m, n, k, _ = question
-    if k == 13:
+    if n == 13:
         return None
     aligned = (k if layout in (0, 3) else n) % 8 == 0 and (m if layout in (2, 3) else k) % 8 == 0
     split = max(min(k // 256 // -(-m // 64), 8), 1)
