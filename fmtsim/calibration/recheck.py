@@ -1,10 +1,12 @@
-"""Hold a GPU to the plan file that describes it: native bits against emulated ones, for calls of every rule."""
+"""Hold a GPU to the plan file and book that describe it: native bits against emulated ones."""
 
 import dataclasses
 import math
+import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -18,10 +20,14 @@ from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.targets.book import Family
 from fmtsim.gemm.targets.kernel import Rule
+from fmtsim.gemm.targets.question import Kind, Question, call_of
 from fmtsim.gemm.targets.target import Target
+from fmtsim.progress import Progress
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import GemmCall
+from fmtsim.spec.gemm_spec import Basis
 
 KINDS = ("wide", "special")
 WORK = 1 << 35  # products of one call that are emulated
@@ -35,19 +41,23 @@ _RESULTS = {"bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32"), "int8": ("int32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleCheck:
-    """What came of a rule's calls.
+    """What came of a rule's calls, or of those that the book has for an algorithm.
 
     Args:
-        number: Place of the rule in the plan file.
-        rule: The rule.
+        number: Place of the rule in the plan file, None for the book.
+        basis: What stands behind the plans.
+        kernel: Name of the kernel.
+        when: Conditions on the calls.
         calls: Calls that ran both ways.
         outputs: Numbers compared.
         mismatches: Of these, how many differ.
         note: The first difference, or why nothing could be compared.
     """
 
-    number: int
-    rule: Rule
+    number: int | None
+    basis: Basis
+    kernel: str
+    when: dict[str, Any]
     calls: int
     outputs: int
     mismatches: int
@@ -56,9 +66,11 @@ class RuleCheck:
 
 def recheck(
     target: Target, device: torch.device, *, calls: int = 3, work: int = WORK, seed: int = 0,
-    compare: Callable[..., Comparison] = compare_native, advance: Callable[[int, str], None] | None = None,
+    compare: Callable[..., Comparison] = compare_native, progress: Progress | None = None,
 ) -> Iterator[RuleCheck]:  # fmt: skip
-    """Run calls of every rule natively and emulated, on data that shows rounding and on NaN, Inf and subnormals.
+    """Run calls of every rule, and of every algorithm in the book, natively and emulated.
+
+    Data show rounding, and have NaN, Inf and subnormals.
 
     Args:
         target: The target; guesses are left out, because they claim nothing.
@@ -67,13 +79,49 @@ def recheck(
         work: Largest M N K of a call; a rule of larger ones alone has its smallest tried.
         seed: Of the data.
         compare: ``fmtsim.compare_native``, or what stands in for it.
-        advance: Told the number of the rule.
+        progress: Told how far it is.
     """
+    progress = progress or Progress()
+    progress.stage("rules", len(target.rules))
     for number, rule in enumerate(target.rules):
-        if advance is not None:
-            advance(number, rule.kernel)
+        progress.step(number, f"rule {number}, {rule.kernel}")
         if rule.basis != "guess":
-            yield _check(target, number, list(chosen_calls(target, number, calls, work)), device, seed, compare)
+            ran = _ran(target, chosen_calls(target, number, calls, work), device, seed + number, compare)
+            yield RuleCheck(number=number, basis=rule.basis, kernel=rule.kernel, when=rule.when, **ran)
+    groups = list(book_calls(target, calls, work, seed))
+    progress.stage("book", len(groups))
+    for number, (name, when, chosen) in enumerate(groups):
+        progress.step(number, name)
+        ran = _ran(target, chosen, device, seed + number, compare)
+        yield RuleCheck(number=None, basis="reported", kernel=name, when=when, **ran)
+
+
+def book_calls(
+    target: Target, count: int, work: int, seed: int
+) -> Iterator[tuple[str, dict[str, Any], list[GemmCall]]]:
+    """Yield algorithms that a target's book names for a kind and layout, with conditions and a few calls of each.
+
+    Calls lie where a run begins or ends, whose neighbours have another choice. Orders that are not known are left out.
+    """
+    groups: dict[tuple[Kind, int, int, bool], list[Question]] = defaultdict(list)
+    for family in target.book.families() if target.book is not None else ():
+        for (first, choice), (beyond, _) in zip(family.runs, [*family.runs[1:], (0, None)], strict=True):
+            if choice is not None:
+                group = groups[family.kind, family.layout, choice.algorithm, choice.split != 1]
+                group += [_question(family, size) for size in {first, max(first, beyond - family.step)}]
+    for (kind, layout, algorithm, split), questions in sorted(groups.items(), key=str):
+        calls = (call_of(each) for each in random.Random(seed).sample(questions, len(questions)))
+        fitting = (call for call in calls if call.m * call.n * call.k * call.batch <= work and _possible(call))
+        chosen = list(islice((call for call in fitting if target.find(call).basis == "reported"), count))
+        if chosen:
+            facts = {name: getattr(chosen[0], name) for name in ("operation", "a", "b", "scaling", "bias")}
+            when = facts | {"out": get_format(kind.out).name, "layout": layout}
+            yield f"algorithm {algorithm}{', split' if split else ''}", when, chosen
+
+
+def _question(family: Family, size: int) -> Question:
+    m, n, k = (size, *family.sizes) if family.along == "m" else (*family.sizes, size)
+    return Question(family.kind, family.layout, m, n, k, family.batch)
 
 
 def chosen_calls(target: Target, number: int, count: int, work: int) -> list[GemmCall]:
@@ -148,24 +196,23 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _check(
-    target: Target, number: int, calls: list[GemmCall], device: torch.device, seed: int,
-    compare: Callable[..., Comparison],
-) -> RuleCheck:  # fmt: skip
+def _ran(
+    target: Target, calls: list[GemmCall], device: torch.device, seed: int, compare: Callable[..., Comparison]
+) -> dict[str, Any]:  # fmt: skip
+    """Return how many calls ran, how many numbers were compared, how many of them differ, and where."""
     ran = outputs = mismatches = 0
     note, refused = "", "" if calls else "no call falls under this rule"
     for call in calls:
         try:
             for kind in KINDS if call.a != "int8" else KINDS[:1]:
-                found = _compared(compare, target, call, kind, device, seed + number)
+                found = _compared(compare, target, call, kind, device, seed)
                 outputs, mismatches = outputs + found.count, mismatches + found.mismatches
                 if not found.equal and not mismatches - found.mismatches:
                     note = f"{shown(call)}, {kind} data: {found.first}"
             ran += 1
         except (FmtsimError, RuntimeError) as error:
             refused = f"{shown(call)}: {str(error).splitlines()[0]}"
-    return RuleCheck(number=number, rule=target.rules[number], calls=ran, outputs=outputs, mismatches=mismatches,
-                     note=note or ("" if ran else refused))  # fmt: skip
+    return {"calls": ran, "outputs": outputs, "mismatches": mismatches, "note": note or ("" if ran else refused)}
 
 
 def shown(call: GemmCall) -> str:

@@ -183,12 +183,10 @@ def run_check(arguments: argparse.Namespace) -> int:
     target = get_target(arguments.check)
     open_gpu(arguments.device)
     with make_progress(None, transient=True) as progress:
-        progress.stage("rules", len(target.rules))
-        advance = lambda number, kernel: progress.step(number, f"rule {number}, {kernel}")  # noqa: E731
-        found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, advance=advance))
+        found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, progress=progress))
     names = ("calls", "outputs", "mismatches", "note")
     record = [
-        {"rule": x.number, "when": x.rule.when, "kernel": x.rule.kernel, "basis": x.rule.basis}
+        {"rule": x.number, "when": x.when, "kernel": x.kernel, "basis": x.basis}
         | {name: getattr(x, name) for name in names}
         for x in found
     ]
@@ -254,17 +252,20 @@ def evidence_table(found: Evidence, wrong: Sequence[int | None] = ()) -> str:
 def check_table(found: Sequence[RuleCheck]) -> str:
     """Return a line for every rule: what it is about, what ran, and what differs."""
     rows = [
-        (str(x.number), x.rule.basis, x.rule.kernel, _conditions(x.rule.when), f"{x.calls:,}", f"{x.outputs:,}",
-         f"{x.mismatches:,}")
+        (_number(x), x.basis, x.kernel, _conditions(x.when), f"{x.calls:,}", f"{x.outputs:,}", f"{x.mismatches:,}")
         for x in found
     ]  # fmt: skip
     lines = [format_table(("rule", "basis", "kernel", "when", "calls", "numbers", "differ"), rows, left=(1, 2, 3))]
-    lines += [f"rule {x.number}: {x.note}" for x in found if x.note]
+    lines += [f"{'' if x.number is None else 'rule '}{_number(x)}: {x.note}" for x in found if x.note]
     calls, outputs, wrong = (sum(getattr(x, name) for x in found) for name in ("calls", "outputs", "mismatches"))
     idle = sum(not x.calls for x in found)
     lines.append(f"\n{len(found)} rules, {calls:,} calls, {outputs:,} numbers compared, {wrong:,} differ"
                  f"{f'; {idle} rules were not run' if idle else ''}")  # fmt: skip
     return "\n".join(lines)
+
+
+def _number(found: RuleCheck) -> str:
+    return "book" if found.number is None else str(found.number)
 
 
 def _conditions(when: dict[str, Any]) -> str:

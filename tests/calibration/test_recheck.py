@@ -15,6 +15,8 @@ from fmtsim.calibration.recheck import KINDS, chosen_calls, recheck, shown
 from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import DeviceError
+from fmtsim.gemm.targets.book import Family, write_book
+from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
 from fmtsim.spec.plan import GemmPlan
 
@@ -105,6 +107,32 @@ def test_data_show_the_order_of_sums():
 
     (found,) = recheck(few(number), CPU, calls=1, work=WORK, compare=compare)
     assert found.mismatches > 0 and found.note.startswith("scaled_mm ") and "wide data" in found.note
+
+
+def test_every_algorithm_in_the_book_is_tried_where_its_runs_begin_and_end(tmp_path):
+    kind = Kind("bf16", "bf16", torch.bfloat16)
+    runs = (
+        (1, Choice(66)),
+        (33, Choice(66, 3, 2)),
+        (65, Choice(41, -1, 2, 0, 35)),
+        (97, Choice(24, 2, 2)),
+        (129, None),
+    )
+    families = [Family(kind, 0, "m", (48, 512), runs), Family(kind, 1, "m", (1 << 16, 1 << 16), runs),
+                Family(kind._replace(bias=True), 0, "m", (64, 64), ((1, Choice(66)),))]  # fmt: skip
+    write_book(tmp_path / "a.book", families, library="NVIDIA H200, cuBLASLt 13.1.0")
+    record = target_to_dict(get_target("h200")) | {"architecture": "sm_90", "book": "a.book", "rules": []}
+    target = target_from_dict(record, folder=tmp_path)
+    found = {(name, when["layout"], when["bias"]): [call.m for call in calls]
+             for name, when, calls in module.book_calls(target, 3, WORK, 0)}  # fmt: skip
+    assert {key: set(sizes) for key, sizes in found.items()} == {
+        ("algorithm 66", 0, False): {1, 32}, ("algorithm 66", 0, True): {1},
+        ("algorithm 66, split", 0, False): {33, 64}, ("algorithm 24, split", 0, False): {97, 128},
+    }  # fmt: skip
+    ran = list(recheck(target, CPU, calls=1, work=WORK, compare=alike))
+    assert [x.note for x in ran] == [""] * 4
+    assert {(x.number, x.basis, x.calls, x.mismatches) for x in ran} == {(None, "reported", 1, 0)} and len(ran) == 4
+    assert "book  reported  algorithm 66" in calibrate.check_table(ran)
 
 
 def test_what_a_card_refuses_is_told_and_guesses_are_left_out():

@@ -8,7 +8,7 @@ import torch
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Family, write_book
-from fmtsim.gemm.targets.question import Choice, Kind, question_of
+from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, question_of
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
 from tests.support.targets import mm
 
@@ -116,3 +116,18 @@ def test_books_of_plan_files(tmp_path):
         path.write_text(json.dumps(record | change))
         with pytest.raises(ArgumentError, match=message):
             get_target(path)
+
+
+@pytest.mark.parametrize("layout", range(4))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        BF16, Kind("fp16", "fp16", torch.float16, "16f"), Kind("tf32", "tf32", torch.float32, "tf32", bias=True),
+        Kind("e4m3", "e5m2", torch.bfloat16, scaling="row"),
+        Kind("e4m3", "e4m3", torch.float16, "32f", True, "tensor", True),
+    ],
+)  # fmt: skip
+def test_a_call_about_which_a_question_is_asked(kind, layout):
+    for batch in (1, 3):
+        question = Question(kind, layout, 16, 32, 64, batch)
+        assert question_of(call_of(question)) == question

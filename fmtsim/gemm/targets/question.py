@@ -4,7 +4,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from fmtsim.spec.call import GemmCall, ScaleKind
+from fmtsim.spec.call import GemmCall, Layout, Operation, ScaleKind
 
 MIB: Final = 1 << 20
 
@@ -72,7 +72,12 @@ class Question(NamedTuple):
     batch: int = 1
 
 
-_LAYOUTS = {("row", "row"): 0, ("row", "column"): 1, ("column", "column"): 2, ("column", "row"): 3}
+_LAYOUTS: Final[dict[tuple[Layout, Layout], int]] = {
+    ("row", "row"): 0,
+    ("row", "column"): 1,
+    ("column", "column"): 2,
+    ("column", "row"): 3,
+}
 
 
 def question_of(call: GemmCall) -> Question | None:
@@ -90,3 +95,15 @@ def question_of(call: GemmCall) -> Question | None:
     a = "row" if 1 in (call.m, call.k) else call.a_layout
     b = "column" if 1 in (call.n, call.k) else call.b_layout
     return Question(kind, _LAYOUTS[a, b], call.m, call.n, call.k, call.batch)
+
+
+def call_of(question: Question) -> GemmCall:
+    """Return a call about which torch asks a question."""
+    kind, layout, m, n, k, batch = question
+    operation: Operation = "linear" if kind.bias else "bmm" if batch > 1 else "mm"
+    a_layout, b_layout = next(layouts for layouts, number in _LAYOUTS.items() if number == layout)
+    return GemmCall(
+        operation=operation if kind.scaling == "none" else "scaled_mm", m=m, n=n, k=k, a=kind.a, b=kind.b, out=kind.out,
+        accumulate="fp16" if kind.compute == "16f" else "fp32", fast_accum=kind.fast_accum or kind.scaling == "none",
+        scaling=kind.scaling, bias=kind.bias, a_layout=a_layout, b_layout=b_layout, batch=batch,
+    )  # fmt: skip
