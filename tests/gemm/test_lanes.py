@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,5 +174,6 @@ def test_few_sums_wait_for_each_other():
             most = max(most, waiting)
             waiting -= additions
         assert waiting == 1 and most <= STACK
+    assert f"#define WAITING {STACK} " in (Path(fmtsim.__file__).parent / "cuda/gemm/reduce.cu").read_text()
     numbers = [number for number, _ in combination(2400, GemmPlan(k_tile=8, lanes=8, split=300, reduce="folded"))]
     assert sorted(n for n in numbers if n != ZERO) == list(range(2400))

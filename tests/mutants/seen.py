@@ -22,7 +22,7 @@ COMPILED = {
     "fmtsim/cpu/cast/": ("tests/cpu/test_codes.py", "tests/cpu/test_choices.py", "tests/engines/test_layouts.py",
                          "tests/engines/test_equality.py"),
     "fmtsim/cpu/gemm/": ("tests/cpu/test_gemm_bits.py", "tests/cpu/test_gemm_units.py", "tests/cpu/test_gemm.py",
-                         "tests/cpu/test_choices.py", "tests/engines/test_products.py"),
+                         "tests/gemm/test_lanes.py", "tests/cpu/test_choices.py", "tests/engines/test_products.py"),
     "fmtsim/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
     "fmtsim/cpu/runtime/": ("tests/cpu", "tests/optim/test_engines.py", "tests/engines"),
 }  # fmt: skip

@@ -75,6 +75,7 @@ REFUSED = [
     (lambda: GemmPlan(lanes=4097, k_tile=4097), "GemmPlan lanes=4097 is not possible; choose 1 to 4096"),
     (lambda: GemmPlan(lane_reduce="tree"), "lane_reduce='tree' needs lanes=, the sums that it adds"),
     (lambda: GemmPlan(lanes=2, k_tile=2, lane_reduce="pairwise"), "GemmPlan lane_reduce='pairwise' is not allowed; ch"),
+    (lambda: GemmPlan(lanes=3, k_tile=6, lane_reduce="tree"), "lanes=3 cannot be added as a tree; choose a power of t"),
     (lambda: GemmPlan(lanes=6, k_tile=6, lane_reduce="pair_tree"), "lanes=6 cannot be added as a pair_tree; choose a"),
     *((lambda fields=fields, sums=sums: GemmPlan(**sums, **fields), f"{what} adds sums as they are; leave partial, sca")
       for what, sums in (("lanes=", {"lanes": 2, "k_tile": 8}), ("reduce='folded'", {"reduce": "folded"}))
