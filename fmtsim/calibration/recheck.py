@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, product
@@ -14,15 +14,16 @@ from torch import Tensor
 
 from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.native import compare_native
+from fmtsim.calibration.book import question
 from fmtsim.calibration.gpu import STORED
 from fmtsim.errors import FmtsimError
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
-from fmtsim.gemm.targets.book import Family
+from fmtsim.gemm.targets.book import Book, Family
 from fmtsim.gemm.targets.kernel import Rule
-from fmtsim.gemm.targets.question import Kind, Question, call_of
+from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of
 from fmtsim.gemm.targets.target import Target
 from fmtsim.progress import Progress
 from fmtsim.quantize import quantize
@@ -30,6 +31,7 @@ from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import Basis
 
 KINDS = ("wide", "special")
+SAMPLE = 64  # questions of an algorithm that are drawn from a book, of which calls are taken
 WORK = 1 << 35  # products of one call that are emulated
 # Sizes that are tried for rules without a table of their own.
 SIZES = ((64, 96, 512), (128, 64, 1024), (100, 60, 304), (33, 65, 129), (16, 64, 8192), (1, 768, 1024), (768, 1, 1024),
@@ -104,24 +106,32 @@ def book_calls(
     Calls lie where a run begins or ends, whose neighbours have another choice. Orders that are not known are left out.
     """
     groups: dict[tuple[Kind, int, int, bool], list[Question]] = defaultdict(list)
-    for family in target.book.families() if target.book is not None else ():
-        for (first, choice), (beyond, _) in zip(family.runs, [*family.runs[1:], (0, None)], strict=True):
-            if choice is not None:
-                group = groups[family.kind, family.layout, choice.algorithm, choice.split != 1]
-                group += [_question(family, size) for size in {first, max(first, beyond - family.step)}]
+    seen, rng = Counter[Any](), random.Random(seed)
+    for family, size, choice in _edges(target.book):
+        asked = question(family, size)
+        if asked.m * asked.n * asked.k * asked.batch <= work:
+            key = family.kind, family.layout, choice.algorithm, choice.split != 1
+            seen[key] += 1  # a sample of all, however many there are
+            place = rng.randrange(seen[key])
+            if len(groups[key]) < SAMPLE:
+                groups[key].insert(place, asked)
+            elif place < SAMPLE:
+                groups[key][place] = asked
     for (kind, layout, algorithm, split), questions in sorted(groups.items(), key=str):
-        calls = (call_of(each) for each in random.Random(seed).sample(questions, len(questions)))
-        fitting = (call for call in calls if call.m * call.n * call.k * call.batch <= work and _possible(call))
-        chosen = list(islice((call for call in fitting if target.find(call).basis == "reported"), count))
+        calls = (call for call in map(call_of, questions) if _possible(call))
+        chosen = list(islice((call for call in calls if target.find(call).basis == "reported"), count))
         if chosen:
             facts = {name: getattr(chosen[0], name) for name in ("operation", "a", "b", "scaling", "bias")}
             when = facts | {"out": get_format(kind.out).name, "layout": layout}
             yield f"algorithm {algorithm}{', split' if split else ''}", when, chosen
 
 
-def _question(family: Family, size: int) -> Question:
-    m, n, k = (size, *family.sizes) if family.along == "m" else (*family.sizes, size)
-    return Question(family.kind, family.layout, m, n, k, family.batch)
+def _edges(book: Book | None) -> Iterator[tuple[Family, int, Choice]]:
+    """Yield the sizes at which the choices of a book's families begin and end."""
+    for family in () if book is None else book.families():
+        for (first, choice), (beyond, _) in zip(family.runs, [*family.runs[1:], (0, None)], strict=True):
+            for size in sorted({first, max(first, beyond - family.step)} if choice is not None else ()):
+                yield family, size, choice  # type: ignore[misc]
 
 
 def chosen_calls(target: Target, number: int, count: int, work: int) -> list[GemmCall]:
