@@ -25,9 +25,10 @@ READERS: dict[Any, Callable[[Any, str], Any]] = {}
 
 def check_types(record: Any, error: type[FmtsimError] = ArgumentError) -> None:
     """Raise an error where a field of a record does not hold what its type says."""
-    for name, hint in hints_of(type(record)).items():
+    cls: Any = type(record)
+    for name, hint, default in _fields(cls):
         value = getattr(record, name)
-        if _fits(value, hint):
+        if value is default or _fits(value, hint):  # most fields of most records hold their default
             continue
         if not _fits(whole := as_int(value), hint):
             raise error(f"{type(record).__name__} {name}={shown(value)} is not allowed; {_allowed(hint)}")
@@ -68,6 +69,13 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+@cache
+def _fields(cls: Any) -> tuple[tuple[str, Any, Any], ...]:
+    """Return name, type and default of a record's fields; without a default, what no field holds."""
+    hints = _hints(cls)
+    return tuple((field.name, hints[field.name], field.default) for field in dataclasses.fields(cls))
+
+
 def as_int(value: Any) -> Any:
     """Return a whole number of another library, such as a numpy.int64, as an int; other things as they are."""
     if type(value) is tuple:
@@ -77,7 +85,7 @@ def as_int(value: Any) -> Any:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Say whether a value is of a type; numbers have 64 bits, and text can be written."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, arguments = _apart(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in arguments)
     if origin is Literal:
@@ -96,6 +104,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is str:
         return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
     return hint is Any or isinstance(value, origin or hint)
+
+
+@cache
+def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
 
 
 def _allowed(hint: Any) -> str:

@@ -1,7 +1,6 @@
 """GPUs with their libraries: which unit a call runs on, and in which order it adds, read from plan files and books."""
 
 import os
-from copy import copy
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -45,10 +44,12 @@ _UNCOVERED = GemmPlan(source="one chain, k in order: no rule covers this call")
 
 def _sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
     """Return a plan with where it comes from; unlike ``replace`` this checks nothing again, which takes longer."""
-    plan = copy(plan)
-    object.__setattr__(plan, "source", source)
-    object.__setattr__(plan, "verified", verified)
-    return plan
+    made = object.__new__(GemmPlan)
+    for name in GemmPlan.__dataclass_fields__:
+        object.__setattr__(made, name, getattr(plan, name))
+    object.__setattr__(made, "source", source)
+    object.__setattr__(made, "verified", verified)
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,7 +212,7 @@ class Target:
         source = f"{source}: {choice.said()}"
         order = order_of(choice, call, self.architecture)
         if order is None:
-            return Found(_sourced(GemmPlan(), f"one chain, k in order; {source}, whose order is not known"), "guess")
+            return Found(_sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess")
         return Found(_sourced(order.plan, source), basis, None, order.unit, order.operands)
 
     def _answer(self, question: Question) -> tuple[Choice, str, Basis] | None:
