@@ -20,7 +20,8 @@ from fmtsim.calibration.planfile import plan_file, write_plan
 from fmtsim.calibration.recheck import RuleCheck, recheck
 from fmtsim.calibration.unit_calls import kinds_of
 from fmtsim.calibration.unit_check import TorchCard, check_unit, emulate_again
-from fmtsim.cli.options import add_device, add_json, check_positive, flag, option, repeated
+from fmtsim.cli.layers import add_layers, add_tokens, chosen_dtypes, chosen_shapes
+from fmtsim.cli.options import add_device, add_json, check_positive, flag, option
 from fmtsim.cli.output import MISMATCH, answer, format_table, write_json
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.files import check_file
@@ -28,7 +29,6 @@ from fmtsim.gemm.models import (
     DTYPES,
     PASSES,
     find_models,
-    layer_shapes,
     list_models,
     model_calls,
     parse_tokens,
@@ -51,12 +51,8 @@ MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "f
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     what = parser.add_argument_group("which products (default: the layers of gpt2)")
-    repeated(what, "--model", "linear layers of this model: gpt2, llama-8b, ...", dest="models")
-    option(what, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE")
-    tokens = "rows of the layers' input: 1,77,512 or a range, whose powers of two are taken"
-    option(what, "--tokens", tokens, "1..8192", "LIST")
-    option(what, "--dtypes", f"of {', '.join(DTYPES)}", ",".join(DTYPES), "LIST")
-    flag(what, "--no-gradients", "forward products alone")
+    add_layers(what, ",".join(DTYPES), "gpt2, llama-8b, ...")
+    add_tokens(what)
     flag(what, "--quick", f"at most {QUICK} of these calls, spread over them, and one set of data each")
     base = "keep the rules of this target behind the new ones, and try its plans first"
     option(parser, "--base", base, metavar="TARGET")
@@ -112,12 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def chosen_calls(arguments: argparse.Namespace) -> list[GemmCall]:
     """Return the calls that the arguments mean."""
-    shapes = layer_shapes(arguments.models or ([] if arguments.shapes else ["gpt2"]))
-    if arguments.shapes:
-        shapes += read_shapes(arguments.shapes)
-    dtypes = [word.strip() for word in arguments.dtypes.split(",") if word.strip()]
     passes = PASSES[:1] if arguments.no_gradients else PASSES
-    calls = model_calls(shapes, parse_tokens(arguments.tokens), dtypes, passes)
+    calls = model_calls(chosen_shapes(arguments), parse_tokens(arguments.tokens), chosen_dtypes(arguments), passes)
     if not calls:
         raise ArgumentError(
             f"--dtypes {arguments.dtypes!r} leaves no call: FP8 takes K and N that are multiples of 16; add a dtype"

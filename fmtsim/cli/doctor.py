@@ -5,7 +5,7 @@ from typing import Any
 
 from fmtsim.analysis.gemm_scan import scan_gemm
 from fmtsim.cli.info import collect
-from fmtsim.cli.layers import add_layers, chosen_dtypes, chosen_model
+from fmtsim.cli.layers import add_layers, add_tokens, chosen_dtypes, chosen_model
 from fmtsim.cli.options import add_json, flag, option
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError
@@ -20,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag(parser, "--gemm", dropped)
     what = parser.add_argument_group("with --gemm: which products (default: the layers of gpt2)")
     add_layers(what, "bf16")
-    tokens = "rows of the layers' input: 1,77,512 or a range, whose powers of two are taken"
-    option(what, "--tokens", tokens, "1..8192", "LIST")
-    flag(what, "--no-gradients", "forward products alone")
+    add_tokens(what)
     named = "a GPU with its library, such as h200, or a plan file; none for a model that is converted"
     option(what, "--target", named, metavar="NAME")
     add_json(parser)

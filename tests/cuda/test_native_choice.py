@@ -463,3 +463,16 @@ def test_what_the_target_does_not_know_is_left_to_torch(ran, drops, monkeypatch)
     monkeypatch.setattr(Target, "resolve", refuse)
     fmtsim.mm(A16, B16, target="h200")
     assert len(ran) == 1
+
+
+def test_a_compiled_program_warns_as_it_runs_and_is_one_for_all_sizes(ran, drops):
+    graphs = []
+    compiled = torch.compile(
+        lambda a, b: fmtsim.mm(a, b, target="h200"),
+        backend=lambda graph, _: graphs.append(graph) or graph,
+        dynamic=True,
+    )
+    compiled(matrix(16, 992, BF16), matrix(992, 24, BF16))
+    with pytest.warns(LibraryBugWarning, match="mm M=16 N=24 K=1000"):
+        compiled(matrix(16, 1000, BF16), matrix(1000, 24, BF16))
+    assert len(graphs) == 1 and len(ran) == 2
