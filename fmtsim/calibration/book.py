@@ -5,12 +5,13 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast, get_args
 
@@ -46,7 +47,7 @@ def _kinds() -> dict[str, Kind]:
         "tf32": Kind("tf32", "tf32", torch.float32, "tf32"),
         "fp16_sums": Kind("fp16", "fp16", torch.float16, "16f"),
     }
-    found |= {f"{name}_bias": found[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32")}
+    found |= {f"{name}_bias": found[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32", "fp16_sums")}
     fp8 = Kind("e4m3", "e4m3", torch.bfloat16, scaling="tensor")
     for speed, fast in (("fast", True), ("slow", False)):
         found[f"fp8_{speed}"] = fp8._replace(fast_accum=fast)
@@ -164,7 +165,8 @@ class Made:
 
 def make_book(
     path: Path, families: Sequence[Family], open_library: Callable[[], Asker], *, library: str, source: str = "",
-    workers: int | None = None, check: int = 20000, progress: Progress | None = None,
+    similar: Mapping[Kind, Kind] | None = None, workers: int | None = None, check: int = 20000,
+    progress: Progress | None = None,
 ) -> Made:  # fmt: skip
     """Ask for all families that a file lacks, and write it: as it grows, at the end, and when interrupted.
 
@@ -174,6 +176,8 @@ def make_book(
         open_library: Opens the library in a process; what makes it has to be importable.
         library: GPU, library and versions.
         source: Where the answers come from.
+        similar: Other kinds, and those of families that may be answered alike: so many questions are asked of both as
+            of the whole book in the end, and where no answer differs the book has them as aliases.
         workers: Processes, None for as many as there are cores.
         check: Questions about other sizes that are asked at the end and compared with the book.
         progress: Shows how it comes along.
@@ -183,35 +187,72 @@ def make_book(
         DeviceError: The library cannot be asked, or a process died.
         DataError: The file is no book, or cannot be written.
     """
-    progress = progress or Progress()
-    known = _known(path, library)
-    left = [family for family in families if family not in known]
-    workers = max(1, min(workers or len(os.sched_getaffinity(0)), 32, -(-len(left) // CHUNK) or 1))
-    write = partial(write_book, path, library=library, source=source)
-    saved, took = time.monotonic(), 1.0
-    made = Made(asked=len(left))
+    progress, book = progress or Progress(), _Growing(path, library, source)
+    left = [family for family in families if family not in book.known]
+    similar = {other: kind for other, kind in (similar or {}).items() if other not in book.aliases}
+    work = len(left) + check * len(similar) // 500
+    workers = max(1, min(workers or len(os.sched_getaffinity(0)), 32, work // CHUNK))
     with _processes(open_library, workers) as pool:
         try:
             progress.stage("families", len(left))
-            chunks = [left[i : i + CHUNK] for i in range(0, len(left), CHUNK)]
-            for done, (chunk, found) in enumerate(_shared(pool, _runs_of_chunk, chunks), 1):
-                known |= zip(chunk, found, strict=True)
-                progress.step(min(done * CHUNK, len(left)))
-                if time.monotonic() - saved > max(_SAVED * took, 30.0):
-                    saved = time.monotonic()
-                    write(_filled(known))
-                    took = time.monotonic() - saved
+            for chunk, runs in _shared(pool, _runs_of_chunk, _chunks(left, CHUNK), progress):
+                book.add(chunk, runs)
+            progress.stage("kinds that are answered alike", len(similar) * check)
+            book.aliases |= _alike(pool, families, similar, check, progress)
         finally:
-            if known:
-                made.size, made.families = write(_filled(known)), len(known)
-        drawn = _drawn(families, check)
+            size = book.write()
+        made = Made(len(book.known), len(left), size)
+        drawn = _drawn(families, check, book.aliases)
         progress.stage("held-out questions", len(drawn))
-        book = Book.open(path)
-        for asked, answers in _shared(pool, _answers, [drawn[i : i + 500] for i in range(0, len(drawn), 500)]):
+        for asked, answers in _shared(pool, _answers, _chunks(drawn, 500), progress):
             made.checked += len(asked)
-            made.different += [x for x, choice in zip(asked, answers, strict=True) if book.find(x) != choice]
-            progress.step(made.checked)
+            made.different += [x for x, choice in zip(asked, answers, strict=True) if book.read.find(x) != choice]
     return made
+
+
+class _Growing:
+    """A book that is being made: what it has, and when it was written."""
+
+    def __init__(self, path: Path, library: str, source: str) -> None:
+        self.path, self.known, self.aliases = path, dict[Family, Runs](), dict[Kind, Kind]()
+        self._facts = {"library": library, "source": source}
+        self._written, self._took = time.monotonic(), 1.0
+        if not path.exists():
+            return
+        book = Book.open(path)
+        if book.library != library:
+            raise ArgumentError(f"--book {path} is of {book.library}, and this is {library}; name another file")
+        self.known, self.aliases = {each._replace(runs=()): each.runs for each in book.families()}, book.aliases
+
+    @cached_property
+    def read(self) -> Book:
+        """The file."""
+        return Book.open(self.path)
+
+    def add(self, families: Sequence[Family], runs: Sequence[Runs]) -> None:
+        """Add families, and write the file where that was long ago."""
+        self.known |= zip(families, runs, strict=True)
+        if time.monotonic() - self._written > max(_SAVED * self._took, 30.0):
+            self.write()
+
+    def write(self) -> int:
+        """Write the file, and return its size; nothing where there is nothing to write."""
+        self._written = time.monotonic()
+        families = (family._replace(runs=runs) for family, runs in self.known.items())
+        size = write_book(self.path, families, aliases=self.aliases, **self._facts) if self.known else 0
+        self._took = time.monotonic() - self._written
+        return size
+
+
+def similar_kinds(kinds: Iterable[Kind]) -> dict[Kind, Kind]:
+    """Return FP8 kinds of other operands and results, each with the one that may be answered alike."""
+    kinds, fp8 = list(kinds), ("e4m3", "e5m2")
+    found = {}
+    for kind, a, b, out in itertools.product(kinds, fp8, fp8, (torch.bfloat16, torch.float16, torch.float32)):
+        other = kind._replace(a=a, b=b, out=out)
+        if kind.scaling != "none" and other not in kinds and not (kind.bias and out == torch.float32):
+            found[other] = kind
+    return found
 
 
 def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target | None:
@@ -239,28 +280,38 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
                    architecture=cast(Architecture, architecture))  # fmt: skip
 
 
-def _known(path: Path, library: str) -> dict[Family, Runs]:
-    """Return the families of a file, by themselves without runs."""
-    if not path.exists():
-        return {}
-    book = Book.open(path)
-    if book.library != library:
-        raise ArgumentError(f"--book {path} is of {book.library}, and this is {library}; name another file")
-    return {family._replace(runs=()): family.runs for family in book.families()}
+def _chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def _filled(known: dict[Family, Runs]) -> Iterator[Family]:
-    return (family._replace(runs=runs) for family, runs in known.items())
-
-
-def _drawn(families: Sequence[Family], count: int) -> list[Question]:
-    """Return questions about sizes drawn at random."""
+def _drawn(families: Sequence[Family], count: int, aliases: Mapping[Kind, Kind]) -> list[Question]:
+    """Return questions about sizes drawn at random, half of them of an alias where there is one."""
     rng, drawn = random.Random(len(families)), []
+    others: dict[Kind, list[Kind]] = defaultdict(list)
+    for other, kind in aliases.items():
+        others[kind].append(other)
     for _ in range(count if families else 0):
         family = rng.choice(families)
         step = FP8_STEP if family.step == FP8_STEP else 1  # a family of another step may have the size
-        drawn.append(question(family, rng.randrange(step, MOST + 1, step)))
+        asked = question(family, rng.randrange(step, MOST + 1, step))
+        alias = rng.random() < 0.5 and others[family.kind]
+        drawn.append(asked._replace(kind=rng.choice(alias)) if alias else asked)
     return drawn
+
+
+def _alike(
+    pool: ProcessPoolExecutor | None, families: Sequence[Family], similar: Mapping[Kind, Kind], count: int,
+    progress: Progress,
+) -> dict[Kind, Kind]:  # fmt: skip
+    """Return which kinds are answered as similar ones are, in every one of so many questions."""
+    tasks, different = [], Counter[Kind]()
+    drawn = {kind: _drawn([x for x in families if x.kind == kind], count, {}) for kind in set(similar.values())}
+    for other, kind in similar.items():
+        tasks += [(chunk, other) for chunk in _chunks(drawn[kind], 500)]
+    for (_, other), number in _shared(pool, _differences, tasks, progress, 500):
+        different[other] += number
+    asked = {other for _, other in tasks}
+    return {other: kind for other, kind in similar.items() if other in asked and not different[other]}
 
 
 @contextmanager
@@ -284,8 +335,18 @@ def _processes(open_library: Callable[[], Asker], workers: int) -> Iterator[Proc
         pool.shutdown(cancel_futures=True)
 
 
-def _shared(pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
-    """Yield tasks and what comes of them, in the order in which processes end them."""
+def _shared(
+    pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T], progress: Progress, weight: int = 0
+) -> Iterator[tuple[T, R]]:
+    """Yield tasks and what comes of them, in the order in which processes end them; a task counts for its length."""
+    done = 0
+    for task, found in _results(pool, work, tasks):
+        yield task, found
+        done += weight or len(task)  # type: ignore[arg-type]
+        progress.step(done)
+
+
+def _results(pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
     if pool is None:
         yield from ((task, work(task)) for task in tasks)
         return
@@ -313,3 +374,8 @@ def _runs_of_chunk(families: Sequence[Family]) -> list[Runs]:
 
 def _answers(questions: Sequence[Question]) -> list[Choice | None]:
     return [_asker[0].choice(each) for each in questions]
+
+
+def _differences(task: tuple[Sequence[Question], Kind]) -> int:
+    questions, other = task
+    return sum(_asker[0].choice(each) != _asker[0].choice(each._replace(kind=other)) for each in questions)

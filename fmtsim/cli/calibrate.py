@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from fmtsim.calibration.arithmetic import Measured, arithmetics, family_of, measure_all
-from fmtsim.calibration.book import KINDS, Made, book_target, choose_kinds, families_of, lattice, make_book
+from fmtsim.calibration.book import (
+    KINDS,
+    Made,
+    book_target,
+    choose_kinds,
+    families_of,
+    lattice,
+    make_book,
+    similar_kinds,
+)
 from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
 from fmtsim.calibration.evidence import Evidence, load_evidence
 from fmtsim.calibration.gpu import open_gpu
@@ -124,14 +133,15 @@ def run_book(arguments: argparse.Namespace) -> int:
         raise ArgumentError(f"--book {path} is the name of the plan file, which is written beside it; choose another")
     check_file("--book", path)
     check_positive(arguments, "workers")
-    families = families_of(book_shapes(arguments), choose_kinds(arguments.kinds))
+    kinds = choose_kinds(arguments.kinds)
+    families = families_of(book_shapes(arguments), kinds)
     gpu = open_gpu(arguments.device)
     index = torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
     source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
     make = partial(make_book, path, families, partial(open_asker, index), library=gpu.library, source=source)
     try:
         with make_progress(None, transient=True) as progress:
-            made = make(workers=arguments.workers, progress=progress)
+            made = make(similar=similar_kinds(kinds), workers=arguments.workers, progress=progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
     major, minor = torch.cuda.get_device_capability(index)

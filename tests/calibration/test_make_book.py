@@ -23,6 +23,7 @@ from fmtsim.calibration.book import (
     make_book,
     question,
     runs_of,
+    similar_kinds,
     sizes_of,
 )  # fmt: skip
 from fmtsim.cli import calibrate
@@ -182,6 +183,47 @@ def test_processes_make_the_same_book(tmp_path):
     with pytest.raises(DeviceError, match="a process that asks the library died; the file has what was asked"):
         make(two, families_of([(48, 80), (48, 96)], KINDS.values()), partial(open_stand_in, "nowhere.so"), workers=2)
     assert one.read_bytes() == two.read_bytes()
+
+
+class OddPairs:
+    """A library that answers calls with E5M2 behind E4M3 otherwise, but rarely."""
+
+    def __init__(self):
+        self.asker = OPEN()
+
+    def choice(self, asked):
+        if asked.kind.b == "e5m2" and asked.m % 16 == 0 and asked.m < 2000:
+            return Choice(99)
+        return self.asker.choice(asked)
+
+
+def test_kinds_that_are_answered_alike_are_aliases(tmp_path):
+    path, families = tmp_path / "a.book", [each for each in FAMILIES if each.kind == FP8]
+    similar = similar_kinds([BF16, FP8])
+    wide, first, second = FP8._replace(out=torch.float32), FP8._replace(a="e5m2"), FP8._replace(b="e5m2")
+    assert similar[wide] == similar[first] == similar[second] == FP8 and FP8 not in similar and len(similar) == 11
+    assert FP8._replace(out=torch.float32, bias=True) not in similar_kinds([FP8._replace(bias=True)])
+    made = make(path, families, OddPairs, similar=similar)
+    aliases = Book.open(path).aliases
+    assert set(aliases) == {kind for kind in similar if kind.b == "e4m3"} and set(aliases.values()) == {FP8}
+    assert (made.checked, made.different) == (500, [])
+    asked = question(families[0], 70)
+    assert Book.open(path).find(asked._replace(kind=first)) == chosen(asked)
+    assert Book.open(path).find(asked._replace(kind=second)) is None
+    make(path, FAMILIES, OPEN, check=0)
+    assert Book.open(path).aliases == aliases
+
+
+def test_aliases_are_asked_again_in_the_end(tmp_path):
+    path, families = tmp_path / "a.book", [each for each in FAMILIES if each.kind == FP8]
+    second = FP8._replace(b="e5m2")
+    known = [
+        family._replace(runs=runs_of(lambda x, f=family: chosen(question(f, x)), *sizes_of(family)))
+        for family in families
+    ]
+    write_book(path, known, library="a GPU, cuBLASLt 1", aliases={second: FP8})
+    made = make(path, families, OddPairs)
+    assert made.asked == 0 and made.different and {asked.kind for asked in made.different} == {second}
 
 
 def test_another_library_s_book_is_left_alone(tmp_path):

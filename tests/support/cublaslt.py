@@ -1,6 +1,8 @@
 """A stand-in for cuBLASLt, compiled from ``cublaslt.cpp``: it keeps what it was told, and has a rule of its own."""
 
 import ctypes
+import hashlib
+import os
 import subprocess
 import tempfile
 from functools import cache
@@ -13,12 +15,18 @@ from tests.cuda.emulator.kernels import COMPILER, EmulatorError
 
 @cache
 def library_file() -> str:
-    """Return the compiled stand-in, which lies there until the system clears its temporary files."""
+    """Return the compiled stand-in, which lies among the emulator's kernels, by its source and compiler."""
     if COMPILER is None:
         raise EmulatorError("no C++ compiler: install g++ to ask a stand-in for cuBLASLt")
-    made = Path(tempfile.mkdtemp(prefix="fmtsim-cublaslt-")) / "libcublasLt.so"
     source = Path(__file__).with_suffix(".cpp")
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", made, source], check=True)
+    key = hashlib.sha256(COMPILER.encode() + source.read_bytes()).hexdigest()[:32]
+    folder = Path(tempfile.gettempdir()) / f"fmtsim-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    made = folder / f"{key}.so"
+    if not made.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", f"{work}/made.so", source], check=True)
+            os.replace(f"{work}/made.so", made)
     return str(made)
 
 
