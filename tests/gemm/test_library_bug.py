@@ -1,15 +1,19 @@
 """A library that leaves out the end of K: who is told, how often, and how a call gets around it."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fmtsim
+from fmtsim.analysis import batch_invariance
 from fmtsim.errors import LibraryBugWarning
 from fmtsim.gemm.products.resolver import recorded_calls
+from fmtsim.gemm.targets.book import Book, Family, book_bytes
 from fmtsim.gemm.targets.library_bug import padded_k, products_left_out
-from fmtsim.gemm.targets.target import target_from_dict
+from fmtsim.gemm.targets.question import Choice, Kind
+from fmtsim.gemm.targets.target import get_target, target_from_dict
 from fmtsim.spec.plan import GemmPlan
 from tests.support.targets import mm
 
@@ -106,3 +110,38 @@ def test_a_gradient_warns_of_its_own_product():
     y = fmtsim.linear(x, w, target=library(), plan=None)
     with pytest.warns(LibraryBugWarning, match="mm M=16 N=8 K=1000"):
         y.sum().backward()
+
+
+# --- The bug of cuBLASLt: parts share whole tiles evenly, and are more than the products left over -----------------------
+
+
+@pytest.fixture(scope="module")
+def booked():
+    """A target whose book has 35 parts for M = 64 alone, and 34 for others."""
+    runs = ((1, Choice(66, 34, 2)), (64, Choice(66, 35, 2)), (65, Choice(66, 34, 2)))
+    kind = Kind("bf16", "bf16", torch.bfloat16)
+    book = book_bytes([Family(kind, 0, "m", (8, 44832), runs)], library="a GPU, cuBLASLt 13")
+    return replace(get_target("h200"), rules=(), name="booked", architecture="sm_90", book=Book(book, "parts"))
+
+
+@pytest.mark.parametrize(("m", "lost"), [(63, 0), (64, 32), (65, 0)])
+def test_the_tail_that_cublaslt_drops(booked, m, lost):
+    a, w = torch.zeros(m, 44832, dtype=torch.bfloat16), torch.zeros(8, 44832, dtype=torch.bfloat16)
+    a[:, -32:], w[:, -32:] = 1, 1
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        y = fmtsim.mm(a, w.T, target=booked)
+    assert (y == 32 - lost).all()
+    said = [str(x.message) for x in record]
+    assert [x.category for x in record] == [LibraryBugWarning] * bool(lost)
+    assert not lost or said[0].endswith(
+        "the last 32 of the 44832 products of every sum are never multiplied, a bug of the library; pad K with zeros "
+        "to 44928, where it adds all"
+    )  # 44864 products are no whole tiles of 128, and the book does not have them
+
+
+def test_a_row_depends_on_a_batch_whose_tail_is_dropped(booked):
+    found = batch_invariance([(8, 44832, False)], booked, [63, 64, 65], passes=["forward"]).products[0]
+    assert [x.what for x in found.changes] == [
+        "parts 34 -> 35, products end at none -> 44800", "parts 35 -> 34, products end at 44800 -> none"]  # fmt: skip
+    assert found.same(63, 65)

@@ -8,7 +8,7 @@ from fmtsim.gemm.targets.target import Target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 
-_STEP, _STEPS = 64, 16  # multiples of it that are tried: tiles of K are 64 or 128 wide
+_STEP, _STEPS, _TILE = 64, 16, 128  # multiples of 64 that are tried; tiles of K are 64 or 128 wide
 
 
 def products_left_out(k: int, plan: GemmPlan) -> int:
@@ -17,12 +17,16 @@ def products_left_out(k: int, plan: GemmPlan) -> int:
 
 
 def padded_k(target: Target, call: GemmCall) -> int | None:
-    """Return the next K, filled up with zeros, of which the target leaves nothing out; None where none is known."""
+    """Return the next K, filled up with zeros, of which the target leaves nothing out; None where none is known.
+
+    What is a guess counts where K is whole tiles, of which no library is known to leave any out.
+    """
     first = -(-call.k // _STEP) * _STEP
     for k in range(first, first + _STEP * _STEPS, _STEP):
         with without_doubts():
-            if not products_left_out(k, target.resolve(replace(call, k=k)).plan):
-                return k
+            found = target.resolve(replace(call, k=k))
+        if not products_left_out(k, found.plan) and (found.basis != "guess" or k % _TILE == 0):
+            return k
     return None
 
 
