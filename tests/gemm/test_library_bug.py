@@ -112,7 +112,7 @@ def test_a_gradient_warns_of_its_own_product():
         y.sum().backward()
 
 
-# --- The bug of cuBLASLt: parts share whole tiles evenly, and are more than the products left over -----------------------
+# --- The bug of cuBLASLt: parts share whole tiles evenly, and are more than the products left over ---
 
 
 @pytest.fixture(scope="module")
