@@ -114,11 +114,11 @@ def test_answers():
 @pytest.mark.parametrize(
     ("attributes", "choice"),
     [
-        ((66, 0, 2, 3, 36), Choice(66)),
-        ((66, 7, 2, 3, 36), Choice(66, 7, 2)),
-        ((39, -1, 2, 0, 5), Choice(39, -1, 2)),
-        ((21, 1, 4, 3, 20), Choice(21, 1, 0, 0, 20)),
-        ((13, 4, 2, 94, 0), Choice(13, 4, 2, 94)),
+        ((66, 9, 0, 2, 3, 36), Choice(66)),
+        ((66, 9, 7, 2, 3, 36), Choice(66, 7, 2)),
+        ((39, 20, -1, 2, 0, 5), Choice(39, -1, 0, 20)),
+        ((21, 9, 1, 4, 3, 20), Choice(21, 1, 0, 0, 20)),
+        ((13, 9, 4, 2, 94, 0), Choice(13, 4, 2, 94)),
     ],
 )
 def test_what_decides_no_order_is_left_out(attributes, choice):

@@ -42,7 +42,7 @@ _TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, 
     3, 4, 7, 8, 17, 18, 25, 26)  # fmt: skip
 _A_SCALE_MODE, _B_SCALE_MODE, _MAX_WORKSPACE, _EPILOGUE_BIAS = 31, 32, 1, 4
 _ROWS, _COLUMNS, _LD, _BATCH, _STRIDE = 2, 3, 4, 5, 6  # cublasLtMatrixLayoutAttribute_t
-_ID, _SPLIT, _REDUCTION, _CUSTOM, _STAGES = 0, 2, 3, 5, 6  # cublasLtMatmulAlgoConfigAttributes_t
+_ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES = 0, 1, 2, 3, 5, 6  # cublasLtMatmulAlgoConfigAttributes_t
 _SUCCESS, _REFUSALS = 0, (7, 15)  # cublasStatus_t: INVALID_VALUE, NOT_SUPPORTED
 _ALGORITHM, _ANSWER = 64, 96  # bytes of cublasLtMatmulAlgo_t and of cublasLtMatmulHeuristicResult_t
 _SOMEWHERE: Final = 0x10000  # of a bias or scales, which the library does not look at
@@ -153,21 +153,21 @@ class Asker:
     def _read(self, algorithm: "Array[Any]") -> Choice:
         """Return the attributes of an algorithm that decide the order."""
         values, written = [], c_size_t()
-        for attribute in (_ID, _SPLIT, _REDUCTION, _CUSTOM, _STAGES):
+        for attribute in (_ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES):
             value = c_int32()
             status = self._functions.config(algorithm, attribute, byref(value), sizeof(value), byref(written))
             values.append(value.value if status == _SUCCESS else 0)
         return normalised(*values)
 
 
-def normalised(algorithm: int, split: int, reduction: int, custom: int, stages: int) -> Choice:
+def normalised(algorithm: int, tile: int, split: int, reduction: int, custom: int, stages: int) -> Choice:
     """Return a Choice of the library's attributes, 0 where one does not decide the order."""
     split = split or 1
     return Choice(
         algorithm,
         split,
-        0 if split == 1 else reduction,
-        custom if algorithm in _WITHOUT_TENSOR_CORES else 0,
+        reduction if split > 1 else 0,
+        tile if split == -1 else custom if algorithm in _WITHOUT_TENSOR_CORES else 0,
         0 if algorithm in _WITHOUT_STAGES else stages,
     )
 

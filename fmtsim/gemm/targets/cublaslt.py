@@ -310,8 +310,21 @@ def _multiply_adds(choice: Choice, call: GemmCall, architecture: Architecture) -
     return _fma(call) if choice.split == 1 and _scalar(call) else None
 
 
+TILES: Final = {
+    11: (32, 32), 12: (32, 64), 13: (64, 32), 14: (32, 128), 15: (64, 64), 16: (128, 32), 17: (64, 128),
+    18: (128, 64), 19: (64, 256), 20: (128, 128), 21: (256, 64), 23: (128, 256), 24: (256, 128),
+}  # fmt: skip
+"""Rows and columns of a tile of the library's result, which are torch's columns and rows, by TILE_ID."""
+
+
 def _one_chain(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    return _plan() if choice.split == 1 and not (call.bias and call.n == 1) else None
+    """Kernels that share tiles out along K, too (split -1), leave them whole where they just fill the GPU once."""
+    if choice.split == -1 and architecture == "sm_90" and choice.custom in TILES:
+        rows, columns = TILES[choice.custom]
+        whole = 66 < _ceil(call.n, rows) * _ceil(call.m, columns) * call.batch <= 128
+    else:
+        whole = choice.split == 1
+    return _plan() if whole and not (call.bias and call.n == 1) else None
 
 
 def _interleaved(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:

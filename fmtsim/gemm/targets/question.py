@@ -15,7 +15,8 @@ class Choice(NamedTuple):
     algorithm: ALGO_ID, the family of kernels.
     split: SPLITK_NUM, parts of K; 1 where nothing is split, -1 for kernels that share tiles of the result (stream-K).
     reduction: REDUCTION_SCHEME, 0 where nothing is split.
-    custom: CUSTOM_OPTION of the kernels without tensor cores (algorithms 11, 13, 14 and 16), else 0.
+    custom: CUSTOM_OPTION of the kernels without tensor cores (algorithms 11, 13, 14 and 16), TILE_ID where split is -1,
+        else 0.
     stages: STAGES_ID, which names the tile of K, of all but algorithms 39 and 66, where it is 0.
     """
 
