@@ -48,13 +48,16 @@ def _kinds() -> dict[str, Kind]:
         "fp16_sums": Kind("fp16", "fp16", torch.float16, "16f"),
     }
     found |= {f"{name}_bias": found[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32", "fp16_sums")}
-    fp8 = Kind("e4m3", "e4m3", torch.bfloat16, scaling="tensor")
-    for speed, fast in (("fast", True), ("slow", False)):
-        found[f"fp8_{speed}"] = fp8._replace(fast_accum=fast)
-        found[f"fp8_{speed}_bias"] = fp8._replace(fast_accum=fast, bias=True)
-        found[f"fp8_rows_{speed}"] = fp8._replace(fast_accum=fast, scaling="row")
-    found["fp8_blocks"] = fp8._replace(scaling="block_128")
-    found["fp8_row_blocks"] = fp8._replace(scaling="row_block_128")
+    fp8 = Kind("e4m3", "e4m3", torch.bfloat16, scaling="tensor", fast_accum=True)
+    found["fp8"] = fp8
+    outs = {**half, "fp32": torch.float32}
+    found |= {f"fp8_{out}": fp8._replace(out=dtype) for out, dtype in {**outs, "e4m3": torch.float8_e4m3fn}.items()}
+    for a, b in (("e5m2", "e4m3"), ("e4m3", "e5m2")):
+        found |= {f"fp8_{a}_{b}_{out}": fp8._replace(a=a, b=b, out=dtype) for out, dtype in outs.items()}
+    del found["fp8_bf16"]
+    found["fp8_rows"] = fp8._replace(scaling="row")
+    found["fp8_blocks"] = fp8._replace(scaling="block_128", fast_accum=False)
+    found["fp8_row_blocks"] = fp8._replace(scaling="row_block_128", fast_accum=False)
     return found
 
 
@@ -245,13 +248,20 @@ class _Growing:
 
 
 def similar_kinds(kinds: Iterable[Kind]) -> dict[Kind, Kind]:
-    """Return FP8 kinds of other operands and results, each with the one that may be answered alike."""
+    """Return FP8 kinds that may be answered as others are, each with the other: of a bias, of use_fast_accum=False, and
+    with scales that are not one for each tensor of other operands and results, too.
+    """
     kinds, fp8 = list(kinds), ("e4m3", "e5m2")
+    outs = (torch.bfloat16, torch.float16, torch.float32)
     found = {}
-    for kind, a, b, out in itertools.product(kinds, fp8, fp8, (torch.bfloat16, torch.float16, torch.float32)):
-        other = kind._replace(a=a, b=b, out=out)
-        if kind.scaling != "none" and other not in kinds and not (kind.bias and out == torch.float32):
-            found[other] = kind
+    for kind in kinds:
+        alike = [kind] if kind.scaling == "tensor" else []
+        if kind.scaling not in ("none", "tensor"):
+            alike = [kind._replace(a=a, b=b, out=out) for a, b, out in itertools.product(fp8, fp8, outs)]
+        for each, bias, fast in itertools.product(alike, (False, True), {kind.fast_accum, False}):
+            other = each._replace(bias=bias, fast_accum=fast)
+            if other not in kinds and not (bias and each.out == torch.float32) and (each.a, each.b) != ("e5m2", "e5m2"):
+                found[other] = kind
     return found
 
 

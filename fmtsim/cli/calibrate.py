@@ -138,7 +138,9 @@ def run_book(arguments: argparse.Namespace) -> int:
     gpu = open_gpu(arguments.device)
     index = torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
     source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
-    make = partial(make_book, path, families, partial(open_asker, index), library=gpu.library, source=source)
+    make = partial(
+        make_book, path, families, partial(open_asker, index, cached=False), library=gpu.library, source=source
+    )
     try:
         with make_progress(None, transient=True) as progress:
             made = make(similar=similar_kinds(kinds), workers=arguments.workers, progress=progress)

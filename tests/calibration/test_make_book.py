@@ -36,7 +36,7 @@ from fmtsim.gemm.targets.target import get_target
 from tests.support.cublaslt import chosen, library, library_file, open_stand_in
 from tests.support.fake_gpu import mm
 
-BF16, TF32, FP8 = KINDS["bf16"], KINDS["tf32"], KINDS["fp8_fast"]
+BF16, TF32, FP8 = KINDS["bf16"], KINDS["tf32"], KINDS["fp8"]
 OPEN = partial(open_stand_in, library_file())
 make = partial(make_book, library="a GPU, cuBLASLt 1", workers=1, check=500)
 
@@ -198,14 +198,17 @@ class OddPairs:
 
 
 def test_kinds_that_are_answered_alike_are_aliases(tmp_path):
-    path, families = tmp_path / "a.book", [each for each in FAMILIES if each.kind == FP8]
-    similar = similar_kinds([BF16, FP8])
-    wide, first, second = FP8._replace(out=torch.float32), FP8._replace(a="e5m2"), FP8._replace(b="e5m2")
-    assert similar[wide] == similar[first] == similar[second] == FP8 and FP8 not in similar and len(similar) == 11
-    assert FP8._replace(out=torch.float32, bias=True) not in similar_kinds([FP8._replace(bias=True)])
+    path = tmp_path / "a.book"
+    rows = FP8._replace(scaling="row")
+    families = [each._replace(kind=rows) for each in FAMILIES if each.kind == FP8]
+    similar = similar_kinds([BF16, FP8, rows])
+    slow, first, second = rows._replace(fast_accum=False, bias=True), rows._replace(a="e5m2"), rows._replace(b="e5m2")
+    assert similar[slow] == similar[first] == similar[second] == rows and len(similar) == 29 + 3
+    assert rows._replace(out=torch.float32, bias=True) not in similar and similar[FP8._replace(bias=True)] == FP8
+    similar = {other: kind for other, kind in similar.items() if kind == rows}
     made = make(path, families, OddPairs, similar=similar)
     aliases = Book.open(path).aliases
-    assert set(aliases) == {kind for kind in similar if kind.b == "e4m3"} and set(aliases.values()) == {FP8}
+    assert set(aliases) == {kind for kind in similar if kind.b == "e4m3"} and set(aliases.values()) == {rows}
     assert (made.checked, made.different) == (500, [])
     asked = question(families[0], 70)
     assert Book.open(path).find(asked._replace(kind=first)) == chosen(asked)
@@ -257,7 +260,7 @@ def card(monkeypatch):
 
     monkeypatch.setattr(calibrate, "make_book", partial(make_book, check=2000))
     monkeypatch.setattr(calibrate, "open_gpu", lambda device: GPU)
-    monkeypatch.setattr(calibrate, "open_asker", lambda index: OPEN())
+    monkeypatch.setattr(calibrate, "open_asker", lambda index, cached: OPEN())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return GPU
 
@@ -297,7 +300,7 @@ def test_the_command_says_where_book_and_library_differ(card, tmp_path, monkeypa
 def test_an_interrupted_command_says_how_to_go_on(card, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shapes.txt").write_text("48 4096\n")
-    monkeypatch.setattr(calibrate, "open_asker", lambda index: Interrupted(600))
+    monkeypatch.setattr(calibrate, "open_asker", lambda index, cached: Interrupted(600))
     monkeypatch.setattr(books, "CHUNK", 1)
     assert main([*WORDS, "--book"]) == 130
     assert "interrupted; fmtsim.book has what was asked; the same command goes on" in capsys.readouterr().err

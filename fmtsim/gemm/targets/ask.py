@@ -89,8 +89,14 @@ def _asker(device: int) -> "Asker":
     return open_asker(device)
 
 
-def open_asker(device: int = 0) -> "Asker":
+def open_asker(device: int = 0, *, cached: bool = True) -> "Asker":
     """Return what asks torch's cuBLASLt for a device.
+
+    Args:
+        device: Number of the device.
+        cached: The library may answer from its cache, as it answers torch. Calls whose hashes are equal share an entry
+            there, so that some of 10,000 questions get another call's answer. False switches the cache of this process
+            off for good.
 
     Raises:
         DeviceError: torch has no cuBLASLt, or it does not start.
@@ -100,6 +106,8 @@ def open_asker(device: int = 0) -> "Asker":
         raise DeviceError("torch has no GPU with cuBLASLt here; ask on a machine with an NVIDIA GPU and a torch for it")
     try:
         torch.cuda.init()
+        if not cached:
+            library.cublasLtHeuristicsCacheSetCapacity(c_size_t(0))
         with torch.cuda.device(device):
             return Asker(library)
     except RuntimeError as error:  # of a forked process, or a GPU that is out of order
