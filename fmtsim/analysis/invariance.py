@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fmtsim import table
 from fmtsim.analysis.layer_products import LayerProduct, Model, check_rows, dtype_of, products_of
 from fmtsim.errors import ArgumentError, shown
+from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import without_doubts
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved, set_title
@@ -71,9 +72,9 @@ class Change:
         return f"M={self.size}" if self.size == self.before + 1 else f"M={self.before + 1}..{self.size}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProductInvariance:
-    """Say for one product of a layer which batch sizes give a row the same bits.
+    """Say for one product of a layer which batch sizes give a row the same bits; ``print`` shows their orders.
 
     Args:
         layer: Name of the layers, or their outputs and inputs.
@@ -125,6 +126,22 @@ class ProductInvariance:
         if found is None:
             raise ArgumentError(f"batch size {shown(size)} was not asked; pass it among sizes=")
         return found
+
+    def _rows(self) -> list[table.Row]:
+        rows = [("sizes", "result", "basis", "accumulation order")]
+        for band in self.bands:
+            result = "?" if band.group is None else str(band.group)
+            rows.append((str(band), result, band.found.basis, explained(band.call, band.found).order))
+        return list(rows)
+
+    def __str__(self) -> str:
+        return "\n".join((f"{self.layer} {self.product} {self.operands}", *table.ruled(self._rows())))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return table.html(self._rows())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

@@ -184,6 +184,20 @@ def test_a_converted_model_names_its_target():
         batch_invariance(converted, "h200")
 
 
+def test_a_product_shows_its_orders(found):
+    assert str(found.products[0]).splitlines()[:6] == [
+        "640x1024 forward bf16",
+        "sizes     result  basis     accumulation order",
+        "-" * len(str(found.products[0]).splitlines()[2]),
+        "M=1       0       recorded  one chain from +0, k in order",
+        "M=2..5    1       recorded  16 tiles of 64 in 4 parts (runs of 4 tiles), each one chain from +0, k in order; "
+        "parts are added one after another",
+        "M=6..7    2       recorded  one chain from +0, k in order",
+    ]
+    assert "M=10..11  ?       guess" in str(found.products[0])
+    assert found.products[0]._repr_html_().count("<tr>") == 9
+
+
 def test_what_is_shown(found, tmp_path):
     assert "M=10..12" in str(batch_invariance([SHAPE], found.products[0].bands[0].call.target, [9, 10, 11, 12]))
     assert found._repr_html_().count("<tr>") == 3 and repr(found) == str(found)
