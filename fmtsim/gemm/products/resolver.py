@@ -314,6 +314,9 @@ def _check_scale_blocks(block: int, plan: GemmPlan, k: int) -> None:
         value = getattr(plan, name)
         if value is not None and value % block:
             raise ArgumentError(f"{name}={value} cuts the unit's scale blocks of {block} products; choose a multiple")
+    if plan.k_tile is not None and -(-plan.k_tile // plan.lanes) % block:
+        text = f"lanes={plan.lanes} of k_tile={plan.k_tile} cut the unit's scale blocks of {block} products"
+        raise ArgumentError(f"{text}; choose whole blocks for each")
     if plan.residue_first and k % block:
         raise ArgumentError(f"residue_first with K={k} cuts the unit's scale blocks of {block}; pad K")
 
