@@ -103,7 +103,11 @@ def test_no_products(engine):
     assert (out.view(torch.int32) == 0x7FFFFFFF).all()
 
 
-@pytest.mark.parametrize("plan", [GemmPlan(), GemmPlan(k_tile=16, split=2, partial="bf16")], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "plan",
+    [GemmPlan(), GemmPlan(k_tile=16, split=2, partial="bf16"), GemmPlan(k_tile=16, lanes=2)],
+    ids=["one", "two", "lanes"],
+)
 def test_outputs_of_any_strides(plan, device):
     spec = gemm_spec(EVEN, "bf16", plan=plan)
     a, b = operand("bf16", 5, 40, "normal", 1).to(device), operand("bf16", 7, 40, "normal", 2).to(device)
