@@ -20,7 +20,7 @@ from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
 from fmtsim.spec.plan import GemmPlan
 
-CPU, WORK, H200 = torch.device("cpu"), 1 << 22, get_target("h200")
+CPU, WORK, H200 = torch.device("cpu"), 1 << 22, dataclasses.replace(get_target("h200"), book=None)
 
 
 def few(*numbers):
@@ -75,7 +75,7 @@ def test_rules_without_a_table_are_tried_in_sizes_of_all_kinds():
 def test_all_kinds_of_calls_run():
     kinds = [number_of(operation="linear", bias=True, n=1), number_of(scaling="row"), number_of(scaling="block_128"),
              number_of(scaling="row_block_128"), number_of(operation="bmm"), number_of(a="int8"),
-             number_of(("rule",), operation="scaled_mm", fast_accum=False)]  # fmt: skip
+             number_of(("rule",), scaling="tensor")]  # fmt: skip
     target, asked = few(*kinds), []
 
     def compare(verb, *arguments, **options):
@@ -98,7 +98,7 @@ def test_all_kinds_of_calls_run():
 
 
 def test_data_show_the_order_of_sums():
-    number = number_of(("rule",), operation="scaled_mm", fast_accum=False)
+    number = number_of(("rule",), scaling="tensor")
     other = GemmPlan(k_tile=128, split=2)
 
     def compare(verb, *arguments, **options):
