@@ -26,6 +26,7 @@ from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
 from fmtsim.interrupts import unheard
 from fmtsim.progress import Progress
+from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.verify.workers import pool_of
 
 T = TypeVar("T")
@@ -100,9 +101,10 @@ def families_of(shapes: Iterable[tuple[int, int]], kinds: Iterable[Kind]) -> lis
         narrow = kind.scaling != "none"
         if narrow and (n % FP8_STEP or k % FP8_STEP):
             continue
-        passes: list[tuple[int, Along, tuple[int, int], int]] = [(0, "m", (n, k), 1)]
+        rows = 4 if kind.scaling in LARGE_BLOCKS else 1  # the library refuses others
+        passes: list[tuple[int, Along, tuple[int, int], int]] = [(0, "m", (n, k), rows)]
         if not kind.bias:
-            passes.append((0 if narrow else 1, "m", (k, n), 1))
+            passes.append((0 if narrow else 1, "m", (k, n), rows))
             steps = (FP8_STEP,) if narrow else (8, 1)  # tokens of every residue, whose rows begin anywhere
             passes += [(0 if narrow else 2, "k", (n, k), step) for step in steps]
         found |= dict.fromkeys(Family(kind, layout, along, sizes, (), 1, step) for layout, along, sizes, step in passes)
@@ -195,10 +197,10 @@ def make_book(
     similar = {other: kind for other, kind in (similar or {}).items() if other not in book.aliases}
     work = len(left) + check * len(similar) // 500
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), 32, work // CHUNK))
-    with _processes(open_library, workers) as pool:
+    with processes(open_library, workers) as pool:
         try:
             progress.stage("families", len(left))
-            for chunk, runs in _shared(pool, _runs_of_chunk, _chunks(left, CHUNK), progress):
+            for chunk, runs in shared(pool, _runs_of_chunk, _chunks(left, CHUNK), progress):
                 book.add(chunk, runs)
             progress.stage("kinds that are answered alike", len(similar) * check)
             book.aliases |= _alike(pool, families, similar, check, progress)
@@ -207,7 +209,7 @@ def make_book(
         made = Made(len(book.known), len(left), size)
         drawn = _drawn(families, check, book.aliases)
         progress.stage("held-out questions", len(drawn))
-        for asked, answers in _shared(pool, _answers, _chunks(drawn, 500), progress):
+        for asked, answers in shared(pool, _answers, _chunks(drawn, 500), progress):
             made.checked += len(asked)
             made.different += [x for x, choice in zip(asked, answers, strict=True) if book.read.find(x) != choice]
     return made
@@ -302,7 +304,7 @@ def _drawn(families: Sequence[Family], count: int, aliases: Mapping[Kind, Kind])
         others[kind].append(other)
     for _ in range(count if families else 0):
         family = rng.choice(families)
-        step = FP8_STEP if family.step == FP8_STEP else 1  # a family of another step may have the size
+        step = family.step if family.kind.scaling != "none" else 1  # a family of another step may have the size
         asked = question(family, rng.randrange(step, MOST + 1, step))
         alias = rng.random() < 0.5 and others[family.kind]
         drawn.append(asked._replace(kind=rng.choice(alias)) if alias else asked)
@@ -318,14 +320,14 @@ def _alike(
     drawn = {kind: _drawn([x for x in families if x.kind == kind], count, {}) for kind in set(similar.values())}
     for other, kind in similar.items():
         tasks += [(chunk, other) for chunk in _chunks(drawn[kind], 500)]
-    for (_, other), number in _shared(pool, _differences, tasks, progress, 500):
+    for (_, other), number in shared(pool, _differences, tasks, progress, 500):
         different[other] += number
     asked = {other for _, other in tasks}
     return {other: kind for other, kind in similar.items() if other in asked and not different[other]}
 
 
 @contextmanager
-def _processes(open_library: Callable[[], Asker], workers: int) -> Iterator[ProcessPoolExecutor | None]:
+def processes(open_library: Callable[[], Asker], workers: int) -> Iterator[ProcessPoolExecutor | None]:
     """Give processes that have opened the library, None where this one alone has."""
     if workers == 1:
         _begin(open_library)
@@ -345,10 +347,13 @@ def _processes(open_library: Callable[[], Asker], workers: int) -> Iterator[Proc
         pool.shutdown(cancel_futures=True)
 
 
-def _shared(
+def shared(
     pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T], progress: Progress, weight: int = 0
 ) -> Iterator[tuple[T, R]]:
-    """Yield tasks and what comes of them, in the order in which processes end them; a task counts for its length."""
+    """Yield tasks and what comes of them, in the order in which processes end them.
+
+    A task counts for its length, or for ``weight``.
+    """
     done = 0
     for task, found in _results(pool, work, tasks):
         yield task, found
@@ -369,6 +374,11 @@ def _results(pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Se
 _asker: list[Any] = []  # of this process
 
 
+def asker() -> Asker:
+    """Return what asks in this process, of those that ``processes`` gives."""
+    return _asker[0]  # type: ignore[no-any-return]
+
+
 def _begin(open_library: Callable[[], Asker]) -> None:
     torch.set_num_threads(1)
     _asker[:] = [open_library()]
@@ -377,15 +387,15 @@ def _begin(open_library: Callable[[], Asker]) -> None:
 def _runs_of_chunk(families: Sequence[Family]) -> list[Runs]:
     found = []
     for family in families:
-        ask = lambda size, family=family: _asker[0].choice(question(family, size))  # noqa: E731
+        ask = lambda size, family=family: asker().choice(question(family, size))  # noqa: E731
         found.append(runs_of(ask, *sizes_of(family)))
     return found
 
 
 def _answers(questions: Sequence[Question]) -> list[Choice | None]:
-    return [_asker[0].choice(each) for each in questions]
+    return [asker().choice(each) for each in questions]
 
 
 def _differences(task: tuple[Sequence[Question], Kind]) -> int:
     questions, other = task
-    return sum(_asker[0].choice(each) != _asker[0].choice(each._replace(kind=other)) for each in questions)
+    return sum(asker().choice(each) != asker().choice(each._replace(kind=other)) for each in questions)

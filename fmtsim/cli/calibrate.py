@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from fmtsim.calibration.book import (
 from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
 from fmtsim.calibration.evidence import Evidence, load_evidence
 from fmtsim.calibration.gpu import open_gpu
+from fmtsim.calibration.learn import check_learner, learn
 from fmtsim.calibration.planfile import plan_file, write_plan
 from fmtsim.calibration.recheck import RuleCheck, recheck
 from fmtsim.calibration.unit_calls import kinds_of
@@ -44,6 +46,7 @@ from fmtsim.gemm.models import (
     read_shapes,
 )
 from fmtsim.gemm.targets.ask import open_asker
+from fmtsim.gemm.targets.learned import Group
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.progress import make_progress
@@ -51,7 +54,7 @@ from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.spec.call import GemmCall
 
 SHOWN = 10
-PLAN, EVIDENCE, BOOK = "fmtsim-plan.json", "fmtsim-evidence.json", "fmtsim.book"
+PLAN, EVIDENCE, BOOK, LEARNED = "fmtsim-plan.json", "fmtsim-evidence.json", "fmtsim.book", "fmtsim.trees"
 QUICK = 64  # calls that --quick asks about
 MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "fp8_fast": ("e4m3", "e5m2"),
          "fp8_slow": ("e4m3", "e5m2")}  # fmt: skip
@@ -76,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(book, "--book", f"{every} {known}", metavar="FILE", nargs="?", const=BOOK)
     option(book, "--kinds", f"kinds of calls, by default all: {', '.join(KINDS)}", metavar="LIST")
     option(book, "--lattice", "further layers whose outputs and inputs are at most so many sizes from 64 to 32768", 0)
+    trees = "write a file of decision trees, learned from this library's answers to random questions"
+    option(book, "--learn", f"{trees} ({LEARNED} unless named)", metavar="FILE", nargs="?", const=LEARNED)
+    option(book, "--questions", "questions about each of the trees' topics", 1_200_000)
     option(book, "--workers", "processes that ask (default: one a core)", type=int)
     one = parser.add_argument_group("holding a GPU to the emulation of its matrix unit, instead of asking it")
     all_kinds = "run every kind of call that reaches this unit on the GPU and emulated; compare, and write evidence"
@@ -90,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     With ``--check``, ``--unit`` and ``--evidence``: 0 where no bit differs and every rule, or kind of call, was run.
     """
-    jobs = {"book": run_book, "check": run_check, "unit": run_unit, "evidence": run_evidence}
+    jobs = {"book": run_book, "learn": run_learn, "check": run_check, "unit": run_unit, "evidence": run_evidence}
     asked = [name for name in jobs if getattr(arguments, name) is not None]
     if len(asked) > 1:
         raise ArgumentError(f"--{asked[0]} and --{asked[1]} are different jobs; give one of them")
@@ -155,6 +161,40 @@ def run_book(arguments: argparse.Namespace) -> int:
               "target": None if target is None else str(plan)}  # fmt: skip
     answer(arguments, record, lambda: book_text(path, made, None if target is None else plan))
     return MISMATCH if len(made.different) * 1000 > made.checked else 0
+
+
+def run_learn(arguments: argparse.Namespace) -> int:
+    """Grow trees from the library's answers, and show how often they are right about answers they never saw."""
+    path = Path(arguments.learn).expanduser()
+    check_file("--learn", path)
+    check_positive(arguments, "workers", "questions")
+    check_learner()
+    gpu = open_gpu(arguments.device)
+    index = torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
+    workers = arguments.workers or len(os.sched_getaffinity(0))
+    with make_progress(None, transient=True) as progress:
+        groups = learn(path, partial(open_asker, index, cached=False), count=arguments.questions, workers=workers,
+                       progress=progress)  # fmt: skip
+    rows = [
+        (kind_name(group), f"{group.learned:,}", f"{group.held_out:,}", f"{group.right / group.held_out:.2%}",
+         f"{group.certain / group.held_out:.1%}", f"{group.certain_right / max(group.certain, 1):.3%}")
+        for group in groups
+    ]  # fmt: skip
+    head = ("kinds", "learned from", "held out", "right", "certain", "right of these")
+    record = {"library": gpu.library, "file": str(path), "bytes": path.stat().st_size,
+              "groups": [dict(zip(head, row, strict=True)) for row in rows]}  # fmt: skip
+    answer(arguments, record, lambda: f"{format_table(head, rows, left=(0,))}\nwritten: {path}")
+    return 0
+
+
+def kind_name(group: Group) -> str:
+    """Return a few words that name a group of kinds."""
+    first = group.kinds[0]
+    words = ["batches of", first.a] if group.batched else [first.a]
+    words += [{"16f": "sums in fp16", "tf32": "", "32f": ""}[first.compute], "with bias" if first.bias else ""]
+    words += [f"scaling {first.scaling}" if first.scaling != "none" else ""]
+    others = len(group.kinds) - 1
+    return " ".join(filter(None, words)) + (f", {others} more" if others else "")
 
 
 def book_shapes(arguments: argparse.Namespace) -> list[tuple[int, int]]:

@@ -255,10 +255,10 @@ def book_bytes(
     record = {
         "library": library,
         "source": source,
-        "aliases": sorted([_kind_to_list(a), _kind_to_list(b)] for a, b in (aliases or {}).items()),
+        "aliases": sorted([kind_to_list(a), kind_to_list(b)] for a, b in (aliases or {}).items()),
         "choices": choices,
         "sections": [
-            [_kind_to_list(head[0]), *head[1:], *writer.section(sections[head], numbers)]
+            [kind_to_list(head[0]), *head[1:], *writer.section(sections[head], numbers)]
             for head in sorted(sections, key=_section_order)
         ],
     }
@@ -276,7 +276,7 @@ def write_book(path: StrPath, families: Iterable[Family], **facts: Any) -> int:
 
 def _section_order(head: tuple[Kind, int, int, str, int]) -> tuple[Any, ...]:
     kind, layout, batch, along, step = head
-    return _kind_to_list(kind), layout, batch, along, -step  # coarse steps are looked at first
+    return kind_to_list(kind), layout, batch, along, -step  # coarse steps are looked at first
 
 
 def _named(family: Family) -> str:
@@ -381,18 +381,20 @@ def _read(header: bytes, body: bytes) -> _Contents:
         found = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
         if along not in _FIXED or index(step) < 1 or index(stride) < 1:
             raise ValueError("a section is not possible")
-        sections[_kind_from_list(kind), index(layout), index(batch)].append(
+        sections[kind_from_list(kind), index(layout), index(batch)].append(
             _Section(along, step, stride, found, _inflate(samples), ends, blocks)
         )
-    aliases = {_kind_from_list(a): _kind_from_list(b) for a, b in record["aliases"]}
+    aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
     return _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
 
 
-def _kind_to_list(kind: Kind) -> list[Any]:
+def kind_to_list(kind: Kind) -> list[Any]:
+    """Return a kind of calls as plain JSON types."""
     return [str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value for value in kind]
 
 
-def _kind_from_list(values: list[Any]) -> Kind:
+def kind_from_list(values: list[Any]) -> Kind:
+    """Read what ``kind_to_list`` gives; raise ValueError, TypeError or AttributeError where it is no kind."""
     kind = Kind(*values)
     out = getattr(torch, kind.out)  # type: ignore[call-overload]
     if not isinstance(out, torch.dtype) or kind.scaling not in get_args(ScaleKind):

@@ -84,8 +84,8 @@ _LAYOUTS: Final[dict[tuple[Layout, Layout], int]] = {
 def question_of(call: GemmCall) -> Question | None:
     """Return what torch asks cuBLASLt about a call; None where it does not ask, or nobody knows how.
 
-    torch calls an operand with a single row or column contiguous in the way of [M, K] and [K, N]. A bias is the
-    library's own where K and N are more than 1; else torch puts it into the result beforehand.
+    But in bmm, torch calls an operand with a single row or column contiguous in the way of [M, K] and [K, N]. A bias is
+    the library's own where K and N are more than 1; else torch puts it into the result beforehand.
     """
     if call.a in ("fp32", "fp64", "int8"):
         return None
@@ -93,8 +93,9 @@ def question_of(call: GemmCall) -> Question | None:
     compute = "16f" if call.accumulate == "fp16" else "tf32" if call.a == "tf32" else "32f"
     fast = call.operation == "scaled_mm" and call.fast_accum
     kind = Kind(call.a, call.b, call.out, compute, bias, call.scaling, fast)
-    a = "row" if 1 in (call.m, call.k) else call.a_layout
-    b = "column" if 1 in (call.n, call.k) else call.b_layout
+    free = call.operation != "bmm"
+    a = "row" if free and 1 in (call.m, call.k) else call.a_layout
+    b = "column" if free and 1 in (call.n, call.k) else call.b_layout
     return Question(kind, _LAYOUTS[a, b], call.m, call.n, call.k, call.batch)
 
 

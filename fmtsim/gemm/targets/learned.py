@@ -1,0 +1,256 @@
+"""What cuBLASLt most likely chooses where nobody asked it: decision trees that were learned from its answers."""
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from fmtsim.errors import DataError
+from fmtsim.files import StrPath, write_file
+from fmtsim.gemm.targets.book import kind_from_list, kind_to_list
+from fmtsim.gemm.targets.question import Choice, Kind, Question
+
+MAGIC: Final = b"fmtsim learned 1"
+_HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
+_LARGEST: Final = 1 << 24
+_DAMAGED = (ValueError, TypeError, LookupError, struct.error, zlib.error)
+LEAF: Final = 255
+Feature = Callable[[Any, Any, Any, Any, Any, Any], Any]
+
+
+def _tiles(rows: int, columns: int) -> Feature:
+    return lambda kind, layout, m, n, k, batch: -(-n // rows) * -(-m // columns) * batch
+
+
+def _power(x: Any) -> Any:
+    """Return the largest power of two that divides x, 64 at most."""
+    return (x | 64) & -(x | 64)
+
+
+FEATURES: Final[tuple[Feature, ...]] = (
+    lambda kind, layout, m, n, k, batch: layout,
+    lambda kind, layout, m, n, k, batch: m,
+    lambda kind, layout, m, n, k, batch: n,
+    lambda kind, layout, m, n, k, batch: k,
+    lambda kind, layout, m, n, k, batch: m * n * batch,
+    lambda kind, layout, m, n, k, batch: m * n * batch * k / 1024,
+    lambda kind, layout, m, n, k, batch: m / n,
+    lambda kind, layout, m, n, k, batch: _power(k * (layout < 2) + m * (layout >= 2)),
+    lambda kind, layout, m, n, k, batch: _power(k * (layout % 3 == 0) + n * (layout % 3 > 0)),
+    lambda kind, layout, m, n, k, batch: _power(n),
+    lambda kind, layout, m, n, k, batch: _power(m),
+    lambda kind, layout, m, n, k, batch: _power(k),
+    lambda kind, layout, m, n, k, batch: m * k,
+    lambda kind, layout, m, n, k, batch: n * k,
+    lambda kind, layout, m, n, k, batch: -(-k // 64),
+    lambda kind, layout, m, n, k, batch: k % 64,
+    lambda kind, layout, m, n, k, batch: batch,
+    lambda kind, layout, m, n, k, batch: kind,
+    *(_tiles(*tile) for tile in ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))),
+)
+"""What a tree compares: functions of the kind's number in its group and of a question, for numbers and arrays alike."""
+
+
+class Tree(NamedTuple):
+    """A decision tree in the order in which it is walked: a node, all that is below its left, all below its right.
+
+    features: uint8 [nodes], an index of ``FEATURES``; LEAF ends a path.
+    thresholds: float32 [nodes that are no leaves]: a feature up to it goes left.
+    choices: int [leaves], an index of the choices of its group.
+    certain: bool [leaves].
+    """
+
+    features: "np.ndarray[Any, Any]"
+    thresholds: "np.ndarray[Any, Any]"
+    choices: "np.ndarray[Any, Any]"
+    certain: "np.ndarray[Any, Any]"
+
+
+class Group(NamedTuple):
+    """Kinds of calls with a tree, and how often it was right about answers that it was not learned from.
+
+    kinds: The kinds.
+    batched: They are those of batched products.
+    choices: What its leaves name.
+    learned, held_out: Answers that it was learned from, and others that it was held to.
+    right: How many of those held out it gave.
+    certain, certain_right: How many of those held out fell on certain leaves, and how many of these it gave.
+    """
+
+    kinds: tuple[Kind, ...]
+    batched: bool
+    choices: tuple[Choice, ...]
+    learned: int
+    held_out: int
+    right: int
+    certain: int
+    certain_right: int
+
+
+class Guess(NamedTuple):
+    """A choice that the library most likely takes; certain where of 1,000 such guesses held out 999 were right."""
+
+    choice: Choice
+    certain: bool
+    group: Group
+
+
+class Learned:
+    """A file of trees. Opening reads nothing; the first question of a group takes its tree apart.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from fmtsim.gemm.targets.learned import Group, Learned, Tree, learned_bytes
+        >>> from fmtsim.gemm.targets.question import Choice, Kind, Question
+        >>> kind = Kind("bf16", "bf16", torch.bfloat16)
+        >>> group = Group((kind,), False, (Choice(66), Choice(66, 3, 2)), 1000, 100, 99, 50, 50)
+        >>> tree = Tree(np.uint8([3, 255, 255]), np.float32([4096]), np.array([0, 1]), np.array([True, False]))
+        >>> rule = Learned(learned_bytes([(group, tree)]), "example")
+        >>> rule.find(Question(kind, 0, 64, 64, 8192))[:2]
+        (Choice(algorithm=66, split=3, reduction=2, custom=0, stages=0), False)
+    """
+
+    def __init__(self, content: bytes | Path, name: str) -> None:
+        """Take a file's bytes, or where they are; ``name`` is what errors call the file."""
+        self._content, self.name = content, name
+        self._walks: dict[int, tuple[list[int], list[Any], list[int]]] = {}
+
+    @classmethod
+    def open(cls, path: StrPath) -> "Learned":
+        """Return the trees in a file.
+
+        Raises:
+            DataError: There is no such file. A damaged one is found by the first question.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(f"{path}: No such file; fmtsim calibrate --learn makes one")
+        return cls(path, str(path))
+
+    def groups(self) -> tuple[Group, ...]:
+        """Return the groups of kinds."""
+        return tuple(group for group, _, _ in self._contents[0])
+
+    def find(self, question: Question) -> Guess | None:
+        """Return what the library most likely chooses, None for kinds of calls without a tree.
+
+        Raises:
+            DataError: The file is damaged, or cannot be read.
+        """
+        groups, numbers, body = self._contents
+        kind, layout, m, n, k, batch = question
+        place = numbers.get((kind, batch > 1))
+        if place is None:
+            return None
+        index, number = place
+        group, begin, size = groups[index]
+        walk = self._walks.get(index)
+        if walk is None:
+            try:
+                walk = self._walks[index] = _walk(_unpacked(body[begin : begin + size]))
+            except _DAMAGED as error:
+                raise self._damaged(error) from None
+        features, thresholds, rights = walk
+        node, known = 0, dict[int, Any]()
+        while (feature := features[node]) != LEAF:
+            value = known.get(feature)
+            if value is None:
+                value = known[feature] = FEATURES[feature](number, layout, m, n, k, batch)
+            node = node + 1 if value <= thresholds[node] else rights[node]
+        return Guess(group.choices[rights[node]], bool(thresholds[node]), group)
+
+    def _damaged(self, error: object) -> DataError:
+        return DataError(f"{self.name} holds no trees that fmtsim reads ({error}); make it with calibrate --learn")
+
+    @cached_property
+    def _contents(self) -> tuple[list[tuple[Group, int, int]], dict[tuple[Kind, bool], tuple[int, int]], bytes]:
+        content = self._content
+        try:
+            content = content.read_bytes() if isinstance(content, Path) else content
+            magic, header, checksum = _HEAD.unpack_from(content)
+            if magic != MAGIC or zlib.crc32(content[_HEAD.size :]) != checksum:
+                raise ValueError("its first bytes or its checksum are wrong")
+            text = zlib.decompressobj().decompress(content[_HEAD.size : _HEAD.size + header], _LARGEST)
+            groups = []
+            for kinds, batched, choices, *counts, begin, size in json.loads(text):
+                record = Group(tuple(map(kind_from_list, kinds)), batched, tuple(Choice(*c) for c in choices), *counts)
+                groups.append((record, begin, size))
+        except OSError as error:
+            raise DataError(f"cannot read {self.name}: {error.strerror}") from None
+        except _DAMAGED as error:
+            raise self._damaged(error) from None
+        numbers = {
+            (kind, group.batched): (index, number)
+            for index, (group, _, _) in enumerate(groups)
+            for number, kind in enumerate(group.kinds)
+        }
+        return groups, numbers, content[_HEAD.size + header :]
+
+
+def _walk(tree: Tree) -> tuple[list[int], list[Any], list[int]]:
+    """Return for each node its feature, its threshold, and its right child; of a leaf certain and its choice."""
+    features, thresholds, leaves = tree.features.tolist(), iter(tree.thresholds.tolist()), 0
+    values: list[Any] = []
+    rights = [0] * len(features)
+    waiting: list[int] = []
+    for node, feature in enumerate(features):
+        if feature != LEAF:
+            values.append(next(thresholds))
+            waiting.append(node)
+            continue
+        values.append(bool(tree.certain[leaves]))
+        rights[node] = int(tree.choices[leaves])
+        leaves += 1
+        if waiting:
+            rights[waiting.pop()] = node + 1
+    if waiting or leaves != len(tree.choices) or any(f != LEAF and f >= len(FEATURES) for f in features):
+        raise ValueError("a tree does not end")
+    return features, values, rights
+
+
+def learned_bytes(groups: Sequence[tuple[Group, Tree]]) -> bytes:
+    """Return a file of trees: the same groups give the same bytes."""
+    body, records = b"", []
+    for group, tree in groups:
+        packed = _packed(tree)
+        records.append([[kind_to_list(kind) for kind in group.kinds], *group[1:], len(body), len(packed)])
+        body += packed
+    header = zlib.compress(json.dumps(records, separators=(",", ":")).encode(), 9)
+    return _HEAD.pack(MAGIC, len(header), zlib.crc32(header + body)) + header + body
+
+
+def write_learned(path: StrPath, groups: Sequence[tuple[Group, Tree]]) -> int:
+    """Write a file of trees, whole or not at all, and return its size."""
+    content = learned_bytes(groups)
+    write_file(path, content)
+    return len(content)
+
+
+def _packed(tree: Tree) -> bytes:
+    """Return a tree in few bytes: columns, thresholds and choices as planes of bytes."""
+    thresholds = tree.thresholds.astype("<f4").view(np.uint8).reshape(-1, 4).T
+    choices = tree.choices.astype("<u2").view(np.uint8).reshape(-1, 2).T
+    pieces = [tree.features.astype(np.uint8), *thresholds, *choices, np.packbits(tree.certain)]
+    packed = [zlib.compress(piece.tobytes(), 9) for piece in pieces]
+    return struct.pack(f"<II{len(packed)}I", len(tree.features), len(tree.choices), *map(len, packed)) + b"".join(
+        packed
+    )
+
+
+def _unpacked(packed: bytes) -> Tree:
+    nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)
+    pieces, begin = [], 40
+    for size in sizes:
+        piece = zlib.decompressobj().decompress(packed[begin : begin + size], _LARGEST)
+        pieces.append(np.frombuffer(piece, np.uint8))
+        begin += size
+    thresholds = np.stack(pieces[1:5], 1).reshape(-1).view("<f4")
+    choices = np.stack(pieces[5:7], 1).reshape(-1).view("<u2")
+    if len(pieces[0]) != nodes or len(choices) != leaves or len(thresholds) != nodes - leaves:
+        raise ValueError("a tree has another size than it says")
+    return Tree(pieces[0], thresholds, choices, np.unpackbits(pieces[7], count=leaves).astype(bool))
