@@ -18,7 +18,7 @@ from fmtsim.gemm.targets.target import target_from_dict
 from fmtsim.spec.plan import GemmPlan
 from tests.cuda import batch_rows
 from tests.support.fake_gpu import FakeGPU
-from tests.support.targets import linear
+from tests.support.targets import linear, mm
 
 SIZES = range(1, 15)
 SHAPE = (640, 1024, False)
@@ -140,6 +140,18 @@ def test_a_planted_difference_is_seen(target):
     columns = replace(spec, plan=replace(spec.plan, epilogue="row_column"))
     assert same_bits(call, spec, columns) and not same_bits(replace(call, scaling="row"), spec, columns)
     assert same_bits(call, spec, replace(spec, plan=GemmPlan(k_tile=256, split=4)))
+
+
+def test_parts_added_in_place_to_float32_are_added_one_after_another():
+    call = mm(64, 48, 1024)
+    with without_doubts():
+        spec = resolve(replace(call, target="h200"))
+    plans = [
+        GemmPlan(k_tile=64, split=4, reduce=how, partial=to) for how in ("serial", "in_place") for to in (None, "bf16")
+    ]
+    serial, rounded, in_place, in_bf16 = (replace(spec, plan=plan) for plan in plans)
+    assert same_bits(call, serial, in_place) and not same_bits(replace(call, bias=True), serial, in_place)
+    assert not same_bits(call, rounded, in_bf16) and not same_bits(call, in_place, in_bf16)
 
 
 def test_models_by_name_as_modules_and_converted():
