@@ -120,13 +120,19 @@ def question(family: Family, size: int) -> Question:
 def sizes_of(family: Family) -> tuple[list[int], int]:
     """Return the sizes that are asked first, and what lies between two sizes of the family.
 
-    Of a family of a step below 8 along K, only sizes are asked that no family of twice the step has.
+    Rows that lie apart are asked in pairs: choices change at multiples of a tile's rows and just beyond, and one of each
+    pair alone would leave ten times as many wrong choices. Of a family of a step below 8 along K, only sizes are asked
+    that no family of twice the step has.
     """
     stride = 2 * family.step if family.along == "k" and family.step < 8 else family.step
-    found = [family.step]
+    begin = family.step
+    found = [begin]
     for last, apart in _ROWS if family.along == "m" else _TOKENS:
         apart = -(-apart // stride) * stride
-        found += range(found[-1] + apart, last + 1, apart)
+        pair = (0, 1) if family.along == "m" and apart > 1 else (0,)
+        sizes = range(begin + apart, last + 1, apart)
+        found += [size + beyond for size in sizes for beyond in pair if size + beyond <= MOST]
+        begin = sizes[-1]
     end = MOST - (MOST - family.step) % stride
     return found if found[-1] == end else [*found, end], stride
 
