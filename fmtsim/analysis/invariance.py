@@ -220,7 +220,7 @@ class BatchInvariance:
                 hatch = "////" if band.group is None else None
                 panel.broken_barh(
                     [(band.first, band.last + 1 - band.first)], (place - 0.36, 0.72), facecolors=colour, hatch=hatch,
-                    edgecolor="#999999" if hatch else "white", linewidth=0.4,
+                    edgecolor="#999999" if hatch else "none", linewidth=0.4,  # an edge would cover a band of one size
                 )  # fmt: skip
         label_axes(panel, "batch size M (rows); a colour is a result, hatched is not known", "")
         panel.set_yticks(range(len(self.products)), [f"{x.layer} {x.product} {x.operands}" for x in self.products])

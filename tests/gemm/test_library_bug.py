@@ -8,7 +8,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis import batch_invariance
-from fmtsim.errors import LibraryBugWarning
+from fmtsim.errors import LibraryBugWarning, PlanUnknownWarning
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.gemm.targets.book import Book, Family, book_bytes
 from fmtsim.gemm.targets.library_bug import padded_k, products_left_out
@@ -98,6 +98,15 @@ def test_explain_mm_says_it():
     assert rows["order"].startswith("products from 960 on are left out; 15 tiles of 64 in 4 parts")
     own = fmtsim.explain_mm(*operands(8), target=library(), plan=GemmPlan(k_end=END)).rows
     assert "left out" not in dict(own) | dict(fmtsim.explain_mm(*operands(8, 1024), target=library()).rows)
+
+
+def test_a_guess_of_the_order_is_no_certain_bug():
+    target = library()
+    guess = replace(target, rules=tuple(replace(rule, basis="guess") for rule in target.rules))
+    said = "never multiplied, a bug of the library, if the guess of its order is right; pad K with zeros to 1024"
+    assert said in dict(fmtsim.explain_mm(*operands(9), target=guess).rows)["left out"]
+    with pytest.warns(PlanUnknownWarning), pytest.warns(LibraryBugWarning, match=said):
+        fmtsim.mm(*operands(9), target=guess)
 
 
 def test_products_left_out():

@@ -93,7 +93,8 @@ def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
         rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
     rows.append(("order", _order(call.k, found)))
     if target is not None and call.plan is None and products_left_out(call.k, plan):
-        rows.append(("left out", bug_in_words(get_target(target), call.facts(), plan)))
+        said = bug_in_words(get_target(target), call.facts(), plan, guess=found.basis == "guess")
+        rows.append(("left out", said))
     rows.append(("epilogue", _epilogue(call, plan, out)))
     rows.append(("source", _source(call, found)))
     return MmExplanation(call=call, machine=machine, unit=found.unit, plan=plan, basis=found.basis, rows=tuple(rows))

@@ -193,7 +193,7 @@ def resolve(call: GemmCall) -> GemmSpec:
     if record is not None and found.basis == "guess":
         record.doubt(call.facts(), found.plan, call.strict)
     if found.plan.k_end is not None and record is not None and call.plan is None:
-        warn_of_bug(record, call.facts(), found.plan)
+        warn_of_bug(record, call.facts(), found.plan, guess=found.basis == "guess")
     return found
 
 

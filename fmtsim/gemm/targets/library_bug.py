@@ -30,26 +30,30 @@ def padded_k(target: Target, call: GemmCall) -> int | None:
     return None
 
 
-def bug_in_words(target: Target, call: GemmCall, plan: GemmPlan) -> str:
+def bug_in_words(target: Target, call: GemmCall, plan: GemmPlan, *, guess: bool) -> str:
     """Return what a target leaves out of a call, and what to do about it."""
     k = padded_k(target, call)
     step = "add the last products by a second call" if k is None else f"pad K with zeros to {k}, where it adds all"
     lost = products_left_out(call.k, plan)
-    return f"the last {lost} of the {call.k} products of every sum are never multiplied, a bug of the library; {step}"
+    bug = "a bug of the library, if the guess of its order is right" if guess else "a bug of the library"
+    return f"the last {lost} of the {call.k} products of every sum are never multiplied, {bug}; {step}"
 
 
-def warn_of_bug(target: Target, call: GemmCall, plan: GemmPlan) -> None:
+def warn_of_bug(target: Target, call: GemmCall, plan: GemmPlan, *, guess: bool) -> None:
     """Warn of products that a library leaves out, once a process for each call.
 
     Args:
         target: The GPU and its library.
         call: The facts of the call.
         plan: Its accumulation order.
+        guess: The order is a guess.
     """
     if products_left_out(call.k, plan):
         what = f"{call.operation} M={call.m} N={call.n} K={call.k} {call.a} x {call.b} -> {call.out}"
         left_out = f"the library of target {target.name} leaves products of {what} out"
-        warn_once(LibraryBugWarning, target.name, call, lambda: f"{left_out}: {bug_in_words(target, call, plan)}")
+        warn_once(
+            LibraryBugWarning, target.name, call, lambda: f"{left_out}: {bug_in_words(target, call, plan, guess=guess)}"
+        )
 
 
 def warn_of_native_bug(target: Target, call: GemmCall) -> None:
@@ -60,4 +64,4 @@ def warn_of_native_bug(target: Target, call: GemmCall) -> None:
     except FmtsimError:  # torch has the call, and the target says nothing of it
         return
     if found.basis != "guess":
-        warn_of_bug(target, call, found.plan)
+        warn_of_bug(target, call, found.plan, guess=False)
