@@ -120,7 +120,7 @@ def question(family: Family, size: int) -> Question:
 def sizes_of(family: Family) -> tuple[list[int], int]:
     """Return the sizes that are asked first, and what lies between two sizes of the family.
 
-    Rows that lie apart are asked in pairs: choices change at multiples of a tile's rows and just beyond, and one of each
+    Rows that lie apart are asked in pairs: choices change at multiples of a tile's rows and just beyond; one of each
     pair alone would leave ten times as many wrong choices. Of a family of a step below 8 along K, only sizes are asked
     that no family of twice the step has.
     """

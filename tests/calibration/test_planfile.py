@@ -118,9 +118,10 @@ def test_what_was_not_found_stays_a_guess():
 
 def test_a_base_keeps_its_rules_and_is_not_listed_again():
     base = replace(get_target("h200"), book=None)
-    calls = [mm(64, 64, 4096), mm(64, 1024, 7168)]  # known; a guess
+    calls = [mm(64, 64, 3840), mm(64, 1024, 7168)]  # known; a guess
     found = [
-        Finding(call=call, status="verified", plans=(GemmPlan(k_tile=64, split=3),), outputs=256) for call in calls
+        Finding(call=call, status="verified", plans=(GemmPlan(k_tile=64, split=split),), outputs=256)
+        for call, split in zip(calls, (2, 3), strict=True)
     ]
     target = plan_file("h200", base.library, found, units, base=base, date="2026-11-21")
     assert len(target.rules) == len(base.rules) + 1
