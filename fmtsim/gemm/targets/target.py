@@ -166,29 +166,25 @@ class Target:
         First come tables of calls and recorded ones, then the library's own choice out of the book, then other rules.
         A single row or column has no layout: what a rule knows of either serves.
         """
-        ruled = self._ruled(call)
-        if ruled is not None and self._is_about_the_call(ruled):
-            return ruled
-        return self._chosen(call) or ruled or Found(_UNCOVERED, "guess")
+        recorded, others, tables = _rules_by_size(self)
+        first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
+        return self._ruled(call, first) or self._chosen(call) or self._ruled(call, others) or Found(_UNCOVERED, "guess")
 
-    def _ruled(self, call: GemmCall) -> Found | None:
+    def _ruled(self, call: GemmCall, numbers: list[int]) -> Found | None:
+        if not numbers:
+            return None
         calls = call.same_calls() if 1 in (call.m, call.n, call.k) else [call]
-        found = [each for each in map(self._by_rule, calls) if each is not None]
+        found = [each for each in (self._by_rule(one, numbers) for one in calls) if each is not None]
         return next((each for each in found if each.basis != "guess"), found[0] if found else None)
 
-    def _is_about_the_call(self, found: Found) -> bool:
-        rule = self.rules[found.rule or 0]
-        return rule.basis == "recorded" or isinstance(rule.split, dict)
-
-    def _by_rule(self, call: GemmCall) -> Found | None:
-        for number, rule in enumerate(self.rules):
+    def _by_rule(self, call: GemmCall, numbers: list[int]) -> Found | None:
+        for number in numbers:
+            rule = self.rules[number]
             if not matches(rule.when, call):
                 continue
             kernel, basis = self.kernels[rule.kernel], rule.basis
             if isinstance(rule.split, dict):
-                split = rule.split.get(f"{call.m}x{call.n}", {}).get(str(call.k))
-                if split is None:
-                    continue
+                split = rule.split[f"{call.m}x{call.n}"][str(call.k)]
             elif isinstance(rule.split, str):
                 split, certain = self.splits[rule.split].count(call, kernel.tile_of(call))
                 basis = basis if certain else "guess"
@@ -236,6 +232,22 @@ class Target:
         if strict:
             raise ArgumentError(f"{text}{step}")
         warn_once(PlanUnknownWarning, self.name, call, lambda: f"{text}guessing ({plan.source}); {step}")
+
+
+@lru_cache(maxsize=64)
+def _rules_by_size(target: Target) -> tuple[list[int], list[int], dict[tuple[str, str], list[int]]]:
+    """Return the numbers of rules without a table, recorded and others, and by "MxN" and K those of tables that say it."""
+    recorded: list[int] = []
+    others: list[int] = []
+    tables: dict[tuple[str, str], list[int]] = {}
+    for number, rule in enumerate(target.rules):
+        if not isinstance(rule.split, dict):
+            (recorded if rule.basis == "recorded" else others).append(number)
+            continue
+        for size, row in rule.split.items():
+            for k in row:
+                tables.setdefault((size, k), []).append(number)
+    return recorded, others, tables
 
 
 def list_targets() -> list[str]:
