@@ -236,7 +236,7 @@ class Target:
 
 @lru_cache(maxsize=64)
 def _rules_by_size(target: Target) -> tuple[list[int], list[int], dict[tuple[str, str], list[int]]]:
-    """Return the numbers of rules without a table, recorded and others, and by "MxN" and K those of tables that say it."""
+    """Return the numbers of rules without a table, recorded ones and others, and of tables by "MxN" and K."""
     recorded: list[int] = []
     others: list[int] = []
     tables: dict[tuple[str, str], list[int]] = {}
