@@ -87,7 +87,6 @@ def test_a_bias_with_one_column():
         assert not resolve(linear(m, 1, k, bias=False)).plan.bias_after_rounding
         assert not resolve(linear(m, 8, k)).plan.bias_after_rounding
     assert not resolve(linear(72, 1, 8192)).plan.bias_after_rounding
-    assert resolve(linear(72, 1, 100)).basis == resolve(linear(1, 1, 256)).basis == "guess"  # rows are not aligned
 
 
 def test_half_accumulators():
@@ -190,10 +189,10 @@ def test_a_warning_names_the_line_that_led_to_it(monkeypatch):
     monkeypatch.setattr(doubts, "_warned", set())
     here, first = __file__, test_a_warning_names_the_line_that_led_to_it.__code__.co_firstlineno
     a = torch.zeros(4, 10, dtype=torch.bfloat16, requires_grad=True)
-    config = fmtsim.linear_config(x="bf16", w="bf16", g="bf16", target="h200")
+    config = fmtsim.linear_config(x="bf16", w="bf16", g="bf16", target="a100")
     layer = fmtsim.convert(torch.nn.Sequential(torch.nn.Linear(10, 4, dtype=torch.bfloat16)), config)
     with pytest.warns(PlanUnknownWarning) as seen:
-        y = fmtsim.mm(a, a.detach().t(), target="h200")
+        y = fmtsim.mm(a, a.detach().t(), target="a100")
         y.sum().backward()
         layer(torch.zeros(7, 10, dtype=torch.bfloat16))
     assert [(w.filename, w.lineno - first) for w in seen] == [(here, 7), (here, 8), (here, 9)]

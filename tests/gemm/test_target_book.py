@@ -106,7 +106,7 @@ def test_books_of_plan_files(tmp_path):
         ({"architecture": "sm_89"}, "architecture='sm_89' is not allowed; choose None, 'sm_90', 'sm_100', 'sm_103'"),
         (
             {"architecture": None},
-            "plan: a book names algorithms, whose orders depend on the GPU; give the architecture",
+            "plan: a book and trees name algorithms, whose orders depend on the GPU; give the architecture",
         ),
         (
             {"kernels": {"nvjet": {"algorithm": 66, "k_tile": 64}}},

@@ -208,7 +208,11 @@ def _walk(tree: Tree) -> tuple[list[int], list[Any], list[int]]:
         leaves += 1
         if waiting:
             rights[waiting.pop()] = node + 1
-    if waiting or leaves != len(tree.choices) or any(f != LEAF and f >= len(FEATURES) for f in features):
+    if (
+        len(features) != 2 * leaves - 1
+        or leaves != len(tree.choices)
+        or any(f != LEAF and f >= len(FEATURES) for f in features)
+    ):
         raise ValueError("a tree does not end")
     return features, values, rights
 

@@ -13,6 +13,7 @@ from fmtsim.gemm.targets.book import Book, Run
 from fmtsim.gemm.targets.cublaslt import Architecture, order_of
 from fmtsim.gemm.targets.doubts import warn_once
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
+from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Choice, Question, question_of
 from fmtsim.gemm.units.unit import get_unit, units_that_take
 from fmtsim.records import READERS, at, check_types, fields_of, load_record, located, record_of
@@ -68,6 +69,7 @@ class Target:
         architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
         book: What the library chooses for runs of sizes: in a file, a path from the plan file's folder. A book that
             comes with fmtsim is named alone.
+        trees: What the library most likely chooses where nobody asked it, in a file like the book's.
     """
 
     name: str
@@ -79,12 +81,13 @@ class Target:
     rules: tuple[Rule, ...]
     architecture: Architecture | None = None
     book: Book | None = None
+    trees: Learned | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.book is not None and self.architecture is None:
+        if self.architecture is None and (self.book is not None or self.trees is not None):
             raise ArgumentError(
-                "a book names algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
+                "a book and trees name algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
             )
         for inputs, accumulate, unit in self.units:
             for name in inputs:
@@ -163,12 +166,24 @@ class Target:
     def find(self, call: GemmCall) -> Found:
         """Return the plan of a call, and what stands behind it.
 
-        First come tables of calls and recorded ones, then the library's own choice out of the book, then other rules.
+        First come tables of calls and recorded ones, then the library's own choice out of the book or asked here, then
+        other rules, what the trees say, and rules that are guesses.
         A single row or column has no layout: what a rule knows of either serves.
         """
         recorded, others, tables = _rules_by_size(self)
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
-        return self._ruled(call, first) or self._chosen(call) or self._ruled(call, others) or Found(_UNCOVERED, "guess")
+        found = self._ruled(call, first)
+        if found is not None:
+            return found
+        question = None if self.architecture is None else question_of(call)
+        chosen = None if question is None else self._chosen(call, question)
+        if chosen is not None:
+            return chosen
+        ruled = self._ruled(call, others)
+        if ruled is not None and ruled.basis != "guess":
+            return ruled
+        likely = None if question is None else self._likely(call, question)
+        return likely or ruled or Found(_UNCOVERED, "guess")
 
     def _ruled(self, call: GemmCall, numbers: list[int]) -> Found | None:
         if not numbers:
@@ -197,30 +212,35 @@ class Target:
             return Found(plan, basis, number, rule.unit or order.unit, rule.operands or order.operands)
         return None
 
-    def _chosen(self, call: GemmCall) -> Found | None:
-        """Return what the library's own choice comes to, None where nobody has asked the library about such a call."""
-        if self.architecture is None or (question := question_of(call)) is None:
+    def _chosen(self, call: GemmCall, question: Question) -> Found | None:
+        """Return what the library's own choice comes to: out of the book, or asked here; None where nobody knows it."""
+        run = None if self.book is None else self.book.run(question)
+        if run is not None and self.book is not None:
+            source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
+            return self._ordered(call, run.choice, f"{source}, {_entry(question, run)}", "reported")
+        choice = ask.choice(question, self)
+        source = f"{_library(self.library)}'s choice, asked on this machine"
+        return None if choice is None else self._ordered(call, choice, source, "reported")
+
+    def _likely(self, call: GemmCall, question: Question) -> Found | None:
+        """Return what the library's most likely choice comes to, None without a tree for such calls."""
+        likely = None if self.trees is None else self.trees.find(question)
+        if likely is None:
             return None
-        answer = self._answer(question)
-        if answer is None:
-            return None
-        choice, source, basis = answer
+        group, certain = likely.group, likely.certain
+        right, held = (group.certain_right, group.certain) if certain else (group.right, group.held_out)
+        others = f"right about {right / held:.1%} of {held:,} others{' like this one' * certain}"
+        source = f"a tree learned from {group.learned:,} of {_library(self.library)}'s answers, {others}"
+        return self._ordered(call, likely.choice, source, "rule" if certain else "guess")
+
+    def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> Found:
+        """Return the order behind a choice; a guess where that is not known."""
+        assert self.architecture is not None
         source = f"{source}: {choice.said()}"
         order = order_of(choice, call, self.architecture)
         if order is None:
             return Found(_sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess")
         return Found(_sourced(order.plan, source), basis, None, order.unit, order.operands)
-
-    def _answer(self, question: Question) -> tuple[Choice, str, Basis] | None:
-        """Return what the library takes, who says so, and what that is worth: the book, or the library itself here."""
-        run = None if self.book is None else self.book.run(question)
-        if run is not None and self.book is not None:
-            source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
-            return run.choice, f"{source}, {_entry(question, run)}", "reported"
-        choice = ask.choice(question, self)
-        if choice is not None:
-            return choice, f"{_library(self.library)}'s choice, asked on this machine", "reported"
-        return None
 
     def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
         """Warn of a plan that is a guess, once a process for each call, or refuse it."""
@@ -328,15 +348,17 @@ def target_from_dict(record: dict[str, Any], path: str = "", folder: Path = PLAN
     Args:
         record: The record.
         path: What errors call it.
-        folder: Where its book lies, if it is not one that comes with fmtsim.
+        folder: Where its book and trees lie, if they are none that come with fmtsim.
     """
     fields = fields_of(record, path, "a Target")
-    name = fields.get("book")
-    if name is not None:
+    for what, opened in (("book", Book.open), ("trees", Learned.open)):
+        name = fields.get(what)
+        if name is None:
+            continue
         if not isinstance(name, str) or Path(name).name != name:
-            raise at(path, ArgumentError, f"book={shown(name)} is not the name of a file beside the plan file")
+            raise at(path, ArgumentError, f"{what}={shown(name)} is not the name of a file beside the plan file")
         with located(path):
-            fields["book"] = Book.open(next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name))
+            fields[what] = opened(next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name))
     return record_of(Target, fields, path)  # type: ignore[no-any-return]
 
 
@@ -345,7 +367,8 @@ READERS[Kernel] = Kernel.from_dict
 
 def target_to_dict(target: Target) -> dict[str, Any]:
     """Return a Target as plain JSON types."""
-    library = {"architecture": target.architecture, "book": target.book and Path(target.book.name).name}
+    files = {what: file and Path(file.name).name for what, file in (("book", target.book), ("trees", target.trees))}
+    library = {"architecture": target.architecture, **files}
     return {
         "name": target.name,
         "library": target.library,

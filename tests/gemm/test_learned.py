@@ -1,0 +1,130 @@
+"""Trees that say what cuBLASLt most likely chooses: the file, walking it, and targets that follow it."""
+
+import numpy as np
+import pytest
+import torch
+
+from fmtsim.errors import ArgumentError, DataError
+from fmtsim.gemm.targets.learned import FEATURES, Group, Learned, Tree, learned_bytes, write_learned
+from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
+from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
+from tests.support.targets import linear, mm
+
+BF16, FP16 = (Kind(name, name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)))
+CHOICES = (Choice(66), Choice(66, 3, 2), Choice(24, 1, 0, 0, 13))
+GROUP = Group((BF16, FP16), False, CHOICES, 900, 100, 90, 40, 40)
+# K up to 2560: whole; else kinds after the first, or a K that is no multiple of 8
+TREE = Tree(np.uint8([3, 255, 17, 11, 255, 255, 255]), np.float32([2560.5, 0.5, 4]), np.array([0, 2, 1, 0]),
+            np.array([True, False, False, False]))  # fmt: skip
+
+
+def trees(tmp_path):
+    path = tmp_path / "a.trees"
+    write_learned(path, [(GROUP, TREE)])
+    return path
+
+
+def test_walks(tmp_path):
+    rule = Learned.open(trees(tmp_path))
+    found = [rule.find(Question(kind, 0, 64, 64, k)) for kind in (BF16, FP16) for k in (64, 2560, 2564, 2568)]
+    assert [each.choice for each in found] == [CHOICES[i] for i in (0, 0, 2, 1, 0, 0, 0, 0)]
+    assert [each.certain for each in found] == [True, True, False, False] * 2
+    assert found[0].group == rule.groups()[0] == GROUP
+    assert (
+        rule.find(Question(BF16, 0, 64, 64, 64, 2)) is None
+        and rule.find(Question(BF16._replace(bias=True), 0, 1, 1, 1)) is None
+    )
+
+
+def test_random_trees_are_walked_as_they_are_written():
+    rng = np.random.default_rng(5)
+    features, leaves, open_ends = [], 0, 1
+    while open_ends:  # a random tree in the order of its walk
+        leaf = len(features) > 200 or (len(features) > 3 and rng.random() < 0.5)
+        features.append(255 if leaf else int(rng.integers(len(FEATURES))))
+        open_ends += -1 if leaf else 1
+        leaves += leaf
+    inner = len(features) - leaves
+    tree = Tree(
+        np.uint8(features),
+        rng.lognormal(6, 4, inner).astype(np.float32),
+        rng.integers(0, 3, leaves),
+        rng.random(leaves) < 0.5,
+    )
+    rule = Learned(learned_bytes([(GROUP, tree)]), "random")
+    assert learned_bytes([(GROUP, tree)]) == learned_bytes([(GROUP, tree)])
+
+    def walk(question):
+        """Walk by counting: below a node's left child lies what ends one path more than it begins."""
+        node = threshold = leaf = 0
+        while features[node] != 255:
+            value = FEATURES[features[node]](0, *question[1:])
+            go_left = value <= float(tree.thresholds[threshold])
+            node, threshold = node + 1, threshold + 1
+            if not go_left:
+                depth = 1
+                while depth:
+                    depth += -1 if features[node] == 255 else 1
+                    leaf += features[node] == 255
+                    threshold += features[node] != 255
+                    node += 1
+        return CHOICES[tree.choices[leaf]], bool(tree.certain[leaf])
+
+    for sizes in rng.integers(1, 20000, (200, 3)).tolist():
+        question = Question(BF16, int(rng.integers(4)), *sizes)
+        assert rule.find(question)[:2] == walk(question)
+
+
+def test_features_of_numbers_are_those_of_arrays():
+    columns = np.random.default_rng(1).integers(1, 1 << 12, (6, 300))
+    columns[1] %= 4
+    for feature in FEATURES:
+        whole = np.broadcast_to(feature(*columns), 300).tolist()
+        assert [feature(*column) for column in columns.T.tolist()] == whole
+
+
+@pytest.mark.parametrize("damage", [slice(0, 10), slice(0, 100), slice(1, None)])
+def test_damaged_files(tmp_path, damage):
+    path = trees(tmp_path)
+    path.write_bytes(path.read_bytes()[damage])
+    with pytest.raises(DataError, match="holds no trees that fmtsim reads .*; make it with calibrate --learn"):
+        Learned.open(path).find(Question(BF16, 0, 64, 64, 64))
+    with pytest.raises(DataError, match="No such file; fmtsim calibrate --learn makes one"):
+        Learned.open(tmp_path / "none")
+
+
+def test_a_tree_that_does_not_end(tmp_path):
+    open_end = TREE._replace(choices=TREE.choices[:-1], certain=TREE.certain[:-1], features=TREE.features[:-1])
+    with pytest.raises(DataError, match="a tree does not end"):
+        Learned(learned_bytes([(GROUP, open_end)]), "open").find(Question(BF16, 0, 64, 64, 64))
+
+
+def test_targets_follow_trees_between_rules_and_guesses(tmp_path):
+    trees(tmp_path)
+    h200 = get_target("h200")
+    record = target_to_dict(h200) | {"book": None, "trees": "a.trees", "rules": [
+        {"when": {"m": 1}, "kernel": "any", "split": 1, "basis": "rule", "reason": "One row."},
+        {"when": {}, "kernel": "any", "split": 1, "basis": "guess", "reason": "Any."},
+    ]}  # fmt: skip
+    target = target_from_dict(record, folder=tmp_path)
+    assert target_to_dict(target)["trees"] == "a.trees"
+    sizes = ((1, 64, 4096), (64, 64, 2048), (64, 64, 4096))
+    calls = [*(mm(*each, out=torch.bfloat16) for each in sizes), linear(64, 64, 4096)]
+    found = [target.find(call) for call in calls]
+    assert [(each.basis, each.plan.split) for each in found] == [("rule", 1), ("rule", 1), ("guess", 3), ("guess", 1)]
+    assert found[1].plan.source == (
+        "a tree learned from 900 of cuBLASLt 13.1.0's answers, right about 100.0% of 40 others like this one: "
+        "algorithm 66"
+    )
+    assert "right about 90.0% of 100 others: algorithm 66" in found[2].plan.source
+    with pytest.raises(ArgumentError, match="trees='../a.trees' is not the name of a file beside the plan file"):
+        target_from_dict(record | {"trees": "../a.trees"}, folder=tmp_path)
+
+
+def test_trees_that_come_with_fmtsim():
+    rule = get_target("h200").trees
+    for group in rule.groups():
+        assert group.held_out >= 100_000 and group.right / group.held_out > 0.87
+        assert group.certain_right / group.certain > 0.999
+    calls = [mm(m, 776, k) for m in (1, 7, 64, 1000) for k in (8, 100, 4096)]
+    assert all(rule.find(question_of(call)) is not None for call in calls)
