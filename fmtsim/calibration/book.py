@@ -105,7 +105,7 @@ def families_of(shapes: Iterable[tuple[int, int]], kinds: Iterable[Kind]) -> lis
         passes: list[tuple[int, Along, tuple[int, int], int]] = [(0, "m", (n, k), rows)]
         if not kind.bias:
             passes.append((0 if narrow else 1, "m", (k, n), rows))
-            steps = (FP8_STEP,) if narrow else (8, 1)  # tokens of every residue, whose rows begin anywhere
+            steps = (FP8_STEP,) if narrow else (8, 4, 2, 1)  # tokens of every residue, whose rows begin anywhere
             passes += [(0 if narrow else 2, "k", (n, k), step) for step in steps]
         found |= dict.fromkeys(Family(kind, layout, along, sizes, (), 1, step) for layout, along, sizes, step in passes)
     return list(found)

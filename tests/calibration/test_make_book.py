@@ -76,9 +76,9 @@ def test_a_library_that_refuses_all_leaves_a_run_without_a_choice():
 
 
 def test_families_of_a_layer():
-    """Forward, gradient of the input, and gradient of the weight, whose tokens are multiples of 8 or not."""
+    """Forward, gradient of the input, and gradient of the weight, whose tokens have every residue."""
     found = [tuple(each)[1:4] + each[6:] for each in families_of([(48, 64), (48, 64)], [BF16])]
-    assert found == [(0, "m", (48, 64), 1), (1, "m", (64, 48), 1), (2, "k", (48, 64), 8), (2, "k", (48, 64), 1)]
+    assert found == [(0, "m", (48, 64), 1), (1, "m", (64, 48), 1)] + [(2, "k", (48, 64), step) for step in (8, 4, 2, 1)]
     assert [each.layout for each in families_of([(48, 64)], [KINDS["bf16_bias"]])] == [0]
     found = [tuple(each)[1:4] + each[6:] for each in families_of([(48, 64)], [FP8])]
     assert found == [(0, "m", (48, 64), 1), (0, "m", (64, 48), 1), (0, "k", (48, 64), 16)]
@@ -88,10 +88,11 @@ def test_families_of_a_layer():
 
 
 def test_sizes_that_are_asked():
-    forward, _, coarse, fine = families_of([(48, 64)], [BF16])
+    forward, _, coarse, fours, _, fine = families_of([(48, 64)], [BF16])
     for family, rest in (
         (forward, (0, 1)),
         (coarse, (0, 8)),
+        (fours, (4, 8)),
         (fine, (1, 2)),
         (families_of([(48, 64)], [FP8])[2], (0, 16)),
     ):
@@ -274,7 +275,7 @@ def test_the_command_writes_a_book_and_a_target(card, tmp_path, monkeypatch, cap
     assert main([*WORDS, "--book", "mine.book"]) == 0
     text = capsys.readouterr().out
     assert (
-        "5 families asked; mine.book has 5 in " in text and "2,000 questions at random, 0 with another answer" in text
+        "7 families asked; mine.book has 7 in " in text and "2,000 questions at random, 0 with another answer" in text
     )
     assert "written: mine.json; use it: fmtsim.mm(a, b, target='mine.json')" in text
     target = get_target("mine.json")
