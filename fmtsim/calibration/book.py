@@ -277,7 +277,7 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
     """Return a target that follows a book; None where orders behind the library's choices are not known on such a GPU.
 
     Units, and rules for calls that the book lacks, are those of the target that comes with fmtsim for this GPU, or for
-    another of its family; rules of another GPU are guesses.
+    another of its family; rules of another GPU are guesses, and its trees are left out.
 
     Args:
         path: The book; the target is named like it, and its plan file belongs beside it.
@@ -295,7 +295,7 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
     book = Book.open(path)
     source = f"{len(book):,} families of sizes asked by fmtsim calibrate --book; rules for other calls: {base.name}"
     return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), book=book,
-                   architecture=cast(Architecture, architecture))  # fmt: skip
+                   trees=base.trees if same else None, architecture=cast(Architecture, architecture))  # fmt: skip
 
 
 def _chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
