@@ -227,16 +227,20 @@ def test_kernels_without_tensor_cores_on_hopper():
         assert found[1:] == ("fp32_fma", "fp32") and found.plan == fmtsim.GemmPlan()
     bias = [order_of(Choice(13, split, 2 * (split > 1), 75), linear(1, 64, 3000), "sm_90").plan for split in (1, 2)]
     assert [plan.bias_after_rounding for plan in bias] == [False, True]
+    assert not order_of(Choice(13, 2, 2, 11), linear(64, 1, 3000), "sm_90").plan.bias_after_rounding
     parts = order(Choice(63, 4, 2, 0, 9), 6743, 16, 1944, "tf32").plan
     assert (parts.k_tile, parts.split, parts.owner, parts.residue_first) == (32, 4, "interleaved", False)
 
 
 def test_tables_hold_what_was_measured_alone():
-    assert {len(table) for table in GEMV.values()} == {51, 67}
+    assert {len(table) for table in GEMV.values()} == {51, 68}
     vector, matrix = mm(1, 64, 100), mm(8, 64, 100)
     assert order_of(Choice(13, custom=10), matrix, "sm_90") is None
     assert order_of(Choice(13, custom=10), replace(vector, a="tf32", b="tf32"), "sm_90") is None
     assert order_of(Choice(13, custom=94), replace(vector, a="tf32", b="tf32"), "sm_90")[1:] == ("fp32_fma", "fp32")
+    dots = replace(mm(1, 1, 96, "tf32"), operation="bmm", batch=256)
+    assert order_of(Choice(13, custom=96), dots, "sm_90") is None
+    assert order_of(Choice(13, custom=96), replace(dots, m=2), "sm_90") is not None
     half = replace(matrix, a="fp16", b="fp16", out=torch.float16, accumulate="fp16")
     assert order_of(Choice(11), half, "sm_90") is None
     shared = [order_of(Choice(43, -1, 0, 20, 34), mm(128 * m, 1024, 4096, "tf32"), "sm_90") for m in (8, 9, 16, 17)]

@@ -222,7 +222,7 @@ _SM_90_OPTIONS: Final = (
     (Lanes(-64, 2), (94, 102)),
     (Lanes(-64, 4), (68, 96, 110)),
     (Lanes(-64, 8), (106,)),
-    (Lanes(-64, 16), (72, 100)),
+    (Lanes(-64, 16), (72, 80, 100)),
     (Lanes(-64, 32), (74, 92)),
     (Lanes(1, 1, 512), (0,)),
     (Lanes(1, 1, 256), (7, 8)),
@@ -246,13 +246,13 @@ _FLOAT32_OPTIONS: Final = (
     (Lanes(1, 1, 256), (7,)),
     (Lanes(1, 2), (85, 95, 103)),
     (Lanes(1, 4), (97, 111)),
-    (Lanes(1, 16), (73, 101)),
+    (Lanes(1, 16), (73, 91, 101)),
     (Lanes(1, 32), (75, 83, 93)),
     (Lanes(-64, 2), (1, 38, 48, 84, 94, 102)),
-    (Lanes(-64, 4), (110,)),
+    (Lanes(-64, 4), (96, 110)),
     (Lanes(-64, 4, tree=False), (2,)),
-    (Lanes(-64, 8), (106,)),
-    (Lanes(-64, 16), (100,)),
+    (Lanes(-64, 8), (78, 106)),
+    (Lanes(-64, 16), (72, 100)),
     (Lanes(-64, 32), (74, 92)),
     (Lanes(1, 16, 32, tree=False), (11,)),
     (Lanes(1, 16, 16, tree=False), (12, 13, 14)),
@@ -267,6 +267,8 @@ def _gemv(choice: Choice, call: GemmCall, architecture: Architecture) -> Order |
     """A slice of K for each part, tiles of it for the lanes, and chains along each lane's own products."""
     if 1 not in (call.m, call.n) or not _scalar(call):
         return None
+    if call.a == "tf32" and call.m == call.n == 1 < call.batch:  # another order, which is not known
+        return None
     half = call.a in ("bf16", "fp16")
     width = _ceil(call.k, choice.split)
     if choice.custom == 5 and half:
@@ -279,10 +281,9 @@ def _gemv(choice: Choice, call: GemmCall, architecture: Architecture) -> Order |
     fields: dict[str, Any] = {"promote_every": lanes.chunk and lanes.chunk * each}
     fields |= _dealt(lanes.lanes * each, lanes.lanes, "tree" if lanes.tree else "serial")
     parts = _ceil(call.k, width)
-    if parts > 1 and call.bias and call.n == 1 and call.out.itemsize == 2:
-        return None
     if parts > 1:
-        fields |= {"k_tile": lanes.lanes * each, "part_k": width, "split": parts, "bias_after_rounding": call.bias}
+        after = call.bias and call.n > 1  # one column has its bias added to the sum
+        fields |= {"k_tile": lanes.lanes * each, "part_k": width, "split": parts, "bias_after_rounding": after}
     return _fma(call, **fields)
 
 
