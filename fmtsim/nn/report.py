@@ -155,7 +155,7 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
     >>> import torch, fmtsim
     >>> layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     >>> str(report(fmtsim.convert(layers, format="e4m3", target="h200"), tokens=512)).splitlines()[-1]
-    '24 products: 24 by a rule'
+    "24 products: 24 by the library's own report"
     >>> report(layers, torch.ones(4, 256).bfloat16()).summary.partition(": ")[2]
     '100 % of weight multiply-adds simulated (forward and backward)'
     """
