@@ -1,36 +1,31 @@
 """Make a plan book: ask cuBLASLt by many processes what it takes for every number of rows of many layers."""
 
 import itertools
-import multiprocessing
 import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast, get_args
+from typing import Final, TypeVar, cast, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, DeviceError
+from fmtsim.calibration.asking import asker, processes, shared
+from fmtsim.errors import ArgumentError
 from fmtsim.gemm.models import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import Along, Book, Family, Runs, write_book
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
-from fmtsim.interrupts import unheard
 from fmtsim.progress import Progress
 from fmtsim.spec.call import LARGE_BLOCKS
-from fmtsim.verify.workers import pool_of
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 MOST = 16384  # rows, or tokens of a weight's gradient
 CHUNK = 8  # families, or thousands of held-out questions, that a process is handed at once
@@ -330,64 +325,6 @@ def _alike(
         different[other] += number
     asked = {other for _, other in tasks}
     return {other: kind for other, kind in similar.items() if other in asked and not different[other]}
-
-
-@contextmanager
-def processes(open_library: Callable[[], Asker], workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Give processes that have opened the library, None where this one alone has."""
-    if workers == 1:
-        _begin(open_library)
-        yield None
-        return
-    pool = pool_of(workers, _begin, open_library)
-    try:
-        yield pool
-    except KeyboardInterrupt:
-        for child in multiprocessing.active_children():
-            child.terminate()
-        raise
-    except BrokenProcessPool as error:
-        raise DeviceError("a process that asks the library died; the file has what was asked, go on by the same "
-                          "command, or with fewer --workers") from error  # fmt: skip
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def shared(
-    pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T], progress: Progress, weight: int = 0
-) -> Iterator[tuple[T, R]]:
-    """Yield tasks and what comes of them, in the order in which processes end them.
-
-    A task counts for its length, or for ``weight``.
-    """
-    done = 0
-    for task, found in _results(pool, work, tasks):
-        yield task, found
-        done += weight or len(task)  # type: ignore[arg-type]
-        progress.step(done)
-
-
-def _results(pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
-    if pool is None:
-        yield from ((task, work(task)) for task in tasks)
-        return
-    with unheard():
-        waiting = {pool.submit(work, task): task for task in tasks}
-    for future in as_completed(waiting):
-        yield waiting.pop(future), future.result()
-
-
-_asker: list[Any] = []  # of this process
-
-
-def asker() -> Asker:
-    """Return what asks in this process, of those that ``processes`` gives."""
-    return _asker[0]  # type: ignore[no-any-return]
-
-
-def _begin(open_library: Callable[[], Asker]) -> None:
-    torch.set_num_threads(1)
-    _asker[:] = [open_library()]
 
 
 def _runs_of_chunk(families: Sequence[Family]) -> list[Runs]:

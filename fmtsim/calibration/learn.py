@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fmtsim.calibration.book import KINDS, asker, processes, shared, similar_kinds
+from fmtsim.calibration.asking import asker, processes, shared
+from fmtsim.calibration.book import KINDS, similar_kinds
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.models import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker

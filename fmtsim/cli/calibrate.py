@@ -25,7 +25,7 @@ from fmtsim.calibration.book import (
 )
 from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
 from fmtsim.calibration.evidence import Evidence, load_evidence
-from fmtsim.calibration.gpu import open_gpu
+from fmtsim.calibration.gpu import TorchGPU, open_gpu
 from fmtsim.calibration.learn import check_learner, learn
 from fmtsim.calibration.planfile import plan_file, write_plan
 from fmtsim.calibration.recheck import RuleCheck, recheck
@@ -141,8 +141,7 @@ def run_book(arguments: argparse.Namespace) -> int:
     check_positive(arguments, "workers")
     kinds = choose_kinds(arguments.kinds)
     families = families_of(book_shapes(arguments), kinds)
-    gpu = open_gpu(arguments.device)
-    index = torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
+    gpu, index = open_card(arguments)
     source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
     make = partial(
         make_book, path, families, partial(open_asker, index, cached=False), library=gpu.library, source=source
@@ -163,14 +162,19 @@ def run_book(arguments: argparse.Namespace) -> int:
     return MISMATCH if len(made.different) * 1000 > made.checked else 0
 
 
+def open_card(arguments: argparse.Namespace) -> tuple[TorchGPU, int]:
+    """Return the GPU whose library is asked, and its number."""
+    gpu = open_gpu(arguments.device)
+    return gpu, torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
+
+
 def run_learn(arguments: argparse.Namespace) -> int:
     """Grow trees from the library's answers, and show how often they are right about answers they never saw."""
     path = Path(arguments.learn).expanduser()
     check_file("--learn", path)
     check_positive(arguments, "workers", "questions")
     check_learner()
-    gpu = open_gpu(arguments.device)
-    index = torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
+    gpu, index = open_card(arguments)
     workers = arguments.workers or len(os.sched_getaffinity(0))
     with make_progress(None, transient=True) as progress:
         groups = learn(path, partial(open_asker, index, cached=False), count=arguments.questions, workers=workers,
