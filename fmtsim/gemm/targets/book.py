@@ -6,9 +6,9 @@ import struct
 import zlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import index
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -18,6 +18,7 @@ import torch
 
 from fmtsim.errors import ArgumentError, DataError, shown
 from fmtsim.files import StrPath, write_file
+from fmtsim.gemm.targets.packing import LARGEST, WINDOW, deflate, from_planes, inflate, pack, planes, unpack
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.spec.call import ScaleKind
 
@@ -28,8 +29,6 @@ MAGIC: Final = b"fmtsim plan book"
 VERSION: Final = 1
 _HEAD: Final = struct.Struct("<16sHIII")  # magic, version, bytes of the header and of the body, crc32 of both
 _BLOCK = 64  # families that are decompressed for a lookup
-_WINDOW = 1 << 15  # bytes that deflate looks back
-_LARGEST = 1 << 24  # bytes of a decompressed piece, and the largest size in a run
 _FIXED: dict[str, tuple[str, str]] = {"m": ("n", "k"), "k": ("m", "n")}
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, zlib.error, MemoryError,
             RecursionError)  # fmt: skip
@@ -211,11 +210,11 @@ class _Section(NamedTuple):
         """Return the first sizes and the numbers of the choices of a family's runs."""
         sampled, place = divmod(rank, self.stride)
         if not place:
-            return _unpack(self.samples, -(-len(self.keys) // self.stride), sampled)
+            return unpack(self.samples, -(-len(self.keys) // self.stride), sampled)
         others = len(self.keys) - -(-len(self.keys) // self.stride)
         block, place = divmod(rank - sampled - 1, _BLOCK)
         packed = self.blocks[self.ends[block] : self.ends[block + 1]]
-        return _unpack(_inflate(packed, self.samples), min(_BLOCK, others - block * _BLOCK), place)
+        return unpack(inflate(packed, self.samples), min(_BLOCK, others - block * _BLOCK), place)
 
     def entry(self, size: int, runs: Runs) -> Run | None:
         place = bisect.bisect_right(runs, size, key=lambda run: run[0]) - 1
@@ -290,7 +289,7 @@ def _checked(family: Family) -> Runs:
         raise ArgumentError(f"along={shown(family.along)} is not possible; choose 'm' or 'k'")
     starts = [start for start, _ in family.runs]
     ascending = all(a < b for a, b in zip(starts, starts[1:], strict=False))
-    if not starts or not ascending or not 0 < starts[0] <= starts[-1] < _LARGEST:
+    if not starts or not ascending or not 0 < starts[0] <= starts[-1] < LARGEST:
         raise ArgumentError(f"{_named(family)} has runs that begin at {shown(starts)}; sizes ascend from 1")
     if not all(0 < size < 1 << 32 for size in (*family.sizes, family.batch, family.step)):
         raise ArgumentError(f"{_named(family)} has sizes that no product has; sizes, batch and step are 1 or more")
@@ -308,13 +307,13 @@ class _Writer:
         """Add a section; return count, stride, and begin and size of its keys, samples, ends of blocks and blocks."""
         keys = sorted(group)
         runs = [[(start, numbers[choice]) for start, choice in group[key]] for key in keys]
-        stride = -(-len(_pack(runs)) // _WINDOW)
-        samples = _pack(runs[::stride])
+        stride = -(-len(pack(runs)) // WINDOW)
+        samples = pack(runs[::stride])
         others = [each for rank, each in enumerate(runs) if rank % stride]
-        blocks = [_deflate(_pack(others[i : i + _BLOCK]), samples) for i in range(0, len(others), _BLOCK)]
+        blocks = [deflate(pack(others[i : i + _BLOCK]), samples) for i in range(0, len(others), _BLOCK)]
         firsts = np.diff([first for first, _ in keys], prepend=0)
-        sizes, lengths = _planes([*firsts, *(second for _, second in keys)], 4), _planes([*map(len, blocks)], 3)
-        pieces = (_deflate(sizes), _deflate(samples), _deflate(lengths), b"".join(blocks))
+        sizes, lengths = planes([*firsts, *(second for _, second in keys)], 4), planes([*map(len, blocks)], 3)
+        pieces = (deflate(sizes), deflate(samples), deflate(lengths), b"".join(blocks))
         return [len(keys), stride, *(number for piece in pieces for number in (self._add(piece), len(piece)))]
 
     def _add(self, piece: bytes) -> int:
@@ -324,65 +323,21 @@ class _Writer:
         return self._known[piece]
 
 
-def _pack(families: Sequence[Sequence[tuple[int, int]]]) -> bytes:
-    """Return runs as planes of bytes: how many a family has, where each begins after the one before, its choice."""
-    starts = [start - before for runs in families for start, before in zip(
-        (s for s, _ in runs), (0, *(s for s, _ in runs)), strict=False)]  # fmt: skip
-    choices = [number for runs in families for _, number in runs]
-    return _planes([len(runs) for runs in families], 2) + _planes(starts, 3) + _planes(choices, 2)
-
-
-def _unpack(packed: bytes, families: int, place: int) -> tuple[list[int], list[int]]:
-    runs, left = divmod(len(packed) - 2 * families, 5)
-    if left or runs < 0:
-        raise ValueError("a block has another size than its families")
-    low, high = packed[:families], packed[families : 2 * families]
-    begin = sum(low[:place]) + (sum(high[:place]) << 8)
-    end = begin + low[place] + (high[place] << 8)
-    a, b, c, d, e = (packed[2 * families + plane * runs :][begin:end] for plane in range(5))
-    starts = accumulate(x | y << 8 | z << 16 for x, y, z in zip(a, b, c, strict=True))
-    return list(starts), [x | y << 8 for x, y in zip(d, e, strict=True)]
-
-
-def _planes(numbers: Sequence[int] | np.ndarray[Any, Any], width: int) -> bytes:
-    """Return the lowest bytes of all numbers, then the next ones, which compresses well."""
-    return np.asarray(numbers, dtype="<u4").view(np.uint8).reshape(-1, 4).T[:width].tobytes()
-
-
-def _from_planes(packed: bytes, width: int) -> np.ndarray[Any, Any]:
-    wide = np.zeros((len(packed) // width, 4), dtype=np.uint8)
-    wide[:, :width] = np.frombuffer(packed, dtype=np.uint8).reshape(width, -1).T
-    return wide.view("<u4")[:, 0].astype(np.uint64)
-
-
-def _deflate(content: bytes, dictionary: bytes = b"") -> bytes:
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, dictionary[-_WINDOW:])
-    return packer.compress(content) + packer.flush()
-
-
-def _inflate(content: bytes | memoryview, dictionary: bytes = b"") -> bytes:
-    packer = zlib.decompressobj(-15, dictionary[-_WINDOW:])
-    found = packer.decompress(content, _LARGEST)
-    if not packer.eof:
-        raise ValueError("a block does not end")
-    return found
-
-
 def _read(header: bytes, body: bytes) -> _Contents:
-    record = json.loads(zlib.decompressobj().decompress(header, _LARGEST))
+    record = json.loads(zlib.decompressobj().decompress(header, LARGEST))
     choices: list[Choice | None] = [None, *(Choice(*map(index, each)) for each in record["choices"])]
     sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
     for kind, layout, batch, along, step, count, stride, *pieces in record["sections"]:
         keys, samples, lengths, blocks = (
             memoryview(body)[begin : begin + size] for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
         )
-        first, second = _from_planes(_inflate(keys), 4).reshape(2, count)
-        ends = [0, *np.cumsum(_from_planes(_inflate(lengths), 3)).tolist()]
+        first, second = from_planes(inflate(keys), 4).reshape(2, count)
+        ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]
         found = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
         if along not in _FIXED or index(step) < 1 or index(stride) < 1:
             raise ValueError("a section is not possible")
         sections[kind_from_list(kind), index(layout), index(batch)].append(
-            _Section(along, step, stride, found, _inflate(samples), ends, blocks)
+            _Section(along, step, stride, found, inflate(samples), ends, blocks)
         )
     aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
     return _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))

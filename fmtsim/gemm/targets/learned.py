@@ -13,11 +13,11 @@ import numpy as np
 from fmtsim.errors import DataError
 from fmtsim.files import StrPath, write_file
 from fmtsim.gemm.targets.book import kind_from_list, kind_to_list
+from fmtsim.gemm.targets.packing import LARGEST
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 
 MAGIC: Final = b"fmtsim learned 1"
 _HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
-_LARGEST: Final = 1 << 24
 _DAMAGED = (ValueError, TypeError, LookupError, struct.error, zlib.error)
 LEAF: Final = 255
 Feature = Callable[[Any, Any, Any, Any, Any, Any], Any]
@@ -175,7 +175,7 @@ class Learned:
             magic, header, checksum = _HEAD.unpack_from(content)
             if magic != MAGIC or zlib.crc32(content[_HEAD.size :]) != checksum:
                 raise ValueError("its first bytes or its checksum are wrong")
-            text = zlib.decompressobj().decompress(content[_HEAD.size : _HEAD.size + header], _LARGEST)
+            text = zlib.decompressobj().decompress(content[_HEAD.size : _HEAD.size + header], LARGEST)
             groups = []
             for kinds, batched, choices, *counts, begin, size in json.loads(text):
                 record = Group(tuple(map(kind_from_list, kinds)), batched, tuple(Choice(*c) for c in choices), *counts)
@@ -250,7 +250,7 @@ def _unpacked(packed: bytes) -> Tree:
     nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)
     pieces, begin = [], 40
     for size in sizes:
-        piece = zlib.decompressobj().decompress(packed[begin : begin + size], _LARGEST)
+        piece = zlib.decompressobj().decompress(packed[begin : begin + size], LARGEST)
         pieces.append(np.frombuffer(piece, np.uint8))
         begin += size
     thresholds = np.stack(pieces[1:5], 1).reshape(-1).view("<f4")
