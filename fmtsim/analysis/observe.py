@@ -1,19 +1,25 @@
 """observe: collect statistics of every operand of a converted model while it runs."""
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from fmtsim.analysis.stats import OperandStats
+from fmtsim.analysis.stats import Counts, OperandStats, Sample
 from fmtsim.arguments import check_module
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import ruled
+
+Layers = dict[str, dict[str, OperandStats]]
+History = dict[int, dict[str, dict[str, Sample]]]
 
 
 class Observation:
@@ -22,25 +28,50 @@ class Observation:
     Operands are named by tensor and product: ``x_f w_f`` enter fprop, ``g_d w_d`` dgrad, ``g_w x_w`` wgrad; those of
     quantised attention are ``q k v p``, and ``dv.a`` ... ``dk.b`` where gradients have quantisers. Several
     calls inside the ``with`` add up. Use ``fmtsim.observe`` to make one.
+
+    Attributes:
+        layers: Layer -> operand -> statistics over all observed steps.
+        history: Step -> layer -> operand -> what that step lost. A step is a call of the model, counted from 0; what
+            a backward pass loses belongs to the step whose forward it is of, and what layers lose outside a call of
+            the model to the step before.
+        steps: Calls of the model, observed or not.
+        every: The first of so many steps is observed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, every: int = 1) -> None:
         check_module("observe", model)
+        if type(every) is not int or every < 1:
+            raise ArgumentError(
+                f"every={shown(every)} is no number of steps; pass 1 to observe all, 10 for every tenth"
+            )
+        self._model: nn.Module | None = model
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
         self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
         self._active = False
-        self.layers: dict[str, dict[str, OperandStats]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._counts: dict[int, dict[str, dict[str, Counts]]] = {}
+        self.layers: Layers = {}
+        self.steps, self.every = 0, every
         if not self._modules and not self._attention:
             raise ArgumentError(
                 f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first"
             )
 
     @classmethod
-    def of(cls, layers: dict[str, dict[str, OperandStats]]) -> "Observation":
+    def of(cls, layers: Layers) -> "Observation":
         """Return finished statistics, of no model."""
         found = cls.__new__(cls)
-        found._modules, found._attention, found._active, found.layers = [], [], False, layers
+        found._model, found._modules, found._attention, found._active, found._hooks = None, [], [], False, []
+        found._counts, found.layers, found.steps, found.every = {}, layers, 0, 1
         return found
+
+    @property
+    def history(self) -> History:
+        """Step -> layer -> operand -> figures of that step."""
+        return {
+            step: {layer: {op: Sample.of(c) for op, c in operands.items()} for layer, operands in layers.items()}
+            for step, layers in self._counts.items()
+        }
 
     def __enter__(self) -> "Observation":
         emulations = [module.emulation for module in self._modules if module.emulation is not None]
@@ -48,22 +79,32 @@ class Observation:
         for name, observer in watched + [(attended.name, attended.call.observer) for attended in self._attention]:
             if observer is not None:
                 raise ArgumentError(f"layer {name!r} is observed already; leave the outer observe first")
-        for how in emulations:
-            how.observer = lambda part, name=how.name: self._observer(".".join(filter(None, (name, part))))  # type: ignore[misc]
-        for attended in self._attention:
-            attended.call.observer = self._observer(attended.name)
+        if self._model is not None:
+            self._hooks.append(self._model.register_forward_pre_hook(self._begin, prepend=True))
         self._active = True
+        self._watch(max(0, self.steps - 1))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._active = False  # graphs made inside may still run backward; they are no longer counted
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._watch(None)
+
+    def _begin(self, *_: Any) -> None:
+        """Begin a step, before the model's forward."""
+        self._watch(None if self.steps % self.every else self.steps)
+        self.steps += 1
+
+    def _watch(self, step: int | None) -> None:
+        """Observe layers from now on, as parts of a step; None stops it."""
         for module in self._modules:
-            if module.emulation is not None:
-                module.emulation.observer = None
+            if (how := module.emulation) is not None:
+                how.observer = None if step is None else partial(self._part, step, how.name)
         for attended in self._attention:
-            attended.call.observer = None
+            attended.call.observer = None if step is None else self._observer(step, attended.name)
 
     def __getitem__(self, layer: str) -> dict[str, OperandStats]:
         return self.layers[layer]
@@ -78,25 +119,42 @@ class Observation:
         return "\n".join(ruled(cells, left=range(3)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return layer -> operand -> figures as JSON types."""
-        return {name: {op: s.to_dict() for op, s in operands.items()} for name, operands in self.layers.items()}
+        """Return layers, history, steps and every as JSON types."""
+        history = self.history.items()
+        return {
+            "layers": _nested(self.layers), "history": {step: _nested(layers) for step, layers in history},
+            "steps": self.steps, "every": self.every,
+        }  # fmt: skip
 
-    def _observer(self, layer: str) -> Observer:
+    def _part(self, step: int, layer: str, part: str) -> Observer:
+        return self._observer(step, ".".join(filter(None, (layer, part))))
+
+    def _observer(self, step: int, layer: str) -> Observer:
         def record(operand: str, x: Tensor, q: Tensor, quantizer: Quantizer, dim: int) -> None:
             if self._active:
-                stats = self.layers.setdefault(layer, {}).setdefault(operand, OperandStats())
-                stats.add(x, q, quantizer.format, dim)
+                seen = OperandStats().add(x, q, quantizer.format, dim)
+                self.layers.setdefault(layer, {}).setdefault(operand, OperandStats()).merge(seen)
+                counts = self._counts.setdefault(step, {}).setdefault(layer, {}).setdefault(operand, Counts())
+                counts.count(seen)
 
         return record
 
 
-def observe(model: nn.Module) -> Observation:
+def observe(model: nn.Module, *, every: int = 1) -> Observation:
     """Collect statistics of every operand of a converted model: ``with observe(model) as stats: ...``.
 
     Forward and backward inside the ``with`` are counted; outside it a converted model pays nothing. Under activation
     checkpointing the recomputed forward counts again. Compiled code is not seen and raises an error.
 
+    Args:
+        model: A converted model.
+        every: Observe the first of so many calls of the model; the others pay nothing.
+
     Raises:
-        ArgumentError: no layer is converted, or the model is observed already.
+        ArgumentError: no layer is converted, the model is observed already, or ``every`` is no number from 1.
     """
-    return Observation(model)
+    return Observation(model, every=every)
+
+
+def _nested(layers: Mapping[str, Mapping[str, OperandStats | Sample]]) -> dict[str, dict[str, Any]]:
+    return {name: {op: s.to_dict() for op, s in operands.items()} for name, operands in layers.items()}

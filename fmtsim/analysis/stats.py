@@ -1,7 +1,7 @@
 """How much of a tensor a format lost: underflow, saturation, signal-to-noise ratio and where its exponents lie."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 
 
 @dataclass(slots=True, kw_only=True)
-class OperandStats:
-    """Count what happened to one operand, over all calls that were added.
+class Counts:
+    """Count what happened to elements that were cast.
 
     Args:
-        format: Name of the format, "high precision" for none.
         elements: Elements seen.
         nonzero: Finite elements that were not zero.
         underflowed: Those that became zero.
@@ -31,12 +30,8 @@ class OperandStats:
         amax: Largest finite magnitude.
         signal: Sum of squares of the finite elements.
         noise: Sum of squares of their errors; infinite where a finite element became Inf or NaN.
-        exponents: Elements by ``floor(log2|x|)``, from LOWEST_EXPONENT to HIGHEST_EXPONENT, int64.
-        scaled_exponents: The same of x divided by its block's scale: what the element format sees.
-        window: Smallest and largest magnitude of the element format, None where there is none.
     """
 
-    format: str = ""
     elements: int = 0
     nonzero: int = 0
     underflowed: int = 0
@@ -45,9 +40,6 @@ class OperandStats:
     amax: float = 0.0
     signal: float = 0.0
     noise: float = 0.0
-    exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64), repr=False)
-    scaled_exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64), repr=False)
-    window: tuple[float, float] | None = None
 
     @property
     def underflow_percent(self) -> float:
@@ -68,6 +60,60 @@ class OperandStats:
         if self.noise == 0.0:
             return math.inf
         return -math.inf if math.isinf(self.noise) else 10.0 * math.log10(self.signal / self.noise)
+
+    def count(self, other: "Counts") -> None:
+        """Add the counts of others."""
+        for name in ("elements", "nonzero", "underflowed", "saturated", "nonfinite", "signal", "noise"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.amax = max(self.amax, other.amax)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Say what a format lost of one operand in one step.
+
+    Args:
+        elements: Elements seen.
+        underflow_percent: Share of the non-zero elements that became zero.
+        saturation_percent: Share of the finite elements that lie beyond the format's largest value.
+        sqnr_db: Signal to quantisation noise ratio in dB: inf where nothing was lost, NaN for a tensor of zeros.
+        amax: Largest finite magnitude.
+        nonfinite: NaN and infinite elements.
+    """
+
+    elements: int
+    underflow_percent: float
+    saturation_percent: float
+    sqnr_db: float
+    amax: float
+    nonfinite: int
+
+    @classmethod
+    def of(cls, counts: Counts) -> "Sample":
+        """Return the figures of counts."""
+        return cls(**{field.name: getattr(counts, field.name) for field in fields(cls)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON types; infinite and undefined ratios are None."""
+        return asdict(self) | {"sqnr_db": self.sqnr_db if math.isfinite(self.sqnr_db) else None}
+
+
+@dataclass(slots=True, kw_only=True)
+class OperandStats(Counts):
+    """Count what happened to one operand, over all calls that were added.
+
+    Args:
+        elements, nonzero, underflowed, saturated, nonfinite, amax, signal, noise: As in ``Counts``.
+        format: Name of the format, "high precision" for none.
+        exponents: Elements by ``floor(log2|x|)``, from LOWEST_EXPONENT to HIGHEST_EXPONENT, int64.
+        scaled_exponents: The same of x divided by its block's scale: what the element format sees.
+        window: Smallest and largest magnitude of the element format, None where there is none.
+    """
+
+    format: str = ""
+    exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64), repr=False)
+    scaled_exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64), repr=False)
+    window: tuple[float, float] | None = None
 
     def add(self, x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> "OperandStats":
         """Count a tensor, its quantised values and the format they are in (None for high precision); return self."""
@@ -104,27 +150,25 @@ class OperandStats:
     def merge(self, other: "OperandStats") -> "OperandStats":
         """Add the counts of other statistics; return self."""
         self.format = self.format or other.format
-        for name in ("elements", "nonzero", "underflowed", "saturated", "nonfinite", "signal", "noise"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.amax = max(self.amax, other.amax)
+        self.count(other)
         self.exponents += other.exponents
         self.scaled_exponents += other.scaled_exponents
-        self.window = other.window
+        self.window = other.window or self.window
         return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types; infinite and undefined ratios are None."""
-        used = self.exponents.nonzero().flatten().tolist()
         return {
             "format": self.format,
-            "elements": self.elements,
-            "underflow_percent": self.underflow_percent,
-            "saturation_percent": self.saturation_percent,
-            "sqnr_db": self.sqnr_db if math.isfinite(self.sqnr_db) else None,
-            "amax": self.amax,
-            "nonfinite": self.nonfinite,
-            "exponents": {i + LOWEST_EXPONENT: int(self.exponents[i]) for i in used},
+            **Sample.of(self).to_dict(),
+            "exponents": _by_exponent(self.exponents),
+            "scaled_exponents": _by_exponent(self.scaled_exponents),
+            "window": None if self.window is None else list(self.window),
         }
+
+
+def _by_exponent(counts: Tensor) -> dict[int, int]:
+    return {i + LOWEST_EXPONENT: int(counts[i]) for i in counts.nonzero().flatten().tolist()}
 
 
 def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:

@@ -121,7 +121,7 @@ def _run_record(run: Run) -> dict[str, Any]:
         "validation": _finite(run.validation),
         "seconds": round(run.seconds, 3),
         "observed_step": run.observed or None,
-        "layers": None if run.stats is None else run.stats.to_dict(),
+        "layers": None if run.stats is None else run.stats.to_dict()["layers"],
         "report": None if run.report is None else [asdict(row) for row in run.report.rows],
         "summary": None if run.report is None else run.report.summary,
     }

@@ -46,6 +46,36 @@ def test_steps_add_up_and_nothing_is_counted_outside(model):
     assert all(m.emulation.observer is None for m in (model[0], model[2]))
 
 
+def test_history_has_every_second_step_by_itself(model):
+    x = torch.randn(5, 6)
+    with observe(model, every=2) as stats:
+        for factor in (1.0, 7.0, 3.0, 9.0, 5.0):
+            model(factor * x).sum().backward()
+            assert (model[0].emulation.observer is None) == (factor in (7.0, 9.0))
+    assert (stats.steps, stats.every, list(stats.history)) == (5, 2, [0, 2, 4])
+    assert [step["0"]["x_f"].amax for step in stats.history.values()] == [float((f * x).abs().max()) for f in (1, 3, 5)]
+    assert stats["0"]["x_f"].elements == 90 and stats.history[2]["0"]["x_f"].elements == 30
+    with observe(model) as alone:
+        model(3.0 * x).sum().backward()
+    assert stats.history[2] == alone.history[0]
+
+
+def test_a_backward_pass_belongs_to_the_step_of_its_forward(model):
+    x = torch.randn(5, 6)
+    with observe(model) as stats:
+        model[2](torch.randn(3, 8))  # before any call of the model: the first step's
+        losses = [model(f * x).sum() for f in (1.0, 2.0)]
+        (losses[0] + 4.0 * losses[1]).backward()
+    assert [step["2"]["g_w"].amax for step in stats.history.values()] == [1.0, 4.0]
+    assert [step["2"]["x_f"].elements for step in stats.history.values()] == [40 + 24, 40]
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True, "all"])
+def test_every_is_a_number_of_steps(model, every):
+    with pytest.raises(ArgumentError, match="is no number of steps; pass 1 to observe all, 10 for every tenth"):
+        observe(model, every=every)
+
+
 def test_observing_changes_no_result(model):
     x = torch.randn(5, 6)
     plain = model(x)
@@ -63,9 +93,13 @@ def test_the_table_and_the_record(model):
     assert ["2", "w_f", "e2m1", "100.00", "0.000", "0.0", "0.0001"] in lines
     assert ["2", "g_w", "e5m2", "0.00", "0.000", "lossless", "1"] in lines
     record = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
-    assert record["2"]["w_f"]["underflow_percent"] == 100.0
-    assert record["2"]["w_f"]["exponents"] == {str(math.floor(math.log2(1e-4))): 32}
-    assert record["2"]["g_w"]["sqnr_db"] is None
+    assert (record["steps"], record["every"]) == (1, 1)
+    w, g = record["layers"]["2"]["w_f"], record["layers"]["2"]["g_w"]
+    assert w["underflow_percent"] == 100.0 and g["sqnr_db"] is None
+    assert w["exponents"] == w["scaled_exponents"] == {str(math.floor(math.log2(1e-4))): 32}
+    assert w["window"] == [0.5, 6.0]
+    figures = ("elements", "underflow_percent", "saturation_percent", "sqnr_db", "amax", "nonfinite")
+    assert record["history"]["0"]["2"]["w_f"] == {name: w[name] for name in figures}
 
 
 def test_parts_of_attention_are_layers():
