@@ -19,6 +19,7 @@ from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
 from fmtsim.records import located, parse_json
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.stored import layout_of, restore, restore_traced, store
+from fmtsim.table import facts_html
 
 _LAYOUT = "1"  # of files; a reader refuses any other
 _PARTS = ("scales", "tensor_scale", "offsets")
@@ -183,6 +184,14 @@ class Encoded:
         for name in ("codes", *_PARTS):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
+
+    def _repr_html_(self) -> str:
+        facts = [
+            ("format", self.format.name), ("shape", str(tuple(self.shape))), ("blocks along dim", str(self.dim)),
+            ("size", f"{self.nbytes:,} bytes, {self.bits_per_element:.4g} bits an element"),
+            ("device", str(self.device)),
+        ]  # fmt: skip
+        return facts_html([*facts, *((name, f"{t.dtype} {tuple(t.shape)}") for name, t in self._tensors())])
 
     def __repr__(self) -> str:
         return (

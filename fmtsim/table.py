@@ -3,8 +3,70 @@
 from collections.abc import Container, Iterable, Sequence
 from fractions import Fraction
 from html import escape
+from typing import NamedTuple
 
 Row = Sequence[str]
+
+
+class Rows(NamedTuple):
+    """A table: rows of equally many cells, the header first, and the columns that are flush left, None for all."""
+
+    cells: Sequence[Row]
+    left: Container[int] | None = None
+
+
+class Facts(NamedTuple):
+    """A table without a header: pairs of a heading and a text."""
+
+    pairs: Iterable[tuple[str, str]]
+
+
+class Tabular:
+    """Show a record as tables and lines of text: ``print`` in columns, notebooks in HTML, both of one content.
+
+    >>> class Found(Tabular):
+    ...     def _content(self):
+    ...         return Rows([("layer", "dB"), ("up", "31.5")], left=(0,)), "1 layer"
+    >>> print(Found())
+    layer    dB
+    -----------
+    up     31.5
+    1 layer
+    """
+
+    __slots__ = ()
+
+    def _content(self) -> Iterable[Rows | Facts | str]:
+        """Return what is shown, in order: tables, of which those without rows are left out, and lines of text."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for part in self._content():
+            if isinstance(part, str):
+                lines.append(part)
+            elif isinstance(part, Facts):
+                lines += aligned(list(part.pairs))
+            elif len(part.cells) > 1:
+                lines += ruled(*part)
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        text, before = "", False  # whether a line of text came before
+        for part in self._content():
+            if isinstance(part, str):
+                text += ("<br>" if before and part else "") + escape(part)
+                before = before or bool(part)
+                continue
+            if isinstance(part, Facts):
+                text += facts_html(part.pairs)
+            elif len(part.cells) > 1:
+                text += html(*part)
+            before = False
+        return text
 
 
 def aligned(rows: Sequence[Row], left: Container[int] | None = None) -> list[str]:

@@ -131,6 +131,18 @@ def test_sizes(name, nbytes):
 
 def test_repr():
     assert repr(make("nvfp4")) == "Encoded(nvfp4, shape (4, 32), dim -1, 76 bytes, 4.75 bits an element, cpu)"
+    facts = [
+        fact.replace("</td></tr>", "").split("</th><td style='text-align:left'>") for fact in _facts(make("nvfp4"))
+    ]
+    assert facts == [
+        ["format", "nvfp4"], ["shape", "(4, 32)"], ["blocks along dim", "-1"],
+        ["size", "76 bytes, 4.75 bits an element"], ["device", "cpu"], ["codes", "torch.uint8 (4, 16)"],
+        ["scales", "torch.uint8 (4, 2)"], ["tensor_scale", "torch.float32 ()"],
+    ]  # fmt: skip
+
+
+def _facts(encoded):
+    return encoded._repr_html_().removesuffix("</table>").split("<tr><th style='text-align:left'>")[1:]
 
 
 def test_packing_runs_along_dim():

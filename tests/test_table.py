@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from fmtsim.table import aligned, facts_html, filled, html, markdown, number_text, ruled
+from fmtsim.table import Facts, Rows, Tabular, aligned, facts_html, filled, html, markdown, number_text, ruled
 
 ROWS = [("layer", "dB", "with"), ("up", "31.5", ""), ("down", "8", "gptq")]
 
@@ -37,6 +37,17 @@ def test_tables_of_notebooks_and_pages():
     )
     assert markdown([("a", "b"), ("1|2", "3")]) == "| a | b |\n|---|---|\n| 1\\|2 | 3 |"
     assert markdown([("a", "b")], left=()).endswith("|--:|--:|")
+
+
+def test_a_record_shows_one_content_as_text_and_in_html():
+    class Found(Tabular):
+        def _content(self):
+            return "a <b>", "", Rows(ROWS, left=(0,)), Facts([("k", "<v>")]), Rows(ROWS[:1]), "end", "of it"
+
+    found = Found()
+    assert str(found) == "\n".join(["a <b>", "", *ruled(ROWS, (0,)), "k  <v>", "end", "of it"]) == repr(found)
+    facts = facts_html([("k", "<v>")])
+    assert found._repr_html_() == f"a &lt;b&gt;{html(ROWS, (0,))}{facts}end<br>of it"
 
 
 def test_numbers_in_few_digits():

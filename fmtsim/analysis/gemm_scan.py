@@ -61,7 +61,7 @@ class ScannedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class GemmScan:
+class GemmScan(table.Tabular):
     """Hold what ``scan_gemm`` found; ``print`` shows what is wrong as a table, notebooks one in HTML.
 
     Args:
@@ -87,18 +87,11 @@ class GemmScan:
                 found.setdefault((x.layer, x.product, dtype_of(x.call), x.finding), []).append(x.tokens)
         return [_HEADER, *((*names, _numbers(tokens), finding) for (*names, finding), tokens in found.items())]
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[table.Rows, str]:
         counts = Counter(x.basis for x in self.calls)
         bases = ", ".join(f"{counts[basis]} by {words}" for basis, words in BASES.items() if counts[basis])
         total = f"{len(self.calls)} calls, orders: {bases}; {len(self.left_out)} leave products out"
-        rows = self._rows()
-        return "\n".join((*(table.ruled(rows) if len(rows) > 1 else ()), total))
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return table.html(self._rows())
+        return table.Rows(self._rows()), total
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

@@ -73,7 +73,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ProductInvariance:
+class ProductInvariance(table.Tabular):
     """Say for one product of a layer which batch sizes give a row the same bits; ``print`` shows their orders.
 
     Args:
@@ -127,21 +127,12 @@ class ProductInvariance:
             raise ArgumentError(f"batch size {shown(size)} was not asked; pass it among sizes=")
         return found
 
-    def _rows(self) -> list[table.Row]:
+    def _content(self) -> tuple[str, table.Rows]:
         rows = [("sizes", "result", "basis", "accumulation order")]
         for band in self.bands:
             result = "?" if band.group is None else str(band.group)
             rows.append((str(band), result, band.found.basis, explained(band.call, band.found).order))
-        return list(rows)
-
-    def __str__(self) -> str:
-        return "\n".join((f"{self.layer} {self.product} {self.operands}", *table.ruled(self._rows())))
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return table.html(self._rows())
+        return f"{self.layer} {self.product} {self.operands}", table.Rows(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -159,7 +150,7 @@ class ProductInvariance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class BatchInvariance:
+class BatchInvariance(table.Tabular):
     """Hold what ``batch_invariance`` found; ``print`` shows a table, notebooks one in HTML.
 
     Args:
@@ -186,17 +177,11 @@ class BatchInvariance:
             rows.append((x.layer, x.product, x.operands, str(x.results), str(len(changes)), first, what, unknown))
         return table.filled(_HEADER, rows)
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[table.Rows, str]:
         asked = f"{len(self.sizes)} batch sizes from {self.sizes[0]} to {self.sizes[-1]}"
         counts = [(sum(x.invariant is value for x in self.products), word) for value, word in _VERDICTS]
         total = ", ".join(f"{count} {word}" for count, word in counts if count)
-        return "\n".join((*table.ruled(self._rows()), f"{len(self.products)} products, {asked}: {total}"))
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return table.html(self._rows())
+        return table.Rows(self._rows()), f"{len(self.products)} products, {asked}: {total}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

@@ -25,7 +25,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelComparison:
+class ModelComparison(table.Tabular):
     """Hold what ``compare_native`` found of a model; ``print`` shows the tensors that differ, notebooks a table.
 
     Args:
@@ -45,20 +45,13 @@ class ModelComparison:
         """The first tensor that differs, and its first difference; None where no bit does."""
         return next(((name, each.first) for name, each in self.tensors.items() if each.first is not None), None)
 
-    def __str__(self) -> str:
+    def _content(self) -> Iterator[table.Rows | str]:
         total = f"{len(self.tensors)} tensors, {sum(each.count for each in self.tensors.values()):,} numbers: "
         rows = self._rows()
-        if not rows:
-            return f"{total}no bit differs"
-        more = [f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
-        return "\n".join((*table.ruled([_HEADER, *rows[:_SHOWN]]), *more, f"{total}{len(rows)} tensors differ"))
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        rows = self._rows()
-        return table.html([_HEADER, *rows]) if rows else f"<p>{self}</p>"
+        yield table.Rows([_HEADER, *rows[:_SHOWN]])
+        if len(rows) > _SHOWN:
+            yield f"... and {len(rows) - _SHOWN} more"
+        yield f"{total}{len(rows)} tensors differ" if rows else f"{total}no bit differs"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [

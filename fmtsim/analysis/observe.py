@@ -16,13 +16,13 @@ from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.table import ruled
+from fmtsim.table import Rows, Tabular
 
 Layers = dict[str, dict[str, OperandStats]]
 History = dict[int, dict[str, dict[str, Sample]]]
 
 
-class Observation:
+class Observation(Tabular):
     """Statistics per layer and operand: ``stats["layers.0.fc"]["g_w"].underflow_percent``; ``print`` shows a table.
 
     Operands are named by tensor and product: ``x_f w_f`` enter fprop, ``g_d w_d`` dgrad, ``g_w x_w`` wgrad; those of
@@ -109,14 +109,16 @@ class Observation:
     def __getitem__(self, layer: str) -> dict[str, OperandStats]:
         return self.layers[layer]
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[Rows | str]:
+        if not self.layers:
+            return ("nothing is observed yet; call the model inside `with observe(model) as stats:`",)
         cells = [("layer", "operand", "format", "underflow %", "saturation %", "SQNR dB", "amax")]
         for layer, operands in self.layers.items():
             for operand, s in operands.items():
                 ratio = "lossless" if s.sqnr_db == math.inf else "-" if math.isnan(s.sqnr_db) else f"{s.sqnr_db:.1f}"
                 lost = (f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
                 cells.append((layer or "(model)", operand, s.format, *lost))
-        return "\n".join(ruled(cells, left=range(3)))
+        return (Rows(cells, left=range(3)),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return layers, history, steps and every as JSON types."""

@@ -20,7 +20,7 @@ from fmtsim.nn.parameter_products import PRODUCTS, ParameterProduct, own_product
 from fmtsim.nn.planning import why_not
 from fmtsim.nn.products import MOST_ROWS, layer_products
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
-from fmtsim.table import ruled
+from fmtsim.table import Rows, Tabular
 
 _BASES = {
     "recorded": "with recorded bits of the call",
@@ -75,7 +75,7 @@ class ProductRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Tabular):
     """List the modules of a model that hold parameters or could be converted.
 
     ``print`` shows a table of those with a weight matrix, numbered ones that are alike in one line.
@@ -104,7 +104,7 @@ class Report:
         """The rows of the other modules."""
         return tuple(row for row in self.rows if not row.converted)
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[Rows | str, ...]:
         cells = [("layer", "type", "converted", "quantisers, or why not")]
         alike: dict[tuple[str, ...], list[str]] = {}
         rows = [row for row in self.rows if row.multiplies]
@@ -115,12 +115,12 @@ class Report:
         total = f"{len(self.converted)} of {len(rows)} modules with a weight matrix converted"
         rest = len(self.rows) - len(rows)
         total += f"; {rest} without one not shown" if rest else ""
-        return "\n".join((*ruled(cells), total, self.summary, *self._product_lines()))
+        return Rows(cells), total, self.summary, *self._product_table()
 
-    def _product_lines(self) -> list[str]:
+    def _product_table(self) -> tuple[Rows | str, ...]:
         """Return the products as a table, equal ones of several layers in one line, and their number by basis."""
         if not self.products:
-            return []
+            return ()
         layers: dict[ProductRow, list[str]] = {}
         for row in self.products:
             layers.setdefault(dataclasses.replace(row, layer=""), []).append(row.layer)
@@ -131,7 +131,7 @@ class Report:
         ]
         counts = Counter(row.basis for row in self.products)
         bases = ", ".join(f"{counts[basis]} {words}" for basis, words in _BASES.items() if counts[basis])
-        return ["", *ruled(cells, left=(1, 2, 4, 5, 6, 7)), f"{len(self.products)} products: {bases}"]
+        return "", Rows(cells, left=(1, 2, 4, 5, 6, 7)), f"{len(self.products)} products: {bases}"
 
 
 def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] = ()) -> Report:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.ptq.calibrate import Slot
 from fmtsim.ptq.ranges import limit, static_scale
-from fmtsim.table import html, ruled
+from fmtsim.table import Rows, Tabular
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +55,7 @@ class PtqRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PtqReport:
+class PtqReport(Tabular):
     """List the weights that a quantisation changed; ``print`` shows a table.
 
     Args:
@@ -85,11 +84,8 @@ class PtqReport:
             raise ArgumentError(f"the report has no layer {name!r}; it has {', '.join(row.name for row in self.rows)}")
         return found[0]
 
-    def __str__(self) -> str:
-        return "\n".join((*ruled(self._cells(), _WORDS), *self._remarks()))
-
-    def _repr_html_(self) -> str:
-        return html(self._cells(), _WORDS) + "<br>".join(map(escape, self._remarks()))
+    def _content(self) -> tuple[Rows | str, ...]:
+        return Rows(self._cells(), _WORDS), *self._remarks()
 
     def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None) -> "Figure":
         """Draw each layer's signal to noise as a bar, and those of another report beside them; return the figure.

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +11,7 @@ from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.spec import Rule
 from fmtsim.search.choice import front
-from fmtsim.table import html, ruled
+from fmtsim.table import Rows, Tabular
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +63,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
+class SearchResult(Tabular):
     """Hold the formats that a search chose.
 
     Args:
@@ -151,21 +150,12 @@ class SearchResult:
         panel.set_axisbelow(True)
         return saved(figure, path)
 
-    def __str__(self) -> str:
-        return "\n".join((*ruled(self._cells()), *self._remarks()))
-
-    def _repr_html_(self) -> str:
-        return html(self._cells()) + "<br>".join(map(escape, self._remarks()))
-
-    def _cells(self) -> list[tuple[str, ...]]:
+    def _content(self) -> tuple[Rows | str, ...]:
         cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen")]
         for layer, chosen in self.formats.items():
             row = self.losses[layer]
             cells.append((layer or "(model)", *(f"{row[name]:.2e}" for name in self.recipes), chosen))
-        return cells
-
-    def _remarks(self) -> list[str]:
         share = 100 * self.cost / self.budget
         where = f" {machine}" if (machine := next(iter(self.recipes.values())).machine) else ""
         total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}{where}"
-        return [total, *(f"left out: {name}: {reason}" for name, reason in self.left_out.items())]
+        return Rows(cells), total, *(f"left out: {name}: {reason}" for name, reason in self.left_out.items())

@@ -92,6 +92,8 @@ def test_the_table_and_the_record(model):
     assert lines[0] == ["layer", "operand", "format", "underflow", "%", "saturation", "%", "SQNR", "dB", "amax"]
     assert ["2", "w_f", "e2m1", "100.00", "0.000", "0.0", "0.0001"] in lines
     assert ["2", "g_w", "e5m2", "0.00", "0.000", "lossless", "1"] in lines
+    assert stats._repr_html_().count("<tr>") == len(lines) - 1 and repr(stats) == str(stats)
+    assert str(observe(model)) == "nothing is observed yet; call the model inside `with observe(model) as stats:`"
     record = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
     assert (record["steps"], record["every"]) == (1, 1)
     w, g = record["layers"]["2"]["w_f"], record["layers"]["2"]["g_w"]

@@ -14,7 +14,7 @@ from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import BASES, GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.table import facts_html
+from fmtsim.table import Facts, Tabular
 
 _STEPS = {
     "scale": "times the product of both scales",
@@ -31,7 +31,7 @@ _LANES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MmExplanation:
+class MmExplanation(Tabular):
     """Explain one product: what is called, by which unit it is computed, and in which order it is summed.
 
     ``str()`` gives a text, a notebook shows a table.
@@ -63,15 +63,8 @@ class MmExplanation:
         """Whether recorded bits of this very call stand behind the plan."""
         return self.basis == "recorded"
 
-    def __str__(self) -> str:
-        width = max(len(heading) for heading, _ in self.rows)
-        return "\n".join(f"{heading:<{width}}  {text}" for heading, text in self.rows)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return facts_html(self.rows)
+    def _content(self) -> tuple[Facts]:
+        return (Facts(self.rows),)
 
 
 def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
