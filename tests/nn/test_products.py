@@ -2,6 +2,7 @@
 
 import copy
 import re
+from html import escape
 
 import pytest
 import torch
@@ -243,7 +244,8 @@ def test_a_report_tells_products_and_counts_them_by_what_stands_behind():
     blocks = [nn.Sequential(nn.Linear(128, 128)) for _ in range(30)]
     model = convert(nn.Sequential(*blocks, nn.Conv2d(16, 16, 1)).to(BF16), recipe="te_current", target="h200")
     found = report(model, tokens=[64, 72])
-    assert found._repr_html_().count("<table>") == 2 and f"</table>{str(found).splitlines()[-1]}" in found._repr_html_()
+    shown = found._repr_html_()
+    assert shown.count("<table>") == 2 and shown.endswith(f"</table>{escape(str(found).splitlines()[-1])}")
     assert len(found.products) == 2 * 3 * 31 and found.rows == report(model).rows and report(model).products == ()
     one = [row for row in found.products if row.layer == "7.0"]
     alone = fmtsim.explain_mm(model[7][0], 64)
