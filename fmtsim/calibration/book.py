@@ -124,7 +124,7 @@ def sizes_of(family: Family) -> tuple[list[int], int]:
     found = [begin]
     for last, apart in _ROWS if family.along == "m" else _TOKENS:
         apart = -(-apart // stride) * stride
-        pair = (0, 1) if family.along == "m" and apart > 1 else (0,)
+        pair = (0, stride) if family.along == "m" and apart > stride else (0,)
         sizes = range(begin + apart, last + 1, apart)
         found += [size + beyond for size in sizes for beyond in pair if size + beyond <= MOST]
         begin = sizes[-1]

@@ -100,6 +100,10 @@ def test_sizes_that_are_asked():
         assert sizes[0] == family.step and sizes[-1] == MOST - (MOST - rest[0]) % stride and sizes == sorted(set(sizes))
         assert {size % stride for size in sizes} == {rest[0]} and stride == rest[1]
         assert len(sizes) < 1000
+    blocks = families_of([(48, 64)], [KINDS["fp8_blocks"]])[0]
+    sizes, stride = sizes_of(blocks)
+    assert stride == 4 and not any(size % 4 for size in sizes)  # a size between them would be asked for ever
+    assert len(runs_of(lambda size: Choice(size // 4 % 5), sizes, stride)) > 100
     assert sizes_of(forward)[0][:68] == [*range(1, 65), 68, 69, 72, 73]
 
 
