@@ -17,6 +17,7 @@ import torch
 
 import fmtsim
 from fmtsim import files
+from fmtsim.analysis.page import write_page
 from fmtsim.analysis.plots import plot_loss
 from fmtsim.calibration.planfile import write_plan
 from fmtsim.cli import mm
@@ -41,6 +42,7 @@ WRITERS = {
     "ptq.json": lambda path: save_ptq_recipe(get_ptq_recipe("w4a4"), path),
     "plan.json": lambda path: write_plan(get_target("h200"), path),
     "loss.png": lambda path: plot_loss({"a": [1.0, 2.0]}, path),
+    "report.html": lambda path: write_page(path, title="t"),
     "record.json": lambda path: write_json(path, {"x": ["word"] * 100}),
     "check.json": lambda path: write_check(path.parent, {"x": ["word"] * 100}, "text", json.dumps),
 }

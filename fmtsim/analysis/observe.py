@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from fmtsim.analysis.stats import Counts, OperandStats, Sample
 from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError, shown
+from fmtsim.files import StrPath
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
@@ -127,6 +128,23 @@ class Observation(Tabular):
             "layers": _nested(self.layers), "history": {step: _nested(layers) for step, layers in history},
             "steps": self.steps, "every": self.every,
         }  # fmt: skip
+
+    def save_report(self, path: StrPath, *, title: str = "Where bits are lost", **parts: Any) -> None:
+        """Write one self-contained HTML file with heatmaps, exponents and all figures, for a browser without a network.
+
+        Args:
+            path: The file; it appears whole or not at all.
+            title: Heading.
+            parts: What else it shows: ``curves``, ``coverage``, ``attribution``, ``configuration``, ``notes``, as
+                ``fmtsim.analysis.page.write_page`` takes them.
+
+        Raises:
+            ArgumentError: An argument is not of its type.
+            DataError: The file cannot be written.
+        """
+        from fmtsim.analysis.page import write_page
+
+        write_page(path, title=title, observation=self, **parts)
 
     def _part(self, step: int, layer: str, part: str) -> Observer:
         return self._observer(step, ".".join(filter(None, (layer, part))))

@@ -1,0 +1,112 @@
+"use strict";
+// What all parts share: the data, elements, colours, tooltips, redrawing and saving.
+const data = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+
+// Text only ever becomes a text node or an attribute, never markup.
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+}
+const make = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
+const draw = (tag, attributes = {}, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+// --- colours ---------------------------------------------------------------------------------------------------------
+const system = matchMedia("(prefers-color-scheme: dark)");
+const themes = ["system", "light", "dark"];
+let theme = "system";
+let printing = false;
+
+const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+let ramp = [];
+
+function applyTheme() {
+  const dark = !printing && (theme === "dark" || (theme === "system" && system.matches));
+  document.documentElement.classList.toggle("dark", dark);
+  $("theme").textContent = "Colours: " + theme;
+  $("theme").setAttribute("aria-label", "Colours: " + (theme === "system" ? "as the system has them" : theme));
+  ramp = ink("ramp").split(/\s+/).map((c) => [1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16)));
+}
+
+// The colour of a share 0..1 of a sequential scale whose lightness goes one way, so that any colour vision reads it.
+function colour(t) {
+  const x = Math.min(1, Math.max(0, t)) * (ramp.length - 1);
+  const i = Math.min(ramp.length - 2, Math.floor(x));
+  return "rgb(" + ramp[i].map((a, k) => Math.round(a + (ramp[i + 1][k] - a) * (x - i))).join(",") + ")";
+}
+
+// --- drawing again ---------------------------------------------------------------------------------------------------
+const views = [];
+function view(redraw) {
+  views.push(redraw);
+  redraw();
+}
+let asked = 0;
+function redrawAll() {
+  cancelAnimationFrame(asked);
+  asked = requestAnimationFrame(() => views.forEach((redraw) => redraw()));
+}
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth !== width) redrawAll(); // a phone's bars change the height alone
+  width = innerWidth;
+});
+const retheme = () => {
+  applyTheme();
+  redrawAll();
+};
+system.addEventListener("change", retheme);
+$("theme").addEventListener("click", () => {
+  theme = themes[(themes.indexOf(theme) + 1) % 3];
+  retheme();
+});
+for (const [name, value] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(name, () => {
+    printing = value;
+    applyTheme();
+    views.forEach((redraw) => redraw());
+  });
+}
+
+// --- tooltips --------------------------------------------------------------------------------------------------------
+const tip = $("tip");
+function showTip(x, y, head, lines) {
+  tip.replaceChildren(make("b", {}, head), ...lines.map((line) => make("div", {}, line)));
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  const left = x + 14 + box.width > innerWidth ? x - 14 - box.width : x + 14;
+  const top = y + 14 + box.height > innerHeight ? y - 14 - box.height : y + 14;
+  tip.style.left = Math.max(4, left) + "px";
+  tip.style.top = Math.max(4, top) + "px";
+}
+const hideTip = () => { tip.hidden = true; };
+addEventListener("scroll", hideTip, { passive: true });
+addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
+
+// --- saving ----------------------------------------------------------------------------------------------------------
+function save(blob, name) {
+  const link = make("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+function saveSvg(host) {
+  const copy = host.querySelector("svg").cloneNode(true);
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.setAttribute("font-family", "system-ui, Helvetica, Arial, sans-serif");
+  copy.prepend(draw("rect", { width: "100%", height: "100%", fill: ink("panel") }));
+  save(new Blob([copy.outerHTML], { type: "image/svg+xml" }), host.id + ".svg");
+}
+document.querySelectorAll("button.save").forEach((button) => {
+  button.addEventListener("click", () => saveSvg($(button.dataset.of)));
+});
+
+function options(select, entries, chosen) {
+  select.replaceChildren(...entries.map(([value, text]) => make("option", { value }, text)));
+  if (chosen !== undefined) select.value = chosen;
+}
