@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fmtsim.analysis.compare import compare
 from fmtsim.calibration.gpu import STORED, Extras
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
-from fmtsim.spec.call import GemmCall
+from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
 
@@ -89,8 +89,9 @@ def _extras(call: GemmCall, generator: torch.Generator) -> Extras:
     bias = torch.randn(call.n, generator=generator).to(call.out) if call.bias else None
     if call.operation != "scaled_mm":
         return Extras(bias=bias)
-    many = call.scaling == "row"
-    row, column = (torch.rand(count if many else 1, generator=generator) + 0.3 for count in (call.m, call.n))
+    groups = -(-call.k // 128)
+    counts = {"row": (call.m, call.n), "tensor": (1, 1)}.get(call.scaling, (groups, groups))
+    row, column = (torch.rand(count, generator=generator) + 0.3 for count in counts)
     return Extras(bias=bias, row=row, column=column)
 
 
@@ -111,9 +112,20 @@ def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan)
     if call.operation == "scaled_mm":
         one = torch.ones(1)
         row, column = one if extras.row is None else extras.row, one if extras.column is None else extras.column
+        recipes: dict[str, Any] = {}
         if call.scaling == "row":
             row, column = row[:, None], column[None, :]
-        return scaled_mm(a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, datapath=arithmetic, plan=plan)
+        elif call.scaling in LARGE_BLOCKS:
+            wide = call.scaling == "block_128"
+            row = row.expand(call.m, -1)
+            column = column[:, None].expand(-1, -(-call.n // 128) if wide else call.n)
+            recipes = {
+                "scale_recipe_a": "BlockWise1x128",
+                "scale_recipe_b": "BlockWise128x128" if wide else "BlockWise1x128",
+            }
+        return scaled_mm(
+            a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, datapath=arithmetic, plan=plan, **recipes
+        )
     if isinstance(arithmetic, IntegerDatapath):
         return int_mm(a, b.t(), datapath=arithmetic)
     tf32 = call.a == "tf32" and not is_scalar(arithmetic)

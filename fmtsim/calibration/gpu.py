@@ -18,7 +18,10 @@ STORED = {
 
 
 class Extras(NamedTuple):
-    """What a call takes besides its operands: a bias [C], and scales of rows [R] and of columns [C], or [1] both."""
+    """What a call takes besides its operands: a bias [C], and scales of rows [R] and of columns [C], or [1] both.
+
+    Blocks of 128 have one scale for each 128 of K, the same for all rows, and for all columns.
+    """
 
     bias: Tensor | None = None
     row: Tensor | None = None

@@ -25,15 +25,16 @@ import torch
 from fmtsim.calibration.check import Data, make_data, multiply, question
 from fmtsim.calibration.gpu import Extras, TorchGPU
 from fmtsim.cli.output import format_table
+from fmtsim.cuda.native.calls import NativeCall, NativeScales, run
 from fmtsim.errors import DeviceError
 from fmtsim.gemm.models import models
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.spec.call import GemmCall
+from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 
 SIDE = 8  # rows and columns that are kept of a result
 SEED = 20261122  # of the data
-WEIGHTS = {"mm": 30, "bias": 14, "vector": 10, "tf32": 14, "fp16 sums": 8, "bmm": 12, "fp8": 12}
+WEIGHTS = {"mm": 30, "bias": 14, "vector": 10, "tf32": 14, "fp16 sums": 8, "bmm": 12, "fp8": 18}
 TOKENS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 32, 33, 64, 77, 100, 128, 197, 256, 500, 512, 777, 1024, 2048, 4096)
 BATCHES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 LAYOUTS = (("row", "row"), ("row", "row"), ("row", "column"), ("column", "column"), ("column", "row"))
@@ -95,11 +96,15 @@ def random_call(rng: random.Random, shapes: list[tuple[int, int]]) -> GemmCall:
         return call if rng.random() < 0.75 else replace(call, a="tf32", b="tf32", out=torch.float32)
     if kind == "fp8":
         a, b = rng.choice((("e4m3", "e4m3"),) * 4 + (("e5m2", "e4m3"), ("e4m3", "e5m2")))
-        scaling = rng.choice(("tensor", "tensor", "row"))
-        out = torch.bfloat16 if scaling == "row" else rng.choice((torch.bfloat16, torch.float16, torch.float32))
-        return replace(call, operation="scaled_mm", a=a, b=b, out=out, scaling=scaling, bias=False, a_layout="row",
+        scaling = rng.choice(("tensor", "tensor", "row", "block_128", "row_block_128"))
+        narrow = scaling != "tensor"
+        out = torch.bfloat16 if narrow else rng.choice((torch.bfloat16, torch.float16, torch.float32))
+        call = replace(call, operation="scaled_mm", a=a, b=b, out=out, scaling=scaling, bias=False, a_layout="row",
                        n=max(16, n // 16 * 16), k=max(16, k // 16 * 16), b_layout="row",
                        fast_accum=rng.random() < 0.5)  # fmt: skip
+        if scaling in LARGE_BLOCKS:  # the library refuses other rows, and fast sums
+            call = replace(call, a="e4m3", b="e4m3", m=-(-m // 4) * 4, fast_accum=False)
+        return call
     return call
 
 
@@ -112,9 +117,20 @@ def random_calls(seed: int, count: int) -> list[GemmCall]:
 
 
 class Batched(TorchGPU):
-    """A GPU that multiplies batches, too: the rows lie in the middle one."""
+    """A GPU that multiplies batches, too: the rows lie in the middle one; and operands with scales of blocks."""
 
     def _call(self, call, a, b, extras, rows, columns):
+        if call.scaling in LARGE_BLOCKS:
+            left = self._matrix("a", a, rows, call.m, "row")
+            right = self._matrix("b", b, columns, call.n, "row")
+            per_scale = 128 if call.scaling == "block_128" else 1
+            scales = [
+                x.to(self.device).expand(-(-size // each), -1)
+                for x, size, each in ((extras.row, call.m, 1), (extras.column, call.n, per_scale))
+            ]
+            native = NativeCall(function="scaled_mm", out_dtype=call.out, scaling=call.scaling,
+                                fast_accum=call.fast_accum, rows_per_scale_b=per_scale)  # fmt: skip
+            return run(native, left, right.t(), scales=NativeScales(*scales))
         if call.operation != "bmm":
             return super()._call(call, a, b, extras, rows, columns)
         operands = []
@@ -183,7 +199,9 @@ def emulated(call: GemmCall, target) -> tuple[bytes, str, str]:
     arithmetic = unit.find(a, b, call.accumulate, None).datapath
     asked = plain(call)
     left, right, extras = make_data(asked, SEED)
-    data = Data(left[:SIDE], right[:SIDE], Extras(*(None if x is None else x[:SIDE] for x in extras)))
+    if call.scaling not in LARGE_BLOCKS:  # whose scales are for all rows
+        extras = Extras(*(None if x is None else x[:SIDE] for x in extras))
+    data = Data(left[:SIDE], right[:SIDE], extras)
     few = replace(asked, m=min(asked.m, SIDE), n=min(asked.n, SIDE))
     where = "book" if " in the book " in found.plan.source else "tree" if "a tree " in found.plan.source else "rule"
     return bits(multiply(few, data, arithmetic, found.plan)), found.basis, where
