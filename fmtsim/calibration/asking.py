@@ -20,22 +20,33 @@ R = TypeVar("R")
 
 
 @contextmanager
-def processes(open_library: Callable[[], Asker], workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Give processes that have opened the library, None where this one alone has."""
+def processes(open_library: Callable[[], Asker], workers: int, died: str) -> Iterator[ProcessPoolExecutor | None]:
+    """Give processes that have opened the library, None where this one alone has; ``died`` says it where one dies."""
     if workers == 1:
         _begin(open_library)
         yield None
         return
-    pool = pool_of(workers, _begin, open_library)
+    with pool_that_ends(workers, _begin, open_library, died=died) as pool:
+        yield pool
+
+
+@contextmanager
+def pool_that_ends(workers: int, begin: Callable[..., None], *arguments: Any, died: str) -> Iterator[Any]:
+    """Give processes that call ``begin`` first; any error, and Ctrl-C, ends them at once, whatever they work on.
+
+    Raises:
+        DeviceError: One died; ``died`` says so.
+    """
+    others, pool = multiprocessing.active_children(), pool_of(workers, begin, *arguments)
     try:
         yield pool
-    except KeyboardInterrupt:
+    except BaseException as error:
         for child in multiprocessing.active_children():
-            child.terminate()
+            if child not in others:
+                child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise DeviceError(died) from error
         raise
-    except BrokenProcessPool as error:
-        raise DeviceError("a process that asks the library died; the file has what was asked, go on by the same "
-                          "command, or with fewer --workers") from error  # fmt: skip
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -29,6 +29,10 @@ T = TypeVar("T")
 
 MOST = 16384  # rows, or tokens of a weight's gradient
 CHUNK = 8  # families, or thousands of held-out questions, that a process is handed at once
+DIED: Final = (
+    "a process that asks the library died; the file has what was asked, go on by the same command, or with fewer "
+    "--workers"
+)
 _SAVED = 20  # times as long as it takes to write the file passes before it is written again
 # Sizes that are asked are so far apart up to a size; changes between two of them are bisected.
 _ROWS: Final = ((64, 1), (512, 4), (2048, 16), (MOST, 64))
@@ -198,7 +202,7 @@ def make_book(
     similar = {other: kind for other, kind in (similar or {}).items() if other not in book.aliases}
     work = len(left) + check * len(similar) // 500
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), 32, work // CHUNK))
-    with processes(open_library, workers) as pool:
+    with processes(open_library, workers, DIED) as pool:
         try:
             progress.stage("families", len(left))
             for chunk, runs in shared(pool, _runs_of_chunk, _chunks(left, CHUNK), progress):

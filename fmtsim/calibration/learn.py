@@ -1,50 +1,53 @@
-"""Learn what cuBLASLt chooses: decision trees from its answers to random questions, held to answers they never saw."""
+"""Learn what cuBLASLt chooses: ask it random questions, and grow decision trees from its answers."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fmtsim.calibration.asking import asker, processes, shared
+from fmtsim.calibration.asking import asker, pool_that_ends, processes, shared
 from fmtsim.calibration.book import KINDS, similar_kinds
+from fmtsim.calibration.grow import Numbers, Topic, grow
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.models import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
-from fmtsim.gemm.targets.learned import FEATURES, LEAF, Group, Tree, write_learned
+from fmtsim.gemm.targets.cublaslt import Architecture
+from fmtsim.gemm.targets.learned import Group, write_learned
 from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.interrupts import unheard
 from fmtsim.progress import Progress
 from fmtsim.spec.call import LARGE_BLOCKS
-from fmtsim.verify.workers import pool_of
 
-HELD_OUT = 100_000  # answers of every group, at least
-LEAVES = 25_000  # of a tree
-PURE = 1_000  # answers alike that make a leaf certain
-AT_ONCE = 5_000  # questions that a process is handed
-_ELEMENTS = 1 << 33  # of an operand or a result
+FEWEST: Final = 20  # questions about a topic
+AT_ONCE: Final = 5_000  # questions that a process is handed
+DIED: Final = (
+    "a process that asks the library or grows a tree died, from lack of memory perhaps; nothing was written, and what "
+    "was asked is lost: use fewer --workers, or fewer --questions"
+)
+_ELEMENTS: Final = 1 << 33  # of an operand or a result
 _STEPS: Final = ((64, 0.25), (128, 0.10), (16, 0.15), (8, 0.15))  # shares of sizes that are multiples
-Numbers = NDArray[np.int64]
-
-
-class Topic(NamedTuple):
-    """What one tree is about: kinds of calls that differ little, as unbatched or as batched products."""
-
-    kinds: tuple[Kind, ...]
-    batched: bool = False
+_HEADS: Final = (32, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256)
 
 
 def _topics() -> tuple[Topic, ...]:
-    pairs = [("bf16", "bf16_fp32"), ("fp16", "fp16_fp32"), ("bf16_bias",), ("fp16_bias",), ("tf32",), ("tf32_bias",),
-             ("fp16_sums",), ("fp16_sums_bias",)]  # fmt: skip
-    topics = [Topic(tuple(KINDS[name] for name in names)) for names in pairs]
-    others = similar_kinds(KINDS.values())
-    for scalings in (("tensor",), ("row",), LARGE_BLOCKS):
-        own = [kind for kind in KINDS.values() if kind.scaling in scalings]
-        topics.append(Topic((*own, *(other for other, kind in others.items() if kind in own))))
+    """Return all topics; those whose trees take longest come first, to grow while others are asked."""
+    names = {
+        ("bf16", "bf16_fp32"): 35_000, ("fp16", "fp16_fp32"): 35_000, ("tf32",): 30_000, ("fp16_sums",): 30_000,
+        ("bf16_bias",): 25_000, ("fp16_bias",): 25_000, ("tf32_bias",): 15_000, ("fp16_sums_bias",): 15_000,
+    }  # fmt: skip
     batched = ("bf16", "fp16", "tf32", "fp16_sums", "bf16_fp32", "fp16_fp32")
-    return (*topics, Topic(tuple(KINDS[name] for name in batched), True))
+    topics = [Topic(tuple(KINDS[name] for name in batched), True, 60_000, 1.25)]
+    topics += [Topic(tuple(KINDS[name] for name in group), False, leaves) for group, leaves in names.items()]
+    others = similar_kinds(KINDS.values())
+    for scalings, leaves, share in ((("tensor",), 30_000, 1.0), (LARGE_BLOCKS, 15_000, 0.5), (("row",), 1_000, 0.25)):
+        own = [kind for kind in KINDS.values() if kind.scaling in scalings]
+        alike = (other for other, kind in others.items() if kind in own)
+        topics.append(Topic((*own, *alike), False, leaves, share))
+    return tuple(topics)
 
 
 TOPICS: Final = _topics()
@@ -57,42 +60,49 @@ def check_learner() -> None:
 
 
 def learn(
-    path: Path, open_library: Callable[[], Asker], *, count: int, topics: Sequence[Topic] = TOPICS,
-    workers: int = 1, leaves: int = LEAVES, progress: Progress | None = None,
+    path: Path, open_library: Callable[[], Asker], *, count: int, architecture: Architecture | None = None,
+    topics: Sequence[Topic] = TOPICS, workers: int = 1, progress: Progress | None = None,
 ) -> list[Group]:  # fmt: skip
-    """Ask random questions, grow a tree for each topic, and write them.
+    """Ask random questions, grow a tree for each topic that the library has answers about, and write them.
 
     Args:
         path: The file to write.
         open_library: Opens the library in a process.
-        count: Questions about each topic; a tenth of them, ``HELD_OUT`` at least, is held out.
+        count: Questions about each topic at most, times its share; a twentieth, 100,000 at least, is held out.
+        architecture: Of the GPU; None where the orders behind the library's choices are not known.
         topics: What the trees are about.
         workers: Processes.
-        leaves: Leaves that a tree has at most.
         progress: Shows how it comes along.
 
     Raises:
         ArgumentError: There are too few questions to hold any out, or scikit-learn is not installed.
-        DeviceError: The library cannot be asked.
+        DeviceError: The library cannot be asked, or a process died. Nothing is written then.
     """
     check_learner()
     progress, growing = progress or Progress(), []
-    if count < 20:
+    counts = [int(count * topic.share) for topic in topics]
+    if min(counts) < FEWEST:
         raise ArgumentError(f"{count} questions are too few to learn from; ask a million or more")
-    with processes(open_library, workers) as pool, pool_of(min(workers, len(topics)), _nothing) as growers:
-        for number, topic in enumerate(topics):
-            asked = draw(topic, count, number)
-            progress.stage(f"answers, {number + 1} of {len(topics)}", count)
-            tasks = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, count, AT_ONCE)]
-            labels, choices = np.zeros(count, np.int64), dict[Choice | None, int]()
+    growers = nullcontext() if workers == 1 else pool_that_ends(min(workers, len(topics)), _nothing, died=DIED)
+    with processes(open_library, workers, DIED) as pool, growers as grower:
+        for number, (topic, most) in enumerate(zip(topics, counts, strict=True)):
+            asked = draw(topic, most, number)
+            each = asked.shape[1]
+            progress.stage(f"answers, {number + 1} of {len(topics)}", each)
+            tasks = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, each, AT_ONCE)]
+            labels, choices = np.zeros(each, np.int64), dict[Choice | None, int]()
             for (begin, _, part), (known, numbers) in shared(pool, _answers, tasks, progress, AT_ONCE):
                 own = np.array([choices.setdefault(choice, len(choices)) for choice in known])
                 labels[begin : begin + part.shape[1]] = own[numbers]
-            growing.append(growers.submit(grow, topic, asked, list(choices), labels, leaves))
+            if (labels != choices.get(None, -1)).sum() < FEWEST:
+                continue  # the library refuses such calls
+            job = partial(grow, topic, asked, list(choices), labels, architecture)
+            with unheard():
+                growing.append(job if grower is None else grower.submit(job).result)
         progress.stage("trees", len(growing))
         grown = []
-        for future in growing:
-            grown.append(future.result())
+        for tree in growing:
+            grown.append(tree())
             progress.step(len(grown))
     write_learned(path, grown)
     return [group for group, _ in grown]
@@ -103,24 +113,30 @@ def _nothing() -> None:
 
 
 def draw(topic: Topic, count: int, seed: int) -> Numbers:
-    """Return random questions, int64 [6, count]: the number of the kind, layout, m, n, k, batch; the same everywhere.
+    """Return different random questions, int64 [6, up to count]: the kind's number, layout, m, n, k, batch.
 
-    Sizes spread evenly over powers of two, and many are multiples of 8 to 128; a tenth are products with vectors.
+    Sizes spread evenly over powers of two, and many are multiples of 8 to 128; a tenth are products with vectors. Half
+    of the questions has up to 8192 rows, and N and K up to 16384; a fourth the sizes of layers, N and K from 256 to
+    32768. Of batches, three fourths are products of attention. FP8's choices differ for small results of long sums:
+    half of its questions are about those. What is drawn twice is asked once, so that answers held out are new. A seed
+    gives the same questions everywhere.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
-    m, n, k = (_sizes(rng, count, top) for top in (14, 18, 18))
-    layout = rng.permutation(np.arange(count) % 6)
-    layout = np.where(layout > 3, 0, layout)
-    kind = rng.integers(0, len(topic.kinds), count)
-    batch = np.ones(count, np.int64)
-    share = rng.integers(0, 100, count)
-    m, n = np.where(share < 20, n, m), np.where(share < 20, m, n)
-    m, k = np.where((share >= 20) & (share < 40), k, m), np.where((share >= 20) & (share < 40), m, k)
-    m, n = np.where((share >= 40) & (share < 45), 1, m), np.where((share >= 45) & (share < 50), 1, n)
+    usual = rng.integers(0, 4, count)
+    layout, m, n, k = _products(rng, usual)
+    kind, batch = rng.integers(0, len(topic.kinds), count), np.ones(count, np.int64)
     if topic.batched:
-        batch = 1 + _sizes(rng, count, 9)
-        m, n, k = np.minimum(m, 8192), np.minimum(n, 8192), np.minimum(k, 16384)
+        any_batch = 1 + _sizes(rng, count, 9)
+        either = zip(
+            _attention(rng, count), (layout, np.minimum(m, 8192), np.minimum(n, 8192), np.minimum(k, 16384), any_batch),
+            strict=True,
+        )  # fmt: skip
+        layout, m, n, k, batch = (np.where(usual > 0, *pair) for pair in either)
+    elif topic.kinds[0].bias:  # torch adds it itself where N or K is 1
+        n, k = np.maximum(n, 2), np.maximum(k, 2)
     if topic.kinds[0].scaling != "none":
+        hard = rng.random(count) < 0.5
+        m, k = np.where(hard, np.minimum(m, np.maximum(131072 // n, 1)), m), k + 5120 * hard
         step = 128 if topic.kinds[0].scaling in LARGE_BLOCKS else FP8_STEP
         layout, n, k = 0 * layout, -(-n // FP8_STEP) * FP8_STEP, -(-k // step) * step
         m = -(-m // 4) * 4 if step == 128 else m
@@ -131,11 +147,41 @@ def draw(topic: Topic, count: int, seed: int) -> Numbers:
         first = (layout <= 1) | (m == 1) | (k == 1)
         second = ((layout == 0) | (layout == 3)) & (n > 1) & (k > 1)
         layout = np.where(first, np.where(second, 0, 1), np.where(second, 3, 2))
-    return np.stack([kind, layout, m, n, k, batch])
+    asked = np.stack([kind, layout, m, n, k, batch])
+    codes = (asked * rng.integers(1 << 62, size=(6, 1))).sum(0)  # of a question; they overflow
+    return asked[:, np.sort(np.unique(codes, return_index=True)[1])]
 
 
-def _sizes(rng: np.random.Generator, count: int, top: int) -> Numbers:
-    low = np.int64(1) << rng.integers(0, top, count)
+def _products(rng: np.random.Generator, usual: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Return layout, m, n and k: of all sizes where ``usual`` is 0, of layers where it is 3, else of common ones."""
+    count = len(usual)
+    m = _sizes(rng, count, np.where(usual == 0, 14, 13))
+    n, k = (_sizes(rng, count, np.array((18, 14, 14, 15))[usual], 8 * (usual == 3)) for _ in range(2))
+    layout, share = rng.permutation(np.arange(count) % 6), rng.integers(0, 100, count)
+    m, n = np.where(share < 20, n, m), np.where(share < 20, m, n)
+    m, k = np.where((share >= 20) & (share < 40), k, m), np.where((share >= 20) & (share < 40), m, k)
+    m, n = np.where((share >= 40) & (share < 45), 1, m), np.where((share >= 45) & (share < 50), 1, n)
+    return np.where(layout > 3, 0, layout), m, n, k
+
+
+def _attention(rng: np.random.Generator, count: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    """Return layout, m, n, k and batch of scores, values and gradients, a fourth of them in other layouts or sizes."""
+    tokens, others, any_head = (_sizes(rng, count, top) for top in (12, 12, 10))
+    heads = np.array(_HEADS)[rng.integers(0, len(_HEADS), count)]
+    share = rng.integers(0, 100, count)
+    head = np.where(share < 70, heads, np.where(share < 85, 8 * rng.integers(1, 33, count), any_head))
+    others = np.where(rng.random(count) < 0.5, tokens, others)
+    form = rng.integers(0, 4, count)
+    m = np.where(form == 2, others, tokens)
+    n = np.where((form == 0) | (form == 3), others, head)
+    k = np.select([form == 0, form == 1, form == 2], [head, others, tokens], _sizes(rng, count, 12))
+    layout = np.where((form == 3) | (rng.random(count) < 0.25), rng.integers(0, 4, count), form)
+    batch = np.array((1, 1, 3, 3, 5, 7))[rng.integers(0, 6, count)] << rng.integers(0, 9, count)
+    return layout, m, n, k, np.where(batch < 2, 2, batch)
+
+
+def _sizes(rng: np.random.Generator, count: int, top: int | Numbers, least: int | Numbers = 0) -> Numbers:
+    low = np.int64(1) << rng.integers(least, top, count)
     sizes, share, begin = low + rng.integers(0, 1 << 62, count) % low, rng.random(count), 0.0
     for step, part in _STEPS:
         chosen = (share >= begin) & (share < begin + part) & (sizes >= step)
@@ -150,81 +196,3 @@ def _answers(task: tuple[int, tuple[Kind, ...], Numbers]) -> tuple[list[Choice |
     choice = asker().choice
     numbers = [known.setdefault(choice(Question(kinds[kind], *rest)), len(known)) for kind, *rest in asked.T.tolist()]
     return list(known), np.array(numbers)
-
-
-def grow(
-    topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, leaves: int
-) -> tuple[Group, Tree]:
-    """Return a tree of a topic's answers, and how often it is right about the last tenth of them.
-
-    Args:
-        topic: The topic.
-        asked: Questions, as ``draw`` gives them.
-        choices: All answers; None is a call that the library refuses, which is left out.
-        labels: int64 [questions], an index of choices.
-        leaves: Leaves at most.
-    """
-    from sklearn.tree import DecisionTreeClassifier  # type: ignore[import-not-found]
-
-    order = sorted(range(len(choices)), key=lambda i: (choices[i] is None, choices[i] or ()))
-    names = [choice for choice in (choices[i] for i in order) if choice is not None]
-    labels = np.argsort(order)[labels]
-    known = labels < len(names)
-    asked, labels = asked[:, known], labels[known]
-    columns = np.stack([feature(*asked) for feature in FEATURES], 1).astype(np.float32)
-    learned = len(labels) - max(len(labels) // 10, min(HELD_OUT, len(labels) // 2))
-    model = DecisionTreeClassifier(max_leaf_nodes=leaves, min_samples_leaf=2, random_state=0)
-    model.fit(columns[:learned], labels[:learned])
-    nodes = model.tree_
-    classes = model.classes_[nodes.value[:, 0].argmax(1)]
-    certain = (nodes.impurity < 1e-12) & (nodes.n_node_samples >= PURE)
-    reached = nodes.apply(columns[learned:])
-    right, sure = classes[reached] == labels[learned:], certain[reached]
-    group = Group(topic.kinds, topic.batched, tuple(names), learned, len(right), int(right.sum()), int(sure.sum()),
-                  int((right & sure).sum()))  # fmt: skip
-    return group, _tree(nodes, classes, certain, columns[:learned])
-
-
-def _tree(nodes: Any, classes: NDArray[Any], certain: NDArray[Any], columns: NDArray[np.float32]) -> Tree:
-    """Return a learner's tree in the order in which it is walked, with the roundest thresholds that decide alike."""
-    lows, highs = _gaps(nodes, columns)
-    order, waiting = [], [0]
-    while waiting:
-        node = waiting.pop()
-        order.append(node)
-        if nodes.children_left[node] >= 0:
-            waiting += [nodes.children_right[node], nodes.children_left[node]]
-    walked = np.array(order)
-    leaf = nodes.children_left[walked] < 0
-    inner, ends = walked[~leaf], walked[leaf]
-    return Tree(
-        np.where(leaf, LEAF, nodes.feature[walked]).astype(np.uint8), _roundest(lows[inner], highs[inner]),
-        classes[ends], certain[ends],
-    )  # fmt: skip
-
-
-def _gaps(nodes: Any, columns: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return for each node the largest feature that goes left and the smallest that goes right."""
-    lows, highs = (np.full(nodes.node_count, end, np.float32) for end in (-np.inf, np.inf))
-    at, rows = np.zeros(len(columns), np.int64), np.arange(len(columns))
-    while len(rows):
-        inner = nodes.children_left[at[rows]] >= 0
-        rows = rows[inner]
-        here = at[rows]
-        values = columns[rows, nodes.feature[here]]
-        left = values <= nodes.threshold[here]
-        np.maximum.at(lows, here[left], values[left])
-        np.minimum.at(highs, here[~left], values[~left])
-        at[rows] = np.where(left, nodes.children_left[here], nodes.children_right[here])
-    return lows, highs
-
-
-def _roundest(low: NDArray[np.float32], high: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return numbers from low on and below high with as few bits as will do."""
-    found, left = low.copy(), np.ones(len(low), bool)
-    for bits in range(24):
-        step = np.exp2(np.floor(np.log2(np.maximum(np.abs(high), 1e-30))) - bits).astype(np.float32)
-        tried = (np.ceil(low / step) * step).astype(np.float32)
-        fits = left & (tried >= low) & (tried < high)
-        found[fits], left = tried[fits], left & ~fits
-    return found

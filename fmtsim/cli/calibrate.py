@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 
@@ -46,6 +46,7 @@ from fmtsim.gemm.models import (
     read_shapes,
 )
 from fmtsim.gemm.targets.ask import open_asker
+from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.learned import Group
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(book, "--lattice", "further layers whose outputs and inputs are at most so many sizes from 64 to 32768", 0)
     trees = "write a file of decision trees, learned from this library's answers to random questions"
     option(book, "--learn", f"{trees} ({LEARNED} unless named)", metavar="FILE", nargs="?", const=LEARNED)
-    option(book, "--questions", "questions about each of the trees' topics", 1_200_000)
+    option(book, "--questions", "questions about each of the trees' topics, for some more or fewer", 3_000_000)
     option(book, "--workers", "processes that ask (default: one a core)", type=int)
     one = parser.add_argument_group("holding a GPU to the emulation of its matrix unit, instead of asking it")
     all_kinds = "run every kind of call that reaches this unit on the GPU and emulated; compare, and write evidence"
@@ -151,8 +152,7 @@ def run_book(arguments: argparse.Namespace) -> int:
             made = make(similar=similar_kinds(kinds), workers=arguments.workers, progress=progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
-    major, minor = torch.cuda.get_device_capability(index)
-    target = book_target(path, gpu.name, f"sm_{major}{minor}", family_of((major, minor)))
+    target = book_target(path, gpu.name, architecture_of(index), family_of(torch.cuda.get_device_capability(index)))
     if target is not None:
         write_plan(target, plan)
     record = {"library": gpu.library, "file": str(path), "bytes": made.size, "families": made.families,
@@ -168,6 +168,12 @@ def open_card(arguments: argparse.Namespace) -> tuple[TorchGPU, int]:
     return gpu, torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
 
 
+def architecture_of(index: int) -> str:
+    """Return the name of a GPU's architecture."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
 def run_learn(arguments: argparse.Namespace) -> int:
     """Grow trees from the library's answers, and show how often they are right about answers they never saw."""
     path = Path(arguments.learn).expanduser()
@@ -176,9 +182,10 @@ def run_learn(arguments: argparse.Namespace) -> int:
     check_learner()
     gpu, index = open_card(arguments)
     workers = arguments.workers or len(os.sched_getaffinity(0))
+    known = architecture_of(index) if architecture_of(index) in get_args(Architecture) else None
     with make_progress(None, transient=True) as progress:
         groups = learn(path, partial(open_asker, index, cached=False), count=arguments.questions, workers=workers,
-                       progress=progress)  # fmt: skip
+                       architecture=cast(Architecture | None, known), progress=progress)  # fmt: skip
     rows = [
         (kind_name(group), f"{group.learned:,}", f"{group.held_out:,}", f"{group.right / group.held_out:.2%}",
          f"{group.certain / group.held_out:.1%}", f"{group.certain_right / max(group.certain, 1):.3%}")

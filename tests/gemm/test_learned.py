@@ -1,5 +1,7 @@
 """Trees that say what cuBLASLt most likely chooses: the file, walking it, and targets that follow it."""
 
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -76,11 +78,20 @@ def test_random_trees_are_walked_as_they_are_written():
 
 
 def test_features_of_numbers_are_those_of_arrays():
-    columns = np.random.default_rng(1).integers(1, 1 << 12, (6, 300))
+    columns = np.random.default_rng(1).integers(1, 1 << 15, (6, 300))
     columns[1] %= 4
+    columns[2:, ::3] >>= np.random.default_rng(2).integers(0, 14, (4, 100))
+    columns[2:] = np.maximum(columns[2:], 1)
     for feature in FEATURES:
         whole = np.broadcast_to(feature(*columns), 300).tolist()
         assert [feature(*column) for column in columns.T.tolist()] == whole
+
+
+def test_features_keep_their_places():
+    """Trees that were written name features by number: one that changes, or moves, makes them say something else."""
+    columns = np.array([[1, 3, 77, 1000, 5200, 3], [0, 1, 4096, 48, 64, 1], [2, 2, 8, 24, 20480, 1]]).T
+    known = [np.broadcast_to(feature(*columns), 3).tolist() for feature in FEATURES]
+    assert len(known) == 40 and zlib.crc32(repr(known).encode()) == 2035395985
 
 
 @pytest.mark.parametrize("damage", [slice(0, 10), slice(0, 100), slice(1, None)])
@@ -114,9 +125,9 @@ def test_targets_follow_trees_between_rules_and_guesses(tmp_path):
     assert [(each.basis, each.plan.split) for each in found] == [("rule", 1), ("rule", 1), ("guess", 3), ("guess", 1)]
     assert found[1].plan.source == (
         "a tree learned from 900 of cuBLASLt 13.1.0's answers, right about 100.0% of 40 others like this one: "
-        "algorithm 66"
+        "the order of algorithm 66"
     )
-    assert "right about 90.0% of 100 others: algorithm 66" in found[2].plan.source
+    assert "right about 90.0% of 100 others: the order of algorithm 66" in found[2].plan.source
     with pytest.raises(ArgumentError, match="trees='../a.trees' is not the name of a file beside the plan file"):
         target_from_dict(record | {"trees": "../a.trees"}, folder=tmp_path)
 

@@ -5,12 +5,13 @@ family. A configuration that nobody has measured has no entry in these tables, a
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.targets.question import Choice, question_of
+from fmtsim.gemm.targets.question import Choice, Question, call_of, question_of
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.plan import GemmPlan
 
@@ -40,6 +41,32 @@ def order_of(choice: Choice, call: GemmCall, architecture: Architecture) -> Orde
     """
     family = FAMILIES.get(choice.algorithm)
     return None if family is None else family(choice, call, architecture)
+
+
+def plainest(choice: Choice, question: Question) -> Choice:
+    """Return a choice with the same order, one for many: by the tiles of CUTLASS's kernels, of single chains the first.
+
+    Where N is 1, a bias tells chains on tensor cores apart.
+    """
+    algorithm, whole, kind = choice.algorithm, choice.split == 1, question.kind
+    if algorithm in (21, 23, 24) and choice.stages in STAGES:
+        tile = STAGES[choice.stages]
+        return choice._replace(algorithm=24, stages=next(each for each in STAGES if STAGES[each] == tile))
+    if whole and algorithm in (12, 20, 55, 56) and kind.compute != "16f":
+        return Choice(12)
+    if whole and algorithm in (39, 43, 63) and question.n > 1:
+        return Choice(66 if kind.a in ("bf16", "fp16") and kind.compute == "32f" else 43)
+    return choice
+
+
+def same_order(choice: Choice, other: Choice, question: Question, architecture: Architecture) -> bool:
+    """Say whether two choices are known to come to the same order, also of a product with a bias that torch adds."""
+    call = call_of(question)
+    calls = [call]
+    if 1 in (question.n, question.k) and call.operation == "mm":
+        calls.append(replace(call, operation="linear", bias=True))
+    orders = [[order_of(each, one, architecture) for one in calls] for each in (choice, other)]
+    return orders[0] == orders[1] and None not in orders[0]
 
 
 def tile_of(algorithm: int, call: GemmCall) -> int | None:

@@ -32,6 +32,28 @@ def _power(x: Any) -> Any:
     return (x | 64) & -(x | 64)
 
 
+def _smaller(x: Any, y: Any) -> Any:
+    return (x + y - abs(x - y)) // 2
+
+
+def _first(layout: Any, m: Any, k: Any) -> Any:
+    """Return the largest power of two that divides the rows of the first operand as they lie in memory."""
+    return _power(k * (layout < 2) + m * (layout >= 2))
+
+
+def _second(layout: Any, n: Any, k: Any) -> Any:
+    """Return the same of the second operand."""
+    return _power(k * (layout % 3 == 0) + n * (layout % 3 > 0))
+
+
+def _parts(m: Any, n: Any, k: Any) -> Any:
+    """Return the parts of 20 tiles of 128 products or more whose sums a workspace of one MiB holds."""
+    wanted = -(-k // 2560) - 1
+    room = -(-8192 // (m * -(-n // 32))) - 1
+    most = _smaller(wanted, room)
+    return most + (1 - most) * (most < 1)
+
+
 FEATURES: Final[tuple[Feature, ...]] = (
     lambda kind, layout, m, n, k, batch: layout,
     lambda kind, layout, m, n, k, batch: m,
@@ -40,8 +62,8 @@ FEATURES: Final[tuple[Feature, ...]] = (
     lambda kind, layout, m, n, k, batch: m * n * batch,
     lambda kind, layout, m, n, k, batch: m * n * batch * k / 1024,
     lambda kind, layout, m, n, k, batch: m / n,
-    lambda kind, layout, m, n, k, batch: _power(k * (layout < 2) + m * (layout >= 2)),
-    lambda kind, layout, m, n, k, batch: _power(k * (layout % 3 == 0) + n * (layout % 3 > 0)),
+    lambda kind, layout, m, n, k, batch: _first(layout, m, k),
+    lambda kind, layout, m, n, k, batch: _second(layout, n, k),
     lambda kind, layout, m, n, k, batch: _power(n),
     lambda kind, layout, m, n, k, batch: _power(m),
     lambda kind, layout, m, n, k, batch: _power(k),
@@ -52,8 +74,23 @@ FEATURES: Final[tuple[Feature, ...]] = (
     lambda kind, layout, m, n, k, batch: batch,
     lambda kind, layout, m, n, k, batch: kind,
     *(_tiles(*tile) for tile in ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))),
+    lambda kind, layout, m, n, k, batch: m * n,
+    lambda kind, layout, m, n, k, batch: m + n - _smaller(m, n),
+    lambda kind, layout, m, n, k, batch: _smaller(m, n),
+    lambda kind, layout, m, n, k, batch: m * batch,
+    lambda kind, layout, m, n, k, batch: n * batch,
+    lambda kind, layout, m, n, k, batch: _smaller(_first(layout, m, k), _second(layout, n, k)),
+    lambda kind, layout, m, n, k, batch: _smaller(_smaller(_first(layout, m, k), _second(layout, n, k)), _power(n)),
+    *(_tiles(*tile) for tile in ((32, 32), (32, 64), (64, 32), (32, 128), (128, 32))),
+    lambda kind, layout, m, n, k, batch: m * -(-n // 32),
+    lambda kind, layout, m, n, k, batch: -(-k // 128),
+    lambda kind, layout, m, n, k, batch: _parts(m, n, k),
+    lambda kind, layout, m, n, k, batch: -(-k // (128 * _parts(m, n, k))),
 )
-"""What a tree compares: functions of the kind's number in its group and of a question, for numbers and arrays alike."""
+"""What a tree compares: functions of the kind's number in its group and of a question, for numbers and arrays alike.
+
+Files of trees name them by their places: further ones come last.
+"""
 
 
 class Tree(NamedTuple):
@@ -74,6 +111,8 @@ class Tree(NamedTuple):
 class Group(NamedTuple):
     """Kinds of calls with a tree, and how often it was right about answers that it was not learned from.
 
+    An order that is the same counts as right, whatever the choice behind it is called.
+
     kinds: The kinds.
     batched: They are those of batched products.
     choices: What its leaves name.
@@ -93,7 +132,7 @@ class Group(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A choice that the library most likely takes; certain where of 1,000 such guesses held out 999 were right."""
+    """A choice that stands for the library's most likely order; certain where 999 of 1,000 held out were right."""
 
     choice: Choice
     certain: bool

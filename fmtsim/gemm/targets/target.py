@@ -217,9 +217,9 @@ class Target:
         run = None if self.book is None else self.book.run(question)
         if run is not None and self.book is not None:
             source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
-            return self._ordered(call, run.choice, f"{source}, {_entry(question, run)}", "reported")
+            return self._ordered(call, run.choice, f"{source}, {_entry(question, run)}:", "reported")
         choice = ask.choice(question, self)
-        source = f"{_library(self.library)}'s choice, asked on this machine"
+        source = f"{_library(self.library)}'s choice, asked on this machine:"
         return None if choice is None else self._ordered(call, choice, source, "reported")
 
     def _likely(self, call: GemmCall, question: Question) -> Found | None:
@@ -231,12 +231,12 @@ class Target:
         right, held = (group.certain_right, group.certain) if certain else (group.right, group.held_out)
         others = f"right about {right / held:.1%} of {held:,} others{' like this one' * certain}"
         source = f"a tree learned from {group.learned:,} of {_library(self.library)}'s answers, {others}"
-        return self._ordered(call, likely.choice, source, "rule" if certain else "guess")
+        return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if certain else "guess")
 
     def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> Found:
         """Return the order behind a choice; a guess where that is not known."""
         assert self.architecture is not None
-        source = f"{source}: {choice.said()}"
+        source = f"{source} {choice.said()}"
         order = order_of(choice, call, self.architecture)
         if order is None:
             return Found(_sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess")
