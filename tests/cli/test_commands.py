@@ -267,7 +267,7 @@ DEFAULTS = {
     "explain": {"dtype": "float64", "rounding": "nearest_even", "seed": 0},
     "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},
     "calibrate": {"tokens": "1..8192", "dtypes": "bf16,fp16,tf32,fp8_fast,fp8_slow",
-                  "calls": 3, "lattice": 0, "device": "cuda", "questions": 1200000},
+                  "calls": 3, "lattice": 0, "device": "cuda", "questions": 3000000},
     "doctor": {"tokens": "1..8192", "dtypes": "bf16"},
     "invariance": {"sizes": "1..512", "dtypes": "bf16"},
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
