@@ -3,19 +3,24 @@
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fmtsim.analysis.shadow import Shadow
 from fmtsim.analysis.stats import Counts, OperandStats, Sample
 from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.files import StrPath
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.recipes.spec import Recipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import Rows, Tabular
 
@@ -39,13 +44,20 @@ class Observation(Tabular):
         every: The first of so many steps is observed.
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, *, recipe: str | Path | Recipe | LinearConfig | None = None,
+        format: str | Format | None = None, every: int = 1,
+    ) -> None:  # fmt: skip
         check_module("observe", model)
         if type(every) is not int or every < 1:
             raise ArgumentError(
                 f"every={shown(every)} is no number of steps; pass 1 to observe all, 10 for every tenth"
             )
+        if recipe is not None and format is not None:
+            raise ArgumentError("observe got recipe and format; pass one of them")
         self._model: nn.Module | None = model
+        self._shadow = None if recipe is None and format is None else Shadow(model, recipe, format)
+        model = model if self._shadow is None else self._shadow.model
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
         self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
         self._active = False
@@ -55,13 +67,15 @@ class Observation(Tabular):
         self.steps, self.every = 0, every
         if not self._modules and not self._attention:
             raise ArgumentError(
-                f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first"
+                f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first, "
+                "or pass recipe= or format= to see what that would do to this model"
             )
 
     @classmethod
     def of(cls, layers: Layers) -> "Observation":
         """Return finished statistics, of no model."""
         found = cls.__new__(cls)
+        found._shadow = None
         found._model, found._modules, found._attention, found._active, found._hooks = None, [], [], False, []
         found._counts, found.layers, found.steps, found.every = {}, layers, 0, 1
         return found
@@ -80,6 +94,8 @@ class Observation(Tabular):
         for name, observer in watched + [(attended.name, attended.call.observer) for attended in self._attention]:
             if observer is not None:
                 raise ArgumentError(f"layer {name!r} is observed already; leave the outer observe first")
+        if self._shadow is not None:
+            self._shadow.attach()
         if self._model is not None:
             self._hooks.append(self._model.register_forward_pre_hook(self._begin, prepend=True))
         self._active = True
@@ -93,9 +109,13 @@ class Observation(Tabular):
         while self._hooks:
             self._hooks.pop().remove()
         self._watch(None)
+        if self._shadow is not None:
+            self._shadow.detach()
 
     def _begin(self, *_: Any) -> None:
         """Begin a step, before the model's forward."""
+        if self._shadow is not None:
+            self._shadow.begin(self.steps)
         self._watch(None if self.steps % self.every else self.steps)
         self.steps += 1
 
@@ -110,7 +130,7 @@ class Observation(Tabular):
     def __getitem__(self, layer: str) -> dict[str, OperandStats]:
         return self.layers[layer]
 
-    def _content(self) -> tuple[Rows | str]:
+    def _content(self) -> tuple[Rows | str, ...]:
         if not self.layers:
             return ("nothing is observed yet; call the model inside `with observe(model) as stats:`",)
         cells = [("layer", "operand", "format", "underflow %", "saturation %", "SQNR dB", "amax")]
@@ -119,7 +139,16 @@ class Observation(Tabular):
                 ratio = "lossless" if s.sqnr_db == math.inf else "-" if math.isnan(s.sqnr_db) else f"{s.sqnr_db:.1f}"
                 lost = (f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
                 cells.append((layer or "(model)", operand, s.format, *lost))
-        return (Rows(cells, left=range(3)),)
+        return (Rows(cells, left=range(3)), *self._notes())
+
+    def _notes(self) -> list[str]:
+        """Return what is not seen of a model that is not converted."""
+        if self._shadow is None:
+            return []
+        known = {how.name: {_named(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)}
+        absent = [layer or "(model)" for layer, parts in known.items() if parts.isdisjoint(self.layers)]
+        more = f" and {len(absent) - 6} more" if len(absent) > 6 else ""
+        return [*self._shadow.notes, *([f"not called: {', '.join(absent[:6])}{more}"] if absent else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return layers, history, steps and every as JSON types."""
@@ -147,7 +176,7 @@ class Observation(Tabular):
         write_page(path, title=title, observation=self, **parts)
 
     def _part(self, step: int, layer: str, part: str) -> Observer:
-        return self._observer(step, ".".join(filter(None, (layer, part))))
+        return self._observer(step, _named(layer, part))
 
     def _observer(self, step: int, layer: str) -> Observer:
         def record(operand: str, x: Tensor, q: Tensor, quantizer: Quantizer, dim: int) -> None:
@@ -160,20 +189,42 @@ class Observation(Tabular):
         return record
 
 
-def observe(model: nn.Module, *, every: int = 1) -> Observation:
-    """Collect statistics of every operand of a converted model: ``with observe(model) as stats: ...``.
+def observe(
+    model: nn.Module, *, recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
+    every: int = 1,
+) -> Observation:  # fmt: skip
+    """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
-    Forward and backward inside the ``with`` are counted; outside it a converted model pays nothing. Under activation
-    checkpointing the recomputed forward counts again. Compiled code is not seen and raises an error.
+    Forward and backward inside the ``with`` are counted; outside it a model pays nothing. Under activation
+    checkpointing the recomputed forward counts again. Elements of any float dtype; NaN and infinities are counted
+    apart (``nonfinite``). Outputs, gradients and random numbers of the model keep their bits.
 
     Args:
-        model: A converted model.
+        model: A converted model; or one that is not, with ``recipe`` or ``format``.
+        recipe: What ``fmtsim.convert`` takes. The model computes as it does, and the operands of its products (those
+            that ``convert`` would find, with the gradients that come) are cast beside it: memory and time of a
+            step about double. Random rounding draws from a generator of its own. The table's foot says what of the
+            model, or of the recipe, is not seen.
+        format: Likewise: a format of activations, weights and gradients, scaled as ``fmtsim.convert`` does.
         every: Observe the first of so many calls of the model; the others pay nothing.
 
     Raises:
-        ArgumentError: no layer is converted, the model is observed already, or ``every`` is no number from 1.
+        ArgumentError: No layer is converted and neither recipe nor format given, or one is given and the model is
+            converted; both are given; the model is observed already; ``every`` is no number from 1.
+        FormatError: No such recipe or format.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    >>> with observe(model, format="mxfp8_e4m3") as stats:
+    ...     model(torch.ones(32, 64)).sum().backward()
+    >>> stats["2"]["g_d"].amax
+    1.0
     """
-    return Observation(model, every=every)
+    return Observation(model, recipe=recipe, format=format, every=every)
+
+
+def _named(layer: str, part: str) -> str:
+    return ".".join(filter(None, (layer, part)))
 
 
 def _nested(layers: Mapping[str, Mapping[str, OperandStats | Sample]]) -> dict[str, dict[str, Any]]:

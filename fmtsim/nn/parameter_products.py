@@ -103,37 +103,43 @@ class ParameterMode(OwnMode):
         if func is Tensor.unflatten:  # torch.compile cannot trace this method under a mode around this one
             func = torch.unflatten
         if func in _MULTIPLIES:
-            y = _MULTIPLIES[func](self._find, *args, **kwargs)
+            y = self.multiplied(func, args, kwargs)
             if y is not None:
-                if not torch.compiler.is_compiling():
-                    repeat_under(self._module, partial(ParameterMode, self._module))
                 return y
-            self._leave(func, args, kwargs)
+            self.leave(func, args, kwargs)
         elif func in _UNKNOWN:
-            self._leave(func, args, kwargs)
+            self.leave(func, args, kwargs)
         elif func is F.multi_head_attention_forward:  # torch runs it as a whole, without asking about what it calls
             with self:
                 return _MULTI_HEAD(*args, **kwargs)
         if func is Tensor.unflatten:  # torch.compile does not trace this method under a mode
             func = torch.unflatten
         y = func(*args, **kwargs)
-        if (func is torch.unflatten or func in _VIEWS) and (found := self._find(args[0])) is not None:
+        if (func is torch.unflatten or func in _VIEWS) and (found := self.find(args[0])) is not None:
             for view in (y,) if isinstance(y, Tensor) else y:
                 self._known[view] = found
         return y
 
-    def _find(self, t: Any) -> Multiply | None:
+    def multiplied(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Return a product, emulated where one side is one of the Parameters; None leaves it to torch."""
+        y = product(func, self.find, args, kwargs)
+        if y is not None and not torch.compiler.is_compiling():
+            repeat_under(self._module, partial(ParameterMode, self._module))
+        return y
+
+    def find(self, t: Any) -> Multiply | None:
+        """Return what multiplies by a tensor, None where that is no Parameter that the module reads."""
         if not isinstance(t, Tensor):
             return None
         found = self._known.get(t)
         return found if found is not None or t._base is None else self._known.get(t._base)
 
-    def _leave(self, func: Any, args: Any, kwargs: Any) -> None:
+    def leave(self, func: Any, args: Any, kwargs: Any) -> None:
         """Remember what is not emulated, for the report."""
         if torch.compiler.is_compiling():
             return
         for t in (*args, *kwargs.values()):
-            found = self._find(t)
+            found = self.find(t)
             module = None if found is None else found.args[0]  # type: ignore[attr-defined]
             if isinstance(module, ParameterProduct) and func.__name__ not in module.left:
                 module.left = (*module.left, func.__name__)
@@ -171,6 +177,11 @@ _VIEWS: Final = frozenset(
     {getattr(at, name) for name in _FOLLOWED for at in (Tensor, torch) if callable(getattr(at, name, None))}
     | {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data")}
 )
+
+
+def product(func: Any, find: Callable[[Any], Multiply | None], args: Any, kwargs: Any) -> Tensor | None:
+    """Return a product of torch with what ``find`` finds for one of its sides; None where it finds nothing."""
+    return _MULTIPLIES[func](find, *args, **kwargs)
 
 
 def attach_products(

@@ -1,0 +1,253 @@
+"""Cast the operands of a model's products beside it: the model computes as it does, and its bits stay.
+
+A shadow is a second model over the same Parameters, which ``convert`` was given. Each layer of the first one that the
+shadow has converted runs as ever; then the shadow's runs on copies that share its numbers, and when the gradient of the
+first one's output comes, it goes back through the shadow's.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fmtsim.dispatch import without_own_modes
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.nn.contractions import Multiply
+from fmtsim.nn.convert import convert, is_converted, set_step
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.parameter_products import READS, ParameterMode, product
+from fmtsim.nn.report import report
+from fmtsim.nn.wrapped import unwrap, wrap
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.spec import Recipe
+
+MARK: Final = "_fmtsim_observed"  # on a module that is observed: the forward that the instance had of its own, or None
+_NOT_SEEN: Final = {
+    "attention": "the products of attention", "replace": "what the recipe puts in the place of gated layers",
+    "activations": "the cast of activations that the recipe keeps",
+}  # fmt: skip
+_Copies = dict[Tensor, Tensor]
+_Parts = list[tuple[nn.Module, nn.Module]]
+
+
+class Shadow:
+    """Hold what a recipe or format would make of a model that is not converted.
+
+    Args:
+        model: The model; it is changed between ``attach`` and ``detach`` alone.
+        recipe, format: As in ``convert``.
+
+    Attributes:
+        model: The shadow.
+        notes: What of the model, or of the recipe, is not seen, in words.
+
+    Raises:
+        ArgumentError: The model is converted already, or ``convert`` refuses it.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: str | Path | Recipe | LinearConfig | None, format: str | Format | None
+    ) -> None:
+        if is_converted(model):
+            raise ArgumentError(
+                f"{type(model).__name__} is converted already, and recipe= and format= are for models that are not; "
+                "observe(model) alone shows what its own formats lose, fmtsim.revert(model) takes them away first"
+            )
+        recipe, self.notes = _products_alone(recipe)
+        self._copies: dict[nn.Module, nn.Module] = {}
+        self.model = _copied(model, self._copies)
+        # The filter takes everything: convert has nothing to warn of. The generator is the shadow's own, so that the
+        # model draws the numbers that it would have drawn.
+        try:
+            convert(self.model, recipe, format=format, generator=0, filter_fn=lambda module, name: True)
+        except ArgumentError as error:
+            seen = f"; {'; '.join(self.notes)}" if self.notes else ""
+            raise ArgumentError(
+                f"{error}{seen}; what fmtsim.convert does to a copy of the model, observe(copy) shows"
+            ) from error
+        self.notes.append(report(self.model).summary)
+        self._pairs = [(module, copy) for module, copy in self._copies.items() if _is_run(copy)]
+        self._scheduled = any(isinstance(m, EmulatedModule) and m.emulation.plan for m in self.model.modules())  # type: ignore[union-attr]
+        self._inside = 0
+
+    def attach(self) -> None:
+        """Run the shadow beside the model from now on, as far as its layers have observers."""
+        for module, _ in self._pairs:
+            if MARK in module.__dict__:
+                raise ArgumentError(f"{type(module).__name__} is observed already; leave the outer observe first")
+        for module, copy in self._pairs:
+            wrap(module, MARK, self._layer(module, copy) if isinstance(copy, EmulatedModule) else self._writer(copy))
+
+    def detach(self) -> None:
+        """Leave the model alone again."""
+        for module, _ in self._pairs:
+            unwrap(module, MARK)
+
+    def begin(self, step: int) -> None:
+        """Tell a recipe with a schedule the step."""
+        if self._scheduled:
+            set_step(self.model, step)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a layer of the model runs that the shadow has, too."""
+        return self._inside > 0
+
+    def _layer(self, module: nn.Module, copy: EmulatedModule) -> Callable[..., Any]:
+        parts = [(part, self._copies[part]) for part in module.modules()]
+
+        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            self._inside += 1  # products that the layer's own forward writes are not those of a writer around it
+            try:
+                y = forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            assert copy.emulation is not None
+            if copy.emulation.observer is not None:
+                own = [p for part, _ in parts for p in part._parameters.values() if p is not None]
+                run_beside(y, lambda copies: _call(copy, parts, copies, args, kwargs), [*_tensors(args, kwargs), *own])
+            return y
+
+        return run
+
+    def _writer(self, copy: nn.Module) -> Callable[..., Any]:
+        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            with _Beside(copy, self):
+                return forward(*args, **kwargs)
+
+        return run
+
+
+class _Beside(ParameterMode):
+    """Cast the operands of products with Parameters that a model writes itself, and leave the products to torch."""
+
+    def __init__(self, copy: nn.Module, shadow: Shadow) -> None:
+        super().__init__(copy)
+        self._shadow = shadow
+
+    def multiplied(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return torch's own product."""
+        y: Tensor = func(*args, **kwargs)
+        by = {} if self._shadow.inside else {t: self.find(t) for t in _tensors(args, kwargs)}
+        if not any(multiply is not None and _is_observed(multiply) for multiply in by.values()):
+            return y
+
+        def cast(copies: _Copies) -> Tensor | None:
+            known: dict[Any, Any] = {copies[t]: multiply for t, multiply in by.items()}
+            return product(
+                func, lambda t: known.get(t) or known.get(getattr(t, "_base", None)),
+                _mapped(args, copies), _mapped(kwargs, copies),
+            )  # fmt: skip
+
+        if run_beside(y, cast, list(by)) is None:
+            self.leave(func, args, kwargs)
+        return y
+
+
+def run_beside(y: Any, run: Callable[[_Copies], Any], tensors: list[Tensor]) -> Any:
+    """Run a function on copies of tensors, and go back through it when the gradient of y, or of its first part, comes.
+
+    Args:
+        y: What the model made of the tensors.
+        run: The same with casts, from copies by tensor: they share numbers, not gradients.
+        tensors: What the model's products read.
+    """
+    copies = {t: t.detach().requires_grad_(t.requires_grad) for t in tensors}
+    # Activation checkpointing counts what is saved for backward, so these tensors are kept aside.
+    with without_own_modes(), saved_tensors_hooks(lambda t: t, lambda t: t):
+        made = _first(run(copies))
+    out, leaves = _first(y), [copy for copy in copies.values() if copy.requires_grad]
+    if made is not None and made.requires_grad and out.requires_grad:
+
+        def back(g: Tensor) -> None:
+            torch.autograd.grad(made, leaves, g.to(made.dtype), retain_graph=True, allow_unused=True)
+
+        _call_with_gradient(out, back)
+    return made
+
+
+def _call_with_gradient(y: Tensor, function: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of y as it is now, whatever the model then writes into y in place.
+
+    A layer's output is a view of its product where that is one of matrices. Written to in place, a view loses its hooks
+    and the tensor that it is of does not.
+    """
+    base = y._base
+    if base is None or base.numel() != y.numel() or not base.is_contiguous():
+        y.register_hook(function)
+        return
+    size, stride, offset = y.size(), y.stride(), y.storage_offset() - base.storage_offset()
+
+    def as_y(g: Tensor) -> None:
+        g = g.contiguous()
+        function(g.as_strided(size, stride, g.storage_offset() + offset))
+
+    base.register_hook(as_y)
+
+
+def _products_alone(recipe: Any) -> tuple[Any, list[str]]:
+    """Return a recipe without what is no product with weights, and in words what that was."""
+    if recipe is None or isinstance(recipe, LinearConfig):
+        return recipe, []
+    named = get_recipe(recipe)
+    if any(replacement.kind == "operations" for replacement in named.replace):
+        raise ArgumentError(
+            f"recipe {named.name!r} scales the whole model and divides its weights, so its operands are not those of "
+            "this model; fmtsim.convert a copy.deepcopy of it and observe that"
+        )
+    parts = {name: getattr(named, name) for name in _NOT_SEEN}
+    notes = [f"not seen: {words}" for name, words in _NOT_SEEN.items() if parts[name]]
+    return dataclasses.replace(named, attention=None, replace=(), activations=None), notes
+
+
+def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a module that has the same Parameters, buffers and attributes, in containers of its own."""
+    if module not in copies:
+        made = copies[module] = object.__new__(type(module))
+        made.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
+        made._modules = {n: None if m is None else _copied(m, copies) for n, m in module._modules.items()}
+        made.training = False  # no dropout: it would draw numbers
+    return copies[module]
+
+
+def _is_run(copy: nn.Module) -> bool:
+    return READS in copy.__dict__ or (isinstance(copy, EmulatedModule) and copy.emulation is not None)
+
+
+def _is_observed(multiply: Multiply) -> bool:
+    emulation = multiply.args[0].emulation  # type: ignore[attr-defined]
+    return emulation is not None and emulation.observer is not None
+
+
+def _call(copy: nn.Module, parts: _Parts, copies: _Copies, args: Any, kwargs: Any) -> Any:
+    """Call the forward of a shadow's layer with copies in the place of the model's tensors."""
+    before = [shadow._parameters for _, shadow in parts]
+    try:
+        for part, shadow in parts:
+            shadow._parameters = {n: None if p is None else copies[p] for n, p in part._parameters.items()}  # type: ignore[misc]
+        return type(copy).forward(copy, *_mapped(args, copies), **_mapped(kwargs, copies))
+    finally:
+        for (_, shadow), parameters in zip(parts, before, strict=True):
+            shadow._parameters = parameters
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+
+
+def _mapped(values: Any, copies: _Copies) -> Any:
+    if isinstance(values, dict):
+        return {name: _mapped(value, copies) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_mapped(value, copies) for value in values)
+    return copies.get(values, values) if isinstance(values, Tensor) else values
+
+
+def _first(y: Any) -> Any:
+    return y[0] if isinstance(y, list | tuple) else y

@@ -1,0 +1,171 @@
+"""observe of models that are not converted: their bits stay, and the operands are those that convert would make."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fmtsim
+from fmtsim.errors import ArgumentError
+from fmtsim.recipes.spec import Rule, Steps
+
+OPERANDS = ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 32, 64) * 0.1)
+        self.router = nn.Linear(64, 3)
+
+    def forward(self, x):
+        y = torch.stack([x @ w.t() for w in self.experts], -2)
+        return (y * self.router(x).softmax(-1)[..., None]).sum(-2)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 64)
+        self.up, self.relu = nn.Linear(64, 64), nn.ReLU(inplace=True)
+        self.attention = nn.MultiheadAttention(64, 2, dropout=0.1, batch_first=True)
+        self.convolution, self.dropout = nn.Conv1d(64, 64, 3, padding=1), nn.Dropout(0.1)
+        self.moe, self.head = Experts(), nn.Linear(32, 64)
+        self.unused = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        x = self.relu(self.up(self.embedding(tokens)))
+        x = self.dropout(self.convolution((x + self.attention(x, x, x, need_weights=False)[0]).mT).mT)
+        return self.head(self.moe(x)) @ self.embedding.weight.t()
+
+
+def results(net):
+    """Return outputs, gradients and what the generator draws next, from a fixed seed."""
+    torch.manual_seed(5)
+    net.zero_grad()
+    y = net(torch.arange(64).reshape(2, 32) % 10)
+    y.square().mean().backward()
+    return [y, *(p.grad for p in net.parameters() if p.grad is not None), torch.rand(3)]
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize(
+    "what", [{"recipe": "te_mxfp8"}, {"recipe": "te_nvfp4_all"}, {"recipe": "te_delayed"}, {"format": "e4m3"}]
+)
+def test_the_model_computes_as_it_does_and_is_left_as_it_was(net, what):
+    before, states = results(net), {module: dict(module.__dict__) for module in net.modules()}
+    with fmtsim.observe(net, **what) as stats:
+        during = results(net)
+    assert len(before) == len(during) and all(map(torch.equal, before, during))
+    assert {module: dict(module.__dict__) for module in net.modules()} == states
+    names = ("up", "attention.in_proj", "attention.out_proj", "convolution", "moe", "moe.router", "head", "embedding")
+    assert tuple(stats.layers) == names
+    shared = {"te_nvfp4_all": ["w_d"], "te_delayed": ["w_d", "g_w", "x_w"]}.get(what.get("recipe"), [])  # cast once
+    assert {tuple(o) for o in stats.layers.values()} == {tuple(each for each in OPERANDS if each not in shared)}
+    assert str(stats).splitlines()[-1] == "not called: unused"
+
+
+@pytest.mark.parametrize("what", [{"recipe": "te_mxfp8"}, {"recipe": "te_nvfp4_all"}, {"format": "e5m2"}])
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Linear(64, 32), (4, 16, 64)), (nn.Conv2d(8, 16, 3), (2, 8, 10, 10)), (Experts(), (32, 64))]
+)
+def test_operands_are_those_of_the_converted_model(layer, shape, what):
+    if "nvfp4" in what.get("recipe", "") and not isinstance(layer, nn.Linear):
+        pytest.skip("sizes that do not fit the recipe's groups")
+    torch.manual_seed(1)
+    x = torch.randn(shape, requires_grad=True)
+    g = torch.randn_like(layer(x))
+
+    def run(model):
+        model(x).backward(g)
+
+    with fmtsim.observe(layer, **what) as beside:
+        run(layer)
+    converted = fmtsim.convert(copy.deepcopy(layer), generator=0, **what)
+    with fmtsim.observe(converted) as inside:
+        run(converted)
+    assert beside.layers.keys() == inside.layers.keys()
+    for name, operands in inside.layers.items():
+        for operand, stats in operands.items():
+            if operand[0] == "g" and isinstance(layer, Experts):
+                continue  # another router's weights, so other gradients
+            assert beside[name][operand].to_dict() == stats.to_dict(), (name, operand)
+
+
+def test_what_is_written_in_place_checkpointed_or_gone_back_through_twice():
+    torch.manual_seed(2)
+    layer = nn.Linear(8, 8)
+    x, g = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 8)
+    found = []
+    for run in (lambda: layer(x), lambda: layer(x).mul_(1.0), lambda: checkpoint(layer, x, use_reentrant=False)):
+        with fmtsim.observe(layer, format="e4m3") as stats:
+            run().backward(g)
+        found.append({name: s.to_dict() for name, s in stats[""].items() if not name.endswith("f")})
+    assert found[0] == found[1] == found[2] and len(found[0]) == 4
+    with fmtsim.observe(layer, format="e4m3") as stats:
+        y = layer(x)
+        y.backward(g, retain_graph=True)
+        y.backward(g)
+    assert stats[""]["g_d"].elements == 2 * 48 and stats.history[0][""]["g_d"].elements == 2 * 48
+
+
+def test_steps_that_are_not_observed_cast_nothing(net):
+    with fmtsim.observe(net, recipe="te_mxfp8", every=2) as stats:
+        for _ in range(3):
+            results(net)
+    with fmtsim.observe(net, recipe="te_mxfp8") as once:
+        results(net)
+    assert list(stats.history) == [0, 2] and stats.history[2] == once.history[0]
+    assert stats["moe"]["w_f"].elements == 2 * once["moe"]["w_f"].elements
+
+
+def test_a_schedule_is_told_the_step_and_the_foot_says_what_is_not_seen():
+    layer, recipe = nn.Sequential(nn.Linear(64, 64)), fmtsim.get_recipe("coat")
+    recipe = dataclasses.replace(recipe, name="own", rules=(Rule(steps=Steps(first=1)),))
+    with fmtsim.observe(layer, recipe=recipe) as stats:
+        for _ in range(2):
+            layer(torch.ones(4, 64))
+    lost = [step["0"]["x_f"].sqnr_db for step in stats.history.values()]
+    assert lost[1] == math.inf and stats["0"]["x_f"].elements == 512
+    assert str(stats).splitlines()[-2] == "not seen: the cast of activations that the recipe keeps"
+
+
+def test_errors_say_what_to_do(net):
+    converted = fmtsim.convert(copy.deepcopy(net), format="e4m3")
+    for ask in ({"recipe": "te_mxfp8"}, {"format": "e4m3"}):
+        with pytest.raises(
+            ArgumentError, match=r"Net is converted already, and recipe= and format= are for models tha"
+        ):
+            fmtsim.observe(converted, **ask)
+    with pytest.raises(ArgumentError, match="observe got recipe and format; pass one of them"):
+        fmtsim.observe(net, recipe="te_mxfp8", format="e4m3")
+    with pytest.raises(
+        ArgumentError, match=r"recipe 'unit_scaling' scales the whole model and divides its weights, .*a cop"
+    ):
+        fmtsim.observe(net, recipe="unit_scaling")
+    with pytest.raises(
+        ArgumentError, match=r"no converted layer in Net; call fmtsim.convert first, or pass recipe= or fo"
+    ):
+        fmtsim.observe(net)
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128)) for _ in range(12)])
+    with pytest.raises(
+        ArgumentError, match=r"total_steps= so that it has a length; what fmtsim.convert does to a copy of"
+    ):
+        fmtsim.observe(blocks, recipe="nvfp4_switch")
+    with pytest.raises(
+        ArgumentError, match=r"nothing to convert .*; not seen: the products of attention; what fmtsim.con"
+    ):
+        fmtsim.observe(nn.Linear(64, 64), recipe="fa3")
+    outer, inner = fmtsim.observe(net, format="e4m3"), fmtsim.observe(net, format="e5m2")
+    with outer, pytest.raises(ArgumentError, match="Net is observed already; leave the outer observe first"):
+        inner.__enter__()
+    assert not any("forward" in module.__dict__ for module in net.modules())
