@@ -1,12 +1,14 @@
 """observe: collect statistics of every operand of a converted model while it runs."""
 
 import math
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -55,12 +57,14 @@ class Observation(Tabular):
             )
         if recipe is not None and format is not None:
             raise ArgumentError("observe got recipe and format; pass one of them")
+        model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
         self._model: nn.Module | None = model
         self._shadow = None if recipe is None and format is None else Shadow(model, recipe, format)
         model = model if self._shadow is None else self._shadow.model
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
         self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
         self._active = False
+        self._stance: Any = None  # of compilers, before the with
         self._hooks: list[RemovableHandle] = []
         self._counts: dict[int, dict[str, dict[str, Counts]]] = {}
         self.layers: Layers = {}
@@ -75,7 +79,7 @@ class Observation(Tabular):
     def of(cls, layers: Layers) -> "Observation":
         """Return finished statistics, of no model."""
         found = cls.__new__(cls)
-        found._shadow = None
+        found._shadow, found._stance = None, None
         found._model, found._modules, found._attention, found._active, found._hooks = None, [], [], False, []
         found._counts, found.layers, found.steps, found.every = {}, layers, 0, 1
         return found
@@ -94,6 +98,8 @@ class Observation(Tabular):
         for name, observer in watched + [(attended.name, attended.call.observer) for attended in self._attention]:
             if observer is not None:
                 raise ArgumentError(f"layer {name!r} is observed already; leave the outer observe first")
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            self._stance = torch.compiler.set_stance("force_eager")
         if self._shadow is not None:
             self._shadow.attach()
         if self._model is not None:
@@ -111,6 +117,14 @@ class Observation(Tabular):
         self._watch(None)
         if self._shadow is not None:
             self._shadow.detach()
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+        if kind is None and self.steps and not self.layers:
+            raise ArgumentError(
+                f"observe saw {self.steps} calls of the model and no product in them: it was compiled inside the with, "
+                "or no layer that is observed ran; compile before the with, where compiled models run eagerly"
+            )
 
     def _begin(self, *_: Any) -> None:
         """Begin a step, before the model's forward."""
@@ -196,7 +210,8 @@ def observe(
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
     Forward and backward inside the ``with`` are counted; outside it a model pays nothing. Under activation
-    checkpointing the recomputed forward counts again. Elements of any float dtype; NaN and infinities are counted
+    checkpointing the recomputed forward counts again. What torch.compile made runs eagerly inside the ``with``, also in
+    steps that are not observed. Elements of any float dtype; NaN and infinities are counted
     apart (``nonfinite``). Outputs, gradients and random numbers of the model keep their bits.
 
     Args:
@@ -210,7 +225,8 @@ def observe(
 
     Raises:
         ArgumentError: No layer is converted and neither recipe nor format given, or one is given and the model is
-            converted; both are given; the model is observed already; ``every`` is no number from 1.
+            converted; both are given; the model is observed already; ``every`` is no number from 1. At the end of
+            the ``with``: the model was called, and no layer ran in eager code.
         FormatError: No such recipe or format.
 
     >>> import torch

@@ -210,9 +210,10 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a module that has the same Parameters, buffers and attributes, in containers of its own."""
     if module not in copies:
         made = copies[module] = object.__new__(type(module))
-        made.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
-        made._modules = {n: None if m is None else _copied(m, copies) for n, m in module._modules.items()}
-        made.training = False  # no dropout: it would draw numbers
+        # Not by its own __setattr__: that of compiled modules writes to the model.
+        made.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        modules = {n: None if m is None else _copied(m, copies) for n, m in module._modules.items()}
+        made.__dict__.update(_modules=modules, training=False)  # no dropout: it would draw numbers
     return copies[module]
 
 

@@ -130,10 +130,51 @@ def test_nested_and_empty_observations_are_errors(model):
         observe(revert(model))
 
 
-def test_compiled_code_refuses_to_be_observed(model):
+class Own(nn.Sequential):
+    """A module with code of its own, which torch compiles."""
+
+    def forward(self, x):
+        for module in self:
+            x = module(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
+@pytest.mark.parametrize("converted", [True, False])
+def test_compiled_models_run_eagerly_while_they_are_observed(model, converted):
+    what = {} if converted else {"format": "e2m1"}
+    model, x = Own(*(model if converted else revert(model))), torch.randn(5, 6)
+
+    def run(net):
+        net(x).sum().backward()
+
+    with observe(model, **what) as plain:
+        run(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with observe(model), pytest.raises(Exception, match=r"does not see into compiled code"):
-        compiled(torch.randn(5, 6))
+    run(compiled)
+    for watched in (model, compiled):
+        with observe(watched, **what) as stats:
+            run(compiled)
+        assert stats.to_dict() == plain.to_dict()
+    model.compile(backend="eager", fullgraph=True)
+    run(model)
+    with observe(model, **what) as stats:
+        run(model)
+        with observe(nn.Linear(3, 3), format="e4m3"):
+            pass  # one inside another leaves the outer one's compilers off
+        run(model)
+    assert stats.steps == 2 and stats.history[1] == plain.history[0]
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_calls_in_which_nothing_is_seen_are_an_error_in_the_end(model):
+    model.forward = lambda x: x
+    with (
+        pytest.raises(ArgumentError, match=r"saw 1 calls of the model and no product in them: it was compiled inside"),
+        observe(model),
+    ):
+        model(torch.ones(2, 6))
+    assert model[0].emulation.observer is None
 
 
 def test_an_error_inside_removes_the_observers(model):
