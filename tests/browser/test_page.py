@@ -143,10 +143,11 @@ def test_a_click_shows_a_cell_and_sorting_moves_rows(opened):
     page = opened(made_report())
     area = page.evaluate("heat.area")
     page.select_option("#heat-sort", "worst")
-    page.select_option("#heat-operand", label="g_d (gradients, input gradient)")
+    page.select_option("#heat-metric", "amax")
+    page.select_option("#heat-operand", label="x_f (activations, forward)")
     layers = page.evaluate("heat.cells.map((i) => seen.layers[i])")
     stats = made_observation().layers
-    assert layers == sorted(stats, key=lambda name: -stats[name]["g_d"].underflow_percent)
+    assert layers != list(stats) and layers == sorted(stats, key=lambda name: -stats[name]["x_f"].amax)
     page.click("#heat", position={"x": area["left"] + 3.5 * area["wide"], "y": area["top"] + area["high"] / 2})
     assert page.inner_text("#details-title") == f"{layers[0]}, step 30"
     page.hover("#loss-chart svg")
