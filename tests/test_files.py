@@ -18,7 +18,8 @@ import torch
 import fmtsim
 from fmtsim import files
 from fmtsim.analysis.page import write_page
-from fmtsim.analysis.plots import plot_loss
+from fmtsim.analysis.plots import plot_exponents
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.calibration.planfile import write_plan
 from fmtsim.cli import mm
 from fmtsim.cli.main import BAD_INPUT, main
@@ -41,7 +42,7 @@ WRITERS = {
     "recipe.json": lambda path: save_recipe(get_recipe("te_nvfp4"), path),
     "ptq.json": lambda path: save_ptq_recipe(get_ptq_recipe("w4a4"), path),
     "plan.json": lambda path: write_plan(get_target("h200"), path),
-    "loss.png": lambda path: plot_loss({"a": [1.0, 2.0]}, path),
+    "e.png": lambda path: plot_exponents({"x_f": OperandStats()}, path),
     "report.html": lambda path: write_page(path, title="t"),
     "record.json": lambda path: write_json(path, {"x": ["word"] * 100}),
     "check.json": lambda path: write_check(path.parent, {"x": ["word"] * 100}, "text", json.dumps),

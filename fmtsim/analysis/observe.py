@@ -27,6 +27,7 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import Rows, Tabular
 
 Layers = dict[str, dict[str, OperandStats]]
+StepCounts = dict[int, dict[str, dict[str, Counts]]]
 History = dict[int, dict[str, dict[str, Sample]]]
 
 
@@ -42,6 +43,7 @@ class Observation(Tabular):
         history: Step -> layer -> operand -> what that step lost. A step is a call of the model, counted from 0; what
             a backward pass loses belongs to the step whose forward it is of, and what layers lose outside a call of
             the model to the step before.
+        counts: What ``history`` is computed from.
         steps: Calls of the model, observed or not.
         every: The first of so many steps is observed.
     """
@@ -66,7 +68,7 @@ class Observation(Tabular):
         self._active = False
         self._stance: Any = None  # of compilers, before the with
         self._hooks: list[RemovableHandle] = []
-        self._counts: dict[int, dict[str, dict[str, Counts]]] = {}
+        self.counts: StepCounts = {}
         self.layers: Layers = {}
         self.steps, self.every = 0, every
         if not self._modules and not self._attention:
@@ -76,20 +78,26 @@ class Observation(Tabular):
             )
 
     @classmethod
-    def of(cls, layers: Layers) -> "Observation":
-        """Return finished statistics, of no model."""
+    def of(cls, layers: Layers, counts: StepCounts | None = None, steps: int = 0) -> "Observation":
+        """Return finished statistics, of no model; ``counts`` are what ``history`` has the figures of."""
         found = cls.__new__(cls)
         found._shadow, found._stance = None, None
         found._model, found._modules, found._attention, found._active, found._hooks = None, [], [], False, []
-        found._counts, found.layers, found.steps, found.every = {}, layers, 0, 1
+        found.counts, found.layers, found.steps, found.every = counts or {}, layers, steps, 1
         return found
+
+    def merge(self, other: "Observation", step: int) -> None:
+        """Add all statistics of another observation as those of one step."""
+        for layer, operands in other.layers.items():
+            for operand, seen in operands.items():
+                self._count(step, layer, operand, seen)
 
     @property
     def history(self) -> History:
         """Step -> layer -> operand -> figures of that step."""
         return {
             step: {layer: {op: Sample.of(c) for op, c in operands.items()} for layer, operands in layers.items()}
-            for step, layers in self._counts.items()
+            for step, layers in self.counts.items()
         }
 
     def __enter__(self) -> "Observation":
@@ -195,12 +203,13 @@ class Observation(Tabular):
     def _observer(self, step: int, layer: str) -> Observer:
         def record(operand: str, x: Tensor, q: Tensor, quantizer: Quantizer, dim: int) -> None:
             if self._active:
-                seen = OperandStats().add(x, q, quantizer.format, dim)
-                self.layers.setdefault(layer, {}).setdefault(operand, OperandStats()).merge(seen)
-                counts = self._counts.setdefault(step, {}).setdefault(layer, {}).setdefault(operand, Counts())
-                counts.count(seen)
+                self._count(step, layer, operand, OperandStats().add(x, q, quantizer.format, dim))
 
         return record
+
+    def _count(self, step: int, layer: str, operand: str, seen: OperandStats) -> None:
+        self.layers.setdefault(layer, {}).setdefault(operand, OperandStats()).merge(seen)
+        self.counts.setdefault(step, {}).setdefault(layer, {}).setdefault(operand, Counts()).count(seen)
 
 
 def observe(

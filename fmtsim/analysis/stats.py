@@ -104,7 +104,7 @@ class OperandStats(Counts):
 
     Args:
         elements, nonzero, underflowed, saturated, nonfinite, amax, signal, noise: As in ``Counts``.
-        format: Name of the format, "high precision" for none.
+        format: Name of the format, "high precision" for none; of several, one after the other.
         exponents: Elements by ``floor(log2|x|)``, from LOWEST_EXPONENT to HIGHEST_EXPONENT, int64.
         scaled_exponents: The same of x divided by its block's scale: what the element format sees.
         window: Smallest and largest magnitude of the element format, None where there is none.
@@ -149,7 +149,7 @@ class OperandStats(Counts):
 
     def merge(self, other: "OperandStats") -> "OperandStats":
         """Add the counts of other statistics; return self."""
-        self.format = self.format or other.format
+        self.format = ", ".join(dict.fromkeys(filter(None, (*self.format.split(", "), other.format))))
         self.count(other)
         self.exponents += other.exponents
         self.scaled_exponents += other.scaled_exponents
@@ -169,6 +169,23 @@ class OperandStats(Counts):
 
 def _by_exponent(counts: Tensor) -> dict[int, int]:
     return {i + LOWEST_EXPONENT: int(counts[i]) for i in counts.nonzero().flatten().tolist()}
+
+
+def operand_in_words(operand: str) -> str:
+    """Return an operand's tensor and product in words; a name that is none of an operand as it is.
+
+    >>> operand_in_words("g_w"), operand_in_words("q"), operand_in_words("dv.a")
+    ('gradients, weight gradient', 'queries, attention', "attention's dv")
+    """
+    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
+    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
+    attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights"}
+    tensor, _, product = operand.partition("_")
+    if tensor in tensors and product in products:
+        return f"{tensors[tensor]}, {products[product]}"
+    if operand[:2] in ("dq", "dk", "dv", "dp"):
+        return f"attention's {operand[:2]}"
+    return f"{attention[operand]}, attention" if operand in attention else operand
 
 
 def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:

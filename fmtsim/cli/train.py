@@ -23,13 +23,14 @@ from fmtsim.cli.options import (
 )
 from fmtsim.cli.output import MISMATCH, answer, format_table, json_text
 from fmtsim.cli.train_summary import summary
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, FmtsimError
+from fmtsim.files import check_folder
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.progress import Progress, make_progress
 from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
 from fmtsim.recipes.system import OPTIMIZERS
-from fmtsim.training.artifacts import CHECKPOINT, check_output, make_record, settings, write_artifacts
+from fmtsim.training.artifacts import CHECKPOINT, make_record, settings, write_artifacts, write_unfinished
 from fmtsim.training.checkpoint import Checkpoint
 from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus, load_corpus
@@ -69,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(how)
     count(how, "--threads", "CPU threads (default: torch's choice)")
     output = parser.add_argument_group("output")
-    option(output, "--out", "folder for pictures and records", "fmtsim-train", "DIR")
+    option(
+        output, "--out", "folder for the report in the browser (report.html), record and table", "fmtsim-train", "DIR"
+    )
     every = f"write a checkpoint to DIR after every N steps; 0: none (default {EVERY})"
     count(output, "--checkpoint-every", every)
     flag(output, "--resume", "go on from the checkpoint in DIR with the same bits; without one, begin")
@@ -124,7 +127,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train both models, write the artifacts and print a summary; Ctrl-C leaves the checkpoint or nothing.
+    """Train both models, write the artifacts and print a summary; Ctrl-C leaves a report and a checkpoint, or nothing.
 
     With ``--check native`` both models are the same, and 1 says that a bit differs.
     """
@@ -135,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads is not None:
         check_threads(arguments.threads)
     out = Path(arguments.out).expanduser()
-    check_output(out)
+    check_folder(out)
     if arguments.minutes is not None and not (arguments.check and arguments.minutes > 0):
         raise ArgumentError(f"--minutes {arguments.minutes:g} limits --check native; pass both, and a number above 0")
     if arguments.check:
@@ -145,7 +148,8 @@ def run(arguments: argparse.Namespace) -> int:
     corpus = load_corpus(arguments.data, config.model.context)
     with _training(arguments, out) as progress:
         checkpoint = _checkpoint(arguments, config, corpus, out)
-        baseline, simulated = compare_schemes(config, corpus, progress, checkpoint)
+        with _reported(config, corpus, checkpoint, out):
+            baseline, simulated = compare_schemes(config, corpus, progress, checkpoint)
         record = make_record(config, corpus, baseline, simulated)
         paths = write_artifacts(out, record, baseline, simulated)
     _answer(arguments, record, summary(record, baseline, simulated), paths)
@@ -158,9 +162,22 @@ def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
     try:
         with bounded_threads(arguments.threads), make_progress(not arguments.quiet) as progress:
             yield progress
+    except KeyboardInterrupt as interrupt:
+        left = f"a checkpoint is in {out}, go on with --resume" if (out / CHECKPOINT).exists() else ""
+        words = "; ".join(filter(None, (str(interrupt), left)))
+        raise KeyboardInterrupt(words or f"nothing was written to {out}") from None
+
+
+@contextlib.contextmanager
+def _reported(config: TrainConfig, corpus: Corpus, checkpoint: Checkpoint, out: Path) -> Iterator[None]:
+    """Write the report of a comparison that is interrupted, if it can be written."""
+    try:
+        yield
     except KeyboardInterrupt:
-        left = f"a checkpoint is in {out}, go on with --resume" if (out / CHECKPOINT).exists() else None
-        raise KeyboardInterrupt(left or f"nothing was written to {out}") from None
+        written = None
+        with contextlib.suppress(FmtsimError):
+            written = write_unfinished(out, config, corpus, checkpoint)
+        raise KeyboardInterrupt(written or "") from None
 
 
 def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, out: Path) -> Checkpoint:

@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
+from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.stats import OperandStats, operand_in_words
 from fmtsim.cli.output import format_table
 from fmtsim.formats.registry import get_format
-from fmtsim.training.artifacts import by_operand, operand_in_words
 from fmtsim.training.loop import Run
 
 
@@ -71,20 +72,30 @@ def _loss(value: float, sign: str = "") -> str:
     return f"{value:{sign}.4f}" if math.isfinite(value) else "-"
 
 
+def _by_operand(stats: Observation) -> dict[str, OperandStats]:
+    """Add up the statistics of all layers for each operand."""
+    total: dict[str, OperandStats] = {}
+    for operands in stats.layers.values():
+        for name, s in operands.items():
+            total.setdefault(name, OperandStats()).merge(s)
+    return total
+
+
 def _lost_bits(run: Run) -> str:
     rows = [
         (operand, operand_in_words(operand), s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}",
          f"{s.sqnr_db:.1f}")
-        for operand, s in by_operand(run.stats).items()  # type: ignore[arg-type]  # summary checked it
+        for operand, s in _by_operand(run.stats).items()  # type: ignore[arg-type]  # summary checked it
     ]  # fmt: skip
     header = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
     assert run.stats is not None
+    looks = len(run.stats.history)
     layer, operand, worst = max(
         ((layer, name, s) for layer, operands in run.stats.layers.items() for name, s in operands.items()),
         key=lambda item: (item[2].underflow_percent + item[2].saturation_percent, -item[2].sqnr_db),
     )
     return (
-        f"where bits were lost in step {run.observed}, all layers together (each layer: layers.txt)\n"
+        f"where bits were lost in {looks} observed step{'s' * (looks > 1)}, all layers together (each: report.html)\n"
         f"{format_table(header, rows, left=(0, 1, 2))}\n"
         f"hardest hit: {operand} of {layer}, {worst.underflow_percent:.1f} % underflow, "
         f"{worst.saturation_percent:.2g} % saturation, SQNR {worst.sqnr_db:.1f} dB"

@@ -1,9 +1,9 @@
-"""What a comparison leaves behind: pictures, a JSON record and a table, all of it or nothing."""
+"""What a comparison leaves behind: a report in the browser, a JSON record and a table, all of it or nothing."""
 
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,34 @@ from typing import Any
 import torch
 
 import fmtsim
-from fmtsim.analysis.observe import Observation
-from fmtsim.analysis.plots import plot_exponents, plot_loss
-from fmtsim.analysis.stats import OperandStats
-from fmtsim.files import Content, check_folder, write_folder
-from fmtsim.plotting import new_figure, png
+from fmtsim.analysis.page import page_content
+from fmtsim.files import Content, write_folder
+from fmtsim.training.checkpoint import Checkpoint
 from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.loop import Run
 from fmtsim.training.models import TITLES, source_digest
 
-LOSS, EXPONENTS, RECORD, LAYERS = "loss.png", "exponents.png", "record.json", "layers.txt"
+REPORT, RECORD, LAYERS = "report.html", "record.json", "layers.txt"
 CHECKPOINT = "checkpoint.safetensors"  # of an unfinished comparison
 
 
-def check_output(out: Path) -> None:
-    """Say before the training what would fail after it: a file in the way, a read-only folder, no matplotlib."""
-    check_folder(out)
-    new_figure(1, 1)
-
-
 def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
-    """Write pictures, record and table of a comparison to a folder, and remove its checkpoint; return their paths."""
+    """Write report, record and table of a comparison to a folder, and remove its checkpoint; return their paths."""
     return write_folder(out, {**_contents(record, baseline, simulated), CHECKPOINT: None})
+
+
+def write_unfinished(out: Path, config: TrainConfig, corpus: Corpus, checkpoint: Checkpoint) -> str | None:
+    """Write the report of what there is of a comparison that was interrupted; return in words where it is, if any."""
+    runs = checkpoint.begun
+    if not any(run.losses for run in runs):
+        return None
+    runs[-1].guesses = list(dict.fromkeys(checkpoint.guesses))
+    which = ("baseline", "simulated")[len(runs) - 1]
+    at = f"after step {len(runs[-1].losses)} of {config.steps} of the {which} run"
+    page = _page(settings(config, corpus), runs, [f"Interrupted {at}: this is what there is, without held-out losses."])
+    write_folder(out, {REPORT: page})
+    return f"{out / REPORT} shows what there is, {at}"
 
 
 def about(config: TrainConfig, corpus: Corpus, machine: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,63 +70,61 @@ def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: R
     }
 
 
-def by_operand(stats: Observation) -> dict[str, OperandStats]:
-    """Add up the statistics of all layers for each operand."""
-    total: dict[str, OperandStats] = {}
-    for operands in stats.layers.values():
-        for name, s in operands.items():
-            total.setdefault(name, OperandStats()).merge(s)
-    return total
-
-
-def operand_in_words(operand: str) -> str:
-    """Return an operand's tensor and product in words."""
-    if "_" not in operand:
-        attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights"}
-        return f"{attention[operand]}, attention" if operand in attention else f"attention's {operand[:2]}"
-    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
-    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
-    return f"{tensors[operand[0]]}, {products[operand[2]]}"
-
-
 def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[str, Content | None]:
-    """Return the files by name, the record last; None where a run leaves no such file."""
-    architecture = record["config"]["architecture"]
-    title = f"{TITLES.get(architecture, architecture)} on {record['corpus']['name']}"
-    curves = {f"baseline: {baseline.label}": baseline.losses, f"simulated: {simulated.label}": simulated.losses}
-    parts = [f"{title}: {simulated.label} against {baseline.label}"]
+    """Return the files by name, the record last."""
+    parts = [f"{_title(record)}: {simulated.label} against {baseline.label}"]
     for run in (baseline, simulated):
-        if run.stats is None:
-            continue
-        parts.append(f"{run.label}: operands in step {run.observed}\n\n{run.stats}\n\n{run.report}")
+        if run.stats is not None:
+            steps = ", ".join(map(str, run.stats.history))
+            parts.append(f"{run.label}: operands in steps {steps}\n\n{run.stats}\n\n{run.report}")
+    about = {key: value for key, value in record.items() if key not in ("baseline", "simulated", "gap")}
+    held_out = {f"held-out loss, {run.label}": run.validation for run in (baseline, simulated)}
     return {
-        LOSS: png(plot_loss(curves, title=title)),
-        EXPONENTS: _exponents(simulated),
+        REPORT: _page({**about, **held_out}, (baseline, simulated)),
         LAYERS: "\n\n".join(parts) + "\n",
         RECORD: json.dumps(record, indent=1, allow_nan=False) + "\n",
     }
 
 
-def _exponents(run: Run) -> bytes | None:
-    if run.stats is None or not run.stats.layers:
-        return None
-    order = ("x_f", "w_f", "g_d", "x_w", "w_d", "g_w")
-    totals = by_operand(run.stats)
-    names = [*(name for name in order if name in totals), *(name for name in totals if name not in order)]
-    shown = {f"{name}, {operand_in_words(name)}": totals[name] for name in names}
-    return png(plot_exponents(shown, title=f"{run.label}: all layers, step {run.observed}"))
+def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
+    """Return the report of the runs that there are, the baseline first; the last one's operands are shown."""
+    names = [f"{name}: {run.label}" for name, run in zip(("baseline", "simulated"), runs, strict=False)]
+    last = runs[-1]
+    told = [*notes, *(f"{run.label}: stopped, {run.stopped}" for run in runs if run.stopped)]
+    if last.nonfinite:
+        told.append(f"Steps with gradients that were not finite: {last.nonfinite}, skipped: {last.skipped}")
+    if any(run.stats is not None for run in runs[:-1]):
+        told.append(f"Heatmaps and exponents are of {last.label}; those of the baseline are in {LAYERS} and {RECORD}")
+    told += last.report.notes if last.report is not None else ()
+    if last.guesses:
+        told.append(f"Products whose accumulation order was guessed: {len(last.guesses)}. The first: {last.guesses[0]}")
+    return page_content(
+        title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
+        curves=dict(zip(names, (run.losses for run in runs), strict=True)),
+        loss_unit="nats per byte",
+        observation=last.stats,
+        coverage=None if last.report is None else last.report.coverage,
+        configuration=about,
+        notes=told,
+    )
+
+
+def _title(about: Mapping[str, Any]) -> str:
+    architecture = about["config"]["architecture"]
+    return f"{TITLES.get(architecture, architecture)} on {about['corpus']['name']}"
 
 
 def _run_record(run: Run) -> dict[str, Any]:
     names = ("label", "stopped", "nonfinite", "skipped", "loss_scale", "guesses")
+    observed = None if run.stats is None else run.stats.to_dict()
     system = ("optimizer", "state_bytes", "ranks", "reduction", "gathered")
     return {name: getattr(run, name) for name in (*names, *system)} | {
         "losses": [_finite(loss) for loss in run.losses],
         "final_loss": _finite(run.final_loss),
         "validation": _finite(run.validation),
         "seconds": round(run.seconds, 3),
-        "observed_step": run.observed or None,
-        "layers": None if run.stats is None else run.stats.to_dict()["layers"],
+        "layers": None if observed is None else observed["layers"],
+        "history": None if observed is None else observed["history"],
         "report": None if run.report is None else [asdict(row) for row in run.report.rows],
         "summary": None if run.report is None else run.report.summary,
     }

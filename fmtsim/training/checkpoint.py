@@ -1,7 +1,7 @@
 """Checkpoints of a comparison: a file from which it goes on with the same bits, as if it had never stopped."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.analysis.observe import Observation
-from fmtsim.analysis.stats import OperandStats
+from fmtsim.analysis.stats import Counts, OperandStats
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.files import write_folder
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
@@ -18,7 +18,7 @@ from fmtsim.nn.coverage import Coverage, RawWeight
 from fmtsim.nn.report import Report, ReportRow
 from fmtsim.training.loop import Parts, Run
 
-_LAYOUT = "training checkpoint 2"
+_LAYOUT = "training checkpoint 3"
 _TENSOR = "$tensor"  # stands in the JSON for a tensor, by its name
 _TAGS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -41,6 +41,7 @@ class Checkpoint:
     Attributes:
         runs: Runs that are finished.
         guesses: Warnings of plans that are guesses.
+        begun: Runs that are finished, and the one at work.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], every: int) -> None:
@@ -51,6 +52,13 @@ class Checkpoint:
         self.runs: list[Run] = []
         self.guesses: list[str] = []
         self._pending: dict[str, Any] | None = None
+        self._current: Run | None = None
+
+    @property
+    def begun(self) -> list[Run]:
+        """Runs that are finished, and the one at work."""
+        at_work = self._current is not None and all(self._current is not run for run in self.runs)
+        return [*self.runs, *([self._current] if at_work and self._current else [])]
 
     def read(self) -> str:
         """Take up what the file holds; return in words how far that is.
@@ -82,8 +90,9 @@ class Checkpoint:
         return ", ".join(done)
 
     def restore(self, parts: Parts) -> None:
-        """Bring a run to where the file left it, where that is in the middle of one."""
+        """Begin a run, where the file left it if that is in the middle of one."""
         state, self._pending = self._pending, None
+        self._current = parts.run
         if state is None:
             return
         try:
@@ -135,9 +144,15 @@ def _state_of(parts: Parts) -> dict[str, Any]:
 def _run_state(run: Run) -> dict[str, Any]:
     """Return a run as JSON types and tensors."""
     state = {field.name: getattr(run, field.name) for field in fields(Run)}
-    layers = None if run.stats is None else run.stats.layers
+    stats = run.stats
     return state | {
-        "stats": None if layers is None else {a: {b: asdict(s) for b, s in row.items()} for a, row in layers.items()},
+        "stats": None
+        if stats is None
+        else {
+            "layers": _each(asdict, stats.layers),
+            "steps": stats.steps,
+            "counts": {step: _each(asdict, layers) for step, layers in stats.counts.items()},
+        },
         "report": None if run.report is None else asdict(run.report),
     }
 
@@ -145,7 +160,8 @@ def _run_state(run: Run) -> dict[str, Any]:
 def _run_of(state: dict[str, Any]) -> Run:
     stats, report = state["stats"], state["report"]
     if stats is not None:
-        stats = Observation.of({a: {b: _stats_of(s) for b, s in row.items()} for a, row in stats.items()})
+        counts = {int(step): _each(lambda c: Counts(**c), layers) for step, layers in stats["counts"].items()}
+        stats = Observation.of(_each(_stats_of, stats["layers"]), counts, stats["steps"])
     if report is not None:
         rows = tuple(ReportRow(**row) for row in report["rows"])
         coverage = report["coverage"]
@@ -157,6 +173,11 @@ def _run_of(state: dict[str, Any]) -> Run:
             summary=report["summary"],
         )
     return Run(**{**state, "stats": stats, "report": report})
+
+
+def _each(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what a function makes of each operand of each layer."""
+    return {layer: {name: function(s) for name, s in operands.items()} for layer, operands in layers.items()}
 
 
 def _stats_of(state: dict[str, Any]) -> OperandStats:

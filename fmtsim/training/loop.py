@@ -37,10 +37,9 @@ class Run:
         label: The scheme's description.
         losses: Training loss of each step in nats per byte, the last one not finite where the run stopped for it.
         validation: Mean loss on held-out text after the last step, NaN where the run stopped.
-        seconds: Wall time of the steps, without validation and statistics.
+        seconds: Wall time of the steps, without validation; those that were observed count as the others do.
         stopped: Why the run ended early, None if it did not.
-        stats: Statistics of every operand in the step ``observed``; None for a run that quantises nothing.
-        observed: The step, counted from 1.
+        stats: Statistics of every operand in the observed steps, counted from 1; None for a run that quantises nothing.
         report: What was converted.
         skipped: Steps that loss scaling did not take, because a gradient was not finite.
         nonfinite: Steps with gradients that were not finite, taken or not.
@@ -59,7 +58,6 @@ class Run:
     seconds: float = 0.0
     stopped: str | None = None
     stats: Observation | None = None
-    observed: int = 0
     report: Report | None = None
     skipped: int = 0
     nonfinite: int = 0
@@ -213,16 +211,18 @@ def _step(step: int, parts: Parts, scheme: Scheme, config: TrainConfig, corpus: 
     began = time.perf_counter()
     with observe(learner.model) if look else contextlib.nullcontext() as seen:
         loss = float(learner.backward(*batch, step))
-    if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the look before that
-        run.stats, run.observed = seen, step
+    if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the looks before that
+        run.stats = run.stats or Observation.of({})
+        run.stats.merge(seen, step)
+    if run.stats is not None:
+        run.stats.steps = step
     taken = learner.unscale()
     run.losses.append(loss)
     if not math.isfinite(loss):
         run.stopped = f"the loss became {loss} at step {step}"
         return
     learner.step(taken=taken)
-    if not look:
-        run.seconds += time.perf_counter() - began
+    run.seconds += run.seconds / max(1, step - 1) if look else time.perf_counter() - began
 
 
 def validate(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> float:
@@ -244,5 +244,6 @@ def keys(config: TrainConfig) -> torch.Generator:
 
 
 def observed_steps(steps: int) -> set[int]:
-    """Return the steps whose operands are counted: the first and each quarter; the last that happened is kept."""
-    return {1} | {max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)}
+    """Return the steps whose operands are counted: the first and each tenth; no more than 60, of few steps four."""
+    looks = min(60, max(4, steps // 10))
+    return {1} | {max(1, steps * look // looks) for look in range(1, looks + 1)}

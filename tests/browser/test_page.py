@@ -120,6 +120,7 @@ def test_every_control_can_be_used(opened):
 
 def test_the_heatmap_is_read_with_the_keyboard(opened):
     page = opened(made_report())
+    page.select_option("#heat-metric", "underflow_percent")
     page.focus("#heat")
     page.wait_for_timeout(600)  # scrolling there hides what a pointer shows
     for key in ("Home", "PageUp", "ArrowDown", "ArrowDown", "ArrowRight"):
@@ -177,7 +178,7 @@ def test_formats_spelled_out_are_those_of_get_format(opened):
         assert page.get_attribute("#exp-own", "aria-invalid") == "true" and page.inner_text("#exp-own-said")
 
 
-def test_counts_in_the_page_are_those_of_casts(opened):
+def testcounts_in_the_page_are_those_of_casts(opened):
     """Underflow of floating-point formats is exact, saturation between the two bounds."""
     x = torch.randn(4000, generator=torch.Generator().manual_seed(1)).exp() ** 4
     stats = OperandStats().add(x, x, None)
@@ -202,6 +203,18 @@ def test_counts_in_the_page_are_those_of_casts(opened):
     assert f"e2m1: underflow {e2m1.underflow_percent:.3g} %" in page.inner_text("#exp-panels")
 
 
+def test_smoothing_keeps_constants_and_ends_at_nan(opened):
+    page = opened(made_report())
+    line = [float(i) for i in range(400)]
+    found = page.evaluate(
+        "line => [smoothed([1, 3, 8, 1], 1), smoothed(Array(50).fill(2), 7), smoothed([1, Infinity, 1], 0),"
+        " smoothed(line, 10)]",
+        line,
+    )
+    assert found[:3] == [[1.0, 4.0, 4.0, 4.5], [2.0] * 50, [1.0, None, None]]
+    assert found[3][:390] == line[:390]  # a straight line does not lag
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")])
 def test_a_large_report_opens_at_once_and_fits(opened, width, scheme):
     content = made_report(made_observation(layers=40, steps=60, elements=200))
@@ -223,7 +236,7 @@ def test_little_is_shown_as_little(opened, parts):
 
 def test_without_history_totals_are_shown(opened):
     observation = made_observation()
-    observation._counts = {}
+    observation.counts = {}
     page = opened(made_report(observation))
     assert page.evaluate("seen.steps.length") == 0
     page.focus("#heat")

@@ -44,7 +44,7 @@ def made_observation(layers=6, steps=12, every=10, elements=500):
                 counts.underflowed = int(torch.randint(elements, (), generator=generator))
                 counts.amax = total.amax * float(torch.rand((), generator=generator, dtype=torch.float64))
                 counts.saturated = total.saturated
-                found._counts.setdefault(step * every, {}).setdefault(name, {})[operand] = counts
+                found.counts.setdefault(step * every, {}).setdefault(name, {})[operand] = counts
     return found
 
 

@@ -251,8 +251,11 @@ def test_the_command_goes_on(tmp_path, text, capsys, monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "save", interrupted)
     assert train(text, out, "--checkpoint-every", "1") == 143
-    assert capsys.readouterr().err == f"\nfmtsim: terminated; a checkpoint is in {out}, go on with --resume\n"
-    assert os.listdir(out) == ["checkpoint.safetensors"]
+    assert capsys.readouterr().err == (
+        f"\nfmtsim: terminated; {out}/report.html shows what there is, after step 1 of 3 of the simulated run; "
+        f"a checkpoint is in {out}, go on with --resume\n"
+    )
+    assert sorted(os.listdir(out)) == ["checkpoint.safetensors", "report.html"]
     assert train(text, out) == BAD_INPUT
     assert capsys.readouterr().err == (
         f"fmtsim: error: {out}/checkpoint.safetensors is of a training that was cut short; pass --resume to go on, "
@@ -265,7 +268,7 @@ def test_the_command_goes_on(tmp_path, text, capsys, monkeypatch):
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in os.listdir(whole))
 
 
-@pytest.mark.parametrize(("every", "file"), [("1", "checkpoint.safetensors"), ("0", "loss.png")])
+@pytest.mark.parametrize(("every", "file"), [("1", "checkpoint.safetensors"), ("0", "report.html")])
 def test_a_full_disk_is_one_line(tmp_path, text, capsys, every, file):
     with largest_file(1000):
         assert train(text, tmp_path / "out", "--checkpoint-every", every) == BAD_INPUT
@@ -279,7 +282,7 @@ def test_a_full_disk_is_one_line(tmp_path, text, capsys, every, file):
 def test_resume_without_a_checkpoint_begins(tmp_path, text, capsys):
     assert train(text, tmp_path / "out", "--resume", "--checkpoint-every", "0") == 0
     assert capsys.readouterr().err == f"resume: no checkpoint in {tmp_path / 'out'}, training begins\n"
-    assert len(os.listdir(tmp_path / "out")) == 4
+    assert len(os.listdir(tmp_path / "out")) == 3
 
 
 @pytest.mark.parametrize("words", [["--resume"], ["--checkpoint-every", "5"]])

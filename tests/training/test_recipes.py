@@ -85,9 +85,9 @@ def test_a_schedule_switches_in_the_last_steps(text):
     """Of 10 steps the last two run in high precision: equal losses before."""
     corpus = load_corpus(text, 16)
     run = train(config("nvfp4_switch", steps=10).simulated, config("nvfp4_switch", steps=10), corpus, Progress())
-    assert run.observed == 10 and {s.format for o in run.stats.layers.values() for s in o.values()} == {
-        "high precision"
-    }
+    assert list(run.stats.history) == [1, 2, 5, 7, 10] and {
+        s.format for o in run.stats.layers.values() for s in o.values()
+    } == {"high precision", "nvfp4, high precision", "nvfp4_16x16, high precision"}
     always = train(config("te_nvfp4", steps=10).simulated, config("te_nvfp4", steps=10), corpus, Progress())
     assert run.losses[:8] == always.losses[:8] and run.losses[8] != always.losses[8]
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -13,15 +14,15 @@ import torch
 from fmtsim.cli.main import main
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError, DataError, FormatError
+from fmtsim.files import check_folder
 from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.nn.convert import convert
-from fmtsim.plotting import new_figure
 from fmtsim.progress import Lines, Progress
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_from_dict
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.training import artifacts, learner
-from fmtsim.training.artifacts import check_output, make_record, write_artifacts
+from fmtsim.training import learner, loop
+from fmtsim.training.artifacts import make_record, write_artifacts
 from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig, check_size
@@ -29,9 +30,10 @@ from fmtsim.training.learner import schedule
 from fmtsim.training.loop import Run, compare_schemes, observed_steps, train
 from fmtsim.training.schemes import Scheme
 from tests.support.faults import largest_file
+from tests.support.reports import data_of
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
-FILES = ["exponents.png", "layers.txt", "loss.png", "record.json"]
+FILES = ["layers.txt", "record.json", "report.html"]
 MODEL = GPTConfig(context=16, width=16, layers=1, heads=2)
 
 
@@ -52,10 +54,14 @@ def test_a_run_leaves_all_files_and_a_summary(tmp_path, text, capsys):
     assert main(["train", *SMALL, "--data", str(text), "--out", str(out), "--quiet"]) == 0
     assert sorted(p.name for p in out.iterdir()) == FILES
     assert [p.name for p in out.parent.iterdir()] == ["run"]
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in FILES if name.endswith("png"))
+    page = data_of((out / "report.html").read_text())
+    assert page["title"].endswith("text.txt: e4m3/e5m2, scaled by tensor against fp32")
+    assert [len(curve["losses"]) for curve in page["curves"]] == [3, 3] and page["unit"] == "nats per byte"
+    assert page["observation"]["steps"] == [1, 2, 3] and page["observation"]["forwards"] == 3
+    assert page["coverage"]["text"].startswith("42.8 %") and ["config.steps", "3"] in page["configuration"]
     record = json.loads((out / "record.json").read_text())
     assert len(record["simulated"]["losses"]) == len(record["baseline"]["losses"]) == 3
-    assert record["simulated"]["observed_step"] == 3 and record["baseline"]["layers"] is None
+    assert list(record["simulated"]["history"]) == ["1", "2", "3"] and record["baseline"]["layers"] is None
     assert set(record["simulated"]["layers"]["blocks.0.up"]) == {"x_f", "w_f", "g_d", "w_d", "g_w", "x_w"}
     assert record["config"]["simulated"]["format"] == "e4m3" and record["corpus"]["bytes"] == text.stat().st_size
     table = (out / "layers.txt").read_text()
@@ -64,7 +70,7 @@ def test_a_run_leaves_all_files_and_a_summary(tmp_path, text, capsys):
     assert f"{total}\nx e4m3_tensor, w e4m3_tensor, g e5m2_tensor: " in table
     printed = capsys.readouterr()
     assert printed.err == ""
-    for words in ("baseline", "e4m3/e5m2, scaled by tensor", "gap", "hardest hit", "w_f", str(out / "loss.png")):
+    for words in ("baseline", "e4m3/e5m2, scaled by tensor", "gap", "hardest hit", "w_f", str(out / "report.html")):
         assert words in printed.out
 
 
@@ -73,7 +79,7 @@ def test_json_and_lines(tmp_path, text, capsys):
     assert main(["train", *SMALL, "--data", str(text), "--out", str(out), "--json", "--format", "mxfp4"]) == 0
     printed = capsys.readouterr()
     record = json.loads(printed.out)
-    assert record["simulated"]["label"] == "mxfp4" and len(record["files"]) == 4
+    assert record["simulated"]["label"] == "mxfp4" and len(record["files"]) == 3
     assert "fp32: 3/3  loss" in printed.err and "mxfp4: 3/3  loss" in printed.err
 
 
@@ -137,7 +143,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     )
     line += "; left: embedding 57.1 % (filter_fn leaves it out)"
     assert shown.getvalue() == f"{line}\n{run.label}: stopped, {run.stopped}\n" and run.report.summary == line
-    assert math.isnan(run.final_loss) and math.isnan(run.validation) and run.observed == 1
+    assert math.isnan(run.final_loss) and math.isnan(run.validation) and list(run.stats.history) == [1]
     base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
     record = make_record(config(), corpus, base, run)
     assert "e4m3/e5m2, scaled by tensor: stopped, the loss became nan at step 2" in summary(record, base, run)
@@ -148,7 +154,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
 def test_a_failure_while_writing_leaves_nothing(tmp_path, corpus):
     base, simulated = compare_schemes(config(), corpus, Progress())
     record = make_record(config(), corpus, base, simulated)
-    with pytest.raises(DataError, match="new/loss.png: File too large"), largest_file(1000):
+    with pytest.raises(DataError, match="new/report.html: File too large"), largest_file(1000):
         write_artifacts(tmp_path / "new", record, base, simulated)
     assert list(tmp_path.iterdir()) == []
 
@@ -159,23 +165,26 @@ def test_an_earlier_run_is_replaced_and_other_files_are_kept(tmp_path, corpus):
     record = make_record(config(), corpus, base, simulated)
     write_artifacts(out, record, base, simulated)
     (out / "notes.txt").write_text("mine")
-    (out / "loss.png").write_text("old")
-    plain = Run(label="fp32", losses=[1.0])
+    (out / "report.html").write_text("old")
+    plain = Run(label="fp32", losses=[1.0], guesses=["of one", "of two"], stopped="why", nonfinite=3, skipped=2)
     write_artifacts(out, record, base, plain)
-    assert sorted(p.name for p in out.iterdir()) == ["layers.txt", "loss.png", "notes.txt", "record.json"]
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in out.iterdir()) == sorted([*FILES, "notes.txt"])
+    page = data_of((out / "report.html").read_text())
+    assert page["observation"] is None and page["notes"] == [
+        "fp32: stopped, why", "Steps with gradients that were not finite: 3, skipped: 2",
+        "Products whose accumulation order was guessed: 2. The first: of one",
+    ]  # fmt: skip
     assert (out.stat().st_mode & 0o777) == 0o755 and [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-def test_panels_and_tables_say_what_an_operand_is(tmp_path, corpus, monkeypatch):
+def test_tables_say_what_an_operand_is(corpus):
     base, simulated = compare_schemes(config(), corpus, Progress())
     record = make_record(config(), corpus, base, simulated)
-    drawn = []
-    monkeypatch.setattr(artifacts, "plot_exponents", lambda stats, **_: drawn.extend(stats) or new_figure(1, 1))
-    write_artifacts(tmp_path / "run", record, base, simulated)
-    assert drawn[0] == "x_f, activations, forward" and drawn[2] == "g_d, gradients, input gradient"
     record["corpus"] |= {"bytes": 26_000, "files": 1}
-    assert summary(record, base, simulated).splitlines()[0].endswith(", 26,000 bytes in 1 file")
+    lines = summary(record, base, simulated).splitlines()
+    assert lines[0].endswith(", 26,000 bytes in 1 file")
+    assert any(line.startswith("g_d      gradients, input gradient") for line in lines)
+    assert "where bits were lost in 3 observed steps, all layers together (each: report.html)" in lines
 
 
 @pytest.mark.parametrize(
@@ -206,12 +215,12 @@ def test_an_output_that_cannot_be_written_fails_before_training(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ArgumentError, match=r"file is a file; choose a folder"):
-        check_output(file)
+        check_folder(file)
     with pytest.raises(ArgumentError, match=r"file is not a folder one can write to"):
-        check_output(file / "inside")
+        check_folder(file / "inside")
 
 
-def test_interrupting_writes_nothing_and_says_so(tmp_path, text):
+def test_interrupting_leaves_a_report_of_what_there_is(tmp_path, text):
     out = tmp_path / "out"
     command = [
         sys.executable,
@@ -238,8 +247,40 @@ def test_interrupting_writes_nothing_and_says_so(tmp_path, text):
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert error.strip().endswith(f"fmtsim: interrupted; nothing was written to {out}")
+    (steps,) = re.findall(
+        rf"fmtsim: interrupted; {out}/report.html shows what there is, after step (\d+) of 4000 of ", error
+    )
+    assert [path.name for path in out.iterdir()] == ["report.html"]
+    page = data_of((out / "report.html").read_text())
+    said = (
+        f"Interrupted after step {steps} of 4000 of the baseline run: this is what there is, without held-out losses."
+    )
+    assert page["notes"] == [said] and page["observation"] is None
+    assert [len(curve["losses"]) for curve in page["curves"]] == [int(steps)]
+
+
+def test_interrupting_before_the_first_step_writes_nothing(tmp_path, text, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "rehearse", lambda config: _interrupt())
+    assert main(["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "out"), "--quiet"]) == 130
+    assert capsys.readouterr().err == f"\nfmtsim: interrupted; nothing was written to {tmp_path / 'out'}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_simulation_shows_its_operands(tmp_path, text, capsys, monkeypatch):
+    schedule = learner.Learner.set_rate
+    stops = iter([None] * 5)
+    monkeypatch.setattr(
+        learner.Learner, "set_rate", lambda *a: schedule(*a) if next(stops, 1) is None else _interrupt()
+    )
+    out = tmp_path / "out"
+    assert main(["train", *SMALL, "--data", str(text), "--out", str(out), "--quiet", "--target", "h200"]) == 130
+    assert f"after step 2 of 3 of the simulated run; a checkpoint is in {out}" in capsys.readouterr().err
+    page = data_of((out / "report.html").read_text())
+    assert [len(curve["losses"]) for curve in page["curves"]] == [3, 2] and page["observation"]["steps"] == [1, 2]
+
+
+def _interrupt():
+    raise KeyboardInterrupt
 
 
 def test_schedule_and_observed_steps():
@@ -248,7 +289,9 @@ def test_schedule_and_observed_steps():
         assert rates[0] == 1 / warm and max(rates) == rates[warm - 1] == 1.0
         assert rates[-1] == (pytest.approx(0.1) if steps > 1 else 1.0)
     assert [schedule(step, 1000) for step in (325, 550)] == pytest.approx([0.55 + 0.45 * 0.5**0.5, 0.55])
-    assert observed_steps(100) == {1, 25, 50, 75, 100} and observed_steps(1) == {1} and observed_steps(3) == {1, 2, 3}
+    assert observed_steps(100) == {1, *range(10, 101, 10)} and len(observed_steps(10**5)) == 61
+    assert observed_steps(600) == {1, *range(10, 601, 10)} and observed_steps(12) == {1, 3, 6, 9, 12}
+    assert observed_steps(1) == {1} and observed_steps(3) == {1, 2, 3}
 
 
 def test_sizes_and_seeds_end_where_memory_and_generators_do():

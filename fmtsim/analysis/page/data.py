@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
+from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats, operand_in_words
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -47,6 +47,7 @@ def observation_data(observation: Any) -> dict[str, Any] | None:
     return {
         "layers": [name or "(model)" for name in layers],
         "operands": operands,
+        "words": [f"{name} ({operand_in_words(name)})" for name in operands],
         "steps": list(history),
         "forwards": getattr(observation, "steps", len(history)),
         "history": {name: _column([_figure(s, name) for row in rows for s in row]) for name in METRICS},
@@ -101,13 +102,13 @@ def plain(value: Any) -> Any:
 
 
 def number(value: float | None, digits: int = 4) -> float | str | None:
-    """Return a number of so many significant digits, a whole one as an int; what is not finite as a word.
+    """Return a float of so many significant digits, a whole one as an int; what is not finite as a word.
 
-    >>> number(0.123456), number(1e6), number(float("nan")), number(None)
-    (0.1235, 1000000, 'nan', None)
+    >>> number(0.123456), number(1e6), number(1703936), number(float("nan")), number(None)
+    (0.1235, 1000000, 1703936, 'nan', None)
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, int):
+        return value
     if not math.isfinite(value):
         return str(value)
     short = float(f"{value:.{digits}g}")

@@ -91,12 +91,18 @@ function worstTable() {
   table($("worst-table"), columns, rows, { most: 12, sorted, down: costs.size > 0, caption: "Operands by loss of bits" });
 }
 
+// The layer and operand that lost most in all observed steps, null where nothing is told; and what tells more of a run.
+function worstOf(metric) {
+  const known = (place) => !Number.isNaN(figure(metric, ...place, ALL) ?? NaN);
+  const places = seen.layers.flatMap((_, l) => seen.operands.map((_, o) => [l, o])).filter(known);
+  const rank = (place) => figure(metric, ...place, ALL) * METRICS[metric].worst;
+  return places.length ? places.reduce((a, b) => (rank(b) > rank(a) ? b : a)) : [0, 0];
+}
+const mostTelling = seen && seen.layers.length && (figure("underflow_percent", ...worstOf("underflow_percent"), ALL) ?? 0) > 0.01 ? "underflow_percent" : "sqnr_db";
+
 function startDetails() {
-  const worst = seen.layers.map((_, l) => l).reduce((a, l) => {
-    const [p, q] = [a, l].map((i) => cell("sqnr_db", i, "worst", ALL)[0]);
-    return q !== null && (p === null || Number.isNaN(p) || q < p) ? l : a;
-  }, 0);
-  heat.layer = worst;
+  const [layer] = worstOf(mostTelling);
+  heat.layer = layer;
   view(drawHeat);
   view(drawDetails);
   worstTable();

@@ -186,14 +186,7 @@ function describe(row, column) {
   const lines = Object.entries(METRICS).map(([key, m]) => `${m.label}: ${m.text(figure(key, layer, operand, step))}`);
   return [`${seen.layers[layer]} · ${stepText(step)}`, [`${operandText(operand)}${chosenOperand() === "worst" ? ", the worst" : ""} · ${formatOf(layer, operand)}`, ...lines]];
 }
-const OPERANDS = { x: "activations", w: "weights", g: "gradients", f: "forward", d: "input gradient" };
-const ATTENTION = { q: "queries", k: "keys", v: "values", p: "softmax weights" };
-function operandText(operand) {
-  const name = seen.operands[operand];
-  const [tensor, product] = name.split("_");
-  if (product && OPERANDS[tensor]) return `${name} (${OPERANDS[tensor]}, ${product === "w" ? "weight gradient" : OPERANDS[product]})`;
-  return ATTENTION[name] ? `${name} (${ATTENTION[name]}, attention)` : name;
-}
+const operandText = (operand) => seen.words[operand];
 const formatOf = (layer, operand) => seen.formats[placeOf(layer, operand)] ?? "not observed";
 
 function select(layer, step, scroll = false) {
@@ -207,7 +200,7 @@ function select(layer, step, scroll = false) {
 
 function startHeat() {
   heat.column = seen.steps.length;
-  options($("heat-metric"), Object.entries(METRICS).map(([key, m]) => [key, m.label]));
+  options($("heat-metric"), Object.entries(METRICS).map(([key, m]) => [key, m.label]), mostTelling);
   options($("heat-operand"), [["worst", "the worst operand"], ...seen.operands.map((_, o) => [o, operandText(o)])]);
   for (const id of ["heat-metric", "heat-operand", "heat-sort", "heat-filter", "heat-log"]) {
     $(id).addEventListener("input", () => {

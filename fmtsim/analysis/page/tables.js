@@ -16,9 +16,10 @@ function startTiles() {
   });
   if (data.coverage) tile(data.coverage.total ? percent((100 * data.coverage.simulated) / data.coverage.total) : "–", "of forward multiply-adds with weights simulated");
   if (seen && seen.layers.length) {
-    const rows = seen.layers.flatMap((_, l) => seen.operands.map((_, o) => [l, o])).filter(([l, o]) => !Number.isNaN(figure("sqnr_db", l, o, ALL) ?? NaN));
-    const worst = rows.reduce((a, b) => (figure("sqnr_db", ...b, ALL) < figure("sqnr_db", ...a, ALL) ? b : a), rows[0]);
-    if (worst) tile(decibels(figure("sqnr_db", ...worst, ALL)), `lowest SQNR: ${seen.layers[worst[0]]}`, operandText(worst[1]));
+    for (const [metric, said] of [["underflow_percent", "highest underflow"], ["sqnr_db", "lowest SQNR"]]) {
+      const [layer, operand] = worstOf(metric);
+      tile(METRICS[metric].text(figure(metric, layer, operand, ALL)), `${said}: ${seen.layers[layer]}`, operandText(operand));
+    }
   }
   $("tiles").replaceChildren(...tiles);
 }
