@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes.spec import Recipe
+from fmtsim.records import checked
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import Rows, Tabular
 
@@ -180,13 +181,16 @@ class Observation(Tabular):
             "steps": self.steps, "every": self.every,
         }  # fmt: skip
 
-    def save_report(self, path: StrPath, *, title: str = "Where bits are lost", **parts: Any) -> None:
+    def save_report(
+        self, path: StrPath, *, title: str = "Where bits are lost", notes: Sequence[str] = (), **parts: Any
+    ) -> None:
         """Write one self-contained HTML file with heatmaps, exponents and all figures, for a browser without a network.
 
         Args:
             path: The file; it appears whole or not at all.
             title: Heading.
-            parts: What else it shows: ``curves``, ``coverage``, ``attribution``, ``configuration``, ``notes``, as
+            notes: What a reader has to know first; what of the model is not seen is added.
+            parts: What else it shows: ``curves``, ``coverage``, ``attribution``, ``configuration``, as
                 ``fmtsim.analysis.page.write_page`` takes them.
 
         Raises:
@@ -195,7 +199,13 @@ class Observation(Tabular):
         """
         from fmtsim.analysis.page import write_page
 
-        write_page(path, title=title, observation=self, **parts)
+        write_page(
+            path,
+            title=title,
+            observation=self,
+            notes=[*checked("notes", notes, tuple[str, ...]), *self._notes()],
+            **parts,
+        )
 
     def _part(self, step: int, layer: str, part: str) -> Observer:
         return self._observer(step, _named(layer, part))

@@ -62,6 +62,16 @@ def test_figures_of_each_step_are_in_the_file(tmp_path):
             place += 1
 
 
+def test_what_of_a_model_is_not_seen_is_said_first(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    with observe(model, format="e4m3") as seen:
+        model[0](torch.ones(2, 8))
+    seen.save_report(tmp_path / "a.html", notes=["mine"])
+    assert data_of((tmp_path / "a.html").read_text())["notes"] == ["mine", *seen._notes()] and seen._notes()
+    with pytest.raises(ArgumentError, match="notes='mine' is not allowed"):
+        seen.save_report(tmp_path / "b.html", notes="mine")
+
+
 def test_what_is_not_finite_keeps_its_name():
     data = data_of(page_content(title="t", curves={"a": [1.23456789, math.nan], "b": [math.inf, -math.inf], "c": []}))
     assert [curve["losses"] for curve in data["curves"]] == [[1.23457, "nan"], ["inf", "-inf"], []]
