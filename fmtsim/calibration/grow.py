@@ -123,7 +123,8 @@ def _right(
 
 
 def _certain(reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: int, nodes: int) -> NDArray[np.bool_]:
-    """Return the leaves whose answers are all right and enough: as few as keep the answers after those learned right.
+    """Return the leaves whose answers are all right and enough: as few as keep the answers after those learned right,
+    none where no number does.
 
     Args:
         reached: Each answer's leaf.
@@ -136,7 +137,7 @@ def _certain(reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: i
     alike = np.where(wrong == 0, np.bincount(reached[:learned], minlength=nodes), 0)
     there, good = alike[reached[learned:chosen]], right[learned:chosen]
     enough = (least for least in ALIKE if good[there >= least].sum() >= SURE * (there >= least).sum())
-    return alike >= next(enough, ALIKE[-1])
+    return alike >= next(enough, np.inf)
 
 
 def _tree(nodes: Nodes, certain: NDArray[np.bool_]) -> Tree:

@@ -98,8 +98,8 @@ def stump(*says):
 
 
 def test_leaves_are_certain_by_answers_that_no_branch_was_made_for():
-    reached = np.repeat([2, 3, 4], [150, 400, 3000])
-    right = np.ones(3550, bool)
+    reached = np.repeat([2, 3, 4], [150, 400, 6000])
+    right = np.ones(6550, bool)
     certain = lambda there, good: module._certain(  # noqa: E731
         np.concatenate([reached, there]), np.concatenate([right, good]), len(reached), len(reached) + len(there), 6
     ).nonzero()[0].tolist()  # fmt: skip
