@@ -1,21 +1,24 @@
 """observe: collect statistics of every operand of a converted model while it runs."""
 
-import math
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fmtsim.analysis.loss_scale import LossScale, loss_scale_of
+from fmtsim.analysis.losses import Losses, losses_of, plot_losses, worst
 from fmtsim.analysis.shadow import Shadow
 from fmtsim.analysis.stats import Counts, OperandStats, Sample
 from fmtsim.arguments import check_module
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.files import StrPath
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
@@ -26,6 +29,9 @@ from fmtsim.recipes.spec import Recipe
 from fmtsim.records import checked
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import Rows, Tabular
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Layers = dict[str, dict[str, OperandStats]]
 StepCounts = dict[int, dict[str, dict[str, Counts]]]
@@ -156,13 +162,7 @@ class Observation(Tabular):
     def _content(self) -> tuple[Rows | str, ...]:
         if not self.layers:
             return ("nothing is observed yet; call the model inside `with observe(model) as stats:`",)
-        cells = [("layer", "operand", "format", "underflow %", "saturation %", "SQNR dB", "amax")]
-        for layer, operands in self.layers.items():
-            for operand, s in operands.items():
-                ratio = "lossless" if s.sqnr_db == math.inf else "-" if math.isnan(s.sqnr_db) else f"{s.sqnr_db:.1f}"
-                lost = (f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
-                cells.append((layer or "(model)", operand, s.format, *lost))
-        return (Rows(cells, left=range(3)), *self._notes())
+        return (*losses_of(self.layers)._content(), *self._notes())
 
     def _notes(self) -> list[str]:
         """Return what is not seen of a model that is not converted."""
@@ -172,6 +172,71 @@ class Observation(Tabular):
         absent = [layer or "(model)" for layer, parts in known.items() if parts.isdisjoint(self.layers)]
         more = f" and {len(absent) - 6} more" if len(absent) > 6 else ""
         return [*self._shadow.notes, *([f"not called: {', '.join(absent[:6])}{more}"] if absent else [])]
+
+    def worst(self, n: int = 5, by: str = "underflow") -> Losses:
+        """Return the operands that lose most over all observed steps, the worst first.
+
+        Args:
+            n: How many.
+            by: ``"underflow"``, ``"saturation"`` (shares of elements) or ``"sqnr"`` (least signal to noise).
+
+        Returns:
+            A tuple of ``(layer, operand, stats)``; ``print`` shows a table.
+
+        Raises:
+            ArgumentError: No such measure, or n below 1.
+        """
+        return worst(losses_of(self.layers), n, by)
+
+    def loss_scale(self) -> LossScale:
+        """Return the largest power of two that the loss may be multiplied with until a gradient saturates.
+
+        Of all observed steps, for formats without scales of their own; beside it how far the largest gradient then is
+        from the format's largest value, and how much underflows. ``print`` shows it.
+
+        Raises:
+            ArgumentError: No gradient was observed, or all are zero or in high precision.
+        """
+        return loss_scale_of(self.layers)
+
+    def plot(
+        self, path: str | Path | None = None, *, by: str = "underflow", operand: str | None = None, title: str = ""
+    ) -> "Figure":
+        """Draw a row for each layer, in the model's order: what it lost and where its exponents lie; return the figure.
+
+        The left panel has a column for each observed step, or bars where there was one; the right panel the exponents
+        of x / scale over all of them, with those of the format's own values behind: what lies left of them underflows.
+
+        Args:
+            path: Where to save a PNG.
+            by: As in ``worst``.
+            operand: One operand of every layer that has it, such as ``"g_w"``; None draws of each layer the one that
+                loses most.
+            title: Heading.
+
+        Raises:
+            ArgumentError: Nothing was observed, no layer has the operand, or there is no such measure.
+            FmtsimError: matplotlib is not installed.
+        """
+        return plot_losses(self.layers, self.history, path, by=by, operand=operand, title=title)
+
+    def to_pandas(self) -> Any:
+        """Return a DataFrame with a row for each observed step, layer and operand: the figures of ``history``.
+
+        Raises:
+            FmtsimError: pandas is not installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise FmtsimError("to_pandas needs pandas, which is not installed; pip install pandas") from None
+        columns = ("step", "layer", "operand", "format", *(field.name for field in fields(Sample)))
+        rows = [
+            (step, layer, operand, self.layers[layer][operand].format, *astuple(sample))
+            for step, layers in self.history.items() for layer, operands in layers.items()
+            for operand, sample in operands.items()
+        ]  # fmt: skip
+        return pandas.DataFrame(rows, columns=list(columns))
 
     def to_dict(self) -> dict[str, Any]:
         """Return layers, history, steps and every as JSON types."""
