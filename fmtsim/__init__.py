@@ -50,6 +50,8 @@ from fmtsim.spec.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from fmtsim import optim
+    from fmtsim.analysis.bisect import assert_same_bits, bisect
+    from fmtsim.analysis.tracing import trace, tracing
     from fmtsim.cpu import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
@@ -91,6 +93,8 @@ __all__ = [
     "Scaling",
     "TensorScale",
     "TwoStageDatapath",
+    "assert_same_bits",
+    "bisect",
     "bmm",
     "compare",
     "compare_native",
@@ -135,10 +139,16 @@ __all__ = [
     "set_num_threads",
     "set_step",
     "share_scales",
+    "trace",
+    "tracing",
 ]
 
 # What would load a compiler waits until it is asked for.
-_LAZY = {"get_num_threads": "fmtsim.cpu", "set_num_threads": "fmtsim.cpu"}
+_LAZY = {
+    "get_num_threads": "fmtsim.cpu", "set_num_threads": "fmtsim.cpu",
+    "assert_same_bits": "fmtsim.analysis.bisect", "bisect": "fmtsim.analysis.bisect",
+    "trace": "fmtsim.analysis.tracing", "tracing": "fmtsim.analysis.tracing",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

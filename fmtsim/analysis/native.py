@@ -1,19 +1,17 @@
 """A GPU's own matrix unit against its emulation: a product or a converted model runs both ways, bits are compared."""
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fmtsim import table
 from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import Comparison, Difference
 from fmtsim.analysis.deterministic import deterministic
-from fmtsim.arguments import takes
+from fmtsim.analysis.one_step import Batch, check_loss, run_step, unchanged
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.products.native import why_not_native
@@ -21,7 +19,6 @@ from fmtsim.nn.convert import converted_modules
 from fmtsim.nn.modules import EmulatedModule
 
 _SHOWN = 20  # tensors that differ, in a text
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -84,7 +81,8 @@ def compare_native(
         arguments: Its tensors, on the GPU that the target describes; a model's batch.
         emulate_on: Device of a verb's emulation, such as ``"cpu"``; None emulates on the GPU.
         loss: A function of a model's output that gives a number to differentiate. None differentiates an output of one
-            number, and else the sum of the outputs' elements, each times a random number of its own, from a fixed seed.
+            number or one that is called loss, and else the sum of the outputs' elements, each times a random number of
+            its own, from a fixed seed.
         options: Its keywords, ``target=`` of a verb among them; not ``native``.
 
     Returns:
@@ -123,10 +121,9 @@ def _moved(x: Any, device: torch.device | str) -> Any:
 
 def _compare_model(model: nn.Module, batch: Batch, loss: Any) -> ModelComparison:
     device = _device_of(model)
-    if loss is not None and not takes(loss, None):
-        raise ArgumentError(f"loss={shown(loss)} is no function of the model's output; write loss=lambda y: ...")
+    check_loss(loss)
     with deterministic(str(device)):
-        sides = [_side(model, batch, loss, device, native=native) for native in (True, False)]
+        sides = [_side(model, batch, loss, native=native) for native in (True, False)]
     names = list(sides[0])
     return ModelComparison(tensors={name: compare(sides[0][name], sides[1].pop(name)) for name in names})
 
@@ -151,53 +148,17 @@ def _device_of(model: nn.Module) -> torch.device:
     return device
 
 
-def _side(
-    model: nn.Module, batch: Batch, loss: Any, device: torch.device, *, native: bool
-) -> dict[str, Tensor]:  # fmt: skip
+def _side(model: nn.Module, batch: Batch, loss: Any, *, native: bool) -> dict[str, Tensor]:
     """Return outputs and gradients by name of a copy of a model whose targets multiply natively or are emulated."""
-    made = copy.deepcopy(model)
-    for module in made.modules():
-        if isinstance(module, EmulatedModule) and module.emulation is not None:
-            module.emulation = module.emulation.changed(lambda _, config: _natively(config, native))
-    arguments, options = pytree.tree_map_only(Tensor, _leaf, batch)
-    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
-        y = made(*arguments, **options)
-        found = dict(_tensors("output", y))
-        if not found:
-            raise ArgumentError(f"the model returned {shown(y)}, which holds no tensor; let it return some, or a dict")
-        if loss is not None:
-            found["loss"] = _number(loss(y))
-        _differentiate([found["loss"]] if loss is not None else list(found.values()))
-    leaves = {**dict(_tensors("batch", arguments)), **dict(_tensors("batch", options)), **dict(made.named_parameters())}
-    found |= {f"gradient of {name}": t.grad for name, t in leaves.items() if t.grad is not None}
-    return {name: t.detach() for name, t in found.items()}
 
+    def change(made: nn.Module) -> None:
+        for module in made.modules():
+            if isinstance(module, EmulatedModule) and module.emulation is not None:
+                module.emulation = module.emulation.changed(lambda _, config: _natively(config, native))
 
-def _number(x: Any) -> Tensor:
-    if not isinstance(x, Tensor) or x.numel() != 1 or not x.requires_grad:
-        raise ArgumentError(f"loss= returned {shown(x)}; return one number that depends on the model's parameters")
-    return x
-
-
-def _tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a tuple, list or dict with the names of their places."""
-    leaves, _ = pytree.tree_flatten_with_path(x)
-    yield from ((f"{name}{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _differentiate(outputs: list[Any]) -> None:
-    """Go back from one number, or from random gradients of all outputs."""
-    outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    seeds = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in outputs]
-    if len(outputs) == 1 and outputs[0].numel() == 1:
-        seeds = [torch.ones_like(outputs[0])]
-    if outputs:
-        torch.autograd.backward(outputs, seeds)
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_(t.requires_grad)
+    with unchanged(model, change) as made:
+        found = run_step(made, batch, loss)
+    return found.outputs | {f"gradient of {name}": t for name, t in found.gradients.items()}
 
 
 def _natively(config: LinearConfig, native: bool) -> LinearConfig:

@@ -27,6 +27,8 @@ COMMANDS = {
     "calibrate": "ask the GPU here for its arithmetic and its library's accumulation orders, and write a plan file",
     "doctor": "say what is missing here, and with --gemm which products of a model a library drops",
     "invariance": "say for which batch sizes a row's result changes, layer by layer",
+    "trace": "record every operation of a step of a model, with hashes of all bits, in a file",
+    "bisect": "name the first operation whose bits differ between two traces or models",
     "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
     "train": "train a small GPT in full precision and under simulated precision, side by side",
     "reproduce": "run miniatures of what published schemes claim, and say which come out the same",

@@ -6,6 +6,7 @@ from fmtsim.cpu.optim.elementary import exp, ln
 from fmtsim.cpu.optim.steps import optimizer_steps, supports_optimizer
 from fmtsim.cpu.runtime.kernel_cache import cache_folder
 from fmtsim.cpu.runtime.pool import get_num_threads, set_num_threads
+from fmtsim.cpu.weighted_sums import weighted_sums
 
 __all__ = [
     "cache_folder",
@@ -21,4 +22,5 @@ __all__ = [
     "supports",
     "supports_gemm",
     "supports_optimizer",
+    "weighted_sums",
 ]

@@ -91,6 +91,9 @@ class CPUEngine(KernelEngine, Functions, Protocol):
     get_num_threads: Callable[[], int]
     set_num_threads: Callable[[int], None]
 
+    def weighted_sums(self, words: Tensor, multipliers: Tensor) -> Tensor:
+        """Return sums of each row's words times multipliers, of as many words as there are multipliers at once."""
+
 
 class FusedEngine(KernelEngine, Protocol):
     """An engine of GPUs that it ``serves``, with kernels for whole operands of layers, and its library's own products.

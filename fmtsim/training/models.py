@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fmtsim.errors import ArgumentError, FmtsimError, did_you_mean, shown
 from fmtsim.training.config import TrainConfig
@@ -41,7 +42,7 @@ class OwnModel(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats per token."""
-        with _told(self.where):
+        with told(self.where):
             out = self.model(inputs, targets) if self.takes_targets else self.model(inputs)
         if self.takes_targets:
             return self._loss(out)
@@ -135,17 +136,46 @@ def _split(architecture: str) -> tuple[Path, str]:
     return path, function
 
 
+def run_of(architecture: str, seed: int, device: str) -> tuple[nn.Module, Any, Any]:
+    """Return model, batch and loss that a function in a file returns, ``FILE.py:function``, on a device.
+
+    It returns ``(model, batch)`` or ``(model, batch, loss)``, or a model that ``fmtsim train`` takes, whose batch is
+    then 2 x 64 random bytes and the byte that follows each.
+
+    Raises:
+        ArgumentError: There is no such function, or it returns something else; the message says why.
+    """
+    value = _returned(architecture, {}, seed)
+    if isinstance(value, nn.Module):
+        tokens = torch.randint(0, VOCABULARY, (2, 65), generator=torch.Generator().manual_seed(seed))
+        value = _checked(architecture, value), (tokens[:, :-1], tokens[:, 1:])
+    if not isinstance(value, tuple) or len(value) not in (2, 3) or not isinstance(value[0], nn.Module):
+        raise ArgumentError(
+            f"--model {architecture} returned {shown(value)}; return (model, batch), (model, batch, loss), or a "
+            "torch.nn.Module"
+        )
+    model, batch, loss = (*value, None)[:3]
+    return model.to(device), tree_map_only(Tensor, lambda x: x.to(device), batch), loss
+
+
 def _own(architecture: str, sizes: dict[str, int], seed: int) -> OwnModel:
+    return _checked(architecture, _returned(architecture, sizes, seed))
+
+
+def _returned(architecture: str, sizes: dict[str, int], seed: int) -> Any:
     path, name = _split(architecture)
     function = getattr(_loaded(str(path.resolve()), architecture), name, None)
     if not callable(function):
         raise ArgumentError(f"--model {architecture}: {path} has no function {name!r}; write one that returns a module")
-    with torch.random.fork_rng(devices=[]), _told(architecture):
+    with torch.random.fork_rng(devices=[]), told(architecture):
         torch.manual_seed(seed)
         taken = inspect.signature(function).parameters.values()
         everything = any(one.kind is one.VAR_KEYWORD for one in taken)
         names = {one.name for one in taken}
-        model = function(**{key: size for key, size in sizes.items() if everything or key in names})
+        return function(**{key: size for key, size in sizes.items() if everything or key in names})
+
+
+def _checked(architecture: str, model: Any) -> OwnModel:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"--model {architecture} returned {shown(model)}; return a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
@@ -162,7 +192,7 @@ def _loaded(path: str, architecture: str) -> Any:
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).parent))
     try:
-        with _told(architecture):
+        with told(architecture):
             spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(Path(path).parent))
@@ -170,7 +200,7 @@ def _loaded(path: str, architecture: str) -> Any:
 
 
 @contextlib.contextmanager
-def _told(architecture: str) -> Iterator[None]:
+def told(architecture: str) -> Iterator[None]:
     """Turn what a user's code raises into one line, with the place in its file."""
     try:
         yield

@@ -270,6 +270,8 @@ DEFAULTS = {
                   "calls": 3, "lattice": 0, "device": "cuda", "questions": 3000000},
     "doctor": {"tokens": "1..8192", "dtypes": "bf16"},
     "invariance": {"sizes": "1..512", "dtypes": "bf16"},
+    "trace": {"level": "modules", "seed": 0, "device": "cpu"},
+    "bisect": {"seed": 0, "device": "cpu"},
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4,
               "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train", "model": "gpt"},

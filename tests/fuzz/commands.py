@@ -75,6 +75,8 @@ GOOD = [
     train --target bad.json --lr 0.1 --layers 1 --width 8 --heads 2
     calibrate --shapes bad.json --tokens 1,2 --dtypes bf16
     invariance --shapes bad.json --target h200 --sizes 1..9 --dtypes bf16
+    trace --model text --format e4m3 --unit hopper.wgmma --tensors 1,2 --out run.safetensors
+    bisect bad.safetensors good.safetensors
     doctor --gemm --model gpt2 --target bad.json --tokens 1,2
     reproduce --list --only x""".splitlines()
 ]

@@ -1,6 +1,9 @@
 """One pass, forward or backward, of a layer: its operands and its products."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +29,29 @@ from fmtsim.spec.transform import Hadamard, Transform
 
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
+
+
+class PassWatcher(Protocol):
+    """See what passes of layers compute."""
+
+    def operand(self, name: str, t: Tensor, made: Operand, keys: tuple[Key, ...]) -> None:
+        """See a tensor, what it was quantised to, and the random keys of that."""
+
+    def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
+        """Run a product and return it."""
+
+
+_watcher: ContextVar[PassWatcher | None] = ContextVar("pass_watcher", default=None)
+
+
+@contextmanager
+def watched_passes(watcher: PassWatcher) -> Iterator[None]:
+    """Show a watcher the operands and products of layers that this thread runs eagerly."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def saved_of(operand: Operand, later: Quantizer) -> Saved:
@@ -56,6 +82,7 @@ class Pass:
         self._counted = traced and counts_passes(layer, t, sizes)
         self._signs: Key = None
         self._passes: Tensor | None = None
+        self._watcher = None if traced else _watcher.get()
 
     def operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None = None) -> Operand:
         """Quantise a tensor, times a factor (float32, 0-d) where there is one, whose products sum over ``dim``."""
@@ -70,6 +97,8 @@ class Pass:
             made = quantize_operand(t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor)
         if self._observer is not None:
             self._see(name, t, made, keys, dim, factor)
+        if self._watcher is not None:
+            self._watcher.operand(name, t, made, keys[:3])
         return made
 
     def gradient_operands(self, g: Tensor) -> tuple[Operand, Operand] | None:
@@ -86,6 +115,9 @@ class Pass:
         if self._observer is not None:
             for name, made, dim in zip(("g_d", "g_w"), both, (-1, 0), strict=True):
                 self._see(name, g, made, NO_KEYS, dim, None)
+        if self._watcher is not None:
+            for name, made, key in zip(("g_d", "g_w"), both, keys, strict=True):
+                self._watcher.operand(name, g, made, (key,))
         return both
 
     def _second(self, name: str, original: Tensor | None, saved: Saved, before: Quantizer) -> Operand:
@@ -105,6 +137,11 @@ class Pass:
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
+        if self._watcher is not None:
+            return self._watcher.product(name, a, b, bias, lambda: self._product(name, a, b, bias, dtype))
+        return self._product(name, a, b, bias, dtype)
+
+    def _product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         index, gemm = PRODUCTS.index(name), getattr(self._config, name)
         rounds = gemm.out.format is not None
         if gemm.unit is None and gemm.target is None:

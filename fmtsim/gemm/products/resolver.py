@@ -203,11 +203,17 @@ def recorded_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
 
     Nothing warns of guesses meanwhile: whoever asks for the calls says so in words.
     """
+    with without_doubts(), seen_calls() as found:
+        yield found
+
+
+@contextmanager
+def seen_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
+    """Collect the calls that this thread resolves, as ``recorded_calls``; warnings are given as ever."""
     found: dict[GemmCall, GemmSpec] = {}
     token = _asked.set(found)
     try:
-        with without_doubts():
-            yield found
+        yield found
     finally:
         _asked.reset(token)
 

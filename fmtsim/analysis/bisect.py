@@ -1,0 +1,393 @@
+"""bisect: find the first operation whose bits differ between two runs of one model, though what it read is equal."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from fmtsim import table
+from fmtsim.analysis.compare import compare
+from fmtsim.analysis.comparison import Comparison
+from fmtsim.analysis.trace import Level, Operation, TensorBits, Trace, unique
+from fmtsim.analysis.tracing import traced_step
+from fmtsim.errors import ArgumentError, shown
+from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
+
+Kind = Literal["", "operation", "parameter", "buffer", "input", "code"]
+Run = Trace | str | os.PathLike[str] | tuple[Any, ...]
+"""A trace, the file of one, or ``(model, batch)`` or ``(model, batch, loss)`` as ``trace`` takes them."""
+
+_SAID = {
+    "operation": "its inputs are equal, its output is not",
+    "parameter": "the runs began with another parameter",
+    "buffer": "the runs began with another buffer",
+    "input": "the runs were given other inputs",
+    "code": "made by code outside of these operations, before this one",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Bisection(table.Tabular):
+    """Say where two runs part; ``print`` shows it, notebooks a table.
+
+    Args:
+        kind: ``"operation"``: an operation with equal inputs whose output differs. ``"parameter"``, ``"buffer"`` or
+            ``"input"``: what the first run read is not what the second one read. ``"code"``: an operation's input
+            differs although all operations before it agree, so that code between them, or the loss, made the
+            difference. Empty where no bit differs.
+        a, b: The operation in each run; None where no bit differs.
+        tensor: Name of its first tensor that differs.
+        before: The last operation before it whose bits agree, None where it is the first.
+        comparison: That tensor of both runs (actual is the first run's), None where it was not kept.
+        note: Why there is no comparison, or what else has to be known.
+        compared: Operations that both runs have.
+        different: How many of these have other outputs.
+        alone: Operations that one run alone has, of either: those inside layers that are converted in one alone.
+        losses: Of both runs, None where there is none or where batches differ in size.
+        gradients: How many parameters' gradients differ, and of how many; (0, 0) where batches differ in size.
+        worst: The parameter whose gradients differ most, and the norm of their difference over that of the second run;
+            None where no gradients were kept.
+    """
+
+    kind: Kind = ""
+    a: Operation | None = None
+    b: Operation | None = None
+    tensor: str = ""
+    before: Operation | None = None
+    comparison: Comparison | None = None
+    note: str = ""
+    compared: int = 0
+    different: int = 0
+    alone: tuple[int, int] = (0, 0)
+    losses: tuple[float, float] | None = None
+    gradients: tuple[int, int] = (0, 0)
+    worst: tuple[str, float] | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether no bit differs that both runs have."""
+        return not self.kind
+
+    def _content(self) -> Iterable[table.Facts]:
+        return (table.Facts(self._facts()),)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        found = None if self.comparison is None else self.comparison.to_dict()
+        worst = None if self.worst is None else list(self.worst)
+        each = {name: None if x is None else dataclasses.asdict(x) for name, x in (("a", self.a), ("b", self.b))}
+        plain = {"compared": self.compared, "different": self.different, "alone": list(self.alone), "note": self.note}
+        grown = {"losses": self.losses and list(self.losses), "gradients": list(self.gradients), "worst": worst}
+        where = {"tensor": self.tensor, "before": None if self.before is None else str(self.before)}
+        return {"equal": self.equal, "kind": self.kind, **each, **where, "comparison": found, **plain, **grown}
+
+    @property
+    def inside_modules(self) -> bool:
+        """Whether the operation that was found is no code between others: False of a module that calls others, too."""
+        calls = self.before is not None and self.a is not None and _is_call(self.a) and self.kind == "operation"
+        if calls and self.before is not None and self.a is not None:
+            return not _below(self.before.layer, self.a.layer)
+        return self.kind != "code"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        alone = [f"{n} in {run} alone" for n, run in zip(self.alone, "ab", strict=True) if n]
+        compared = "; ".join([f"{self.compared:,} operations are in both runs", *alone])
+        facts = [("result", "no bit differs" if self.equal else str(self.a)), ("compared", compared)]
+        if self.a is not None and self.b is not None:
+            facts[:1] = self._where(self.a, self.b)
+        if self.note:
+            facts.append(("note", self.note))
+        return [*facts, *self._grown()] if not self.equal else facts
+
+    def _where(self, a: Operation, b: Operation) -> Iterator[tuple[str, str]]:
+        yield "first difference", f"{a}, operation {a.index}"
+        own = ", in code of its own" if not self.inside_modules and self.kind == "operation" else ""
+        keys = [[text for name, text in one.facts if name == "random key"] for one in (a, b)]
+        said = _SAID[self.kind] if keys[0] == keys[1] else "its inputs are equal, its random key is not"
+        yield "what", f"{self.tensor}: {said}{own}"
+        if self.before is not None:
+            yield "last equal", str(self.before)
+        if self.comparison is not None and self.comparison.first is not None:
+            c, first = self.comparison, self.comparison.first
+            pairs = zip("ab", first.hex, first.values, strict=True)
+            values = ", ".join(f"{run} {code} = {value!r}" for run, code, value in pairs)
+            yield "values", f"at {list(first.index)}: {values}"
+            ulp = "" if c.max_ulp is None else f", at most {c.max_ulp:,} ulp apart (median {c.median_ulp:,})"
+            yield "how many", f"{c.mismatches:,} of {c.count:,}{ulp}"
+        others = dict(b.facts)
+        for name, text in a.facts:
+            other = others.pop(name, "")
+            yield from [(name, text)] if text == other else [(f"{name}, a", text), (f"{name}, b", other or "none")]
+        yield from ((f"{name}, b", text) for name, text in others.items())
+
+    def _grown(self) -> Iterator[tuple[str, str]]:
+        yield "grows to", f"{self.different:,} of {self.compared:,} operations have other outputs"
+        if self.losses is not None:
+            x, y = self.losses
+            relative = "" if x == y or not y or not math.isfinite(x - y) else f", {abs(x - y) / abs(y):.3g} relative"
+            yield "loss", f"{x!r} in both" if x == y else f"a {x!r}, b {y!r}{relative}"
+        if self.gradients[1]:
+            text = f"{self.gradients[0]:,} of {self.gradients[1]:,} differ"
+            if self.worst is not None:
+                text += f", most that of {self.worst[0]}: by {self.worst[1]:.3g} of its norm"
+            yield "gradients", text
+
+
+def bisect(run_a: Run, run_b: Run) -> Bisection:
+    """Find the first operation whose output bits differ between two runs of one model while its inputs are equal.
+
+    Runs may differ in recipe, target or unit, in whether products run natively, in device, machine, versions, and in
+    how many members the batch has: members that both have are then compared, forward alone, because losses are means
+    over other batches. What both runs have is paired by layer, pass and operation: inside a layer that is converted in
+    one run alone, that run's operands and products are left out.
+
+    Args:
+        run_a, run_b: Each a ``Trace``, the path of a saved one, or ``(model, batch)`` or ``(model, batch, loss)``,
+            which runs on a copy of the model. Such runs begin with torch's generators as they are, run again to get
+            the values of the operation that was found (both, or it says that a run does not repeat itself), and where
+            the difference comes from code between modules once more with all of torch's operators.
+
+    Raises:
+        ArgumentError: The runs are of different models or inputs, or recorded at different levels; it names the first
+            thing that differs.
+        DataError: A file is no trace, damaged, or of another version.
+
+    >>> import torch, fmtsim
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).bfloat16()
+    >>> def on(unit):
+    ...     return fmtsim.convert(copy.deepcopy(model), format="e4m3", unit=unit)
+    >>> x = torch.linspace(-3, 3, 256, dtype=torch.bfloat16).view(4, 64)
+    >>> import copy
+    >>> found = bisect((on("hopper.wgmma"), x), (on("ada.mma"), x))
+    >>> found.equal or str(found.a)
+    '0 forward: fprop'
+    """
+    runs = _read("run_a", run_a), _read("run_b", run_b)
+    found = _found(runs, "modules")
+    if found.inside_modules or any(run.step is None for run in runs):
+        return found
+    closer = _found(runs, "aten")
+    if closer.kind != "operation":
+        return found
+    counts = ("compared", "different", "alone", "losses", "gradients", "worst")
+    return dataclasses.replace(closer, **{name: getattr(found, name) for name in counts})
+
+
+def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: Any = None) -> None:
+    """Fail where two models have not the same bits in a step, forward and backward; the message is the ``Bisection``.
+
+    Args:
+        model_a, model_b: Two configurations of one model; copies run.
+        batch, loss: As in ``fmtsim.trace``.
+
+    Raises:
+        AssertionError: Some bit differs.
+        ArgumentError: As ``fmtsim.bisect``.
+
+    >>> assert_same_bits(nn.Linear(4, 2).requires_grad_(False), nn.Linear(4, 2), torch.ones(1, 4))
+    Traceback (most recent call last):
+    ...
+    """
+    found = bisect((model_a, batch, loss), (model_b, batch, loss))
+    if not found.equal:
+        raise AssertionError(f"the models' bits differ\n{found}")
+
+
+class _Traced(NamedTuple):
+    trace: Trace
+    gradients: dict[str, Tensor]
+
+
+class _Side(NamedTuple):
+    """A run: its trace, or its model and how that is run."""
+
+    trace: Trace | None
+    model: nn.Module | None
+    step: Callable[..., _Traced] | None
+
+    def at(self, level: Level, **keep: Any) -> _Traced:
+        if self.trace is not None:
+            return _Traced(self.trace, {})
+        assert self.step is not None
+        return self.step(level=level, **keep)
+
+
+def _read(name: str, run: Any) -> _Side:
+    if isinstance(run, Trace):
+        return _Side(run, None, None)
+    if isinstance(run, str | os.PathLike):
+        return _Side(Trace.load(run), None, None)
+    if isinstance(run, tuple | list) and len(run) in (2, 3) and isinstance(run[0], nn.Module):
+        model, batch, loss = (*run, None)[:3]
+
+        def step(**how: Any) -> _Traced:
+            return _Traced(*traced_step(model, batch, loss, **how))
+
+        return _Side(None, model, step)
+    raise ArgumentError(
+        f"{name}={shown(run)} is no run; pass a Trace, the path of one, (model, batch) or (model, batch, loss)"
+    )
+
+
+def _found(runs: tuple[_Side, _Side], level: Level) -> Bisection:
+    a, b = (run.at(level) for run in runs)
+    _check(a.trace, b.trace)
+    found = _first(a.trace, b.trace)
+    one, other = found.a, found.b
+    if one is None or other is None:
+        return found
+    if a.gradients and b.gradients and a.trace.batch == b.trace.batch:
+        found = dataclasses.replace(found, worst=_worst(a.gradients, b.gradients))
+    first = _kept(runs[0], a.trace, one, level, found.tensor)
+    return _with_values(found, [first, _kept(runs[1], b.trace, other, level, found.tensor)])
+
+
+def _kept(run: _Side, done: Trace, one: Operation, level: Level, name: str) -> Tensor | str:
+    """Return an operation's tensor, or why there is none."""
+    own = {} if run.model is None else dict(run.model.named_parameters())
+    if (parameter := own.get(f"{one.layer}.{name}".lstrip("."))) is not None:
+        return parameter.detach()
+    again = done if run.step is None else run.at(level, tensors=[one.index]).trace
+    x = again.tensors.get(one.index, {}).get(name)
+    if run.step is not None and (len(again.operations) <= one.index or again.operations[one.index] != one):
+        return "a run gives other bits when it is repeated, so that this difference need not be one of the two runs"
+    if x is None and not any(out.name == name for out in one.outputs):
+        return ""
+    return f"trace again with tensors=[{one.index}] to see the values" if x is None else x
+
+
+def _with_values(found: Bisection, kept: list[Tensor | str]) -> Bisection:
+    texts = [x for x in kept if isinstance(x, str)]
+    if texts:
+        return dataclasses.replace(found, note="; ".join(dict.fromkeys(filter(None, texts))))
+    x, y = kept
+    assert isinstance(x, Tensor) and isinstance(y, Tensor)
+    if x.dtype != y.dtype:
+        return dataclasses.replace(found, note=f"a has {x.dtype}, b {y.dtype}")
+    rows = min(len(x), len(y)) if x.dim() else 0
+    x, y = (x[:rows], y[:rows]) if x.shape != y.shape else (x, y)
+    return dataclasses.replace(found, comparison=compare(x, y))
+
+
+def _worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[str, float] | None:
+    """Return which gradient differs most, relative to its norm; NaN and Inf count as more than anything."""
+    pairs = ((name, x.float(), b[name].to(x.device).float()) for name, x in a.items() if name in b)
+    each = [(name, float((x - y).norm() / y.norm())) for name, x, y in pairs if not x.equal(y)]
+    found = [(name, math.inf if math.isnan(x) else x) for name, x in each]
+    return max(found, key=lambda one: one[1], default=None)
+
+
+def _check(a: Trace, b: Trace) -> None:
+    """Refuse traces of different models, inputs or levels."""
+    if a.level != b.level:
+        raise ArgumentError(f"run_a was traced at level {a.level!r}, run_b at {b.level!r}; trace both at one level")
+    for x, y in itertools.zip_longest(a.parameters, b.parameters):
+        if x != y:
+            texts = ("no further parameter" if one is None else f"{one[0]} {one[1]} {one[2]}" for one in (x, y))
+            raise ArgumentError(
+                f"the runs are of different models: run_a has {' and run_b '.join(texts)}; pass runs of one model, "
+                "whose parameters have one shape and dtype"
+            )
+
+
+def _check_shapes(a: Operation, b: Operation, batches: tuple[int, int]) -> None:
+    """Refuse modules that were called with tensors of different shapes, but for the batch's size."""
+    if not _is_call(a) or batches[0] != batches[1]:
+        return
+    others = {x.name: x for x in b.inputs}
+    for x in a.inputs:
+        if x.name in others and x.shape != others[x.name].shape:
+            raise ArgumentError(
+                f"the runs' inputs differ in shape: {x.name} of {a} is {_shape(x)} in run_a and "
+                f"{_shape(others[x.name])} in run_b; pass inputs of one shape, or batches of different size"
+            )
+
+
+def _first(a: Trace, b: Trace) -> Bisection:
+    """Pair the operations of two traces and find the first that differs."""
+    others, batches = dict(unique(b)), (a.batch, b.batch)
+    pairs = []
+    for key, one in unique(a):
+        other = others.pop(key, None)
+        if other is not None:
+            _check_shapes(one, other, batches)
+            pairs.append((one, other))
+        elif _is_call(one):
+            raise ArgumentError(f"the runs are of different models: {one} is in run_a alone; pass runs of one model")
+    alone = len(a.operations) - len(pairs), len(others)
+    extra = next((one for one in others.values() if _is_call(one)), None)
+    if extra is not None:
+        raise ArgumentError(f"the runs are of different models: {extra} is in run_b alone; pass runs of one model")
+    if a.batch != b.batch:
+        pairs = [pair for pair in pairs if pair[0].direction == "forward"]
+    different = [bool(_differing(x.outputs, y.outputs, batches)) for x, y in pairs]
+    found = Bisection(compared=len(pairs), different=sum(different), alone=alone)
+    if a.batch == b.batch:
+        grown = _differing(a.gradients, b.gradients, batches)
+        losses = (float.fromhex(a.loss), float.fromhex(b.loss)) if a.loss and b.loss else None
+        found = dataclasses.replace(found, losses=losses, gradients=(len(grown), len(a.gradients)))
+    return _judged(found, pairs, (a, b))
+
+
+def _judged(found: Bisection, pairs: list[tuple[Operation, Operation]], traces: tuple[Trace, Trace]) -> Bisection:
+    batches, before = (traces[0].batch, traces[1].batch), None
+    for x, y in pairs:
+        read, made = _differing(x.inputs, y.inputs, batches), _differing(x.outputs, y.outputs, batches)
+        if read and not _is_call(x):  # of a layer that was itself given something else?
+            calls = (pair for pair in pairs if pair[0].layer == x.layer and _is_call(pair[0]))
+            call = next((pair for pair in calls if _differing(pair[0].inputs, pair[1].inputs, batches)), None)
+            if call is not None and x.direction == "forward":
+                (x, y), read = call, _differing(call[0].inputs, call[1].inputs, batches)
+        if read or made:
+            kind = _kind(x, read[0], traces[0]) if read else "operation"
+            return dataclasses.replace(found, kind=kind, a=x, b=y, tensor=(read or made)[0], before=before)
+        before = x
+    return found
+
+
+def _kind(one: Operation, name: str, trace: Trace) -> Kind:
+    """Say what an operation read that differs: a parameter, a buffer, what the model was given, or what code made."""
+    if any(f"{one.layer}.{name}".lstrip(".") == parameter for parameter, _, _ in trace.parameters):
+        return "parameter"
+    if name.startswith("buffer "):
+        return "buffer"
+    (read,) = (x.hash for x in one.inputs if x.name == name)
+    given = [each for each in trace.operations if not each.layer and _is_call(each)]
+    return "input" if any(x.hash == read for each in given for x in each.inputs) else "code"
+
+
+def _below(layer: str, other: str) -> bool:
+    """Say whether a module lies inside another one."""
+    return layer != other and (not other or layer.startswith(f"{other}."))
+
+
+def _is_call(one: Operation) -> bool:
+    """Say whether an operation is a module's call, which both runs of a model have."""
+    named = one.operation in (*OPERANDS, *PRODUCTS) or "::" in one.operation
+    return one.direction == "forward" and not named
+
+
+def _differing(a: tuple[TensorBits, ...], b: tuple[TensorBits, ...], batches: tuple[int, int]) -> list[str]:
+    """Return the names of tensors of two operations whose bits differ."""
+    others = {x.name: x for x in b}
+    return [x.name for x in a if x.name in others and not _same(x, others[x.name], batches)]
+
+
+def _same(a: TensorBits, b: TensorBits, batches: tuple[int, int]) -> bool:
+    if a.shape == b.shape and (batches[0] == batches[1] or a.shape):
+        return a.dtype == b.dtype and a.hash == b.hash
+    if batches[0] == batches[1]:
+        return False
+    x, y = (each.parts or (each.hash,) * (batch == 1) for each, batch in zip((a, b), batches, strict=True))
+    shared = min(len(x), len(y))
+    alike = a.shape[1:] == b.shape[1:] and a.shape[:1] and a.shape[0] * batches[1] == b.shape[0] * batches[0]
+    return not alike or (a.dtype == b.dtype and x[:shared] == y[:shared])
+
+
+def _shape(x: TensorBits) -> str:
+    return "x".join(map(str, x.shape)) or "()"

@@ -1,0 +1,350 @@
+"""What a trace is made of: hooks on a model's modules and on the nodes of autograd's graph, and what they see.
+
+Modules are seen by hooks on their calls, their backward passes by hooks on the nodes where gradients enter and leave a
+module: nothing is added to the graph, so no bit changes. Operands and products of converted layers are shown by the
+layers themselves.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints
+from fmtsim.analysis.trace import Direction, Level, Operation, TensorBits, Trace
+from fmtsim.gemm.products.explanation import explained
+from fmtsim.gemm.products.resolver import seen_calls
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.ops import Key
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.operand import Operand
+
+_LEAF = 1 << 62  # sequence numbers above are of nodes that accumulate into a leaf
+Named = list[tuple[str, int]]  # tensors of an operation: name and place of the fingerprint
+_next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class _Call:
+    """One call of a module."""
+
+    __slots__ = ("begin", "forward", "gradients", "inputs", "layer", "module", "names", "number", "sources")
+
+    def __init__(self, layer: str, module: nn.Module, number: int) -> None:
+        self.layer, self.module, self.number, self.begin = layer, module, number, 0
+        self.inputs: Named = []
+        self.sources: dict[Any, str] = {}  # the nodes that made the inputs, or the inputs where they are leaves
+        self.gradients: Named = []
+        self.names: dict[str, int] = {}
+
+
+class _Event(NamedTuple):
+    layer: str
+    direction: Direction
+    operation: str
+    call: int
+    inputs: Named
+    outputs: Named
+    facts: Any
+
+
+class Recorder:
+    """Collect events; hashes are computed at once and read at the end."""
+
+    def __init__(self, model: nn.Module, tensors: bool | Collection[int | str]) -> None:
+        self._model, self._wanted = model, tensors
+        self._names = {module: name for name, module in model.named_modules()}
+        self._prints, self._about = Fingerprints(), dict[int, tuple[tuple[int, ...], str]]()
+        self._events: list[_Event] = []
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._counts: dict[tuple[str, str, str], int] = {}
+        self._calls: list[_Call] = []
+        self._owners: dict[int, _Call] = {}
+        self._outside: dict[Any, list[tuple[Any, int, Any]]] = {}
+        self._hooks: list[Any] = []
+        self._active, self.busy = False, False
+        self._loss: Tensor | None = None
+        self._fresh: set[nn.Parameter] = set()  # that had no gradient before the first call
+
+    def start(self) -> None:
+        """Put hooks on all modules."""
+        for module in self._names:
+            self._hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._after, with_kwargs=True))
+        self._active = True
+
+    def stop(self) -> None:
+        """Take the hooks off; graphs made meanwhile may still run backward and are no longer seen."""
+        self._active = False
+        for hook in self._hooks:
+            hook.remove()
+        self._owners.clear()
+        self._outside.clear()
+
+    def finish(self, loss: Tensor | None, level: Level) -> Trace:
+        """Return the trace."""
+        gradients = list(self._gradients())
+        found = self._prints.finish()
+
+        def bits(each: Named) -> tuple[TensorBits, ...]:
+            return tuple(_bits(name, *self._about[place], found[place]) for name, place in each)
+
+        operations = tuple(
+            Operation(
+                index=index, layer=one.layer, direction=one.direction, operation=one.operation, call=one.call,
+                inputs=bits(one.inputs), outputs=bits(one.outputs), facts=tuple(one.facts()),
+            )
+            for index, one in enumerate(self._events)
+        )  # fmt: skip
+        loss = self._loss if loss is None else loss
+        made = Trace(
+            operations=operations, level=level, model=type(self._model).__name__, batch=self._prints.batch,
+            parameters=tuple((n, "x".join(map(str, p.shape)), _dtype(p)) for n, p in self._model.named_parameters()),
+            device=_device(self._model), versions=_versions(), gradients=bits(gradients),
+            loss="" if loss is None else float(loss.detach().double().reshape(())).hex(),
+        )  # fmt: skip
+        made.tensors.update(self._kept)
+        return made
+
+    def _gradients(self) -> Iterator[tuple[str, int]]:
+        """Yield parameters with the fingerprints of their gradients: known where one operation made all of it."""
+        made: dict[str, list[int]] = {}
+        for one in self._events:
+            if one.direction == "backward":
+                name = f"{one.layer}.{one.operation.removeprefix('gradient of ')}".lstrip(".")
+                made.setdefault(name, []).append(one.outputs[0][1])
+        for name, p in self._model.named_parameters():
+            if p.grad is not None:
+                own = made.get(name, [])
+                yield name, own[0] if len(own) == 1 and p in self._fresh else self._print(p.grad)
+
+    def record(
+        self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: list[tuple[str, Tensor]],
+        facts: Callable[[], Any] = tuple, call: int | None = None,
+    ) -> None:  # fmt: skip
+        """Add an event; ``call`` counts itself where it is None."""
+        key = (layer, direction, operation)
+        if call is None:
+            call = self._counts[key] = self._counts.get(key, -1) + 1
+        wanted = self._wanted
+        index = len(self._events)
+        if wanted is True or (wanted and (index in wanted or layer in wanted)):  # type: ignore[operator]
+            self._kept[index] = {name: x.detach().clone() for name, x in outputs}
+        made = [(name, self._print(x)) for name, x in outputs]
+        self._events.append(_Event(layer, direction, operation, call, inputs, made, facts))
+
+    def read(self, tensors: list[tuple[str, Tensor | None]]) -> Named:
+        """Take the fingerprints of tensors."""
+        return [(name, self._print(x)) for name, x in tensors if x is not None]
+
+    def _print(self, x: Tensor) -> int:
+        busy, self.busy = self.busy, True
+        place = self._prints.add(x)
+        self.busy = busy
+        if place not in self._about:
+            self._about[place] = (tuple(x.shape), _dtype(x))
+        return place
+
+    # Modules.
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._active:
+            return
+        layer = self._names[module]
+        if not self._calls and torch._C._current_autograd_node() is None:
+            self._prints.forget()  # optimizers' kernels may have written to parameters
+            self._owners.clear()
+            self._outside.clear()
+        key = (layer, "forward", "")
+        self._counts[key] = number = self._counts.get(key, -1) + 1
+        call = _Call(layer, module, number)
+        self._calls.append(call)
+        inputs = list(inputs_of(args, kwargs))
+        if module is self._model and not self._events:
+            self._prints.batch = next((x.shape[0] for _, x in inputs if x.dim()), 0)
+            self._fresh = {p for p in module.parameters() if p.grad is None}
+        buffers = ((f"buffer {name}", x) for name, x in module._buffers.items())
+        call.inputs = self.read([*inputs, *module._parameters.items(), *buffers])
+        if torch.is_grad_enabled():
+            call.sources = {x if x.grad_fn is None else (x.grad_fn, x.output_nr): n for n, x in inputs}
+        call.begin = _next_number()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._active or not self._calls:
+            return
+        call = self._calls.pop()
+        while call.module is not module and self._calls:  # calls that an exception left
+            call = self._calls.pop()
+        outputs = list(named("output", output))
+        self.record(call.layer, "forward", _kind(module), call.inputs, outputs, partial(_facts_of, module), call.number)
+        if module is self._model:
+            self._loss = next((y.detach() for _, y in outputs if y.numel() == 1 and y.requires_grad), self._loss)
+        if torch.is_grad_enabled():
+            self._follow(call, outputs)
+
+    def _follow(self, call: _Call, outputs: list[tuple[str, Tensor]]) -> None:
+        """Watch the nodes through which gradients enter and leave a module."""
+        for number in range(call.begin, _next_number()):
+            self._owners.setdefault(number, call)
+        seen: set[Any] = set()
+        for name, y in outputs:
+            node = y.grad_fn
+            if node is None or not call.begin <= node._sequence_nr() < _LEAF:
+                continue
+            node.register_prehook(partial(self._comes, call, name, y.output_nr))
+            edges = self._leaving(call, node, seen)
+            self._outside[node] = self._outside.get(node, []) + edges
+            for inner, index, target in edges:
+                source = target[0].variable if target[0]._sequence_nr() >= _LEAF else target
+                self._watch(call, inner, index, call.sources.get(source, "what it read"))
+
+    def _leaving(self, call: _Call, first: Any, seen: set[Any]) -> list[tuple[Any, int, Any]]:
+        """Return the edges by which gradients leave a module; those to its own parameters are watched at once."""
+        own = {p: name for name, p in call.module._parameters.items() if p is not None}
+        found, todo = [], [first]
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            known = self._outside.get(node)
+            edges = [(node, i, to) for i, to in enumerate(node.next_functions)] if known is None else known
+            for inner, index, target in edges:
+                if target[0] is None:
+                    continue
+                number = target[0]._sequence_nr()
+                if number >= _LEAF and target[0].variable in own:
+                    self._watch(call, inner, index, own[target[0].variable])
+                elif call.begin <= number < _LEAF:
+                    todo.append(target[0])
+                elif number < _LEAF or target[0].variable in call.sources:
+                    found.append((inner, index, target))
+        return found
+
+    def _watch(self, call: _Call, node: Any, index: int, name: str) -> None:
+        again = call.names[name] = call.names.get(name, 0) + 1
+        name = name if again == 1 else f"{name} ({again})"
+        node.register_hook(partial(self._leaves, call, index, f"gradient of {name}"))
+
+    def _comes(self, call: _Call, name: str, index: int, gradients: Any) -> None:
+        if self._active and gradients[index] is not None:
+            named = f"gradient of {name}"
+            call.gradients = [each for each in call.gradients if each[0] != named]
+            call.gradients += self.read([(named, gradients[index])])
+
+    def _leaves(self, call: _Call, index: int, operation: str, gradients: Any, _: Any) -> None:
+        if self._active and gradients[index] is not None:
+            made = [("output", gradients[index])]
+            self.record(call.layer, "backward", operation, list(call.gradients), made, call=call.number)
+
+    # Operands and products of converted layers.
+
+    def where(self) -> tuple[str, Direction]:
+        """Return the module that runs now, and the pass."""
+        if self._calls:
+            return self._calls[-1].layer, "forward"
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return "", "forward"
+        owner = self._owners.get(node._sequence_nr())
+        return "" if owner is None else owner.layer, "backward"
+
+    def operand(self, name: str, t: Tensor, made: Operand, keys: tuple[Key, ...]) -> None:
+        """See an operand."""
+        inputs = self.read([("input", t)])
+        outputs = [(label, x) for label, x in _parts("output", made) if x is not None]
+        facts = [("quantizer", str(made.quantizer))]
+        facts += [("random key", _key(key)) for key in keys if key is not None]
+        self.record(*self.where(), name, inputs, outputs, lambda: facts)
+
+    def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
+        """Run a product and see it."""
+        inputs = self.read([*_parts("a", a), *_parts("b", b), ("bias", bias)])
+        with seen_calls() as calls:
+            y = run()
+        sizes = y.shape[0], y.shape[1], a.elements.shape[1]
+        self.record(*self.where(), name, inputs, [("output", y)], partial(_product_facts, calls, sizes))
+        return y
+
+
+def inputs_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among a function's arguments with names."""
+    if len(args) == 1:
+        yield from named("input", args[0])
+    else:
+        for index, x in enumerate(args):
+            yield from named(f"input {index}", x)
+    for key, x in kwargs.items():
+        yield from named(key, x)
+
+
+def named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in tuples, lists and dicts with names; those without numbers in order are left out."""
+    if isinstance(x, Tensor):
+        if x.layout == torch.strided and not x.is_quantized:
+            yield name, x
+    elif isinstance(x, list | tuple):
+        for index, item in enumerate(x):
+            yield from named(f"{name} {index}", item)
+    elif isinstance(x, dict):
+        for key, item in x.items():
+            yield from named(f"{name} {key}", item)
+
+
+def _parts(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:
+    others = (("scale of the tensor", x.tensor_scale), ("scale", x.scale), ("rest", x.rest))
+    return *((f"{name}, {label}", t) for label, t in others), (name, x.elements)
+
+
+def _bits(name: str, shape: tuple[int, ...], dtype: str, found: Fingerprint) -> TensorBits:
+    amax, special = None, ""
+    if found.low is not None and found.high is not None:
+        amax = max(abs(found.low), abs(found.high))
+        special = "nan" if amax != amax else "inf" if amax == float("inf") else ""
+    return TensorBits(
+        name=name, shape=shape, dtype=dtype, hash=f"{found.hash:016x}", parts=tuple(f"{x:016x}" for x in found.parts),
+        amax=None if special else amax, special=special,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _kind(module: nn.Module) -> str:
+    return (module.original_class if isinstance(module, EmulatedModule) else type(module)).__name__
+
+
+def _facts_of(module: nn.Module) -> list[tuple[str, str]]:
+    how = module.emulation if isinstance(module, EmulatedModule) else None
+    return [] if how is None else [("runs", ": ".join(filter(None, (how.recipe, str(how.config)))))]
+
+
+def _product_facts(calls: dict[GemmCall, GemmSpec], sizes: tuple[int, int, int]) -> list[tuple[str, str]]:
+    m, n, k = sizes  # which calls of a unit alone do not have
+    sized = ((call if call.m else replace(call, m=m, n=n, k=k), spec) for call, spec in calls.items())
+    return [row for call, spec in sized for row in _explained(call, spec)] or [("unit", "torch's own product")]
+
+
+@lru_cache(maxsize=1024)
+def _explained(call: GemmCall, spec: GemmSpec) -> tuple[tuple[str, str], ...]:
+    return explained(call, spec).rows
+
+
+def _key(key: Key) -> str:
+    seed, offset = key if isinstance(key, RandomKey) else key.tolist()  # type: ignore[union-attr]
+    return f"seed {seed}, offset {offset}"
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _device(model: nn.Module) -> str:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    return ("fmtsim", version("fmtsim")), ("torch", torch.__version__)

@@ -1,0 +1,251 @@
+"""Traces: every operation once, hashes of every bit, no bit changed, files that say what is wrong with them."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.analysis import fingerprint
+from fmtsim.analysis.fingerprint import Fingerprints
+from fmtsim.analysis.trace import Trace
+from fmtsim.cpu import weighted_sums
+from fmtsim.errors import ArgumentError, DataError
+from fmtsim.formats.tensor_file import read_tensors, write_tensors
+from tests.support.bits import assert_same_bits
+
+CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool)
+
+
+def printed(x, batch=0):
+    prints = Fingerprints()
+    prints.batch = batch
+    prints.add(x)
+    return prints.finish()[0]
+
+
+def numbers(dtype, *shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 50
+    return x > 0 if dtype == torch.bool else x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 7), (4, 3, 65), (2, 70001), (1, 70000)], ids=str)
+def test_every_bit_counts(dtype, shape):
+    x = numbers(dtype, *shape)
+    found = {printed(x).hash}
+    places = {0, x.numel() // 2, x.numel() - 1}
+    bits = (0,) if dtype == torch.bool else (0, 8 * x.element_size() - 1)
+    for place in places:
+        for bit in bits:
+            other = x.clone()
+            codes = other.view(-1).view(CODES[x.element_size()])
+            codes[place] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63)).to(codes.dtype)
+            found.add(printed(other).hash)
+    assert len(found) == 1 + len(places) * len(bits)
+
+
+def test_signs_of_all_zeros_and_nan_payloads_count():
+    zeros = torch.zeros(64, 256)
+    nan = torch.tensor([[0x7FC00000, 0x7FC00001]], dtype=torch.int32).view(torch.float32)
+    hashes = [printed(x).hash for x in (zeros, -zeros, zeros.bfloat16(), -zeros.bfloat16(), nan, nan.flip(1))]
+    assert len(set(hashes)) == 5 and hashes[0] == hashes[2] == 0  # the shape and dtype stand beside the hash
+
+
+def test_strides_do_not_count_and_order_does():
+    x = numbers(torch.float32, 6, 300)
+    assert printed(x) == printed(x.t().contiguous().t())
+    assert printed(x).hash != printed(x.flip(0)).hash != printed(x.flip(1)).hash
+
+
+def test_members_of_a_batch_have_the_hash_that_they_have_alone():
+    x = numbers(torch.bfloat16, 4, 3, 33)
+    parts = printed(x, 4).parts
+    assert parts == tuple(printed(member).hash for member in x.split(1))
+    assert printed(x[:2], 2).parts == parts[:2] and printed(x[:3], 2).parts == ()
+    rows = numbers(torch.float32, 8, 512)
+    assert printed(rows, 2).parts == printed(rows.view(2, 4, 512), 2).parts  # rows are long enough here
+
+
+@pytest.mark.parametrize("dtype", (torch.int8, torch.int16, torch.int32))
+def test_the_kernel_and_torch_sum_alike(dtype):
+    words = torch.randint(-128, 128, (7, 150), dtype=torch.int32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for factors in (torch.arange(64) * 0x123456789ABCDEF, torch.tensor([-1, 1 << 62])):
+        assert torch.equal(weighted_sums(words, factors), fingerprint.weighted_sums(words, factors))
+
+
+def test_the_hash_is_defined():
+    """Files are compared across machines and versions of this package."""
+    assert f"{printed(torch.arange(6.0).view(2, 3)).hash:016x}" == "90bcd05ec9c7d7df"
+
+
+def test_a_tensor_is_read_once_until_it_changes():
+    prints, x = Fingerprints(), torch.ones(4, 512)
+    places = [prints.add(x), prints.add(x.view(2, 2, 512)), prints.add(x.view(512, 4))]
+    assert places == [0, 0, 1]
+    x[0, 0] = 2
+    assert prints.add(x) == 2
+    prints.forget()
+    assert prints.add(x) == 3
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU()
+        self.down, self.factor = nn.Linear(2 * width, width), 1.0
+
+    def forward(self, x):
+        return x * self.factor + self.down(self.act(self.up(self.norm(x))))
+
+
+def model(**options):
+    torch.manual_seed(0)
+    made = nn.Sequential(Block(32), Block(32), nn.Linear(32, 16)).bfloat16()
+    return fmtsim.convert(made, **options) if options else made
+
+
+BATCH = numbers(torch.bfloat16, 4, 8, 32) / 50
+
+
+def loss(y):
+    return y.float().square().mean()
+
+
+@pytest.mark.parametrize("level", ("modules", "aten"))
+@pytest.mark.parametrize("options", ({}, {"format": "e4m3", "unit": "hopper.wgmma"}), ids=("plain", "converted"))
+def test_tracing_changes_no_bit(level, options):
+    plain, traced = model(**options), model(**options)
+    with fmtsim.tracing(traced, level=level) as run:
+        loss(traced(BATCH)).backward()
+    loss(plain(BATCH)).backward()
+    for p, q in zip(plain.parameters(), traced.parameters(), strict=True):
+        assert_same_bits(p.grad, q.grad)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in traced.modules())
+    hashes = {x.name: x.hash for x in run.trace.gradients}
+    assert hashes == {name: f"{printed(p.grad).hash:016x}" for name, p in plain.named_parameters()}
+
+
+def test_operations_stand_in_their_order():
+    found = fmtsim.trace(model(format="e4m3", unit="hopper.wgmma"), BATCH, loss)
+    first = [(one.layer, one.operation) for one in found.operations[:9]]
+    up, down = ([(f"0.{layer}", name) for name in ("x_f", "w_f", "fprop", "Linear")] for layer in ("up", "down"))
+    assert first == [("0.norm", "LayerNorm"), *up, ("0.act", "GELU"), *down[:3]]
+    backward = [one for one in found.operations if one.layer == "1.down" and one.direction == "backward"]
+    names = [
+        "g_d",
+        "w_d",
+        "dgrad",
+        "g_w",
+        "x_w",
+        "wgrad",
+        "gradient of weight",
+        "gradient of bias",
+        "gradient of input",
+    ]
+    assert sorted(one.operation for one in backward) == sorted(names)
+    facts = dict(next(one for one in backward if one.operation == "wgrad").facts)
+    assert facts["call"] == "scaled_mm: [32, 32] e4m3 x [32, 64] e4m3 -> bfloat16"
+    assert facts["unit"].startswith("hopper.wgmma: ")
+    assert found.batch == 4 and float.fromhex(found.loss) == loss(model(format="e4m3", unit="hopper.wgmma")(BATCH))
+
+
+def test_a_trace_leaves_the_model_and_the_generators_alone():
+    made = model(format="e4m3", rounding="stochastic")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = fmtsim.trace(made, BATCH, loss), fmtsim.trace(made, BATCH, loss)
+    assert first == second and torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in made.parameters())
+    keys = [text for one in first.operations for name, text in one.facts if name == "random key"]
+    assert len(set(keys)) == len(keys) > 6  # each operand draws its own
+
+
+def test_two_steps_in_one_trace_with_a_shared_layer():
+    made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    made[1] = made[0]
+    x = torch.ones(2, 8)
+    with fmtsim.tracing(made) as run:
+        for _ in range(2):
+            made(x).sum().backward()
+    calls = [one.call for one in run.trace.operations if one.operation == "Linear"]
+    assert calls == [0, 1, 2, 3] and len({(o.layer, o.operation, o.call) for o in run.trace.operations}) == len(
+        run.trace.operations
+    )
+
+
+def test_kept_tensors_and_files(tmp_path):
+    found = fmtsim.trace(model(format="e4m3", unit="hopper.wgmma"), BATCH, loss, tensors=[1, "2"])
+    assert set(found.tensors) == {1, *(one.index for one in found.operations if one.layer == "2")}
+    path = tmp_path / "a.safetensors"
+    found.save(path)
+    read = Trace.load(path)
+    assert read == found and str(read) == str(found)
+    for index, each in found.tensors.items():
+        for name, x in each.items():
+            assert_same_bits(read.tensors[index][name], x)
+            (bits,) = (out for out in found.operations[index].outputs if out.name == name)
+            assert f"{printed(x, found.batch).hash:016x}" == bits.hash
+    everything = fmtsim.trace(nn.Linear(4, 2), torch.ones(1, 4), tensors=True)
+    assert set(everything.tensors) == set(range(len(everything.operations)))
+
+
+def test_files_that_are_no_traces(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {}, {"other": "1"})
+    with pytest.raises(DataError, match="a.safetensors is no trace; write one with fmtsim trace"):
+        Trace.load(path)
+    fmtsim.trace(nn.Linear(4, 2), torch.ones(1, 4)).save(path)
+    _, metadata = read_tensors(path)
+    content = json.loads(metadata["fmtsim_trace"])
+    content["trace"]["version"] = 7
+    write_tensors(path, {}, {"fmtsim_trace": json.dumps(content)})
+    with pytest.raises(DataError, match="has version 7 of traces, and this fmtsim reads version 1; trace again"):
+        Trace.load(path)
+    for text in ("{", "[]", '{"trace": {}, "dtypes": 3}', '{"trace": {"version": 1, "operations": [3]}, "dtypes": {}}'):
+        write_tensors(path, {}, {"fmtsim_trace": text})
+        with pytest.raises(DataError, match="is a damaged trace"):
+            Trace.load(path)
+
+
+def test_the_first_nan_is_named():
+    made = model()
+    assert fmtsim.trace(made, BATCH, loss).first_nonfinite() is None
+    with torch.no_grad():
+        made[1].up.weight[3] = 1e38
+        made[1].up.bias[3] = 3e38
+    found = fmtsim.trace(made, 1e3 * BATCH, loss)
+    assert str(found.first_nonfinite()) == "1.up forward: Linear"
+    assert str(found).endswith("; the first Inf is made by 1.up forward: Linear")
+    made = model()
+    found = fmtsim.trace(made, BATCH, lambda y: (y.float() - y.detach().float()).square().sum().sqrt())
+    assert str(found).endswith("; the first NaN is read by 2 backward: gradient of bias")
+
+
+def test_what_is_refused():
+    made = nn.Linear(4, 2)
+    with pytest.raises(ArgumentError, match="the model, OptimizedModule, is compiled, and compiled code shows no oper"):
+        fmtsim.trace(torch.compile(made, backend="eager"), torch.ones(1, 4))
+    inner = nn.Sequential(copy.deepcopy(made))
+    inner[0].compile(backend="eager")
+    with pytest.raises(ArgumentError, match="layer '0' is compiled, .*trace the model that was given to torch.compile"):
+        fmtsim.trace(inner, torch.ones(1, 4))
+    with pytest.raises(ArgumentError, match="level='op' is unknown; choose 'modules' or 'aten'"):
+        fmtsim.trace(made, torch.ones(1, 4), level="op")
+    with pytest.raises(ArgumentError, match="tensors='0' is not allowed; pass True, or a list of operations' indices"):
+        fmtsim.trace(made, torch.ones(1, 4), tensors="0")
+    with pytest.raises(ArgumentError, match="loss=3 is no function of the model's output"):
+        fmtsim.trace(made, torch.ones(1, 4), 3)
+    with pytest.raises(ArgumentError, match="trace takes a torch.nn.Module|trace got"):
+        fmtsim.trace(3, torch.ones(1, 4))
+
+
+def test_an_error_inside_leaves_no_hook():
+    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 2))
+    with pytest.raises(RuntimeError, match="shapes"), fmtsim.tracing(made) as run:
+        made(torch.ones(1, 4))
+    assert [one.operation for one in run.trace.operations] == ["Linear"]
+    assert not any(module._forward_hooks for module in made.modules())
