@@ -128,6 +128,7 @@ def _histogram(s: OperandStats) -> dict[str, Any]:
     return {
         "nonzero": s.nonzero,
         "finite": s.elements - s.nonfinite,
+        "largest": s.amax,
         "plain": _trimmed(s.exponents),
         "scaled": _trimmed(s.scaled_exponents),
         "window": None if s.window is None else [float(edge) for edge in s.window],

@@ -24,9 +24,11 @@ function spelled(text) {
   return { name: `e${e}m${m}`, least: 2 ** (lowest - m), most, limit: most + ulp / 2 };
 }
 
-// The share of counts below (or at and above) a magnitude: bins wholly beyond it, and those plus the one it cuts.
-function beyond(bins, magnitude, above, shift) {
+// The counts below (or at and above) a magnitude: bins wholly beyond it, and those plus the one it cuts. None is above
+// the largest value, where that is known.
+function beyond(bins, magnitude, above, shift, largest = Infinity) {
   let [sure, possible] = [0, 0];
+  if (above && largest * 2 ** shift < magnitude) return [0, 0];
   bins.forEach(([exponent, n]) => {
     const [low, high] = [2 ** (exponent + shift), 2 ** (exponent + shift + 1)];
     if (above ? low >= magnitude : high <= magnitude) sure += n;
@@ -35,24 +37,25 @@ function beyond(bins, magnitude, above, shift) {
   return [sure, sure + possible];
 }
 
-// The histogram of an operand, of one layer or of all together: {bins, nonzero, finite, formats, window, largest}.
+// The histogram of an operand, of one layer or of all together: {bins, nonzero, finite, largest, kinds, window, places}.
 function histogram(layer, operand, values) {
   const layers = layer === TOGETHER ? seen.layers.map((_, l) => l) : [layer];
   const places = layers.map((l) => placeOf(l, operand)).filter((p) => seen.histograms[p]);
   const sums = new Map();
-  let [nonzero, finite] = [0, 0];
+  let [nonzero, finite, largest] = [0, 0, values === "scaled" ? Infinity : 0];
   for (const p of places) {
     const h = seen.histograms[p];
     const [first, ...counts] = h[values === "scaled" ? "scaled" : "plain"];
     const up = values === "amax" && counts.length ? -(first + counts.length - 1) : 0; // the largest exponent becomes 0
     counts.forEach((n, i) => { if (n) sums.set(first + i + up, (sums.get(first + i + up) || 0) + n); });
     nonzero += h.nonzero;
+    largest = Math.max(largest, h.largest * 2 ** up);
     finite += h.finite;
   }
   const kinds = [...new Set(places.map((p) => seen.formats[p]))];
   const windows = [...new Set(places.map((p) => JSON.stringify(seen.histograms[p].window)))];
   const window = windows.length === 1 && windows[0] !== "null" ? JSON.parse(windows[0]) : null;
-  return { bins: [...sums].sort((a, b) => a[0] - b[0]), nonzero, finite, kinds, window, places };
+  return { bins: [...sums].sort((a, b) => a[0] - b[0]), nonzero, finite, largest, kinds, window, places };
 }
 
 function chosenFormat(h) {
@@ -107,10 +110,13 @@ function panel(host, o, h, format, { values, layer, shift }) {
   let lost = "The run's operands have no single element format here; choose one.";
   if (format) {
     const under = beyond(h.bins, format.least / 2, false, move);
-    const over = beyond(h.bins, format.limit ?? format.most, true, move);
+    const over = beyond(h.bins, format.limit ?? format.most, true, move, h.largest);
     lost = `${format.name}: underflow ${between(under, h.nonzero)}, saturation ${between(over, h.finite)}`;
   }
-  host.append(make("h3", {}, operandText(o)), make("p", {}, lost, make("br"), measured(o, layer, kinds)));
+  // What the run's own format lost under its scales was measured; a count would only bound it.
+  const own = !$("exp-own").value.trim() && !$("exp-format").value && values === "scaled" && !shift && layer !== TOGETHER;
+  if (own) lost = measured(o, layer, kinds);
+  host.append(make("h3", {}, operandText(o)), make("p", {}, lost, ...(own ? [] : [make("br"), measured(o, layer, kinds)])));
   const chart = make("div", { class: "chart" });
   host.append(chart);
   bars(chart, h, format, move, `${operandText(o)}: ${lost}`);

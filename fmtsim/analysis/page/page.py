@@ -89,7 +89,7 @@ def page_content(
         "observation": observation_data(observation),
         "coverage": coverage_data(coverage),
         "attribution": attribution_data(attribution),
-        "configuration": list(_flat(configuration or {})),
+        "configuration": [] if not configuration else list(_flat(configuration)),
     }
     return _filled(title, json.dumps(data, separators=(",", ":"), allow_nan=False))
 

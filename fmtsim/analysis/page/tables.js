@@ -26,11 +26,12 @@ function startTiles() {
 
 function startCost() {
   const { rows = [], ...rest } = data.attribution;
-  $("cost-said").textContent = Object.entries(rest).filter(([, v]) => v !== null && typeof v !== "object").map(([name, v]) => `${name.replaceAll("_", " ")}: ${typeof v === "number" ? short(v, 4) : v}`).join(" · ");
+  const said = (v) => ({ true: "yes", false: "no" })[v] ?? (typeof v === "number" ? short(v, 4) : v);
+  $("cost-said").textContent = Object.entries(rest).filter(([, v]) => v !== null && typeof v !== "object").map(([name, v]) => `${name.replaceAll("_", " ")}: ${said(v)}`).concat(rest.notes ?? []).join(" · ");
   const names = [...new Set(rows.flatMap(Object.keys))];
   const numeric = (name) => rows.some((row) => isNumber(num(row[name])) && typeof row[name] !== "boolean");
   const value = (name) => (row) => (numeric(name) ? num(row[name]) ?? null : String(row[name] ?? ""));
-  const columns = names.filter((name) => rows.some((row) => row[name] !== null && typeof row[name] !== "object")).map((name) => ({
+  const columns = names.filter((name) => name !== "module" && rows.some((row) => row[name] !== null && typeof row[name] !== "object")).map((name) => ({
     name: name.replaceAll("_", " "), left: !numeric(name), mono: name === "layer", long: name === "layer", value: value(name),
     text: (row) => (numeric(name) ? short(value(name)(row), 4) : value(name)(row)),
   }));
