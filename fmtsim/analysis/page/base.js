@@ -95,11 +95,20 @@ function save(blob, name) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
+// A chart is saved with the names of its lines above it, which the page has beside it.
 function saveSvg(host) {
   const copy = host.querySelector("svg").cloneNode(true);
+  const [, , wide, high] = copy.getAttribute("viewBox").split(" ").map(Number);
+  const head = 20 * host.series.length + 12;
+  copy.setAttribute("viewBox", `0 ${-head} ${wide} ${high + head}`);
+  copy.setAttribute("height", high + head);
+  host.series.forEach((s, i) => copy.append(
+    draw("line", { x1: 62, x2: 88, y1: 20 * i + 16 - head, y2: 20 * i + 16 - head, stroke: s.color, "stroke-width": 2.5, "stroke-dasharray": s.dash || "none" }),
+    draw("text", { x: 96, y: 20 * i + 20 - head, fill: ink("ink"), "font-size": 13 }, s.label),
+  ));
   copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
   copy.setAttribute("font-family", "system-ui, Helvetica, Arial, sans-serif");
-  copy.prepend(draw("rect", { width: "100%", height: "100%", fill: ink("panel") }));
+  copy.prepend(draw("rect", { y: -head, width: "100%", height: "100%", fill: ink("panel") }));
   save(new Blob([copy.outerHTML], { type: "image/svg+xml" }), host.id + ".svg");
 }
 document.querySelectorAll("button.save").forEach((button) => {

@@ -90,16 +90,17 @@ function drawPanels() {
   const panels = seen.operands.map((_, o) => [o, histogram(layer, o, values)]).filter(([, h]) => h.places.length);
   $("exp-panels").replaceChildren(...panels.map(() => make("div")));
   panels.forEach(([o, h], i) => panel($("exp-panels").children[i], o, h, wrong ? null : chosenFormat(h), { values, layer, shift }));
-  howCounted(values);
+  howCounted(values, layer);
 }
 
-function howCounted(values) {
+function howCounted(values, layer) {
   const what = {
     scaled: "Values are x / scale, as the element format of the run saw them, under the scales of that format: another format is shown with the same scales (“times 2^” moves them).",
     plain: "Values are x as it is: no scale at all, whatever the run did.",
     amax: "Values are x times the power of two that brings the largest exponent of each layer's operand, over all observed steps, to that of the format's largest value: one scale a tensor, as MX chooses them for blocks.",
   }[values];
-  $("exp-how").textContent = `${what} Underflow and saturation are counted here, for rounding to nearest even, from a histogram by whole powers of two. ` +
+  const of = layer === TOGETHER ? "all layers together" : seen.layers[layer];
+  $("exp-how").textContent = `Shown: ${of}, all observed steps. ${what} Underflow and saturation are counted here, for rounding to nearest even, from a histogram by whole powers of two. ` +
     "Underflow of a floating-point format is exact, but for values of exactly half its smallest one where these occur; a limit inside a power of two leaves two bounds. Shaded: from the smallest to the largest value of the format.";
 }
 

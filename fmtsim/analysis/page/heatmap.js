@@ -80,7 +80,8 @@ function drawHeat() {
   const metric = $("heat-metric").value;
   const rows = rowsShown();
   heat.cells = rows.slice(0, MOST_ROWS);
-  $("heat-shown").textContent = `${rows.length} of ${seen.layers.length} layers` +
+  const of = chosenOperand() === "worst" ? "the worst operand" : operandText(chosenOperand());
+  $("heat-shown").textContent = `${METRICS[metric].label} of ${of}; ${rows.length} of ${seen.layers.length} layers` +
     (rows.length > MOST_ROWS ? `, the first ${MOST_ROWS} drawn: filter them to see others` : "") +
     `; ${seen.steps.length} of ${seen.forwards} steps observed`;
   $("heat-log").disabled = metric === "sqnr_db";

@@ -103,6 +103,7 @@ function lineChart(host, { series, marks = [], height = 300, xLabel, yLabel, log
     );
   }
   host.append(svg);
+  host.series = series;
   readable(svg, { xs, x, series, box, w, xLabel, format, marks });
 }
 
