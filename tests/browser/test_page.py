@@ -190,7 +190,8 @@ def testcounts_in_the_page_are_those_of_casts(opened):
             want = OperandStats().add(x * 2.0**shift, fmtsim.quantize(x * 2.0**shift, fmt), fmt)
             under, over = page.evaluate(
                 "([name, shift]) => { const h = histogram(0, 0, 'plain'), f = fromChoices(name);"
-                "return [beyond(h.bins, f.least / 2, false, shift), beyond(h.bins, f.limit, true, shift, h.largest)]; }",
+                "return [beyond(h.bins, f.least / 2, false, shift),"
+                " beyond(h.bins, f.limit, true, shift, h.largest)]; }",
                 [name, shift],
             )
             assert under == [want.underflowed] * 2, name
