@@ -289,8 +289,8 @@ def test_schedule_and_observed_steps():
         assert rates[0] == 1 / warm and max(rates) == rates[warm - 1] == 1.0
         assert rates[-1] == (pytest.approx(0.1) if steps > 1 else 1.0)
     assert [schedule(step, 1000) for step in (325, 550)] == pytest.approx([0.55 + 0.45 * 0.5**0.5, 0.55])
-    assert observed_steps(100) == {1, *range(10, 101, 10)} and len(observed_steps(10**5)) == 61
-    assert observed_steps(600) == {1, *range(10, 601, 10)} and observed_steps(12) == {1, 3, 6, 9, 12}
+    assert observed_steps(100) == {1, *range(20, 101, 20)} and len(observed_steps(10**5)) == 61
+    assert observed_steps(600) == {1, *range(20, 601, 20)} and observed_steps(12) == {1, 3, 6, 9, 12}
     assert observed_steps(1) == {1} and observed_steps(3) == {1, 2, 3}
 
 
