@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from fmtsim.cli.output import jsonable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.explain import explain
-from fmtsim.explain.element import bit_fields, decide, neighbours
+from fmtsim.explain.element import decide, neighbours
 from fmtsim.explain.log_tile import tile_values
 from fmtsim.explain.product import explain_mm  # noqa: F401  # and others below: explanations.txt calls them
 from fmtsim.formats.block import BlockFormat  # noqa: F401
+from fmtsim.formats.display import bit_fields
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import block_scaling  # noqa: F401
 from fmtsim.formats.spec import CodebookFormat, FloatFormat

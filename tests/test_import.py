@@ -208,27 +208,75 @@ def test_a_planted_name_of_an_engine_module_is_seen(source, seen):
     assert bool(engine_modules_named(source, engine_modules())) == seen
 
 
-def test_import_is_light_silent_and_strict():
-    """Importing the package loads no compiler and no plotting or terminal library, prints nothing, warns of nothing."""
-    # torch itself may warn while it is imported, so it comes first.
-    code = (
-        "import sys, torch, warnings; warnings.simplefilter('error'); before = set(sys.modules); import fmtsim; "
+def imported(code: str) -> set[str]:
+    """Return the top-level modules that a program imports, strictly and in silence, beyond those of its first line."""
+    first, _, rest = code.partition("\n")
+    whole = (
+        f"import sys, warnings\n{first}\nwarnings.simplefilter('error')\nbefore = set(sys.modules)\n{rest}\n"
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     (line,) = result.stdout.splitlines()
-    assert "fmtsim" in line.split() and not set(line.split()) & set(HEAVY)
+    return set(line.split())
+
+
+def test_import_is_light_silent_and_strict():
+    """Importing the package loads neither torch nor another library; names are imported when they are asked for."""
+    found = imported("\nimport fmtsim")
+    assert "fmtsim" in found and not found & {"torch", "numpy", "ml_dtypes", *HEAVY}
+
+
+def test_public_names_are_light_silent_and_strict():
+    """All public names but those of the CPU engine load no compiler and no plotting or terminal library."""
+    # torch itself may warn while it is imported, so it comes first.
+    found = imported(
+        "import torch\nimport fmtsim\n[getattr(fmtsim, n) for n in fmtsim.__all__ if not n.endswith('num_threads')]"
+    )
+    assert "fmtsim" in found and not found & set(HEAVY)
 
 
 def test_import_leaves_torch_compile_alone():
     """torch imports its tracer, and sympy with it, when somebody compiles: more than a second."""
-    code = "import sys, fmtsim; print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    code = "import sys, fmtsim; from fmtsim import *; print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
 
 
 def test_the_front_door_lists_what_it_has():
-    assert len(set(fmtsim.__all__)) == len(fmtsim.__all__)
+    assert len(set(fmtsim.__all__)) == len(fmtsim.__all__) > 70
     missing = [name for name in fmtsim.__all__ if not hasattr(fmtsim, name)]
-    assert missing == []
+    assert missing == [] and set(fmtsim.__all__) < set(dir(fmtsim))
+
+
+@pytest.mark.parametrize("before", ["import fmtsim", "import fmtsim.explain.product, fmtsim.quantize, fmtsim.ptq.verb"])
+def test_a_function_is_there_whether_or_not_the_module_of_its_name_has_loaded(before):
+    code = (
+        f"{before}\nimport fmtsim\nnames = [fmtsim.explain, fmtsim.ptq, fmtsim.quantize, fmtsim.search]\n"
+        "from fmtsim import explain, ptq, quantize, search\n"
+        "assert names == [explain, ptq, quantize, search]\n"
+        "print(*(type(one).__name__ for one in [*names, fmtsim.optim, fmtsim.cuda, fmtsim.formats]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["function"] * 4 + ["module"] * 3
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'fmtsim' has no attribute 'quantise'") as error:
+        fmtsim.quantise  # noqa: B018
+    assert (error.value.name, error.value.obj) == ("quantise", fmtsim)
+
+
+def test_all_operators_come_with_two_names():
+    """What the docstring says of programs on disk, which name operators: no module registers more."""
+    defining = [m for m, path in modules() if "define_operator(" in path.read_text("utf-8")]
+    code = (
+        "import importlib, torch\n"
+        "def names(): return {n for n in torch._C._dispatch_get_all_op_names() if n.startswith('fmtsim::')}\n"
+        "from fmtsim import mma, nn\nbefore = names()\n"
+        f"for module in {defining}: importlib.import_module(module)\n"
+        "print(len(before), *(names() - before))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, *missing = result.stdout.split()
+    assert int(count) > 25 and len(defining) > 8 and missing == []

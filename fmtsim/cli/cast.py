@@ -1,18 +1,20 @@
 """``fmtsim cast``: numbers rounded to an element format, with codes, errors and neighbours."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import fmtsim
 from fmtsim.cli.options import add_json, add_rounding, parse_number, repeated
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import FmtsimError, FormatError
-from fmtsim.explain import explain
-from fmtsim.explain.records import Element
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, Overflow
 from fmtsim.rounding.modes import MODES
 from fmtsim.table import number_text
+
+if TYPE_CHECKING:
+    from fmtsim.explain.records import Element
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +52,13 @@ def cast(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Round numbers and return a record for each; the oracle says why, and the engine is compared with it."""
     bits = random_bits if rounding == "stochastic" else None
-    found = explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
+    found = fmtsim.explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
     if not found.engine_agrees:
         raise FmtsimError(f"the engine gives other codes of {fmt.name} than the oracle: a defect; try fmtsim verify")
     return [_record(element, fmt, rounding) for element in found.elements]
 
 
-def _record(element: Element, fmt: ElementFormat, rounding: str) -> dict[str, Any]:
+def _record(element: "Element", fmt: ElementFormat, rounding: str) -> dict[str, Any]:
     return {
         **{name: getattr(element, name) for name in ("input", "value", "code", "hex", "bits", "error")},
         **{name: getattr(element.decision, name) for name in ("below", "above")},

@@ -4,16 +4,16 @@ import argparse
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy
-
-from fmtsim.analysis.compare import compare
-from fmtsim.analysis.comparison import Comparison, plot_ulps
+import fmtsim
 from fmtsim.cli.options import add_json, option
 from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.files import check_file
+
+if TYPE_CHECKING:
+    from fmtsim import Comparison
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 ALONE = "array"  # the name of what a .npy file holds
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             errors[name] = f"only in {arguments.expected if name in expected else arguments.actual}"
             continue
         try:
-            found[name] = compare(actual[name](), expected[name]())
+            found[name] = fmtsim.compare(actual[name](), expected[name]())
         except DataError:
             raise
         except FmtsimError as error:
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     record = {"equal": equal, "errors": errors, "tensors": {name: c.to_dict() for name, c in found.items()}}
     answer(arguments, record, lambda: _text(found, errors))
     if arguments.plot:
+        from fmtsim.analysis.comparison import plot_ulps
+
         plot_ulps(found, arguments.plot)
     return 0 if equal else MISMATCH
 
@@ -85,6 +87,8 @@ def load(text: str) -> Tensors:
 def _open(path: Path) -> Tensors:
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
+    import numpy
+
     if path.suffix not in SUFFIXES:
         raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
 
@@ -126,7 +130,7 @@ def _reading(path: Path, read: Callable[[], Any]) -> Any:
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
-def _text(found: Mapping[str, Comparison], errors: Mapping[str, str]) -> str:
+def _text(found: Mapping[str, "Comparison"], errors: Mapping[str, str]) -> str:
     if len(found) == 1 and not errors:
         return str(next(iter(found.values())))
     rows = [_row(name, c) for name, c in found.items()]
@@ -139,6 +143,6 @@ def _text(found: Mapping[str, Comparison], errors: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def _row(name: str, c: Comparison) -> tuple[str, ...]:
+def _row(name: str, c: "Comparison") -> tuple[str, ...]:
     ulps = ("-", "-") if c.max_ulp is None else (f"{c.max_ulp:,}", f"{c.median_ulp:,}")
     return (name, c.dtype, f"{c.count:,}", f"{c.mismatches:,}", *ulps, f"{c.max_relative:.3g}")

@@ -2,11 +2,9 @@
 
 import argparse
 
-import torch
-
+import fmtsim
 from fmtsim.cli.options import add_json, add_rounding, count, option, parse_number
 from fmtsim.cli.output import answer
-from fmtsim.explain import explain
 from fmtsim.formats.scaling import SCALE_RULES
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -29,9 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; exit with 1 where the engine disagrees with the oracle."""
+    import torch
+
     numbers = [parse_number(text) for text in arguments.numbers]
     options = {name: getattr(arguments, name) for name in OPTIONS}
     x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
-    explanation = explain(x, arguments.format, generator=arguments.seed, **options)
+    explanation = fmtsim.explain(x, arguments.format, generator=arguments.seed, **options)
     answer(arguments, explanation.to_dict(), lambda: str(explanation))
     return 0 if explanation.engine_agrees else DEFECT

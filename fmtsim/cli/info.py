@@ -4,15 +4,14 @@ import argparse
 import os
 import platform
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import fmtsim
 from fmtsim.cli.options import add_json
 from fmtsim.cli.output import answer, format_table, version_of, versions_of
-from fmtsim.float64 import has_float64
-from fmtsim.ops import load_engine
+
+if TYPE_CHECKING:
+    import torch
 
 CORE = ("torch", "numpy", "ml-dtypes", "numba", "llvmlite")
 EXTRAS = ("safetensors", "rich", "matplotlib", "cuda-core")
@@ -48,6 +47,8 @@ def _text(record: dict[str, Any]) -> str:
 
 def collect() -> dict[str, Any]:
     """Return everything that ``fmtsim info`` shows, as plain JSON types."""
+    from fmtsim.ops import load_engine
+
     engines = [
         {"name": "torch_engine", "available": True, "reason": "tensors on any device; the fallback of the others"},
         _cpu_engine(),
@@ -69,6 +70,8 @@ def collect() -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, str]]:
+    import torch
+
     devices = [("cpu", f"{processor_name()}, {os.cpu_count()} logical cores")]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -82,8 +85,11 @@ def _devices() -> list[dict[str, str]]:
     return [{"name": name, "description": about, **_service(torch.device(name), about)} for name, about in devices]
 
 
-def _service(device: torch.device, about: str) -> dict[str, str]:
+def _service(device: "torch.device", about: str) -> dict[str, str]:
     """Return which engine serves a device and what that costs, as far as it was measured (docs/performance.md)."""
+    from fmtsim.float64 import has_float64
+    from fmtsim.ops import load_engine
+
     if device.type == "cpu" and _cpu_engine()["available"]:
         cost = "kernels: on one core of a Xeon, casts at 0.3 to 0.97 of a copy's speed, encoding at 0.1 to 0.5"
         return {"engine": "cpu", "cost": cost}

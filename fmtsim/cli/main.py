@@ -5,34 +5,47 @@ import contextlib
 import importlib
 import os
 import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
 from fmtsim.cli.output import version_of
-from fmtsim.errors import ArgumentError, FmtsimError
+from fmtsim.errors import ArgumentError, FmtsimError, did_you_mean, shown
 from fmtsim.interrupts import raised
 
-COMMANDS = {
-    "info": "show versions, devices, engines and threads",
-    "formats": "list number formats with their width and range",
-    "table": "show every code of a format",
-    "cast": "round numbers to a format, with codes, errors and neighbours",
-    "explain": "say how a number, or a block of them, got its bits",
-    "mm": "run one matrix product on a target or unit and explain its bits",
-    "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
-    "verify": "check the engines against the oracle and against each other",
-    "calibrate": "ask the GPU here for its arithmetic and its library's accumulation orders, and write a plan file",
-    "doctor": "say what is missing here, and with --gemm which products of a model a library drops",
-    "invariance": "say for which batch sizes a row's result changes, layer by layer",
-    "trace": "record every operation of a step of a model, with hashes of all bits, in a file",
-    "bisect": "name the first operation whose bits differ between two traces or models",
-    "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
-    "train": "train a small GPT in full precision and under simulated precision, side by side",
-    "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
+GROUPS: dict[str, dict[str, str]] = {
+    "Numbers and formats": {
+        "formats": "list number formats with their width and range",
+        "table": "show every code of a format",
+        "cast": "round numbers to a format, with codes, errors and neighbours",
+        "explain": "say how a number, or a block of them, got its bits",
+    },
+    "Matrix products": {
+        "mm": "run one matrix product on a target or unit and explain its bits",
+        "invariance": "say for which batch sizes a row's result changes, layer by layer",
+    },
+    "Models": {
+        "train": "train a small GPT in full precision and under simulated precision, side by side",
+        "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
+    },
+    "Results": {
+        "trace": "record every operation of a step of a model, with hashes of all bits, in a file",
+        "bisect": "name the first operation whose bits differ between two traces or models",
+        "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
+        "verify": "check the engines against the oracle and against each other",
+    },
+    "This machine": {
+        "info": "show versions, devices, engines and threads",
+        "doctor": "say what is missing here, and with --gemm which products of a model a library drops",
+        "calibrate": "measure this GPU's arithmetic and its library's accumulation orders, and write a plan file",
+        "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
+    },
 }
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 BAD_INPUT = 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
@@ -86,7 +99,15 @@ def _short_warnings() -> Iterator[None]:
 def _run(words: list[str]) -> int:
     """Run a subcommand, and turn errors into one line."""
     try:
-        arguments = build_parser(next((word for word in words if word in COMMANDS), None)).parse_args(words)
+        command = next((word for word in words if not word.startswith("-")), None)
+        if command is not None and command not in COMMANDS:
+            hint = did_you_mean(command, COMMANDS)
+            raise ArgumentError(f"unknown command {shown(command)}{hint}; fmtsim --help shows what there is")
+        parser = build_parser(command)
+        if not words:
+            parser.print_help()
+            return 0
+        arguments = parser.parse_args(words)
         status = _command(arguments.command).run(arguments)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         return status or 0
@@ -115,20 +136,45 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all subcommands; only ``command``'s own arguments are loaded, because that takes imports."""
     parser = _Parser(
         prog="fmtsim",
-        description="Bit-exact number formats, rounding and low-precision training for PyTorch.",
+        usage="fmtsim [-h] [-V] COMMAND ...",
+        description=f"Bit-exact number formats, rounding and low-precision training for PyTorch.\n\n{_listed()}",
         epilog="fmtsim COMMAND --help shows the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"fmtsim {version_of('fmtsim')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", prog="fmtsim", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
     for name, summary in COMMANDS.items():
-        subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        subparser = commands.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
             _command(name).add_arguments(subparser)
     return parser
 
 
+def _listed() -> str:
+    """Return the commands by task, within the width of the terminal."""
+    width = max(map(len, COMMANDS)) + 4
+    columns = max(40, shutil.get_terminal_size().columns - 2)
+    lines = []
+    for title, group in GROUPS.items():
+        lines.append(f"{title}:")
+        for name, summary in group.items():
+            lines += textwrap.wrap(f"  {name:<{width - 2}}{summary}", columns, subsequent_indent=" " * width)
+    return "\n".join(lines)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that says in one line what is wrong, as every other error does."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but refuse what is left over here, where options that are close are known."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            unknown = next((word for word in rest if word.startswith("--")), "")
+            hint = did_you_mean(unknown.partition("=")[0], self._option_string_actions) if unknown else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print below a usage of many lines."""

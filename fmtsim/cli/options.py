@@ -7,13 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import OVERFLOWS
 from fmtsim.rounding.modes import MODES
-from fmtsim.spec.datapath import Datapath
-from fmtsim.spec.plan import GemmPlan
 
 MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
 TARGET_OPTIONS = ("target", "unit", "datapath")
@@ -83,6 +79,9 @@ def target_given(arguments: argparse.Namespace) -> list[str]:
 
 def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit, datapath and plan as given, records of the last two."""
+    from fmtsim.spec.datapath import Datapath
+    from fmtsim.spec.plan import GemmPlan
+
     records = {"datapath": Datapath, "plan": GemmPlan}
     found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit}
     for name, record in records.items():
@@ -146,6 +145,8 @@ def check_positive(arguments: argparse.Namespace, *names: str) -> None:
 
 def check_device(name: str) -> None:
     """Refuse a device that is not there, or that holds no numbers (meta)."""
+    import torch
+
     try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts

@@ -7,9 +7,8 @@ from typing import Any
 from fmtsim.cli.options import add_json, flag, option, parse_int, repeated
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import CodeError, FormatError
-from fmtsim.explain.element import bit_fields, code_text, count_of
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.formats.display import format_facts, text_table
+from fmtsim.formats.display import bit_fields, code_text, count_of, format_facts, text_table
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.table import aligned, number_text

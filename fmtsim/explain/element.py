@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
-from fmtsim.formats.block import LogTileFormat
-from fmtsim.formats.display import split_code
+from fmtsim.formats.display import count_of
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import encode_value, round_value
@@ -91,21 +90,6 @@ def neighbours(x: Number, fmt: ElementFormat) -> tuple[float | None, float | Non
     above = round_value(exact + _NUDGE, fmt, "up", "saturate")
     # + 0.0 drops the sign of zero, which says nothing about a place on the line.
     return (below + 0.0 if below < exact else None), (above + 0.0 if above > exact else None)
-
-
-def bit_fields(code: int, fmt: ElementFormat | LogTileFormat) -> str:
-    """Write a code in binary with a space between sign, exponent and mantissa."""
-    return " ".join(digits for _, digits in split_code(code, fmt))
-
-
-def code_text(code: int, fmt: ElementFormat | LogTileFormat) -> str:
-    """Write a code in hexadecimal with the digits of its width."""
-    return f"0x{code:0{-(-fmt.bits // 4)}X}"
-
-
-def count_of(fmt: ElementFormat) -> int:
-    """Return how many codes a format has."""
-    return len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
 
 
 @cache

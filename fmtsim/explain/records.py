@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from fmtsim.explain.element import Decision, bit_fields, code_text
+from fmtsim.explain.element import Decision
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
-from fmtsim.formats.display import split_code
+from fmtsim.formats.display import bit_fields, code_text, split_code
 from fmtsim.formats.spec import ElementFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.table import aligned, number_text

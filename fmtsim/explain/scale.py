@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fmtsim.explain.element import Decision, code_text, decide
+from fmtsim.explain.element import Decision, decide
 from fmtsim.explain.log_tile import decide_in_tile, tile_values
 from fmtsim.explain.records import Scale
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
+from fmtsim.formats.display import code_text
 from fmtsim.formats.spec import FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import FP64, encode_value, floor_log2, round_value

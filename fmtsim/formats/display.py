@@ -61,8 +61,7 @@ def code_table(fmt: Any) -> list[CodeRow]:
         raise FormatError(f"{fmt.name} has no table of codes: its values depend on the range of each tile")
     if fmt.bits > _TABLE_BITS:
         raise FormatError(f"{fmt.name} has 2**{fmt.bits} codes; tables stop at {_TABLE_BITS} bits")
-    codes = range(len(fmt.values) if hasattr(fmt, "values") else 1 << fmt.bits)
-    return [CodeRow(code, " ".join(digits for _, digits in split_code(code, fmt)), fmt.value(code)) for code in codes]
+    return [CodeRow(code, bit_fields(code, fmt), fmt.value(code)) for code in range(count_of(fmt))]
 
 
 def format_facts(fmt: Any) -> list[tuple[str, str]]:
@@ -102,11 +101,8 @@ def format_html(fmt: Any) -> str:
     table = f"<table>{rows}</table>"
     if not _has_table(fmt, _HTML_BITS):
         return table
-    digits = -(-fmt.bits // 4)
-    codes = "".join(
-        f"<tr><td>0x{row.code:0{digits}X}</td><td><code>{row.bits}</code></td><td>{short_number(row.value)}</td></tr>"
-        for row in code_table(fmt)
-    )
+    cells = [(code_text(row.code, fmt), f"<code>{row.bits}</code>", short_number(row.value)) for row in code_table(fmt)]
+    codes = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
     heading = "<tr><th>code</th><th>bits</th><th>value</th></tr>"
     return f"{table}<details><summary>codes</summary><table>{heading}{codes}</table></details>"
 
@@ -119,3 +115,18 @@ def short_number(value: float) -> str:
     """Write a value in as few digits as give it back, or in seven significant digits."""
     exact = repr(value)
     return exact.removesuffix(".0") if len(exact) <= 12 else f"{value:.7g}"
+
+
+def bit_fields(code: int, fmt: Any) -> str:
+    """Write a code in binary with a space between sign, exponent and mantissa."""
+    return " ".join(digits for _, digits in split_code(code, fmt))
+
+
+def code_text(code: int, fmt: Any) -> str:
+    """Write a code in hexadecimal with the digits of its width."""
+    return f"0x{code:0{-(-fmt.bits // 4)}X}"
+
+
+def count_of(fmt: Any) -> int:
+    """Return how many codes a format has."""
+    return len(fmt.values) if hasattr(fmt, "values") else 1 << fmt.bits

@@ -2,9 +2,7 @@
 
 import re
 from functools import lru_cache
-from typing import Any, Literal, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fmtsim.errors import FormatError, did_you_mean, shown
 from fmtsim.formats.block import Format, LogTileFormat
@@ -13,6 +11,9 @@ from fmtsim.formats.catalogue_blocks import blocks
 from fmtsim.formats.serialization import KINDS, format_from_dict
 from fmtsim.formats.spec import ElementFormat, FloatFormat, LogFormat
 from fmtsim.records import READERS, at, located
+
+if TYPE_CHECKING:
+    import torch
 
 Kind = Literal["float", "int", "codebook", "log", "block", "log_tile"]
 
@@ -32,7 +33,7 @@ _formats: dict[str, Format] = {}  # by name, in the order of registration
 _lookup: dict[str, Format] = {}  # by lower-case name and alias
 
 
-def get_format(format: str | Format | torch.dtype | Any) -> Format:
+def get_format(format: "str | Format | torch.dtype | Any") -> Format:
     """Return the record of a format.
 
     Names ignore case. A name that is not registered may spell a format out: ``eXmY`` (IEEE 754 rules above 8 bits,
@@ -170,7 +171,7 @@ def _float(name: str, exponent_bits: int, mantissa_bits: int) -> FloatFormat:
 
 def _dtype_name(dtype: Any) -> str | None:
     """Return the name under which a torch, numpy or ml_dtypes dtype is listed, None for anything else."""
-    if isinstance(dtype, torch.dtype):
+    if (type(dtype).__module__, type(dtype).__name__) == ("torch", "dtype"):  # the command line needs no torch
         return str(dtype).removeprefix("torch.")
     if isinstance(dtype, type) and dtype.__module__ == "builtins":
         return None  # numpy would read int, float and bool as dtypes of the platform's choice

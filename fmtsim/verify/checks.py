@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from fmtsim.explain.element import count_of
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.display import count_of
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype

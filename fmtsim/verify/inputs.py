@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.explain.element import count_of
+from fmtsim.formats.display import count_of
 from fmtsim.formats.spec import ElementFormat, IntFormat, LogFormat
 
 SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0)

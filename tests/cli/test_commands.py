@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmtsim.cli import info
 from fmtsim.cli.main import COMMANDS, build_parser, main
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.ops import load_engine
@@ -73,8 +72,8 @@ def test_info_says_what_serves_a_gpu(monkeypatch, records, kind, hip, available,
     engines = {name: load_engine(name) for name in ("cpu", "cuda", "torch_engine")}
     engines["cuda"] = SimpleNamespace(why_unavailable=lambda device=None: available)
     engines["torch_engine"] = SimpleNamespace(compiles_casts=lambda kind: True)
-    monkeypatch.setattr(info, "load_engine", engines.get)
-    monkeypatch.setattr(info, "has_float64", lambda device: True)
+    monkeypatch.setattr("fmtsim.ops.load_engine", engines.get)
+    monkeypatch.setattr("fmtsim.float64.has_float64", lambda device: True)
     device = records("info")["devices"][1]
     about = "ROCm 6.4" if hip else "compute capability 9.4"
     assert (

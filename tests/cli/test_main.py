@@ -19,7 +19,44 @@ def test_help_names_every_command(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     for command in COMMANDS:
-        assert f"\n    {command}" in text
+        assert f"\n  {command}" in text
+
+
+def test_no_words_list_the_commands(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {command}" in text for command in COMMANDS)
+
+
+WITHOUT_TORCH = ["formats", "table", "cast", "explain", "compare", "info"]
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["formats"], ["table", "e4m3"], ["nonsense"],
+                                   *([command, "--help"] for command in WITHOUT_TORCH)])  # fmt: skip
+def test_words_that_need_no_torch_do_not_wait_for_it(words):
+    code = (
+        "import contextlib, sys; from fmtsim.cli.main import main\n"
+        "with contextlib.suppress(SystemExit): main(sys.argv[1:])\n"
+        "print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["casst", "1"], "unknown command 'casst'; did you mean 'cast'?; fmtsim --help shows what there is"),
+        (["quantise"], "unknown command 'quantise'; fmtsim --help shows what there is"),
+        (["table", "e4m3", "--colums", "3"], "unrecognized arguments: --colums 3; did you mean '--columns' or "
+         "'--code'?; fmtsim table --help shows what is allowed"),
+        (["table", "e4m3", "--colums=3"], "unrecognized arguments: --colums=3; did you mean '--columns' or '--code'?; "
+         "fmtsim table --help shows what is allowed"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_word_is_answered_with_those_that_are_close(words, said, capsys):
+    assert main(words) == BAD_INPUT
+    assert capsys.readouterr().err == f"fmtsim: error: {said}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -36,7 +73,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("fmtsim ")
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["cast", "1"], ["table", "e4m3", "--nonsense"]])
+@pytest.mark.parametrize("words", [["--nonsense"], ["nonsense"], ["cast", "1"], ["table", "e4m3", "--nonsense"]])
 def test_wrong_usage_exits_with_2(words, capsys):
     assert main(words) == BAD_INPUT
     said = capsys.readouterr().err
