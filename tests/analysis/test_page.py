@@ -134,6 +134,7 @@ def test_offered_formats_lose_what_statistics_count():
             {"curves": [1.0, 2.0]},
             r"curves=\[1.0, 2.0\] is not allowed; pass a dict of the losses of each step by label",
         ),
+        ({"curves": {"a": [10**400]}}, "pass a dict of the losses of each step by label"),
         ({"curves": {"a": ["low"]}}, "pass a dict of the losses of each step by label"),
         ({"observation": {}}, r"observation=\{\} is not one; pass what fmtsim.observe returned"),
         ({"coverage": 0.9}, r"coverage=0.9 is not one; pass fmtsim.report\(model, batch\).coverage"),

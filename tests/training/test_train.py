@@ -149,6 +149,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     assert "e4m3/e5m2, scaled by tensor: stopped, the loss became nan at step 2" in summary(record, base, run)
     assert record["simulated"]["losses"][1] is None and record["gap"]["final_loss"] is None
     assert [p.name for p in write_artifacts(tmp_path / "o", record, base, run)] == FILES
+    page = data_of((tmp_path / "o" / "report.html").read_text())
+    assert page["curves"][1]["losses"][1:] == ["nan"] and page["observation"]["steps"] == [1]
+    assert page["notes"][0] == f"{run.label}: stopped, the loss became nan at step 2"
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path, corpus):

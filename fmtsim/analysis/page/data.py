@@ -25,7 +25,7 @@ def curve_data(curves: Any) -> list[dict[str, Any]]:
             {"label": str(label), "losses": [number(float(loss), 6) for loss in losses]}
             for label, losses in curves.items()
         ]
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise ArgumentError(
             f"curves={shown(curves)} is not allowed; pass a dict of the losses of each step by label"
         ) from None

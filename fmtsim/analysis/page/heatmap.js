@@ -7,7 +7,7 @@ const METRICS = {
   amax: { label: "amax", axis: "largest magnitude", text: short, worst: 1 },
 };
 const ALL = -1; // the column of all observed steps together
-const heat = { cells: [], row: 0, column: 0, layer: 0, step: ALL, area: null };
+const heat = { cells: [], row: 0, column: 0, layer: 0, step: ALL, area: null, painted: null };
 
 const placeOf = (layer, operand) => layer * seen.operands.length + operand;
 function figure(metric, layer, operand, step) {
@@ -102,6 +102,10 @@ function drawHeat() {
   canvas.style.height = height + "px";
   context.setTransform(sharp, 0, 0, sharp, 0, 0);
   paint(context, metric);
+  heat.painted = make("canvas", { width: canvas.width, height: canvas.height });
+  heat.painted.getContext("2d").drawImage(canvas, 0, 0);
+  heat.row = Math.min(heat.row, Math.max(0, heat.cells.length - 1));
+  mark();
   drawScale(metric);
 }
 
@@ -116,7 +120,7 @@ function paint(context, metric) {
   context.textBaseline = "middle";
   heat.cells.forEach((layer, row) => {
     const y = top + row * high;
-    context.fillStyle = ink(layer === heat.layer ? "accent" : "ink");
+    context.fillStyle = ink("ink");
     context.textAlign = "right";
     context.fillText(clipped(context, seen.layers[layer], left - 10), left - 8, y + high / 2);
     for (let column = 0; column <= seen.steps.length; column++) {
@@ -127,9 +131,18 @@ function paint(context, metric) {
     }
   });
   axis(context);
+}
+// Draw the chosen cell and the keyboard's over the cells, which are painted once and kept.
+function mark() {
+  const canvas = $("heat");
+  const context = canvas.getContext("2d");
+  context.save();
+  context.resetTransform();
+  context.drawImage(heat.painted, 0, 0);
+  context.restore();
   const at = heat.cells.indexOf(heat.layer);
   if (at >= 0) outline(context, at, heat.step === ALL ? seen.steps.length : heat.step, ink("accent"), 2);
-  if (document.activeElement === $("heat") && heat.cells.length) outline(context, heat.row, heat.column, ink("ink"), 2);
+  if (document.activeElement === canvas && heat.cells.length) outline(context, heat.row, heat.column, ink("ink"), 2);
 }
 function outline(context, row, column, stroke, line) {
   const { top, high, wide, total } = heat.area;
@@ -193,7 +206,7 @@ const formatOf = (layer, operand) => seen.formats[placeOf(layer, operand)] ?? "n
 function select(layer, step, scroll = false) {
   heat.layer = layer;
   heat.step = step;
-  drawHeat();
+  mark();
   drawDetails();
   if (typeof showLayer === "function") showLayer(layer);
   if (scroll) $("details").scrollIntoView({ block: "nearest" });
@@ -224,7 +237,7 @@ function startHeat() {
     choose();
   });
   canvas.addEventListener("keydown", moveBy);
-  for (const name of ["focus", "blur"]) canvas.addEventListener(name, () => { hideTip(); drawHeat(); });
+  for (const name of ["focus", "blur"]) canvas.addEventListener(name, () => { hideTip(); mark(); });
   $("heat-save").addEventListener("click", () => canvas.toBlob((blob) => save(blob, "heatmap.png")));
 }
 const choose = () => select(heat.cells[heat.row], heat.column === seen.steps.length ? ALL : heat.column);
@@ -238,7 +251,7 @@ function moveBy(event) {
   heat.row = Math.min(heat.cells.length - 1, Math.max(0, heat.row + to[0]));
   heat.column = Math.min(last, Math.max(0, heat.column + to[1]));
   if (event.key === "Enter" || event.key === " ") choose();
-  drawHeat();
+  mark();
   const [head, lines] = describe(heat.row, heat.column);
   const box = $("heat").getBoundingClientRect();
   showTip(box.left + leftOf(heat.column) + 12, box.top + heat.area.top + (heat.row + 1) * heat.area.high, head, lines);
