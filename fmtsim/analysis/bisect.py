@@ -1,141 +1,23 @@
 """bisect: find the first operation whose bits differ between two runs of one model, though what it read is equal."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fmtsim import table
+from fmtsim.analysis.bisection import Bisection, Kind, is_call
 from fmtsim.analysis.compare import compare
-from fmtsim.analysis.comparison import Comparison
-from fmtsim.analysis.trace import Level, Operation, TensorBits, Trace, unique
+from fmtsim.analysis.trace import Level, Operation, TensorBits, Trace
 from fmtsim.analysis.tracing import traced_step
 from fmtsim.errors import ArgumentError, shown
-from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 
-Kind = Literal["", "operation", "parameter", "buffer", "input", "code"]
 Run = Trace | str | os.PathLike[str] | tuple[Any, ...]
 """A trace, the file of one, or ``(model, batch)`` or ``(model, batch, loss)`` as ``trace`` takes them."""
-
-_SAID = {
-    "operation": "its inputs are equal, its output is not",
-    "parameter": "the runs began with another parameter",
-    "buffer": "the runs began with another buffer",
-    "input": "the runs were given other inputs",
-    "code": "made by code outside of these operations, before this one",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Bisection(table.Tabular):
-    """Say where two runs part; ``print`` shows it, notebooks a table.
-
-    Args:
-        kind: ``"operation"``: an operation with equal inputs whose output differs. ``"parameter"``, ``"buffer"`` or
-            ``"input"``: what the first run read is not what the second one read. ``"code"``: an operation's input
-            differs although all operations before it agree, so that code between them, or the loss, made the
-            difference. Empty where no bit differs.
-        a, b: The operation in each run; None where no bit differs.
-        tensor: Name of its first tensor that differs.
-        before: The last operation before it whose bits agree, None where it is the first.
-        comparison: That tensor of both runs (actual is the first run's), None where it was not kept.
-        note: Why there is no comparison, or what else has to be known.
-        compared: Operations that both runs have.
-        different: How many of these have other outputs.
-        alone: Operations that one run alone has, of either: those inside layers that are converted in one alone.
-        losses: Of both runs, None where there is none or where batches differ in size.
-        gradients: How many parameters' gradients differ, and of how many; (0, 0) where batches differ in size.
-        worst: The parameter whose gradients differ most, and the norm of their difference over that of the second run;
-            None where no gradients were kept.
-    """
-
-    kind: Kind = ""
-    a: Operation | None = None
-    b: Operation | None = None
-    tensor: str = ""
-    before: Operation | None = None
-    comparison: Comparison | None = None
-    note: str = ""
-    compared: int = 0
-    different: int = 0
-    alone: tuple[int, int] = (0, 0)
-    losses: tuple[float, float] | None = None
-    gradients: tuple[int, int] = (0, 0)
-    worst: tuple[str, float] | None = None
-
-    @property
-    def equal(self) -> bool:
-        """Whether no bit differs that both runs have."""
-        return not self.kind
-
-    def _content(self) -> Iterable[table.Facts]:
-        return (table.Facts(self._facts()),)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        found = None if self.comparison is None else self.comparison.to_dict()
-        worst = None if self.worst is None else list(self.worst)
-        each = {name: None if x is None else dataclasses.asdict(x) for name, x in (("a", self.a), ("b", self.b))}
-        plain = {"compared": self.compared, "different": self.different, "alone": list(self.alone), "note": self.note}
-        grown = {"losses": self.losses and list(self.losses), "gradients": list(self.gradients), "worst": worst}
-        where = {"tensor": self.tensor, "before": None if self.before is None else str(self.before)}
-        return {"equal": self.equal, "kind": self.kind, **each, **where, "comparison": found, **plain, **grown}
-
-    @property
-    def inside_modules(self) -> bool:
-        """Whether the operation that was found is no code between others: False of a module that calls others, too."""
-        calls = self.before is not None and self.a is not None and _is_call(self.a) and self.kind == "operation"
-        if calls and self.before is not None and self.a is not None:
-            return not _below(self.before.layer, self.a.layer)
-        return self.kind != "code"
-
-    def _facts(self) -> list[tuple[str, str]]:
-        alone = [f"{n} in {run} alone" for n, run in zip(self.alone, "ab", strict=True) if n]
-        compared = "; ".join([f"{self.compared:,} operations are in both runs", *alone])
-        facts = [("result", "no bit differs" if self.equal else str(self.a)), ("compared", compared)]
-        if self.a is not None and self.b is not None:
-            facts[:1] = self._where(self.a, self.b)
-        if self.note:
-            facts.append(("note", self.note))
-        return [*facts, *self._grown()] if not self.equal else facts
-
-    def _where(self, a: Operation, b: Operation) -> Iterator[tuple[str, str]]:
-        yield "first difference", f"{a}, operation {a.index}"
-        own = ", in code of its own" if not self.inside_modules and self.kind == "operation" else ""
-        keys = [[text for name, text in one.facts if name == "random key"] for one in (a, b)]
-        said = _SAID[self.kind] if keys[0] == keys[1] else "its inputs are equal, its random key is not"
-        yield "what", f"{self.tensor}: {said}{own}"
-        if self.before is not None:
-            yield "last equal", str(self.before)
-        if self.comparison is not None and self.comparison.first is not None:
-            c, first = self.comparison, self.comparison.first
-            pairs = zip("ab", first.hex, first.values, strict=True)
-            values = ", ".join(f"{run} {code} = {value!r}" for run, code, value in pairs)
-            yield "values", f"at {list(first.index)}: {values}"
-            ulp = "" if c.max_ulp is None else f", at most {c.max_ulp:,} ulp apart (median {c.median_ulp:,})"
-            yield "how many", f"{c.mismatches:,} of {c.count:,}{ulp}"
-        others = dict(b.facts)
-        for name, text in a.facts:
-            other = others.pop(name, "")
-            yield from [(name, text)] if text == other else [(f"{name}, a", text), (f"{name}, b", other or "none")]
-        yield from ((f"{name}, b", text) for name, text in others.items())
-
-    def _grown(self) -> Iterator[tuple[str, str]]:
-        yield "grows to", f"{self.different:,} of {self.compared:,} operations have other outputs"
-        if self.losses is not None:
-            x, y = self.losses
-            relative = "" if x == y or not y or not math.isfinite(x - y) else f", {abs(x - y) / abs(y):.3g} relative"
-            yield "loss", f"{x!r} in both" if x == y else f"a {x!r}, b {y!r}{relative}"
-        if self.gradients[1]:
-            text = f"{self.gradients[0]:,} of {self.gradients[1]:,} differ"
-            if self.worst is not None:
-                text += f", most that of {self.worst[0]}: by {self.worst[1]:.3g} of its norm"
-            yield "gradients", text
 
 
 def bisect(run_a: Run, run_b: Run) -> Bisection:
@@ -171,11 +53,13 @@ def bisect(run_a: Run, run_b: Run) -> Bisection:
     found = _found(runs, "modules")
     if found.inside_modules or any(run.step is None for run in runs):
         return found
-    closer = _found(runs, "aten")
-    if closer.kind != "operation":
-        return found
-    counts = ("compared", "different", "alone", "losses", "gradients", "worst")
-    return dataclasses.replace(closer, **{name: getattr(found, name) for name in counts})
+    with contextlib.suppress(ArgumentError):  # operators that do not pair
+        closer = _found(runs, "aten")
+        if closer.kind != "operation":
+            return found
+        counts = ("compared", "different", "alone", "losses", "gradients", "worst")
+        return dataclasses.replace(closer, **{name: getattr(found, name) for name in counts})
+    return found
 
 
 def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: Any = None) -> None:
@@ -297,7 +181,7 @@ def _check(a: Trace, b: Trace) -> None:
 
 def _check_shapes(a: Operation, b: Operation, batches: tuple[int, int]) -> None:
     """Refuse modules that were called with tensors of different shapes, but for the batch's size."""
-    if not _is_call(a) or batches[0] != batches[1]:
+    if not is_call(a) or batches[0] != batches[1]:
         return
     others = {x.name: x for x in b.inputs}
     for x in a.inputs:
@@ -310,17 +194,17 @@ def _check_shapes(a: Operation, b: Operation, batches: tuple[int, int]) -> None:
 
 def _first(a: Trace, b: Trace) -> Bisection:
     """Pair the operations of two traces and find the first that differs."""
-    others, batches = dict(unique(b)), (a.batch, b.batch)
+    others, batches = {_key(one): one for one in b.operations}, (a.batch, b.batch)
     pairs = []
-    for key, one in unique(a):
-        other = others.pop(key, None)
+    for one in a.operations:
+        other = others.pop(_key(one), None)
         if other is not None:
             _check_shapes(one, other, batches)
             pairs.append((one, other))
-        elif _is_call(one):
+        elif is_call(one):
             raise ArgumentError(f"the runs are of different models: {one} is in run_a alone; pass runs of one model")
     alone = len(a.operations) - len(pairs), len(others)
-    extra = next((one for one in others.values() if _is_call(one)), None)
+    extra = next((one for one in others.values() if is_call(one)), None)
     if extra is not None:
         raise ArgumentError(f"the runs are of different models: {extra} is in run_b alone; pass runs of one model")
     if a.batch != b.batch:
@@ -334,12 +218,17 @@ def _first(a: Trace, b: Trace) -> Bisection:
     return _judged(found, pairs, (a, b))
 
 
+def _key(one: Operation) -> tuple[str, str, str, int]:
+    """Return what tells an operation from others of its run; modules are known by their names, not their classes."""
+    return one.layer, one.direction, "" if is_call(one) else one.operation, one.call
+
+
 def _judged(found: Bisection, pairs: list[tuple[Operation, Operation]], traces: tuple[Trace, Trace]) -> Bisection:
     batches, before = (traces[0].batch, traces[1].batch), None
     for x, y in pairs:
         read, made = _differing(x.inputs, y.inputs, batches), _differing(x.outputs, y.outputs, batches)
-        if read and not _is_call(x):  # of a layer that was itself given something else?
-            calls = (pair for pair in pairs if pair[0].layer == x.layer and _is_call(pair[0]))
+        if read and not is_call(x):  # of a layer that was itself given something else?
+            calls = (pair for pair in pairs if pair[0].layer == x.layer and is_call(pair[0]))
             call = next((pair for pair in calls if _differing(pair[0].inputs, pair[1].inputs, batches)), None)
             if call is not None and x.direction == "forward":
                 (x, y), read = call, _differing(call[0].inputs, call[1].inputs, batches)
@@ -357,19 +246,8 @@ def _kind(one: Operation, name: str, trace: Trace) -> Kind:
     if name.startswith("buffer "):
         return "buffer"
     (read,) = (x.hash for x in one.inputs if x.name == name)
-    given = [each for each in trace.operations if not each.layer and _is_call(each)]
+    given = [each for each in trace.operations if not each.layer and is_call(each)]
     return "input" if any(x.hash == read for each in given for x in each.inputs) else "code"
-
-
-def _below(layer: str, other: str) -> bool:
-    """Say whether a module lies inside another one."""
-    return layer != other and (not other or layer.startswith(f"{other}."))
-
-
-def _is_call(one: Operation) -> bool:
-    """Say whether an operation is a module's call, which both runs of a model have."""
-    named = one.operation in (*OPERANDS, *PRODUCTS) or "::" in one.operation
-    return one.direction == "forward" and not named
 
 
 def _differing(a: tuple[TensorBits, ...], b: tuple[TensorBits, ...], batches: tuple[int, int]) -> list[str]:

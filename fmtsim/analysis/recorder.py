@@ -5,17 +5,19 @@ module: nothing is added to the graph, so no bit changes. Operands and products 
 layers themselves.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints
-from fmtsim.analysis.trace import Direction, Level, Operation, TensorBits, Trace
+from fmtsim.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace
+from fmtsim.dispatch import is_readable
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.nn.modules import EmulatedModule
@@ -26,21 +28,21 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.operand import Operand
 
 _LEAF = 1 << 62  # sequence numbers above are of nodes that accumulate into a leaf
-Named = list[tuple[str, int]]  # tensors of an operation: name and place of the fingerprint
+Named = list[tuple[str, int, tuple[int, ...], str]]  # tensors: name, place of the fingerprint, shape and dtype
 _next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 class _Call:
     """One call of a module."""
 
-    __slots__ = ("begin", "forward", "gradients", "inputs", "layer", "module", "names", "number", "sources")
+    __slots__ = ("again", "begin", "gradients", "inputs", "layer", "module", "number", "sources")
 
-    def __init__(self, layer: str, module: nn.Module, number: int) -> None:
+    def __init__(self, layer: str, module: nn.Module, number: int, again: bool) -> None:
         self.layer, self.module, self.number, self.begin = layer, module, number, 0
+        self.again = again  # under activation checkpointing
         self.inputs: Named = []
         self.sources: dict[Any, str] = {}  # the nodes that made the inputs, or the inputs where they are leaves
         self.gradients: Named = []
-        self.names: dict[str, int] = {}
 
 
 class _Event(NamedTuple):
@@ -59,7 +61,7 @@ class Recorder:
     def __init__(self, model: nn.Module, tensors: bool | Collection[int | str]) -> None:
         self._model, self._wanted = model, tensors
         self._names = {module: name for name, module in model.named_modules()}
-        self._prints, self._about = Fingerprints(), dict[int, tuple[tuple[int, ...], str]]()
+        self._prints = Fingerprints()
         self._events: list[_Event] = []
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._counts: dict[tuple[str, str, str], int] = {}
@@ -75,7 +77,7 @@ class Recorder:
         """Put hooks on all modules."""
         for module in self._names:
             self._hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._after, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
         self._active = True
 
     def stop(self) -> None:
@@ -88,11 +90,15 @@ class Recorder:
 
     def finish(self, loss: Tensor | None, level: Level) -> Trace:
         """Return the trace."""
-        gradients = list(self._gradients())
+        gradients = [
+            (name, self._print(p.grad) if place is None else place, tuple(p.grad.shape), _dtype(p.grad))
+            for name, p, place in self._gradients()
+            if _has_bits(p.grad)
+        ]
         found = self._prints.finish()
 
         def bits(each: Named) -> tuple[TensorBits, ...]:
-            return tuple(_bits(name, *self._about[place], found[place]) for name, place in each)
+            return tuple(_bits(name, shape, dtype, found[place]) for name, place, shape, dtype in each)
 
         operations = tuple(
             Operation(
@@ -111,17 +117,16 @@ class Recorder:
         made.tensors.update(self._kept)
         return made
 
-    def _gradients(self) -> Iterator[tuple[str, int]]:
-        """Yield parameters with the fingerprints of their gradients: known where one operation made all of it."""
+    def _gradients(self) -> Iterator[tuple[str, nn.Parameter, int | None]]:
+        """Yield parameters with the places of their gradients' fingerprints where one operation made all of it."""
         made: dict[str, list[int]] = {}
         for one in self._events:
             if one.direction == "backward":
                 name = f"{one.layer}.{one.operation.removeprefix('gradient of ')}".lstrip(".")
                 made.setdefault(name, []).append(one.outputs[0][1])
         for name, p in self._model.named_parameters():
-            if p.grad is not None:
-                own = made.get(name, [])
-                yield name, own[0] if len(own) == 1 and p in self._fresh else self._print(p.grad)
+            own = made.get(name, [])
+            yield name, p, own[0] if len(own) == 1 and p in self._fresh else None
 
     def record(
         self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: list[tuple[str, Tensor]],
@@ -135,19 +140,16 @@ class Recorder:
         index = len(self._events)
         if wanted is True or (wanted and (index in wanted or layer in wanted)):  # type: ignore[operator]
             self._kept[index] = {name: x.detach().clone() for name, x in outputs}
-        made = [(name, self._print(x)) for name, x in outputs]
-        self._events.append(_Event(layer, direction, operation, call, inputs, made, facts))
+        self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
 
-    def read(self, tensors: list[tuple[str, Tensor | None]]) -> Named:
+    def read(self, tensors: Iterable[tuple[str, Tensor | None]]) -> Named:
         """Take the fingerprints of tensors."""
-        return [(name, self._print(x)) for name, x in tensors if x is not None]
+        return [(name, self._print(x), tuple(x.shape), _dtype(x)) for name, x in tensors if _has_bits(x)]
 
     def _print(self, x: Tensor) -> int:
         busy, self.busy = self.busy, True
         place = self._prints.add(x)
         self.busy = busy
-        if place not in self._about:
-            self._about[place] = (tuple(x.shape), _dtype(x))
         return place
 
     # Modules.
@@ -155,21 +157,21 @@ class Recorder:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._active:
             return
-        layer = self._names[module]
-        if not self._calls and torch._C._current_autograd_node() is None:
+        layer, again = self._names[module], torch._C._current_autograd_node() is not None
+        if not self._calls and not again:
             self._prints.forget()  # optimizers' kernels may have written to parameters
             self._owners.clear()
             self._outside.clear()
-        key = (layer, "forward", "")
+        key = (layer, "again" if again else "forward", "")
         self._counts[key] = number = self._counts.get(key, -1) + 1
-        call = _Call(layer, module, number)
+        call = _Call(layer, module, number, again)
         self._calls.append(call)
         inputs = list(inputs_of(args, kwargs))
         if module is self._model and not self._events:
             self._prints.batch = next((x.shape[0] for _, x in inputs if x.dim()), 0)
             self._fresh = {p for p in module.parameters() if p.grad is None}
         buffers = ((f"buffer {name}", x) for name, x in module._buffers.items())
-        call.inputs = self.read([*inputs, *module._parameters.items(), *buffers])
+        call.inputs = self.read((*inputs, *module._parameters.items(), *buffers))
         if torch.is_grad_enabled():
             call.sources = {x if x.grad_fn is None else (x.grad_fn, x.output_nr): n for n, x in inputs}
         call.begin = _next_number()
@@ -178,10 +180,11 @@ class Recorder:
         if not self._active or not self._calls:
             return
         call = self._calls.pop()
-        while call.module is not module and self._calls:  # calls that an exception left
-            call = self._calls.pop()
+        if output is None:  # or an error ended it
+            return
         outputs = list(named("output", output))
-        self.record(call.layer, "forward", _kind(module), call.inputs, outputs, partial(_facts_of, module), call.number)
+        kind = f"{AGAIN}{_kind(module)}" if call.again else _kind(module)
+        self.record(call.layer, "forward", kind, call.inputs, outputs, partial(_facts_of, module), call.number)
         if module is self._model:
             self._loss = next((y.detach() for _, y in outputs if y.numel() == 1 and y.requires_grad), self._loss)
         if torch.is_grad_enabled():
@@ -192,19 +195,27 @@ class Recorder:
         for number in range(call.begin, _next_number()):
             self._owners.setdefault(number, call)
         seen: set[Any] = set()
+        leaving: dict[str, list[tuple[Any, int]]] = {}
         for name, y in outputs:
             node = y.grad_fn
             if node is None or not call.begin <= node._sequence_nr() < _LEAF:
                 continue
             node.register_prehook(partial(self._comes, call, name, y.output_nr))
-            edges = self._leaving(call, node, seen)
-            self._outside[node] = self._outside.get(node, []) + edges
+            if node in seen:
+                continue
+            self._outside[node] = edges = self._edges(call, node, seen, leaving)
             for inner, index, target in edges:
                 source = target[0].variable if target[0]._sequence_nr() >= _LEAF else target
-                self._watch(call, inner, index, call.sources.get(source, "what it read"))
+                leaving.setdefault(call.sources.get(source, "what it read"), []).append((inner, index))
+        for name, each in leaving.items():
+            for number, (node, index) in enumerate(each, 1):
+                part = "" if len(each) == 1 else f" ({number} of {len(each)})"
+                node.register_hook(partial(self._leaves, call, index, f"gradient of {name}{part}"))
 
-    def _leaving(self, call: _Call, first: Any, seen: set[Any]) -> list[tuple[Any, int, Any]]:
-        """Return the edges by which gradients leave a module; those to its own parameters are watched at once."""
+    def _edges(
+        self, call: _Call, first: Any, seen: set[Any], leaving: dict[str, list[tuple[Any, int]]]
+    ) -> list[tuple[Any, int, Any]]:
+        """Return the edges by which gradients leave a module; those to its own parameters go to ``leaving``."""
         own = {p: name for name, p in call.module._parameters.items() if p is not None}
         found, todo = [], [first]
         while todo:
@@ -219,26 +230,21 @@ class Recorder:
                     continue
                 number = target[0]._sequence_nr()
                 if number >= _LEAF and target[0].variable in own:
-                    self._watch(call, inner, index, own[target[0].variable])
+                    leaving.setdefault(own[target[0].variable], []).append((inner, index))
                 elif call.begin <= number < _LEAF:
                     todo.append(target[0])
                 elif number < _LEAF or target[0].variable in call.sources:
                     found.append((inner, index, target))
         return found
 
-    def _watch(self, call: _Call, node: Any, index: int, name: str) -> None:
-        again = call.names[name] = call.names.get(name, 0) + 1
-        name = name if again == 1 else f"{name} ({again})"
-        node.register_hook(partial(self._leaves, call, index, f"gradient of {name}"))
-
     def _comes(self, call: _Call, name: str, index: int, gradients: Any) -> None:
-        if self._active and gradients[index] is not None:
+        if self._active and _has_bits(gradients[index]):
             named = f"gradient of {name}"
             call.gradients = [each for each in call.gradients if each[0] != named]
             call.gradients += self.read([(named, gradients[index])])
 
     def _leaves(self, call: _Call, index: int, operation: str, gradients: Any, _: Any) -> None:
-        if self._active and gradients[index] is not None:
+        if self._active and _has_bits(gradients[index]):
             made = [("output", gradients[index])]
             self.record(call.layer, "backward", operation, list(call.gradients), made, call=call.number)
 
@@ -264,7 +270,7 @@ class Recorder:
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
         """Run a product and see it."""
-        inputs = self.read([*_parts("a", a), *_parts("b", b), ("bias", bias)])
+        inputs = self.read((*_parts("a", a), *_parts("b", b), ("bias", bias)))
         with seen_calls() as calls:
             y = run()
         sizes = y.shape[0], y.shape[1], a.elements.shape[1]
@@ -286,7 +292,7 @@ def inputs_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
 def named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in tuples, lists and dicts with names; those without numbers in order are left out."""
     if isinstance(x, Tensor):
-        if x.layout == torch.strided and not x.is_quantized:
+        if _has_bits(x):
             yield name, x
     elif isinstance(x, list | tuple):
         for index, item in enumerate(x):
@@ -294,6 +300,17 @@ def named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(x, dict):
         for key, item in x.items():
             yield from named(f"{name} {key}", item)
+
+
+def _has_bits(x: Any) -> TypeGuard[Tensor]:
+    """Say whether this is a tensor whose elements lie in one order in memory: not sparse, distributed, fake or None."""
+    return (
+        isinstance(x, Tensor)
+        and x.layout == torch.strided
+        and not x.is_quantized
+        and is_readable(x)
+        and not is_traceable_wrapper_subclass(x)
+    )
 
 
 def _parts(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,9 @@ from fmtsim.records import check_types, parse_json, record_of
 VERSION = 1
 Level = Literal["modules", "aten"]
 Direction = Literal["forward", "backward"]
+AGAIN = "recomputed "
+"""What the names of modules' calls begin with that activation checkpointing runs again."""
+
 _SHOWN = 60  # operations in a text
 _KEY = "fmtsim_trace"
 _TAGS = {
@@ -58,8 +61,9 @@ class Operation:
         index: Its place in the order in which operations ended, from 0.
         layer: Name of the module that ran it, empty for the model itself.
         direction: Of the pass.
-        operation: The module's class; ``"gradient of weight"``; an operand (``"x_f"``) or product (``"fprop"``) of a
-            converted layer; at level ``"aten"`` also torch's operators.
+        operation: The module's class (``"recomputed "`` before it under activation checkpointing);
+            ``"gradient of weight"``; an operand (``"x_f"``) or product (``"fprop"``) of a converted layer; at level
+            ``"aten"`` also torch's operators.
         call: How often the same operation of the layer ran before.
         inputs: Tensors that it read: arguments, parameters and buffers; of a backward operation the incoming gradient.
         outputs: Tensors that it returned.
@@ -237,9 +241,3 @@ def _tensor(stored: StoredTensor, dtype: str) -> Tensor:
     if stored.tag == "U8" and kind != torch.uint8:
         return raw.view(stored.shape).view(kind)
     return raw.view(kind).view(stored.shape)
-
-
-def unique(trace: Trace) -> Iterator[tuple[tuple[str, str, str, int], Operation]]:
-    """Yield operations with what tells them from others of their trace."""
-    for one in trace.operations:
-        yield (one.layer, one.direction, one.operation, one.call), one

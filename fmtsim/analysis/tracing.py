@@ -148,7 +148,7 @@ class _Operators(TorchDispatchMode):
         kwargs, name = kwargs or {}, func._schema.name
         if self._recorder.busy or func.is_view or name in _NOTHING:
             return func(*args, **kwargs)
-        inputs = self._recorder.read([*inputs_of(args, kwargs)])
+        inputs = self._recorder.read(inputs_of(args, kwargs))
         y = func(*args, **kwargs)
         outputs = list(named("output", y))
         if outputs:

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.analysis.trace import Trace
@@ -159,6 +160,21 @@ def test_one_kernel_that_rounds_otherwise(monkeypatch, traces, place):
     assert keys[0] == keys[1] and len(keys[0]) == ("stochastic" in dict(found.a.facts)["quantizer"])
 
 
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_activation_checkpointing(reentrant):
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            for block in self[:2]:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self[2](x)
+
+    x = BATCH.clone().requires_grad_()
+    found = fmtsim.bisect((emulated(), x, loss), (Checkpointed(*emulated()), x, loss))
+    assert found.equal and found.alone[0] <= 2 and found.alone[1] >= 10 and found.compared > 80
+    planted = Checkpointed(*changed(emulated(), "1.up", "wgrad", unit="ada.mma"))
+    check(fmtsim.bisect((emulated(), x, loss), (planted, x, loss)), "1.up backward: wgrad")
+
+
 def test_random_keys_that_differ_are_said(traces):
     made = emulated(rounding="stochastic")
     torch.manual_seed(1)
@@ -175,6 +191,14 @@ def test_code_between_modules(traces):
     assert str(found.a) == "1 forward: Block" and not found.inside_modules
     assert "its inputs are equal, its output is not, in code of its own" in str(found)
     assert "last equal        1.down forward: Linear" in str(found)
+
+
+def test_another_class_of_a_module(traces):
+    other = plain()
+    other[0].act = nn.ReLU()
+    found = fmtsim.bisect(traces["plain"], fmtsim.trace(other, BATCH, loss))
+    assert (str(found.a), str(found.b)) == ("0.act forward: GELU", "0.act forward: ReLU")
+    assert found.kind == "operation" and "in b              0.act forward: ReLU" in str(found)
 
 
 def test_another_loss(traces):
@@ -273,12 +297,15 @@ def test_runs_that_have_nothing_to_do_with_each_other():
         fmtsim.bisect(first, (plain(), BATCH[:, :8], loss))
     with pytest.raises(ArgumentError, match="run_a was traced at level 'modules', run_b at 'aten'; trace both at one"):
         fmtsim.bisect(first, fmtsim.trace(plain(), BATCH, loss, level="aten"))
-    named = plain()
-    named[0].act = nn.ReLU()
+    longer = nn.Sequential(*plain(), nn.Identity())
     with pytest.raises(
-        ArgumentError, match="different models: 0.act forward: GELU is in run_a alone; pass runs of one"
+        ArgumentError, match="different models: 3 forward: Identity is in run_b alone; pass runs of one"
     ):
-        fmtsim.bisect(first, (named, BATCH, loss))
+        fmtsim.bisect(first, (longer, BATCH, loss))
+    with pytest.raises(
+        ArgumentError, match="different models: 3 forward: Identity is in run_a alone; pass runs of one"
+    ):
+        fmtsim.bisect((longer, BATCH, loss), first)
     with pytest.raises(ArgumentError, match=r"run_b=3 is no run; pass a Trace, the path of one, \(model, batch\) or"):
         fmtsim.bisect(first, 3)
 

@@ -1,5 +1,6 @@
 """Traces: every operation once, hashes of every bit, no bit changed, files that say what is wrong with them."""
 
+import contextlib
 import copy
 import json
 
@@ -175,6 +176,60 @@ def test_two_steps_in_one_trace_with_a_shared_layer():
     assert calls == [0, 1, 2, 3] and len({(o.layer, o.operation, o.call) for o in run.trace.operations}) == len(
         run.trace.operations
     )
+
+
+class Zoo(nn.Module):
+    """Modules with sparse gradients, statistics, dropout, writes in place, several outputs, no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(16, 8, sparse=True), nn.BatchNorm1d(8)
+        self.drop, self.relu, self.same = nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Identity()
+        self.rnn, self.attention = nn.LSTM(8, 8, batch_first=True), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, tokens, scale=None):
+        x = self.same(self.table(tokens))
+        x = self.relu(self.drop(self.norm(x.mT).mT))
+        x, (state, _) = self.rnn(x)
+        y, weights = self.attention(x, x, x)
+        return {"y": self.head(y), "more": [state, weights], "none": None}
+
+
+@pytest.mark.parametrize("level", ("modules", "aten"))
+def test_modules_of_many_kinds(level):
+    tokens = torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(0))
+    plain, traced = Zoo(), Zoo()
+    grads = []
+    for made in (plain, traced):
+        torch.manual_seed(1)
+        run = fmtsim.tracing(made, level=level)
+        with run if made is traced else contextlib.nullcontext():
+            y = made(tokens)
+            (y["y"].sum() + y["more"][0].square().sum()).backward()
+        grads.append([p.grad for p in made.parameters()])
+    for p, q in zip(*grads, strict=True):
+        assert (p is None) == (q is None)
+        if p is not None:
+            assert torch.equal(p.to_dense(), q.to_dense())
+    layers = {one.layer for one in run.trace.operations if one.direction == "forward"}
+    assert layers == {"", "table", "norm", "drop", "relu", "same", "rnn", "attention", "head"}
+    made = Zoo()
+    assert fmtsim.bisect((made, tokens), (made, tokens)).equal
+    with torch.no_grad(), fmtsim.tracing(made) as run:
+        made(tokens)
+    assert {one.direction for one in run.trace.operations} == {"forward"}
+
+
+def test_views_have_their_own_shapes():
+    made = nn.Sequential(nn.Linear(512, 512), nn.Unflatten(1, (2, 256)), nn.Flatten(0, 1), nn.Linear(256, 8))
+    found = fmtsim.trace(made, torch.ones(4, 512), level="aten")
+    forward = {one.operation: one for one in found.operations if one.direction == "forward" and one.layer}
+    shapes = {name: (one.inputs[0].shape, one.outputs[0].shape) for name, one in forward.items()}
+    assert shapes["Unflatten"] == ((4, 512), (4, 2, 256)) and shapes["Flatten"] == ((4, 2, 256), (8, 256))
+    assert forward["Flatten"].inputs[0].hash == forward["Flatten"].outputs[0].hash  # which is read once
 
 
 def test_kept_tensors_and_files(tmp_path):
