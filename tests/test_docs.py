@@ -5,6 +5,7 @@ import copy
 import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def unknown_names(text):
     for name in sorted(set(re.findall(r"\bfmtsim(?:\.\w+)+", text))):
         thing, parts = fmtsim, name.split(".")[1:]
         for depth, part in enumerate(parts, 1):
-            if not hasattr(thing, part) and isinstance(thing, type(fmtsim)):
+            if not hasattr(thing, part) and isinstance(thing, ModuleType):
                 with contextlib.suppress(ImportError):
                     importlib.import_module(".".join(("fmtsim", *parts[:depth])))
             if not hasattr(thing, part):  # also where a verb hides the module of its name
