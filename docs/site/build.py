@@ -1,0 +1,104 @@
+"""Build the documentation site: ``python docs/site/build.py``; every warning is an error, and no network is needed.
+
+Pages are collected in ``build/pages`` first: those of ``docs/``, and as pages the README, the notebooks with their
+recorded results, CONTRIBUTING and the changelog. ``mkdocs.yml`` says what becomes of them, in ``build/site``.
+"""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "build" / "pages"
+OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+TUTORIALS = "tutorials"
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Source"] + "/blob/main"
+
+
+def collect(into: Path) -> None:
+    """Write every page of the site, and the files that pages show, into an empty folder."""
+    shutil.rmtree(into, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", into, ignore=lambda folder, names: {"site"} if folder == str(ROOT / "docs") else {})
+    (into / TUTORIALS).mkdir()
+    for path in into.rglob("*.md"):
+        page = path.relative_to(into).as_posix()
+        path.write_text(linked(path.read_text("utf-8"), f"docs/{page}", page), "utf-8")
+    for name, page in OUTSIDE.items():
+        (into / page).write_text(linked((ROOT / name).read_text("utf-8"), name, page), "utf-8")
+    index, page = "notebooks/README.md", f"{TUTORIALS}/index.md"
+    (into / page).write_text("# Tutorials\n\n" + linked((ROOT / index).read_text("utf-8"), index, page), "utf-8")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        (into / TUTORIALS / f"{path.stem}.md").write_text(notebook(path, into / TUTORIALS), "utf-8")
+
+
+def linked(text: str, path: str, page: str) -> str:
+    """Return a text of the repository with links that fit its page: to other pages, else to the repository."""
+
+    def turned(found: re.Match[str]) -> str:
+        link, hash_, anchor = found[2].partition("#")
+        if not link or "://" in link:
+            return found[0]
+        target = (ROOT / path).parent.joinpath(link).resolve().relative_to(ROOT).as_posix()
+        place = page_of(target)
+        if place is None:
+            return f"{found[1]}({REPOSITORY}/{target})"
+        return f"{found[1]}({os.path.relpath(place, Path(page).parent)}{hash_}{anchor})"
+
+    return re.sub(r"(\[[^\]]*\])\(([^)\s]+)\)", turned, text)
+
+
+def page_of(target: str) -> str | None:
+    """Return where a file of the repository is on the site; None where it is not."""
+    if target in OUTSIDE:
+        return OUTSIDE[target]
+    if target.startswith("notebooks"):
+        name = Path(target)
+        return f"{TUTORIALS}/{name.stem if name.suffix == '.ipynb' else 'index'}.md"
+    return target.removeprefix("docs/") if target.startswith("docs/") else None
+
+
+def notebook(path: Path, pictures: Path) -> str:
+    """Return a notebook with its recorded results as Markdown; its pictures go into a folder."""
+    source = f"*The notebook [{path.name}]({REPOSITORY}/notebooks/{path.name}) with its recorded results.*"
+    parts: list[str] = []
+    for number, cell in enumerate(json.loads(path.read_text("utf-8"))["cells"]):
+        text = "".join(cell["source"]).strip()
+        if cell["cell_type"] == "markdown":
+            parts.append(linked(text, f"notebooks/{path.name}", f"{TUTORIALS}/{path.stem}.md"))
+        elif text:
+            parts.append(f"```python\n{text}\n```")
+            results = enumerate(cell["outputs"])
+            parts += [shown(result, pictures / f"{path.stem}_{number}_{i}.png") for i, result in results]
+    head, _, rest = parts[0].partition("\n")
+    return "\n\n".join(part for part in (head, source, rest, *parts[1:]) if part) + "\n"
+
+
+def shown(result: dict[str, Any], picture: Path) -> str:
+    """Return one result of a cell as Markdown: a picture, a table in HTML, or text."""
+    data = result.get("data", {})
+    if "image/png" in data:
+        picture.write_bytes(base64.b64decode("".join(data["image/png"])))
+        return f"![Drawn by the code above]({picture.name})"
+    if "text/html" in data:
+        lines = "".join(data["text/html"]).splitlines()
+        return "\n".join(['<div class="output">', *(line for line in lines if line.strip()), "</div>"])
+    text = "".join(data.get("text/plain", result.get("text", ""))).rstrip()
+    return f'<div class="output" markdown>\n\n```text\n{text}\n```\n\n</div>' if text else ""
+
+
+def main() -> int:
+    """Collect the pages and build the site; return the exit status."""
+    collect(PAGES)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", *sys.argv[1:]]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What numbers exist: records of formats, their catalogue and names, packing, and other libraries' types."""
