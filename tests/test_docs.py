@@ -16,8 +16,9 @@ from fmtsim.recipes.registry import _names
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("notebooks/*.md"), *ROOT.glob("benchmarks/*.md")]
+    [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("notebooks/*.md"), *ROOT.glob("benchmarks/*.md")]
 )
+HOW_TO = ("cast", "observe", "product", "ptq", "search", "train")
 
 
 def headings(page):
@@ -40,6 +41,7 @@ def broken_links(text, page):
 def unknown_names(text):
     """Return what a text calls ``fmtsim.a.b`` and Python does not find after ``import fmtsim``."""
     found = []
+    text = re.sub(r"^::: .*$", "", text, flags=re.MULTILINE)  # the site's own paths: its build reads them
     for name in sorted(set(re.findall(r"\bfmtsim(?:\.\w+)+", text))):
         thing, parts = fmtsim, name.split(".")[1:]
         for depth, part in enumerate(parts, 1):
@@ -65,6 +67,30 @@ def test_what_a_page_names_exists(page):
     assert broken_links(text, page) == [] and unknown_names(text) == [] and missing_files(text) == []
 
 
+def not_on_the_site(nav):
+    """Return the pages of docs/ that the site's navigation leaves out."""
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    return sorted(pages - set(re.findall(r"^ +- (?:.*: )?(\S+\.md)$", nav, re.MULTILINE)))
+
+
+def without_reference(names, reference):
+    """Return the names that no ``:::`` line of the API reference shows."""
+    return sorted(set(names) - {line.rpartition(".")[2] for line in re.findall(r"^::: \S+$", reference, re.MULTILINE)})
+
+
+def test_the_site_has_every_page_and_every_public_name():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    reference = "\n".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/api/*.md")))
+    names = set(fmtsim.__all__) - {"optim"}  # a page of its own
+    assert not_on_the_site(nav) == [] and without_reference(names, reference) == []
+    assert not_on_the_site(nav.replace("howto/cast.md", "howto/caste.md")) == ["howto/cast.md"]
+    assert without_reference(names | {"casts"}, reference) == ["casts"]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 900
+
+
 def test_what_does_not_exist_is_found():
     page = ROOT / "README.md"
     assert broken_links("[a](docs/nothing.md) [b](README.md#nowhere) [c](docs/ptq.md#memory)", page) == [
@@ -87,7 +113,7 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-@pytest.mark.parametrize("name", ["models", "optim", "ptq", "recipes"])
+@pytest.mark.parametrize("name", ["models", "optim", "ptq", "recipes", *(f"howto/{name}" for name in HOW_TO)])
 def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
     """One after the other, with a model, batches and a loss as a reader has them."""
     monkeypatch.chdir(tmp_path)

@@ -61,7 +61,7 @@ def page_of(target: str) -> str | None:
     if target.startswith("notebooks"):
         name = Path(target)
         return f"{TUTORIALS}/{name.stem if name.suffix == '.ipynb' else 'index'}.md"
-    return target.removeprefix("docs/") if target.startswith("docs/") else None
+    return target.removeprefix("docs/") if re.match("docs/(?!site/)", target) else None
 
 
 def notebook(path: Path, pictures: Path) -> str:

@@ -1,6 +1,8 @@
 """Converted models in Accelerate, in Trainers of Hugging Face and Lightning, in PEFT and FSDP2: a plain loop's bits."""
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,3 +178,19 @@ def test_peft_trains_adapters_alone():
     layers = {name for name, module in model.named_modules() if isinstance(module, EmulatedModule)}
     learns = {name for name in layers if "lora_" in name}
     assert learns and all(("x_w" in seen[name]) == (name in learns) and "x_f" in seen[name] for name in layers)
+
+
+def test_the_lines_of_the_readme(tmp_path, monkeypatch):
+    transformers = package("transformers")
+    package("accelerate")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(import fmtsim, transformers\n.*?)```", readme, re.DOTALL)
+    assert len([line for line in lines.splitlines() if line]) == 6
+    hugging_face("llama", layers=1).save_pretrained(tmp_path / "llama")
+    monkeypatch.chdir(tmp_path)
+    arguments = transformers.TrainingArguments(
+        output_dir="out", max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True
+    )
+    names = {"name": str(tmp_path / "llama"), "arguments": arguments, "data": ROWS}
+    exec(compile(lines, "README.md", "exec"), names)
+    assert names["seen"].steps == 3 and (tmp_path / "report.html").exists()
