@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fmtsim.analysis.bisect import bisect
 from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.deterministic import deterministic
@@ -24,7 +25,6 @@ from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.nn.convert import set_step
-from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Progress
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -55,7 +55,7 @@ class Mismatch:
         kind: ``"loss"``, ``"gradient"`` or ``"weight"`` (after the optimizer's step).
         tensor: Name of the parameter, ``"loss"`` for that.
         comparison: All of the tensor; ``comparison.first`` has the index and both codes.
-        product: Where the difference was born, as far as a second run of the forward pass shows.
+        product: The first operation that differs, as far as a second run forward and backward shows (``bisect``).
     """
 
     step: int
@@ -214,7 +214,7 @@ def run_lockstep(
 
 
 def _step(
-    result: Lockstep, step: int, sides: Sequence[Side], learners: Sequence[Learner],
+    result: Lockstep, step: int, sides: tuple[Side, Side], learners: Sequence[Learner],
     batch: tuple[Tensor, Tensor], config: TrainConfig,
 ) -> Mismatch | None:  # fmt: skip
     losses = []
@@ -268,30 +268,14 @@ def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
 
 
-def _birthplace(sides: Sequence[Side], batch: tuple[Tensor, Tensor], config: TrainConfig) -> str:
-    """Return the first layer whose output differs where both models look at a batch again."""
+def _birthplace(sides: tuple[Side, Side], batch: tuple[Tensor, Tensor], config: TrainConfig) -> str:
+    """Return the first operation that differs where copies of both models run forward and backward again."""
     with autocast(config.simulated, config.device):
-        outputs = [_layer_outputs(side.model, batch) for side in sides]
-    for (name, a), (_, b) in zip(*outputs, strict=True):
-        if not torch.equal(_bits(a), _bits(b)):
-            return f"first in the output of {name}: {compare(a, b).first}"
-    return "the outputs of all layers agree, a product of gradients differs"
-
-
-def _layer_outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
-    found: list[tuple[str, Tensor]] = []
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, y, name=name: found.append((name, y.detach())))  # type: ignore[misc]
-        for name, module in layers
-    ]
-    try:
-        with torch.no_grad():
-            found.append(("the loss", model(*batch)))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+        found = bisect(*((side.model, batch) for side in sides))
+    if found.equal:
+        return "when forward and backward are repeated no bit differs"
+    first = "" if found.comparison is None else f": {found.tensor} {found.comparison.first}"
+    return f"first in {found.a}{first}"
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 from fmtsim.errors import ArgumentError, CoverageWarning, FormatError
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import EmulatedLinear, convert, report, revert
 from tests.support import records
 from tests.support.models import snapshot
@@ -138,6 +139,14 @@ def test_subclasses_that_keep_the_forward_are_converted():
     assert repr(model[0]).startswith("EmulatedOwnLinear(in_features=4, out_features=4, bias=True, x e4m3")
     assert report(model).rows[1].detail.startswith("any products with its own weight, emulated: x e4m3, w e4m3, g")
     assert type(revert(model)[0]) is OwnLinear
+
+
+def test_copies_of_a_model_share_its_target():
+    """Also one with a book of a library's choices, once it was asked."""
+    model = convert(nn.Linear(64, 64).bfloat16(), recipe="te_current", target=get_target("h200"))
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
 
 
 def test_copies_and_pickles_stay_converted():

@@ -105,6 +105,9 @@ class Target:
     def __repr__(self) -> str:
         return f"Target({self.name!r}: {self.library}, {len(self.rules)} rules)"
 
+    def __deepcopy__(self, memo: Any) -> "Target":
+        return self  # copies of a model share what never changes; a book's bytes cannot be copied
+
     @property
     def families(self) -> frozenset[str]:
         """Names of the families of GPUs that the units belong to."""
