@@ -93,12 +93,12 @@ def format_choices() -> list[tuple[str, float, float, float]]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of JSON types, its numbers as ``number`` writes them."""
+    """Return a value of JSON types, its numbers as ``number`` writes them, of six digits."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return number(value) if isinstance(value, float) else value
+    return number(value, 6) if isinstance(value, float) else value
 
 
 def number(value: float | None, digits: int = 4) -> float | str | None:

@@ -24,20 +24,24 @@ function startTiles() {
   $("tiles").replaceChildren(...tiles);
 }
 
+const COSTS = { loss: "change of the loss", kl: "KL, nats", rounded_kl: "KL with all rounded, nats", plain_loss: "loss without rounding", rounded_loss: "with all operands of the forward pass rounded" };
+const worded = (name) => COSTS[name] ?? name.replaceAll("_", " ");
 function startCost() {
   const { rows = [], ...rest } = data.attribution;
-  const said = (v) => ({ true: "yes", false: "no" })[v] ?? (typeof v === "number" ? short(v, 4) : v);
-  $("cost-said").textContent = Object.entries(rest).filter(([, v]) => v !== null && typeof v !== "object").map(([name, v]) => `${name.replaceAll("_", " ")}: ${said(v)}`).concat(rest.notes ?? []).join(" · ");
+  const { exact, notes = [], ...numbers } = rest;
+  const how = exact === undefined ? [] : [exact ? "operands switched one at a time" : "estimates"];
+  const told = Object.entries(numbers).filter(([, v]) => v !== null && typeof v !== "object");
+  $("cost-said").textContent = [...how, ...told.map(([name, v]) => `${worded(name)}: ${typeof v === "number" ? short(v, 6) : v}`), ...notes].join(" · ");
   const names = [...new Set(rows.flatMap(Object.keys))];
   const numeric = (name) => rows.some((row) => isNumber(num(row[name])) && typeof row[name] !== "boolean");
   const value = (name) => (row) => (numeric(name) ? num(row[name]) ?? null : String(row[name] ?? ""));
   const columns = names.filter((name) => name !== "module" && rows.some((row) => row[name] !== null && typeof row[name] !== "object")).map((name) => ({
-    name: name.replaceAll("_", " "), left: !numeric(name), mono: name === "layer", long: name === "layer", value: value(name),
+    name: worded(name), left: !numeric(name), mono: name === "layer", long: name === "layer", value: value(name),
     text: (row) => (numeric(name) ? short(value(name)(row), 4) : value(name)(row)),
   }));
-  table($("cost-table"), columns, rows, { most: 12, sorted: columns.findIndex((c) => c.name === "loss"), caption: "Cost of operands" });
+  table($("cost-table"), columns, rows, { most: 12, sorted: columns.findIndex((c) => c.name === COSTS.loss), caption: "Cost of operands" });
   const worst = rows.filter((row) => isNumber(num(row.loss))).sort((a, b) => num(b.loss) - num(a.loss)).slice(0, 12);
-  view(() => shareBars($("cost-chart"), worst.map((row) => ({ label: `${row.layer} ${row.operand}`, value: num(row.loss), text: short(num(row.loss)) })), "loss"));
+  view(() => shareBars($("cost-chart"), worst.map((row) => ({ label: `${row.layer} ${row.operand}`, value: num(row.loss), text: short(num(row.loss)) })), COSTS.loss));
 }
 
 // Horizontal bars with their names above them, negative ones to the left.
