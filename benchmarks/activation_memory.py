@@ -40,14 +40,14 @@ def bytes_kept(block: nn.Module, x: Tensor) -> tuple[int, int]:
                 of_layers.add(at)
         return t
 
-    def layer(run: Any, a: Tensor, w: Tensor, config: Any) -> Tensor:
+    def layer(run: Any, a: Tensor, w: Tensor, layer: Any) -> Tensor:
         nonlocal weight
-        q, weight = config.fprop.a, w.shape
-        if q.format is not None and config.wgrad.b.source == "forward":  # codes are kept, else the input itself
+        q, weight = layer.config.fprop.a, w.shape
+        if q.format is not None and layer.config.wgrad.b.source == "forward":  # codes are kept, else the input itself
             inputs[a.untyped_storage().data_ptr(), q] = a.numel() * q.format.bits / 8
         alive.append(a)
         try:
-            return run()
+            return run(a, w)
         finally:
             weight = None
 

@@ -1,6 +1,7 @@
 """The public names, each from the module that defines it: ``__init__.py`` reads this, and so do type checkers."""
 
 from fmtsim import optim as optim
+from fmtsim.analysis.attribute import attribute as attribute
 from fmtsim.analysis.bisect import assert_same_bits as assert_same_bits
 from fmtsim.analysis.bisect import bisect as bisect
 from fmtsim.analysis.compare import compare as compare

@@ -113,7 +113,9 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-@pytest.mark.parametrize("name", ["models", "optim", "ptq", "recipes", *(f"howto/{name}" for name in HOW_TO)])
+@pytest.mark.parametrize(
+    "name", [*("attribution", "models", "optim", "ptq", "recipes"), *(f"howto/{n}" for n in HOW_TO)]
+)
 def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
     """One after the other, with a model, batches and a loss as a reader has them."""
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +30,12 @@ from fmtsim.nn.planning import (
     plan_layers,
     plan_products,
     planner_of,
+    with_rules,
 )
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.plan import GemmPlan
 
@@ -68,6 +70,7 @@ def convert(
     fast_accum: bool = False,
     native: bool | None = None,
     config: LinearConfig | Configure | None = None,
+    rules: Sequence[Rule] = (),
     generator: Generator = None,
     filter_fn: Filter | None = None,
     total_steps: int | None = None,
@@ -106,6 +109,8 @@ def convert(
         native: Who multiplies on a target: None lets the GPU do it itself where the model is on the GPU that the
             target describes, True insists on that, False emulates.
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
+        rules: Exceptions among layers, ahead of the recipe's own: the first that fits counts. ``attribute`` suggests
+            some.
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
         filter_fn: ``filter_fn(module, name)`` says whether to convert a layer, a module that writes products, or one
@@ -147,6 +152,7 @@ def convert(
             "scaling": scaling, "rounding": rounding, "grad_rounding": grad_rounding, "fast_accum": fast_accum
         }  # fmt: skip
         planner = constant_planner(configure(recipe, format, grad_format, more, config), machine)
+    planner = with_rules(planner, rules, model) if rules else planner
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     products = plan_products(model, planner, filter_fn, total_steps, reasons)
     swaps = None if named is None else find_swaps(model, named, filter_fn)

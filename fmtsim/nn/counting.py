@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import is_untouched
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import NO_CONFIG, NO_MATRIX, why_not
@@ -97,17 +98,17 @@ class Count(TorchDispatchMode):
             )
         self._raw[name, parameter, reason] += count
 
-    def layer(self, run: Callable[[], Tensor], x: Tensor, w: Tensor, config: LinearConfig) -> Tensor:
+    def layer(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor, layer: Layer) -> Tensor:
         """Count a layer's product, and run it as if nobody counted."""
         places = self.places(w) or self.places(x)
         if places:
-            plain, count = plain_products(config), x.numel() * w.shape[0]
+            plain, count = plain_products(layer.config), x.numel() * w.shape[0]
             self.simulated += count * (1 - plain["fprop"])
             self.backward += count * (2 - plain["dgrad"] - plain["wgrad"])
             if plain["fprop"]:
                 self._note(places, count, PLAIN)
         with _disable_current_modes():
-            return run()
+            return run(x, w)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operator and run it."""

@@ -1,6 +1,6 @@
 """What ``convert`` decides before it touches a model: which modules it converts, to what, and why not the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fmtsim.nn.rules import Selector
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.swaps import FILTERED
 from fmtsim.recipes.plan import LayerPlan
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
 
 Configure = Callable[[str], LinearConfig | None]
@@ -91,6 +91,28 @@ def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
     selector = Selector(model)
     selector.check(recipe)
     return lambda name: selector.plan(name, recipe)
+
+
+def with_rules(planner: Planner, rules: Sequence[Rule], model: nn.Module) -> Planner:
+    """Return what gives each layer the plan of another planner, but where rules say otherwise.
+
+    Raises:
+        ArgumentError: These are no rules, or one that fits no layer.
+    """
+    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
+        raise ArgumentError(f"rules={shown(rules)} is no list of Rules; write rules=[Rule(name='lm_head')]")
+    extra, selector = Recipe(name="convert(rules=)", rules=tuple(rules)), Selector(model)
+    selector.check(extra)
+
+    def plan(name: str) -> LayerPlan | None:
+        found, own = planner(name), selector.plan(name, extra).rules
+        if found is None or not own:
+            return found
+        if own[-1].steps is None:
+            return LayerPlan(rules=own, default=None)
+        return LayerPlan(rules=(*own, *found.rules), default=found.default)
+
+    return plan
 
 
 def constant_planner(configure: Configure, machine: dict[str, Any] | None) -> Planner:

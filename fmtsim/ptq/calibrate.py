@@ -207,7 +207,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
+def call(model: nn.Module, batch: Any, index: int = 0, *, kind: str = "calibration batch") -> Any:
     """Return the output of a model for a batch: a tensor, a tuple or list of arguments, or a dict of keywords.
 
     The model gets copies of the tensors, because the batch runs again, and some models change their inputs.
@@ -225,7 +225,7 @@ def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
             hint = "; a batch of several is passed as several arguments: [x for x, label in data] leaves labels out"
         elif not isinstance(batch, Tensor | Mapping | tuple | list):
             hint = "; a batch is a tensor, a tuple of arguments or a dict of keywords"
-        where = f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}"
+        where = f"{kind} {index} ({_described(batch)}) does not run through {type(model).__name__}"
         raise ArgumentError(f"{where}: {str(error) or type(error).__name__}{hint}") from error
 
 

@@ -13,7 +13,8 @@ from fmtsim.errors import ArgumentError, CoverageWarning, FormatError
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.nn import EmulatedLinear, convert, report, revert
+from fmtsim.nn import EmulatedLinear, convert, report, revert, set_step
+from fmtsim.recipes.spec import Rule, Steps
 from tests.support import records
 from tests.support.models import snapshot
 
@@ -119,6 +120,32 @@ def test_config_and_filter_choose_layers(tower):
     reasons = {row.name: row.detail for row in report(tower).left_alone}
     assert reasons["head"] == "config returned None" and reasons["conv"] == "filter_fn leaves it out"
     assert type(tower.head) is nn.Linear and type(tower.conv) is nn.Conv2d
+
+
+def test_rules_go_ahead_of_whatever_else_says_the_formats(tower):
+    own = linear_config(x="e5m2", w="e5m2", g="e5m2")
+    rules = (Rule(name="^first$"), Rule(use=own, name="^conv$", steps=Steps(last=3)))
+    for how in ({"recipe": "amp_bf16"}, {"format": "int8"}, {"config": CONFIG}):
+        plain, converted = convert(copy.deepcopy(tower), **how), convert(copy.deepcopy(tower), rules=rules, **how)
+        assert not isinstance(converted.first, EmulatedLinear) and isinstance(plain.first, EmulatedLinear)
+        assert converted.conv.emulation.config == own and converted.head.emulation.config == plain.head.emulation.config
+        set_step(converted, 3)
+        assert converted.conv.emulation.config == plain.conv.emulation.config
+        assert "name ~ ^first$" in str(report(converted))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([Rule(name="lm")], r"rules\[0\] of recipe 'convert\(rules=\)' \(name ~ lm\) fits no layer of the model, whi"),
+        (["head"], r"rules=\['head'\] is no list of Rules; write rules=\[Rule\(name='lm_head'\)\]"),
+        (Rule(name="first"), r"rules=Rule\(.*is no list of Rules"),
+    ],
+)  # fmt: skip
+def test_rules_that_are_none_or_fit_nothing_are_refused(tower, rules, message):
+    with pytest.raises(ArgumentError, match=message):
+        convert(tower, format="int8", rules=rules)
+    assert not isinstance(tower.first, EmulatedLinear)
 
 
 def test_an_int_generator_reproduces_a_model(tower):

@@ -24,7 +24,7 @@ from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
 
-Watcher = Callable[[Callable[[], Tensor], Tensor, Tensor, LinearConfig], Tensor]
+Watcher = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor, Layer], Tensor]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
@@ -134,7 +134,7 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
         check_saved("EmulatedGEMM", x, w)
     watcher = _watcher.get()
     if watcher is not None:
-        return watcher(lambda: _Linear.apply(x, w, bias, layer, observer)[0], x, w, layer.config)
+        return watcher(lambda x, w: _Linear.apply(x, w, bias, layer, observer)[0], x, w, layer)
     if torch._C._len_torch_function_stack():
         with without_own_modes():
             return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
@@ -142,8 +142,11 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
 
 
 @contextmanager
-def watched_layers(watcher: Watcher) -> Iterator[None]:
-    """Hand the layers that this thread runs eagerly to a function, as what runs each, x, w and the config."""
+def watched_layers(watcher: Watcher | None) -> Iterator[None]:
+    """Hand the layers that this thread runs eagerly to a function: what runs it on x and w, these, and the layer.
+
+    None hands them to nobody.
+    """
     token = _watcher.set(watcher)
     try:
         yield
