@@ -45,6 +45,13 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
 
     Raises:
         FormatError: The name is unknown, spells a format outside the limits, or the argument is not a format.
+
+    >>> import fmtsim
+    >>> e4m3 = fmtsim.get_format("e4m3")
+    >>> e4m3.max, e4m3.min_normal, e4m3.bits
+    (448.0, 0.015625, 8)
+    >>> fmtsim.get_format("e5m3").max  # spelled out by its name
+    61440.0
     """
     if isinstance(format, str):
         found = _lookup.get(format)
@@ -70,6 +77,10 @@ def list_formats(kind: Kind | None = None) -> list[str]:
 
     Raises:
         FormatError: The kind is unknown.
+
+    >>> import fmtsim
+    >>> "mxfp4" in fmtsim.list_formats("block")
+    True
     """
     if kind is None:
         return list(_formats)
@@ -92,6 +103,10 @@ def register_format(record: Format, overwrite: bool = False) -> Format:
 
     Raises:
         FormatError: The argument is not a format record, a name cannot be looked up, or is taken.
+
+    >>> import fmtsim
+    >>> fmtsim.register_format(fmtsim.get_format("e4m3")).name  # an equal record
+    'e4m3'
     """
     if not isinstance(cast(object, record), Format):
         kinds = ", ".join(cls.__name__ for cls in KINDS.values())

@@ -129,6 +129,12 @@ def convert(
             or replacement finds nothing, or a machine that does not multiply an operand (the message says which, and
             which machines do). The model is then unchanged.
         FormatError: an unknown format or rounding, or operands that no machine multiplies.
+
+    >>> from fmtsim.nn.report import report
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), recipe="te_current")
+    >>> model(torch.ones(32, 64)).sum().backward()
+    >>> print(report(model).summary)
+    te_current: 100 % of weight multiply-adds simulated (forward and backward); estimated from shapes
     """
     check_module("convert", model)
     if filter_fn is not None and not takes(filter_fn, model, ""):
@@ -261,6 +267,10 @@ def revert(model: Model) -> Model:
 
     Raises:
         ArgumentError: the model holds no converted module, or one whose class was changed since.
+
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64)), format="mxfp8_e4m3")
+    >>> type(revert(model)[0]) is nn.Linear
+    True
     """
     converted = [(n, m) for n, m in converted_modules(model, "revert") if not isinstance(m, ParameterProduct)]
     for name, module in converted:
@@ -293,6 +303,11 @@ def set_step(model: nn.Module, step: int) -> None:
 
     Raises:
         ArgumentError: The step is negative, or the model is not converted.
+
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed")
+    >>> for step in range(2):
+    ...     set_step(model, step)
+    ...     model(torch.ones(32, 64)).sum().backward()
     """
     if type(step) is not int or step < 0:
         raise ArgumentError(f"step={shown(step)} is not a step; pass a whole number from 0")

@@ -24,6 +24,12 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         ArgumentError: The model is not converted.
+
+    >>> from fmtsim.nn.convert import convert
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed")
+    >>> model(torch.ones(32, 64)).sum().backward()
+    >>> recipe_state(model)["recipe"]
+    'te_delayed'
     """
     modules = converted_modules(model, "recipe_state")
     layers = {
@@ -50,6 +56,11 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
 
     Raises:
         ArgumentError: The state is of another recipe, or of other layers, operands or lengths of history.
+
+    >>> from fmtsim.nn.convert import convert
+    >>> one, other = (convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed") for _ in range(2))
+    >>> one(torch.ones(32, 64)).sum().backward()
+    >>> load_recipe_state(other, recipe_state(one))
     """
     modules = dict(converted_modules(model, "load_recipe_state"))
     own = model.__dict__.get(RECIPE)

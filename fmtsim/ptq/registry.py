@@ -40,6 +40,35 @@ _names = Names(
     PtqRecipe, "ptq recipe", "register_ptq_recipe", "unknown to ptq", "fmtsim.list_ptq_recipes()",
     _catalogue, load_ptq_recipe,
 )  # fmt: skip
-get_ptq_recipe = _names.get
-list_ptq_recipes = _names.names
-register_ptq_recipe = _names.register
+
+
+def get_ptq_recipe(recipe: str | Path | PtqRecipe) -> PtqRecipe:
+    """Return the record of a recipe's name or alias, of a JSON file, or the record itself.
+
+    Raises:
+        ArgumentError: No such name or file; the message has names that are close.
+
+    >>> import fmtsim
+    >>> fmtsim.get_ptq_recipe("int8_static").name
+    'int8_static'
+    """
+    return _names.get(recipe)
+
+
+def list_ptq_recipes() -> list[str]:
+    """Return the names of all recipes, without aliases, in the order of the alphabet.
+
+    >>> import fmtsim
+    >>> [name for name in fmtsim.list_ptq_recipes() if name.startswith("int8_s")]
+    ['int8_smooth', 'int8_static']
+    """
+    return _names.names()
+
+
+def register_ptq_recipe(recipe: PtqRecipe) -> None:
+    """Make a recipe known under its name and aliases.
+
+    Raises:
+        ArgumentError: It is no PtqRecipe, or another recipe has one of its names.
+    """
+    _names.register(recipe)

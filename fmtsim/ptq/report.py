@@ -153,7 +153,13 @@ def _inside(name: str, model: nn.Module) -> bool:
 
 
 def ptq_report(model: nn.Module) -> PtqReport:
-    """Return what ``fmtsim.ptq`` did to a model; raise ArgumentError where it did nothing."""
+    """Return what ``fmtsim.ptq`` did to a model; raise ArgumentError where it did nothing.
+
+    >>> import torch, fmtsim
+    >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int8_static", [torch.ones(8, 64)])
+    >>> fmtsim.ptq_report(model)["0"].w
+    'int8'
+    """
     found = model.__dict__.get(REPORT) if isinstance(model, nn.Module) else None
     if found is None:
         raise ArgumentError(f"{type(model).__name__} has no report of ptq; call fmtsim.ptq(model, recipe, data) first")

@@ -26,6 +26,11 @@ def ptq_state(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         ArgumentError: ``fmtsim.ptq`` did not make it.
+
+    >>> import torch, fmtsim
+    >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int8_static", [torch.ones(8, 64)])
+    >>> sorted(fmtsim.ptq_state(model))
+    ['layers', 'recipe', 'scales', 'tensors']
     """
     ptq_report(model)
     layers = [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
@@ -42,6 +47,12 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
     Raises:
         ArgumentError: The state is another thing, or does not fit the model, which then has its own classes, but may
             hold some of the state's tensors.
+
+    >>> import torch, fmtsim
+    >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int8_static", [torch.ones(8, 64)])
+    >>> fresh = fmtsim.load_ptq(nn.Sequential(nn.Linear(64, 64)), fmtsim.ptq_state(model))
+    >>> torch.equal(fresh(torch.ones(8, 64)), model(torch.ones(8, 64)))
+    True
     """
     if not isinstance(state, dict) or set(state) != _KEYS:
         raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")

@@ -77,6 +77,13 @@ def ptq(
             reaches a layer (it is named), or a machine that does not multiply an operand or a layer's sizes, which is
             found before the data runs. The model is then as it was.
         FormatError: Operands that no machine multiplies.
+
+    >>> import torch, fmtsim
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    >>> batches = [torch.randn(32, 64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    >>> model = fmtsim.ptq(model, "int8_static", batches)
+    >>> fmtsim.ptq_report(model)["2"].w
+    'int8'
     """
     began = time.perf_counter()
     recipe = get_ptq_recipe(recipe)

@@ -1,6 +1,7 @@
 """Names of recipes: the catalogue, those of users, and files."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from fmtsim.recipes.names import Names
 from fmtsim.recipes.serialization import load_recipe
@@ -19,6 +20,33 @@ _names = Names(
 )  # fmt: skip
 
 
-get_recipe = _names.get
-list_recipes = _names.names
-register_recipe = _names.register
+def get_recipe(recipe: str | Path | Recipe) -> Recipe:
+    """Return the record of a recipe's name or alias, of a JSON file, or the record itself.
+
+    Raises:
+        ArgumentError: No such name or file; the message has names that are close.
+
+    >>> import fmtsim
+    >>> fmtsim.get_recipe("te_current").name
+    'te_current'
+    """
+    return _names.get(recipe)
+
+
+def list_recipes() -> list[str]:
+    """Return the names of all recipes, without aliases, in the order of the alphabet.
+
+    >>> import fmtsim
+    >>> [name for name in fmtsim.list_recipes() if name.startswith("quartet")]
+    ['quartet', 'quartet2', 'quartet2_4over6']
+    """
+    return _names.names()
+
+
+def register_recipe(recipe: Recipe) -> None:
+    """Make a recipe known under its name and aliases.
+
+    Raises:
+        ArgumentError: It is no Recipe, or another recipe has one of its names.
+    """
+    _names.register(recipe)

@@ -70,6 +70,12 @@ def search(
     Raises:
         ArgumentError: No assignment is within the budget (the message has the least one), the machine runs no recipe,
             and what ``ptq`` raises.
+
+    >>> import torch, fmtsim
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    >>> found = fmtsim.search(model, [torch.randn(32, 64, generator=torch.Generator().manual_seed(0))], bits=6)
+    >>> found.cost <= found.budget
+    True
     """
     check_model("search", model)
     _check_options(budget, bits, policy, loss_fn)

@@ -22,6 +22,12 @@ def set_num_threads(count: int | None) -> None:
 
     Raises:
         ArgumentError: count is below 1.
+
+    >>> import fmtsim
+    >>> fmtsim.set_num_threads(1)
+    >>> fmtsim.get_num_threads()
+    1
+    >>> fmtsim.set_num_threads(None)  # torch's number again
     """
     global _threads
     if count is not None and (not isinstance(count, int) or count < 1):
@@ -32,7 +38,12 @@ def set_num_threads(count: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """Return how many threads the CPU engine may use."""
+    """Return how many threads the CPU engine may use.
+
+    >>> import fmtsim
+    >>> fmtsim.get_num_threads() >= 1
+    True
+    """
     return _threads if _threads is not None else torch.get_num_threads()
 
 

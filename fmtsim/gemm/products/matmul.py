@@ -140,6 +140,12 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
 
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
+
+    >>> import torch, fmtsim
+    >>> a, b = torch.ones(2, 3, 4, dtype=torch.bfloat16), torch.ones(2, 4, 5, dtype=torch.bfloat16)
+    >>> y = fmtsim.bmm(a, b, unit="hopper.wgmma", out_dtype=torch.float32)
+    >>> y.shape, y[0, 0, 0].item()
+    (torch.Size([2, 3, 5]), 4.0)
     """
     given = checked_options("bmm", options)
     check_matrices("bmm", a, b, "3")
@@ -163,6 +169,11 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
 
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
+
+    >>> import torch, fmtsim
+    >>> x, w = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(5, 4, dtype=torch.bfloat16)
+    >>> fmtsim.linear(x, w, torch.ones(5, dtype=torch.bfloat16), target="h200")[0]
+    tensor([5., 5., 5., 5., 5.], dtype=torch.bfloat16)
     """
     given = checked_options("linear", options)
     check_tensor("x", x, "1+")

@@ -286,6 +286,9 @@ def get_target(name: str | Path | Target | Any) -> Target:
 
     Raises:
         ArgumentError: The name is unknown (the message has names that are close), or the file is no plan file.
+
+    >>> [get_target(name).name for name in list_targets()]
+    ['a100', 'b200', 'chain', 'h100', 'h200']
     """
     if isinstance(name, Target):
         return name
@@ -340,9 +343,8 @@ def _changed(path: str) -> int:
 @lru_cache(maxsize=16)
 def _load(path: str, changed: int) -> Target:
     """Read a plan file; ``changed`` keeps an edited file from being answered out of the cache."""
-    return load_record(
-        path, "plan file", lambda record, name: target_from_dict(record, f"{name}: plan", Path(path).parent)
-    )
+    folder = Path(path).parent
+    return load_record(path, "plan file", lambda record, name: target_from_dict(record, f"{name}: plan", folder))
 
 
 def target_from_dict(record: dict[str, Any], path: str = "", folder: Path = PLANS) -> Target:

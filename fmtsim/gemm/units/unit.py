@@ -192,6 +192,10 @@ def get_unit(name: str | Unit) -> Unit:
 
     Raises:
         ArgumentError: The name is unknown; the message has names that are close.
+
+    >>> import fmtsim
+    >>> fmtsim.get_unit("hopper.wgmma").name
+    'hopper.wgmma'
     """
     if isinstance(name, Unit):
         return name
@@ -203,7 +207,12 @@ def get_unit(name: str | Unit) -> Unit:
 
 
 def list_units() -> list[str]:
-    """Return the names of all units, the catalogue's first."""
+    """Return the names of all units, the catalogue's first.
+
+    >>> import fmtsim
+    >>> [name for name in fmtsim.list_units() if name.startswith("hopper")]
+    ['hopper.mma', 'hopper.wgmma']
+    """
     return list(_units)
 
 
@@ -212,6 +221,10 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
 
     Raises:
         ArgumentError: The argument is not a Unit, or its name is taken and ``overwrite`` is False.
+
+    >>> import fmtsim
+    >>> fmtsim.register_unit(fmtsim.get_unit("hopper.wgmma")).name  # an equal record
+    'hopper.wgmma'
     """
     if not isinstance(unit, Unit):
         raise ArgumentError(f"unit={shown(unit)} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
