@@ -357,8 +357,7 @@ def target_from_dict(record: dict[str, Any], path: str = "", folder: Path = PLAN
     """
     fields = fields_of(record, path, "a Target")
     for what, opened in (("book", Book.open), ("trees", Learned.open)):
-        name = fields.get(what)
-        if name is None:
+        if (name := fields.get(what)) is None:
             continue
         if not isinstance(name, str) or Path(name).name != name:
             raise at(path, ArgumentError, f"{what}={shown(name)} is not the name of a file beside the plan file")
