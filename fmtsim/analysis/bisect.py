@@ -73,6 +73,7 @@ def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: A
         AssertionError: Some bit differs.
         ArgumentError: As ``fmtsim.bisect``.
 
+    >>> import torch
     >>> assert_same_bits(nn.Linear(4, 2).requires_grad_(False), nn.Linear(4, 2), torch.ones(1, 4))
     Traceback (most recent call last):
     ...
