@@ -118,7 +118,7 @@ def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan)
         elif call.scaling in LARGE_BLOCKS:
             wide = call.scaling == "block_128"
             row = row.expand(call.m, -1)
-            column = column[:, None].expand(-1, -(-call.n // 128) if wide else call.n)
+            column = column.expand(-(-call.n // 128) if wide else call.n, -1)
             recipes = {
                 "scale_recipe_a": "BlockWise1x128",
                 "scale_recipe_b": "BlockWise128x128" if wide else "BlockWise1x128",
