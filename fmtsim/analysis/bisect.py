@@ -76,6 +76,8 @@ def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: A
     >>> import torch
     >>> assert_same_bits(nn.Linear(4, 2).requires_grad_(False), nn.Linear(4, 2), torch.ones(1, 4))
     Traceback (most recent call last):
+        ...
+    AssertionError: the models' bits differ
     ...
     """
     found = bisect((model_a, batch, loss), (model_b, batch, loss))
