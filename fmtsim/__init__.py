@@ -26,7 +26,7 @@ def _homes() -> dict[str, str]:
 
 _HOMES = _homes()
 
-__all__ = list(_HOMES)
+__all__ = sorted(_HOMES)
 
 
 class _Package(ModuleType):

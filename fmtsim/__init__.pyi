@@ -73,6 +73,7 @@ from fmtsim.quantize import encode as encode
 from fmtsim.quantize import quantize as quantize
 from fmtsim.quantize import quantize_ as quantize_
 from fmtsim.recipes import Recipe as Recipe
+from fmtsim.recipes import Rule as Rule
 from fmtsim.recipes import get_recipe as get_recipe
 from fmtsim.recipes import list_recipes as list_recipes
 from fmtsim.recipes import register_recipe as register_recipe

@@ -22,8 +22,9 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import Block, Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import ScaleRule
+from fmtsim.formats.spec import Overflow
 from fmtsim.ops import Key
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.stored import store_traced
 
@@ -32,8 +33,8 @@ def quantize(
     x: torch.Tensor,
     format: str | Format | torch.dtype,
     *,
-    rounding: str | Rounding = "nearest_even",
-    overflow: str | None = None,
+    rounding: RoundingName | Rounding = "nearest_even",
+    overflow: Overflow | None = None,
     dim: int = -1,
     generator: Generator = None,
     random_bits: int | None = None,
@@ -112,8 +113,8 @@ def encode(
     x: torch.Tensor,
     format: str | Format | torch.dtype,
     *,
-    rounding: str | Rounding = "nearest_even",
-    overflow: str | None = None,
+    rounding: RoundingName | Rounding = "nearest_even",
+    overflow: Overflow | None = None,
     dim: int = -1,
     generator: Generator = None,
     random_bits: int | None = None,

@@ -26,7 +26,7 @@ BAD = [
         "mxfp4 scales whole blocks, so a number alone has no cast; try fmtsim explain NUMBER",
     ),
     (["cast", "1", "--to", "fp9"], "unknown format 'fp9'"),
-    (["cast", "1", "--to", "e4m3", "--rounding", "nearest"], "unknown rounding 'nearest'; did you mean"),
+    (["cast", "1", "--to", "e4m3", "--rounding", "nearst"], "unknown rounding 'nearst'; did you mean"),
     (["cast", "1", "--to", "e4m3", "--overflow", "wrap"], "unknown overflow 'wrap'; choose 'saturate', 'ieee'"),
     (["cast", "1", "--to", "e4m3", "--rounding", "stochastic", "--random-bits", "40"], "random_bits=40 is not allowed"),
     (["explain", "1", "--format", "e4m3", "--scale-rule", "floor"], "needs a block"),

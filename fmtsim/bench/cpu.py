@@ -8,6 +8,7 @@ import torch
 
 from fmtsim.bench.timing import Timed, bounded_threads, in_turns
 from fmtsim.quantize import encode, quantize
+from fmtsim.rounding.modes import RoundingName
 
 SIDE = 4096  # 4096 x 4096 = 16M float32 elements, 64 MB: far beyond any cache
 
@@ -19,7 +20,7 @@ class Case:
     name: str
     format: str
     target: float
-    rounding: str = "nearest_even"
+    rounding: RoundingName = "nearest_even"
     encode: bool = False
 
     def run(self, x: torch.Tensor, out: torch.Tensor) -> None:

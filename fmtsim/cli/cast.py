@@ -10,7 +10,7 @@ from fmtsim.errors import FmtsimError, FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, Overflow
-from fmtsim.rounding.modes import MODES
+from fmtsim.rounding.modes import MODES, Mode, get_rounding
 from fmtsim.table import number_text
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one line for each number, format and rounding; ``--rounding all`` shows every mode."""
     numbers = [parse_number(text) for text in arguments.numbers]
     formats = [_element(name) for name in arguments.formats]
-    modes = MODES if arguments.rounding == "all" else (arguments.rounding,)
+    modes = MODES if arguments.rounding == "all" else (get_rounding(arguments.rounding).mode,)
     results = [
         result
         for fmt in formats
@@ -47,7 +47,7 @@ _HEADER = ("input", "format", "rounding", "value", "code", "bits", "error", "rel
 
 
 def cast(
-    numbers: list[float], fmt: ElementFormat, rounding: str, overflow: Overflow | None, random_bits: int | None,
+    numbers: list[float], fmt: ElementFormat, rounding: Mode, overflow: Overflow | None, random_bits: int | None,
     seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Round numbers and return a record for each; the oracle says why, and the engine is compared with it."""
@@ -58,7 +58,7 @@ def cast(
     return [_record(element, fmt, rounding) for element in found.elements]
 
 
-def _record(element: "Element", fmt: ElementFormat, rounding: str) -> dict[str, Any]:
+def _record(element: "Element", fmt: ElementFormat, rounding: Mode) -> dict[str, Any]:
     return {
         **{name: getattr(element, name) for name in ("input", "value", "code", "hex", "bits", "error")},
         **{name: getattr(element.decision, name) for name in ("below", "above")},

@@ -9,7 +9,7 @@ from typing import Any
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import OVERFLOWS
-from fmtsim.rounding.modes import MODES
+from fmtsim.rounding.modes import ALIASES, MODES
 
 MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
 TARGET_OPTIONS = ("target", "unit", "datapath")
@@ -51,7 +51,7 @@ def add_json(parser: Parser) -> None:
 
 def add_rounding(parser: Parser) -> None:
     """Add ``--rounding``, ``--overflow``, ``--random-bits`` and ``--seed``."""
-    option(parser, "--rounding", f"one of {', '.join(MODES)}", "nearest_even", "MODE")
+    option(parser, "--rounding", f"one of {', '.join(MODES)}, or short: {', '.join(ALIASES)}", "nearest_even", "MODE")
     option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", metavar="RULE")
     count(parser, "--random-bits", "random bits of stochastic rounding, 1 to 32")
     option(parser, "--seed", "seed of stochastic rounding", 0)

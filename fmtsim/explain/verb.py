@@ -19,7 +19,7 @@ from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.scaling import ScaleRule
 from fmtsim.formats.spec import OVERFLOWS, ElementFormat, Overflow
 from fmtsim.quantize import encode, quantize
-from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.scaling.oracle import quantize_matrix
 from fmtsim.spec.cast import RandomKey
@@ -32,7 +32,7 @@ def explain(
     x: float | Sequence[float] | torch.Tensor,
     format: str | Format | torch.dtype,
     *,
-    rounding: str | Rounding = "nearest_even",
+    rounding: RoundingName | Rounding = "nearest_even",
     overflow: Overflow | None = None,
     generator: int | RandomKey = 0,
     random_bits: int | None = None,

@@ -24,6 +24,7 @@ _FLOAT = re.compile(r"e([0-9]{1,9})m([0-9]{1,9})")
 _INT = re.compile(r"(u?)int([0-9]{1,9})(?:_(full|asymmetric|half))?(?:_f([0-9]{1,9}))?")
 _LOG = re.compile(r"lns([0-9]{1,9})_g([0-9]{1,9})")
 _LOG_TILE = re.compile(r"logfmt([0-9]{1,9})")
+_WITH_WIDTH = re.compile(r"fp([0-9]{1,2})_(e[0-9]m[0-9](?:fn|fnuz|b11fnuz)?)")  # as vLLM and others write them
 _WIDTHS = {  # names of a width, which several formats have
     "fp4": ("e2m1", "nvfp4"), "fp6": ("e2m3", "e3m2"), "fp8": ("e4m3", "e5m2"),
     "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"), "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"),
@@ -38,7 +39,8 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
 
     Names ignore case. A name that is not registered may spell a format out: ``eXmY`` (IEEE 754 rules above 8 bits,
     one NaN and no Inf at 8 bits, finite below), ``intN``, ``intN_full``, ``intN_half``, ``uintN`` (each with ``_fF``
-    for F fraction bits), ``lnsB_gG`` and ``logfmtN``.
+    for F fraction bits), ``lnsB_gG`` and ``logfmtN``. ``fp8_e4m3`` is ``e4m3`` and so on; ``fp8`` alone is an error,
+    because libraries mean ``e4m3``, ``e5m2`` or both by it.
 
     Args:
         format: A name or alias, a format record (returned as it is), a torch dtype, or a numpy or ml_dtypes dtype.
@@ -138,6 +140,9 @@ def _find(text: str) -> Format:
     """Look a name up in lower case, then read it as the spelling of a format."""
     name = text.strip().lower().removeprefix("torch.")
     found = _lookup.get(name) or _parse(name)
+    if found is None and (match := _WITH_WIDTH.fullmatch(name)):
+        found = _lookup.get(match[2]) or _parse(match[2])
+        found = found if found is not None and found.bits == int(match[1]) else None
     if found is not None:
         return found
     several = " or ".join(map(repr, _WIDTHS.get(name.replace("float", "fp"), ())))

@@ -36,7 +36,7 @@ from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swap
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.plan import GemmPlan
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -61,8 +61,8 @@ def convert(
     format: str | Format | None = None,
     grad_format: str | Format | None = None,
     scaling: str | None = None,
-    rounding: str | Rounding = "nearest_even",
-    grad_rounding: str | Rounding = "nearest_even",
+    rounding: RoundingName | Rounding = "nearest_even",
+    grad_rounding: RoundingName | Rounding = "nearest_even",
     target: Any = None,
     unit: Any = None,
     datapath: Any = None,
@@ -109,8 +109,8 @@ def convert(
         native: Who multiplies on a target: None lets the GPU do it itself where the model is on the GPU that the
             target describes, True insists on that, False emulates.
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
-        rules: Exceptions among layers, ahead of the recipe's own: the first that fits counts. ``attribute`` suggests
-            some.
+        rules: Exceptions for layers or steps (``fmtsim.Rule``), ahead of the recipe's own: the first that fits
+            counts, and one that fits no layer is an error. ``attribute`` suggests some.
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
         filter_fn: ``filter_fn(module, name)`` says whether to convert a layer, a module that writes products, or one
@@ -158,7 +158,7 @@ def convert(
             "scaling": scaling, "rounding": rounding, "grad_rounding": grad_rounding, "fast_accum": fast_accum
         }  # fmt: skip
         planner = constant_planner(configure(recipe, format, grad_format, more, config), machine)
-    planner = with_rules(planner, rules, model) if rules else planner
+    planner = with_rules(planner, rules, model, machine, named) if rules else planner
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     products = plan_products(model, planner, filter_fn, total_steps, reasons)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
@@ -170,6 +170,8 @@ def convert(
     attach_products(model, products, keys, total_steps)
     if swaps is not None:
         swaps.apply(model, keys)
+    if named is not None and rules:
+        named = dataclasses.replace(named, name=f"{named.name}+rules")
     _note(model, named, total_steps, reasons, swaps)
     attach_name(model)
     _pause_fused(model)

@@ -93,15 +93,19 @@ def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
     return lambda name: selector.plan(name, recipe)
 
 
-def with_rules(planner: Planner, rules: Sequence[Rule], model: nn.Module) -> Planner:
-    """Return what gives each layer the plan of another planner, but where rules say otherwise.
+def with_rules(
+    planner: Planner, rules: Sequence[Rule], model: nn.Module, machine: dict[str, Any] | None, recipe: Recipe | None
+) -> Planner:
+    """Return what gives each layer the plan of another planner, but where rules say otherwise, on the same machine.
 
     Raises:
         ArgumentError: These are no rules, or one that fits no layer.
     """
     if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
         raise ArgumentError(f"rules={shown(rules)} is no list of Rules; write rules=[Rule(name='lm_head')]")
-    extra, selector = Recipe(name="convert(rules=)", rules=tuple(rules)), Selector(model)
+    made_for = None if recipe is None else recipe.machine
+    extra, selector = Recipe(name="convert(rules=)", rules=tuple(rules), machine=made_for), Selector(model)
+    extra = extra if machine is None else extra.on(**machine)
     selector.check(extra)
 
     def plan(name: str) -> LayerPlan | None:

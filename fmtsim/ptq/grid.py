@@ -10,6 +10,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.quantize import quantize
+from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.operand import Keys, block_of, spread
 from fmtsim.spec.quantizer import Quantizer
 
@@ -37,7 +38,7 @@ class Grid:
     width: int = 0
     whole: float = 0.0
 
-    def round(self, w: Tensor, columns: slice | int, mode: str = "nearest_even") -> Tensor:
+    def round(self, w: Tensor, columns: slice | int, mode: RoundingName = "nearest_even") -> Tensor:
         """Return values of some columns rounded to the grid, saturating; float64 of w's shape."""
         s = self.scale[:, columns]
         return quantize((w / s), self.element, rounding=mode, overflow="saturate", out_dtype=torch.float64) * s

@@ -36,9 +36,16 @@ def _catalogue() -> Iterable[PtqRecipe]:
     return RECIPES
 
 
+# What people call by its width alone.
+_SEVERAL = {
+    "fp8": ("e4m3_dynamic", "e4m3_static", "e4m3_token", "mxfp8"),
+    "int8": ("int8_token", "int8_static", "int8_smooth"),
+    "int4": ("int4_g128", "int4_channel", "int4_gptq"),
+    "fp4": ("nvfp4", "mxfp4"),
+}
 _names = Names(
     PtqRecipe, "ptq recipe", "register_ptq_recipe", "unknown to ptq", "fmtsim.list_ptq_recipes()",
-    _catalogue, load_ptq_recipe,
+    _catalogue, load_ptq_recipe, _SEVERAL,
 )  # fmt: skip
 
 

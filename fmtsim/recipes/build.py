@@ -5,7 +5,7 @@ from typing import Any
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
@@ -28,7 +28,7 @@ STOCHASTIC = Rounding(mode="stochastic")
 
 
 def cast(
-    name: str | None, scaling: Scaling | None = None, rounding: str | Rounding = "nearest_even", **fields: Any
+    name: str | None, scaling: Scaling | None = None, rounding: RoundingName | Rounding = "nearest_even", **fields: Any
 ) -> Quantizer:
     """Return the quantiser of a format by its name."""
     mode = Rounding(mode=rounding) if isinstance(rounding, str) else rounding  # type: ignore[arg-type]

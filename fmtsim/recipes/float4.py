@@ -8,7 +8,7 @@ from fmtsim.formats.scaling import ScaleRule
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import BF16, BLACKWELL, E4M3, E8M0, FORWARD, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.gradient import ClipMask, Differentiable
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import PowerOfTwo, Scaling, TensorScale
@@ -78,7 +78,7 @@ def _quartet2(candidates: tuple[float, ...] = (1.0,)) -> LinearConfig:
 def _fp4_ms(*, paper: bool) -> LinearConfig:
     power: PowerOfTwo | None = None if paper else "log2"
     eight = cast("e4m3", Scaling(power_of_two="ceil"))
-    rounding = "nearest_even" if paper else "nearest_away"
+    rounding: RoundingName = "nearest_even" if paper else "nearest_away"
     rows = Scaling(block=(1, None), power_of_two=power)
     columns = rows if paper else Scaling(block=(None, 1), power_of_two=power)
     clamp = Clamp(level=0.99, per="tensor" if paper else "row", compensate=paper)
@@ -96,7 +96,7 @@ RECIPES = (
         machine=BLACKWELL,
         linear=_nvfp4(),
         rules=_RULES,
-        aliases=("nvfp4_pretrain",),
+        aliases=("nvfp4", "nvfp4_pretrain"),
         source=f"{_TE}; {_NVIDIA}: the last 15 % of the blocks and the head in bfloat16",
     ),
     Recipe(name="te_nvfp4_all", machine=BLACKWELL, linear=_nvfp4(), source=f"{_TE}: every layer"),

@@ -1,8 +1,9 @@
 """Records by name: a catalogue's, those of users, and files."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from fmtsim.errors import ArgumentError, did_you_mean, shown
@@ -21,12 +22,15 @@ class Names(Generic[R]):
         hint: Where the names are listed.
         catalogue: Returns the records that are known from the start.
         load: Reads a record from a file.
+        several: Names that several records could mean, each with theirs, for the message.
     """
 
     def __init__(
         self, record: type[R], what: str, register: str, unknown: str, hint: str,
         catalogue: Callable[[], Iterable[R]], load: Callable[[str | Path], R],
+        several: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
+        self._several = several
         self._record, self._what, self._register, self._unknown, self._hint = record, what, register, unknown, hint
         self._catalogue, self._load = catalogue, load
         self.registered: dict[str, R] = {}
@@ -44,7 +48,8 @@ class Names(Generic[R]):
         known = self._by_name | self.registered
         if isinstance(recipe, str) and recipe in known:
             return known[recipe]
-        hint = did_you_mean(recipe, known)
+        named = self._several.get(recipe.strip().lower(), ()) if isinstance(recipe, str) else ()
+        hint = f"; there are {', '.join(map(repr, named))}" if named else did_you_mean(recipe, known)
         raise ArgumentError(
             f"recipe={shown(recipe)} is {self._unknown}{hint} ({self._hint} has the names; a file ends in .json)"
         )

@@ -14,9 +14,15 @@ def _catalogue() -> Iterable[Recipe]:
     return RECIPES
 
 
+# What people call by its width alone; each has its own scales.
+_SEVERAL = {
+    "fp8": ("te_current", "te_delayed", "te_block", "te_mxfp8", "ao_tensorwise", "ao_rowwise", "deepseek_v3"),
+    "int8": ("int8_mixed", "switchback"),
+    "fp4": ("te_nvfp4", "mxfp4", "quartet"),
+}
 _names = Names(
     Recipe, "recipe", "register_recipe", "unknown", "fmtsim.list_recipes() or fmtsim train --recipe list",
-    _catalogue, load_recipe,
+    _catalogue, load_recipe, _SEVERAL,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.build import HOPPER, cast
 from fmtsim.recipes.spec import LossScale, Recipe
+from fmtsim.rounding.modes import RoundingName
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py and the CPU and CUDA kernels behind it"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources; details unverified)"
@@ -10,7 +11,7 @@ _TF32 = "NVIDIA Ampere whitepaper; truncation of raw float32 operands as recorde
 
 
 def _whole(
-    name: str, rounding: str = "nearest_even", out: str | None = None, dequantized: bool = False
+    name: str, rounding: RoundingName = "nearest_even", out: str | None = None, dequantized: bool = False
 ) -> LinearConfig:
     """Return a layer whose operands, and results, are all of one format."""
     gemm = Gemm(

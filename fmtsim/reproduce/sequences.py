@@ -9,6 +9,7 @@ from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.estimators import operand
 from fmtsim.reproduce.samples import told
+from fmtsim.rounding.modes import RoundingName
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
@@ -16,7 +17,7 @@ from fmtsim.spec.operand import Keys
 
 def sums(tell: Tell, *, steps: int, copies: int, seed: int) -> Measured:
     """Add a small number to a large one again and again, rounding each sum."""
-    cases = {
+    cases: dict[str, tuple[str, float, float, RoundingName]] = {
         "int8, 10 + 100 x 0.2, truncated": ("int8", 10.0, 0.2, "toward_zero"),
         "int8, 10 + 100 x 0.2, stochastic": ("int8", 10.0, 0.2, "stochastic"),
         "bf16, 200 + 100 x 1, to nearest": ("bf16", 200.0, 1.0, "nearest_even"),

@@ -10,13 +10,21 @@ Mode = Literal[
 ]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+Alias = Literal["nearest", "rne", "rn", "rna", "rtz", "rz", "rtp", "ru", "rd", "sr"]
+RoundingName = Mode | Alias
+ALIASES: dict[str, Mode] = {
+    "nearest": "nearest_even", "rne": "nearest_even", "rn": "nearest_even", "rna": "nearest_away",
+    "rtz": "toward_zero", "rz": "toward_zero", "rtp": "up", "ru": "up", "rd": "down", "sr": "stochastic",
+}  # fmt: skip
+"""Short names, of IEEE 754's literature and of PTX."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     """Describe a rounding.
 
     Args:
-        mode: One of ``MODES``.
+        mode: One of ``MODES``, or a short name of one (``ALIASES``), which becomes it; letter case does not matter.
         random_bits: Bits of the random word that stochastic rounding uses, 1 to 32. None means 32, which covers all
             discarded bits of every float32 value down to 2**-32 of the last place.
         variant: How those r bits decide (IEEE P3109 draft, StochasticA/B/C). With d the discarded fraction of the
@@ -35,8 +43,7 @@ class Rounding:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
-            hint = did_you_mean(self.mode, MODES)
-            raise FormatError(f"unknown rounding {shown(self.mode)}{hint} (choose one of {', '.join(MODES)})")
+            object.__setattr__(self, "mode", _mode_named(self.mode))
         if self.random_bits is not None and (type(self.random_bits) is not int or not 1 <= self.random_bits <= 32):
             raise FormatError(f"random_bits={shown(self.random_bits)} is not allowed; choose 1 to 32, or None for all")
         if not isinstance(self.variant, str) or self.variant not in ("a", "b", "c"):
@@ -57,6 +64,19 @@ class Rounding:
     def bits(self) -> int:
         """Random bits in use."""
         return 32 if self.random_bits is None else self.random_bits
+
+
+def _mode_named(name: object) -> Mode:
+    """Return the mode of a short name or of another letter case; raise FormatError for anything else."""
+    word = name.strip().lower() if isinstance(name, str) else ""
+    mode = ALIASES.get(word) or next((mode for mode in MODES if mode == word), None)
+    if mode is not None:
+        return mode
+    if word == "rtn":
+        hint = ": toward negative is 'down', round to nearest 'nearest_even'"
+    else:
+        hint = did_you_mean(name, MODES)
+    raise FormatError(f"unknown rounding {shown(name)}{hint} (choose one of {', '.join(MODES)})")
 
 
 def get_rounding(rounding: str | Rounding, random_bits: int | None = None) -> Rounding:

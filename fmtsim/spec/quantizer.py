@@ -11,7 +11,7 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, Overflow
 from fmtsim.records import check_types
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.gradient import GradientRule, StraightThrough
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard, Transform
@@ -26,8 +26,9 @@ class Quantizer:
     Blocks always run along the contraction axis of the product in question.
 
     Args:
-        format: The target format; None leaves the operand in high precision (after its transforms).
-        rounding: How values are rounded.
+        format: The target format, a record or what ``get_format`` takes; None leaves the operand in high precision
+            (after its transforms).
+        rounding: How values are rounded, a record or a name.
         overflow: What happens beyond the largest value; None means the format's own rule.
         scaling: How an element format is scaled; None means not at all, or as a block format says.
         transforms: What happens to the operand first, in order.
@@ -50,12 +51,9 @@ class Quantizer:
     then: "Quantizer | None" = None
 
     def __post_init__(self) -> None:
-        if self.format is not None and not isinstance(self.format, Format):
-            raise FormatError(
-                f"Quantizer format={shown(self.format)} is not a format record or None; pass fmtsim.get_format(name)"
-            )
-        if not isinstance(self.rounding, Rounding):
-            raise FormatError(f"Quantizer rounding={shown(self.rounding)} is not a Rounding; pass Rounding(mode=...)")
+        if self.format is not None:  # names become records
+            object.__setattr__(self, "format", get_format(self.format))
+        object.__setattr__(self, "rounding", get_rounding(self.rounding))
         scaled = self.scaling is not None
         if scaled and not isinstance(self.scaling, Scaling):
             raise FormatError(f"Quantizer scaling={shown(self.scaling)} is not a Scaling; pass Scaling(block=..., ...)")

@@ -12,6 +12,7 @@ from fmtsim.optim.catalogue import get_scheme
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe
 from fmtsim.recipes.system import OptimizerConfig
+from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
@@ -48,8 +49,8 @@ class Scheme:
     format: str
     grad_format: str | None = None
     scaling: str | None = None
-    rounding: str = "nearest_even"
-    grad_rounding: str = "nearest_even"
+    rounding: RoundingName = "nearest_even"
+    grad_rounding: RoundingName = "nearest_even"
     target: str | None = None
     unit: str | Datapath | None = None
     plan: GemmPlan | None = None

@@ -132,6 +132,16 @@ def test_rules_go_ahead_of_whatever_else_says_the_formats(tower):
         set_step(converted, 3)
         assert converted.conv.emulation.config == plain.conv.emulation.config
         assert "name ~ ^first$" in str(report(converted))
+        assert report(converted).summary.startswith("amp_bf16+rules: ") == ("recipe" in how)
+
+
+def test_rules_run_on_the_machine_of_the_call(tower):
+    own = linear_config(x="bf16", w="bf16", g="bf16")
+    convert(tower, format="e4m3", unit="hopper.wgmma", rules=[Rule(name="^first$", use=own)])
+    assert tower.first.emulation.config == own.on(target=None, unit="hopper.wgmma", plan=None, native=None)
+    revert(tower)
+    convert(tower, recipe="te_current", target="recipe", rules=[Rule(name="^first$", use=own)])
+    assert tower.first.emulation.config.fprop.target == tower.head.emulation.config.fprop.target != None  # noqa: E711
 
 
 @pytest.mark.parametrize(

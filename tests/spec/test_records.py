@@ -81,8 +81,10 @@ REFUSED = [
       for what, sums in (("lanes=", {"lanes": 2, "k_tile": 8}), ("reduce='folded'", {"reduce": "folded"}))
       for fields in ({"partial": "bf16"}, {"scaled_promotion": True, "promote_every": 8})),
     (lambda: GemmPlan(lanes=2, k_tile=8, reduce="in_place"), "lanes= adds sums as they are; leave partial, scaled_pr"),
-    (lambda: Quantizer(format="e4m3"), "Quantizer format='e4m3' is not a format record or None; pass fmtsim.get_form"),
-    (lambda: Quantizer(rounding="up"), "Quantizer rounding='up' is not a Rounding; pass Rounding(mode=...)"),
+    (lambda: Quantizer(format="e4m"), "unknown format 'e4m'; did you mean"),
+    (lambda: Quantizer(format=4), "format=4 is not a name, a format record or a dtype"),
+    (lambda: Quantizer(rounding="upp"), "unknown rounding 'upp'; did you mean 'up'?"),
+    (lambda: Quantizer(rounding=None), "rounding=None is not a name or a Rounding"),
     (lambda: Quantizer(overflow="wrap"), "Quantizer overflow='wrap' is not allowed; choose None, 'saturate', 'ieee'"),
     (lambda: Quantizer(source="last"), "Quantizer source='last' is not allowed; choose 'original', 'forward', 'requa"),
     (lambda: Quantizer(format=E4M3, scaling="amax"), "Quantizer scaling='amax' is not a Scaling; pass Scaling(block="),

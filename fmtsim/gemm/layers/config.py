@@ -16,7 +16,7 @@ from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import machine_name
 from fmtsim.records import check_types, located
-from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
@@ -240,8 +240,8 @@ def linear_config(
     w: str | Format | None,
     g: str | Format | None,
     scaling: str | None = "none",
-    rounding: str | Rounding = "nearest_even",
-    grad_rounding: str | Rounding = "nearest_even",
+    rounding: RoundingName | Rounding = "nearest_even",
+    grad_rounding: RoundingName | Rounding = "nearest_even",
     overflow: Overflow | None = None,
     target: Any = None,
     unit: Any = None,

@@ -1,0 +1,22 @@
+"""Lines that a type checker has to judge: mypy, which the default check runs, finds an ignore without an error."""
+
+import torch
+
+import fmtsim
+
+
+def right(x: torch.Tensor) -> None:
+    """Pass what is allowed."""
+    fmtsim.quantize(x, "e4m3", rounding="stochastic", overflow="saturate")
+    fmtsim.encode(x, "e4m3", rounding="rne")
+    fmtsim.linear_config(x="e4m3", w=None, g="e5m2", grad_rounding="sr", scaling="tensor")
+    fmtsim.list_formats("block")
+
+
+def wrong(x: torch.Tensor) -> None:
+    """Mistype roundings, an overflow rule and a family of formats."""
+    fmtsim.quantize(x, "e4m3", rounding="stochstic")  # type: ignore[arg-type]
+    fmtsim.encode(x, "e4m3", rounding="rtn")  # type: ignore[arg-type]
+    fmtsim.quantize(x, "e4m3", overflow="saturated")  # type: ignore[arg-type]
+    fmtsim.linear_config(x="e4m3", w=None, g=None, rounding="nearst")  # type: ignore[arg-type]
+    fmtsim.list_formats("blocks")  # type: ignore[arg-type]
