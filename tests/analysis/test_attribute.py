@@ -71,6 +71,12 @@ def test_estimates_rank_operands_as_switching_them_does(gpt, kind, recipe):
     assert estimate.passes == (4, 2)
     for by in ("loss", "gradient"):
         assert correlation(estimate, exact, by) > 0.9
+    local, flowing = [], []
+    for a, b in zip(estimate.rows, exact.rows, strict=True):
+        if b.gradient_noise:
+            (local if a.operand in ("g_w", "x_w") else flowing).append(math.log(a.gradient_noise / b.gradient_noise))
+    assert local and max(map(abs, local)) < 0.01  # the same error, through gradients in float32 the second time
+    assert abs(sum(flowing) / len(flowing)) < math.log(2)  # of a random direction
     wrong = copy.copy(estimate)
     object.__setattr__(wrong, "rows", estimate.rows[6:] + estimate.rows[:6])
     assert correlation(wrong, exact, "loss") < 0.9
@@ -230,6 +236,19 @@ def test_what_is_not_finite_is_named(gpt, classifier):
         found = fmtsim.attribute(model, x * 1e6, loss, recipe=config, exact=exact)
         assert found.worst(1)[0].loss == math.inf and found.rules()[0].name == "^0$"
         assert "rounding gives NaN or Inf: 0 x_f" in found.notes[-1] and found.to_dict()["rows"][0]["loss"] == "inf"
+
+
+def test_what_a_batch_does_not_run_has_no_rows_and_a_note():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.used(x).square().mean()
+
+    found = fmtsim.attribute(Half(), torch.randn(8, 8), format="e4m3")
+    assert {row.layer for row in found.rows} == {"used"} and "not run by this batch: idle" in found.notes
 
 
 @pytest.mark.parametrize(
