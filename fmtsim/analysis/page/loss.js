@@ -38,16 +38,17 @@ function lossCharts() {
     .filter((s) => s.shown);
   const marks = curves.flatMap((c) => {
     const at = c.losses.findIndex((v) => !isNumber(v));
-    return at < 0 || !c.shown ? [] : [{ x: at + 1, text: `${c.label}: ${short(c.losses[at])} at step ${at + 1}`, color: ink(c.color) }];
+    return at < 0 || !c.shown ? [] : [{ x: at + 1, text: `${c.label.length < 30 ? c.label + ": " : ""}${short(c.losses[at])} at step ${at + 1}`, color: ink(c.color) }];
   });
   lineChart($("loss-chart"), { series, marks, log, height: 340, xLabel: "step", yLabel: "loss" + unit, name: "Loss by step: " + series.map((s) => s.label).join(", ") });
   if (curves.length < 2 || !curves[0].shown) {
     $("gap-chart").replaceChildren();
     return;
   }
+  const longest = Math.max(...smooth.map((values) => values.length)); // both charts have the same steps
   const gaps = curves.slice(1).map((c, k) => ({
     label: c.label, color: ink(c.color), dash: c.dash, shown: c.shown,
-    points: points(smooth[k + 1].map((v, i) => (isNumber(v) && isNumber(smooth[0][i] ?? null) ? v - smooth[0][i] : null))),
+    points: points(Array.from({ length: longest }, (_, i) => [smooth[k + 1][i] ?? null, smooth[0][i] ?? null]).map(([v, w]) => (isNumber(v) && isNumber(w) ? v - w : null))),
   })).filter((s) => s.shown);
   lineChart($("gap-chart"), { series: gaps, height: 190, zero: true, least: 0.1, xLabel: "step", yLabel: "gap to the first", name: `Loss minus that of ${curves[0].label}, by step` });
 }
