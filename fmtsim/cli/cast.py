@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 import fmtsim
-from fmtsim.cli.options import add_json, add_rounding, parse_number, repeated
+from fmtsim.cli.options import add_json, add_rounding, parse_numbers, repeated
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import FmtsimError, FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan")
+    parser.add_argument(
+        "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
+    )
     repeated(parser, "--to", "the element format", "FORMAT", required=True, dest="formats", default=None)
     add_rounding(parser)
     add_json(parser)
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one line for each number, format and rounding; ``--rounding all`` shows every mode."""
-    numbers = [parse_number(text) for text in arguments.numbers]
+    numbers = parse_numbers(arguments.numbers)
     formats = [_element(name) for name in arguments.formats]
     modes = MODES if arguments.rounding == "all" else (get_rounding(arguments.rounding).mode,)
     results = [

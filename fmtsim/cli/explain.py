@@ -3,7 +3,7 @@
 import argparse
 
 import fmtsim
-from fmtsim.cli.options import add_json, add_rounding, count, option, parse_number
+from fmtsim.cli.options import add_json, add_rounding, count, option, parse_numbers
 from fmtsim.cli.output import answer
 from fmtsim.formats.scaling import SCALE_RULES
 
@@ -15,7 +15,10 @@ DEFECT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "numbers", nargs="+", metavar="NUMBER", help="one number, or the consecutive numbers of a block"
+        "numbers",
+        nargs="+",
+        metavar="NUMBER",
+        help="one number, or the consecutive numbers of a block; - reads them from standard input",
     )
     parser.add_argument("--format", required=True, help="any format; blocks of a block format are cut from the numbers")
     option(parser, "--dtype", "what the numbers are stored in before the cast", "float64", choices=DTYPES)
@@ -29,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; exit with 1 where the engine disagrees with the oracle."""
     import torch
 
-    numbers = [parse_number(text) for text in arguments.numbers]
+    numbers = parse_numbers(arguments.numbers)
     options = {name: getattr(arguments, name) for name in OPTIONS}
     x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
     explanation = fmtsim.explain(x, arguments.format, generator=arguments.seed, **options)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import fnmatch
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,6 +107,21 @@ def parse_number(text: str) -> float:
     if math.isinf(value) and "inf" not in word:
         raise ArgumentError(f"{text.strip()} is beyond float64 (1.797e308); write inf if infinity is meant")
     return value
+
+
+def parse_numbers(words: Sequence[str]) -> list[float]:
+    """Read numbers; a word ``-`` stands for those on standard input, between spaces or lines.
+
+    Raises:
+        ArgumentError: A word is not a number, or standard input has none.
+    """
+    found: list[float] = []
+    for word in words:
+        given = sys.stdin.read().split() if word.strip() == "-" else [word]
+        if not given:
+            raise ArgumentError("standard input, which - stands for, has no numbers; pipe some, such as 0.1 -3e-5")
+        found += map(parse_number, given)
+    return found
 
 
 def parse_int(text: str) -> int:

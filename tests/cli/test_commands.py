@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import json
 import math
 import shlex
@@ -163,6 +164,23 @@ def test_cast(run, records):
         "0.1", "e4m3", "nearest_even", "0.1015625", "0x1D", "0", "0011", "101", "+0.001562", "+1.562%",
         "0.09375", "0.1015625",
     ]  # fmt: skip
+
+
+def test_numbers_from_standard_input(run, records, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("0.1 -3e-5\n\n0x1.8p-3\n"))
+    found = records("cast", "7", "-", "--to", "e4m3")
+    assert [record["input"] for record in found] == [7.0, 0.1, -3e-5, 0.1875]
+    monkeypatch.setattr("sys.stdin", io.StringIO("1 2 3"))
+    assert run("explain", "-", "--format", "mxfp4", "--block-size", "3") == run(
+        "explain", "1", "2", "3", "--format", "mxfp4", "--block-size", "3"
+    )
+    for text, said in (
+        (" \n", "standard input, which - stands for, has no numbers; pipe some"),
+        ("1 x", "'x' is not a"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert main(["cast", "-", "--to", "e4m3"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_cast_of_special_numbers(records):
