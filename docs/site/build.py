@@ -96,7 +96,7 @@ def shown(result: dict[str, Any], picture: Path) -> str:
 def main() -> int:
     """Collect the pages and build the site; return the exit status."""
     collect(PAGES)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", *sys.argv[1:]]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", *sys.argv[1:]]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
 
 
