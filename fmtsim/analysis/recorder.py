@@ -119,13 +119,14 @@ class Recorder:
 
     def _gradients(self) -> Iterator[tuple[str, nn.Parameter, int | None]]:
         """Yield parameters with the places of their gradients' fingerprints where one operation made all of it."""
-        made: dict[str, list[int]] = {}
+        made: dict[nn.Parameter | None, list[int]] = {}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for one in self._events:
             if one.direction == "backward":
                 name = f"{one.layer}.{one.operation.removeprefix('gradient of ')}".lstrip(".")
-                made.setdefault(name, []).append(one.outputs[0][1])
+                made.setdefault(parameters.get(name.split(" (")[0]), []).append(one.outputs[0][1])
         for name, p in self._model.named_parameters():
-            own = made.get(name, [])
+            own = made.get(p, [])
             yield name, p, own[0] if len(own) == 1 and p in self._fresh else None
 
     def record(

@@ -40,8 +40,9 @@ class TensorBits:
         dtype: Its dtype, without ``torch.``.
         hash: 16 hexadecimal digits, of all bits in row-major order.
         parts: Hashes of the batch's members, in their order, where the first dimension is a multiple of the batch.
-        amax: Largest magnitude of a floating-point tensor; None where that is not finite, or of others.
-        special: ``"nan"`` or ``"inf"`` where it holds such (``"nan"`` if both), else empty.
+        amax: Largest magnitude of a floating-point tensor of 16 bits or more; None where that is not finite, and of
+            other tensors.
+        special: ``"nan"`` or ``"inf"`` where such a tensor holds one (``"nan"`` if both), else empty.
     """
 
     name: str

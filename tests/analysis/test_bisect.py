@@ -248,6 +248,33 @@ def test_batches_of_different_size_compare_the_members_that_both_have():
     assert fmtsim.bisect((plain(), BATCH[:1], loss), (plain(), other, loss)).equal
 
 
+def test_a_later_member_of_a_batch_that_differs_is_seen():
+    other = BATCH.clone()
+    other[1, 2, 3] += 1
+    assert fmtsim.bisect((plain(), BATCH[:2], loss), (plain(), other, loss)).kind == "input"
+    assert fmtsim.bisect((plain(), BATCH[:1], loss), (plain(), other, loss)).equal
+
+
+class Odd(nn.Module):
+    """Hand a child zeros of a dtype, and rows that do not belong to the batch's members."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.zeros, self.rows, self.dtype = nn.Identity(), nn.Identity(), dtype
+
+    def forward(self, x):
+        self.zeros(torch.zeros(4, 4, dtype=self.dtype))
+        self.rows(torch.full((len(x) * (6 // len(x)), 4), float(len(x))))
+        return x
+
+
+def test_dtypes_count_and_rows_of_no_member_do_not():
+    x = torch.ones(4, 4)
+    found = fmtsim.bisect(fmtsim.trace(Odd(), x), fmtsim.trace(Odd(torch.float64), x))
+    assert found.a.layer == "zeros" and not found.equal
+    assert fmtsim.bisect((Odd(), x[:2]), (Odd(), x)).equal
+
+
 def test_saved_traces(tmp_path):
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     models = emulated(), changed(emulated(), "1.up", "wgrad", unit="ada.mma")

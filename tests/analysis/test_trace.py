@@ -232,6 +232,18 @@ def test_views_have_their_own_shapes():
     assert forward["Flatten"].inputs[0].hash == forward["Flatten"].outputs[0].hash  # which is read once
 
 
+def test_gradients_are_those_at_the_end():
+    """Of a weight that is used twice, and of one that had a gradient before."""
+    made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    made[1].weight = made[0].weight
+    x = torch.linspace(-1, 1, 16).view(2, 8)
+    for _ in range(2):
+        with fmtsim.tracing(made) as run:
+            made(x).sum().backward()
+        hashes = {x.name: x.hash for x in run.trace.gradients}
+        assert hashes == {name: f"{printed(p.grad).hash:016x}" for name, p in made.named_parameters()}
+
+
 def test_kept_tensors_and_files(tmp_path):
     found = fmtsim.trace(model(format="e4m3", unit="hopper.wgmma"), BATCH, loss, tensors=[1, "2"])
     assert set(found.tensors) == {1, *(one.index for one in found.operations if one.layer == "2")}
