@@ -15,6 +15,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
+
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "build" / "pages"
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -71,13 +73,22 @@ def notebook(path: Path, pictures: Path) -> str:
     for number, cell in enumerate(json.loads(path.read_text("utf-8"))["cells"]):
         text = "".join(cell["source"]).strip()
         if cell["cell_type"] == "markdown":
-            parts.append(linked(text, f"notebooks/{path.name}", f"{TUTORIALS}/{path.stem}.md"))
+            parts.append(formulas(linked(text, f"notebooks/{path.name}", f"{TUTORIALS}/{path.stem}.md")))
         elif text:
             parts.append(f"```python\n{text}\n```")
             results = enumerate(cell["outputs"])
             parts += [shown(result, pictures / f"{path.stem}_{number}_{i}.png") for i, result in results]
     head, _, rest = parts[0].partition("\n")
     return "\n\n".join(part for part in (head, source, rest, *parts[1:]) if part) + "\n"
+
+
+def formulas(text: str) -> str:
+    """Return Markdown whose formulas between dollar signs are MathML, which browsers draw by themselves."""
+
+    def drawn(found: re.Match[str]) -> str:
+        return f"<span>{convert(found[2], display='block' if found[1] == '$$' else 'inline')}</span>"
+
+    return re.sub(r"(\$\$?)([^$`]+)\1", drawn, text)
 
 
 def shown(result: dict[str, Any], picture: Path) -> str:
