@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
+from fmtsim.analysis.measure import LOWEST_EXPONENT
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.table import Facts, Tabular
 

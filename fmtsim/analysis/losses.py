@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats, Sample
+from fmtsim.analysis.measure import LOWEST_EXPONENT
+from fmtsim.analysis.stats import OperandStats, Sample
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved, set_title
 from fmtsim.table import Rows, Tabular

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fmtsim.analysis.loss_scale import LossScale, loss_scale_of
 from fmtsim.analysis.losses import Losses, losses_of, plot_losses, worst
+from fmtsim.analysis.measure import measure
 from fmtsim.analysis.shadow import Shadow
 from fmtsim.analysis.stats import Counts, OperandStats, Sample
 from fmtsim.arguments import check_module
@@ -75,8 +76,9 @@ class Observation(Tabular):
         self._active = False
         self._stance: Any = None  # of compilers, before the with
         self._hooks: list[RemovableHandle] = []
-        self.counts: StepCounts = {}
-        self.layers: Layers = {}
+        self._counts: StepCounts = {}
+        self._layers: Layers = {}
+        self._unread: list[tuple[int, str, str, Format | None, Tensor]] = []
         self.steps, self.every = 0, every
         if not self._modules and not self._attention:
             raise ArgumentError(
@@ -90,7 +92,7 @@ class Observation(Tabular):
         found = cls.__new__(cls)
         found._shadow, found._stance = None, None
         found._model, found._modules, found._attention, found._active, found._hooks = None, [], [], False, []
-        found.counts, found.layers, found.steps, found.every = counts or {}, layers, steps, 1
+        found._counts, found._layers, found._unread, found.steps, found.every = counts or {}, layers, [], steps, 1
         return found
 
     def merge(self, other: "Observation", step: int) -> None:
@@ -98,6 +100,18 @@ class Observation(Tabular):
         for layer, operands in other.layers.items():
             for operand, seen in operands.items():
                 self._count(step, layer, operand, seen)
+
+    @property
+    def layers(self) -> Layers:
+        """Layer -> operand -> statistics over all observed steps."""
+        self._read()
+        return self._layers
+
+    @property
+    def counts(self) -> StepCounts:
+        """Step -> layer -> operand -> what ``history`` has the figures of."""
+        self._read()
+        return self._counts
 
     @property
     def history(self) -> History:
@@ -143,6 +157,7 @@ class Observation(Tabular):
 
     def _begin(self, *_: Any) -> None:
         """Begin a step, before the model's forward."""
+        self._read()
         if self._shadow is not None:
             self._shadow.begin(self.steps)
         self._watch(None if self.steps % self.every else self.steps)
@@ -278,13 +293,23 @@ class Observation(Tabular):
     def _observer(self, step: int, layer: str) -> Observer:
         def record(operand: str, x: Tensor, q: Tensor, quantizer: Quantizer, dim: int) -> None:
             if self._active:
-                self._count(step, layer, operand, OperandStats().add(x, q, quantizer.format, dim))
+                self._unread.append((step, layer, operand, quantizer.format, measure(x, q, quantizer.format, dim)))
 
         return record
 
+    def _read(self) -> None:
+        """Take what was counted from its devices, each asked once."""
+        unread, self._unread = self._unread, []
+        numbers: dict[int, Tensor] = {}
+        for device in {measured.device for *_, measured in unread}:
+            places = [i for i, (*_, measured) in enumerate(unread) if measured.device == device]
+            numbers |= zip(places, torch.stack([unread[i][-1] for i in places]).cpu(), strict=True)
+        for i, (step, layer, operand, fmt, _) in enumerate(unread):
+            self._count(step, layer, operand, OperandStats().read(numbers[i], fmt))
+
     def _count(self, step: int, layer: str, operand: str, seen: OperandStats) -> None:
-        self.layers.setdefault(layer, {}).setdefault(operand, OperandStats()).merge(seen)
-        self.counts.setdefault(step, {}).setdefault(layer, {}).setdefault(operand, Counts()).count(seen)
+        self._layers.setdefault(layer, {}).setdefault(operand, OperandStats()).merge(seen)
+        self._counts.setdefault(step, {}).setdefault(layer, {}).setdefault(operand, Counts()).count(seen)
 
 
 def observe(

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
+from fmtsim.analysis.measure import LOWEST_EXPONENT
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved, set_title
 

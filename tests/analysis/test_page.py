@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.analysis.measure import _limits, _smallest
 from fmtsim.analysis.observe import Observation, observe
 from fmtsim.analysis.page import page_content, write_page
 from fmtsim.analysis.page.data import format_choices, number
-from fmtsim.analysis.stats import OperandStats, _limits, _smallest
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from tests.support.reports import UNKIND, data_of, made_observation, made_report
 

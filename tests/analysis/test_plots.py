@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from fmtsim.analysis.measure import LOWEST_EXPONENT
 from fmtsim.analysis.plots import plot_exponents
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.quantize import quantize

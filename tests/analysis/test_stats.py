@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats, block_scales
+from fmtsim.analysis.measure import LOWEST_EXPONENT, block_scales
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import IntFormat, LogFormat
@@ -35,6 +36,24 @@ def test_exponents_as_the_element_sees_them(name, shift):
     assert used == {exponent + shift: 1 for exponent in (-2, 0, 6)}
     merged = OperandStats().merge(s).merge(s)
     assert torch.equal(merged.scaled_exponents, 2 * s.scaled_exponents) and merged.window == s.window
+
+
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4", "nvfp4"])
+def test_statistics_do_not_depend_on_how_tensors_lie(name):
+    x, fmt = normal(64, 96) * torch.logspace(-4, 4, 96), get_format(name)
+    q = quantize(x, fmt, dim=0)
+    plain = OperandStats().add(x.contiguous(), q.contiguous(), fmt, 0).to_dict()
+    wide = torch.zeros(64, 192)
+    wide[:, ::2] = x
+    for same, dim in ((x.mT.contiguous().mT, 0), (wide[:, ::2], 0), (x.mT, -1), (x.mT.contiguous(), 1)):
+        other = OperandStats().add(same, q if dim == 0 else q.mT, fmt, dim).to_dict()
+        assert other.pop("sqnr_db") == pytest.approx(plain["sqnr_db"], rel=1e-12)  # sums are taken in another order
+        assert other == {key: value for key, value in plain.items() if key != "sqnr_db"}
+    spread = x[:1].expand(64, 96)
+    assert (
+        OperandStats().add(spread, quantize(spread, fmt), fmt).to_dict()["exponents"]
+        == (OperandStats().add(spread.clone(), quantize(spread, fmt), fmt).to_dict()["exponents"])
+    )
 
 
 def test_noise_ratio_by_hand():

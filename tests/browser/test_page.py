@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.analysis.measure import _limits
 from fmtsim.analysis.page import page_content
 from fmtsim.analysis.page.data import format_choices
-from fmtsim.analysis.stats import OperandStats, _limits
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import FormatError
 from tests.support.reports import OPERANDS, UNKIND, made_observation, made_report
 

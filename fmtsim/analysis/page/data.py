@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats, operand_in_words
+from fmtsim.analysis.measure import LOWEST_EXPONENT
+from fmtsim.analysis.stats import OperandStats, operand_in_words
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import FloatFormat, IntFormat
