@@ -29,27 +29,30 @@ _HOMES = _homes()
 __all__ = sorted(_HOMES)
 
 
-class _Package(ModuleType):
-    """The package: its public names on demand, and a function rather than the submodule of its name."""
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a part of the package, when it is first asked for."""
+    package, home = sys.modules[__name__], _HOMES.get(name)
+    if home is not None and home != "fmtsim":
+        value = getattr(importlib.import_module(home), name)
+        setattr(package, name, value)
+        return value
+    if not name.startswith("_") and find_spec(f"fmtsim.{name}"):
+        return importlib.import_module(f"fmtsim.{name}")
+    raise AttributeError(f"module 'fmtsim' has no attribute {name!r}", name=name, obj=package)
 
-    def __getattr__(self, name: str) -> Any:
-        home = _HOMES.get(name)
-        if home is not None and home != "fmtsim":
-            value = getattr(importlib.import_module(home), name)
-            setattr(self, name, value)
-            return value
-        if not name.startswith("_") and find_spec(f"fmtsim.{name}"):
-            return importlib.import_module(f"fmtsim.{name}")
-        raise AttributeError(f"module 'fmtsim' has no attribute {name!r}", name=name, obj=self)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """The package, where a function is not hidden by the submodule of its name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The import system sets submodules here: `fmtsim.quantize` is the function also after its module has loaded.
         if isinstance(value, ModuleType) and _HOMES.get(name) == f"fmtsim.{name}":
             value = getattr(value, name)
         super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *_HOMES})
 
 
 sys.modules[__name__].__class__ = _Package

@@ -65,8 +65,8 @@ MISTAKES = {
     ),
     "a dim out of range": (lambda: fmtsim.quantize(X, "mxfp4", dim=2), "dim=2", "(6, 64)", "choose -2 to 1"),
     "a rounding that does not exist": (
-        lambda: fmtsim.quantize(X, "e4m3", rounding="nearest"),
-        "'nearest'",
+        lambda: fmtsim.quantize(X, "e4m3", rounding="nearst"),
+        "'nearst'",
         "did you mean",
         "choose one of",
     ),

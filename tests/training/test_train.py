@@ -195,7 +195,7 @@ def test_tables_say_what_an_operand_is(corpus):
     [
         (["--format", "e4m33"], "e4m3"),
         (["--baseline", "nope"], "nope"),
-        (["--rounding", "nearest"], "nearest_even"),
+        (["--rounding", "nearst"], "nearest_even"),
         (["--format", "mxfp4", "--scaling", "tensor"], "scaling='tensor' does not go with mxfp4"),
         (["--data", "/does/not/exist"], "--data /does/not/exist: no such file or folder"),
         (["--steps", "0"], "--steps 0 is not allowed; choose 1 or more"),
