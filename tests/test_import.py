@@ -25,7 +25,7 @@ LAYERS = (
     {"recipes"},
     {"nn", "optim", "distributed", "ptq", "search"},
     {"analysis"},
-    {"training", "explain", "verify", "bench", "calibration", "reproduce"},
+    {"training", "explain", "verify", "bench", "calibration", "reproduce", "integrations"},
     {"cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -2,8 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -94,6 +94,17 @@ class Observation(Tabular):
         found._model, found._modules, found._attention, found._active, found._hooks = None, [], [], False, []
         found._counts, found._layers, found._unread, found.steps, found.every = counts or {}, layers, [], steps, 1
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all statistics as numbers, strings and tensors, for a checkpoint."""
+        counts = {step: _each(asdict, layers) for step, layers in self.counts.items()}
+        return {"layers": _each(asdict, self.layers), "steps": self.steps, "counts": counts}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "Observation":
+        """Return the statistics of a ``state_dict``, of no model."""
+        counts = {int(step): _each(lambda c: Counts(**c), layers) for step, layers in state["counts"].items()}
+        return cls.of(_each(_stats_of, state["layers"]), counts, state["steps"])
 
     def merge(self, other: "Observation", step: int) -> None:
         """Add all statistics of another observation as those of one step."""
@@ -354,3 +365,13 @@ def _named(layer: str, part: str) -> str:
 
 def _nested(layers: Mapping[str, Mapping[str, OperandStats | Sample]]) -> dict[str, dict[str, Any]]:
     return {name: {op: s.to_dict() for op, s in operands.items()} for name, operands in layers.items()}
+
+
+def _each(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what a function makes of each operand of each layer."""
+    return {layer: {name: function(s) for name, s in operands.items()} for layer, operands in layers.items()}
+
+
+def _stats_of(state: dict[str, Any]) -> OperandStats:
+    window = state["window"]
+    return OperandStats(**{**state, "window": None if window is None else tuple(window)})

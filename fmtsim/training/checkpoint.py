@@ -1,7 +1,7 @@
 """Checkpoints of a comparison: a file from which it goes on with the same bits, as if it had never stopped."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fmtsim.analysis.observe import Observation
-from fmtsim.analysis.stats import Counts, OperandStats
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.files import write_folder
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
@@ -144,15 +143,8 @@ def _state_of(parts: Parts) -> dict[str, Any]:
 def _run_state(run: Run) -> dict[str, Any]:
     """Return a run as JSON types and tensors."""
     state = {field.name: getattr(run, field.name) for field in fields(Run)}
-    stats = run.stats
     return state | {
-        "stats": None
-        if stats is None
-        else {
-            "layers": _each(asdict, stats.layers),
-            "steps": stats.steps,
-            "counts": {step: _each(asdict, layers) for step, layers in stats.counts.items()},
-        },
+        "stats": None if run.stats is None else run.stats.state_dict(),
         "report": None if run.report is None else asdict(run.report),
     }
 
@@ -160,8 +152,7 @@ def _run_state(run: Run) -> dict[str, Any]:
 def _run_of(state: dict[str, Any]) -> Run:
     stats, report = state["stats"], state["report"]
     if stats is not None:
-        counts = {int(step): _each(lambda c: Counts(**c), layers) for step, layers in stats["counts"].items()}
-        stats = Observation.of(_each(_stats_of, stats["layers"]), counts, stats["steps"])
+        stats = Observation.of_state(stats)
     if report is not None:
         rows = tuple(ReportRow(**row) for row in report["rows"])
         coverage = report["coverage"]
@@ -173,16 +164,6 @@ def _run_of(state: dict[str, Any]) -> Run:
             summary=report["summary"],
         )
     return Run(**{**state, "stats": stats, "report": report})
-
-
-def _each(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what a function makes of each operand of each layer."""
-    return {layer: {name: function(s) for name, s in operands.items()} for layer, operands in layers.items()}
-
-
-def _stats_of(state: dict[str, Any]) -> OperandStats:
-    window = state["window"]
-    return OperandStats(**{**state, "window": None if window is None else tuple(window)})
 
 
 def _split(value: Any, name: str, tensors: dict[str, StoredTensor]) -> Any:

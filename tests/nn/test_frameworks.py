@@ -193,4 +193,4 @@ def test_the_lines_of_the_readme(tmp_path, monkeypatch):
     )
     names = {"name": str(tmp_path / "llama"), "arguments": arguments, "data": ROWS}
     exec(compile(lines, "README.md", "exec"), names)
-    assert names["seen"].steps == 3 and (tmp_path / "report.html").exists()
+    assert names["trainer"].state.global_step == 3 and (tmp_path / "report.html").exists()

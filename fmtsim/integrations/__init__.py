@@ -1,0 +1,1 @@
+"""Callbacks for the trainers that people use; each needs its package, which nothing else imports."""
