@@ -100,6 +100,8 @@ class Trace(table.Tabular):
         loss: The loss as ``float.hex`` writes it, empty where no number was differentiated.
         gradients: Of parameters, at the end.
         version: Of the file's layout.
+
+    Attributes:
         tensors: What was kept of operations by index: name (as in inputs and outputs) to tensor.
     """
 
