@@ -10,7 +10,7 @@ from fmtsim.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
+from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat
 from fmtsim.ops import Key, signed
 from fmtsim.rounding.modes import Rounding, get_rounding
@@ -104,13 +104,13 @@ def check_readable(name: str, x: torch.Tensor) -> None:
         raise ArgumentError(f"{name} {where}, so it has no numbers to look at; pass a tensor on a device, uncompiled")
 
 
-def check_input(x: torch.Tensor, name: str = "x") -> None:
-    """Refuse what is no dense tensor of a dtype that casts take."""
+def check_input(x: torch.Tensor, name: str = "x", *, float8: bool = False) -> None:
+    """Refuse what is no dense tensor of a dtype that casts take; the verbs take float8 as well."""
     check_dense(name, x)
-    if x.dtype not in FLOAT_DTYPES:
+    if x.dtype not in FLOAT_DTYPES and not (float8 and x.dtype in FLOAT8_DTYPES):
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
         hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
-        raise DtypeError(f"{_dtype_message(name, x.dtype)} ({hint})")
+        raise DtypeError(f"{_dtype_message(name, x.dtype, float8)} ({hint})")
 
 
 def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -183,8 +183,9 @@ def check_out_dtype(out_dtype: torch.dtype | None) -> torch.dtype | None:
     return out_dtype
 
 
-def _dtype_message(name: str, dtype: torch.dtype) -> str:
-    return f"{name} has dtype {dtype}; choose float16, bfloat16, float32 or float64"
+def _dtype_message(name: str, dtype: torch.dtype, float8: bool) -> str:
+    rest = "float32, float64 or a float8 dtype" if float8 else "float32 or float64"
+    return f"{name} has dtype {dtype}; choose float16, bfloat16, {rest}"
 
 
 def check_blocks(x: torch.Tensor, block: tuple[str, int | None, int | None] | None, dim: int, pad: bool) -> None:
@@ -289,11 +290,11 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
     return torch.stack(tensors) if tensors else torch.empty(0, 2, dtype=torch.int64)
 
 
-def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype:
     """Return the dtype of a tensor that can receive the result."""
     check_dense("out", out)
-    if out.dtype not in FLOAT_DTYPES:
-        raise DtypeError(_dtype_message("out", out.dtype))
+    if out.dtype not in FLOAT_DTYPES and out.dtype not in FLOAT8_DTYPES:
+        raise DtypeError(_dtype_message("out", out.dtype, True))
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype != out.dtype):
         raise DtypeError(f"out has dtype {out.dtype} but out_dtype={shown(out_dtype)}; leave out_dtype out")
     if out.shape != x.shape or out.device != x.device or out.layout != x.layout:

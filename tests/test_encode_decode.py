@@ -3,6 +3,8 @@
 import copy
 import pickle
 
+import ml_dtypes
+import numpy
 import pytest
 import torch
 
@@ -178,7 +180,44 @@ def test_out_dtypes_that_decode_refuses(out_dtype):
         decode(encode(wide(2), "e4m3"), out_dtype=out_dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "mxfp4"])
+def test_arrays(name):
+    """Arrays give the codes of tensors, float8 those of their values; arrays of codes give the values of tensors."""
+    x = wide(4, 64, dtype=torch.float32)
+    for given, same in (
+        (x.numpy(), x),
+        (x.numpy()[::-1, ::2], x.flip(0)[:, ::2]),
+        (x.numpy().astype(ml_dtypes.bfloat16), x.bfloat16()),
+        (x.to(torch.float8_e5m2), x.to(torch.float8_e5m2).float()),
+        (
+            x.to(torch.float8_e5m2).view(torch.uint8).numpy().view(ml_dtypes.float8_e5m2),
+            x.to(torch.float8_e5m2).float(),
+        ),
+    ):
+        ours, theirs = encode(given, name), encode(same, name)
+        assert torch.equal(ours.codes, theirs.codes)
+        assert_same_bits(ours.decode(), theirs.decode(), what=name)
+    if name != "mxfp4":
+        codes = torch.arange(1 << get_format(name).bits, dtype=torch.uint8)
+        for integers in (codes.numpy(), codes.numpy().astype("int64"), codes.numpy().astype(">u2")):
+            values = decode(integers, name, out_dtype="float64")
+            assert_same_bits(torch.from_numpy(values), decode(codes, name, out_dtype=torch.float64), what=name)
+
+
+def test_arrays_of_float8():
+    codes = numpy.arange(256, dtype="uint8")
+    assert_same_bits(
+        torch.from_numpy(decode(codes.view(ml_dtypes.float8_e5m2))),
+        decode(torch.from_numpy(codes), "e5m2"),
+        what="e5m2",
+    )
+    with pytest.raises(fmtsim.DtypeError, match="^codes have dtype float32; pass integers, float8, or what"):
+        decode(numpy.ones(2, dtype="float32"), "e4m3")
+    with pytest.raises(fmtsim.ArgumentError, match="^codes is a masked array, and the mask would be lost"):
+        decode(numpy.ma.ones(2, dtype="uint8"), "e4m3")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
 def test_encode_refuses_what_quantize_refuses(dtype):
     with pytest.raises(fmtsim.DtypeError) as ours:
         encode(torch.ones(2).to(dtype), "e4m3")

@@ -249,3 +249,12 @@ def test_a_tile_whose_largest_value_lies_beyond_float32():
 def test_what_explain_refuses(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
+def test_arrays_keep_their_dtype_and_float8_has_its_values(name):
+    x = torch.tensor([0.1, -3.0, 0.0, 448.0]).bfloat16()
+    array = x.float().numpy().astype("bfloat16")
+    assert explain(array, name).to_dict() == explain(x, name).to_dict()
+    small = x.to(torch.float8_e5m2)
+    assert explain(small, name).to_dict() == explain(small.float(), name).to_dict()

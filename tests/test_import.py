@@ -19,7 +19,7 @@ LAYERS = (
     {"rounding"},
     {"spec"},
     {"ops"},
-    {"quantize", "encoded", "stored", "autograd", "arguments"},
+    {"quantize", "encoded", "stored", "autograd", "arguments", "arrays"},
     {"scaling"},
     {"gemm"},
     {"recipes"},

@@ -46,9 +46,13 @@ MISTAKES = {
         "float16",
         "imaginary parts",
     ),
-    "a tensor that is quantised already": (lambda: fmtsim.quantize(FP8, "e4m3"), "float8_e4m3fn", "float16", "decode"),
     "a list": (lambda: fmtsim.quantize([1.0, 2.0], "e4m3"), "x is list", "not a tensor", "pass torch.tensor(x)"),
-    "a numpy array": (lambda: fmtsim.quantize(numpy.ones(3), "e4m3"), "ndarray", "not a tensor", "torch.tensor(x)"),
+    "an array of integers": (
+        lambda: fmtsim.quantize(numpy.arange(3), "e4m3"),
+        "int64",
+        "float16",
+        "x.astype('float32')",
+    ),
     "None": (lambda: fmtsim.mm(None, B, **UNIT), "a is NoneType", "not a tensor", "pass torch.tensor(a)"),
     "a sparse tensor": (lambda: fmtsim.encode(X.to_sparse(), "e4m3"), "sparse_coo", "dense", "x.to_dense()"),
     "a block that does not divide": (

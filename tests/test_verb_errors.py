@@ -2,13 +2,14 @@
 
 import re
 
+import numpy
 import pytest
 import torch
 
 import fmtsim
 from fmtsim import ArgumentError, DtypeError, FormatError, encode, quantize, quantize_
 
-DTYPES = "choose float16, bfloat16, float32 or float64"
+DTYPES = "choose float16, bfloat16, float32, float64 or a float8 dtype"
 BLOCK = "is not a block; choose an int of 1 or more, or (outer, inner), in which None means the whole extent"
 ROUNDINGS = "nearest_even, nearest_away, nearest_toward_zero, toward_zero, up, down, to_odd, stochastic"
 
@@ -116,12 +117,13 @@ TENSORS = [
     (DtypeError, torch.ones(3, dtype=torch.bool), f"x has dtype torch.bool; {DTYPES} (convert it with .float())"),
     (DtypeError, torch.ones(3, dtype=torch.complex64),
      f"x has dtype torch.complex64; {DTYPES} (take the real and imaginary parts apart)"),
-    (DtypeError, torch.ones(3).to(torch.float8_e4m3fn),
-     f"x has dtype torch.float8_e4m3fn; {DTYPES} (decode it with fmtsim.decode(x))"),
+    (DtypeError, numpy.arange(3), f"x has dtype int64; {DTYPES} (convert it with x.astype('float32'))"),
+    (DtypeError, numpy.ones(3, dtype="complex64"),
+     f"x has dtype complex64; {DTYPES} (take the real and imaginary parts apart)"),
+    (ArgumentError, numpy.ma.ones(3), "x is a masked array, and the mask would be lost; pass x.filled(0)"),
     (DtypeError, [1.0, 2.0], "x is list, not a tensor; pass torch.tensor(x)"),
     (DtypeError, 1.5, "x is float, not a tensor; pass torch.tensor(x)"),
     (DtypeError, None, "x is NoneType, not a tensor; pass torch.tensor(x)"),
-    (DtypeError, torch.ones(3).numpy(), "x is ndarray, not a tensor; pass torch.tensor(x)"),
     (ArgumentError, torch.ones(3, 3).to_sparse(),
      "x has layout torch.sparse_coo; pass a dense tensor, for example x.to_dense()"),
     (ArgumentError, torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
@@ -140,7 +142,7 @@ def test_bad_tensors(error, x, message):
 OUTS = [
     (DtypeError, [0.0], {}, "out is list, not a tensor; pass torch.tensor(out)"),
     (DtypeError, torch.empty(6, 64, dtype=torch.int8), {}, f"out has dtype torch.int8; {DTYPES}"),
-    (DtypeError, torch.empty(6, 64, dtype=torch.float8_e5m2), {}, f"out has dtype torch.float8_e5m2; {DTYPES}"),
+    (DtypeError, numpy.ones((6, 64)), {}, "out is ndarray, not a tensor; pass torch.tensor(out)"),
     (DtypeError, torch.empty(6, 64), {"out_dtype": torch.float16},
      "out has dtype torch.float32 but out_dtype=torch.float16; leave out_dtype out"),
     (ArgumentError, torch.empty(64, 6), {},
@@ -178,12 +180,57 @@ def test_out_of_a_tensor_that_requires_grad():
         assert quantize(x, "e4m3", out=out).tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("out_dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, "float32", float])
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.bool, torch.complex64, "float32", float])
 def test_bad_out_dtypes(out_dtype):
     with pytest.raises(DtypeError) as caught:
         quantize(torch.ones(3), "e4m3", out_dtype=out_dtype)
     expected = f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64"
     assert str(caught.value) == expected
+
+
+FLOAT8 = [
+    ("e5m2", torch.float8_e4m3fn, "it has no inf"),
+    ("e4m3", torch.float8_e5m2, "it has no 416.0"),
+    ("e2m1", torch.float8_e5m2fnuz, "it has no -0.0"),
+    ("e2m1", torch.float8_e8m0fnu, "it has no 6.0"),
+    ("bf16", torch.float8_e5m2, "it has no 3.3895313892515355e+38"),
+    ("mxfp4", torch.float8_e4m3fn, "its scales reach beyond that; encode returns codes and scales apart"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "reason"), FLOAT8, ids=[f"{n} {str(d)[6:]}" for n, d, _ in FLOAT8])
+def test_float8_that_does_not_hold_the_format(name, dtype, reason):
+    expected = f"out_dtype={dtype} does not hold every value of {name} ({reason}); choose torch.float32"
+    out = torch.zeros(32, dtype=dtype)
+    for options in ({"out_dtype": dtype}, {"out": out}):
+        with pytest.raises(DtypeError) as caught:
+            quantize(torch.ones(32), name, **options)
+        assert str(caught.value) == expected
+    assert not out.view(torch.uint8).any()
+
+
+ARRAYS = [
+    ({"out": torch.ones(3)}, "out is Tensor and x an array; pass numpy.empty_like(x)"),
+    ({"out": numpy.ones(3, dtype="int8")},
+     f"out has dtype int8; {DTYPES} (convert it with out.astype('float32'))"),
+    ({"out": numpy.ones(2)}, "out has shape (2,); x has (3,); pass numpy.empty_like(x)"),
+    ({"out": numpy.broadcast_to(1.0, 3)}, "out is an array that cannot be written; pass out.copy(), or "
+     "numpy.empty_like(x)"),
+    ({"out": numpy.ones(3), "out_dtype": "float32"},
+     "out has dtype float64 but out_dtype='float32'; leave out_dtype out"),
+    ({"out_dtype": "int8"}, f"out_dtype='int8' is not allowed; {DTYPES}"),
+    ({"out_dtype": ">f4"}, f"out_dtype='>f4' is not allowed; {DTYPES}"),
+    ({"out_dtype": "nonsense"}, f"out_dtype='nonsense' is not a dtype; {DTYPES}"),
+    ({"out_dtype": torch.int8},
+     "out_dtype=torch.int8 is not allowed; choose torch.float16, bfloat16, float32 or float64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), ARRAYS, ids=[message[:40] for _, message in ARRAYS])
+def test_bad_arguments_beside_an_array(options, message):
+    with pytest.raises((DtypeError, ArgumentError)) as caught:
+        quantize(numpy.ones(3), "e4m3", **options)
+    assert str(caught.value) == message
 
 
 def test_arguments_that_do_not_exist():

@@ -1,6 +1,5 @@
 """Tensors as codes in their total order: what distances in units of the last place are counted on."""
 
-import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.arguments import check_dense, check_readable
+from fmtsim.arrays import bits_of
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -128,10 +128,6 @@ def _kind_of_tensor(dtype: torch.dtype, role: str) -> Kind:
 
 def _from_array(x: "numpy.ndarray[Any, Any]", role: str) -> Codes:
     name = x.dtype.name
-    if not x.dtype.isnative:
-        x = x.astype(x.dtype.newbyteorder("="))
-    if any(stride < 0 for stride in x.strides):
-        x = numpy.ascontiguousarray(x)
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype):
         kind = _kind_of_tensor(dtype, role)
@@ -143,9 +139,7 @@ def _from_array(x: "numpy.ndarray[Any, Any]", role: str) -> Codes:
         if not isinstance(fmt, FloatFormat) or fmt.bits > 8:
             raise DtypeError(f"{role} has dtype {name!r}, which has no order of codes; pass floats or integers")
         kind = Kind(name, fmt.bits, fmt, fmt.signed, None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
-        return Codes(torch.from_numpy(x.view(f"i{x.dtype.itemsize}")), kind)
+    return Codes(bits_of(x), kind)
 
 
 @lru_cache(maxsize=16)

@@ -5,8 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
+from fmtsim import arrays
 from fmtsim.arguments import check_dense, drawn_key
 from fmtsim.dispatch import is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
@@ -29,7 +31,7 @@ LIMIT = 65536
 
 
 def explain(
-    x: float | Sequence[float] | torch.Tensor,
+    x: "float | Sequence[float] | torch.Tensor | numpy.ndarray[Any, Any]",
     format: str | Format | torch.dtype,
     *,
     rounding: RoundingName | Rounding = "nearest_even",
@@ -42,8 +44,9 @@ def explain(
     """Say how numbers get their bits: scale, neighbours, exact distances, and the rule that decided.
 
     Args:
-        x: A number, a sequence, or a tensor of at most one dimension; consecutive numbers share the blocks of a
-            block format, the last of which may be short. Python numbers are float64, tensors keep their dtype.
+        x: A number, a sequence, or a tensor or array of at most one dimension; consecutive numbers share the blocks
+            of a block format, the last of which may be short. Python numbers are float64, tensors and arrays keep
+            their dtype, float8 ones count as float32.
         format: Name, record or torch dtype of the format.
         rounding: Name of a mode or a ``Rounding``.
         overflow: ``"saturate"``, ``"ieee"``, or None for the format's default.
@@ -91,6 +94,7 @@ def explain(
 
 def _as_tensor(x: Any) -> torch.Tensor:
     """Return the numbers as a tensor of one dimension."""
+    x = arrays.floats_of(x)
     if isinstance(x, torch.Tensor):
         check_dense("x", x)
         if not is_readable(x):

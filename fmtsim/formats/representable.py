@@ -6,9 +6,13 @@ from functools import lru_cache
 import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT8_DTYPES = (
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -23,6 +27,8 @@ def result_dtype(fmt: Format, dtype: torch.dtype) -> torch.dtype:
 @lru_cache(maxsize=4096)
 def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
     """Say whether a dtype holds every value of a format (of block formats: within the range of their scales)."""
+    if dtype in FLOAT8_DTYPES:
+        return isinstance(fmt, ElementFormat) and missing_value(fmt, dtype) is None
     if isinstance(fmt, LogTileFormat):
         return dtype in (torch.float32, torch.float64)
     if isinstance(fmt, BlockFormat):
@@ -30,6 +36,22 @@ def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
             return dtype in (torch.float32, torch.float64)
         return dtype != torch.float16 and _significant_bits(fmt.element) <= _precision(dtype)
     return _element_fits(fmt, dtype)
+
+
+def missing_value(fmt: ElementFormat, dtype: torch.dtype) -> float | None:
+    """Return the largest value of a format that a float8 dtype lacks, infinities and -0 being values; None for none."""
+    if fmt.bits > 8:  # more values than the dtype has codes
+        return fmt.max
+    held = get_format(dtype)
+    assert isinstance(held, FloatFormat)
+    missing = _values(fmt) - _values(held)
+    return max(map(float, missing), key=lambda value: (abs(value), value)) if missing else None
+
+
+def _values(fmt: ElementFormat) -> set[str]:
+    """Return the numbers of a format of 8 bits or fewer, as text, which tells -0 from 0."""
+    codes = range(len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits)
+    return {repr(value) for value in map(fmt.value, codes) if not math.isnan(value)}
 
 
 def _element_fits(fmt: ElementFormat, dtype: torch.dtype) -> bool:

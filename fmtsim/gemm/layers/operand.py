@@ -201,8 +201,7 @@ def holder(fmt: Format) -> torch.dtype:
     own = own_dtype(fmt)
     if own in (torch.bfloat16, torch.float16, torch.float64, *_FP8):
         return own
-    small = not fmt.infinities and is_representable(fmt, torch.float8_e4m3fn)
-    return torch.float8_e4m3fn if small else torch.float32
+    return torch.float8_e4m3fn if is_representable(fmt, torch.float8_e4m3fn) else torch.float32
 
 
 @lru_cache(maxsize=4096)
