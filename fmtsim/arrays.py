@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.arguments import check_input, check_out
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError, shown
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
+from fmtsim.formats.block import BlockFormat, LogTileFormat, with_block
 from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, is_representable, missing_value, result_dtype
-from fmtsim.formats.spec import ElementFormat, FloatFormat
+from fmtsim.formats.spec import ElementFormat
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KINDS = "float16, bfloat16, float32, float64 or a float8 dtype"
@@ -75,12 +76,10 @@ def quantize(
     if isinstance(x, numpy.ndarray):
         return _quantize_array(verb, x, format, out_dtype, out, options)
     check_input(x, float8=True)
-    fmt = with_block(get_format(format), options["block_size"], options["scale_rule"])
     dtype = out_dtype if out is None else check_out(x, out, out_dtype)
-    dtype = result_dtype(fmt, x.dtype) if dtype is None else dtype
+    dtype = _result_dtype(format, options["block_size"], options["scale_rule"], x.dtype, dtype)
     wide = x.to(torch.float32) if x.dtype in FLOAT8_DTYPES else x
     if isinstance(dtype, torch.dtype) and dtype in FLOAT8_DTYPES:
-        _check_holds(dtype, fmt)
         result = _narrowed(verb(wide, format, **options), dtype)
     else:  # the verb checks it
         result = verb(wide, format, out_dtype=dtype, **options)
@@ -150,20 +149,24 @@ def _torch_dtype(dtype: "numpy.dtype[Any]") -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _check_holds(dtype: torch.dtype, fmt: Format) -> None:
-    if is_representable(fmt, dtype):
-        return
+@constant_in_graphs
+def _result_dtype(format: Any, block_size: Any, scale_rule: Any, given: torch.dtype, wanted: Any) -> Any:
+    """Return the dtype of the result; a float8 one holds every value of the format."""
+    fmt = with_block(get_format(format), block_size, scale_rule)
+    if wanted is None:
+        return result_dtype(fmt, given)
+    if not isinstance(wanted, torch.dtype) or wanted not in FLOAT8_DTYPES or is_representable(fmt, wanted):
+        return wanted
     if isinstance(fmt, BlockFormat | LogTileFormat):
         reason = "its scales reach beyond that; encode returns codes and scales apart"
     else:
-        reason = f"it has no {missing_value(fmt, dtype)!r}"
-    raise DtypeError(f"out_dtype={dtype} does not hold every value of {fmt.name} ({reason}); choose torch.float32")
+        reason = f"it has no {missing_value(fmt, wanted)!r}"
+    raise DtypeError(f"out_dtype={wanted} does not hold every value of {fmt.name} ({reason}); choose torch.float32")
 
 
 def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values that a float8 dtype holds in that dtype, NaN with the code that its record says."""
-    result, fmt = values.to(dtype), get_format(dtype)
-    assert isinstance(fmt, FloatFormat) and fmt.nan_code is not None
-    if fmt.name == "e5m2":  # torch's cast makes another of its NaNs
-        result.detach().view(torch.uint8).masked_fill_(values.detach().isnan(), fmt.nan_code)
+    result = values.to(dtype)
+    if dtype == torch.float8_e5m2:  # torch's cast makes another of its NaNs, 0x7f
+        result.detach().view(torch.uint8).masked_fill_(values.detach().isnan(), 0x7E)
     return result

@@ -147,3 +147,12 @@ def test_a_float8_result_under_vmap_and_meta():
     each = torch.vmap(lambda row: quantize(row, "e5m2", out_dtype=torch.float8_e5m2))(x)
     assert torch.equal(each.view(torch.uint8), quantize(x, "e5m2", out_dtype=torch.float8_e5m2).view(torch.uint8))
     assert quantize(x.to("meta"), "e5m2", out_dtype=torch.float8_e5m2).dtype == torch.float8_e5m2
+
+
+def test_torch_compile_traces_float8_whole():
+    x = torch.cat([wide(62), SPECIAL[2:4]])
+    there = torch.compile(lambda x: quantize(x, "e5m2", out_dtype=torch.float8_e5m2), fullgraph=True, backend="eager")
+    back = torch.compile(lambda x: quantize(x, "e2m1"), fullgraph=True, backend="eager")
+    small = quantize(x, "e5m2", out_dtype=torch.float8_e5m2)
+    assert torch.equal(there(x).view(torch.uint8), small.view(torch.uint8))
+    assert torch.equal(back(small).view(torch.uint8), quantize(small, "e2m1").view(torch.uint8))
