@@ -7,18 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmtsim.dispatch import is_plain
 from fmtsim.float64 import capable
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
-from fmtsim.quantize import encode
+from fmtsim.ops import encode, load_engine
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
 
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -160, 160  # of the histograms; what lies beyond is counted at their ends
+FLOAT32_LOWEST = -149
 BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 FIGURES = ("elements", "nonzero", "underflowed", "saturated", "nonfinite", "amax", "signal", "noise")
 
 
 def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> Tensor:
     """Return the FIGURES of a tensor and its exponents, plain and as its elements' format sees them, as one tensor.
+
+    On the CPU its engine counts. ``signal`` and ``noise`` are sums in float64, whose last bits depend on the order of
+    elements in memory and on what counts; no number of threads changes them.
 
     Args:
         x: A tensor of floats.
@@ -29,33 +36,70 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> Tensor:
     x, q = _plain(x), _plain(q)
     if x.numel() == 0:
         return torch.zeros(len(FIGURES) + 2 * BINS, dtype=torch.float64, device=x.device)
-    x, q, amax, strange = _finite(x, q)
+    by_engine = x.is_cpu and x.dtype == torch.float32 and is_plain(x) and is_plain(q)
+    return (_measure_by_engine if by_engine else measure_by_torch)(x, q.to(x.dtype), fmt, dim)
+
+
+def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor:
+    """Do what ``measure`` does for float32 or float64 tensors that are not empty, on any device."""
+    kept, zero = x.isfinite(), x.new_zeros(())
+    x, q = torch.where(kept, x, zero), torch.where(kept, q, zero)
     counts = seen = _exponents(x)
     saturated = torch.zeros((), device=x.device)
-    # A grid over its block's range has nothing beyond.
-    if not (fmt is None or isinstance(fmt, LogTileFormat) or (isinstance(fmt, BlockFormat) and fmt.zero_point)):
-        scaled, largest = x, amax
+    if window_of(fmt) is not None:
+        scaled = x
         if isinstance(fmt, BlockFormat):
-            magnitudes = _largest(x, fmt, dim)
-            scales = _scales_of(magnitudes, fmt).to(x.dtype)
-            scaled, largest = _blocks(x, fmt, dim) / scales[:, None, :, None], (magnitudes / scales).amax()
+            scaled = _blocks(x, fmt, dim) / block_scales(x, fmt, dim).to(x.dtype)[:, None, :, None]
             seen = _exponents(scaled)
-        saturated = _beyond(scaled, largest, *_limits(_element(fmt)))
-    nonzero = counts.sum()
-    # Zero stays zero wherever a format has one, and where it has none no result is zero.
-    underflowed = (nonzero - torch.count_nonzero(q)).clamp_min(0)
-    elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
+        low, high = _limits(_element(fmt))  # type: ignore[arg-type]  # None has no window
+        saturated = torch.count_nonzero(scaled > high) + torch.count_nonzero(scaled < low)
     figures = (
-        elements,
-        nonzero,
-        underflowed,
+        _underflowed(counts.sum(), torch.count_nonzero(q)),
         saturated,
-        strange,
-        amax,
-        _squares(x.abs()),
+        x.numel() - torch.count_nonzero(kept),
+        x.abs().amax(),
+        _squares(x),
         _squares(x - q).nan_to_num(math.inf, math.inf),
     )
-    return torch.cat([torch.stack([figure.double() for figure in figures]), counts.double(), seen.double()])
+    elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
+    numbers = torch.stack([each.double() for each in (elements, counts.sum(), *figures)])
+    return torch.cat([numbers, counts.double(), seen.double()])
+
+
+def _measure_by_engine(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor:
+    """Do what ``measure_by_torch`` does for float32 tensors on the CPU."""
+    engine = load_engine("cpu")
+    limits = (-math.inf, math.inf) if window_of(fmt) is None else _limits(_element(fmt))  # type: ignore[arg-type]
+    if isinstance(fmt, BlockFormat) and not fmt.zero_point:
+        x, q, block = _matrices(x, q, fmt, dim)
+        scales = _scales_of(engine.block_amax(x, block), fmt).float()
+    else:
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)  # as memory lies
+        x, q = (t.permute(order).contiguous().view(1, -1) for t in (x, q))
+        block, scales = (1, x.shape[1]), torch.ones(1, 1)
+    found, exponents = engine.count_cast(x, q, scales, block, limits)
+    nonzero = exponents[0].sum()
+    own = torch.tensor([x.numel(), nonzero, _underflowed(nonzero, found[0])], dtype=torch.float64)
+    first = FLOAT32_LOWEST - LOWEST_EXPONENT
+    bins = F.pad(exponents, (first, BINS - first - exponents.shape[1])).flatten().double()
+    return torch.cat([own, found[1:].nan_to_num(math.inf, math.inf), bins])
+
+
+def _matrices(x: Tensor, q: Tensor, fmt: BlockFormat, dim: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Return both tensors as contiguous operand matrices, or transposed as x lies, and the rows and columns of a block.
+
+    What lies in no order of the two is copied.
+    """
+    x, q = _matrix(x, dim), _matrix(q, dim)
+    rows, columns = (min(size or extent, extent) for size, extent in zip(fmt.block, x.shape, strict=True))
+    if x.stride(0) < x.stride(1):
+        x, q, rows, columns = x.mT, q.mT, columns, rows
+    return x.contiguous(), q.contiguous(), (rows, columns)
+
+
+def _underflowed(nonzero: Tensor, kept: Tensor) -> Tensor:
+    # Zero stays zero wherever a format has one, and where it has none no result is zero.
+    return (nonzero - kept).clamp_min(0)
 
 
 def window_of(fmt: Format | None) -> tuple[float, float] | None:
@@ -70,66 +114,47 @@ def _element(fmt: Format) -> ElementFormat:
     return fmt.element if isinstance(fmt, BlockFormat) else fmt  # type: ignore[return-value]
 
 
-def _beyond(x: Tensor, largest: Tensor, low: float, high: float) -> Tensor:
-    """Count elements beyond limits; ``largest`` is the largest magnitude."""
-    if x.device.type == "cpu" and float(largest) <= min(-low, high):
-        return torch.zeros(())
-    return torch.count_nonzero(x > high) + torch.count_nonzero(x < low)
-
-
 def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
     """Return the scale of each block of x, float64 ``[outer_blocks, inner_blocks]``, zero points left aside.
 
     Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks.
     """
-    return _scales_of(_largest(x, fmt, dim), fmt)
-
-
-def _largest(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
-    """Return the largest magnitude of each block."""
     blocks = _blocks(x.abs(), fmt, dim)
     order = sorted(range(4), key=blocks.stride, reverse=True)  # as memory lies, which is many times faster
     found = blocks.permute(order).amax((order.index(1), order.index(3)))
-    return found if order.index(0) < order.index(2) else found.mT
+    return _scales_of(found if order.index(0) < order.index(2) else found.mT, fmt)
 
 
 @lru_cache(maxsize=256)
-def _single(fmt: BlockFormat) -> BlockFormat:
-    """Return a format with a scale for each element."""
-    return with_block(fmt, (1, 1))  # type: ignore[return-value]  # of a block format it is one
+def _scale_cast(fmt: BlockFormat) -> str:
+    """Return the cast to a format with a scale for each element."""
+    return CastSpec(format=with_block(fmt, (1, 1)), rounding=Rounding(), overflow=fmt.default_overflow).to_json()
 
 
 def _scales_of(largest: Tensor, fmt: BlockFormat) -> Tensor:
-    parts = encode(largest, _single(fmt), dim=-1).parts()
-    scales = torch.ones_like(largest) if parts.scales is None else parts.scales
-    scales = scales.double()
+    parts = encode(largest, _scale_cast(fmt))
+    assert parts.scales is not None  # of block formats
+    scales = parts.scales.double()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale.double()
 
 
 def _blocks(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
-    """Return the operand matrix (docs/semantics.md, section 4), padded with zeros: [blocks, rows, blocks, columns]."""
-    moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
-    matrix = moved.reshape(-1, moved.shape[-1])
+    """Return the operand matrix, padded with zeros: [blocks, rows, blocks, columns]."""
+    matrix = _matrix(x, dim)
     rows, columns = (size or extent for size, extent in zip(fmt.block, matrix.shape, strict=True))
     if matrix.shape[0] % rows or matrix.shape[1] % columns:
         matrix = F.pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
     return matrix.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
+def _matrix(x: Tensor, dim: int) -> Tensor:
+    """Return the operand matrix (docs/semantics.md, section 4)."""
+    moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
+    return moved.reshape(-1, moved.shape[-1])
+
+
 def _plain(x: Tensor) -> Tensor:
     return x.detach() if x.dtype == torch.float64 else capable(x.detach().float())
-
-
-def _finite(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both tensors with zeros where x is not finite, the largest magnitude left, and how many such."""
-    if x.device.type == "cpu":
-        least, most = torch.aminmax(x)
-        amax = torch.maximum(-least, most)
-        if math.isfinite(amax):
-            return x, q.to(x.dtype), amax, torch.zeros(())
-    kept, zero = x.isfinite(), x.new_zeros(())
-    x, q = torch.where(kept, x, zero), torch.where(kept, q.to(x.dtype), zero)
-    return x, q, x.abs().amax(), x.numel() - torch.count_nonzero(kept)
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -173,8 +198,6 @@ def _exponents(x: Tensor) -> Tensor:
     fields = _fields(x)
     first = -126 - LOWEST_EXPONENT
     counts[first : first + 254] += fields[1:255]
-    if x.device.type == "cpu" and (not fields[0] or int(fields[0]) == x.numel() - int(torch.count_nonzero(x))):
-        return counts  # no subnormal
     small = torch.where(x.abs() < torch.finfo(torch.float32).smallest_normal, x, x.new_zeros(()))
     counts[first - 23 : first] += _fields(small * 2.0**64)[42:65]  # 2**-149 to 2**-127 became 2**-85 to 2**-63
     return counts

@@ -94,6 +94,14 @@ class CPUEngine(KernelEngine, Functions, Protocol):
     def weighted_sums(self, words: Tensor, multipliers: Tensor) -> Tensor:
         """Return sums of each row's words times multipliers, of as many words as there are multipliers at once."""
 
+    def block_amax(self, x: Tensor, block: tuple[int, int]) -> Tensor:
+        """Return the largest finite magnitude of each block of a contiguous float32 matrix."""
+
+    def count_cast(
+        self, x: Tensor, q: Tensor, scales: Tensor, block: tuple[int, int], limits: tuple[float, float]
+    ) -> tuple[Tensor, Tensor]:
+        """Return figures and exponents of a contiguous float32 matrix that was cast to q, with scales of its blocks."""
+
 
 class FusedEngine(KernelEngine, Protocol):
     """An engine of GPUs that it ``serves``, with kernels for whole operands of layers, and its library's own products.

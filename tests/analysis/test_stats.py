@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from fmtsim.analysis.measure import LOWEST_EXPONENT, block_scales
+import fmtsim
+from fmtsim.analysis.measure import FIGURES, LOWEST_EXPONENT, block_scales, measure, measure_by_torch
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
@@ -54,6 +55,82 @@ def test_statistics_do_not_depend_on_how_tensors_lie(name):
         OperandStats().add(spread, quantize(spread, fmt), fmt).to_dict()["exponents"]
         == (OperandStats().add(spread.clone(), quantize(spread, fmt), fmt).to_dict()["exponents"])
     )
+
+
+def both_measures(x, q, fmt, dim=-1):
+    """Return what the CPU engine and torch count, without their sums of squares, which are compared here.
+
+    Those add the same numbers, exact in float64, in other orders: n additions of 2**-53 each bound the difference.
+    """
+    engine, oracle = measure(x, q, fmt, dim), measure_by_torch(x.float(), q.float(), fmt, dim)
+    sums = slice(FIGURES.index("signal"), FIGURES.index("noise") + 1)
+    assert engine[sums].tolist() == pytest.approx(oracle[sums].tolist(), rel=2 * x.numel() * 2.0**-53 + 2.0**-50)
+    engine[sums] = oracle[sums] = 0.0
+    return engine, oracle
+
+
+def hard_numbers(*shape):
+    """Return numbers of all magnitudes of float32, among them zeros, subnormals, NaN and infinities."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-12, 12, shape, generator=generator)
+    flat = x.view(-1)
+    flat[::7] = 0.0
+    flat[3::11] *= 2.0**-100
+    flat[5::97] *= 2.0**-130
+    flat[100:102] = torch.tensor([math.nan, -math.inf])
+    flat[13::131] = 2.0**127
+    return x
+
+
+@pytest.mark.parametrize("block", [None, (1, 16), (1, 32), (3, 5), (128, 128), (1, None), (None, None)])
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8", "nf4"])
+@pytest.mark.parametrize("rule", ["floor", "amax"])
+def test_the_engine_counts_what_torch_counts(name, block, rule):
+    fmt = get_format(name) if block is None else scaled(get_format(name), block, rule)
+    for x in (hard_numbers(70, 333), hard_numbers(70, 333).nan_to_num(0, 0, 0), hard_numbers(2, 5000).bfloat16()):
+        for dim in (-1, 0):
+            q = quantize(x, fmt, dim=dim, pad=True)
+            engine, oracle = both_measures(x, q, fmt, dim)
+            assert torch.equal(engine, oracle)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp6_e2m3", "mxint8", "logfmt8", "uint4_g32_zp", "fp32", "fp16", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_engine_counts_tensors_of_all_shapes_and_layouts(name, dtype):
+    fmt = name and get_format(name)
+    whole = hard_numbers(3, 20, 66).clamp(-6e4, 6e4).to(dtype)
+    for x in (
+        whole,
+        whole.mT,
+        whole[:, ::3, 1::2],
+        whole[0],
+        whole[0].mT,
+        whole[:1, :1, 0].expand(4, 3),
+        whole[0, 0, 0],
+    ):
+        for dim in range(-max(1, x.dim()), 0) if x.dim() else (-1,):
+            q = x if fmt is None else quantize(x, fmt, dim=dim, pad=True)
+            for values in (q, q.flatten().clone().reshape(q.shape)):
+                engine, oracle = both_measures(x, values, fmt, dim)
+                assert torch.equal(engine, oracle), (x.shape, x.stride(), dim)
+
+
+def test_threads_change_no_figure():
+    x, fmt = normal(300, 1000), get_format("mxfp8_e4m3")
+    q = quantize(x, fmt, pad=True)
+    alone = measure(x, q, fmt)
+    fmtsim.set_num_threads(3)
+    try:
+        assert torch.equal(measure(x, q, fmt), alone)
+    finally:
+        fmtsim.set_num_threads(None)
+
+
+def test_results_that_are_not_finite_are_kept_and_infinitely_wrong():
+    x, q = torch.tensor([1.0, 2.0, 3.0, math.inf]), torch.tensor([math.nan, -math.inf, 0.0, 0.0])
+    engine, oracle = measure(x, q, None), measure_by_torch(x, q, None, -1)
+    assert torch.equal(engine[:6], oracle[:6]) and engine[:6].tolist() == [4, 3, 1, 0, 1, 3]
+    assert engine[7] == oracle[7] == math.inf
 
 
 def test_noise_ratio_by_hand():
