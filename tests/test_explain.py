@@ -258,3 +258,6 @@ def test_arrays_keep_their_dtype_and_float8_has_its_values(name):
     assert explain(array, name).to_dict() == explain(x, name).to_dict()
     small = x.to(torch.float8_e5m2)
     assert explain(small, name).to_dict() == explain(small.float(), name).to_dict()
+    for integers in (x.int(), x.int().numpy()):
+        with pytest.raises(fmtsim.DtypeError, match="^x has dtype .*int32; choose float16"):
+            explain(integers, name)
