@@ -114,6 +114,8 @@ def _checked_dtype(out_dtype: Any) -> torch.dtype | None:
     """Return the torch dtype for one of torch's, numpy's or ml_dtypes'."""
     if out_dtype is None or isinstance(out_dtype, torch.dtype):
         return out_dtype
+    import ml_dtypes  # noqa: F401  # registers its dtypes' names with numpy
+
     try:
         wanted = numpy.dtype(out_dtype)
     except (TypeError, ValueError):

@@ -7,6 +7,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import ml_dtypes
 import pytest
 import torch
 from hypothesis import given, settings
@@ -254,10 +255,10 @@ def test_what_explain_refuses(call, error, message):
 @pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
 def test_arrays_keep_their_dtype_and_float8_has_its_values(name):
     x = torch.tensor([0.1, -3.0, 0.0, 448.0]).bfloat16()
-    array = x.float().numpy().astype("bfloat16")
+    array = x.float().numpy().astype(ml_dtypes.bfloat16)
     assert explain(array, name).to_dict() == explain(x, name).to_dict()
     small = x.to(torch.float8_e5m2)
     assert explain(small, name).to_dict() == explain(small.float(), name).to_dict()
     for integers in (x.int(), x.int().numpy()):
-        with pytest.raises(fmtsim.DtypeError, match="^x has dtype .*int32; choose float16"):
+        with pytest.raises(DtypeError, match="^x has dtype .*int32; choose float16"):
             explain(integers, name)
