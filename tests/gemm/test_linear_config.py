@@ -57,8 +57,8 @@ def test_configs_are_hashable_and_compare_by_value():
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: Quantizer(format="e4m3"), FormatError, r"format='e4m3' is not a format record.*get_format"),
-        (lambda: Quantizer(rounding="up"), FormatError, r"rounding='up' is not a Rounding"),
+        (lambda: Quantizer(format=3), FormatError, r"format=3 is not a name, a format record or a dtype"),
+        (lambda: Quantizer(rounding="upp"), FormatError, r"unknown rounding 'upp'; did you mean 'up'"),
         (
             lambda: Quantizer(overflow="wrap"),
             FormatError,
@@ -82,6 +82,7 @@ def test_wrong_fields_are_named(build, error, message):
 def test_records_keep_what_they_were_given():
     q = Quantizer(format=get_format("e5m2"), rounding=Rounding(mode="stochastic", random_bits=8), overflow="ieee")
     assert str(q) == "e5m2 stochastic ieee"
+    assert Quantizer(format="e5m2", rounding="up") == Quantizer(format=get_format("e5m2"), rounding=Rounding(mode="up"))
 
 
 def q(name):
