@@ -16,18 +16,9 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers import passes
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.spec.plan import GemmPlan
+from tests.support.models import Block
 
 UNIT = "hopper.wgmma"
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.act = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU()
-        self.down, self.factor = nn.Linear(2 * width, width), 1.0
-
-    def forward(self, x):
-        return x * self.factor + self.down(self.act(self.up(self.norm(x))))
 
 
 def plain():

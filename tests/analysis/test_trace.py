@@ -16,6 +16,7 @@ from fmtsim.cpu import weighted_sums
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.formats.tensor_file import read_tensors, write_tensors
 from tests.support.bits import assert_same_bits
+from tests.support.models import Block
 
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool)
@@ -91,16 +92,6 @@ def test_a_tensor_is_read_once_until_it_changes():
     assert prints.add(x) == 2
     prints.forget()
     assert prints.add(x) == 3
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up, self.act = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU()
-        self.down, self.factor = nn.Linear(2 * width, width), 1.0
-
-    def forward(self, x):
-        return x * self.factor + self.down(self.act(self.up(self.norm(x))))
 
 
 def model(**options):

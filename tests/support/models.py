@@ -29,6 +29,18 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Block(nn.Module):
+    """A feed-forward block with its norm and a residual, whose steps are traced."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU()
+        self.down, self.factor = nn.Linear(2 * width, width), 1.0
+
+    def forward(self, x):
+        return x * self.factor + self.down(self.act(self.up(self.norm(x))))
+
+
 def gated() -> nn.Sequential:
     """Return two gated layers and a normalisation between them."""
     torch.manual_seed(0)
