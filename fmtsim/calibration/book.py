@@ -36,7 +36,7 @@ DIED: Final = (
 _SAVED = 20  # times as long as it takes to write the file passes before it is written again
 # Sizes that are asked are so far apart up to a size; changes between two of them are bisected.
 _ROWS: Final = ((64, 1), (512, 4), (2048, 16), (MOST, 64))
-_TOKENS: Final = ((160, 1), (512, 8), (4096, 32), (MOST, 128))
+_TOKENS: Final = ((512, 1), (4096, 32), (MOST, 128))
 
 
 def _kinds() -> dict[str, Kind]:

@@ -35,19 +35,25 @@ _HEADS: Final = (32, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256)
 
 def _topics() -> tuple[Topic, ...]:
     """Return all topics; those whose trees take longest come first, to grow while others are asked."""
-    names = {
-        ("bf16", "bf16_fp32"): 35_000, ("fp16", "fp16_fp32"): 35_000, ("tf32",): 30_000, ("fp16_sums",): 30_000,
-        ("bf16_bias",): 25_000, ("fp16_bias",): 25_000, ("tf32_bias",): 15_000, ("fp16_sums_bias",): 15_000,
-    }  # fmt: skip
-    batched = ("bf16", "fp16", "tf32", "fp16_sums", "bf16_fp32", "fp16_fp32")
-    topics = [Topic(tuple(KINDS[name] for name in batched), True, 60_000, 1.25)]
-    topics += [Topic(tuple(KINDS[name] for name in group), False, leaves) for group, leaves in names.items()]
     others = similar_kinds(KINDS.values())
-    for scalings, leaves, share in ((("tensor",), 30_000, 1.0), (LARGE_BLOCKS, 15_000, 0.5), (("row",), 1_000, 0.25)):
+
+    def fp8(scalings: Sequence[str], leaves: int, share: float) -> Topic:
         own = [kind for kind in KINDS.values() if kind.scaling in scalings]
         alike = (other for other, kind in others.items() if kind in own)
-        topics.append(Topic((*own, *alike), False, leaves, share))
-    return tuple(topics)
+        return Topic((*own, *alike), False, leaves, share)
+
+    def half(names: str, leaves: int, batched: bool = False, share: float = 1.0) -> Topic:
+        return Topic(tuple(KINDS[name] for name in names.split()), batched, leaves, share)
+
+    return (
+        fp8(("tensor",), 30_000, 4.0),
+        half("bf16 fp16 bf16_fp32 fp16_fp32", 60_000, True, 1.5), half("tf32", 30_000, True),
+        half("bf16 bf16_fp32", 35_000), half("fp16 fp16_fp32", 35_000), half("tf32", 30_000), half("fp16_sums", 30_000),
+        half("bf16_bias", 25_000), half("fp16_bias", 25_000),
+        fp8(LARGE_BLOCKS, 15_000, 2.5),
+        half("tf32_bias", 15_000), half("fp16_sums_bias", 15_000), half("fp16_sums", 10_000, True, 0.5),
+        fp8(("row",), 1_000, 0.25),
+    )  # fmt: skip
 
 
 TOPICS: Final = _topics()

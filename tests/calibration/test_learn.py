@@ -25,6 +25,8 @@ from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Question, call_of, question_of
 from tests.support.cublaslt import chosen, library_file, open_stand_in
 
+BF16 = next(topic for topic in TOPICS if topic.kinds[0].a == "bf16" and not topic.batched)
+
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: f"{topic.kinds[0].a} {topic.batched} {len(topic.kinds)}")
 def test_questions_are_calls_that_torch_makes(topic):
@@ -66,7 +68,7 @@ def card(monkeypatch):
     monkeypatch.setattr(grow, "branches", one_leaf)
     monkeypatch.setattr(calibrate, "check_learner", lambda: None)
     monkeypatch.setattr(learn, "check_learner", lambda: None)
-    monkeypatch.setattr(calibrate, "learn", partial(learn.learn, topics=[TOPICS[1], TOPICS[1]._replace(share=0.5)]))
+    monkeypatch.setattr(calibrate, "learn", partial(learn.learn, topics=[BF16, BF16._replace(share=0.5)]))
     monkeypatch.setattr(calibrate, "open_gpu", lambda device: GPU)
     monkeypatch.setattr(calibrate, "open_asker", lambda index, cached: opened())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -87,9 +89,9 @@ def test_the_command_writes_trees(card, tmp_path, monkeypatch, capsys):
         record["bytes"] == os.path.getsize("a.trees")
         and [row["kinds"] for row in record["groups"]] == ["bf16, 1 more"] * 2
     )
-    asked = [draw(TOPICS[1], count, seed) for seed, count in enumerate((400, 200))]
+    asked = [draw(BF16, count, seed) for seed, count in enumerate((400, 200))]
     for group, questions in zip(groups, asked, strict=True):
-        answers = [chosen(Question(TOPICS[1].kinds[kind], *rest)) for kind, *rest in questions.T.tolist()]
+        answers = [chosen(Question(BF16.kinds[kind], *rest)) for kind, *rest in questions.T.tolist()]
         answers = [each for each in answers if each is not None]
         assert group.learned + 2 * group.held_out == len(answers) and group.held_out == len(answers) // 4
         (commonest, _), *_ = Counter(answers[: group.learned]).most_common()
@@ -103,8 +105,8 @@ def test_calls_that_the_library_refuses_have_no_tree(card, tmp_path):
         def choice(self, question):
             return None if question.kind.scaling != "none" else chosen(question)
 
-    groups = learn.learn(tmp_path / "a.trees", NoFP8, count=100, topics=[TOPICS[-1]._replace(share=1.0), TOPICS[1]])
-    assert [group.kinds for group in groups] == [TOPICS[1].kinds]
+    groups = learn.learn(tmp_path / "a.trees", NoFP8, count=100, topics=[TOPICS[-1]._replace(share=1.0), BF16])
+    assert [group.kinds for group in groups] == [BF16.kinds]
 
 
 def test_too_few_questions(card, capsys, tmp_path, monkeypatch):
@@ -125,7 +127,7 @@ def test_a_dead_process_is_said_and_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.setattr(learn, "check_learner", lambda: None)
     path = tmp_path / "a.trees"
     with pytest.raises(DeviceError, match="died, from lack of memory perhaps; nothing was written.*fewer --questions"):
-        learn.learn(path, partial(open_stand_in, "nowhere.so"), count=100, topics=[Topic(TOPICS[1].kinds)], workers=2)
+        learn.learn(path, partial(open_stand_in, "nowhere.so"), count=100, topics=[Topic(BF16.kinds)], workers=2)
     assert not path.exists()
 
 
