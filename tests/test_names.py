@@ -10,7 +10,7 @@ from fmtsim.cli.main import main
 from fmtsim.distributed import REDUCTIONS, get_reduction
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.scaling import SCALE_RULES
-from fmtsim.gemm.layers.config import SCALINGS
+from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.rounding.modes import ALIASES, MODES
 

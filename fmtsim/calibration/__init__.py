@@ -3,7 +3,8 @@
 from fmtsim.calibration.campaign import Finding, calibrate
 from fmtsim.calibration.gpu import GPU, TorchGPU, open_gpu
 from fmtsim.calibration.planfile import plan_file
-from fmtsim.gemm.models import list_models, model_calls, read_shapes
+from fmtsim.gemm.model_calls import model_calls
+from fmtsim.gemm.models import list_models, read_shapes
 
 __all__ = [
     "GPU", "Finding", "TorchGPU", "calibrate", "list_models", "model_calls", "open_gpu", "plan_file", "read_shapes",

@@ -16,7 +16,7 @@ import torch
 
 from fmtsim.calibration.asking import asker, processes, shared
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.models import FP8_STEP
+from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import Along, Book, Family, Runs, write_book
 from fmtsim.gemm.targets.cublaslt import Architecture

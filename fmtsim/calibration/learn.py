@@ -13,7 +13,7 @@ from fmtsim.calibration.asking import asker, pool_that_ends, processes, shared
 from fmtsim.calibration.book import KINDS, similar_kinds
 from fmtsim.calibration.grow import Numbers, Topic, grow
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.models import FP8_STEP
+from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.learned import Group, write_learned

@@ -4,20 +4,10 @@ import argparse
 from typing import Any
 
 from fmtsim.analysis.bisect import bisect
-from fmtsim.cli.options import add_device, add_json, check_device, option
+from fmtsim.cli.options import check_device
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.training.models import run_of
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    what = "a trace, or FILE.py:function that returns (model, batch) or (model, batch, loss)"
-    parser.add_argument("a", metavar="A", help=what)
-    parser.add_argument("b", metavar="B", help="what to compare with, likewise")
-    option(parser, "--seed", "of what functions and models draw", 0)
-    add_device(parser)
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

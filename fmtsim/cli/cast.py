@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 import fmtsim
-from fmtsim.cli.options import add_json, add_rounding, parse_numbers, repeated
+from fmtsim.cli.options import parse_numbers
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import FmtsimError, FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
@@ -15,16 +15,6 @@ from fmtsim.table import number_text
 
 if TYPE_CHECKING:
     from fmtsim.explain.records import Element
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
-    )
-    repeated(parser, "--to", "the element format", "FORMAT", required=True, dest="formats", default=None)
-    add_rounding(parser)
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

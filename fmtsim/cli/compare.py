@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fmtsim
-from fmtsim.cli.options import add_json, option
+from fmtsim.cli.arguments.compare import SUFFIXES
 from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.files import check_file
@@ -15,20 +15,10 @@ from fmtsim.files import check_file
 if TYPE_CHECKING:
     from fmtsim import Comparison
 
-SUFFIXES = (".npy", ".npz", ".safetensors")
 ALONE = "array"  # the name of what a .npy file holds
 
 Tensors = Mapping[str, Callable[[], Any]]
 """Tensors of a file by name, read when called."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    what = f"{', '.join(SUFFIXES)}; FILE:NAME picks one tensor of a file"
-    parser.add_argument("actual", metavar="ACTUAL", help=f"a file of tensors: {what}")
-    parser.add_argument("expected", metavar="EXPECTED", help="the file to compare with")
-    option(parser, "--plot", "draw the ulp histograms", metavar="PNG")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,25 +5,12 @@ from typing import Any
 
 from fmtsim.analysis.gemm_scan import scan_gemm
 from fmtsim.cli.info import collect
-from fmtsim.cli.layers import add_layers, add_tokens, chosen_dtypes, chosen_model
-from fmtsim.cli.options import add_json, flag, option
+from fmtsim.cli.layers import chosen_dtypes, chosen_model
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.models import PASSES, parse_tokens
 
 _WITH_GEMM: dict[str, Any] = {"models": [], "shapes": None, "target": None, "no_gradients": False}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    dropped = "look for products that the target's library leaves out, and for orders that are guesses"
-    flag(parser, "--gemm", dropped)
-    what = parser.add_argument_group("with --gemm: which products (default: the layers of gpt2)")
-    add_layers(what, "bf16")
-    add_tokens(what)
-    named = "a GPU with its library, such as h200, or a plan file; none for a model that is converted"
-    option(what, "--target", named, metavar="NAME")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

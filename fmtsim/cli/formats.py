@@ -4,7 +4,6 @@ import argparse
 import fnmatch
 from typing import Any
 
-from fmtsim.cli.options import add_json, option
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
@@ -12,17 +11,6 @@ from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.serialization import format_to_dict
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.table import number_text
-
-KINDS = ("float", "int", "codebook", "log", "block", "log_tile")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "pattern", nargs="?", default="*", help="names or aliases to list, such as 'mx*' (default: all)"
-    )
-    option(parser, "--kind", "list one kind of format", choices=KINDS)
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fmtsim
-from fmtsim.cli.options import add_json
 from fmtsim.cli.output import answer, format_table, version_of, versions_of
 
 if TYPE_CHECKING:
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
 
 CORE = ("torch", "numpy", "ml-dtypes", "numba", "llvmlite")
 EXTRAS = ("safetensors", "rich", "matplotlib", "cuda-core")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

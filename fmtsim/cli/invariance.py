@@ -4,24 +4,11 @@ import argparse
 from pathlib import Path
 
 from fmtsim.analysis.invariance import batch_invariance
-from fmtsim.cli.layers import add_layers, chosen_dtypes, chosen_model
-from fmtsim.cli.options import add_json, flag, option
+from fmtsim.cli.layers import chosen_dtypes, chosen_model
 from fmtsim.cli.output import answer
 from fmtsim.errors import ArgumentError
 from fmtsim.files import check_file
 from fmtsim.gemm.models import PASSES, parse_tokens
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    what = parser.add_argument_group("which products (default: the layers of gpt2)")
-    add_layers(what, "bf16")
-    option(what, "--sizes", "rows of the layers' input: 1,77,512 or a range, all of it", "1..512", "LIST")
-    flag(what, "--no-gradients", "forward products alone")
-    named = "a GPU with its library, such as h200, or a plan file; none for a model that is converted"
-    option(parser, "--target", named, metavar="NAME")
-    option(parser, "--plot", "save a picture of the sizes with equal results as PNG", metavar="FILE")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,24 +3,9 @@
 import argparse
 from typing import Any
 
-from fmtsim.cli.options import Parser, flag, option, repeated
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.models import DTYPES, Shape, layer_shapes, read_shapes
+from fmtsim.gemm.models import Shape, layer_shapes, read_shapes
 from fmtsim.training.models import module_of
-
-
-def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
-    """Add ``--model``, ``--shapes`` and ``--dtypes``."""
-    repeated(parser, "--model", f"linear layers of this model: {models}", dest="models")
-    option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE")
-    option(parser, "--dtypes", f"of {', '.join(DTYPES)}", dtypes, "LIST")
-
-
-def add_tokens(parser: Parser) -> None:
-    """Add ``--tokens``, which ``parse_tokens`` reads, and ``--no-gradients``."""
-    tokens = "rows of the layers' input: 1,77,512 or a range, whose powers of two are taken"
-    option(parser, "--tokens", tokens, "1..8192", "LIST")
-    flag(parser, "--no-gradients", "forward products alone")
 
 
 def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:

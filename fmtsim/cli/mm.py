@@ -12,15 +12,11 @@ import torch
 
 from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import Comparison
+from fmtsim.cli.arguments.mm import SLOW_EVERY
 from fmtsim.cli.mm_report import check_text, record_of, text_of
-from fmtsim.cli.operands import DATA, Operands, make_operands
+from fmtsim.cli.operands import Operands, make_operands
 from fmtsim.cli.options import (
-    add_device,
-    add_json,
-    add_target,
     check_device,
-    flag,
-    option,
     read_target,
     target_given,
 )
@@ -33,37 +29,10 @@ from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.quantize import quantize
 from fmtsim.spec.plan import GemmPlan
 
-OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
 MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of a machine
-SLOW_EVERY = 128
 BOTH = ("target", "unit")  # are passed to verbs also where they are None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    for name in ("m", "n", "k"):
-        parser.add_argument(name, type=int, metavar=name.upper(), help=f"{name.upper()} of [M, K] x [K, N]")
-    how = parser.add_argument_group("who multiplies (one of these)")
-    add_target(how)
-    option(how, "--accumulate", "fp32, fp16 or fp64, where the target or unit has several", metavar="FORMAT")
-    flag(how, "--slow", f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")
-    where = parser.add_argument_group("where")
-    add_device(where)
-    flag(where, "--emulate", "emulate also where the device is the target and could multiply itself")
-    check = "native: run the device's own unit and its emulation, and compare the bits; 1 is returned where they differ"
-    option(where, "--check", check, choices=("native",))
-    what = parser.add_argument_group("what is multiplied")
-    option(what, "--dtype", "format of both operands", "e4m3", "FORMAT")
-    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT")
-    data = "N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel"
-    option(what, "--data", data, "normal", choices=DATA)
-    option(what, "--seed", "of the data, and of stochastic rounding", 0)
-    result = parser.add_argument_group("result")
-    option(result, "--out-dtype", "dtype of the result (default float32)", choices=OUT_DTYPES)
-    option(result, "--out", "save the result as .npy or .safetensors", metavar="FILE")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,6 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.quantize import encode, quantize
 
-DATA = ("normal", "uniform", "wide", "cancel")
-
 
 class Operands(NamedTuple):
     """Two matrices, a [M, K] and b [K, N], and the formats that their dtypes do not say."""
@@ -30,7 +28,7 @@ def make_operands(sizes: tuple[int, int, int], formats: tuple[str, str], kind: s
     Args:
         sizes: M, N and K.
         formats: Of a and of b, by name: floating-point formats or int8 (whose codes are all equally likely).
-        kind: One of ``DATA``; numbers beyond a format's range saturate.
+        kind: One of ``DATA`` (the arguments of ``fmtsim mm``); numbers beyond a format's range saturate.
         seed: Of both.
 
     Raises:

@@ -5,11 +5,12 @@ import dataclasses
 import fnmatch
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import OVERFLOWS
+from fmtsim.gemm.models import DTYPES
 from fmtsim.rounding.modes import ALIASES, MODES
 
 MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
@@ -45,6 +46,21 @@ def repeated(parser: Parser, name: str, text: str, metavar: str = "NAME", **more
     parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more)
 
 
+def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+    """Return an option's ``type`` that takes some names, for names that are not known without torch.
+
+    ``choices`` of argparse are read while the option is declared, these where the option is given.
+    """
+
+    def check(text: str) -> str:
+        known = list(names())
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(known)})")
+        return text
+
+    return check
+
+
 def add_json(parser: Parser) -> None:
     """Add ``--json``: one JSON document on standard output instead of text."""
     flag(parser, "--json", "print one JSON document instead of text")
@@ -71,6 +87,20 @@ def add_target(parser: Parser) -> None:
     record = "FIELD=VALUE,..."
     option(parser, "--datapath", "a unit of your own, such as block=32,fraction_bits=10", metavar=record)
     option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar=record)
+
+
+def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
+    """Add ``--model``, ``--shapes`` and ``--dtypes``."""
+    repeated(parser, "--model", f"linear layers of this model: {models}", dest="models")
+    option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE")
+    option(parser, "--dtypes", f"of {', '.join(DTYPES)}", dtypes, "LIST")
+
+
+def add_tokens(parser: Parser) -> None:
+    """Add ``--tokens``, which ``parse_tokens`` reads, and ``--no-gradients``."""
+    tokens = "rows of the layers' input: 1,77,512 or a range, whose powers of two are taken"
+    option(parser, "--tokens", tokens, "1..8192", "LIST")
+    flag(parser, "--no-gradients", "forward products alone")
 
 
 def target_given(arguments: argparse.Namespace) -> list[str]:

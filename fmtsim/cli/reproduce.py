@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fmtsim.cli.options import add_json, flag, option, repeated
 from fmtsim.cli.output import answer, format_table, json_text
 from fmtsim.errors import ArgumentError
 from fmtsim.files import Content, check_folder, write_folder
@@ -15,18 +14,6 @@ from fmtsim.reproduce import Claim, Result, get_claims, run_claim
 from fmtsim.reproduce.report import HEADER, about, markdown, plot_result, rows_of
 
 FAILED = 1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    flag(parser, "--list", "list the claims, and run none")
-    repeated(parser, "--only", "run this claim alone (default: all)")
-    flag(parser, "--quick", "leave out claims that take more than ten seconds")
-    flag(parser, "--markdown", "print the table in Markdown, with the sources")
-    text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
-    option(parser, "--out", text, metavar="DIR", type=Path)
-    flag(parser, "--quiet", "show no progress")
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,8 @@ import argparse
 import math
 from typing import Any
 
-from fmtsim.cli.options import add_json, flag, option, parse_int, repeated
+from fmtsim.cli.arguments.table import ALL_BITS
+from fmtsim.cli.options import parse_int
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import CodeError, FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
@@ -14,16 +15,6 @@ from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.table import aligned, number_text
 
 SHORT_BITS = 8  # up to here every code is printed
-ALL_BITS = 16  # with --all
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("format", help="name of a format; a block format shows its element")
-    flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, not its landmarks alone")
-    repeated(parser, "--code", "show this code alone (17, 0x11 or 0b10001)", "N")
-    option(parser, "--columns", "codes side by side", 4)
-    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.bench.timing import bounded_threads
+from fmtsim.cli.arguments.train import EVERY
 from fmtsim.cli.options import (
-    add_device,
-    add_json,
-    add_target,
     check_device,
     check_threads,
-    count,
-    flag,
-    option,
     read_target,
     target_given,
 )
@@ -26,10 +21,8 @@ from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.files import check_folder
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.progress import Progress, make_progress
 from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
-from fmtsim.recipes.system import OPTIMIZERS
 from fmtsim.training.artifacts import CHECKPOINT, make_record, settings, write_artifacts, write_unfinished
 from fmtsim.training.checkpoint import Checkpoint
 from fmtsim.training.config import TrainConfig
@@ -40,90 +33,6 @@ from fmtsim.training.lockstep import check_native
 from fmtsim.training.loop import compare_schemes
 from fmtsim.training.models import source_digest
 from fmtsim.training.schemes import ADAMW, HIGH_PRECISION, Scheme
-
-SIZES = {
-    "steps": "optimizer steps of each run",
-    "batch_size": "windows of text a step",
-    "context": "bytes the model sees at once",
-    "width": "features",
-    "layers": "transformer blocks",
-    "heads": "attention heads a block",
-}
-EVERY = 100
-DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    _add_scheme(parser.add_argument_group("what is simulated"))
-    _add_target(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
-    _add_system(parser.add_argument_group("optimizer and ranks (the recipe's own, or instead of them)"))
-    how = parser.add_argument_group("model and training")
-    model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; docs/recipes.md says what of"
-    option(how, "--model", model, "gpt", "NAME")
-    for name, text in SIZES.items():
-        option(how, f"--{name.replace('_', '-')}", text, DEFAULTS[name])
-    option(how, "--lr", "peak learning rate", DEFAULTS["lr"], None)
-    option(how, "--seed", "of weights, batches and stochastic rounding", 0)
-    data = "a text file or a folder of them; by default Python's own sources"
-    option(how, "--data", data, metavar="PATH")
-    add_device(how)
-    count(how, "--threads", "CPU threads (default: torch's choice)")
-    output = parser.add_argument_group("output")
-    option(
-        output, "--out", "folder for the report in the browser (report.html), record and table", "fmtsim-train", "DIR"
-    )
-    every = f"write a checkpoint to DIR after every N steps; 0: none (default {EVERY})"
-    count(output, "--checkpoint-every", every)
-    flag(output, "--resume", "go on from the checkpoint in DIR with the same bits; without one, begin")
-    flag(output, "--quiet", "show no progress")
-    add_json(parser)
-
-
-def _add_scheme(group: argparse._ArgumentGroup) -> None:
-    recipe = (
-        "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
-        "all names, and --target recipe is the machine that it was made for"
-    )
-    option(group, "--recipe", recipe, metavar="NAME")
-    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME")
-    gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
-    option(group, "--grad-format", gradients, metavar="NAME")
-    option(group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE")
-    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE")
-    option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME")
-    scaling = (
-        "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
-        "block formats have blocks of their own"
-    )
-    option(group, "--scaling", scaling, choices=SCALINGS)
-
-
-def _add_system(group: argparse._ArgumentGroup) -> None:
-    option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
-    option(group, "--optimizer", "whose states are kept (default adamw)", choices=tuple(OPTIMIZERS))
-    state = "how its states are kept, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
-    option(group, "--state", state, metavar="NAME")
-    reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
-    option(group, "--reduction", reduction, metavar="NAME")
-    ranks = "simulated ranks that share the windows of a step (default 2 with a reduction in few bits, else 1)"
-    count(group, "--ranks", ranks)
-
-
-def _add_target(group: argparse._ArgumentGroup) -> None:
-    add_target(group)
-    dtype = "dtype of all that is no product of a linear layer, under torch.autocast (default: the recipe's, else none)"
-    option(group, "--autocast", dtype, choices=("bfloat16", "float16"))
-    fast = "use_fast_accum=True of a target's forward products; gradients promote their accumulators"
-    flag(group, "--fast-accum", fast)
-    flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
-    check = (
-        "native: instead of the comparison with a baseline, train with the device's own products and with emulated "
-        "ones in lockstep, and stop at the first bit of a loss, gradient or weight that differs; 1 is returned then"
-    )
-    option(group, "--check", check, choices=("native",))
-    minutes = "with --check: begin no step after so many minutes, and write what was found"
-    option(group, "--minutes", minutes, type=float)
 
 
 def run(arguments: argparse.Namespace) -> int:

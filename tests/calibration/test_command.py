@@ -10,7 +10,8 @@ from fmtsim.calibration.gpu import TorchGPU, open_gpu
 from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DataError, DeviceError
-from fmtsim.gemm.models import layer_shapes, list_models, model_calls, models, parse_tokens, read_shapes
+from fmtsim.gemm.model_calls import model_calls
+from fmtsim.gemm.models import layer_shapes, list_models, models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.plan import GemmPlan

@@ -47,10 +47,6 @@ def test_impossible_input_is_one_line(words, message, capsys):
 def test_want_of_memory_is_no_traceback_and_a_defect_is(error, code, monkeypatch, capsys):
     class Failing:
         @staticmethod
-        def add_arguments(parser):
-            pass
-
-        @staticmethod
         def run(arguments):
             raise error
 

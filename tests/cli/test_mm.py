@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 import fmtsim
 from fmtsim import cuda
+from fmtsim.cli.arguments.mm import DATA
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.cli.operands import DATA, make_operands
+from fmtsim.cli.operands import make_operands
 from fmtsim.cli.options import parse_record
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products import native

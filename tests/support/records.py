@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.distributed import REDUCTIONS
-from fmtsim.gemm.layers.config import SCALINGS
+from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.ptq.memory import SCHEMES

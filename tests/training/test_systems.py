@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.cli.arguments.train import add_arguments
 from fmtsim.cli.main import main
-from fmtsim.cli.train import _config, add_arguments
+from fmtsim.cli.train import _config
 from fmtsim.distributed import get_reduction, simulate
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig

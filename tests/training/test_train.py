@@ -15,7 +15,7 @@ from fmtsim.cli.main import main
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError, DataError, FormatError
 from fmtsim.files import check_folder
-from fmtsim.gemm.layers.config import SCALINGS
+from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.nn.convert import convert
 from fmtsim.progress import Lines, Progress
 from fmtsim.spec.datapath import Datapath

@@ -1,0 +1,1 @@
+"""The arguments of each command, a module for each: they import no torch, so that ``--help`` is there at once."""

@@ -1,0 +1,15 @@
+"""The arguments of ``fmtsim cast``."""
+
+import argparse
+
+from fmtsim.cli.options import add_json, add_rounding, repeated
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
+    )
+    repeated(parser, "--to", "the element format", "FORMAT", required=True, dest="formats", default=None)
+    add_rounding(parser)
+    add_json(parser)

@@ -1,0 +1,17 @@
+"""The arguments of ``fmtsim doctor``."""
+
+import argparse
+
+from fmtsim.cli.options import add_json, add_layers, add_tokens, flag, option
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    dropped = "look for products that the target's library leaves out, and for orders that are guesses"
+    flag(parser, "--gemm", dropped)
+    what = parser.add_argument_group("with --gemm: which products (default: the layers of gpt2)")
+    add_layers(what, "bf16")
+    add_tokens(what)
+    named = "a GPU with its library, such as h200, or a plan file; none for a model that is converted"
+    option(what, "--target", named, metavar="NAME")
+    add_json(parser)

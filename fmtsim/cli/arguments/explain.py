@@ -1,0 +1,24 @@
+"""The arguments of ``fmtsim explain``."""
+
+import argparse
+
+from fmtsim.cli.options import add_json, add_rounding, count, option
+from fmtsim.formats.scaling import SCALE_RULES
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "numbers",
+        nargs="+",
+        metavar="NUMBER",
+        help="one number, or the consecutive numbers of a block; - reads them from standard input",
+    )
+    parser.add_argument("--format", required=True, help="any format; blocks of a block format are cut from the numbers")
+    option(parser, "--dtype", "what the numbers are stored in before the cast", "float64", choices=DTYPES)
+    count(parser, "--block-size", "numbers that share a scale")
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE")
+    add_rounding(parser)
+    add_json(parser)

@@ -1,0 +1,10 @@
+"""The arguments of ``fmtsim info``."""
+
+import argparse
+
+from fmtsim.cli.options import add_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_json(parser)
