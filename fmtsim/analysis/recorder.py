@@ -8,13 +8,13 @@ layers themselves.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
-from importlib.metadata import version
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+import fmtsim
 from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints
 from fmtsim.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace
 from fmtsim.dispatch import is_readable
@@ -365,4 +365,4 @@ def _device(model: nn.Module) -> str:
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    return ("fmtsim", version("fmtsim")), ("torch", torch.__version__)
+    return ("fmtsim", fmtsim.__version__), ("torch", torch.__version__)

@@ -163,7 +163,7 @@ def kept(x: torch.Tensor) -> torch.Tensor:
 
 def bits(x: torch.Tensor) -> bytes:
     """Return the bits of results."""
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
+    return x.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def record_some(calls: list[GemmCall]) -> list[bytes]:

@@ -35,7 +35,7 @@ def question(m, n=4096, k=14336, kind=BF16, layout=0, batch=1):
 
 
 def looked_up(families, asked):
-    """The definition: the family of the coarsest step that has the size, and its last run that has begun."""
+    """The definition: the last run that has begun, of the families of the coarsest steps that have the size."""
     found = [
         each
         for each in families
@@ -43,11 +43,11 @@ def looked_up(families, asked):
         and each.sizes == ((asked.n, asked.k) if each.along == "m" else (asked.m, asked.n))
         and (asked.m if each.along == "m" else asked.k) % each.step == 0
     ]
-    if not found:
-        return None
-    each = max(found, key=lambda each: each.step)
-    size = asked.m if each.along == "m" else asked.k
-    return next((choice for start, choice in reversed(each.runs) if start <= size), None)
+    choices = {}
+    for each in sorted(found, key=lambda each: each.step):
+        size = asked.m if each.along == "m" else asked.k
+        choices[each.along] = next((choice for start, choice in reversed(each.runs) if start <= size), None)
+    return choices.get("k") or choices.get("m")
 
 
 def test_a_choice_holds_up_to_the_next_run():
@@ -79,6 +79,12 @@ def test_the_coarsest_step_that_has_a_size_answers():
     sizes = {1: SPLIT, 7: SPLIT, 8: SHARED, 96: SHARED, 97: SPLIT, 101: WHOLE, 104: None}
     assert {k: known.find(Question(BF16, 3, 64, 48, k)) for k in sizes} == sizes
     assert known.run(Question(BF16, 3, 64, 48, 96)) == Run(SHARED, "k", 8, 103, 8)
+
+
+def test_another_family_answers_where_one_has_no_run():
+    rows = family(sizes=(4096, 20000), step=4)
+    tokens = family(along="k", sizes=(64, 4096), runs=((8, SPLIT), (16385, None)), step=8)
+    assert book(rows, tokens).find(question(64, k=20000)) == SPLIT
 
 
 def test_many_runs():

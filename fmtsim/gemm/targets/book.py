@@ -128,10 +128,14 @@ class Book:
         """Return the entry that a question falls under, None where there is none."""
         contents = self._contents
         kind, layout, m, n, k, batch = question
+        silent: set[str] = set()
         for section in contents.sections.get((contents.aliases.get(kind, kind), layout, batch), ()):
             size, sizes = (m, (n, k)) if section.along == "m" else (k, (m, n))
-            if size % section.step == 0 and (rank := section.rank(*sizes)) is not None:
-                return section.entry(size, self._runs(section, rank))
+            if section.along in silent or size % section.step or (rank := section.rank(*sizes)) is None:
+                continue
+            if (run := section.entry(size, self._runs(section, rank))) is not None:
+                return run
+            silent.add(section.along)  # finer steps were not asked about sizes of a coarser one
         return None
 
     def families(self) -> Iterator[Family]:
