@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import fmtsim
-from fmtsim.gemm.layers.linear import watched_layers
+from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.llama import LlamaBlock
 
@@ -40,19 +40,20 @@ def bytes_kept(block: nn.Module, x: Tensor) -> tuple[int, int]:
                 of_layers.add(at)
         return t
 
-    def layer(run: Any, a: Tensor, w: Tensor, layer: Any) -> Tensor:
-        nonlocal weight
-        q, weight = layer.config.fprop.a, w.shape
-        if q.format is not None and layer.config.wgrad.b.source == "forward":  # codes are kept, else the input itself
-            inputs[a.untyped_storage().data_ptr(), q] = a.numel() * q.format.bits / 8
-        alive.append(a)
-        try:
-            return run(a, w)
-        finally:
-            weight = None
+    class Layers(Watcher):
+        def layer(self, run: Any, layer: Any, x: Tensor, w: Tensor) -> Tensor:
+            nonlocal weight
+            q, weight = layer.config.fprop.a, w.shape
+            if q.format is not None and layer.config.wgrad.b.source == "forward":  # codes are kept, else the input
+                inputs[x.untyped_storage().data_ptr(), q] = x.numel() * q.format.bits / 8
+            alive.append(x)
+            try:
+                return run(x, w)
+            finally:
+                weight = None
 
     alive: list[Tensor] = []
-    with saved_tensors_hooks(pack, lambda t: t), watched_layers(layer):
+    with saved_tensors_hooks(pack, lambda t: t), watching(Layers()):
         block(x)
     total = sum(t.untyped_storage().nbytes() for t in kept.values())
     rest = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in of_layers)

@@ -14,6 +14,7 @@ from fmtsim.analysis.batch_runs import Runs
 from fmtsim.analysis.operand_probe import Key, Probe
 from fmtsim.analysis.operand_sites import ALL, AttentionSite, Site, sites_of
 from fmtsim.errors import ArgumentError, shown
+from fmtsim.gemm.layers.watch import watching
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.convert import convert, is_converted
 from fmtsim.nn.modules import EmulatedModule
@@ -105,7 +106,7 @@ def _attribute(
     runs: Runs, sites: list[Site], exact: bool, seed: int, show: Progress, notes: list[str]
 ) -> Attribution:  # fmt: skip
     probe = Probe(sites, runs.samples, seed)
-    with probe.watching():
+    with watching(probe):
         show.stage("passes", 4)
         probe.begin("plain")
         loss, logits = runs.forward()

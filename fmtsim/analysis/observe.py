@@ -23,7 +23,7 @@ from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.files import StrPath
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.watch import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes.spec import Recipe

@@ -6,8 +6,7 @@ computed beside it, and meets the gradients that pass by.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -15,11 +14,11 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.analysis.operand_sites import AttentionSite, LinearSite, Site
+from fmtsim.analysis.operand_sites import LinearSite, Site
 from fmtsim.dispatch import without_own_modes
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.linear import autocast_to, watched_layers
-from fmtsim.nn.flash import Inputs
+from fmtsim.gemm.layers.linear import autocast_to
+from fmtsim.gemm.layers.watch import Watcher
 
 _PARTS: Final = 16
 Key = tuple[Site, str]
@@ -37,7 +36,7 @@ class _Node:
     g: Tensor | None = None
 
 
-class Probe:
+class Probe(Watcher):
     """Look at the products of a model while it runs.
 
     Args:
@@ -80,19 +79,6 @@ class Probe:
         """The products that the pass without rounding ran."""
         return {site for site, _ in self._nodes}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look on."""
-        calls = [site.plain for site in self._sites.values() if isinstance(site, AttentionSite)]
-        for call in calls:
-            call.watcher = self._attention
-        try:
-            with watched_layers(self._layer):
-                yield
-        finally:
-            for call in calls:
-                call.watcher = None
-
     def begin(self, kind: Forward, step: float = 0.0) -> None:
         """Say what the next forward pass is: ``step`` is how far parameters were moved for ``"tangent"``."""
         self._forward, self._step = kind, step
@@ -112,17 +98,15 @@ class Probe:
         source = torch.Generator().manual_seed(self._seed + 64 * site.seed + use)
         return torch.randint(0, 2, (self._samples,), generator=source).mul_(2).sub_(1).float()
 
-    def _layer(self, run: Any, x: Tensor, w: Tensor, layer: Any) -> Tensor:
+    def layer(self, run: Any, layer: Any, x: Tensor, w: Tensor) -> Tensor:
+        """Look at a layer's product."""
         site = self._sites.get(layer)
-        if site is None:
-            return run(x, w)  # type: ignore[no-any-return]
-        with without_own_modes():
-            return self._look(site, (autocast_to(x, x), autocast_to(w, x)), run, 2)
+        return run(x, w) if site is None else self._look(site, (autocast_to(x, x), autocast_to(w, x)), run, 2)  # type: ignore[no-any-return]
 
-    def _attention(self, inputs: Inputs, call: Any) -> Tensor:
-        site = self._sites[call]
+    def attention(self, run: Any, call: Any, *inputs: Any) -> Tensor:
+        """Look at attention."""
         with without_own_modes():
-            return self._look(site, tuple(inputs), lambda *t: site.run(None, t).to(inputs.q.dtype), 3)
+            return self._look(self._sites[call], inputs, run, 3)
 
     def _look(self, site: Site, inputs: tuple[Any, ...], run: Any, count: int) -> Tensor:
         if self._forward == "finite":

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, product_of
 from fmtsim.gemm.layers.keys import FORWARD, Layer
-from fmtsim.gemm.layers.linear import run_layer, watched_layers
+from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.gemm.layers.watch import watching
 from fmtsim.nn.attention_call import AttentionCall, run_attention
 from fmtsim.nn.attention_mode import ATTENTION, Attended
 from fmtsim.nn.flash import Inputs
@@ -124,7 +125,7 @@ class LinearSite(Site):
     def run(self, operand: str | None, inputs: tuple[Tensor, ...]) -> Tensor:
         """Return ``x w^T``."""
         x, w = map(_wide, inputs)
-        with watched_layers(None):
+        with watching(None):
             return run_layer(x, w, None, self._layers[operand])
 
     def differs(self, operand: str) -> tuple[int, ...]:
@@ -150,7 +151,8 @@ class AttentionSite(Site):
     def run(self, operand: str | None, inputs: tuple[Any, ...]) -> Tensor:
         """Return the attention of q, k and v, followed by mask, hides and factor."""
         q, k, v, *more = inputs
-        return run_attention(Inputs(_wide(q), _wide(k), _wide(v), *more), self._calls[operand])
+        with watching(None):
+            return run_attention(Inputs(_wide(q), _wide(k), _wide(v), *more), self._calls[operand])
 
     def differs(self, operand: str) -> tuple[int, ...]:
         """Return the places of q, k and v."""

@@ -18,6 +18,7 @@ import fmtsim
 from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints
 from fmtsim.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace
 from fmtsim.dispatch import is_readable
+from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.nn.modules import EmulatedModule
@@ -55,7 +56,7 @@ class _Event(NamedTuple):
     facts: Any
 
 
-class Recorder:
+class Recorder(Watcher):
     """Collect events; hashes are computed at once and read at the end."""
 
     def __init__(self, model: nn.Module, tensors: bool | Collection[int | str]) -> None:
@@ -261,16 +262,20 @@ class Recorder:
         owner = self._owners.get(node._sequence_nr())
         return "" if owner is None else owner.layer, "backward"
 
-    def operand(self, name: str, t: Tensor, made: Operand, keys: tuple[Key, ...]) -> None:
+    def operand(self, seen: Seen) -> None:
         """See an operand."""
-        inputs = self.read([("input", t)])
-        outputs = [(label, x) for label, x in _parts("output", made) if x is not None]
-        facts = [("quantizer", str(made.quantizer))]
-        facts += [("random key", _key(key)) for key in keys if key is not None]
-        self.record(*self.where(), name, inputs, outputs, lambda: facts)
+        if not self._active:
+            return
+        inputs = self.read([("input", seen.original)])
+        outputs = [(label, x) for label, x in _parts("output", seen.made) if x is not None]
+        facts = [("quantizer", str(seen.made.quantizer))]
+        facts += [("random key", _key(key)) for key in seen.keys[:3] if key is not None]
+        self.record(*self.where(), seen.name, inputs, outputs, lambda: facts)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
         """Run a product and see it."""
+        if not self._active:
+            return run()
         inputs = self.read((*_parts("a", a), *_parts("b", b), ("bias", bias)))
         with seen_calls() as calls:
             y = run()

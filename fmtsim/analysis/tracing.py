@@ -15,7 +15,7 @@ from fmtsim.analysis.recorder import Recorder, inputs_of, named
 from fmtsim.analysis.trace import Level, Trace
 from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError, shown
-from fmtsim.gemm.layers.passes import watched_passes
+from fmtsim.gemm.layers.watch import watching
 from fmtsim.gemm.units.unit import describe
 from fmtsim.spec.gemm_spec import gemm_spec_from_json
 
@@ -110,7 +110,7 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
         self._recorder = Recorder(self.model, self._tensors)
         stack, recorder = self._stack, self._recorder
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(watched_passes(recorder))
+        stack.enter_context(watching(recorder))
         stack.callback(recorder.stop)
         recorder.start()
         if self._level == "aten":

@@ -3,8 +3,7 @@
 import itertools
 import math
 import uuid
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -16,7 +15,7 @@ from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs, is_readable, without_autocast
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.watch import Observer, Watchers, watchers_with
 from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash
 from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.ops import define_operator
@@ -24,7 +23,6 @@ from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.repeats import Calls
 from fmtsim.spec.cast import RandomKey
 
-Watcher = Callable[[Inputs, "AttentionCall"], Tensor]
 _ONCE: Final = (
     "quantised attention cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
     "compute second derivatives on the unconverted model (fmtsim.revert)"
@@ -51,7 +49,6 @@ class AttentionCall:
         self.config, self.generator = config, generator
         self.draws: Calls[Tensor] = Calls()  # states of the generator under activation checkpointing
         self.observer: Observer | None = None  # set while fmtsim.observe is active
-        self.watcher: Watcher | None = None  # called instead, where somebody looks at inputs and gradients
         self.name = f"{_PROCESS}.{next(_numbers)}"
         _calls[self.name] = self
 
@@ -80,10 +77,12 @@ def run_attention(inputs: Inputs, call: AttentionCall | str) -> Tensor:
     ``call`` is config and generator, or the name of them in compiled code.
     """
     if isinstance(call, AttentionCall):
-        if call.watcher is not None:
-            return call.watcher(inputs, call)
         if not torch.compiler.is_compiling() and all(map(is_readable, inputs[:3])):
-            return _Attention.apply(*inputs, call)[0]  # type: ignore[no-any-return, no-untyped-call]
+            watchers = watchers_with(call.observer)
+            run = lambda *inputs: _Attention.apply(*inputs, (call, watchers))[0]  # type: ignore[no-untyped-call]  # noqa: E731
+            for watcher in watchers:
+                run = partial(watcher.attention, run, call)
+            return run(*inputs)  # type: ignore[no-any-return]
         if call.observer is not None:
             raise ArgumentError(
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
@@ -93,13 +92,16 @@ def run_attention(inputs: Inputs, call: AttentionCall | str) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Quantise forwards and, where the config says so, backwards; the operators name their AttentionCall."""
+    """Quantise forwards and, where the config says so, backwards.
+
+    The last argument is the AttentionCall and who looks on; that of the operators is the AttentionCall's name.
+    """
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         """Return ``[..., L, dv]`` in q's dtype, and the key of the call's random numbers."""
-        *inputs, call = arguments
-        return _forward(Inputs(*inputs), call)
+        *inputs, (call, watchers) = arguments
+        return _forward(Inputs(*inputs), call, watchers)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -115,41 +117,43 @@ class _Attention(torch.autograd.Function):
             grads = torch.ops.fmtsim.attention_backward(g, q, k, v, mask, key, ctx.hides, ctx.factor, ctx.call)
             return (*grads, None, None, None, None)
         with torch.no_grad():
-            grads = _gradients(g, Inputs(q, k, v, mask, ctx.hides, ctx.factor), key, ctx.call)
+            grads = _gradients(g, Inputs(q, k, v, mask, ctx.hides, ctx.factor), key, *ctx.call)
         if torch.is_grad_enabled():  # create_graph=True: only then on
             grads = [OnceOnly.apply(d, _ONCE, g, q, k, v) for d in grads]
         return (*grads, None, None, None, None)
 
 
-def _forward(inputs: Inputs, call: AttentionCall, *, compiled: bool = False) -> tuple[Tensor, Tensor]:
+def _forward(
+    inputs: Inputs, call: AttentionCall, watchers: Watchers = (), *, compiled: bool = False
+) -> tuple[Tensor, Tensor]:
     q, random, generator = inputs.q, call.config.is_random, call.generator
     if random and isinstance(generator, torch.Generator):
         generator = call.draws.generator(generator, compiled=compiled)
     keys = random_keys(True, generator, None, q.device) if random else None
     key = torch.zeros(0, dtype=torch.int64) if keys is None else torch.tensor(keys.tolist())
-    y = _run(inputs, call.config, _call_keys(key), observer=call.observer).out
+    y = _run(inputs, call.config, _call_keys(key), watchers=watchers).out
     return y.reshape(*q.shape[:-2], *y.shape[-2:]).to(q.dtype), key
 
 
-def _gradients(g: Tensor, inputs: Inputs, key: Tensor, call: AttentionCall) -> list[Tensor]:
+def _gradients(g: Tensor, inputs: Inputs, key: Tensor, call: AttentionCall, watchers: Watchers = ()) -> list[Tensor]:
     call_keys, tensors = _call_keys(key), inputs[:3]
     made = _run(inputs, call.config, call_keys, keep=True)
     with without_autocast(g.device):
         heads = _flat(g), _flat(inputs.q), _flat(inputs.k), _flat(inputs.v)
-        grads = flash_gradients(heads, inputs.factor, call.config, call_keys, made, inputs.q.dtype, call.observer)
+        grads = flash_gradients(heads, inputs.factor, call.config, call_keys, made, inputs.q.dtype, watchers)
     return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, tensors, strict=True)]
 
 
 def _run(
     inputs: Inputs, config: AttentionConfig, call_keys: CallKeys, *, keep: bool = False,
-    observer: Observer | None = None,
+    watchers: Watchers = (),
 ) -> Flash:  # fmt: skip
     q, mask = inputs.q, inputs.mask
     if mask is not None and mask.dim() > 2:
         mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
     with without_autocast(q.device):
         heads = inputs._replace(q=_flat(q), k=_flat(inputs.k), v=_flat(inputs.v), mask=mask)
-        return flash(heads, config, call_keys, q.dtype, keep=keep, observer=observer)
+        return flash(heads, config, call_keys, q.dtype, keep=keep, watchers=watchers)
 
 
 def _flat(t: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import is_untouched
+from fmtsim.gemm.layers.watch import Watcher
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import NO_CONFIG, NO_MATRIX, why_not
 from fmtsim.nn.swaps import FILTERED
@@ -36,7 +37,7 @@ def is_meant(reason: str) -> bool:
     return reason.startswith(_MEANT)
 
 
-class Count(TorchDispatchMode):
+class Count(TorchDispatchMode, Watcher):
     """Count the products of a forward pass that read a Parameter of a model; ``running`` are the modules that run."""
 
     def __init__(self, model: nn.Module, reasons: Mapping[str, str], running: list[nn.Module]) -> None:
@@ -98,7 +99,7 @@ class Count(TorchDispatchMode):
             )
         self._raw[name, parameter, reason] += count
 
-    def layer(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor, layer: Layer) -> Tensor:
+    def layer(self, run: Callable[[Tensor, Tensor], Tensor], layer: Layer, x: Tensor, w: Tensor) -> Tensor:
         """Count a layer's product, and run it as if nobody counted."""
         places = self.places(w) or self.places(x)
         if places:

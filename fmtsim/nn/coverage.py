@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import PRODUCTS
-from fmtsim.gemm.layers.linear import watched_layers
+from fmtsim.gemm.layers.watch import watching
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.counting import Count, plain_products, projections, reason_of
 from fmtsim.nn.dry_run import running_modules, undisturbed
@@ -224,7 +224,7 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
             call()
         with running_modules() as running:
             count = Count(model, reasons, running)
-            with watched_layers(count.layer), recorded_calls(), count:
+            with watching(count), recorded_calls(), count:
                 call()
     return _coverage(count.simulated, count.backward, count.rows(), uncounted=tuple(sorted(count.uncounted)))
 

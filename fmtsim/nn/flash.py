@@ -11,19 +11,17 @@ from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.operand import holder, quantize_operand
-from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.route import element_of
+from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.gemm.products.matmul import bmm
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.recipes.attention import AttentionConfig, element_formats
 from fmtsim.recipes.build import HIGH
-from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys, Operand, last_cast, spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp
 
-See = Callable[[Tensor, Tensor, Quantizer], None]
 _HALVES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LOG2E: Final = 1.4426950408889634
 
@@ -131,7 +129,7 @@ class Flash(NamedTuple):
 
 def flash(
     inputs: Inputs, config: AttentionConfig, call_keys: CallKeys, dtype: torch.dtype, *, keep: bool = False,
-    observer: Observer | None = None,
+    watchers: Watchers = (),
 ) -> Flash:  # fmt: skip
     """Return the attention of float32 heads ``[heads, rows, features]``; ``keep`` asks for the weights.
 
@@ -141,7 +139,7 @@ def flash(
     if coded:
         check_call(config, inputs, dtype)
     left, right, values = (
-        quantised(x, quantizer, coded, call_keys.draws, seen(observer, name))
+        quantised(name, x, quantizer, coded, call_keys.draws, watchers)
         for name, x, quantizer in (("q", q, config.q), ("k", k, config.k), ("v", v.mT, config.v))
     )
     m = q.new_full((*q.shape[:2], 1), -math.inf)
@@ -154,7 +152,7 @@ def flash(
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
         shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
-        weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, coded, call_keys.draws, seen(observer, "p"))
+        weights = quantised("p", p.reshape(1, -1, p.shape[-1]), config.p, coded, call_keys.draws, watchers)
         scale = None if weights.scale is None else weights.scale.reshape(p.shape)
         weights = weights._replace(elements=weights.elements.reshape(p.shape), scale=scale)
         part = product(weights, _part(values, keys, 2), unit, dtype)
@@ -171,12 +169,9 @@ def flash(
     return Flash(y, left, right, values, *ends)
 
 
-def seen(observer: Observer | None, name: str) -> See | None:
-    """Return what an observer sees of an operand of that name."""
-    return None if observer is None else lambda x, y, quantizer: observer(name, x, y, quantizer, -1)
-
-
-def quantised(x: Tensor, quantizer: Quantizer, coded: bool, draws: Callable[[], Keys], see: See | None = None) -> Heads:
+def quantised(
+    name: str, x: Tensor, quantizer: Quantizer, coded: bool, draws: Callable[[], Keys], watchers: Watchers
+) -> Heads:
     """Quantise each head, to elements or values; all at once where no block reaches from one into the next."""
     heads, rows, inner = x.shape
     scaling = quantizer.scaling
@@ -185,7 +180,7 @@ def quantised(x: Tensor, quantizer: Quantizer, coded: bool, draws: Callable[[], 
     apart = apart and not any(isinstance(transform, Clamp) for transform in quantizer.transforms)
     if apart and isinstance(quantizer.format, FloatFormat | None):
         x, heads = x.reshape(1, heads * rows, inner), 1
-    made = [_prepared(x[head], quantizer, draws(), see) for head in range(heads)]
+    made = [_prepared(name, x[head], quantizer, draws(), watchers) for head in range(heads)]
     shape = (-1, rows, inner)
     slopes = [one.slope for one in made if one.slope is not None]  # all heads have what the first has
     slope = torch.stack(slopes).reshape(shape) if slopes else None
@@ -198,12 +193,10 @@ def quantised(x: Tensor, quantizer: Quantizer, coded: bool, draws: Callable[[], 
     return Heads(elements, scale, slope, made[0].block, quantizer)
 
 
-def _prepared(x: Tensor, quantizer: Quantizer, draws: Keys, see: See | None) -> Operand:
+def _prepared(name: str, x: Tensor, quantizer: Quantizer, draws: Keys, watchers: Watchers) -> Operand:
     made = quantize_operand(x, quantizer, draws)
-    if see is not None:
-        for transform in quantizer.transforms:  # what was rounded
-            x, _ = transformed(x, transform, draws.signs)
-        see(x, made.values(torch.float32), quantizer)
+    for watcher in watchers:
+        watcher.operand(Seen(name, x, made, draws))
     return made
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fmtsim.gemm.layers.config import Gemm
-from fmtsim.gemm.layers.passes import Observer
-from fmtsim.nn.flash import CallKeys, Flash, Heads, See, product, quantised, seen
+from fmtsim.gemm.layers.watch import Watchers
+from fmtsim.nn.flash import CallKeys, Flash, Heads, product, quantised
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.quantizer import Quantizer
@@ -34,7 +34,7 @@ def flash_gradients(
     call_keys: CallKeys,
     made: Flash,
     dtype: torch.dtype,
-    observer: Observer | None = None,
+    watchers: Watchers = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in float32.
 
@@ -46,7 +46,7 @@ def flash_gradients(
         call_keys: Random numbers, behind those of the forward pass.
         made: The forward pass with its weights.
         dtype: In which units multiply operands in high precision.
-        observer: Sees the operands that are quantised here, as ``"dv.b"``.
+        watchers: See the operands that are quantised here, as ``"dv.b"``.
     """
     g, q, k, v = tensors
 
@@ -54,7 +54,7 @@ def flash_gradients(
         gemm: Gemm = getattr(config, name)
         sides = zip("ab", (a, b), (gemm.a, gemm.b), strict=True)
         first, second = (
-            _operand(x, by, gemm, call_keys, None if by.format is None else seen(observer, f"{name}.{side}"))
+            _operand(f"{name}.{side}", x, by, gemm, call_keys, () if by.format is None else watchers)
             for side, x, by in sides
         )
         return product(first, second, gemm.unit, dtype)
@@ -69,7 +69,9 @@ def flash_gradients(
     return dq, _back(dk, made.k.slope, config.k, config.dk.b, call_keys), dv
 
 
-def _operand(x: Tensor | _Source, quantizer: Quantizer, gemm: Gemm, call_keys: CallKeys, see: See | None) -> Heads:
+def _operand(
+    name: str, x: Tensor | _Source, quantizer: Quantizer, gemm: Gemm, call_keys: CallKeys, watchers: Watchers
+) -> Heads:
     """Return an operand along the sums of its product."""
     if isinstance(x, Tensor):
         t = x
@@ -78,7 +80,7 @@ def _operand(x: Tensor | _Source, quantizer: Quantizer, gemm: Gemm, call_keys: C
     else:
         t = x.original if quantizer.source == "original" else x.forward.values()
     draws = partial(call_keys.draws, backward=True)
-    return quantised(t.contiguous(), quantizer, gemm.unit is not None, draws, see)
+    return quantised(name, t.contiguous(), quantizer, gemm.unit is not None, draws, watchers)
 
 
 def _back(y: Tensor, slope: Tensor | None, quantizer: Quantizer, other: Quantizer, call_keys: CallKeys) -> Tensor:

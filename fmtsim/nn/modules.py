@@ -15,8 +15,8 @@ from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
 from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.product import wide_dtype
+from fmtsim.gemm.layers.watch import Observer
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.plan import LayerPlan

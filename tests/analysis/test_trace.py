@@ -15,6 +15,9 @@ from fmtsim.analysis.trace import Trace
 from fmtsim.cpu import weighted_sums
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.formats.tensor_file import read_tensors, write_tensors
+from fmtsim.gemm.layers.config import Gemm
+from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.spec.quantizer import Quantizer
 from tests.support.bits import assert_same_bits
 from tests.support.models import Block
 
@@ -143,6 +146,21 @@ def test_operations_stand_in_their_order():
     assert facts["call"] == "scaled_mm: [32, 32] e4m3 x [32, 64] e4m3 -> bfloat16"
     assert facts["unit"].startswith("hopper.wgmma: ")
     assert found.batch == 4 and float.fromhex(found.loss) == loss(model(format="e4m3", unit="hopper.wgmma")(BATCH))
+
+
+def test_operands_of_quantised_attention_stand_between_modules_and_observe_sees_them_too():
+    e4m3 = Quantizer(format=fmtsim.get_format("e4m3"))
+    config = AttentionConfig(q=e4m3, k=e4m3, v=e4m3, p=e4m3, dv=Gemm(a=Quantizer(source="forward"), b=e4m3))
+    made, x = fmtsim.nn.convert_attention(nn.MultiheadAttention(32, 2, batch_first=True), config), torch.randn(2, 8, 32)
+    with fmtsim.tracing(made) as run, fmtsim.observe(made) as stats:
+        y = made(x, x, x, need_weights=False)[0]
+        y.sum().backward(retain_graph=True)
+    y.sum().backward()  # seen by nobody
+    found = [(one.layer, one.direction, one.operation) for one in run.trace.operations if one.operation in stats[""]]
+    assert found == [("", "forward", name) for name in "qkvp"] + [("", "backward", "dv.b")]
+    assert stats[""]["dv.b"].elements == x.numel()
+    facts = [dict(one.facts) for one in run.trace.operations if one.operation == "p"]
+    assert facts == [{"quantizer": "e4m3"}]
 
 
 def test_a_trace_leaves_the_model_and_the_generators_alone():

@@ -5,9 +5,9 @@ after it; the same in eager code and below a compiler's tracer, where each of th
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast, witho
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
-from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of
+from fmtsim.gemm.layers.passes import Pass, Saved, saved_of
 from fmtsim.gemm.layers.product import wide_dtype
+from fmtsim.gemm.layers.watch import Observer, Watchers, watchers_with
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
 
-Watcher = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor, Layer], Tensor]
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
     "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
@@ -132,26 +131,12 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
         check_dense("bias", bias)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
-    watcher = _watcher.get()
-    if watcher is not None:
-        return watcher(lambda x, w: _Linear.apply(x, w, bias, layer, observer)[0], x, w, layer)
-    if torch._C._len_torch_function_stack():
-        with without_own_modes():
-            return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
-    return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
-
-
-@contextmanager
-def watched_layers(watcher: Watcher | None) -> Iterator[None]:
-    """Hand the layers that this thread runs eagerly to a function: what runs it on x and w, these, and the layer.
-
-    None hands them to nobody.
-    """
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+    watchers = watchers_with(observer)
+    with without_own_modes() if torch._C._len_torch_function_stack() else nullcontext():
+        run = lambda x, w: _Linear.apply(x, w, bias, layer, watchers)[0]  # noqa: E731
+        for watcher in watchers:
+            run = partial(watcher.layer, run, layer)
+        return run(x, w)  # type: ignore[no-any-return]
 
 
 @constant_in_graphs
@@ -164,14 +149,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None
+        x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers
     ) -> tuple[Tensor | None, ...]:
         """Return y, and what is kept of x and of w."""
         x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
         _check(x, w, bias)
         with without_autocast(x.device):
             rows, config = _rows(x), layer.config
-            run = Pass(layer, observer, rows, (rows.shape[0], *w.shape), traced=not (is_bare(x) and is_bare(w)))
+            run = Pass(layer, watchers, rows, (rows.shape[0], *w.shape), traced=not (is_bare(x) and is_bare(w)))
             left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
             y = run.product("fprop", left, right, bias, x.dtype)
         if x.dim() != 2 or y._is_view():  # a model may not write into a view
@@ -181,7 +166,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep the originals, or what became of them, that the two backward products need."""
-        x, w, bias, ctx.layer, ctx.observer = inputs
+        x, w, bias, ctx.layer, ctx.watchers = inputs
         needs_x, needs_w, _ = ctx.needs_input_grad[:3]
         config = ctx.layer.config
         source = x if needs_w and config.wgrad.b.source == "original" else None
@@ -215,7 +200,7 @@ def _gradients(
     """Return the gradients of x and w: ``g w`` and ``g^T x`` of quantised operands."""
     wgrad = ctx.layer.config.wgrad
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    run = Pass(ctx.layer, ctx.observer, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=not is_bare(g))
+    run = Pass(ctx.layer, ctx.watchers, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=not is_bare(g))
     both = run.gradient_operands(g) if needs_x and needs_w else None
     first = both[0] if both is not None else None
     if first is None and (needs_x or wgrad.a.source == "forward"):

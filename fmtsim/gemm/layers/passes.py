@@ -1,9 +1,7 @@
 """One pass, forward or backward, of a layer: its operands and its products."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Protocol
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,38 +18,14 @@ from fmtsim.gemm.layers.product import (
     unrotated,
     wide_dtype,
 )
+from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes
-from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.operand import Keys, Operand, block_of, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard, Transform
 
-Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
-
-
-class PassWatcher(Protocol):
-    """See what passes of layers compute."""
-
-    def operand(self, name: str, t: Tensor, made: Operand, keys: tuple[Key, ...]) -> None:
-        """See a tensor, what it was quantised to, and the random keys of that."""
-
-    def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
-        """Run a product and return it."""
-
-
-_watcher: ContextVar[PassWatcher | None] = ContextVar("pass_watcher", default=None)
-
-
-@contextmanager
-def watched_passes(watcher: PassWatcher) -> Iterator[None]:
-    """Show a watcher the operands and products of layers that this thread runs eagerly."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
 
 
 def saved_of(operand: Operand, later: Quantizer) -> Saved:
@@ -66,7 +40,7 @@ class Pass:
 
     Args:
         layer: Its definition, and what it draws from and remembers in.
-        observer: Sees every operand, or None.
+        watchers: Who looks on.
         t: A tensor of the pass.
         sizes: Those that its products have.
         backward: Which pass.
@@ -74,15 +48,15 @@ class Pass:
     """
 
     def __init__(
-        self, layer: Layer, observer: Observer | None, t: Tensor, sizes: tuple[int, ...], *, backward: bool = False,
+        self, layer: Layer, watchers: Watchers, t: Tensor, sizes: tuple[int, ...], *, backward: bool = False,
         traced: bool = False,
     ) -> None:  # fmt: skip
-        self._layer, self._config, self._observer = layer, layer.config, observer
+        self._layer, self._config = layer, layer.config
         self._backward, self._traced, self._dtype = backward, traced, t.dtype
         self._counted = traced and counts_passes(layer, t, sizes)
         self._signs: Key = None
         self._passes: Tensor | None = None
-        self._watcher = None if traced else _watcher.get()
+        self._watchers = () if traced else watchers
 
     def operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None = None) -> Operand:
         """Quantise a tensor, times a factor (float32, 0-d) where there is one, whose products sum over ``dim``."""
@@ -95,10 +69,8 @@ class Pass:
         else:
             keys = self._keys(name, quantizer, t) if name in layer.random else NO_KEYS
             made = quantize_operand(t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor)
-        if self._observer is not None:
-            self._see(name, t, made, keys, dim, factor)
-        if self._watcher is not None:
-            self._watcher.operand(name, t, made, keys[:3])
+        for watcher in self._watchers:
+            watcher.operand(Seen(name, t, made, keys, dim, factor))
         return made
 
     def gradient_operands(self, g: Tensor) -> tuple[Operand, Operand] | None:
@@ -112,12 +84,9 @@ class Pass:
         uses = OPERANDS.index("g_d"), OPERANDS.index("g_w")
         keys = [self._key(use, g) if quantizer.is_stochastic else None for use in uses]
         both = (traced_both if self._traced else quantize_both)(g, quantizer, *keys)
-        if self._observer is not None:
-            for name, made, dim in zip(("g_d", "g_w"), both, (-1, 0), strict=True):
-                self._see(name, g, made, NO_KEYS, dim, None)
-        if self._watcher is not None:
-            for name, made, key in zip(("g_d", "g_w"), both, keys, strict=True):
-                self._watcher.operand(name, g, made, (key,))
+        for watcher in self._watchers:
+            for name, made, key, dim in zip(("g_d", "g_w"), both, keys, (-1, 0), strict=True):
+                watcher.operand(Seen(name, g, made, Keys(key), dim))  # type: ignore[arg-type]
         return both
 
     def _second(self, name: str, original: Tensor | None, saved: Saved, before: Quantizer) -> Operand:
@@ -137,9 +106,10 @@ class Pass:
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
-        if self._watcher is not None:
-            return self._watcher.product(name, a, b, bias, lambda: self._product(name, a, b, bias, dtype))
-        return self._product(name, a, b, bias, dtype)
+        run = partial(self._product, name, a, b, bias, dtype)
+        for watcher in self._watchers:
+            run = partial(watcher.product, name, a, b, bias, run)
+        return run()
 
     def _product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         index, gemm = PRODUCTS.index(name), getattr(self._config, name)
@@ -206,16 +176,3 @@ class Pass:
             keys = self._keys(name, quantizer, t)
         source = (layer.name, name) if name in layer.state or passes is not None else ("", "")
         return traced_operand(t, quantizer, keys[:3], source, dim=dim, folded=folded, factor=factor, passes=passes)
-
-    def _see(self, name: str, t: Tensor, made: Operand, keys: Keys, dim: int, factor: Tensor | None) -> None:
-        """Show an operand to the observer: what was rounded, and what became of it."""
-        assert self._observer is not None
-        quantizer, values = made.quantizer, made.values(wide_dtype(t.dtype))
-        if quantizer.is_cast and factor is None:
-            self._observer(name, t, values if dim == -1 else values.mT, quantizer, dim)
-            return
-        x = t if dim == -1 else t.mT
-        x = x if factor is None else x.float() * factor
-        for transform in quantizer.transforms:
-            x, _ = transformed(x, transform, keys.signs)
-        self._observer(name, x, values, quantizer, -1)

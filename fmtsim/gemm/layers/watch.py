@@ -1,0 +1,101 @@
+"""Who looks on while layers and attention multiply, and what they are shown.
+
+Every reader is a ``Watcher``: statistics, calibration and users' functions (``Told``) take operands as they came and
+as they are multiplied, traces these and the products, ``attribute`` and the count of multiply-adds the calls. Who looks
+on when a call runs forwards sees its backward pass, too, in whatever thread that runs. Compiled code shows nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fmtsim.gemm.layers.product import wide_dtype
+from fmtsim.scaling.transforms import transformed
+from fmtsim.spec.operand import Keys, Operand
+from fmtsim.spec.quantizer import Quantizer
+
+Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
+
+
+class Seen(NamedTuple):
+    """An operand that a pass is about to multiply.
+
+    Attributes:
+        name: ``x_f w_f g_d w_d g_w x_w``; of attention ``q k v p``, and ``dv.a`` ... ``dk.b``.
+        original: The tensor as it came.
+        made: What is multiplied.
+        keys: Of its random numbers.
+        dim: Of the original, along which the product sums.
+        factor: What the original is multiplied with first, float32, 0-d, or None.
+    """
+
+    name: str
+    original: Tensor
+    made: Operand
+    keys: Keys = Keys()
+    dim: int = -1
+    factor: Tensor | None = None
+
+    def rounded(self) -> tuple[Tensor, Tensor, int]:
+        """Return what was rounded, what became of it, and the dimension along which both lie in blocks."""
+        x, values = self.original, self.made.values(wide_dtype(self.original.dtype))
+        if self.made.quantizer.is_cast and self.factor is None:
+            return x, values if self.dim == -1 else values.mT, self.dim
+        x = x if self.dim == -1 else x.mT
+        x = x if self.factor is None else x.float() * self.factor
+        for transform in self.made.quantizer.transforms:
+            x, _ = transformed(x, transform, self.keys.signs)
+        return x, values, -1
+
+
+class Watcher:
+    """Look on; a reader overrides what it wants to know."""
+
+    def layer(self, run: Callable[[Tensor, Tensor], Tensor], layer: Any, x: Tensor, w: Tensor) -> Tensor:
+        """Run a layer forwards, on ``x [..., K]`` and ``w [N, K]``, and return its result."""
+        return run(x, w)
+
+    def attention(self, run: Callable[..., Tensor], call: Any, *inputs: Any) -> Tensor:
+        """Run quantised attention forwards, on the fields of its ``Inputs``, and return its result."""
+        return run(*inputs)
+
+    def operand(self, seen: Seen) -> None:
+        """See an operand."""
+
+    def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
+        """Run a layer's product and return it."""
+        return run()
+
+
+class Told(Watcher):
+    """Call a function with each operand's name, original and quantised values, quantiser and dimension."""
+
+    def __init__(self, tell: Observer) -> None:
+        self._tell = tell
+
+    def operand(self, seen: Seen) -> None:
+        """Tell the function."""
+        x, q, dim = seen.rounded()
+        self._tell(seen.name, x, q, seen.made.quantizer, dim)
+
+
+Watchers = tuple[Watcher, ...]
+_watching: ContextVar[Watchers] = ContextVar("watching", default=())
+
+
+@contextmanager
+def watching(watcher: Watcher | None) -> Iterator[None]:
+    """Let a watcher see all that this thread runs eagerly, beside those that do so already; None lets none of them."""
+    token = _watching.set(() if watcher is None else (*_watching.get(), watcher))
+    try:
+        yield
+    finally:
+        _watching.reset(token)
+
+
+def watchers_with(observer: Observer | None) -> Watchers:
+    """Return who looks on in this thread, and a function that is told of operands."""
+    return _watching.get() if observer is None else (*_watching.get(), Told(observer))
