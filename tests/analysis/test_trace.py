@@ -253,6 +253,18 @@ def test_gradients_are_those_at_the_end():
         assert hashes == {name: f"{printed(p.grad).hash:016x}" for name, p in made.named_parameters()}
 
 
+def test_every_output_has_one_gradient_in_every_pass():
+    """In a second pass through the same graph gradients come in again, twice as large: they replace the first."""
+    made = nn.LSTM(8, 8, batch_first=True)
+    with fmtsim.tracing(nn.Sequential(made)) as run:
+        y, (state, _) = made(torch.ones(2, 3, 8))
+        for factor in (1.0, 2.0):
+            (factor * (y.sum() + state.sum())).backward(retain_graph=True)
+    came = [[(x.name, x.amax) for x in one.inputs] for one in run.trace.operations if one.direction == "backward"]
+    once, twice = ([("gradient of output 0", size), ("gradient of output 1 0", size)] for size in (1.0, 2.0))
+    assert came == [once] * 4 + [twice] * 4  # of its four parameters
+
+
 def test_kept_tensors_and_files(tmp_path):
     found = fmtsim.trace(model(format="e4m3", unit="hopper.wgmma"), BATCH, loss, tensors=[1, "2"])
     assert set(found.tensors) == {1, *(one.index for one in found.operations if one.layer == "2")}

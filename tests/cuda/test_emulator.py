@@ -1,6 +1,7 @@
 """The emulator itself: barriers, lanes, products of matrices and roundings, against plain Python."""
 
 import math
+import shutil
 import struct
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from fmtsim.cuda.runtime import program as runtime
 from tests.cuda import emulator
-from tests.cuda.emulator import EmulatorError, HostKernel
+from tests.cuda.emulator import EmulatorError, HostKernel, kernels
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler (g++)")
 
@@ -206,6 +207,16 @@ def test_what_does_not_compile_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "KERNELS", tmp_path)
     with pytest.raises(EmulatorError, match="broken.cu does not compile for the host"):
         HostKernel("broken.cu", "broken")
+
+
+def test_kernels_are_compiled_once_for_all_checkouts(tmp_path, monkeypatch):
+    """The checks of a copy of the tree take what was compiled for the tree."""
+    kernel("lanes")
+    shutil.copytree(kernels.HERE, tmp_path / "emulator")
+    monkeypatch.setattr(kernels, "HERE", tmp_path / "emulator")
+    monkeypatch.setattr(kernels.subprocess, "run", lambda command, **how: pytest.fail(f"compiled again: {command}"))
+    kernels._library.cache_clear()
+    kernel("lanes")
 
 
 def test_the_pretended_device(emulated):

@@ -375,8 +375,6 @@ def covers(spec: GemmSpec, block: int) -> bool:
     unit = spec.datapath
     assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
     acc, rounding = unit.accumulator, unit.rounding
-    if spec.plan.scaled_promotion and (acc.mantissa_bits > 23 or acc.exponent_bits > 8):
-        return False
     if unit.fraction_bits is None and rounding.mode == "stochastic" and acc.mantissa_bits + rounding.bits > 56:
         return False  # an exact sum keeps 60 bits
     scale = 0 if unit.scale is None else 2 * (unit.scale.mantissa_bits + 1)

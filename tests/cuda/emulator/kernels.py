@@ -115,7 +115,8 @@ def _dimensions(size: int | tuple[int, ...]) -> Any:
 def _library(source: str, file: str, name: str, defines: runtime.Defines, capability: tuple[int, int]) -> Any:
     if COMPILER is None:
         raise EmulatorError("no C++ compiler: install g++ to run kernels on the host")
-    flags = [*_flags(capability), *(f"-D{key}={value}" for key, value in defines), f"-I{HERE}"]
+    # Where this checkout lies is no part of the key: copies of it, in which checks run, compile nothing again.
+    flags = [*_flags(capability), *(f"-D{key}={value}" for key, value in defines)]
     headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
     text = f'#include "host.h"\n#line 1 "{file}"\n{source}{_ENTRY.format(name=name)}'
     key = hashlib.sha256("\0".join([COMPILER, platform.node(), *flags, headers, text]).encode()).hexdigest()[:32]
@@ -126,7 +127,7 @@ def _library(source: str, file: str, name: str, defines: runtime.Defines, capabi
         begun = _precompiled_header(folder, headers, capability)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             (Path(work) / "kernel.cpp").write_text(text)
-            command = [COMPILER, *begun, *flags, "-o", f"{work}/kernel.so", f"{work}/kernel.cpp"]
+            command = [COMPILER, *begun, *flags, f"-I{HERE}", "-o", f"{work}/kernel.so", f"{work}/kernel.cpp"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise EmulatorError(f"{file} does not compile for the host: {done.stderr[:4000]}")
