@@ -12,8 +12,8 @@ from fmtsim.gemm.targets.question import Choice, Kind, Question
 
 BRANCHED: Final = 2_500_000  # answers at most that decide where a tree branches; the others count on its leaves
 HELD_OUT: Final = 100_000  # answers at least that choose how many make a leaf certain, and as many that are held out
-ALIKE: Final = (100, 200, 500, 1000, 2000, 5000)  # answers alike that may make a leaf certain
-SURE: Final = 0.9997  # of the answers on certain leaves are right, by those that choose
+DOUBTS: Final = tuple(0.02 * 0.8**step for step in range(40))  # estimates of how often a certain leaf may be wrong
+SURE: Final = 0.9998  # of the answers on certain leaves are right, by those that choose
 Numbers = NDArray[np.int64]
 
 
@@ -123,21 +123,21 @@ def _right(
 
 
 def _certain(reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: int, nodes: int) -> NDArray[np.bool_]:
-    """Return the leaves whose answers are all right and enough: as few as keep the answers after those learned right,
-    none where no number does.
+    """Return the leaves that are wrong seldom enough: as often as keeps the answers after those learned right, none
+    where nothing does. How often a leaf is wrong is estimated by Laplace's rule of succession.
 
     Args:
         reached: Each answer's leaf.
         right: Whether it is right there.
         learned: So many come first.
-        chosen: Those from there to this place choose how many are enough.
+        chosen: Those from there to this place choose how seldom is enough.
         nodes: Of the tree.
     """
     wrong = np.bincount(reached[:learned][~right[:learned]], minlength=nodes)
-    alike = np.where(wrong == 0, np.bincount(reached[:learned], minlength=nodes), 0)
-    there, good = alike[reached[learned:chosen]], right[learned:chosen]
-    enough = (least for least in ALIKE if good[there >= least].sum() >= SURE * (there >= least).sum())
-    return alike >= next(enough, np.inf)
+    doubts = (wrong + 1) / (np.bincount(reached[:learned], minlength=nodes) + 2)
+    there, good = doubts[reached[learned:chosen]], right[learned:chosen]
+    enough = (most for most in DOUBTS if good[there <= most].sum() >= SURE * (there <= most).sum() > 0)
+    return doubts <= next(enough, -1.0)
 
 
 def _tree(nodes: Nodes, certain: NDArray[np.bool_]) -> Tree:

@@ -1,6 +1,7 @@
 """Learn what cuBLASLt chooses: ask it random questions, and grow decision trees from its answers."""
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -39,15 +40,15 @@ def _topics() -> tuple[Topic, ...]:
 
     def fp8(scalings: Sequence[str], leaves: int, share: float) -> Topic:
         own = [kind for kind in KINDS.values() if kind.scaling in scalings]
-        alike = (other for other, kind in others.items() if kind in own)
-        return Topic((*own, *alike), False, leaves, share)
+        alike = ([kind, *(other for other, same in others.items() if same == kind)] for kind in own)
+        return Topic(tuple(itertools.chain(*alike)), False, leaves, share)  # next to each other, for trees to part
 
     def half(names: str, leaves: int, batched: bool = False, share: float = 1.0) -> Topic:
         return Topic(tuple(KINDS[name] for name in names.split()), batched, leaves, share)
 
     return (
         fp8(("tensor",), 30_000, 4.0),
-        half("bf16 fp16 bf16_fp32 fp16_fp32", 60_000, True, 1.5), half("tf32", 30_000, True),
+        half("bf16 bf16_fp32 fp16 fp16_fp32", 60_000, True, 1.5), half("tf32", 30_000, True),
         half("bf16 bf16_fp32", 35_000), half("fp16 fp16_fp32", 35_000), half("tf32", 30_000), half("fp16_sums", 30_000),
         half("bf16_bias", 25_000), half("fp16_bias", 25_000),
         fp8(LARGE_BLOCKS, 15_000, 2.5),
@@ -149,10 +150,11 @@ def draw(topic: Topic, count: int, seed: int) -> Numbers:
     n = np.where(n * k * batch > _ELEMENTS, 16 * np.maximum(_ELEMENTS // (16 * k * batch), 1), n)
     widest = np.maximum(n, k) * batch
     m = np.where(m * widest > _ELEMENTS, 4 * np.maximum(_ELEMENTS // (4 * widest), 1), m)
-    if not topic.batched:  # as torch names the layouts of vectors
+    if not topic.batched:  # as torch names the layouts of vectors, but those of a batch of one
         first = (layout <= 1) | (m == 1) | (k == 1)
         second = ((layout == 0) | (layout == 3)) & (n > 1) & (k > 1)
-        layout = np.where(first, np.where(second, 0, 1), np.where(second, 3, 2))
+        named = np.where(first, np.where(second, 0, 1), np.where(second, 3, 2))
+        layout = np.where(rng.random(count) < (0.0 if topic.kinds[0].bias else 0.1), layout, named)
     asked = np.stack([kind, layout, m, n, k, batch])
     codes = (asked * rng.integers(1 << 62, size=(6, 1))).sum(0)  # of a question; they overflow
     return asked[:, np.sort(np.unique(codes, return_index=True)[1])]

@@ -108,7 +108,9 @@ def test_leaves_are_certain_by_answers_that_no_branch_was_made_for():
     assert certain(many, np.arange(1000) != 3) == [3, 4]  # one wrong where 150 were alike
     assert certain(np.repeat([3, 4], 500), np.arange(1000) != 3) == [4]
     assert certain(many, np.arange(1000) != 900) == []
-    right[200] = False
+    right[1000] = False  # one of 6,000
+    assert certain(np.repeat([3, 4], 500), np.arange(1000) != 3) == [4]
+    right[200:210] = False
     assert certain(many, all_right) == [2, 4]
 
 
