@@ -19,7 +19,7 @@ from fmtsim.calibration import grow, learn
 from fmtsim.calibration.asking import pool_that_ends
 from fmtsim.calibration.grow import Nodes, Topic
 from fmtsim.calibration.learn import TOPICS, draw
-from fmtsim.cli import calibrate
+from fmtsim.cli import calibrate_book
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DeviceError
 from fmtsim.gemm.targets.learned import Learned
@@ -69,11 +69,11 @@ def card(monkeypatch):
 
     opened = partial(open_stand_in, library_file())
     monkeypatch.setattr(grow, "branches", one_leaf)
-    monkeypatch.setattr(calibrate, "check_learner", lambda: None)
+    monkeypatch.setattr(calibrate_book, "check_learner", lambda: None)
     monkeypatch.setattr(learn, "check_learner", lambda: None)
-    monkeypatch.setattr(calibrate, "learn", partial(learn.learn, topics=[BF16, BF16._replace(share=0.5)]))
-    monkeypatch.setattr(calibrate, "open_gpu", lambda device: GPU)
-    monkeypatch.setattr(calibrate, "open_asker", lambda index, cached: opened())
+    monkeypatch.setattr(calibrate_book, "learn", partial(learn.learn, topics=[BF16, BF16._replace(share=0.5)]))
+    monkeypatch.setattr(calibrate_book, "open_gpu", lambda device: GPU)
+    monkeypatch.setattr(calibrate_book, "open_asker", lambda index, cached: opened())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
@@ -160,12 +160,12 @@ def test_ctrl_c_ends_growing_trees(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
         "import sys, torch\nfrom functools import partial\nfrom fmtsim.calibration import learn\n"
-        "from fmtsim.cli import calibrate\nfrom fmtsim.cli.main import main\n"
+        "from fmtsim.cli import calibrate_book\nfrom fmtsim.cli.main import main\n"
         "from tests.support.cublaslt import library_file, open_stand_in\n"
         "class GPU: library, device = 'a GPU', torch.device('cuda', 0)\n"
         "if __name__ == '__main__':\n"
-        "    calibrate.open_gpu = lambda device: GPU\n"
-        "    calibrate.learn = lambda path, asker, **rest: learn.learn(\n"
+        "    calibrate_book.open_gpu = lambda device: GPU\n"
+        "    calibrate_book.learn = lambda path, asker, **rest: learn.learn(\n"
         "        path, partial(open_stand_in, library_file()), topics=learn.TOPICS[1:2], **rest)\n"
         "    torch.cuda.get_device_capability = lambda device: (9, 0)\n"
         "    sys.exit(main(['calibrate', '--learn', 'a.trees', '--questions', '400', '--workers', '2']))\n"
