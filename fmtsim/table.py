@@ -1,11 +1,20 @@
 """Tables of text: what reports, explanations and the command line print, and the same for notebooks."""
 
-from collections.abc import Container, Iterable, Sequence
+import contextlib
+import itertools
+import textwrap
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from fractions import Fraction
 from html import escape
 from typing import NamedTuple
 
 Row = Sequence[str]
+
+GAP = "  "  # between columns
+LONGEST_WORD = 20  # of a text that stays whole in a column that has to be narrow; numbers always do
+TALLEST = 4  # lines of a row of a table with more than two columns
+_page: ContextVar[int | None] = ContextVar("page", default=None)
 
 
 class Rows(NamedTuple):
@@ -69,6 +78,32 @@ class Tabular:
         return text
 
 
+@contextlib.contextmanager
+def page(width: int | None) -> Iterator[None]:
+    """Fit the tables that are written inside to so many characters a line; None leaves them as wide as they are.
+
+    Texts are wrapped within their columns and numbers stay whole; where that is not enough the last columns of a
+    table with a header move below their rows, each cell with its heading.
+
+    >>> with page(18):
+    ...     print("\\n".join(ruled([("layer", "why not"), ("up", "its bias is shared")])))
+    layer  why not
+    ------------------
+    up     its bias is
+           shared
+    """
+    token = _page.set(width)
+    try:
+        yield
+    finally:
+        _page.reset(token)
+
+
+def page_width() -> int | None:
+    """Return the width that ``page`` gives, None where it gives none."""
+    return _page.get()
+
+
 def aligned(rows: Sequence[Row], left: Container[int] | None = None) -> list[str]:
     """Return a line for each row, its cells as wide as their columns and two spaces apart.
 
@@ -79,14 +114,15 @@ def aligned(rows: Sequence[Row], left: Container[int] | None = None) -> list[str
     >>> aligned([("layer", "dB"), ("up", "31.5")], left=(0,))
     ['layer    dB', 'up     31.5']
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cell(i, cell, widths[i], left) for i, cell in enumerate(row)).rstrip() for row in rows]
+    return [line for lines in _laid_out(rows, left)[0] for line in lines]
 
 
-def ruled(rows: Sequence[Row], left: Container[int] | None = None) -> list[str]:
-    """Return ``aligned`` rows with a line below the first one, the header."""
-    head, *rest = aligned(rows, left)
-    return [head, "-" * max(map(len, (head, *rest))), *rest]
+def ruled(rows: Sequence[Row], left: Container[int] | None = None, *, columns: bool = False) -> list[str]:
+    """Return ``aligned`` rows with a line below the first one, the header; ``columns`` draws one below each heading."""
+    (head, *rest), widths = _laid_out(rows, left)
+    body = [line for lines in rest for line in lines]
+    rule = GAP.join("-" * width for width in widths) if columns else "-" * max(map(len, (*head, *body)))
+    return [*head, rule, *body]
 
 
 def html(rows: Sequence[Row], left: Container[int] | None = None) -> str:
@@ -142,5 +178,66 @@ def number_text(value: float | Fraction | None) -> str:
     return ("" if exact else "~") + repr(near).removesuffix(".0")
 
 
-def _cell(column: int, text: str, width: int, left: Container[int] | None) -> str:
-    return text.ljust(width) if left is None or column in left else text.rjust(width)
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return the lines of a text that is broken between words, and within those that are longer than a line."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False)
+
+
+def _laid_out(rows: Sequence[Row], left: Container[int] | None) -> tuple[list[list[str]], list[int]]:
+    """Return the lines of each row, and the widths of the columns that stand side by side.
+
+    These are all but the last ones that the page has no room for, or that would make rows tall.
+    """
+    for count in range(max(len(rows[0]), 1), 0, -1):
+        shown = [row[:count] for row in rows]
+        widths = _widths(shown, left)
+        lines = [_lines(row, widths, left) for row in shown]
+        if _fits(widths) and (count <= 2 or max(map(len, lines)) <= TALLEST):
+            break
+    below = [[], *(_below(rows[0][count:], row[count:]) for row in rows[1:])]
+    return [a + b for a, b in zip(lines, below, strict=True)], widths
+
+
+def _widths(rows: Sequence[Row], left: Container[int] | None) -> list[int]:
+    """Return the width of each column: of its longest cell, or less where the page is narrow and has texts to break."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    if _fits(widths):
+        return widths
+    least = []
+    for i, column in enumerate(columns):
+        longest = max(map(_longest_word, column))
+        least.append(min(longest, LONGEST_WORD) if left is None or i in left else longest)
+    while not _fits(widths) and widths != least:
+        widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])
+        widths[widest] -= 1
+    return widths
+
+
+def _longest_word(cell: str) -> int:
+    """Return the length of a cell's longest word; what has no letters, such as ``0 1111 110``, is one."""
+    return max(map(len, cell.split() if any(map(str.isalpha, cell)) else [cell]), default=0)
+
+
+def _fits(widths: Sequence[int]) -> bool:
+    room = page_width()
+    return room is None or sum(widths) + len(GAP) * (len(widths) - 1) <= room
+
+
+def _lines(row: Row, widths: Sequence[int], left: Container[int] | None) -> list[str]:
+    """Return a row, on as many lines as its longest cell takes."""
+    cells = [wrapped(cell, width) if len(cell) > width else [cell] for cell, width in zip(row, widths, strict=True)]
+    lines = []
+    for parts in itertools.zip_longest(*cells, fillvalue=""):
+        texts = (
+            text.ljust(width) if left is None or i in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(parts, widths, strict=True))
+        )
+        lines.append(GAP.join(texts).rstrip())
+    return lines or [""]
+
+
+def _below(header: Row, row: Row) -> list[str]:
+    """Return the lines of cells that have no room beside the others, each with its heading."""
+    cells = (f"{name}: {cell}" if name else cell for name, cell in zip(header, row, strict=True) if cell)
+    return wrapped(f"    {'; '.join(cells)}", page_width() or 0, indent="    ") if row else []

@@ -2,7 +2,22 @@
 
 from fractions import Fraction
 
-from fmtsim.table import Facts, Rows, Tabular, aligned, facts_html, filled, html, markdown, number_text, ruled
+import pytest
+
+from fmtsim.table import (
+    Facts,
+    Rows,
+    Tabular,
+    aligned,
+    facts_html,
+    filled,
+    html,
+    markdown,
+    number_text,
+    page,
+    page_width,
+    ruled,
+)
 
 ROWS = [("layer", "dB", "with"), ("up", "31.5", ""), ("down", "8", "gptq")]
 
@@ -55,3 +70,60 @@ def test_numbers_in_few_digits():
     assert [number_text(number)[:12] for number in numbers] == [
         "0.1", "448", "-0", "inf", "nan", "0.25", "~0.333333333", "-", "100000000000",
     ]  # fmt: skip
+
+
+WIDE = [
+    ("layer", "dB", "bits", "why it is not converted"),
+    ("up", "31.5", "0 1111 110", "its bias is shared with down"),
+    ("down", "8", "0 0000 000", ""),
+]
+
+
+def test_a_narrow_page_wraps_texts_and_keeps_numbers_whole():
+    with page(44):
+        assert ruled(WIDE, left=(0, 2, 3), columns=True) == [
+            "layer    dB  bits        why it is not",
+            "                         converted",
+            "-----  ----  ----------  -------------------",
+            "up     31.5  0 1111 110  its bias is shared",
+            "                         with down",
+            "down      8  0 0000 000",
+        ]
+        assert page_width() == 44
+    assert page_width() is None and ruled(WIDE)[0] == "layer  dB    bits        why it is not converted"
+
+
+def test_columns_without_room_move_below_their_rows():
+    with page(24):
+        assert ruled(WIDE, left=(0, 2, 3)) == [
+            "layer    dB  bits",
+            "-----------------------",
+            "up     31.5  0 1111 110",
+            "    why it is not",
+            "    converted: its bias",
+            "    is shared with down",
+            "down      8  0 0000 000",
+        ]
+        assert aligned([("", "", "x"), ("1" * 9, "2" * 9, "3" * 9)], left=())[1:] == [
+            "111111111  222222222",
+            "    x: 333333333",
+        ]
+    with page(20):  # would make rows tall
+        rows = [("n", "call", "what changes"), ("1", "mm", " ".join(["word"] * 20))]
+        assert [line.strip() for line in ruled(rows)[2:4]] == ["1  mm", "what changes:"]
+
+
+@pytest.mark.parametrize("width", [20, 24, 33, 60, None])
+def test_no_line_is_wider_than_the_page_and_no_word_is_lost(width):
+    words = [cell.split() for row in WIDE for cell in row]
+    with page(width):
+        lines = ruled(WIDE, left=(0, 2, 3)) + aligned([("source", "a paper, section 3"), ("max", "448")])
+    assert width is None or max(map(len, lines)) <= width
+    text = " ".join(lines)
+    assert all(word in text for cell in words for word in cell)
+
+
+def test_a_page_ends_with_its_block():
+    with pytest.raises(ZeroDivisionError), page(10):
+        raise ZeroDivisionError
+    assert page_width() is None

@@ -36,8 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     key, table = ("kernels", cast_table) if arguments.what == "casts" else ("products", product_table)
     record = {"machine": machine, key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
     about = f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n"
-    parts = [about, table(results), *(["", overhead_table(others)] if others else [])]
-    answer(arguments, record, lambda: "\n".join(parts))
+
+    def text() -> str:
+        return "\n".join([about, table(results), *(["", overhead_table(others)] if others else [])])
+
+    answer(arguments, record, text)
     return 0
 
 

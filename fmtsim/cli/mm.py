@@ -58,8 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     record = record_of(arguments, explanation, comparison, relative, y, (first, seconds))
     if check is not None:
         record["native_against_emulated"] = check.to_dict()
-    parts = [text_of(record, explanation, comparison, y, exact), *([] if check is None else [check_text(check)])]
-    answer(arguments, record, lambda: "\n".join(parts))
+
+    def text() -> str:
+        found = text_of(record, explanation, comparison, y, exact)
+        return found if check is None else f"{found}\n{check_text(check)}"
+
+    answer(arguments, record, text)
     if arguments.out:
         save(y, Path(arguments.out))
     return 0 if check is None or check.equal else MISMATCH

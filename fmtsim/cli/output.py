@@ -4,6 +4,8 @@ import argparse
 import importlib.metadata
 import json
 import math
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.files import write_folder
-from fmtsim.table import aligned
+from fmtsim.table import page, ruled, wrapped
 
 ABSENT = "not installed"
 MISMATCH = 1
 """Exit code of a check that found a difference."""
+NARROWEST = 40  # columns; in a narrower terminal lines are broken by the terminal
+WIDEST_HEADING = 24  # below whose text a long line goes on
 
 
 def answer(arguments: argparse.Namespace, record: Any, text: Callable[[], str]) -> None:
@@ -24,14 +28,31 @@ def answer(arguments: argparse.Namespace, record: Any, text: Callable[[], str]) 
     if arguments.json:
         print_json(record)
     else:
+        print_text(text)
+
+
+def print_text(text: Callable[[], str]) -> None:
+    """Print a text with its tables, which fit into the width of a terminal; into a pipe or a file they go whole."""
+    if not sys.stdout.isatty():
         print(text())
+        return
+    width = max(shutil.get_terminal_size().columns, NARROWEST)
+    with page(width):
+        lines = text().splitlines()
+    for line in lines:
+        print(line if len(line) <= width else "\n".join(wrapped(line, width, " " * _indent(line))))
+
+
+def _indent(line: str) -> int:
+    """Return where a line that is too long goes on: below its text where a heading and a gap are in front of it."""
+    found = re.match(r" *(\S+ )*\S* {2,}(?=\S)|\s*", line)
+    assert found is not None  # any text starts with no spaces or some
+    return found.end() if found.end() <= WIDEST_HEADING else len(line) - len(line.lstrip())
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Return an aligned text table; columns in ``left`` are flush left, the others flush right."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    rule = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(aligned([cells[0], rule, *cells[1:]], left))
+    return "\n".join(ruled([list(header), *([str(cell) for cell in row] for row in rows)], left, columns=True))
 
 
 def print_json(record: Any) -> None:

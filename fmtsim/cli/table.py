@@ -6,7 +6,7 @@ from typing import Any
 
 from fmtsim.cli.arguments.table import ALL_BITS
 from fmtsim.cli.options import parse_int
-from fmtsim.cli.output import answer, format_table
+from fmtsim.cli.output import answer, format_table, print_text
 from fmtsim.errors import CodeError, FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.display import bit_fields, code_text, count_of, format_facts, text_table
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.all and element.bits > ALL_BITS:
         raise FormatError(f"{element.name} has 2**{element.bits} codes; --all stops at {ALL_BITS} bits, leave it out")
     if every and not arguments.json:
-        print(text_table(fmt, arguments.columns))
+        print_text(lambda: text_table(fmt, arguments.columns))
         return 0
     shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(
         element

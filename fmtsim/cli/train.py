@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fmtsim.cli.options import (
     read_target,
     target_given,
 )
-from fmtsim.cli.output import MISMATCH, answer, format_table, json_text
+from fmtsim.cli.output import MISMATCH, answer, format_table, json_text, print_text
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.files import check_folder
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             baseline, simulated = compare_schemes(config, corpus, progress, checkpoint)
         record = make_record(config, corpus, baseline, simulated)
         paths = write_artifacts(out, record, baseline, simulated)
-    _answer(arguments, record, summary(record, baseline, simulated), paths)
+    _answer(arguments, record, lambda: summary(record, baseline, simulated), paths)
     return 0
 
 
@@ -103,14 +103,14 @@ def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corp
     return checkpoint
 
 
-def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: str, paths: list[Path]) -> None:
+def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: Callable[[], str], paths: list[Path]) -> None:
     files = [str(path) for path in paths]
-    answer(arguments, {**record, "files": files}, lambda: f"{text}\n\nwritten: {', '.join(files)}")
+    answer(arguments, {**record, "files": files}, lambda: f"{text()}\n\nwritten: {', '.join(files)}")
 
 
 def _list_recipes() -> int:
     rows = [(name, get_recipe(name).source) for name in list_recipes()]
-    print(format_table(("recipe", "source"), rows, left=(0, 1)))
+    print_text(lambda: format_table(("recipe", "source"), rows, left=(0, 1)))
     return 0
 
 
@@ -122,7 +122,7 @@ def _check(arguments: argparse.Namespace, config: TrainConfig, out: Path) -> int
     record = make_check_record(config, corpus, result)
     text = check_text(record)
     paths = write_check(out, record, text, lambda found: json_text(found, indent=1))
-    _answer(arguments, record, text, paths)
+    _answer(arguments, record, lambda: text, paths)
     return 0 if result.equal else MISMATCH
 
 

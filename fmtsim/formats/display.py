@@ -5,9 +5,11 @@ from html import escape
 from typing import Any, NamedTuple
 
 from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.table import aligned, page_width
 
 _TABLE_BITS = 16  # 65536 rows: beyond that a table is of no use to anyone
 _HTML_BITS = 8
+_BAR = "  |  "  # between codes side by side
 
 Fields = tuple[tuple[str, int], ...]
 """The fields of a code from its most significant bit: names and widths."""
@@ -70,26 +72,30 @@ def format_facts(fmt: Any) -> list[tuple[str, str]]:
     return [("name", fmt.name), *aliases, *fmt.facts(), *([("source", fmt.source)] if fmt.source else [])]
 
 
-def text_table(fmt: Any, columns: int = 4) -> str:
+def text_table(fmt: Any, columns: int | None = None) -> str:
     """Return the facts of a format and all its codes as plain text, codes running down the columns.
 
     Args:
         fmt: The format; formats without a table of codes (see ``code_table``) give the facts alone.
-        columns: How many codes stand side by side.
+        columns: How many codes stand side by side; None is 4, or fewer on a narrow page (``fmtsim.table``).
 
     Raises:
         ArgumentError: ``columns`` is not positive.
     """
-    if columns < 1:
+    if columns is not None and columns < 1:
         raise ArgumentError(f"columns={columns} is not allowed; choose 1 or more")
-    facts = format_facts(fmt)
-    width = max(len(heading) for heading, _ in facts)
-    lines = [f"{heading:<{width}}  {text}" for heading, text in facts]
+    lines = aligned(format_facts(fmt))
     if _has_table(fmt, _TABLE_BITS):
         cells = [f"{row.code:>5}  {row.bits}  {short_number(row.value):>12}" for row in code_table(fmt)]
-        height = -(-len(cells) // columns)
-        lines += ["", *("  |  ".join(cells[line::height]).rstrip() for line in range(height))]
+        height = -(-len(cells) // (columns or _side_by_side(cells)))
+        lines += ["", *(_BAR.join(cells[line::height]).rstrip() for line in range(height))]
     return "\n".join(lines)
+
+
+def _side_by_side(cells: list[str]) -> int:
+    """Return how many columns of cells the page has room for, 4 at most."""
+    room = page_width()
+    return 4 if room is None else max(1, min(4, (room + len(_BAR)) // (max(map(len, cells)) + len(_BAR))))
 
 
 def format_html(fmt: Any) -> str:

@@ -279,7 +279,6 @@ def test_every_line_of_a_text(text, run):
 
 DEFAULTS = {
     "formats": {"pattern": "*"},
-    "table": {"columns": 4},
     "cast": {"rounding": "nearest_even", "seed": 0},
     "explain": {"dtype": "float64", "rounding": "nearest_even", "seed": 0},
     "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},

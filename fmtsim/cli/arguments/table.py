@@ -2,7 +2,7 @@
 
 import argparse
 
-from fmtsim.cli.options import add_json, flag, option, repeated
+from fmtsim.cli.options import add_json, count, flag, repeated
 
 ALL_BITS = 16  # with --all
 
@@ -12,5 +12,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", help="name of a format; a block format shows its element")
     flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, not its landmarks alone")
     repeated(parser, "--code", "show this code alone (17, 0x11 or 0b10001)", "N")
-    option(parser, "--columns", "codes side by side", 4)
+    count(parser, "--columns", "codes side by side (default 4, fewer in a narrow terminal)")
     add_json(parser)
