@@ -196,8 +196,10 @@ class Observation(Tabular):
             return []
         known = {how.name: {_named(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)}
         absent = [layer or "(model)" for layer, parts in known.items() if parts.isdisjoint(self.layers)]
-        more = f" and {len(absent) - 6} more" if len(absent) > 6 else ""
-        return [*self._shadow.notes, *([f"not called: {', '.join(absent[:6])}{more}"] if absent else [])]
+        unseen = [each.name or "(model)" for each in self._attention if each.name not in self.layers]
+        notes = [f"not called: {_some(absent)}"] if absent else []
+        notes += [f"no attention seen, not called or of another kind: {_some(unseen)}"] if unseen else []
+        return [*self._shadow.notes, *notes]
 
     def worst(self, n: int = 5, by: str = "underflow") -> Losses:
         """Return the operands that lose most over all observed steps, the worst first.
@@ -340,7 +342,8 @@ def observe(
             that ``convert`` would find, with the gradients that come) are cast beside it: memory and time of a
             step about double. Random rounding draws from a generator of its own. The table's foot says what of the
             model, or of the recipe, is not seen.
-        format: Likewise: a format of activations, weights and gradients, scaled as ``fmtsim.convert`` does.
+        format: Likewise: a format of activations, weights and gradients, scaled as ``fmtsim.convert`` does, and of
+            attention's operands, which ``convert`` leaves alone.
         every: Observe the first of so many calls of the model; the others pay nothing.
 
     Raises:
@@ -361,6 +364,10 @@ def observe(
 
 def _named(layer: str, part: str) -> str:
     return ".".join(filter(None, (layer, part)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _nested(layers: Mapping[str, Mapping[str, OperandStats | Sample]]) -> dict[str, dict[str, Any]]:

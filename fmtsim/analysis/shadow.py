@@ -6,6 +6,7 @@ first one's output comes, it goes back through the shadow's.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -14,22 +15,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fmtsim.analysis.attention_calls import AttentionCalls, Call
 from fmtsim.dispatch import without_own_modes
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.nn.contractions import Multiply
+from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.nn.attention_call import AttentionCall
+from fmtsim.nn.attention_mode import ATTENTION, Attended, QuantisedAttention, attentions
 from fmtsim.nn.convert import convert, is_converted, set_step
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.parameter_products import READS, ParameterMode, product
 from fmtsim.nn.report import report
+from fmtsim.nn.sdpa import attend
 from fmtsim.nn.wrapped import unwrap, wrap
+from fmtsim.recipes.attention import AttentionConfig, attention_like
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
 
 MARK: Final = "_fmtsim_observed"  # on a module that is observed: the forward that the instance had of its own, or None
+ATTENDED: Final = "_fmtsim_observed_attention"  # likewise, where its own code runs attention
 _NOT_SEEN: Final = {
-    "attention": "the products of attention", "replace": "what the recipe puts in the place of gated layers",
+    "replace": "what the recipe puts in the place of gated layers",
     "activations": "the cast of activations that the recipe keeps",
 }  # fmt: skip
 _Copies = dict[Tensor, Tensor]
@@ -59,22 +65,36 @@ class Shadow:
                 f"{type(model).__name__} is converted already, and recipe= and format= are for models that are not; "
                 "observe(model) alone shows what its own formats lose, fmtsim.revert(model) takes them away first"
             )
-        recipe, self.notes = _products_alone(recipe)
+        recipe, attention, self.notes = _products_alone(recipe, format)
         self._copies: dict[nn.Module, nn.Module] = {}
         self.model = _copied(model, self._copies)
         # The filter takes everything: convert has nothing to warn of. The generator is the shadow's own, so that the
         # model draws the numbers that it would have drawn.
+        found = self._attend(model, attention)
         try:
-            convert(self.model, recipe, format=format, generator=0, filter_fn=lambda module, name: True)
+            if not found or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules:
+                convert(self.model, recipe, format=format, generator=0, filter_fn=lambda module, name: True)
         except ArgumentError as error:
             seen = f"; {'; '.join(self.notes)}" if self.notes else ""
             raise ArgumentError(
                 f"{error}{seen}; what fmtsim.convert does to a copy of the model, observe(copy) shows"
             ) from error
-        self.notes.append(report(self.model).summary)
+        if any(isinstance(m, EmulatedModule) for m in self.model.modules()):
+            self.notes.append(report(self.model).summary)
         self._pairs = [(module, copy) for module, copy in self._copies.items() if _is_run(copy)]
         self._scheduled = any(isinstance(m, EmulatedModule) and m.emulation.plan for m in self.model.modules())  # type: ignore[union-attr]
         self._inside = 0
+
+    def _attend(self, model: nn.Module, config: AttentionConfig | None) -> bool:
+        """Give copies of modules that run attention a quantised one; say whether there is one."""
+        chosen = [] if config is None else [(n, m) for n, m in attentions(model) if ATTENTION not in m.__dict__]
+        keys = torch.Generator().manual_seed(0)
+        for name, module in chosen:
+            assert config is not None
+            call = AttentionCall(config, keys)
+            self._copies[module].__dict__[ATTENTION] = Attended(name=name, call=call, recipe=True, strict=False)
+        self._attending = [m for _, m in chosen if not isinstance(m, nn.MultiheadAttention)]
+        return bool(chosen)
 
     def attach(self) -> None:
         """Run the shadow beside the model from now on, as far as its layers have observers."""
@@ -82,10 +102,14 @@ class Shadow:
             if MARK in module.__dict__:
                 raise ArgumentError(f"{type(module).__name__} is observed already; leave the outer observe first")
         for module, copy in self._pairs:
-            wrap(module, MARK, self._layer(module, copy) if isinstance(copy, EmulatedModule) else self._writer(copy))
+            wrap(module, MARK, self._writer(copy) if READS in copy.__dict__ else self._layer(module, copy))
+        for module in self._attending:
+            wrap(module, ATTENDED, self._attention(self._copies[module].__dict__[ATTENTION]))
 
     def detach(self) -> None:
         """Leave the model alone again."""
+        for module in self._attending:
+            unwrap(module, ATTENDED)
         for module, _ in self._pairs:
             unwrap(module, MARK)
 
@@ -99,7 +123,7 @@ class Shadow:
         """Whether a layer of the model runs that the shadow has, too."""
         return self._inside > 0
 
-    def _layer(self, module: nn.Module, copy: EmulatedModule) -> Callable[..., Any]:
+    def _layer(self, module: nn.Module, copy: nn.Module) -> Callable[..., Any]:
         parts = [(part, self._copies[part]) for part in module.modules()]
 
         def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +132,7 @@ class Shadow:
                 y = forward(*args, **kwargs)
             finally:
                 self._inside -= 1
-            assert copy.emulation is not None
-            if copy.emulation.observer is not None:
+            if _is_observed(copy):
                 own = [p for part, _ in parts for p in part._parameters.values() if p is not None]
                 run_beside(y, lambda copies: _call(copy, parts, copies, args, kwargs), [*_tensors(args, kwargs), *own])
             return y
@@ -119,6 +142,25 @@ class Shadow:
     def _writer(self, copy: nn.Module) -> Callable[..., Any]:
         def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
             with _Beside(copy, self):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def _attention(self, how: Attended) -> Callable[..., Any]:
+        def see(call: Call) -> None:
+            def cast(copies: _Copies) -> Tensor:
+                return attend(how.call, copies[call.q], copies[call.k], copies[call.v], **call.options)
+
+            if how.call.observer is None:
+                return
+            try:
+                run_beside(call.y, cast, [call.q, call.k, call.v])
+            except FmtsimError as error:  # the model itself runs on
+                note = f"not seen: attention of {how.name or '(model)'}: {error}"
+                self.notes += [note] if note not in self.notes else []
+
+        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            with AttentionCalls(see):
                 return forward(*args, **kwargs)
 
         return run
@@ -135,7 +177,7 @@ class _Beside(ParameterMode):
         """Return torch's own product."""
         y: Tensor = func(*args, **kwargs)
         by = {} if self._shadow.inside else {t: self.find(t) for t in _tensors(args, kwargs)}
-        if not any(multiply is not None and _is_observed(multiply) for multiply in by.values()):
+        if not any(multiply is not None and _is_observed(multiply.args[0]) for multiply in by.values()):  # type: ignore[attr-defined]
             return y
 
         def cast(copies: _Copies) -> Tensor | None:
@@ -191,10 +233,12 @@ def _call_with_gradient(y: Tensor, function: Callable[[Tensor], None]) -> None:
     base.register_hook(as_y)
 
 
-def _products_alone(recipe: Any) -> tuple[Any, list[str]]:
-    """Return a recipe without what is no product with weights, and in words what that was."""
-    if recipe is None or isinstance(recipe, LinearConfig):
-        return recipe, []
+def _products_alone(recipe: Any, format: Any) -> tuple[Any, AttentionConfig | None, list[str]]:
+    """Return a recipe without what is no product with weights, its attention, and in words what else that was."""
+    if recipe is None:
+        return None, attention_like(linear_config(x=format, w=format, g=format, scaling=None)), []
+    if isinstance(recipe, LinearConfig):
+        return recipe, None, []
     named = get_recipe(recipe)
     if any(replacement.kind == "operations" for replacement in named.replace):
         raise ArgumentError(
@@ -203,7 +247,7 @@ def _products_alone(recipe: Any) -> tuple[Any, list[str]]:
         )
     parts = {name: getattr(named, name) for name in _NOT_SEEN}
     notes = [f"not seen: {words}" for name, words in _NOT_SEEN.items() if parts[name]]
-    return dataclasses.replace(named, attention=None, replace=(), activations=None), notes
+    return dataclasses.replace(named, attention=None, replace=(), activations=None), named.attention, notes
 
 
 def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -218,12 +262,13 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def _is_run(copy: nn.Module) -> bool:
-    return READS in copy.__dict__ or (isinstance(copy, EmulatedModule) and copy.emulation is not None)
+    whole = isinstance(copy, EmulatedModule) and copy.emulation is not None
+    return READS in copy.__dict__ or whole or (isinstance(copy, nn.MultiheadAttention) and ATTENTION in copy.__dict__)
 
 
-def _is_observed(multiply: Multiply) -> bool:
-    emulation = multiply.args[0].emulation  # type: ignore[attr-defined]
-    return emulation is not None and emulation.observer is not None
+def _is_observed(copy: nn.Module) -> bool:
+    how = copy.emulation if isinstance(copy, EmulatedModule) else copy.__dict__[ATTENTION].call
+    return how is not None and how.observer is not None
 
 
 def _call(copy: nn.Module, parts: _Parts, copies: _Copies, args: Any, kwargs: Any) -> Any:
@@ -232,7 +277,13 @@ def _call(copy: nn.Module, parts: _Parts, copies: _Copies, args: Any, kwargs: An
     try:
         for part, shadow in parts:
             shadow._parameters = {n: None if p is None else copies[p] for n, p in part._parameters.items()}  # type: ignore[misc]
-        return type(copy).forward(copy, *_mapped(args, copies), **_mapped(kwargs, copies))
+        args, kwargs, how = _mapped(args, copies), _mapped(kwargs, copies), copy.__dict__.get(ATTENTION)
+        if how is None or how is parts[0][0].__dict__.get(ATTENTION):  # of a model that has it, it is seen there
+            return type(copy).forward(copy, *args, **kwargs)
+        given = inspect.signature(nn.MultiheadAttention.forward).bind(copy, *args, **kwargs).arguments
+        given["need_weights"] = False  # those are what torch's function does not return
+        with QuantisedAttention(how.call):
+            return type(copy).forward(**given)
     finally:
         for (_, shadow), parameters in zip(parts, before, strict=True):
             shadow._parameters = parameters

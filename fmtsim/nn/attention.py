@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from fmtsim.dispatch import OwnMode
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 
@@ -68,7 +68,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
 register_emulated(EmulatedMultiheadAttention)
 
 
-class _Projections(TorchFunctionMode):
+class _Projections(OwnMode):
     """Run torch's multi_head_attention_forward with a module's own products; its fused kernel is not taken then."""
 
     def __init__(self, module: EmulatedMultiheadAttention, parts: list[str]) -> None:

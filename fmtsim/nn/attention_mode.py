@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
+from fmtsim.dispatch import OwnMode
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.products.resolver import target_or_unit
@@ -46,7 +46,7 @@ class Attended:
     forward: Any = None
 
 
-class QuantisedAttention(TorchFunctionMode):
+class QuantisedAttention(OwnMode):
     """Run every ``torch.nn.functional.scaled_dot_product_attention`` inside a ``with`` as ``quantised_attention``.
 
     Args:

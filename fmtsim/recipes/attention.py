@@ -9,7 +9,7 @@ from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.block import Block, BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.layers.config import Gemm
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.route import element_of
 from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.targets.target import get_target
@@ -184,6 +184,13 @@ class AttentionConfig:
             text = where.pop() if len(where) == 1 else "".join(f", {name}{on}" for name, on in rest.items() if on)
             words.append(f"{'other ' if own else ''}gradients in high precision{text}")
         return "; ".join(words)
+
+
+def attention_like(config: LinearConfig) -> AttentionConfig:
+    """Return attention whose operands are rounded as a layer's activations and gradients, in float32 on no machine."""
+    x, g = config.fprop.a, config.dgrad.a
+    after = Gemm(a=g, b=FORWARD)
+    return AttentionConfig(q=x, k=x, v=x, p=x, dv=Gemm(a=FORWARD, b=g), dp=after, dq=after, dk=after)
 
 
 def _block(quantizer: Quantizer) -> Block:

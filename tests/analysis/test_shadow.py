@@ -1,19 +1,25 @@
 """observe of models that are not converted: their bits stay, and the operands are those that convert would make."""
 
+import contextlib
 import copy
 import dataclasses
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.errors import ArgumentError
-from fmtsim.recipes.spec import Rule, Steps
+from fmtsim.gemm.layers.config import linear_config
+from fmtsim.recipes.attention import AttentionConfig, attention_like
+from fmtsim.recipes.spec import Recipe, Rule, Steps
 
 OPERANDS = ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"]
+VOLTA = AttentionConfig(unit="volta.mma")
+ATTENTION = ("q", "k", "v", "p", "dv.b", "dp.a", "dq.a", "dk.a")
 
 
 class Experts(nn.Module):
@@ -68,9 +74,11 @@ def test_the_model_computes_as_it_does_and_is_left_as_it_was(net, what):
     assert len(before) == len(during) and all(map(torch.equal, before, during))
     assert {module: dict(module.__dict__) for module in net.modules()} == states
     names = ("up", "attention.in_proj", "attention.out_proj", "convolution", "moe", "moe.router", "head", "embedding")
-    assert tuple(stats.layers) == names
+    layers = dict(stats.layers)
+    attention = layers.pop("attention", {})  # recipes leave it in high precision
+    assert tuple(layers) == names and tuple(attention) == (ATTENTION if "format" in what else ())
     shared = {"te_nvfp4_all": ["w_d"], "te_delayed": ["w_d", "g_w", "x_w"]}.get(what.get("recipe"), [])  # cast once
-    assert {tuple(o) for o in stats.layers.values()} == {tuple(each for each in OPERANDS if each not in shared)}
+    assert {tuple(o) for o in layers.values()} == {tuple(each for each in OPERANDS if each not in shared)}
     assert str(stats).splitlines()[-1] == "not called: unused"
 
 
@@ -118,6 +126,94 @@ def test_what_is_written_in_place_checkpointed_or_gone_back_through_twice():
     assert stats[""]["g_d"].elements == 2 * 48 and stats.history[0][""]["g_d"].elements == 2 * 48
 
 
+class Attention(nn.Module):
+    def __init__(self, how, masked=False):
+        super().__init__()
+        self.how, self.masked, self.qkv = how, masked, nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).transpose(1, 3).unbind(2)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
+        if self.how == "torch":
+            return F.scaled_dot_product_attention(q, k, v, mask if self.masked else None)
+        scores = q @ k.mT / 4
+        if self.how == "capped":
+            scores = torch.tanh(scores / 5) * 5
+        elif self.masked:
+            scores += mask
+        return F.dropout(scores.softmax(-1, dtype=torch.float32), 0.1, self.training).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("format", ["e4m3", "nvfp4"])
+def test_attention_is_seen_as_that_of_converted_models_whoever_wrote_it(masked, format):
+    x, g, found = torch.randn(2, 8, 32), torch.randn(2, 2, 8, 16), []
+    config = attention_like(linear_config(x=format, w=format, g=format, scaling=None))
+    for how in ("torch", "eager", "converted"):
+        torch.manual_seed(0)
+        layer = Attention("eager" if how == "eager" else "torch", masked).eval()
+        layer = fmtsim.nn.convert_attention(layer, config) if how == "converted" else layer
+        with fmtsim.observe(layer, **{} if how == "converted" else {"format": format}) as stats:
+            layer(x).backward(g)
+        found.append({name: s.to_dict() for name, s in stats[""].items() if name[0] in "qkvp" or name[-1] != "a"})
+        assert tuple(stats[""]) == ATTENTION
+    assert found[0] == found[1] == found[2] and list(found[0]) == ["q", "k", "v", "p", "dv.b"]
+    assert (found[0]["p"]["elements"], found[0]["p"]["amax"]) == (2 * 2 * 8 * 8, 1.0)
+
+
+def test_attention_keeps_its_bits_and_what_is_none_is_said():
+    torch.manual_seed(3)
+    for how in ("torch", "eager", "capped"):
+        layer, x = Attention(how), torch.randn(2, 8, 32, requires_grad=True)
+        runs = []
+        for watch in (contextlib.nullcontext(), stats := fmtsim.observe(layer, format="e4m3")):
+            torch.manual_seed(4)
+            with watch:
+                y = layer(x)
+            runs.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]), torch.rand(2)))
+        assert all(map(torch.equal, *runs))
+        assert (list(stats.layers) == ["qkv"]) == (how == "capped")
+    assert str(stats).splitlines()[-1] == "no attention seen, not called or of another kind: (model)"
+
+
+def test_attention_that_the_recipe_does_not_multiply_is_said_and_the_model_runs_on():
+    layer, x = Attention("torch").bfloat16(), torch.randn(2, 8, 32).bfloat16()
+    recipe = Recipe(name="own", linear=linear_config(x="e4m3", w="e4m3", g="e4m3"), attention=VOLTA)
+    plain = layer(x)
+    with fmtsim.observe(layer, recipe=recipe) as stats:
+        assert torch.equal(layer(x), layer(x)) and torch.equal(layer(x), plain)
+    assert list(stats.layers) == ["qkv"]
+    said = [line for line in str(stats).splitlines() if line.startswith("not seen: attention of ")]
+    assert len(said) == 1 and "(model): AttentionConfig q is in high precision, and 'volta.mma' does not" in said[0]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_of_transformers(implementation):
+    transformers = pytest.importorskip("transformers")
+    size = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=16)
+    config = transformers.LlamaConfig(**size, num_hidden_layers=1, attn_implementation=implementation)
+    model, tokens = transformers.LlamaForCausalLM(config), torch.arange(16).reshape(2, 8)
+    padding = torch.ones(2, 8, dtype=torch.int64)
+    padding[1, :2] = 0
+    plain = model(tokens, attention_mask=padding).logits
+    with fmtsim.observe(model, recipe="fa3_code") as stats:
+        assert torch.equal(model(tokens, attention_mask=padding).logits, plain)
+    assert {layer: list(operands) for layer, operands in stats.layers.items()} == {
+        "model.layers.0.self_attn": ["q", "k", "v", "p"]
+    }
+
+
+def test_projections_beside_quantised_attention_are_seen():
+    config = attention_like(linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None))
+    layer = fmtsim.nn.convert_attention(fmtsim.convert(Attention("torch"), format="e4m3"), config)
+    with fmtsim.observe(layer) as stats:
+        layer(torch.randn(2, 8, 32))
+    assert {name: list(operands) for name, operands in stats.layers.items()} == {
+        "qkv": ["x_f", "w_f"], "": ["q", "k", "v", "p"]
+    }  # fmt: skip
+
+
 def test_steps_that_are_not_observed_cast_nothing(net):
     with fmtsim.observe(net, recipe="te_mxfp8", every=2) as stats:
         for _ in range(3):
@@ -161,9 +257,7 @@ def test_errors_say_what_to_do(net):
         ArgumentError, match=r"total_steps= so that it has a length; what fmtsim.convert does to a copy of"
     ):
         fmtsim.observe(blocks, recipe="nvfp4_switch")
-    with pytest.raises(
-        ArgumentError, match=r"nothing to convert .*; not seen: the products of attention; what fmtsim.con"
-    ):
+    with pytest.raises(ArgumentError, match=r"nothing to convert in Linear .*; what fmtsim.convert does to a copy of"):
         fmtsim.observe(nn.Linear(64, 64), recipe="fa3")
     outer, inner = fmtsim.observe(net, format="e4m3"), fmtsim.observe(net, format="e5m2")
     with outer, pytest.raises(ArgumentError, match="Net is observed already; leave the outer observe first"):
