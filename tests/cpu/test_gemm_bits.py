@@ -299,3 +299,20 @@ def test_scales_whose_product_is_beyond_float32():
     unit = replace(HALF, scale="e8m0", scale_block=16, signed_zero=True)
     check(f32([2.0**-9, 0.0]), f32([2.0**-9, -1.0]), gemm_spec(unit, "e4m3"), scale_a=f32([2.0**70]),
           scale_b=f32([2.0**64]))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "widest"),  # 62 less 4, the block's count, and of scales their significand, twice, and a carry
+    [
+        ({"block": 7}, 62 - 4 - 3),
+        ({"block": 8}, 62 - 4 - 4),
+        ({"block": 8, "scale": "e4m3", "scale_block": 4}, 62 - 4 - 4 - 2),
+        ({"block": 8, "scale": "e4m3", "scale_block": 4, "group": 4}, 62 - 4 - 4 - 2 - 8 - 3),
+    ],
+)
+def test_sums_as_wide_as_62_bits_hold_are_exact(fields, widest):
+    spec, wider = (gemm_spec(Datapath(fraction_bits=bits, **fields), "e4m3") for bits in (widest, widest + 1))
+    assert exact_integer.covers(spec, fields["block"]) and not exact_integer.covers(wider, fields["block"])
+    largest = f32([448.0] * fields["block"])
+    scales = {f"scale_{x}": f32([448.0, 448.0]) for x in "ab"} if "scale" in fields else {}
+    check(largest, largest, spec, c=f32([2.0**17 if scales == {} else 2.0**35]), **scales)

@@ -173,7 +173,7 @@ def _ptq(r: Random) -> tuple[Any, list[Any], Values]:
     return _quantised, [either(r, _net(r), 0.05), either(r, r.choice(PTQ), 0.05), _data(r), x], options
 
 
-@target("plots", 24, failed=(13364825902545719227, 16722836675114058304))
+@target("plots", 10, failed=(13364825902545719227, 16722836675114058304))
 def _plots(r: Random) -> tuple[Any, list[Any], Values]:
     """What draws pictures."""
     x = tensors.numbers(r, (64,), torch.float32)

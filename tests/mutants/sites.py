@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +85,7 @@ class Mutant:
         return text[: self.start] + self.new.encode() + text[self.end :]
 
 
+@cache
 def mutants_of(file: str) -> list[Mutant]:
     """Return all mutants of a file, in the order of their places."""
     text = (ROOT / file).read_bytes()
