@@ -97,3 +97,23 @@ def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
     outer, inner = matrix_shape(shape, dim)
     rows, columns = (size or extent for size, extent in zip(fmt.block, (outer, inner), strict=True))
     return -(-outer // rows) if outer else 0, -(-inner // columns) if inner else 0
+
+
+def in_one_order(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one-dimensional views of input and output in the same order, or copies where there are none.
+
+    Element by element any common order will do, so a transposed tensor needs no copy unless random words fix the order.
+    """
+    if not ordered and x.stride() == out.stride() and not x.is_contiguous() and _dense(x):
+        return x.as_strided((x.numel(),), (1,)), out.as_strided((x.numel(),), (1,))
+    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    return x.contiguous().view(-1), target.view(-1)
+
+
+def _dense(x: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

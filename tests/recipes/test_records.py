@@ -14,7 +14,7 @@ from fmtsim.distributed import get_reduction
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.optim import get_scheme
-from fmtsim.recipes import Level, LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
+from fmtsim.recipes import Level, LossScale, Recipe, Replacement, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.catalogue import MARKS, RECIPES, catalogue_markdown, with_catalogue
 from fmtsim.recipes.registry import _names, register_recipe
@@ -298,13 +298,14 @@ FACTORS = [1, 0.5, 1e-30, 1e30], [0, -1.0, math.inf, math.nan, "2"]
         (Steps(), "last", [1, 2, 0.01, None], [0, -1, 1.5, True]),
         (Rule(head=True), "first_blocks", [0, 1, 0.01, 0.99], [-1, 0.0, 1.0, True]),
         (Rule(head=True), "last_blocks", [0, 1, 0.01, 0.99], [-1, 0.0, 1.0, True]),
+        (Replacement(kind="operations", by="MuScaled"), "tau", [0.01, 0.99], [0, 0.0, 1.0, 1.5]),
     ],
 )  # fmt: skip
 def test_fields_end_where_they_should(record, name, good, wrong):
     for value in good:
         assert getattr(dataclasses.replace(record, **{name: value}), name) == value
     for value in wrong:
-        with pytest.raises(ArgumentError, match="is not allowed|is not a whole number|hold no step"):
+        with pytest.raises(ArgumentError, match="is not allowed|is not a whole number|hold no step|is not a part"):
             dataclasses.replace(record, **{name: value})
 
 

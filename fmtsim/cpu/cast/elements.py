@@ -17,7 +17,7 @@ from fmtsim.cpu.runtime.arrays import array_of
 from fmtsim.cpu.runtime.scratch import scratch
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import ElementFormat, IntFormat
-from fmtsim.spec.cast import CastSpec, EncodedParts, Random
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, in_one_order
 
 _CHUNK = 1 << 16  # elements that pass through a float32 scratch at once
 Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
@@ -26,7 +26,7 @@ Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
-    source, target = _flat(x, out, ordered=random is not None)
+    source, target = in_one_order(x, out, ordered=random is not None)
     cast = _quantizer(spec, random, x.shape)
 
     def part(start: int, stop: int) -> None:
@@ -57,27 +57,6 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedP
 
     pool.run(part, source.numel(), align=64)
     return EncodedParts(codes.view(x.shape))
-
-
-def _flat(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one-dimensional views (or copies where there is none) of input and output in the same order.
-
-    Element by element any common order will do, so a transposed tensor needs no copy unless random words fix the order.
-    """
-    if not ordered and x.stride() == out.stride() and not x.is_contiguous() and _dense(x):
-        return (tensor.as_strided((x.numel(),), (1,)) for tensor in (x, out))  # type: ignore[return-value]
-    source = x.contiguous().view(-1)
-    target = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
-    return source, target
-
-
-def _dense(x: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def covers(verb: str, spec: CastSpec) -> bool:

@@ -14,7 +14,7 @@ from fmtsim.cuda.cast.parameters import BYTES_AT_ONCE, DTYPES, aligned, draw_of,
 from fmtsim.cuda.cast.tables import convert
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import CastSpec, EncodedParts, Random
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, in_one_order
 
 _UNPACKED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # packed codes of whole words
 THREADS = 128
@@ -27,7 +27,7 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
     if x.numel() == 0:
         return
-    source, target = _in_one_order(x, out, ordered=spec.rounding.mode == "stochastic")
+    source, target = in_one_order(x, out, ordered=spec.rounding.mode == "stochastic")
     narrow = torch.float64 not in (x.dtype, out.dtype)
     grid = fast_grid(spec, random) if narrow else None
     if grid is not None:
@@ -130,26 +130,6 @@ def _run(slot: int, dtype: torch.dtype, random: int) -> int:
     if slot == 6 and dtype.itemsize == 2 and not random:
         least = 32
     return max(32 // math.gcd(slot, 32), least)
-
-
-def _in_one_order(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one-dimensional views of input and output in the same order, or copies where there are none.
-
-    Element by element any common order will do, so a transposed tensor needs no copy unless random words fix the order.
-    """
-    if not ordered and x.stride() == out.stride() and not x.is_contiguous() and _dense(x):
-        return x.as_strided((x.numel(),), (1,)), out.as_strided((x.numel(),), (1,))
-    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return x.contiguous().view(-1), target.view(-1)
-
-
-def _dense(x: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _first_aligned(source: torch.Tensor, target: torch.Tensor, width: int) -> int | None:
