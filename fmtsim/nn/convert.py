@@ -70,7 +70,7 @@ def convert(
     fast_accum: bool = False,
     native: bool | None = None,
     config: LinearConfig | Configure | None = None,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[Rule] | str | Path = (),
     generator: Generator = None,
     filter_fn: Filter | None = None,
     total_steps: int | None = None,
@@ -110,7 +110,8 @@ def convert(
             target describes, True insists on that, False emulates.
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         rules: Exceptions for layers or steps (``fmtsim.Rule``), ahead of the recipe's own: the first that fits
-            counts, and one that fits no layer is an error. ``attribute`` suggests some.
+            counts, and one that fits no layer is an error. ``attribute`` suggests some. Or a JSON file of rules, which
+            ``fmtsim attribute`` and ``fmtsim search`` write.
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
         filter_fn: ``filter_fn(module, name)`` says whether to convert a layer, a module that writes products, or one

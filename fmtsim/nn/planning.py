@@ -1,6 +1,7 @@
 """What ``convert`` decides before it touches a model: which modules it converts, to what, and why not the others."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fmtsim.nn.rules import Selector
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.swaps import FILTERED
 from fmtsim.recipes.plan import LayerPlan
+from fmtsim.recipes.serialization import load_rules
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
 
@@ -94,17 +96,19 @@ def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
 
 
 def with_rules(
-    planner: Planner, rules: Sequence[Rule], model: nn.Module, machine: dict[str, Any] | None, recipe: Recipe | None
-) -> Planner:
+    planner: Planner, rules: Sequence[Rule] | str | Path, model: nn.Module, machine: dict[str, Any] | None,
+    recipe: Recipe | None,
+) -> Planner:  # fmt: skip
     """Return what gives each layer the plan of another planner, but where rules say otherwise, on the same machine.
 
     Raises:
         ArgumentError: These are no rules, or one that fits no layer.
     """
-    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
+    given = load_rules(rules) if isinstance(rules, str | Path) else rules
+    if not isinstance(given, Sequence) or not all(isinstance(rule, Rule) for rule in given):
         raise ArgumentError(f"rules={shown(rules)} is no list of Rules; write rules=[Rule(name='lm_head')]")
     made_for = None if recipe is None else recipe.machine
-    extra, selector = Recipe(name="convert(rules=)", rules=tuple(rules), machine=made_for), Selector(model)
+    extra, selector = Recipe(name="convert(rules=)", rules=tuple(given), machine=made_for), Selector(model)
     extra = extra if machine is None else extra.on(**machine)
     selector.check(extra)
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fmtsim.errors import FormatError
+from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.files import write_file
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.serialization import format_to_dict
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.records import hints_of, kinds_of, load_record, record_of
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import record_to_dict
@@ -67,3 +68,24 @@ def load_recipe(path: str | Path) -> Recipe:
         ArgumentError: It cannot be read, or is no recipe; the message has the file and the field.
     """
     return load_record(path, "recipe file", lambda value, name: record_of(Recipe, value, f"{name}: recipe"))
+
+
+def save_rules(rules: Sequence[Rule], path: str | Path) -> None:
+    """Write rules to a JSON file, which ``convert(rules=)`` takes."""
+    write_file(path, json.dumps({"rules": list(map(recipe_to_dict, rules))}, indent=2) + "\n")
+
+
+def load_rules(path: str | Path) -> tuple[Rule, ...]:
+    """Read the rules of a JSON file: what ``save_rules`` wrote, or a recipe's file, of which nothing else is taken.
+
+    Raises:
+        ArgumentError: It cannot be read, or has no rules; the message has the file and the field.
+    """
+
+    def read(value: Any, name: str) -> tuple[Rule, ...]:
+        given = value.get("rules") if isinstance(value, dict) else None
+        if not isinstance(given, list) or not given:
+            raise ArgumentError(f'{name} has no rules; write {{"rules": [{{"name": "lm_head"}}]}}')
+        return record_of(Recipe, {"name": "rules", "rules": given}, name).rules  # type: ignore[no-any-return]
+
+    return load_record(path, "file of rules", read)

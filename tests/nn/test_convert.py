@@ -14,7 +14,8 @@ from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import EmulatedLinear, convert, report, revert, set_step
-from fmtsim.recipes.spec import Rule, Steps
+from fmtsim.recipes.serialization import load_rules, save_recipe, save_rules
+from fmtsim.recipes.spec import Recipe, Rule, Steps
 from tests.support import records
 from tests.support.models import snapshot
 
@@ -133,6 +134,33 @@ def test_rules_go_ahead_of_whatever_else_says_the_formats(tower):
         assert converted.conv.emulation.config == plain.conv.emulation.config
         assert "name ~ ^first$" in str(report(converted))
         assert report(converted).summary.startswith("amp_bf16+rules: ") == ("recipe" in how)
+
+
+def test_rules_of_a_file_are_those_that_were_saved(tower, tmp_path):
+    own = linear_config(x="e5m2", w="e5m2", g="e5m2", rounding="stochastic")
+    rules = (Rule(name="^first$"), Rule(use=own, name="^conv$", steps=Steps(last=3)), Rule(head=True, optional=True))
+    save_rules(rules, tmp_path / "rules.json")
+    save_recipe(Recipe(name="own", linear=CONFIG, rules=rules), tmp_path / "recipe.json")
+    for name in ("rules.json", "recipe.json"):
+        assert load_rules(tmp_path / name) == rules
+        converted = convert(copy.deepcopy(tower), format="int8", rules=str(tmp_path / name))
+        assert converted.conv.emulation.config == own and not isinstance(converted.first, EmulatedLinear)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"cannot read .*rules.json: No such file or directory"),
+        ("[]", r"rules.json has no rules; write \{\"rules\": \[\{\"name\": \"lm_head\"\}\]\}"),
+        ('{"rules": []}', "rules.json has no rules; write"),
+        ('{"rules": [{"nam": "head"}]}', r"rules.json.rules\[0\]: a Rule has no field 'nam'"),
+    ],
+)
+def test_files_without_rules_are_refused(tower, tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "rules.json").write_text(content)
+    with pytest.raises(ArgumentError, match=message):
+        convert(tower, format="int8", rules=tmp_path / "rules.json")
 
 
 def test_rules_run_on_the_machine_of_the_call(tower):
