@@ -1,24 +1,20 @@
 """``fmtsim bisect``: the first operation whose bits differ between two runs of one model."""
 
 import argparse
+import os
 from typing import Any
 
 from fmtsim.analysis.bisect import bisect
-from fmtsim.cli.options import check_device
+from fmtsim.cli.model_options import load_model
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, FmtsimError
-from fmtsim.training.models import run_of
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Bisect and print; 0 where all bits agree, 1 where some do not."""
-    check_device(arguments.device)
     texts = arguments.a, arguments.b
-    models = [".py:" in text for text in texts]
-    runs: list[Any] = [
-        run_of(text, arguments.seed, arguments.device) if model else text
-        for text, model in zip(texts, models, strict=True)
-    ]
+    models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
+    runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
     try:
         found = bisect(*runs)
     except FmtsimError:
@@ -29,3 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ArgumentError(f"{' against '.join(texts)}: {type(error).__name__}: {error}") from error
     answer(arguments, found.to_dict(), lambda: str(found))
     return 0 if found.equal else MISMATCH
+
+
+def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:
+    loaded = load_model(arguments, model=name, count=1, random_text=True)
+    return loaded.model, *loaded.samples[0]

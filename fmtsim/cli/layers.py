@@ -6,6 +6,7 @@ from typing import Any
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.models import Shape, layer_shapes, read_shapes
 from fmtsim.training.models import module_of
+from fmtsim.training.own_code import is_function
 
 
 def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
@@ -21,7 +22,7 @@ def chosen_dtypes(arguments: argparse.Namespace) -> list[str]:
 
 def chosen_model(arguments: argparse.Namespace) -> Any:
     """Return the layers that the arguments mean as ``fmtsim.analysis`` takes them, a module where a file has one."""
-    files = [name for name in arguments.models if ".py:" in name]
+    files = [name for name in arguments.models if is_function(name)]
     if files and (len(arguments.models) > 1 or arguments.shapes):
         raise ArgumentError(f"--model {files[0]} is asked about alone; leave other models and --shapes out")
     if not files and arguments.target is None:

@@ -29,6 +29,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "invariance": "say for which batch sizes a row's result changes, layer by layer",
     },
     "Models": {
+        "observe": "say what formats lose of a model's operands, forward and backward, and write a report",
+        "attribute": "say what each operand of each layer costs in loss, and which layers to leave in high precision",
+        "ptq": "quantise a trained model from a few batches, and say what that costs in loss",
+        "search": "find a format for each layer of a trained model within a budget of bit operations",
         "train": "train a small GPT in full precision and under simulated precision, side by side",
         "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
     },

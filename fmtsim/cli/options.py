@@ -186,7 +186,7 @@ def check_positive(arguments: argparse.Namespace, *names: str) -> None:
         given = getattr(arguments, name)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < 1:
-                raise ArgumentError(f"--{name} {value} is not possible; choose 1 or more")
+                raise ArgumentError(f"--{name.replace('_', '-')} {value} is not possible; choose 1 or more")
 
 
 def check_device(name: str) -> None:

@@ -1,31 +1,25 @@
 """``fmtsim trace``: record a step of a model in a file."""
 
 import argparse
-from pathlib import Path
 
 from fmtsim.analysis.tracing import trace
-from fmtsim.cli.options import check_device, read_target, target_given
+from fmtsim.cli.model_options import file_given, formats_given, load_model, machine_given
+from fmtsim.cli.options import target_given
 from fmtsim.cli.output import answer
 from fmtsim.errors import ArgumentError
-from fmtsim.files import check_file
 from fmtsim.nn import convert
-from fmtsim.training.models import run_of, told
+from fmtsim.training.own_code import told
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trace and print what was recorded."""
-    check_device(arguments.device)
-    out = None if arguments.out is None else Path(arguments.out).expanduser()
-    if out is not None and out.suffix != ".safetensors":
-        raise ArgumentError(f"--out {out} does not end in .safetensors; choose another name")
-    if out is not None:
-        check_file("--out", out)
-    if target_given(arguments) and arguments.recipe is None and arguments.format is None:
+    formats, out = formats_given(arguments), file_given(arguments, "out", ".safetensors")
+    if target_given(arguments) and not formats:
         raise ArgumentError(f"--{target_given(arguments)[0]} needs --recipe or --format, which convert the model")
-    model, batch, loss = run_of(arguments.model, arguments.seed, arguments.device)
-    if arguments.recipe is not None or arguments.format is not None:
-        machine = {name: value for name, value in read_target(arguments).items() if value is not None}
-        convert(model, recipe=arguments.recipe, format=arguments.format, generator=arguments.seed, **machine)
+    loaded = load_model(arguments, count=1, random_text=True)
+    model, (batch, loss) = loaded.model, loaded.samples[0]
+    if formats:
+        convert(model, generator=arguments.seed, **formats, **machine_given(arguments))
     with told(arguments.model):
         found = trace(model, batch, loss, tensors=_tensors(arguments.tensors), level=arguments.level)
     if out is not None:

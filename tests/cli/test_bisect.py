@@ -69,7 +69,7 @@ def test_two_functions(capsys):
 
 def test_a_model_of_train_gets_bytes(capsys):
     status, text = run(capsys, "trace --model models.py:language")
-    assert status == 0 and "OwnModel on cpu, loss 5." in text.splitlines()[-1]
+    assert status == 0 and "Sequential on cpu, loss 5." in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_model_of_train_gets_bytes(capsys):
     [
         (
             "trace --model models.py:number",
-            "models.py:number returned 3; return (model, batch), (model, batch, loss), or",
+            "models.py:number returned 3; return (model, batches), (model, batches, loss), or",
         ),
         (
             "trace --model models.py:fails",

@@ -77,6 +77,10 @@ GOOD = [
     invariance --shapes bad.json --target h200 --sizes 1..9 --dtypes bf16
     trace --model text --format e4m3 --unit hopper.wgmma --tensors 1,2 --out run.safetensors
     bisect bad.safetensors good.safetensors
+    observe --model bad.json:a --format e4m3 --steps 2 --report run.html --rules bad.json
+    attribute --model folder --data text --recipe te_current --tokenizer bytes --share 0.3
+    ptq --model absent.npy --scheme bad.json --checkpoint bad.safetensors --out run --batches 1
+    search --model folder --data text --bits 6 --schemes w4a4,bad.json --out s.json
     doctor --gemm --model gpt2 --target bad.json --tokens 1,2
     reproduce --list --only x""".splitlines()
 ]

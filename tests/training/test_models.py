@@ -197,7 +197,7 @@ def test_an_edited_file_is_another_training(file, corpus):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gpd", "--model gpd is unknown; did you mean 'gpt'?; choose gpt or llama, or FILE.py:function that returns a"),
+        ("gpd", "--model gpd is unknown; did you mean 'gpt'?; choose gpt or llama, or FILE.py:function or pack"),
         ("FILE", "is unknown; choose gpt or llama, or FILE.py:function"),
         ("absent.py:model", "--model absent.py:model: there is no file absent.py; pass FILE.py:function"),
         ("FILE:modle", "has no function 'modle'; write one that returns a module"),

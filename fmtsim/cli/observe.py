@@ -1,0 +1,113 @@
+"""``fmtsim observe``: what formats would lose of a model's operands, forward and backward."""
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmtsim.analysis.observe import Observation, observe
+from fmtsim.cli.model_options import file_given, formats_given, load_plain
+from fmtsim.cli.options import check_positive
+from fmtsim.cli.output import answer, origin
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.layers.config import linear_config
+from fmtsim.progress import Progress, make_progress
+from fmtsim.ptq.calibrate import call
+from fmtsim.recipes import Recipe, get_recipe
+from fmtsim.recipes.serialization import load_rules
+from fmtsim.training.loading import Loaded
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the batches and print the operands that lose most; Ctrl-C leaves the report of the steps before it."""
+    check_positive(arguments, "steps", "every", "worst")
+    if arguments.lr is not None and not 0 < arguments.lr < math.inf:
+        raise ArgumentError(f"--lr {arguments.lr:g} is not possible; choose a finite number above 0")
+    formats, path = formats_given(arguments), file_given(arguments, "report", ".html")
+    loaded = load_plain(arguments, formats, count=arguments.steps)
+    seen, losses = observe(loaded.model, every=arguments.every, **_one_record(formats)), list[float]()
+    try:
+        with make_progress(not arguments.quiet, verb="observe") as show:
+            show.stage("steps", len(loaded.samples))
+            _run_steps(loaded, seen, losses, arguments, show)
+    except KeyboardInterrupt:
+        note = f"Interrupted after {len(losses)} of {len(loaded.samples)} steps"
+        left = "; nothing was written"
+        if path is not None and losses:
+            _write(path, arguments, loaded, seen, losses, note)
+            left = f"; {path} has them"
+        raise KeyboardInterrupt(note[0].lower() + note[1:] + left) from None
+    if path is not None:
+        _write(path, arguments, loaded, seen, losses)
+    worst = seen.worst(arguments.worst, arguments.by)
+    record = {
+        "model": loaded.name, "data": loaded.data, "losses": losses, "loss_unit": loaded.unit, **seen.to_dict(),
+        "worst": [{"layer": layer, "operand": operand, **s.to_dict()} for layer, operand, s in worst],
+        "notes": _notes(loaded, seen, losses), "report": None if path is None else str(path),
+    }  # fmt: skip
+    wrote = [] if path is None else [f"wrote {path}"]
+    answer(arguments, record, lambda: "\n".join([str(worst), *record["notes"], *wrote]))
+    return 0
+
+
+def _one_record(formats: dict[str, Any]) -> dict[str, Any]:
+    """Return the formats as ``observe`` takes them, rules as those of a recipe."""
+    if "rules" not in formats:
+        return formats
+    name = formats.get("format")
+    plain = (
+        Recipe(name=name, linear=linear_config(x=name, w=name, g=name, scaling=None))
+        if name
+        else get_recipe(formats["recipe"])
+    )
+    return {"recipe": dataclasses.replace(plain, name=f"{plain.name}+rules",
+                                          rules=(*load_rules(formats["rules"]), *plain.rules))}  # fmt: skip
+
+
+def _run_steps(
+    loaded: Loaded, seen: Observation, losses: list[float], arguments: argparse.Namespace, show: Progress
+) -> None:  # fmt: skip
+    """Run the batches forward and backward, and add the loss of each; train where a rate is given."""
+    model = loaded.model
+    if not any(p.requires_grad for p in model.parameters()):  # a model that is used, not trained
+        model.requires_grad_()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = None if arguments.lr is None else torch.optim.AdamW(trained, lr=arguments.lr)
+    with torch.random.fork_rng({p.device for p in trained if p.device.type == "cuda"}), seen:
+        torch.manual_seed(arguments.seed)
+        for i, sample in enumerate(loaded.samples):
+            loss = loaded.loss(sample, call(model, sample.batch, i, kind="batch"))
+            if not loss.requires_grad:
+                raise ArgumentError(f"--model {loaded.name}: its loss depends on no parameter: there is no gradient")
+            loss.backward()
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad()
+            losses.append(loss.item())
+            show.step(i + 1, f"loss {losses[-1]:.5g}")
+
+
+def _notes(loaded: Loaded, seen: Observation, losses: list[float]) -> list[str]:
+    """Return what ran, where the loss was no number, and what of the model is not seen."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    mean = f"mean loss {sum(finite) / len(finite):.5g} {loaded.unit}".rstrip() if finite else "no loss is finite"
+    lost = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    return [
+        f"{loaded.data}; {len(losses)} steps, {len(seen.history)} of them observed; {mean}",
+        *([] if lost is None else [f"the loss is {losses[lost]} at step {lost + 1}: fmtsim trace names what made it"]),
+        *seen._notes(),
+    ]
+
+
+def _write(
+    path: Path, arguments: argparse.Namespace, loaded: Loaded, seen: Observation, losses: list[float], *notes: str
+) -> None:  # fmt: skip
+    options = {name: value for name, value in vars(arguments).items() if value not in (None, False)}
+    seen.save_report(
+        path, title=f"What {arguments.recipe or arguments.format or 'its formats'} loses of {loaded.name}",
+        notes=[*notes, loaded.data], curves={"loss": losses}, loss_unit=loaded.unit,
+        configuration={**origin(), **options},
+    )  # fmt: skip
