@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +158,16 @@ def test_what_ends_a_run_leaves_a_report(tmp_path, error):
         pass
 
 
+class Writes:
+    """An object that writes a file where somebody unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def test_a_checkpoint_of_another_recipe_or_a_damaged_file_is_refused(tmp_path):
     run, _ = trainer(tmp_path, llama("te_current"), save_strategy="steps", save_steps=2, max_steps=2)
     run.train()
@@ -170,6 +181,10 @@ def test_a_checkpoint_of_another_recipe_or_a_damaged_file_is_refused(tmp_path):
     torch.save([1], path)
     with pytest.raises(DataError, match="it holds something else; go on from another checkpoint"):
         trainer(tmp_path, llama("te_current"), max_steps=4)[0].train(resume_from_checkpoint=True)
+    torch.save(Writes(tmp_path / "ran"), path)
+    with pytest.raises(DataError, match="cannot be read: Weights only load failed"):
+        trainer(tmp_path, llama("te_current"), max_steps=4)[0].train(resume_from_checkpoint=True)
+    assert not (tmp_path / "ran").exists()  # what a file says is not run
     path.unlink()
     again, record = trainer(tmp_path, llama("te_current"), max_steps=4, report=tmp_path / "run.html")
     again.train(resume_from_checkpoint=True)

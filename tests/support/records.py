@@ -14,6 +14,7 @@ from typing import Any
 
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.gemm.layers.scalings import SCALINGS
+from fmtsim.gemm.targets import cublaslt
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.ptq.memory import SCHEMES
@@ -45,6 +46,13 @@ CATALOGUES: dict[str, dict[str, Any]] = {
     "state": {name: get_scheme(name) for name in list_schemes()},
     "reduction": REDUCTIONS,
     "scaling": SCALINGS,
+    "library": {
+        **{f"gemv_{name}": lanes for name, lanes in cublaslt.GEMV.items()},
+        **{f"gemv_float32_{name}": lanes for name, lanes in cublaslt.GEMV_FLOAT32.items()},
+        "stages": cublaslt.STAGES,
+        "gemm_sn": cublaslt.GEMM_SN,
+        "tiles": cublaslt.TILES,
+    },
     "claim": {claim.name: (claim.settings, claim.expected) for claim in CLAIMS},
     **{module: defaults_of(module) for module in MODULES},
 }
