@@ -1,161 +1,275 @@
-"""RunRecord: what a callback keeps of a run: losses, observed steps, delayed scales, the report."""
+"""RunRecord: what a callback does with a run: steps, observation, losses, delayed scales, the report."""
 
+import contextlib
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fmtsim.analysis.losses import losses_of, worst
 from fmtsim.analysis.observe import Observation, observe
-from fmtsim.errors import ArgumentError, DataError, shown
+from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.files import StrPath, check_file, write_file
-from fmtsim.nn.convert import is_converted, set_step
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.integrations.run_state import FILE, checked_state, gathered, of_this_process
+from fmtsim.integrations.trackers import check_histograms, exponents, figures, send
+from fmtsim.nn.convert import converted_root, is_converted, set_step
 from fmtsim.nn.report import report
 from fmtsim.nn.state import load_recipe_state, recipe_state
-
-FILE = "fmtsim_state.pt"
-"""The file beside those of a trainer's checkpoint."""
-_KEYS = {"recipe_state", "first", "losses", "observation"}
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.spec import Recipe
 
 
 class RunRecord:
     """Follow the optimizer steps of a run; steps are counted from 1, as losses in reports are.
 
+    A callback calls ``begin``; for each optimizer step ``enter`` and ``leave`` around each of its batches, or around
+    all of them, ``add`` with each loss, and ``end``; at last ``finish``.
+
     Args:
         every: The first of so many optimizer steps is observed, all calls of the model in it together.
         report: Where the report goes; None writes none.
+        title: Its heading.
+        recipe, format: What a model that is not converted is observed for, as ``fmtsim.observe`` takes them.
+        histograms: What goes to TensorBoard and W&B: ``"operand"``, ``"layer"`` or None.
 
     Attributes:
         losses: Of each step since ``first``, without those before the record began.
         seen: Statistics of the observed steps.
+        step: Optimizer steps done.
         notes: What a reader of the report has to know first.
+        running: Whether a run has begun and not ended.
 
     Raises:
-        ArgumentError: ``every`` is no number from 1, or no file can be written there.
+        ArgumentError: ``every`` is no number from 1, no file can be written at ``report``, ``recipe`` and ``format``
+            are both given, ``recipe`` has a schedule, or ``histograms`` is no choice.
+        FormatError: There is no such recipe.
     """
 
-    def __init__(self, every: int, report: StrPath | None) -> None:
+    def __init__(
+        self, every: int, report: StrPath | None, *, title: str = "Where bits are lost",
+        recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
+        histograms: str | None = "operand",
+    ) -> None:  # fmt: skip
         if type(every) is not int or every < 1:
             raise ArgumentError(
                 f"every={shown(every)} is no number of steps; pass 1 to observe all, 10 for every tenth"
             )
         if report is not None and not isinstance(report, str | Path):
             raise ArgumentError(f"report={shown(report)} is no path; pass a str or a pathlib.Path")
-        self.every, self.path = every, None if report is None else Path(report)
+        check_histograms(histograms)
+        if recipe is not None and format is not None:
+            raise ArgumentError("the callback got recipe and format; pass one of them")
+        self.every, self.path, self.title = every, None if report is None else Path(report), title
         if self.path is not None:
             check_file("report", self.path)
-        self._part: Observation | None = None
+        self._recipe, self._format, self._histograms = _without_schedule(recipe), format, histograms
+        self.running, self._inside = False, False
+        self._part: Observation | None = None  # of the step that is open
+        self._last: Observation | None = None  # of the step that ended last
         self._clear()
 
     def _clear(self) -> None:
         self.leave()
         self.losses: list[float] = []
-        self.first = 1
+        self.first, self.step = 1, 0
         self.notes: list[str] = []
         self.seen = Observation.of({})
+        self._open = False  # a step has begun
+        self._part = self._last = None
+        self._added: list[Tensor] = []
+        self._scales: dict[int, float] = {}  # of the loss, by observed step
 
-    def start(self, model: nn.Module, step: int, saved: Path | None) -> None:
-        """Begin a run, or go on after so many steps with what a checkpoint's file holds.
+    @property
+    def _observed(self) -> str | None:
+        """What a model that is not converted is observed for; None for one that is."""
+        if self._recipe is None and self._format is None:
+            return None
+        given = self._format if self._recipe is None else self._recipe
+        return str(getattr(given, "name", given))
+
+    def begin(
+        self, model: nn.Module, step: int, state: Mapping[str, Any] | None = None, *, first: bool = True,
+        configuration: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin a run, or go on after so many steps with what ``state_dict`` returned; ``first``: of several processes.
 
         Raises:
-            ArgumentError: The model is not converted, or the file is of another recipe or model.
-            DataError: The file is damaged.
+            ArgumentError: The model is not converted and there is no recipe to observe it for, it is and there is one,
+                or the state is of another recipe or model.
+            DataError: The state is something else.
         """
-        if not is_converted(model):
-            raise ArgumentError(
-                f"FmtsimCallback found no converted layer in {type(model).__name__}; "
-                'hand the trainer fmtsim.convert(model, recipe="te_current"), or another recipe'
-            )
+        self.running = False
         self._clear()
-        self.first = step + 1
-        if saved is not None and saved.exists():
-            state = _read(saved)
-            load_recipe_state(model, state["recipe_state"])
-            self.first, self.losses, self.seen = (
-                state["first"], state["losses"], Observation.of_state(state["observation"])
-            )  # fmt: skip
+        self._first, self._configuration = first, configuration or {}
+        if self._observed is None:
+            if not is_converted(model):
+                raise ArgumentError(
+                    f"the callback found no converted layer in {type(model).__name__}; hand the trainer "
+                    'fmtsim.convert(model, recipe="te_current"), or another recipe, or pass recipe= or format= to the '
+                    "callback, which then shows what they would do to the model"
+                )
+            model = converted_root(model, "the callback")
+        else:
+            observe(model, recipe=self._recipe, format=self._format)  # says what it refuses before the first step
+        self._model = model
+        self.first, self.step = step + 1, step
+        if state is not None:
+            self._go_on(checked_state(state, "the checkpoint"))
         if self.first > 1:
             self.notes.append(f"Steps 1 to {self.first - 1} ran without the callback: their losses are not drawn")
+        self.running = True
 
-    def enter(self, model: nn.Module, step: int, *, look: bool) -> None:
-        """Begin a step: tell a recipe's schedule, and observe the step if its turn has come."""
+    def _go_on(self, state: dict[str, Any]) -> None:
+        if state["observed"] != self._observed:
+            was, now = (
+                "a converted model" if of is None else f"one observed for {shown(of)}"
+                for of in (state["observed"], self._observed)
+            )
+            raise ArgumentError(f"the checkpoint is of {was}, this run is of {now}; go on as it began")
+        if self._observed is None:
+            own, note = of_this_process(state["recipe_states"])
+            load_recipe_state(self._model, own)
+            self.notes += [note] if note else []
+        if self._first:
+            self.first, self.losses = state["first"], list(state["losses"])
+            self.seen, self._scales = Observation.of_state(state["observation"]), dict(state["loss_scales"])
+
+    def enter(self, scaler: Any = None) -> None:
+        """Go into a batch; before the first of a step tell a recipe's schedule, and observe if its turn has come.
+
+        Args:
+            scaler: The GradScaler of training in float16, which multiplies the loss.
+        """
+        self.leave()  # a batch that ended in an error
+        if not self._open:
+            self._open, self._part, self._added = True, None, []
+            if self._observed is None:
+                set_step(self._model, self.step)
+            if self._first and self.step % self.every == 0:
+                self._part = observe(self._model, recipe=self._recipe, format=self._format)
+                if scaler is not None and scaler.is_enabled():
+                    self._scales[self.step + 1] = scaler.get_scale()
+        if self._part is not None:
+            self._part.__enter__()
+            self._inside = True
+
+    def leave(self) -> None:
+        """Come out of a batch: stop observing."""
+        inside, self._inside = self._inside, False
+        if inside and self._part is not None:
+            self._part.__exit__(None, None, None)
+
+    def add(self, loss: Tensor) -> None:
+        """Note the loss of a batch."""
+        self._added.append(loss.detach())
+
+    def end(self, *, mean: bool = True) -> dict[str, float]:
+        """Count a step and return what a trainer logs of it; its loss is the mean, or the sum, over its batches."""
         self.leave()
-        set_step(model, step - 1)
-        if look and (step - 1) % self.every == 0:
-            self._part = observe(model).__enter__()
-
-    def leave(self) -> Observation | None:
-        """Stop observing; return what was observed since ``enter``, if anything."""
-        part, self._part = self._part, None
-        if part is not None:
-            part.__exit__(None, None, None)
-        return part
-
-    def count(self, step: int, loss: float, part: Observation | None) -> bool:
-        """Add a step; say whether its loss is the first that is not finite."""
-        ended = not math.isfinite(loss) and all(map(math.isfinite, self.losses))
-        self.losses.append(loss)
-        if part is not None and (math.isfinite(loss) or not self.seen.layers):  # where it blows up, the looks before
-            self.seen.merge(part, step)
-        self.seen.steps = step
+        part, added = self._part, self._added
+        self._open, self._part, self._added = False, None, []
+        self.step += 1
+        if not self._first:
+            return {}
+        self.seen.steps = self.step
+        loss = sum(map(float, added)) / (len(added) if mean else 1) if added else None
+        ended = loss is not None and not math.isfinite(loss) and all(map(math.isfinite, self.losses))
+        if loss is not None:
+            self.losses.append(loss)
+        blown = loss is not None and not math.isfinite(loss) and bool(self.seen.layers)
+        if part is not None and not blown:  # where it blows up, the looks before
+            self.seen.merge(part, self.step)
         if ended:
-            self.notes.append(f"The loss became {loss} at step {step}; heatmaps are of the steps before it")
-        return ended
+            self.notes.append(f"The loss became {loss} at step {self.step}; heatmaps are of the steps before it")
+            self.write()
+        self._last = part
+        if part is None:
+            return {}
+        scale = self._scales.get(self.step)
+        return figures(part) | ({} if scale is None else {"fmtsim_loss_scale": scale})
 
-    def save(self, model: nn.Module, folder: Path) -> None:
-        """Write what ``start`` reads, beside a trainer's checkpoint."""
-        content = io.BytesIO()
-        state = {"recipe_state": recipe_state(model), "first": self.first, "losses": self.losses}
-        torch.save(state | {"observation": self.seen.state_dict()}, content)
-        write_file(folder / FILE, content.getvalue())
+    def draw(self, trackers: Iterable[Any], step: int, axis: str | None = None) -> None:
+        """Send histograms of the step that ended last, if it was observed, to those trackers that take some."""
+        if self._last is not None:
+            send(exponents(self._last, self._histograms), trackers, step, axis)
 
-    def write(self, model: nn.Module, title: str, configuration: Mapping[str, Any], *notes: str) -> None:
-        """Write the report of what there is by now."""
-        if self.path is None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``begin`` goes on from; call it on all processes, for it gathers their delayed scales."""
+        own = recipe_state(self._model) if self._observed is None else None
+        return {
+            "recipe_states": gathered(own), "observed": self._observed, "first": self.first,
+            "losses": list(self.losses), "observation": self.seen.state_dict(), "loss_scales": dict(self._scales),
+        }  # fmt: skip
+
+    def save(self, folder: Path) -> None:
+        """Write the state beside a trainer's checkpoint, and the report so far; call it on all processes."""
+        content, state = io.BytesIO(), self.state_dict()
+        if self._first:
+            torch.save(state, content)
+            write_file(folder / FILE, content.getvalue())
+        self.write_so_far()
+
+    def write_so_far(self) -> None:
+        """Write the report beside a checkpoint."""
+        if self.running:
+            self.write("Training had not ended when this was written")
+
+    def finish(self) -> None:
+        """End the run and write the report."""
+        self.running = False
+        self.write()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Write the report of a run that ended in an error, which stays what the user sees."""
+        with contextlib.suppress(FmtsimError):  # of a step in which nothing was observed
+            self.leave()
+        if self.running:
+            self.running = False
+            try:
+                self.write(f"Interrupted after step {self.step} by {type(error).__name__}")
+            except Exception as second:
+                error.add_note(f"and the report could not be written: {second}")
+
+    def write(self, *notes: str) -> None:
+        """Write the report of what there is by now, on the first of several processes."""
+        if self.path is None or not self._first:
             return
-        found = report(model)
+        coverage = None
+        told = [*notes, *self.notes, *self._about_scales()]
+        if self._observed is None:
+            found = report(self._model)
+            told += [found.summary, *found.notes]
+            coverage = found.coverage
+        else:
+            told.append(f"The model computed as it is; its operands were cast beside it for {self._observed}")
         self.seen.save_report(
-            self.path,
-            title=title,
-            curves={"loss": self.losses} if self.losses and self.first == 1 else None,
-            coverage=found.coverage,
-            configuration=configuration,
-            notes=[*notes, *self.notes, found.summary, *found.notes],
+            self.path, title=self.title, coverage=coverage, configuration=self._configuration, notes=told,
+            curves={"loss": self.losses} if self.losses and len(self.losses) == self.seen.steps else None,
+        )  # fmt: skip
+
+    def _about_scales(self) -> list[str]:
+        if not self._scales:
+            return []
+        low, high = (f"{choice(self._scales.values()):g}" for choice in (min, max))
+        return [
+            f"Gradients are those of the loss times {low if low == high else f'{low} to {high}'}, as the GradScaler "
+            "had it when they were observed: amax and exponents have that factor"
+        ]
+
+
+def _without_schedule(recipe: Any) -> Any:
+    """Return a recipe to observe for, unless it has a schedule: what observes knows calls of the model, not steps."""
+    if recipe is None or isinstance(recipe, LinearConfig):
+        return recipe
+    named = get_recipe(recipe)
+    if any(rule.steps is not None for rule in named.rules):
+        raise ArgumentError(
+            f"recipe {named.name!r} has a schedule, which a model that is not converted is not observed for; "
+            "hand the trainer fmtsim.convert(model, recipe=..., total_steps=...), and leave recipe= out here"
         )
-
-
-def figures(part: Observation) -> dict[str, float]:
-    """Return a few numbers of a step, each of the operand that loses most by it, for a trainer's log.
-
-    What is infinite or undefined (nothing lost, all zeros) is left out: not all loggers take it.
-    """
-    losses = losses_of(part.layers)
-    if not losses:
-        return {}
-    found = {
-        "fmtsim_worst_underflow_percent": worst(losses, 1, "underflow")[0].stats.underflow_percent,
-        "fmtsim_worst_saturation_percent": worst(losses, 1, "saturation")[0].stats.saturation_percent,
-        "fmtsim_worst_sqnr_db": worst(losses, 1, "sqnr")[0].stats.sqnr_db,
-        "fmtsim_nonfinite": float(sum(loss.stats.nonfinite for loss in losses)),
-    }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the state in a file, checked as far as that it is one."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or set(state) != _KEYS:
-            raise ValueError("it holds something else")
-        Observation.of_state(state["observation"])
-    except Exception as e:  # of damaged bytes torch's reader raises anything
-        why = (str(e).splitlines() or [type(e).__name__])[0]
-        raise DataError(
-            f"{path} cannot be read: {why}; go on from another checkpoint, or remove this file: the weights' own files "
-            "have delayed scales, too, but for those of PEFT"
-        ) from e
-    return state
+    return named

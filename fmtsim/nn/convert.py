@@ -255,6 +255,25 @@ def is_converted(model: nn.Module) -> bool:
     return any(isinstance(module, EmulatedModule) for module in model.modules()) or swapped(model)
 
 
+def converted_root(model: nn.Module, verb: str) -> nn.Module:
+    """Return the module that ``convert`` was given: a converted model, or the one within it.
+
+    Raises:
+        ArgumentError: Several parts of the model were converted, each by itself.
+    """
+    roots: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if RECIPE in module.__dict__ and not any(f"{name}.".startswith(root) for root in roots):
+            roots[f"{name}." if name else ""] = module
+    if len(roots) > 1:
+        named = ", ".join(root.removesuffix(".") for root in list(roots)[:3])
+        raise ArgumentError(
+            f"{verb} found {len(roots)} parts of {type(model).__name__} that were converted one by one ({named}); "
+            f"convert {type(model).__name__} in one call, whose rules= say what differs"
+        )
+    return next(iter(roots.values()), model)
+
+
 def converted_modules(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
     """Return the modules with emulated products by name; raise ArgumentError where ``convert`` changed nothing."""
     check_module(verb, model)

@@ -11,26 +11,19 @@ import fmtsim
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.integrations import transformers as integration
 from fmtsim.integrations.transformers import FmtsimCallback
-from fmtsim.nn import convert, recipe_state
-from tests.support.bits import all_same_bits
-from tests.support.models import hugging_face
+from fmtsim.nn import recipe_state
+from tests.support.followed import ROWS, Writer, llama, remembered, same
 
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # the Trainer warns of everything
 ]
 STEPS = 20
-TOKENS = torch.randint(0, 256, (2 * STEPS, 8), generator=torch.Generator().manual_seed(0))
-ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
 
 
-def llama(recipe="te_delayed"):
-    return convert(hugging_face("llama", layers=1), recipe=recipe).train()
-
-
-def trainer(folder, model=None, every=5, report=None, rows=ROWS, follow=True, **more):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+def trainer(folder, model=None, every=5, report=None, rows=ROWS, follow=True, how=None, **more):
     options = {"save_strategy": "no", "logging_steps": 5, **more}
     arguments = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=2, num_train_epochs=1, learning_rate=1e-3, report_to="none",
@@ -42,15 +35,9 @@ def trainer(folder, model=None, every=5, report=None, rows=ROWS, follow=True, **
     found.remove_callback(transformers.PrinterCallback)
     if not follow:
         return found
-    callback = FmtsimCallback(found, every=every, report=report)
+    callback = FmtsimCallback(found, every=every, report=report, **(how or {}))
     found.add_callback(callback)
     return found, callback.record
-
-
-def same(one, other):
-    """Say whether two models have the same weights and remember the same."""
-    pairs = [dict(model.state_dict()) for model in (one, other)]
-    return list(pairs[0]) == list(pairs[1]) and all_same_bits(*(list(state.values()) for state in pairs))
 
 
 def test_a_resumed_run_ends_with_the_bits_of_one_without_a_stop(tmp_path):
@@ -62,7 +49,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_without_a_stop(tmp_path):
     assert list(whole.seen.history) == [1, 6, 11, 16] and whole.seen.steps == STEPS
     again, record = trainer(tmp_path, report=tmp_path / "again.html")
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-    assert same(again.model, plain.model) and str(recipe_state(again.model)) == str(recipe_state(plain.model))
+    assert same(again.model, plain.model) and remembered(again.model) == remembered(plain.model)
     assert record.losses == whole.losses and record.seen.to_dict() == whole.seen.to_dict()
     pages = [(tmp_path / name).read_text("utf-8") for name in ("run.html", "again.html")]
     assert all("te_delayed" in page and "had not ended" not in page for page in pages)
@@ -74,7 +61,7 @@ def test_scales_come_from_the_file_beside_the_checkpoint(tmp_path):
     run.train()
     path = tmp_path / "checkpoint-2" / "fmtsim_state.pt"
     state = torch.load(path, weights_only=True)
-    remembered = [fields for operands in state["recipe_state"]["layers"].values() for fields in operands.values()]
+    remembered = [fields for operands in state["recipe_states"][0]["layers"].values() for fields in operands.values()]
     for fields in remembered:
         fields["calls"].fill_(30)
     torch.save(state, path)
@@ -99,6 +86,24 @@ def test_the_trainer_logs_what_was_observed_and_its_own_losses(tmp_path):
     )
     own = [sum(record.losses[end - 4 : end]) / 4 for end in (4, 8, 12, 16, 20)]
     assert own == pytest.approx([row["loss"] for row in log if "loss" in row], rel=1e-5)  # summed in float32
+
+
+def test_trackers_of_the_trainer_get_histograms(tmp_path):
+    run, _ = trainer(tmp_path, every=10, how={"histograms": "layer"})
+    writer = Writer()
+    run.add_callback(type("TensorBoardCallback", (transformers.TrainerCallback,), {"tb_writer": writer})())
+    run.train()
+    assert {step for _, step in writer.histograms} == {1, 11}
+    assert ("fmtsim_exponents/lm_head/g_d", 11) in writer.histograms
+
+
+def test_a_model_that_is_not_converted_is_observed_as_it_is(tmp_path):
+    plain = trainer(tmp_path, llama(None), follow=False)
+    plain.train()
+    run, record = trainer(tmp_path, llama(None), every=9, report=tmp_path / "run.html", how={"recipe": "te_current"})
+    run.train()
+    assert same(run.model, plain.model) and list(record.seen.history) == [1, 10, 19]
+    assert "cast beside it for te_current" in (tmp_path / "run.html").read_text("utf-8")
 
 
 def test_a_step_is_one_of_the_optimizer(tmp_path):
@@ -179,7 +184,7 @@ def test_a_checkpoint_of_another_recipe_or_a_damaged_file_is_refused(tmp_path):
         with pytest.raises(DataError, match=re.escape(f"{path} cannot be read: ")):
             trainer(tmp_path, llama("te_current"), max_steps=4)[0].train(resume_from_checkpoint=True)
     torch.save([1], path)
-    with pytest.raises(DataError, match="it holds something else; go on from another checkpoint"):
+    with pytest.raises(DataError, match="it holds something else than the state of a run; go on from"):
         trainer(tmp_path, llama("te_current"), max_steps=4)[0].train(resume_from_checkpoint=True)
     torch.save(Writes(tmp_path / "ran"), path)
     with pytest.raises(DataError, match="cannot be read: Weights only load failed"):
@@ -205,7 +210,11 @@ def test_nonsense_is_refused(tmp_path):
     FmtsimCallback(plain)
     with pytest.raises(ArgumentError, match=r"was made, but not added; call trainer.add_callback\(callback\)"):
         plain.train()
-    run, _ = trainer(tmp_path, hugging_face("llama", layers=1))
+    other = trainer(tmp_path, follow=False)
+    other.add_callback(trainer(tmp_path)[0].callback_handler.callbacks[-1])
+    with pytest.raises(ArgumentError, match=r"made for another Trainer; make one for each, FmtsimCallback\(trainer\)"):
+        other.train()
+    run, _ = trainer(tmp_path, llama(None))
     with pytest.raises(ArgumentError, match="no converted layer in LlamaForCausalLM; hand the trainer fmtsim.convert"):
         run.train()
 
