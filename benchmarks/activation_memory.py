@@ -1,8 +1,8 @@
-"""Measure what autograd keeps of a block of a Llama between its passes: ``python benchmarks/activation_memory.py``.
+"""Measure what autograd keeps of a block, and what is estimated: ``python benchmarks/activation_memory.py``.
 
 Storages are counted once, Parameters and what layers keep of their weights not. The emulation holds elements of FP8
 inputs of layers in bfloat16, so that a second number counts them as the recipe's format has them: of a layer each
-different input once.
+different input once. The last number is that of ``fmtsim.training_memory``.
 """
 
 import argparse
@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.gemm.layers.watch import Watcher, watching
-from fmtsim.training.gpt import GPTConfig
+from fmtsim.memory import ModelSize
+from fmtsim.training.gpt import Block, GPTConfig
 from fmtsim.training.llama import LlamaBlock
 
-RECIPES = (None, "te_current", "coat")
+RUNS = (("Llama", None), ("Llama", "te_current"), ("Llama", "coat"), ("GPT", None), ("GPT", "te_current"),
+        ("GPT", "coat"), ("GPT", "checkpointing"))  # fmt: skip
 
 
 def bytes_kept(block: nn.Module, x: Tensor) -> tuple[int, int]:
@@ -60,24 +63,52 @@ def bytes_kept(block: nn.Module, x: Tensor) -> tuple[int, int]:
     return total, rest + round(sum(inputs.values()))
 
 
+def estimate(block: nn.Module, recipe: str | None, tokens: int, width: int, heads: int) -> float:
+    """Return the bytes of a token that ``training_memory`` counts of a block in bfloat16."""
+    gated = isinstance(block, LlamaBlock)
+    inner = block.mlp.up_proj.out_features if gated else 4 * width
+    size = ModelSize(name="block", blocks=1, hidden=width, intermediate=inner, heads=heads, kv_heads=heads,
+                     head_dim=width // heads, vocabulary=1, gated=gated)  # fmt: skip
+    again = recipe == "checkpointing"
+    found = fmtsim.training_memory(size, None if again else recipe, tokens=tokens,
+                                   checkpointing="full" if again else "none")  # fmt: skip
+    return found["activations"] / tokens
+
+
+class Checkpointed(nn.Module):
+    """Run a block again in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, time, width]`` to itself."""
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
 def main() -> None:
-    """Print the table of docs/recipes.md."""
+    """Print the table of docs/howto/memory.md, whose first rows docs/recipes.md has."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, size in (("width", 512), ("heads", 8), ("tokens", 1024)):
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--device", default="cpu")
     sizes = parser.parse_args()
-    print("| Recipe | Kept by the emulation | In the recipe's formats | Of bfloat16 |\n|---|---|---|---|")
-    base = 0
-    for recipe in RECIPES:
+    print("| Block | Recipe | Kept by the emulation | In the recipe's formats | Estimate |\n|---|---|---|---|---|")
+    for kind, recipe in RUNS:
         torch.manual_seed(0)
-        block = LlamaBlock(GPTConfig(context=sizes.tokens, width=sizes.width, heads=sizes.heads)).bfloat16()
-        if recipe is not None:
+        config = GPTConfig(context=sizes.tokens, width=sizes.width, heads=sizes.heads)
+        block = (LlamaBlock(config) if kind == "Llama" else Block(sizes.width, sizes.heads)).bfloat16()
+        block = block.to(sizes.device)
+        expected = estimate(block, recipe, sizes.tokens, sizes.width, sizes.heads)
+        if recipe == "checkpointing":
+            block = Checkpointed(block)
+        elif recipe is not None:
             fmtsim.convert(block, recipe=recipe)
-        x = torch.randn(1, sizes.tokens, sizes.width).bfloat16().requires_grad_()
-        emulated, system = bytes_kept(block, x)
-        base = base or system
-        cells = (f"{count / sizes.tokens / sizes.width:.2f}" for count in (emulated, system))
-        print(f"| {recipe or 'plain bfloat16'} | {' | '.join(cells)} | {system / base:.2f} |")
+        x = torch.randn(1, sizes.tokens, sizes.width).bfloat16().to(sizes.device).requires_grad_()
+        emulated, system = (count / sizes.tokens for count in bytes_kept(block, x))
+        cells = (f"{count / sizes.width:.2f}" for count in (emulated, system, expected))
+        print(f"| {kind} | {recipe or 'plain bfloat16'} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

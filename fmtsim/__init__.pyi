@@ -54,6 +54,8 @@ from fmtsim.gemm.targets.target import list_targets as list_targets
 from fmtsim.gemm.units.unit import get_unit as get_unit
 from fmtsim.gemm.units.unit import list_units as list_units
 from fmtsim.gemm.units.unit import register_unit as register_unit
+from fmtsim.memory import serving_memory as serving_memory
+from fmtsim.memory import training_memory as training_memory
 from fmtsim.nn import convert as convert
 from fmtsim.nn import load_recipe_state as load_recipe_state
 from fmtsim.nn import recipe_state as recipe_state

@@ -24,6 +24,7 @@ LAYERS = (
     {"gemm"},
     {"recipes"},
     {"nn", "optim", "distributed", "ptq", "search"},
+    {"memory"},
     {"analysis"},
     {"training", "explain", "verify", "bench", "calibration", "reproduce", "integrations"},
     {"cli"},

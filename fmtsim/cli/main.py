@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "ptq": "quantise a trained model from a few batches, and say what that costs in loss",
         "search": "find a format for each layer of a trained model within a budget of bit operations",
         "train": "train a small GPT in full precision and under simulated precision, side by side",
+        "memory": "say what training or serving a model needs of memory on each device, before it runs",
         "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
     },
     "Results": {

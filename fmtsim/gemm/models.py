@@ -24,25 +24,33 @@ class Model:
     Args:
         name: Name here.
         source: Repository at huggingface.co that has its config.json, or the paper.
+        blocks: Blocks one after another, all of this kind; 0 where there are several kinds, as in an encoder with a
+            decoder, or where the number is not known here.
         hidden, intermediate: Widths of the layers and of the MLP, or of one expert's.
         heads, kv_heads, head_dim: Heads of the attention, those of keys and values, and their width.
         vocabulary: Outputs of the head.
+        positions: Rows of a learned embedding of positions, 0 without one.
         experts: Experts that a router chooses from, 0 without one.
+        active: Of those, the experts of each token; 0 also where ``blocks`` is 0.
         style: Letters. ``g``: a gated MLP; ``f``: one layer for queries, keys and values; ``u``: one for gate and up;
             ``a``: latent attention, whose projections are in ``more``; biases of all layers but the head (``l``), of
-            queries, keys and values (``q``), of the MLP (``m``) and of the head (``h``).
+            queries, keys and values (``q``), of the MLP (``m``) and of the head (``h``); ``t``: head and embedding
+            share their weight, known where ``blocks`` is.
         more: Outputs and inputs of other layers, ``"1536x7168 576x7168"``.
     """
 
     name: str
     source: str
+    blocks: int
     hidden: int
     intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
+    positions: int
     experts: int
+    active: int
     style: str
     more: str
 

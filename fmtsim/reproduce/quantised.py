@@ -3,12 +3,14 @@
 import copy
 from collections.abc import Sequence
 from itertools import product
+from math import ceil
 
 import torch
 from torch import nn
 
+from fmtsim.memory import bits_per_element, serving_memory, training_memory
+from fmtsim.memory.estimate import GB
 from fmtsim.ptq import ptq
-from fmtsim.ptq.memory import SCHEMES, bits_per_element, cache_gigabytes, devices, weight_gigabytes
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, settings
 from fmtsim.reproduce.samples import generator, told
 
@@ -71,17 +73,20 @@ def memory(tell: Tell) -> Measured:
     numbers: dict[str, float] = {}
     for size in _SIZES:
         for fmt in ("bf16", "e4m3", "mxfp8_e4m3", "nvfp4", "mxfp4"):
-            numbers[f"{size}B weights, {fmt}, GB"] = weight_gigabytes(size * 1e9, fmt)
-        for scheme in ("mixed", "fp8_lm"):
-            numbers[f"{size}B training, {scheme}, GB"] = SCHEMES[scheme].gigabytes(size * 1e9)
+            numbers[f"{size}B weights, {fmt}, GB"] = serving_memory(size * 1e9, weights=fmt).gigabytes
+        numbers[f"{size}B training, mixed, GB"] = training_memory(size * 1e9).gigabytes
+        fp8_lm = training_memory(size * 1e9, optimizer="fp8lm", gradients="e4m3")
+        numbers[f"{size}B training, fp8_lm, GB"] = round(fp8_lm.gigabytes, 6)  # without scales of whole tensors
     numbers["340B in bf16 fits 8 x 80 GB"] = float(numbers["340B weights, bf16, GB"] <= 640)
     numbers["340B in e4m3 fits 8 x 80 GB"] = float(numbers["340B weights, e4m3, GB"] <= 640)
-    numbers["70B training, mixed, devices of 80 GB"] = float(devices(numbers["70B training, mixed, GB"], 80))
-    numbers["bytes a parameter, mixed / fp8_lm"] = SCHEMES["mixed"].total / SCHEMES["fp8_lm"].total
+    numbers["70B training, mixed, devices of 80 GB"] = float(ceil(numbers["70B training, mixed, GB"] / 80))
+    numbers["bytes a parameter, mixed / fp8_lm"] = (
+        numbers["70B training, mixed, GB"] / numbers["70B training, fp8_lm, GB"]
+    )
     numbers["bits, nvfp4"], numbers["bits, mxfp4"] = bits_per_element("nvfp4"), bits_per_element("mxfp4")
-    shape = {"layers": 80, "heads": 8, "features": 128, "tokens": 131072}
-    numbers["70B cache of 131072 tokens, bf16, GB"] = cache_gigabytes("bf16", **shape)
-    numbers["70B cache of 131072 tokens, e4m3, GB"] = cache_gigabytes("e4m3", **shape)
+    for fmt in ("bf16", "e4m3"):
+        cache = serving_memory("llama-70b", kv_format=fmt, context=131072)["KV cache"]
+        numbers[f"70B cache of 131072 tokens, {fmt}, GB"] = cache / GB
     return Measured(numbers=numbers)
 
 

@@ -163,7 +163,7 @@ def test_models_have_sources_and_shapes():
     assert {"gpt2", "gpt2-xl", "llama-8b", "llama-70b", "bert-large", "vit-l"} <= set(list_models())
     assert len(models()) >= 100 and list(models()) == list_models()
     for name, model in models().items():
-        assert model.name == name and model.source and set(model.style) <= set("gfualqmh"), name
+        assert model.name == name and model.source and set(model.style) <= set("gfualqmht"), name
         assert all(n > 0 and k > 0 for n, k, _ in model.layers) and len(set(model.layers)) == len(model.layers)
         assert {(n, k) for n, k, _ in model.layers} <= set(model.parallel_layers)
     for name, shapes in SHAPES.items():

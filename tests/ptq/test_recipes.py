@@ -75,7 +75,7 @@ def test_names():
 
 
 def test_recipes_and_defaults_are_those_that_were_recorded():
-    assert not records.changed("ptq", "memory", "fmtsim.ptq"), records.__doc__
+    assert not records.changed("ptq", "fmtsim.ptq"), records.__doc__
 
 
 def test_the_catalogue_covers_its_formats():

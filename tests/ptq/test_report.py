@@ -13,7 +13,6 @@ from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.nn import quantised_attention
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache
 from fmtsim.ptq.catalogue import operand, quantised_cache
-from fmtsim.ptq.memory import SCHEMES, bits_per_element, cache_gigabytes, devices, weight_gigabytes
 from fmtsim.ptq.report import ratio
 from fmtsim.recipes import Rule
 from fmtsim.spec.scaling import Scaling
@@ -151,22 +150,6 @@ def test_a_cache_is_what_attention_sees():
     assert not torch.allclose(y, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-3)
     swapped = F.scaled_dot_product_attention(q, cache.keys(), cache.keys(), is_causal=True)  # a planted error
     assert not torch.allclose(y, swapped, atol=1e-3)
-
-
-def test_memory_is_what_packed_tensors_take():
-    x = normal(64, 256)
-    for name in ("e4m3", "mxfp8_e4m3", "mxfp4", "int4_g32", "mxfp6_e2m3"):
-        assert fmtsim.encode(x, name).nbytes == bits_per_element(name) * x.numel() / 8
-    assert fmtsim.encode(x, "nvfp4").nbytes - 4 == bits_per_element("nvfp4") * x.numel() / 8  # and one scale of all
-    assert fmtsim.encode(x, "int8_channel").nbytes == bits_per_element("int8_channel", 256) * x.numel() / 8
-    cache = QuantisedCache("int8_channel")
-    cache.append(*torch.zeros(2, 5, 3, 7, 64))
-    size = cache_gigabytes("int8_channel", layers=1, heads=3, features=64, tokens=7, sequences=5)
-    assert cache.nbytes == round(size * 1e9)
-    assert weight_gigabytes(340e9, "bf16") == 680 and weight_gigabytes(340e9, "e4m3") == 340
-    assert SCHEMES["mixed"].total == 16 and SCHEMES["fp8_lm"].total == 6 and devices(641, 80) == 9
-    with pytest.raises(ArgumentError, match=r"logfmt8 has no scale a block to count"):
-        bits_per_element("logfmt8")
 
 
 def test_ratios_of_powers():

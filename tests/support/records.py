@@ -17,7 +17,6 @@ from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.gemm.targets import cublaslt
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
-from fmtsim.ptq.memory import SCHEMES
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.reproduce.catalogue import CLAIMS
 
@@ -42,7 +41,6 @@ def defaults_of(module: str) -> dict[str, dict[str, Any]]:
 CATALOGUES: dict[str, dict[str, Any]] = {
     "recipe": {recipe.name: recipe for recipe in RECIPES},
     "ptq": {recipe.name: recipe for recipe in PTQ_RECIPES},
-    "memory": SCHEMES,
     "state": {name: get_scheme(name) for name in list_schemes()},
     "reduction": REDUCTIONS,
     "scaling": SCALINGS,

@@ -1,0 +1,43 @@
+"""``fmtsim memory``: what training or serving a model needs of memory on each device."""
+
+import argparse
+from typing import Any
+
+from fmtsim.cli.options import parse_number
+from fmtsim.cli.output import answer
+from fmtsim.errors import ArgumentError
+from fmtsim.memory.serving import serving_memory
+from fmtsim.memory.training import training_memory
+
+TRAINING = (
+    "recipe", "optimizer", "master", "gradients", "activations", "batch", "tokens", "checkpointing", "attention",
+    "dropout", "quantize_early", "zero", "tensor_parallel", "sequence_parallel", "lora", "lora_layers",
+)  # fmt: skip
+SERVING = ("kv_format", "context", "requests")
+BOTH = ("weights", "devices")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the estimate."""
+    if (arguments.model is None) == (arguments.params is None):
+        raise ArgumentError("fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7e9")
+    model = arguments.model if arguments.params is None else parse_number(arguments.params)
+    verb, allowed, refused = (
+        (serving_memory, SERVING, TRAINING) if arguments.serve else (training_memory, TRAINING, SERVING)
+    )
+    wrong = next(iter(_given(arguments, refused)), None)
+    if wrong is not None:
+        why = "training; leave it or --serve out" if arguments.serve else "serving; add --serve, or leave it out"
+        raise ArgumentError(f"--{wrong.replace('_', '-')} is about {why}")
+    given = _given(arguments, (*BOTH, *allowed))
+    if given.get("master") == "none":
+        given["master"] = None
+    found = verb(model, **given)
+    answer(arguments, found.to_dict(), lambda: f"{found}\n\n{found.formulas()}" if arguments.formulas else str(found))
+    return 0
+
+
+def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options among these that the command line has."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
