@@ -1,4 +1,7 @@
-"""What all pictures share: colours, an empty figure, labelled axes and a PNG; matplotlib is imported to draw one."""
+"""What pictures share: colours, a style, an empty figure, labelled axes, a PNG; matplotlib is imported to draw one.
+
+For pictures of your own beside them: ``matplotlib.pyplot.style.use(fmtsim.plotting.STYLE)``.
+"""
 
 import io
 from pathlib import Path
@@ -14,6 +17,21 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, distinguishable with any colour vision; lines also differ in dash.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = COLOURS
+
+# What matplotlib.pyplot.style.use takes, for pictures that pyplot draws: the look of the library's own.
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.prop_cycle": f"cycler(color={list(COLOURS)})",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 90,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+}
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import matplotlib.style
 import pytest
 
 from fmtsim.analysis.measure import LOWEST_EXPONENT
@@ -10,6 +11,7 @@ from fmtsim.analysis.plots import plot_exponents
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
+from fmtsim.plotting import COLOURS, STYLE
 from fmtsim.quantize import quantize
 from tests.support.operands import normal
 
@@ -17,6 +19,11 @@ from tests.support.operands import normal
 def stats(name="e2m1"):
     x = normal(1000) * 0.3
     return OperandStats().add(x, quantize(x, name), get_format(name))
+
+
+def test_the_style_is_one_that_matplotlib_takes():
+    with matplotlib.style.context(STYLE):
+        assert matplotlib.rcParams["axes.prop_cycle"].by_key()["color"] == list(COLOURS)
 
 
 def test_exponent_picture_shades_the_format(tmp_path):
