@@ -42,7 +42,8 @@ class Losses(Tabular, tuple[Loss, ...]):
         cells = [("layer", "operand", "format", "underflow %", "saturation %", "SQNR dB", "amax")]
         for layer, operand, s in self:
             ratio = "lossless" if s.sqnr_db == math.inf else "-" if math.isnan(s.sqnr_db) else f"{s.sqnr_db:.1f}"
-            lost = (f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
+            gone = "-" if math.isnan(s.underflow_percent) else f"{s.underflow_percent:.2f}"
+            lost = (gone, f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
             cells.append((layer or "(model)", operand, s.format, *lost))
         return (Rows(cells, left=range(3)),)
 
@@ -73,7 +74,7 @@ def check_measure(verb: str, by: str) -> None:
 def badness(s: OperandStats | Sample, by: str) -> float:
     """Return how much was lost by a measure, so that more is worse; -inf for a tensor of zeros."""
     value: float = getattr(s, MEASURES[by])
-    return value if by != "sqnr" else -math.inf if math.isnan(value) else -value
+    return -math.inf if math.isnan(value) else value if by != "sqnr" else -value
 
 
 def plot_losses(

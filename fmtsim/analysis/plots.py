@@ -51,6 +51,8 @@ def _histogram(panel: "Axes", label: str, s: OperandStats) -> None:
         bottom, top = (math.floor(math.log2(edge)) for edge in s.window)
         panel.axvspan(bottom - 0.5, top + 0.5, color=COLOURS[4], alpha=0.25, zorder=0)
         panel.set_xlim(max(min(low, bottom), bottom - 40) - 2, max(high, top) + 2)
-    lost = f"{s.underflow_percent:.2f} % underflow, {s.saturation_percent:.2f} % saturation"
+    lost = (
+        f"{s.underflow_percent:.2f} % underflow, {s.saturation_percent:.2f} % saturation" if s.nonzero else "all zero"
+    )
     panel.set_title(f"{label}  {s.format}\n{lost}", fontsize=9)
     label_axes(panel, "exponent of x / scale", "% of elements")

@@ -37,8 +37,8 @@ class Counts:
 
     @property
     def underflow_percent(self) -> float:
-        """Share of the non-zero elements that became zero."""
-        return 100.0 * self.underflowed / self.nonzero if self.nonzero else 0.0
+        """Share of the non-zero elements that became zero; NaN for a tensor of zeros, which has none to lose."""
+        return 100.0 * self.underflowed / self.nonzero if self.nonzero else math.nan
 
     @property
     def saturation_percent(self) -> float:
@@ -68,7 +68,7 @@ class Sample:
 
     Args:
         elements: Elements seen.
-        underflow_percent: Share of the non-zero elements that became zero.
+        underflow_percent: Share of the non-zero elements that became zero; NaN for a tensor of zeros.
         saturation_percent: Share of the finite elements that lie beyond the format's largest value.
         sqnr_db: Signal to quantisation noise ratio in dB: inf where nothing was lost, NaN for a tensor of zeros.
         amax: Largest finite magnitude.
@@ -89,7 +89,7 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types; infinite and undefined ratios are None."""
-        return asdict(self) | {"sqnr_db": self.sqnr_db if math.isfinite(self.sqnr_db) else None}
+        return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in asdict(self).items()}
 
 
 @dataclass(slots=True, kw_only=True)

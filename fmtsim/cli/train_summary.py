@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from fmtsim.analysis.losses import badness
 from fmtsim.analysis.observe import Observation
 from fmtsim.analysis.stats import OperandStats, operand_in_words
 from fmtsim.cli.output import format_table
@@ -92,7 +93,7 @@ def _lost_bits(run: Run) -> str:
     looks = len(run.stats.history)
     layer, operand, worst = max(
         ((layer, name, s) for layer, operands in run.stats.layers.items() for name, s in operands.items()),
-        key=lambda item: (item[2].underflow_percent + item[2].saturation_percent, -item[2].sqnr_db),
+        key=lambda item: (badness(item[2], "underflow") + item[2].saturation_percent, -item[2].sqnr_db),
     )
     return (
         f"where bits were lost in {looks} observed step{'s' * (looks > 1)}, all layers together (each: report.html)\n"

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.analysis.losses import Losses, losses_of, plot_losses
+from fmtsim.analysis.losses import Losses, losses_of, plot_losses, worst
+from fmtsim.analysis.plots import plot_exponents
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError, FmtsimError
 
 PNG = b"\x89PNG"
@@ -58,14 +60,31 @@ def test_the_heatmap_has_the_worst_operand_of_each_layer_in_each_step(stats, tmp
     assert (tmp_path / "a.png").read_bytes()[:4] == PNG
     (image,) = left.images
     drawn = torch.as_tensor(image.get_array().filled(math.nan))
-    worst = [
+    expected = [
         [max(s.underflow_percent for s in step[layer].values()) for step in stats.history.values()] for layer in "0123"
     ]
-    assert torch.equal(drawn, torch.tensor(worst))
+    assert torch.equal(drawn, torch.tensor(expected))
     names = [text.get_text() for text in left.get_yticklabels()]
     assert names[2] == "2  w_f" and len(names) == 4 and left.get_shared_y_axes().joined(left, right)
     window = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in right.patches if bar.get_height() == 1.0]
     assert window[2] == (-9.5, 8.5)  # e4m3: 2**-9 to 448
+
+
+def test_a_gradient_that_is_zero_already_is_grey_and_not_spared():
+    """What lies behind a layer whose gradient became zero has nothing to lose: that is not losing nothing."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with fmtsim.observe(fmtsim.convert(net, format="e4m3", scaling="none")) as stats:
+        for factor in (1.0, 1e-6):
+            (factor * net(torch.ones(2, 4)).sum()).backward()
+    grid = stats.plot(operand="g_w").axes[0].images[0].get_array()
+    assert grid.mask.tolist() == [[False, True], [False, False]] and grid[1].tolist() == [0.0, 100.0]
+    assert "grey: zeros or not run" in [axes.get_xlabel() for axes in stats.plot(operand="g_w").axes][-1]
+    dead = stats.history[1]["0"]["g_w"]
+    assert math.isnan(dead.underflow_percent) and dead.to_dict()["underflow_percent"] is None
+    zeros = losses_of({"0": {"g_w": OperandStats().add(torch.zeros(4), torch.zeros(4), None)}, "1": stats["1"]})
+    assert str(zeros).splitlines()[2].split() == ["0", "g_w", "high", "precision", "-", "0.000", "-", "0"]
+    assert worst(zeros, 9, "underflow")[-1].layer == "0"
+    assert plot_exponents({"g": zeros[0].stats}).axes[0].get_title().endswith("all zero")
 
 
 def test_bars_of_one_step_and_one_operand(stats):

@@ -80,7 +80,7 @@ def test_what_is_not_finite_keeps_its_name():
     e4m3 = fmtsim.get_format("e4m3")
     stats = {"l": {"x_f": OperandStats().add(zeros, zeros, e4m3), "w_f": OperandStats().add(exact, exact, e4m3)}}
     totals = data_of(page_content(title="t", observation=Observation.of(stats)))["observation"]["totals"]
-    assert totals["sqnr_db"] == ["nan", "inf"]
+    assert totals["sqnr_db"] == ["nan", "inf"] and totals["underflow_percent"] == ["nan", 0]
 
 
 def test_no_name_becomes_markup():

@@ -14,6 +14,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.measure import _limits
+from fmtsim.analysis.observe import Observation
 from fmtsim.analysis.page import page_content
 from fmtsim.analysis.page.data import format_choices
 from fmtsim.analysis.stats import OperandStats
@@ -237,9 +238,23 @@ def test_little_is_shown_as_little(opened, parts):
 
 def test_without_history_totals_are_shown(opened):
     observation = made_observation()
-    observation.counts = {}
+    observation.counts.clear()
     page = opened(made_report(observation))
     assert page.evaluate("seen.steps.length") == 0
     page.focus("#heat")
     page.keyboard.press("ArrowDown")
     assert "all observed steps" in page.text_content("#heat-said")
+
+
+def test_a_run_that_ended_early_is_compared_at_its_own_steps(opened):
+    steps = [5.0 - i / 100 for i in range(200)]
+    page = opened(page_content(title="t", curves={"whole": steps, "half": [x + 1 for x in steps[:100]], "none": []}))
+    assert [said for said in page.inner_text("#tiles").splitlines() if "to the first" in said] == [
+        "+1.0000 to the first after 100 steps"
+    ]
+
+
+def test_a_gradient_of_zeros_did_not_lose_nothing(opened):
+    zeros = OperandStats().add(torch.zeros(4), torch.zeros(4), fmtsim.get_format("e4m3"))
+    page = opened(page_content(title="t", observation=Observation.of({"layer": {"g_d": zeros}}, steps=1)))
+    assert page.inner_text("#details-table tbody tr").split("\t")[2:4] == ["all zero", "0 %"]

@@ -15,7 +15,7 @@ function short(v, digits = 3) {
   return String(Number(v.toPrecision(digits))).replace("-", "−");
 }
 const percent = (v) =>
-  v === null ? "–" : v === 0 ? "0 %" : v < 0.001 ? "< 0.001 %" : v > 99.95 && v < 100 ? "> 99.9 %" : short(v) + " %";
+  v === null ? "–" : Number.isNaN(v) ? "all zero" : v === 0 ? "0 %" : v < 0.001 ? "< 0.001 %" : v > 99.95 && v < 100 ? "> 99.9 %" : short(v) + " %";
 const decibels = (v) =>
   v === null ? "–" : Number.isNaN(v) ? "all zero" : v === Infinity ? "lossless" : v === -Infinity ? "Inf or NaN made" : v.toFixed(1).replace("-", "−") + " dB";
 const count = (v) => (v === null ? "–" : Math.round(v).toLocaleString("en-US"));

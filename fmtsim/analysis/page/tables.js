@@ -11,7 +11,10 @@ function startTiles() {
   curves.slice(0, 4).forEach((c, i) => {
     const bad = c.losses.findIndex((v) => !isNumber(v));
     const value = finals[i] !== null ? finals[i].toFixed(4) : !c.losses.length ? "no step" : `${short(c.losses[bad])} at step ${bad + 1}`;
-    const gap = i && finals[0] !== null && finals[i] !== null ? [`${finals[i] < finals[0] ? "−" : "+"}${Math.abs(finals[i] - finals[0]).toFixed(4)} to the first`] : [];
+    const common = Math.min(c.losses.length, curves[0].losses.length); // of an interrupted run the steps that both have
+    const [first, own] = [curves[0], c].map((of) => finalLoss(of.losses.slice(0, common)));
+    const after = c.losses.length === curves[0].losses.length ? "" : ` after ${common} steps`;
+    const gap = i && first !== null && own !== null ? [`${own < first ? "−" : "+"}${Math.abs(own - first).toFixed(4)} to the first${after}`] : [];
     tile(value, c.label, `loss, last tenth of ${c.losses.length} steps`, ...gap);
   });
   if (data.coverage) tile(data.coverage.total ? percent((100 * data.coverage.simulated) / data.coverage.total) : "–", "of forward multiply-adds with weights simulated");
