@@ -138,6 +138,8 @@ def test_another_schemes_state_is_refused_and_nothing_changes():
         (lambda s: s["fmtsim"].update(record="Scheme(name='bnb8', ...)"), "two records of that name"),
         (lambda s: s.pop("state"), "has no 'state'"),
         (lambda s: s.pop("param_groups"), "has no 'param_groups'"),
+        (lambda s: s["param_groups"][0].pop("params"), "a group of the state has no 'params'"),
+        (lambda s: s["param_groups"][0].update(params=["0"]), "has 'params': .'0'.; it should be"),
     ],
 )
 def test_a_broken_state_changes_nothing(change, message):
