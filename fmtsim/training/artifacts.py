@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fmtsim
-from fmtsim.analysis.page import page_content
+from fmtsim.analysis.page import write_page
 from fmtsim.files import Content, write_folder
 from fmtsim.training.checkpoint import Checkpoint
 from fmtsim.training.config import TrainConfig
@@ -98,7 +98,8 @@ def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = 
     told += last.report.notes if last.report is not None else ()
     if last.guesses:
         told.append(f"Products whose accumulation order was guessed: {len(last.guesses)}. The first: {last.guesses[0]}")
-    return page_content(
+    return write_page(
+        None,
         title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
         curves=dict(zip(names, (run.losses for run in runs), strict=True)),
         loss_unit="nats per byte",

@@ -12,7 +12,7 @@ import torch
 import fmtsim
 from fmtsim.analysis.measure import _limits, _smallest
 from fmtsim.analysis.observe import Observation, observe
-from fmtsim.analysis.page import page_content, write_page
+from fmtsim.analysis.page import write_page
 from fmtsim.analysis.page.data import format_choices, number
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
@@ -74,12 +74,14 @@ def test_what_of_a_model_is_not_seen_is_said_first(tmp_path):
 
 
 def test_what_is_not_finite_keeps_its_name():
-    data = data_of(page_content(title="t", curves={"a": [1.23456789, math.nan], "b": [math.inf, -math.inf], "c": []}))
+    data = data_of(
+        write_page(None, title="t", curves={"a": [1.23456789, math.nan], "b": [math.inf, -math.inf], "c": []})
+    )
     assert [curve["losses"] for curve in data["curves"]] == [[1.23457, "nan"], ["inf", "-inf"], []]
     zeros, exact = torch.zeros(4), torch.ones(4)
     e4m3 = fmtsim.get_format("e4m3")
     stats = {"l": {"x_f": OperandStats().add(zeros, zeros, e4m3), "w_f": OperandStats().add(exact, exact, e4m3)}}
-    totals = data_of(page_content(title="t", observation=Observation.of(stats)))["observation"]["totals"]
+    totals = data_of(write_page(None, title="t", observation=Observation.of(stats)))["observation"]["totals"]
     assert totals["sqnr_db"] == ["nan", "inf"] and totals["underflow_percent"] == ["nan", 0]
 
 

@@ -15,7 +15,7 @@ import torch
 import fmtsim
 from fmtsim.analysis.measure import _limits
 from fmtsim.analysis.observe import Observation
-from fmtsim.analysis.page import page_content
+from fmtsim.analysis.page import write_page
 from fmtsim.analysis.page.data import format_choices
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import FormatError
@@ -179,11 +179,13 @@ def test_formats_spelled_out_are_those_of_get_format(opened):
         assert page.get_attribute("#exp-own", "aria-invalid") == "true" and page.inner_text("#exp-own-said")
 
 
-def testcounts_in_the_page_are_those_of_casts(opened):
+def test_counts_in_the_page_are_those_of_casts(opened):
     """Underflow of floating-point formats is exact, saturation between the two bounds."""
     x = torch.randn(4000, generator=torch.Generator().manual_seed(1)).exp() ** 4
     stats = OperandStats().add(x, x, None)
-    page = opened(page_content(title="t", observation=fmtsim.analysis.observe.Observation.of({"l": {"x_f": stats}})))
+    page = opened(
+        write_page(None, title="t", observation=fmtsim.analysis.observe.Observation.of({"l": {"x_f": stats}}))
+    )
     page.select_option("#exp-values", "plain")
     exact = 0
     for name, *_ in format_choices():
@@ -232,7 +234,7 @@ def test_a_large_report_opens_at_once_and_fits(opened, width, scheme):
     "parts", [{}, {"curves": {"a": []}}, {"curves": {"a": [2.0]}}, {"curves": {"a": [float("nan")]}}]
 )
 def test_little_is_shown_as_little(opened, parts):
-    page = opened(page_content(title="little", **parts))
+    page = opened(write_page(None, title="little", **parts))
     assert "Not in this report: " in page.inner_text("#absent") and page.is_hidden("#configuration")
 
 
@@ -248,7 +250,9 @@ def test_without_history_totals_are_shown(opened):
 
 def test_a_run_that_ended_early_is_compared_at_its_own_steps(opened):
     steps = [5.0 - i / 100 for i in range(200)]
-    page = opened(page_content(title="t", curves={"whole": steps, "half": [x + 1 for x in steps[:100]], "none": []}))
+    page = opened(
+        write_page(None, title="t", curves={"whole": steps, "half": [x + 1 for x in steps[:100]], "none": []})
+    )
     assert [said for said in page.inner_text("#tiles").splitlines() if "to the first" in said] == [
         "+1.0000 to the first after 100 steps"
     ]
@@ -256,5 +260,5 @@ def test_a_run_that_ended_early_is_compared_at_its_own_steps(opened):
 
 def test_a_gradient_of_zeros_did_not_lose_nothing(opened):
     zeros = OperandStats().add(torch.zeros(4), torch.zeros(4), fmtsim.get_format("e4m3"))
-    page = opened(page_content(title="t", observation=Observation.of({"layer": {"g_d": zeros}}, steps=1)))
+    page = opened(write_page(None, title="t", observation=Observation.of({"layer": {"g_d": zeros}}, steps=1)))
     assert page.inner_text("#details-table tbody tr").split("\t")[2:4] == ["all zero", "0 %"]

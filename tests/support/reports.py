@@ -9,7 +9,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.observe import Observation
-from fmtsim.analysis.page import page_content
+from fmtsim.analysis.page import write_page
 from fmtsim.analysis.stats import Counts, OperandStats
 from fmtsim.nn.coverage import Coverage, RawWeight
 
@@ -67,7 +67,7 @@ def made_report(observation=None, **parts):
         "observation": observation, "coverage": coverage, "attribution": attribution,
         "configuration": {f"part{i}": {"a": i, UNKIND: [UNKIND]} for i in range(30)}, "notes": [UNKIND],
     }  # fmt: skip
-    return page_content(**{**given, **parts})
+    return write_page(None, **{**given, **parts})
 
 
 def data_of(page):

@@ -1,5 +1,5 @@
 """One report in the browser: a self-contained HTML file with curves, heatmaps, histograms and what they are of."""
 
-from fmtsim.analysis.page.page import page_content, write_page
+from fmtsim.analysis.page.page import write_page
 
-__all__ = ["page_content", "write_page"]
+__all__ = ["write_page"]
