@@ -6,7 +6,6 @@ Needs playwright and Chromium (``pip install playwright``; a Chromium on the PAT
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -220,11 +219,10 @@ def test_smoothing_keeps_constants_and_ends_at_nan(opened):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")])
-def test_a_large_report_opens_at_once_and_fits(opened, width, scheme):
-    content = made_report(made_observation(layers=40, steps=60, elements=200))
-    began = time.perf_counter()
-    page = opened(content, width, scheme)
-    assert time.perf_counter() - began < 2.0
+def test_a_large_report_fits(opened, width, scheme):
+    page = opened(made_report(made_observation(layers=40, steps=60, elements=200)), width, scheme)
+    # It opens fast because thousands of figures are drawn on canvases, and are no elements.
+    assert page.evaluate("document.querySelectorAll('*').length") < 2000
     assert page.evaluate("document.documentElement.scrollWidth") == width
     if SHOTS:
         page.screenshot(path=f"{SHOTS}/{scheme}-{width}.png", full_page=True)
