@@ -36,7 +36,7 @@ MISTAKES = {
     "a format beyond its limits": (
         lambda: fmtsim.quantize(X, "e4m33"),
         "mantissa_bits=33",
-        "choose 0 to 10",
+        "choose 0 to 23",
         "register",
     ),
     "integers": (lambda: fmtsim.quantize(X.int(), "e4m3"), "torch.int32", "float16, bfloat16", ".float()"),

@@ -1,6 +1,10 @@
 """Names that people type: each is taken, or answered with those that it can mean; what is printed is taken back."""
 
+import dataclasses
+import itertools
+import json
 import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,10 +12,13 @@ import torch
 import fmtsim
 from fmtsim.cli.main import main
 from fmtsim.distributed import REDUCTIONS, get_reduction
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FmtsimError, FormatError
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.scaling import SCALE_RULES
 from fmtsim.gemm.layers.scalings import SCALINGS
+from fmtsim.gemm.models import find_models, list_models
 from fmtsim.optim import get_scheme, list_schemes
+from fmtsim.reproduce.catalogue import CLAIMS, get_claims
 from fmtsim.rounding.modes import ALIASES, MODES
 
 FROM_ZERO = torch.tensor([1.0625, -1.0625, 1.1875, -3.3])
@@ -116,3 +123,142 @@ def test_quantizers_take_names():
     ours = fmtsim.Quantizer(format="fp8_e4m3", rounding="sr")
     assert ours == fmtsim.Quantizer(format=fmtsim.get_format("e4m3"), rounding=fmtsim.Rounding(mode="stochastic"))
     assert fmtsim.Quantizer(format=torch.float8_e5m2).format is fmtsim.get_format("e5m2")
+
+
+def does(record: object) -> object:
+    """Return what a format does: its fields, those of its parts included, but for names and sources."""
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        return record
+    fields = (field.name for field in dataclasses.fields(record) if field.name not in ("name", "aliases", "source"))
+    return type(record).__name__, {name: does(getattr(record, name)) for name in fields}
+
+
+def formats_in(value: object) -> Iterator[Format]:
+    """Yield every format that a record holds, at any depth."""
+    if isinstance(value, Format):
+        yield value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        yield from formats_in(part)
+
+
+SOME = [*fmtsim.list_formats("block"), *fmtsim.list_formats()[::4]]
+
+
+def mistaken(formats: set[Format]) -> list[str]:
+    """Return the formats whose name is refused, or means another one."""
+    found = []
+    for fmt in formats:
+        try:
+            same = does(fmtsim.get_format(fmt.name)) == does(fmt)
+        except FmtsimError:
+            same = False
+        found += [] if same else [repr(fmt)]
+    return sorted(found)
+
+
+def test_formats_in_catalogues_are_found_by_their_names():
+    """Tables, reports and explanations print the names of formats that recipes, states and units hold."""
+    lists = ((fmtsim.list_formats(), fmtsim.get_format), (fmtsim.list_recipes(), fmtsim.get_recipe),
+             (fmtsim.list_ptq_recipes(), fmtsim.get_ptq_recipe), (fmtsim.list_units(), fmtsim.get_unit),
+             (list_schemes(), get_scheme), (REDUCTIONS, get_reduction))  # fmt: skip
+    found = set(formats_in([get(name) for names, get in lists for name in names]))
+    assert len(found) > 250 and mistaken(found) == []
+
+
+def test_formats_that_verbs_make_are_found_by_their_names():
+    """Other blocks and scale rules make another name, which get_format reads."""
+    found, refused = set(), 0
+    blocks = (None, (4, 24), (None, None), (1, None), (None, 1))
+    for name, block, rule in itertools.product(SOME, blocks, (None, *SCALE_RULES)):
+        try:
+            found.add(with_block(fmtsim.get_format(name), block, rule))
+        except FmtsimError:
+            refused += 1
+    again = with_block(with_block(fmtsim.get_format("mxfp4"), 16, "even"), 48)
+    assert len(found) > 1500 and refused < 1000 and mistaken({*found, again}) == []
+    assert mistaken({dataclasses.replace(again, name="e2m1"), dataclasses.replace(again, name="e2m1_0x2")}) == [
+        "BlockFormat('e2m1': e2m1 in blocks of 1x48, scale e8m0 by even)",
+        "BlockFormat('e2m1_0x2': e2m1 in blocks of 1x48, scale e8m0 by even)",
+    ]
+
+
+def test_formats_of_configs_are_found_by_their_names():
+    elements = [name for name in SOME if not isinstance(fmtsim.get_format(name), BlockFormat | LogTileFormat)]
+    configs = [fmtsim.linear_config(x=name, w=name, g=name, scaling=scaling)
+               for name, scaling in itertools.product(elements, (None, *SCALINGS))]  # fmt: skip
+    assert mistaken(set(formats_in(configs))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("e4m3_tensor_amax", ("e4m3", (None, None), None)), ("E4M3_1x64", ("e4m3", 64, None)),
+     ("int6_channel_amax", ("int6", (1, None), "amax")), ("mxfp4_allx16_even", ("mxfp4", (None, 16), "even")),
+     ("logfmt8_2x64", ("logfmt8", (2, 64), None)), ("fp8_e4m3", ("e4m3", None, None))],
+)  # fmt: skip
+def test_names_with_blocks(name, expected):
+    base, block, rule = expected
+    assert fmtsim.get_format(name) == with_block(fmtsim.get_format(base), block, rule)
+
+
+@pytest.mark.parametrize("name", ["e4m3_0x4", "e4m3_1x4_flor", "e4m33_1x4", "_1x4", "e4m3_1x", "zz_1x4_floor"])
+def test_blocks_of_nothing_are_unknown(name):
+    with pytest.raises(FormatError, match=f"unknown format '{name}'|e4m33: mantissa_bits=33"):
+        fmtsim.get_format(name)
+
+
+# A list in an error's text, with a wrong word in front: what takes its names.
+LISTS: dict[str, Callable[[str], object]] = {
+    "unit": fmtsim.get_unit, "target": fmtsim.get_target, "recipe": fmtsim.get_recipe, "scheme": get_scheme,
+    "ptq recipe": fmtsim.get_ptq_recipe, "reduction": get_reduction, "format": fmtsim.get_format,
+    "rounding": lambda name: fmtsim.Rounding(mode=name), "kind": fmtsim.list_formats,
+    "model": lambda name: find_models([name]),
+    "scaling": lambda name: fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", scaling=name),
+    "scale rule": lambda name: fmtsim.quantize(torch.ones(2, 32), "mxfp8", scale_rule=name),
+    "overflow": lambda name: fmtsim.quantize(FROM_ZERO, "e4m3", overflow=name),
+    "claim": lambda name: get_claims([name]),
+}  # fmt: skip
+WRONG = {
+    "unit": "hopper.wgm", "target": "h20", "recipe": "te_nvp4", "ptq recipe": "w4a", "scheme": "bnb", "format": "e4m3q",
+    "reduction": "fp8l", "rounding": "stochstic", "kind": "blocks", "model": list_models()[0][:-1],
+    "scaling": "tensors", "scale rule": "flor", "overflow": "saturated", "claim": CLAIMS[0].name[:-1],
+}  # fmt: skip
+_LISTED = re.compile(r"(?:choose(?: one of)?|did you mean|there are) (.*?)(?:\(|\)|; |\?|$)")
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_names_that_errors_offer_are_taken(what):
+    """Every word of "did you mean" and of "choose one of" is a name."""
+    with pytest.raises(FmtsimError) as error:
+        LISTS[what](WRONG[what])
+    offered = [word.strip("' ") for text in _LISTED.findall(str(error.value)) for word in re.split(",| or ", text)]
+    names = [word for word in offered if re.fullmatch(r"[\w.+-]+", word) and word != "None"]
+    assert names, str(error.value)
+    for name in names:
+        LISTS[what](name)
+
+
+def test_names_in_reports_are_taken_back():
+    """A layer's name and type narrow a rule; formats of an observation are found."""
+    model = fmtsim.convert(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)),
+                           format="int6", scaling="channel")  # fmt: skip
+    report = fmtsim.report(model)
+    for name, kind in [(name, row.type) for row in report.rows for name in row.name.split(",")]:
+        recipe = fmtsim.Recipe(name="one", linear=fmtsim.LinearConfig(), rules=(fmtsim.Rule(name=name, kind=kind),))
+        fmtsim.convert(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)), recipe)
+    with fmtsim.observe(model) as stats:
+        model(torch.ones(4, 32)).sum().backward()
+    seen = stats.worst(99)
+    assert {fmtsim.get_format(loss.stats.format).name for loss in seen} == {"int6_channel_amax"}
+    assert all(stats[loss.layer][loss.operand] is loss.stats for loss in seen)
+
+
+def test_names_on_the_command_line_are_taken_back(capsys):
+    """What ``--list`` and ``list`` print is what ``--only`` and ``--recipe`` take."""
+    assert main(["formats", "e4m3_1x64_amax", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "e4m3_1x64_amax"
+    assert main(["train", "--recipe", "list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line and line[0] != "-"]
+    known = set(fmtsim.list_recipes())
+    assert known <= set(names)

@@ -16,7 +16,7 @@ ROUNDINGS = "nearest_even, nearest_away, nearest_toward_zero, toward_zero, up, d
 # x is [6, 64] of float32.
 ARGUMENTS = [
     (FormatError, {"format": "e4m3x"}, "unknown format 'e4m3x'; did you mean 'e4m3'"),
-    (FormatError, {"format": "e4m33"}, "e4m33: mantissa_bits=33 is not allowed; choose 0 to 10"),
+    (FormatError, {"format": "e4m33"}, "e4m33: mantissa_bits=33 is not allowed; choose 0 to 23"),
     (FormatError, {"format": "nvfp5"}, "unknown format 'nvfp5'; did you mean 'nvfp4'"),
     (FormatError, {"format": "zzzz"}, "unknown format 'zzzz' (fmtsim.list_formats() has all names; others are spelled"),
     (FormatError, {"format": "e9m3"}, "e9m3: exponent_bits=9 is not allowed; choose 1 to 8"),

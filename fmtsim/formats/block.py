@@ -212,9 +212,18 @@ _OF_FORMATS = ("block", "scale", "exponent_rule", "arithmetic", "tensor", "zero_
 _ARITHMETICS: tuple[Arithmetic, ...] = ("divide", "reciprocal", "encode")
 
 
+BLOCK_NAMES: dict[Block, str] = {(None, None): "tensor", (1, None): "channel"}
+"""Blocks that names of formats have words for; ``get_format`` reads these names."""
+
+
+def _named(base: Format, block: Block, scale_rule: ScaleRule | None) -> str:
+    """Return the name of a format made from another, such as ``e4m3_1x32_amax``."""
+    return "_".join(filter(None, (base.name, BLOCK_NAMES.get(block) or _size(block), scale_rule)))
+
+
 def scaled(element: ElementFormat, block: Block, scale_rule: ScaleRule = "amax") -> BlockFormat:
     """Wrap an element format into a block format with a float32 scale (E8M0 for the power-of-two rules)."""
-    name = f"{element.name}_{_size(block)}_{scale_rule}"
+    name = _named(element, block, scale_rule)
     return BlockFormat(name=name, element=element, scaling=block_scaling(block, scale_rule))
 
 
@@ -233,7 +242,10 @@ def _checked_block(block_size: Any) -> Block | None:
 
 
 def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRule | None = None) -> Format:
-    """Return the format with another block or scale rule, turning an element format into a scaled one."""
+    """Return the format with another block or scale rule, turning an element format into a scaled one.
+
+    What changes changes the name, so that no two formats share one.
+    """
     if block_size is None and scale_rule is None:
         return fmt
     block = _checked_block(block_size)
@@ -244,12 +256,17 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
             raise FormatError(
                 f"{fmt.name} has no scale, so scale_rule={shown(scale_rule)} does not apply; leave it out"
             )
-        return dataclasses.replace(fmt, block=block or fmt.block)
+        if block is None or block == fmt.block:
+            return fmt
+        return dataclasses.replace(fmt, name=_named(fmt, block, None), block=block)
     if isinstance(fmt, BlockFormat):
         fields = rule_fields(scale_rule or fmt.scale_rule)
         if (fields["exponent_rule"] is None) != fmt.power_of_two:  # real scales stay in their format, and so do powers
             fields["scale"] = fmt.scale
-        return dataclasses.replace(fmt, scaling=dataclasses.replace(fmt.scaling, block=block or fmt.block, **fields))
+        scaling = dataclasses.replace(fmt.scaling, block=block or fmt.block, **fields)
+        if scaling == fmt.scaling:
+            return fmt
+        return dataclasses.replace(fmt, name=_named(fmt, scaling.block, scaling.scale_rule), scaling=scaling)
     if block is None:
         hint = "pass block_size= or a block format such as 'mxfp8_e4m3'"
         raise FormatError(f"scale_rule={shown(scale_rule)} needs a block; {hint}")

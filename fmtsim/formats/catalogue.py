@@ -181,6 +181,20 @@ def _bnb_dynamic8(*, signed: bool) -> CodebookFormat:
     )
 
 
+_AO = "pytorch/ao 36027d8, torchao/optim"
+_AO_STATES = (
+    CodebookFormat(
+        name="dynamic4",
+        values=dynamic_values(signed=True, decades=3),
+        source=f"{_AO}: create_dynamic_map(signed=True, 3, 4)",
+    ),
+    CodebookFormat(
+        name="linear4_unsigned",
+        values=tuple(i / 16 for i in range(1, 17)),
+        source=f"{_AO}: linspace(0, 1, 17)[1:], without zero",
+    ),
+)
+
 LNS_SOURCE = "Zhao et al., LNS-Madam, arXiv:2106.13914, section 2: 2^(k/gamma), gamma a power of two"
 LOGFMT_SOURCE = "Zhao et al., Insights into DeepSeek-V3, arXiv:2505.09343, section 3.2 (LogFMT-nBit), 1x128 tiles"
 
@@ -199,6 +213,7 @@ def elements() -> Iterator[Format]:
     yield _bnb_fp4()
     yield _bnb_dynamic8(signed=True)
     yield _bnb_dynamic8(signed=False)
+    yield from _AO_STATES
     yield LogFormat(name="lns8_g8", bits=8, gamma=8, source=LNS_SOURCE)
     yield LogFormat(name="lns16_g2048", bits=16, gamma=2048, source=LNS_SOURCE + "; 16-bit updates keep 16 octaves")
     for bits in (8, 10):

@@ -223,4 +223,6 @@ E8M0 = FloatFormat(
     aliases=("float8_e8m0fnu", "ue8m0"),
     source="OCP Microscaling Formats (MX) v1.0, section 5.4.1",
 )
-FP32 = FloatFormat(name="fp32", exponent_bits=8, mantissa_bits=23, aliases=("float32",), source="IEEE 754-2019, 3.6")
+FP32 = FloatFormat(
+    name="fp32", exponent_bits=8, mantissa_bits=23, aliases=("float32", "e8m23"), source="IEEE 754-2019, 3.6"
+)

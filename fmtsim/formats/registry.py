@@ -5,9 +5,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fmtsim.errors import FormatError, did_you_mean, shown
-from fmtsim.formats.block import Format, LogTileFormat
+from fmtsim.formats.block import BLOCK_NAMES, Block, Format, LogTileFormat, with_block
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, elements, integer
 from fmtsim.formats.catalogue_blocks import blocks
+from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
 from fmtsim.formats.serialization import KINDS, format_from_dict
 from fmtsim.formats.spec import ElementFormat, FloatFormat, LogFormat
 from fmtsim.records import READERS, at, located
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
 
 Kind = Literal["float", "int", "codebook", "log", "block", "log_tile"]
 
-_SPELLINGS = "'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8'"
+_SPELLINGS = "'e3m4', 'e3m4_finite', 'e3m4_1x64_amax', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8'"
 
 _NAME = re.compile(r"[a-z0-9_.+-]+")
-_FLOAT = re.compile(r"e([0-9]{1,9})m([0-9]{1,9})")
+_FLOAT = re.compile(r"e([0-9]{1,9})m([0-9]{1,9})(_finite)?")
 _INT = re.compile(r"(u?)int([0-9]{1,9})(?:_(full|asymmetric|half))?(?:_f([0-9]{1,9}))?")
 _LOG = re.compile(r"lns([0-9]{1,9})_g([0-9]{1,9})")
 _LOG_TILE = re.compile(r"logfmt([0-9]{1,9})")
+_SIZE = "(?:[1-9][0-9]{0,17}|all)"
+_BLOCKED = re.compile(rf"(.+)_({'|'.join(BLOCK_NAMES.values())}|{_SIZE}x{_SIZE})(?:_({'|'.join(SCALE_RULES)}))?")
 _WITH_WIDTH = re.compile(r"fp([0-9]{1,2})_(e[0-9]m[0-9](?:fn|fnuz|b11fnuz)?)")  # as vLLM and others write them
 _WIDTHS = {  # names of a width, which several formats have
     "fp4": ("e2m1", "nvfp4"), "fp6": ("e2m3", "e3m2"), "fp8": ("e4m3", "e5m2"),
@@ -38,9 +41,12 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
     """Return the record of a format.
 
     Names ignore case. A name that is not registered may spell a format out: ``eXmY`` (IEEE 754 rules above 8 bits,
-    one NaN and no Inf at 8 bits, finite below), ``intN``, ``intN_full``, ``intN_half``, ``uintN`` (each with ``_fF``
-    for F fraction bits), ``lnsB_gG`` and ``logfmtN``. ``fp8_e4m3`` is ``e4m3`` and so on; ``fp8`` alone is an error,
-    because libraries mean ``e4m3``, ``e5m2`` or both by it.
+    one NaN and no Inf at 8 bits, finite below), ``eXmY_finite`` (neither NaN nor Inf at any width), ``intN``,
+    ``intN_full``, ``intN_half``, ``uintN`` (each with ``_fF`` for F fraction bits), ``lnsB_gG`` and ``logfmtN``.
+    Behind each of these and each registered name may stand other blocks and a scale rule, as ``quantize`` takes them:
+    ``e4m3_1x64_amax``, ``mxfp4_1x16_even``, ``int6_channel_amax`` (a row), ``e4m3_tensor_amax``. So the names of
+    formats that verbs make are taken back. ``fp8_e4m3`` is ``e4m3`` and so on; ``fp8`` alone is an error, because
+    libraries mean ``e4m3``, ``e5m2`` or both by it.
 
     Args:
         format: A name or alias, a format record (returned as it is), a torch dtype, or a numpy or ml_dtypes dtype.
@@ -139,7 +145,7 @@ def _forget(record: Format) -> None:
 def _find(text: str) -> Format:
     """Look a name up in lower case, then read it as the spelling of a format."""
     name = text.strip().lower().removeprefix("torch.")
-    found = _lookup.get(name) or _parse(name)
+    found = _lookup.get(name) or _parse(name) or _blocked(name)
     if found is None and (match := _WITH_WIDTH.fullmatch(name)):
         found = _lookup.get(match[2]) or _parse(match[2])
         found = found if found is not None and found.bits == int(match[1]) else None
@@ -157,7 +163,7 @@ def _find(text: str) -> Format:
 def _parse(name: str) -> Format | None:
     """Build the format that a lower-case name spells out, None where it spells none."""
     if match := _FLOAT.fullmatch(name):
-        return _float(name, int(match[1]), int(match[2]))
+        return _float(name, int(match[1]), int(match[2]), finite=match[3] is not None)
     if match := _INT.fullmatch(name):
         unsigned, bits, grid, fraction = match.groups()
         if unsigned and grid:
@@ -171,9 +177,24 @@ def _parse(name: str) -> Format | None:
     return None
 
 
-def _float(name: str, exponent_bits: int, mantissa_bits: int) -> FloatFormat:
-    """Build ``eXmY`` with the specials that its width suggests."""
-    for field, value, low, high in (("exponent_bits", exponent_bits, 1, 8), ("mantissa_bits", mantissa_bits, 0, 10)):
+def _blocked(name: str) -> Format | None:
+    """Build a format from another by blocks and scale rules, named as ``with_block`` does; None where there is none."""
+    changes: list[tuple[Block, ScaleRule | None]] = []
+    while match := _BLOCKED.fullmatch(name):
+        name, size, rule = match.groups()
+        block = next((block for block, word in BLOCK_NAMES.items() if word == size), None)
+        outer, inner = block or (None if part == "all" else int(part) for part in size.split("x"))
+        changes.append(((outer, inner), cast(ScaleRule | None, rule)))
+        if found := _lookup.get(name) or _parse(name):
+            for own, scale_rule in reversed(changes):
+                found = with_block(found, own, scale_rule)
+            return found
+    return None
+
+
+def _float(name: str, exponent_bits: int, mantissa_bits: int, *, finite: bool) -> FloatFormat:
+    """Build ``eXmY`` with the specials that its width suggests, or none."""
+    for field, value, low, high in (("exponent_bits", exponent_bits, 1, 8), ("mantissa_bits", mantissa_bits, 0, 23)):
         if not low <= value <= high:
             raise FormatError(
                 f"{name}: {field}={value} is not allowed; choose {low} to {high}, or register a FloatFormat of your own"
@@ -183,8 +204,8 @@ def _float(name: str, exponent_bits: int, mantissa_bits: int) -> FloatFormat:
         name=name,
         exponent_bits=exponent_bits,
         mantissa_bits=mantissa_bits,
-        nan="ieee" if bits > 8 else "top" if bits == 8 else "none",
-        infinities=bits > 8,
+        nan="none" if finite or bits < 8 else "ieee" if bits > 8 else "top",
+        infinities=bits > 8 and not finite,
         source="spelled out by its name",
     )
 

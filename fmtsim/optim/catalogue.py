@@ -1,9 +1,8 @@
 """The named schemes: how published systems keep their optimizer states."""
 
 from fmtsim.errors import ArgumentError, did_you_mean, shown
-from fmtsim.formats.catalogue import dynamic_values
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat
+from fmtsim.formats.spec import ElementFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.optimizer import Scheme, StateFormat
 
@@ -15,18 +14,6 @@ _AO = "pytorch/ao 36027d8, torchao/optim"
 _SMALL = 4096
 
 
-DYNAMIC4 = CodebookFormat(
-    name="dynamic4",
-    values=dynamic_values(signed=True, decades=3),
-    source=f"{_AO}: create_dynamic_map(signed=True, 3, 4)",
-)
-LINEAR4 = CodebookFormat(
-    name="linear4_unsigned",
-    values=tuple(i / 16 for i in range(1, 17)),
-    source=f"{_AO}: linspace(0, 1, 17)[1:], without zero",
-)
-
-
 def element(name: str) -> ElementFormat:
     """Return an element format by name."""
     fmt = get_format(name)
@@ -34,9 +21,8 @@ def element(name: str) -> ElementFormat:
     return fmt
 
 
-def _blocks(name: str | ElementFormat, block: int, **more: object) -> StateFormat:
-    fmt = element(name) if isinstance(name, str) else name
-    return StateFormat(format=fmt, block=block, scale="amax", **more)  # type: ignore[arg-type]
+def _blocks(name: str, block: int, **more: object) -> StateFormat:
+    return StateFormat(format=element(name), block=block, scale="amax", **more)  # type: ignore[arg-type]
 
 
 def _bnb(name: str, block: int) -> Scheme:
@@ -52,7 +38,7 @@ def _bnb(name: str, block: int) -> Scheme:
     )
 
 
-def _ao(name: str, first: str | ElementFormat, second: str | ElementFormat, block: int) -> Scheme:
+def _ao(name: str, first: str, second: str, block: int) -> Scheme:
     states = []
     for fmt in (first, second):
         ties = "even" if fmt == "e4m3" else "up"  # a cast of torch's, and a search of torchao's own
@@ -108,7 +94,7 @@ _SCHEMES = (
         second=_blocks("e4m3", 128),
     ),
     _ao("ao_8bit", "bnb_dynamic8", "bnb_dynamic8_unsigned", 256),
-    _ao("ao_4bit", DYNAMIC4, LINEAR4, 128),
+    _ao("ao_4bit", "dynamic4", "linear4_unsigned", 128),
     _ao("ao_fp8", "e4m3", "e4m3", 256),
     Scheme(
         name="deepseek_v3",

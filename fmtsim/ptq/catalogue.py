@@ -22,10 +22,7 @@ _ABSMAX = Calibration()
 
 def minifloat(exponent_bits: int, mantissa_bits: int) -> FloatFormat:
     """Return ExMy with every code finite, bias ``2**(x - 1) - 1``, subnormals, saturating (arXiv:2311.12359)."""
-    return FloatFormat(
-        name=f"e{exponent_bits}m{mantissa_bits}_finite", exponent_bits=exponent_bits, mantissa_bits=mantissa_bits,
-        nan="none", infinities=False,
-    )  # fmt: skip
+    return get_format(f"e{exponent_bits}m{mantissa_bits}_finite")  # type: ignore[return-value]
 
 
 def operand(fmt: Any, scaling: Scaling | None = None) -> Quantizer:

@@ -264,7 +264,7 @@ def test_every_block_format_has_a_row():
     assert [len(list_formats(kind)) for kind in ("float", "int", "codebook", "log")] == [
         20 + 120,
         3 * 15 + 16 + 1,
-        4,
+        6,
         2,
     ]
 

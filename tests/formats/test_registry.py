@@ -110,10 +110,14 @@ def test_spelled_logarithms():
     assert (get_format("logfmt6").bits, get_format("logfmt6").block) == (6, (1, 128))
 
 
+SPELLED = (
+    "spelled out: 'e3m4', 'e3m4_finite', 'e3m4_1x64_amax', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', "
+    "'logfmt8')"
+)
 ERRORS = {
     "e9m2": "e9m2: exponent_bits=9 is not allowed; choose 1 to 8, or register a FloatFormat of your own",
     "e0m3": "e0m3: exponent_bits=0 is not allowed; choose 1 to 8, or register a FloatFormat of your own",
-    "e4m11": "e4m11: mantissa_bits=11 is not allowed; choose 0 to 10, or register a FloatFormat of your own",
+    "e4m24": "e4m24: mantissa_bits=24 is not allowed; choose 0 to 23, or register a FloatFormat of your own",
     "int25": "format 'int25': bits=25 is not allowed; choose 2 to 24",
     "int1": "format 'int1': bits=1 is not allowed; choose 2 to 24",
     "uint4_half": "uint4_half: unsigned integers have no 'half' grid; choose uint4 or int4_half",
@@ -122,9 +126,8 @@ ERRORS = {
     "choose values within float32: raise gamma or lower bits",
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",
     "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_1x16' or 'nf4'? (fmtsim.list_formats() has all "
-    "names; others are spelled out: 'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8')",
-    "takum": "unknown format 'takum' (fmtsim.list_formats() has all names; others are spelled "
-    "out: 'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8')",
+    f"names; others are {SPELLED}",
+    "takum": f"unknown format 'takum' (fmtsim.list_formats() has all names; others are {SPELLED}",
     torch.complex64: "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()",
     torch.bool: "dtype torch.bool has no format; pass a name from fmtsim.list_formats()",
     None: "format=None is not a name, a format record or a dtype; pass a name such as 'e4m3'",

@@ -10,7 +10,6 @@ import fmtsim
 from fmtsim.cpu.optim import steps as cpu_steps
 from fmtsim.cuda.optim import steps as cuda_steps
 from fmtsim.optim import StateFormat, engines, torch_step
-from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from fmtsim.rounding import codebooks
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
@@ -109,8 +108,8 @@ CODES = {name: fmtsim.get_format(name) for name in ("e4m3", "e3m4", "e5m2", "bf1
 DRAWN = fmtsim.Rounding(mode="stochastic", random_bits=8)
 OWN = {
     "codebooks of 4 bits, half a byte at the end": own(
-        StateFormat(format=DYNAMIC4, block=512, scale="amax", keep_sign=True),
-        StateFormat(format=LINEAR4, block=512, scale="amax", least=1e-9),
+        StateFormat(format=fmtsim.get_format("dynamic4"), block=512, scale="amax", keep_sign=True),
+        StateFormat(format=fmtsim.get_format("linear4_unsigned"), block=512, scale="amax", least=1e-9),
         nonfinite="zero",
     ),
     "blocks, a rule for each state": own(

@@ -150,7 +150,10 @@ def test_one_guess_is_no_list():
         (["--target", "h300"], "unknown target 'h300'; did you mean"),
         (["--datapath", "blocks=3"], "--datapath 'blocks=3' is not FIELD=VALUE; fields are block,"),
         (["--datapath", "block=0"], "block=0 is not possible; choose 1 or more"),
-        (["--unit", "hopper.wgmma", "--format", "int8"], "no unit multiplies e5m2_tensor by int8_tensor: integers"),
+        (
+            ["--unit", "hopper.wgmma", "--format", "int8"],
+            "no unit multiplies e5m2_tensor_amax by int8_tensor_amax: integers",
+        ),
         (["--unit", "hopper.wgmma", "--format", "mxfp4"], "does not take e2m1 x e2m1 with e8m0 scales"),
         (["--target", "h200", "--format", "mxfp4"], "target h200 has no unit for e2m1 x e2m1"),
         (["--unit", "hopper.wgmma", "--scaling", "block32"], "no unit multiplies e4m3 in blocks of (1, 32) with fp32"),

@@ -67,7 +67,7 @@ def test_a_run_leaves_all_files_and_a_summary(tmp_path, text, capsys):
     table = (out / "layers.txt").read_text()
     total = "4 of 5 modules with a weight matrix converted; 4 without one not shown"
     assert "blocks.0.attention.qkv  g_w" in table
-    assert f"{total}\nx e4m3_tensor, w e4m3_tensor, g e5m2_tensor: " in table
+    assert f"{total}\nx e4m3_tensor_amax, w e4m3_tensor_amax, g e5m2_tensor_amax: " in table
     printed = capsys.readouterr()
     assert printed.err == ""
     for words in ("baseline", "e4m3/e5m2, scaled by tensor", "gap", "hardest hit", "w_f", str(out / "report.html")):
@@ -139,7 +139,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     run = train(Scheme(format="e4m3"), config(), corpus, Lines(shown))
     assert run.stopped == "the loss became nan at step 2" and len(run.losses) == 2
     line = (
-        "x e4m3_tensor, w e4m3_tensor, g e5m2_tensor: 42.8 % of weight multiply-adds simulated (forward and backward)"
+        "x e4m3_tensor_amax, w e4m3_tensor_amax, g e5m2_tensor_amax: "
+        "42.8 % of weight multiply-adds simulated (forward and backward)"
     )
     line += "; left: embedding 57.1 % (filter_fn leaves it out)"
     assert shown.getvalue() == f"{line}\n{run.label}: stopped, {run.stopped}\n" and run.report.summary == line

@@ -9,7 +9,7 @@ function spelled(text) {
   if (!found) return `“${text}” spells no format; write eXmY, such as e5m3`;
   const [e, m] = [Number(found[1]), Number(found[2])];
   if (e < 1 || e > 8) return `${e} exponent bits are not allowed; choose 1 to 8`;
-  if (m > 10) return `${m} mantissa bits are not allowed; choose 0 to 10`;
+  if (m > 23) return `${m} mantissa bits are not allowed; choose 0 to 23`;
   const bits = 1 + e + m;
   if (bits > 8 && m === 0) return "e8m0 is a format of scales, without sign and zero; choose m1 or more";
   const codes = 2 ** (e + m);

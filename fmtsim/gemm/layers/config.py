@@ -281,4 +281,4 @@ def _format(name: str | Format | None, scaling: str | None, *, weight: bool = Fa
     if blocks is None:
         return fmt
     of_data, of_weight, rule = blocks
-    return replace(scaled(fmt, of_weight if weight else of_data, rule), name=f"{fmt.name}_{scaling}")
+    return scaled(fmt, of_weight if weight else of_data, rule)
