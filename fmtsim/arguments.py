@@ -10,7 +10,7 @@ from fmtsim.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, result_dtype
+from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, check_holds, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat
 from fmtsim.ops import Key, signed
 from fmtsim.rounding.modes import Rounding, get_rounding
@@ -169,17 +169,20 @@ def _resolve_cached(
         given = shown(overflow)
         raise FormatError(f"unknown overflow {given}; choose 'saturate', 'ieee' or None for the format's default")
     spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
-    result = check_out_dtype(out_dtype) or result_dtype(fmt, dtype)
+    result = check_out_dtype(out_dtype, fmt) or result_dtype(fmt, dtype)
     random = mode.bits if mode.mode == "stochastic" else 0
     block = (fmt.name, *fmt.block) if isinstance(fmt, BlockFormat | LogTileFormat) else None
     return spec.to_json(), result, block, random
 
 
-def check_out_dtype(out_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype, or raise DtypeError where it is none of the four."""
-    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype not in FLOAT_DTYPES):
-        given = shown(out_dtype)
-        raise DtypeError(f"out_dtype={given} is not allowed; choose torch.float16, bfloat16, float32 or float64")
+def check_out_dtype(out_dtype: torch.dtype | None, fmt: Format) -> torch.dtype | None:
+    """Return the dtype, or raise DtypeError where results have no such, or a float8 one lacks a value of the format."""
+    if out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in FLOAT_DTYPES):
+        return out_dtype
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in FLOAT8_DTYPES:
+        kinds = "torch.float16, bfloat16, float32, float64 or a float8 dtype"
+        raise DtypeError(f"out_dtype={shown(out_dtype)} is not allowed; choose {kinds}")
+    check_holds(fmt, out_dtype)
     return out_dtype
 
 
@@ -337,7 +340,7 @@ def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> 
             )
     elif codes not in _CODES:
         raise DtypeError(f"codes have dtype {codes}; pass integers, or what fmtsim.encode returned")
-    return decoding_cast(fmt, -1), check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32)
+    return decoding_cast(fmt, -1), check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32)
 
 
 _CODES = (
@@ -354,7 +357,7 @@ def decoding_cast(fmt: Format, dim: int) -> str:
 def decoded(text: str, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
     """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
     fmt = spec_from_json(text).format
-    return check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
+    return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
 
 
 def short_codebook(fmt: Format) -> CodebookFormat | None:

@@ -8,13 +8,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_input, check_out
+from fmtsim.arguments import check_input, check_out, check_out_dtype
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError, shown
-from fmtsim.formats.block import BlockFormat, LogTileFormat, with_block
+from fmtsim.formats.block import with_block
 from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, is_representable, missing_value, result_dtype
+from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, narrowed, result_dtype
 from fmtsim.formats.spec import ElementFormat
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -80,7 +80,7 @@ def quantize(
     dtype = _result_dtype(format, options["block_size"], options["scale_rule"], x.dtype, dtype)
     wide = x.to(torch.float32) if x.dtype in FLOAT8_DTYPES else x
     if isinstance(dtype, torch.dtype) and dtype in FLOAT8_DTYPES:
-        result = _narrowed(verb(wide, format, **options), dtype)
+        result = narrowed(verb(wide, format, **options), dtype)
     else:  # the verb checks it
         result = verb(wide, format, out_dtype=dtype, **options)
     return result if out is None else out.copy_(result)
@@ -155,20 +155,4 @@ def _torch_dtype(dtype: "numpy.dtype[Any]") -> torch.dtype | None:
 def _result_dtype(format: Any, block_size: Any, scale_rule: Any, given: torch.dtype, wanted: Any) -> Any:
     """Return the dtype of the result; a float8 one holds every value of the format."""
     fmt = with_block(get_format(format), block_size, scale_rule)
-    if wanted is None:
-        return result_dtype(fmt, given)
-    if not isinstance(wanted, torch.dtype) or wanted not in FLOAT8_DTYPES or is_representable(fmt, wanted):
-        return wanted
-    if isinstance(fmt, BlockFormat | LogTileFormat):
-        reason = "its scales reach beyond that; encode returns codes and scales apart"
-    else:
-        reason = f"it has no {missing_value(fmt, wanted)!r}"
-    raise DtypeError(f"out_dtype={wanted} does not hold every value of {fmt.name} ({reason}); choose torch.float32")
-
-
-def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values that a float8 dtype holds in that dtype, NaN with the code that its record says."""
-    result = values.to(dtype)
-    if dtype == torch.float8_e5m2:  # torch's cast makes another of its NaNs, 0x7f
-        result.detach().view(torch.uint8).masked_fill_(values.detach().isnan(), 0x7E)
-    return result
+    return result_dtype(fmt, given) if wanted is None else check_out_dtype(wanted, fmt)

@@ -105,12 +105,12 @@ class Encoded:
         """Return the values.
 
         Args:
-            out_dtype: float16, bfloat16, float32 or float64; None means float32 where it holds every value of the
-                format, else float64. Values are rounded to it once, to nearest even.
+            out_dtype: float16, bfloat16, float32 or float64, to which values are rounded once, to nearest even; or a
+                float8 dtype that holds every value of the format. None means float32 where it holds all, else float64.
             out: A tensor of the shape, on the codes' device, to write to and return.
 
         Raises:
-            DtypeError: ``out_dtype`` or ``out`` has another dtype, or the two differ.
+            DtypeError: ``out_dtype`` or ``out`` has another dtype, the two differ, or float8 lacks a value.
             ArgumentError: ``out`` has another shape or device.
         """
         if out is not None:

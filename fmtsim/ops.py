@@ -12,6 +12,7 @@ from fmtsim.errors import ArgumentError, CodeError
 from fmtsim.float64 import check_float64
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import code_dtype
+from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
 from fmtsim.formats.spec import CodebookFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, spec_from_json
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, KernelEngine, TorchEngine
@@ -152,7 +153,10 @@ def decode(parts: EncodedParts, spec: CastSpec | str, dtype: torch.dtype, *, val
     """Return the values of codes; shape and device are those of ``parts.codes``.
 
     ``spec`` may be the JSON of one; ``validated`` says that all codes are in ``code_dtype`` and lie in the format.
+    A float8 ``dtype`` holds every value of the format.
     """
+    if dtype in FLOAT8_DTYPES:
+        return narrowed(decode(parts, spec, torch.float32, validated=validated), dtype)
     rest = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
     text = spec if isinstance(spec, str) else spec.to_json()
     return torch.ops.fmtsim.decode(parts.codes, *rest, text, dtype, validated)

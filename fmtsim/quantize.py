@@ -149,7 +149,7 @@ def encode(
     """Round a tensor and return its packed codes and scales; arguments and errors are those of ``quantize``.
 
     Codes are tensors, those of an array too, on the CPU. ``encode(x, f).decode(out_dtype=d)`` has the bits of
-    ``quantize(x, f, out_dtype=d)`` for the four dtypes d that decode gives.
+    ``quantize(x, f, out_dtype=d)`` for every dtype d that both give.
 
     >>> q = encode(torch.arange(8.0), "e2m1")
     >>> q.nbytes, q.decode().tolist()
@@ -204,14 +204,15 @@ def decode(
         codes: What ``encode`` returned, or an integer tensor with one code an element (bit patterns from 0; signed
             integer formats also take negative numbers), or a torch float8 tensor; or a numpy array of such.
         format: The element format of a plain tensor.
-        out_dtype: float16, bfloat16, float32 or float64; None takes float32, or float64 for formats beyond it.
+        out_dtype: float16, bfloat16, float32 or float64, rounded to once; or a float8 dtype that holds every value of
+            the format, -0 and infinities among them. None takes float32, or float64 for formats beyond it.
 
     Returns:
         Tensor of the codes' shape and device, an array for an array; NaN codes give the canonical NaN, -0 stays -0.
 
     Raises:
         CodeError: A code is outside the format.
-        DtypeError: codes are not integers, or out_dtype is not one of the four.
+        DtypeError: codes are not integers, or out_dtype is another dtype, or a float8 one that lacks a value.
         FormatError: The format is unknown, missing, or needs scales that a plain tensor does not carry.
 
     >>> decode(torch.tensor([0, 1, 8, 15]), "e2m1")

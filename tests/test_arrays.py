@@ -1,5 +1,7 @@
 """The verbs on numpy arrays and on torch's float8 tensors: bits against the tensors of floats, and ml_dtypes' casts."""
 
+import re
+
 import ml_dtypes
 import numpy
 import pytest
@@ -119,6 +121,46 @@ def test_float8_results_hold_every_value_of_their_formats(dtype):
         assert_same_bits(fmtsim.decode(ours), quantize(x, fmt), what=name)
     assert get_format(dtype).name in taken
     assert ("e2m1" in taken) == (dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)
+def test_decoding_gives_float8(dtype):
+    """Every code of every format, as integers, packed and in arrays: the dtype's codes of the values in float32."""
+    for name in list_formats():
+        fmt = get_format(name)
+        if not isinstance(fmt, ElementFormat) or fmt.bits > 8:
+            continue
+        codes = torch.arange(len(getattr(fmt, "values", range(1 << fmt.bits))))
+        values = fmtsim.decode(codes, fmt)
+        try:
+            quantize(values, fmt, out_dtype=dtype)
+        except fmtsim.DtypeError as refusal:
+            with pytest.raises(fmtsim.DtypeError, match=re.escape(str(refusal))):
+                fmtsim.decode(codes, fmt, out_dtype=dtype)
+            with pytest.raises(fmtsim.DtypeError, match=re.escape(str(refusal))):
+                fmtsim.encode(values, fmt).decode(dtype)
+            continue
+        expected = fmtsim.encode(
+            values, dtype, overflow="ieee"
+        ).codes  # of codes that symmetric integers leave unused as well
+        assert torch.equal(fmtsim.decode(codes, fmt, out_dtype=dtype).view(torch.uint8), expected), name
+        out = torch.empty(len(codes), dtype=dtype)
+        packed = fmtsim.encode(values, fmt)
+        assert packed.decode(out=out) is out
+        assert torch.equal(out.view(torch.uint8), fmtsim.encode(packed.decode(), dtype, overflow="ieee").codes), name
+        ours = fmtsim.decode(codes.numpy(), fmt, out_dtype=dtype)
+        assert_same_array(ours, fmtsim.decode(codes, fmt, out_dtype=dtype), name)
+    own = BYTES.view(dtype)
+    assert fmtsim.decode(own, out_dtype=dtype).dtype == dtype
+    with pytest.raises(fmtsim.DtypeError, match="every value of mxfp4 .its scales reach beyond that; encode returns"):
+        fmtsim.encode(torch.ones(32), "mxfp4").decode(dtype)
+    if dtype == torch.float8_e5m2:
+        assert (
+            fmtsim.decode(torch.tensor([0xFE, 0x7F]), dtype, out_dtype=dtype).view(torch.uint8).tolist() == [0x7E] * 2
+        )
+        compiled = torch.compile(lambda codes: fmtsim.decode(codes, "e2m1", out_dtype=dtype), backend="eager")
+        assert torch.equal(compiled(torch.arange(16)).view(torch.uint8),
+                           fmtsim.decode(torch.arange(16), "e2m1", out_dtype=dtype).view(torch.uint8))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)

@@ -169,12 +169,12 @@ def test_what_decode_refuses(codes, format, error, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("out_dtype", [torch.int8, torch.float8_e4m3fn, "float32"])
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.float4_e2m1fn_x2, "float32"])
 def test_out_dtypes_that_decode_refuses(out_dtype):
     with pytest.raises(fmtsim.DtypeError) as caught:
         decode(torch.tensor([1]), "e4m3", out_dtype=out_dtype)
     assert str(caught.value) == (
-        f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64"
+        f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32, float64 or a float8 dtype"
     )
     with pytest.raises(fmtsim.DtypeError, match="out_dtype=.* is not allowed; choose torch.float16"):
         decode(encode(wide(2), "e4m3"), out_dtype=out_dtype)

@@ -271,9 +271,9 @@ def test_decode_of_elements(name):
     ("arguments", "error", "message"),
     [
         (dict(out_dtype=torch.int8), DtypeError,
-         "out_dtype=torch.int8 is not allowed; choose torch.float16, bfloat16, float32 or float64"),
+         "out_dtype=torch.int8 is not allowed; choose torch.float16, bfloat16, float32, float64 or a float8 dtype"),
         (dict(out=torch.zeros(4, 32, dtype=torch.int32)), DtypeError,
-         "out_dtype=torch.int32 is not allowed; choose torch.float16, bfloat16, float32 or float64"),
+         "out_dtype=torch.int32 is not allowed; choose torch.float16, bfloat16, float32, float64 or a float8 dtype"),
         (dict(out=torch.zeros(4)), ArgumentError, "out has shape (4,); pass a tensor of shape (4, 32)"),
         (dict(out=torch.zeros(4, 32, device="meta")), ArgumentError,
          "codes is on cpu, out on meta; move them to one device, for example out.to(codes.device)"),

@@ -184,7 +184,9 @@ def test_out_of_a_tensor_that_requires_grad():
 def test_bad_out_dtypes(out_dtype):
     with pytest.raises(DtypeError) as caught:
         quantize(torch.ones(3), "e4m3", out_dtype=out_dtype)
-    expected = f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64"
+    expected = (
+        f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32, float64 or a float8 dtype"
+    )
     assert str(caught.value) == expected
 
 
@@ -222,7 +224,7 @@ ARRAYS = [
     ({"out_dtype": ">f4"}, f"out_dtype='>f4' is not allowed; {DTYPES}"),
     ({"out_dtype": "nonsense"}, f"out_dtype='nonsense' is not a dtype; {DTYPES}"),
     ({"out_dtype": torch.int8},
-     "out_dtype=torch.int8 is not allowed; choose torch.float16, bfloat16, float32 or float64"),
+     "out_dtype=torch.int8 is not allowed; choose torch.float16, bfloat16, float32, float64 or a float8 dtype"),
 ]  # fmt: skip
 
 

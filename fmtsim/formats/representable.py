@@ -1,10 +1,11 @@
-"""Which dtype holds every value of a format exactly (docs/semantics.md, section 10)."""
+"""Which dtype holds every value of a format exactly, and values in it (docs/semantics.md, section 10)."""
 
 import math
 from functools import lru_cache
 
 import torch
 
+from fmtsim.errors import DtypeError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat
@@ -46,6 +47,25 @@ def missing_value(fmt: ElementFormat, dtype: torch.dtype) -> float | None:
     assert isinstance(held, FloatFormat)
     missing = _values(fmt) - _values(held)
     return max(map(float, missing), key=lambda value: (abs(value), value)) if missing else None
+
+
+def check_holds(fmt: Format, dtype: torch.dtype) -> None:
+    """Raise DtypeError where a float8 dtype lacks a value of a format."""
+    if is_representable(fmt, dtype):
+        return
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        reason = "its scales reach beyond that; encode returns codes and scales apart"
+    else:
+        reason = f"it has no {missing_value(fmt, dtype)!r}"
+    raise DtypeError(f"out_dtype={dtype} does not hold every value of {fmt.name} ({reason}); choose torch.float32")
+
+
+def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values that a float8 dtype holds in that dtype, NaN with the code that its record says."""
+    result = values.to(dtype)
+    if dtype == torch.float8_e5m2:  # torch's cast makes another of its NaNs, 0x7f
+        result.detach().view(torch.uint8).masked_fill_(values.detach().isnan(), 0x7E)
+    return result
 
 
 def _values(fmt: ElementFormat) -> set[str]:
