@@ -188,10 +188,11 @@ class Observation(Tabular):
     def _content(self) -> tuple[Rows | str, ...]:
         if not self.layers:
             return ("nothing is observed yet; call the model inside `with observe(model) as stats:`",)
-        return (*losses_of(self.layers)._content(), *self._notes())
+        return (*losses_of(self.layers)._content(), *self.notes)
 
-    def _notes(self) -> list[str]:
-        """Return what is not seen of a model that is not converted."""
+    @property
+    def notes(self) -> list[str]:
+        """What of a model that is not converted is simulated and what is not seen, in words."""
         if self._shadow is None:
             return []
         known = {how.name: {_named(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)}
@@ -296,7 +297,7 @@ class Observation(Tabular):
             path,
             title=title,
             observation=self,
-            notes=[*checked("notes", notes, tuple[str, ...]), *self._notes()],
+            notes=[*checked("notes", notes, tuple[str, ...]), *self.notes],
             **parts,
         )
 

@@ -4,8 +4,8 @@ import argparse
 
 from fmtsim.analysis.attribute import attribute
 from fmtsim.analysis.page import write_page
-from fmtsim.cli.model_options import file_given, formats_given, load_plain
-from fmtsim.cli.output import answer, origin
+from fmtsim.cli.model_options import configuration, file_given, formats_given, load_plain
+from fmtsim.cli.output import answer
 from fmtsim.recipes.serialization import recipe_to_dict, save_rules
 
 
@@ -24,10 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         save_rules(rules, out)
     if page is not None:
-        asked = {name: value for name, value in vars(arguments).items() if value not in (None, False)}
         title = f"What {arguments.recipe or arguments.format or 'its formats'} costs {loaded.name}"
         write_page(page, title=title, attribution=found, notes=[loaded.data, *advice.splitlines()],
-                   configuration={**origin(), **asked})  # fmt: skip
+                   configuration=configuration(arguments))  # fmt: skip
     written = [str(path) for path in (out, page) if path is not None]
     record = {
         "model": loaded.name, "data": loaded.data, **found.to_dict(), "rules": [recipe_to_dict(rule) for rule in rules],

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.options import Parser, add_device, check_device, check_positive, flag, option, read_target
+from fmtsim.cli.output import origin
 from fmtsim.errors import ArgumentError
 from fmtsim.files import check_file
 
@@ -77,6 +78,11 @@ def file_given(arguments: argparse.Namespace, name: str, suffix: str) -> Path | 
         raise ArgumentError(f"--{name} {path} does not end in {suffix}; choose another name")
     check_file(f"--{name}", path)
     return path
+
+
+def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the command, the time, and the options with a value, for a report."""
+    return {**{name: value for name, value in vars(arguments).items() if value not in (None, False)}, **origin()}
 
 
 def load_plain(arguments: argparse.Namespace, formats: dict[str, Any], **more: Any) -> "Loaded":

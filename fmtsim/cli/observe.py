@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fmtsim.analysis.observe import Observation, observe
-from fmtsim.cli.model_options import file_given, formats_given, load_plain
+from fmtsim.cli.model_options import configuration, file_given, formats_given, load_plain
 from fmtsim.cli.options import check_positive
-from fmtsim.cli.output import answer, origin
+from fmtsim.cli.output import answer
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.progress import Progress, make_progress
@@ -34,12 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
             show.stage("steps", len(loaded.samples))
             _run_steps(loaded, seen, losses, arguments, show)
     except KeyboardInterrupt:
-        note = f"Interrupted after {len(losses)} of {len(loaded.samples)} steps"
-        left = "; nothing was written"
+        ran, left = f"after {len(losses)} of {len(loaded.samples)} steps", "nothing was written"
         if path is not None and losses:
-            _write(path, arguments, loaded, seen, losses, note)
-            left = f"; {path} has them"
-        raise KeyboardInterrupt(note[0].lower() + note[1:] + left) from None
+            _write(path, arguments, loaded, seen, losses, f"Interrupted {ran}")
+            left = f"{path} has them"
+        raise KeyboardInterrupt(f"{ran}; {left}") from None
     if path is not None:
         _write(path, arguments, loaded, seen, losses)
     worst = seen.worst(arguments.worst, arguments.by)
@@ -97,17 +96,17 @@ def _notes(loaded: Loaded, seen: Observation, losses: list[float]) -> list[str]:
     lost = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
     return [
         f"{loaded.data}; {len(losses)} steps, {len(seen.history)} of them observed; {mean}",
-        *([] if lost is None else [f"the loss is {losses[lost]} at step {lost + 1}: fmtsim trace names what made it"]),
-        *seen._notes(),
+        *([] if lost is None else [f"the loss became {losses[lost]} at step {lost + 1}"]),
+        *seen.notes,
     ]
 
 
 def _write(
     path: Path, arguments: argparse.Namespace, loaded: Loaded, seen: Observation, losses: list[float], *notes: str
 ) -> None:  # fmt: skip
-    options = {name: value for name, value in vars(arguments).items() if value not in (None, False)}
-    seen.save_report(
+    from_one = Observation.of(seen.layers, {step + 1: counts for step, counts in seen.counts.items()}, seen.steps)
+    from_one.save_report(
         path, title=f"What {arguments.recipe or arguments.format or 'its formats'} loses of {loaded.name}",
-        notes=[*notes, loaded.data], curves={"loss": losses}, loss_unit=loaded.unit,
-        configuration={**origin(), **options},
+        notes=[*notes, *_notes(loaded, seen, losses)], curves={"loss": losses}, loss_unit=loaded.unit,
+        configuration=configuration(arguments),
     )  # fmt: skip

@@ -68,7 +68,7 @@ def test_what_of_a_model_is_not_seen_is_said_first(tmp_path):
     with observe(model, format="e4m3") as seen:
         model[0](torch.ones(2, 8))
     seen.save_report(tmp_path / "a.html", notes=["mine"])
-    assert data_of((tmp_path / "a.html").read_text())["notes"] == ["mine", *seen._notes()] and seen._notes()
+    assert data_of((tmp_path / "a.html").read_text())["notes"] == ["mine", *seen.notes] and seen.notes
     with pytest.raises(ArgumentError, match="notes='mine' is not allowed"):
         seen.save_report(tmp_path / "b.html", notes="mine")
 

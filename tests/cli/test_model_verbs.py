@@ -14,6 +14,7 @@ from fmtsim.cli import observe as observe_command
 from fmtsim.cli.main import main
 from fmtsim.recipes.serialization import load_rules
 from tests.support.models import hugging_face
+from tests.support.reports import data_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = """
@@ -117,7 +118,10 @@ def test_observe_prints_what_loses_most_and_writes_a_page(run, tmp_path):
     assert status == 0 and text.splitlines()[2].split()[:2] == ["2", "w_f"] and len(text.splitlines()) == 8
     assert "6 batches of models:build; 6 steps, 6 of them observed; mean loss " in text and "wrote page.html" in text
     page = (tmp_path / "page.html").read_text()
-    assert "What te_current loses of models:build" in page and "fmtsim" in page and '"curves"' in page
+    data = data_of(page)
+    assert data["title"] == "What te_current loses of models:build"
+    assert data["observation"]["steps"] == [1, 2, 3, 4, 5, 6]  # as those of the losses
+    assert data["notes"] == text.splitlines()[5:7] and len(data["curves"][0]["losses"]) == 6
 
 
 def test_observe_trains_only_when_asked(run):
@@ -129,6 +133,19 @@ def test_observe_trains_only_when_asked(run):
     assert still["data"] == "4 batches of 2 x 16 bytes of text.txt" and still["loss_unit"] == "nats per byte"
 
 
+def test_observe_trains_by_adamw_in_high_precision(run):
+    found = run("observe --model models.py:build --format e2m1 --lr 0.01 --json")[1]
+    model, batches, loss = built()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for batch in batches:
+        optimizer.zero_grad()
+        one = loss(model(batch))
+        one.backward()
+        optimizer.step()
+        losses.append(one.item())
+    assert found["losses"] == losses
+
+
 def test_observe_of_models_that_are_used_or_converted(run):
     assert "g_d" in run("observe --model models.py:frozen --format e4m3 --json")[1]["layers"]["2"]
     assert run("observe --model models.py:converted --json")[1]["worst"][0]["layer"] == "2"
@@ -136,7 +153,7 @@ def test_observe_of_models_that_are_used_or_converted(run):
 
 def test_a_loss_that_is_no_number_is_told(run):
     status, text = run("observe --model models.py:blows --format e4m3")
-    assert status == 0 and "the loss is nan at step 3: fmtsim trace names what made it" in text
+    assert status == 0 and "\nthe loss became nan at step 3\n" in text
 
 
 def test_an_interrupt_leaves_the_report_of_the_steps_before_it(run, monkeypatch, tmp_path):
@@ -150,7 +167,7 @@ def test_an_interrupt_leaves_the_report_of_the_steps_before_it(run, monkeypatch,
 
     monkeypatch.setattr(observe_command, "call", call)
     status, text = run("observe --model models.py:build --format e4m3 --report page.html")
-    assert status == 130 and text == "\nfmtsim: interrupted; interrupted after 2 of 6 steps; page.html has them\n"
+    assert status == 130 and text == "\nfmtsim: interrupted; after 2 of 6 steps; page.html has them\n"
     assert "Interrupted after 2 of 6 steps" in (tmp_path / "page.html").read_text()
 
 
@@ -179,6 +196,18 @@ def test_attribute_of_a_llama_knows_its_logits(run, llama):
     assert status == 0 and found["rounded_kl"] > 0 and found["data"] == "1 batch of 4 x 12 tokens of text.txt"
     layers = {row["layer"] for row in found["rows"]}
     assert "model.layers.0.mlp.down_proj" in layers and "lm_head" in layers  # the names of the user's own model
+
+
+def test_attribute_of_a_model_of_bytes_knows_its_logits(run):
+    words = "attribute --model models.py:language --data text.txt --format e4m3 --context 12 --batch-size 4 --json"
+    found = run(words)[1]
+    assert found["rounded_kl"] > 0 and found["notes"] == []
+
+
+def test_ptq_calibrates_on_the_first_half(run):
+    report = run("ptq --model models.py:build --scheme int8_static --json")[1]["report"]
+    first = torch.stack(built()[1][:3]).abs().max().item()
+    assert report["rows"][0]["x_limit"] == pytest.approx(first, rel=1e-6)  # a scale times 127
 
 
 def test_ptq_measures_and_writes_what_load_ptq_takes(run, llama, tmp_path):
