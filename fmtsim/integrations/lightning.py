@@ -91,10 +91,10 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
         self._before = 0  # optimizer steps of the Trainer before a batch
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a second Trainer."""
+        """Refuse a second Trainer, and forget a checkpoint that none has trained from."""
         if self._trainer is not None and self._trainer is not trainer:
             raise ArgumentError("FmtsimCallback follows another Trainer; make one for each, FmtsimCallback()")
-        self._trainer = trainer
+        self._trainer, self._saved = trainer, None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the state to a checkpoint of a run, and write the report so far."""

@@ -83,6 +83,7 @@ class RunRecord:
         self._part = self._last = None
         self._added: list[Tensor] = []
         self._scales: dict[int, float] = {}  # of the loss, by observed step
+        self._unseen: list[str] = []  # what of a model that is not converted was not observed
 
     @property
     def _observed(self) -> str | None:
@@ -190,6 +191,7 @@ class RunRecord:
         self._last = part
         if part is None:
             return {}
+        self._unseen = part._notes()
         scale = self._scales.get(self.step)
         return figures(part) | ({} if scale is None else {"fmtsim_loss_scale": scale})
 
@@ -247,6 +249,7 @@ class RunRecord:
             coverage = found.coverage
         else:
             told.append(f"The model computed as it is; its operands were cast beside it for {self._observed}")
+            told += self._unseen
         self.seen.save_report(
             self.path, title=self.title, coverage=coverage, configuration=self._configuration, notes=told,
             curves={"loss": self.losses} if self.losses and len(self.losses) == self.seen.steps else None,

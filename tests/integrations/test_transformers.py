@@ -103,7 +103,8 @@ def test_a_model_that_is_not_converted_is_observed_as_it_is(tmp_path):
     run, record = trainer(tmp_path, llama(None), every=9, report=tmp_path / "run.html", how={"recipe": "te_current"})
     run.train()
     assert same(run.model, plain.model) and list(record.seen.history) == [1, 10, 19]
-    assert "cast beside it for te_current" in (tmp_path / "run.html").read_text("utf-8")
+    page = (tmp_path / "run.html").read_text("utf-8")
+    assert "cast beside it for te_current" in page and "of weight multiply-adds simulated" in page
 
 
 def test_a_step_is_one_of_the_optimizer(tmp_path):
