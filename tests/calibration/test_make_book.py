@@ -105,6 +105,7 @@ def test_sizes_that_are_asked():
     assert stride == 4 and not any(size % 4 for size in sizes)  # a size between them would be asked for ever
     assert len(runs_of(lambda size: Choice(size // 4 % 5), sizes, stride)) > 100
     assert sizes_of(forward)[0][:68] == [*range(1, 65), 68, 69, 72, 73]
+    assert MOST == 16384  # the books beside the targets were asked up to it
 
 
 def test_lattice_and_kinds():

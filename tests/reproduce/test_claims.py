@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.reproduce import Claim, Expected, Measured, get_claims, run_claim
+from fmtsim.reproduce import Claim, Expected, Measured, get_claims, run_claim, sequences
 from fmtsim.reproduce.catalogue import CLAIMS
 from fmtsim.reproduce.claim import exactly, near
 from fmtsim.reproduce.report import about, markdown, plot_result, published, rows_of, short
@@ -96,6 +96,11 @@ def test_equal_settings_give_equal_numbers(name):
     assert first.measured.numbers == second.measured.numbers
     torch.manual_seed(5)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_curve_of_sums_has_a_point_for_each_number_added():
+    found = sequences.sums(lambda part: None, steps=3, copies=2, seed=0)
+    assert all([place for place, _ in curve] == [0, 1, 2, 3] for curve in found.curves.values())
 
 
 def test_the_caller_keeps_its_random_numbers():

@@ -93,6 +93,13 @@ def test_what_is_left_to_torch_operations(here):
     assert not compiled.cast(x, spec, None, x) and compiled.compiled.cache_info().misses == 0
 
 
+def test_codes_that_a_compiled_cast_wrote_are_returned(monkeypatch):
+    """A tensor without memory stands for one on a GPU."""
+    monkeypatch.setattr(compiled, "cast", lambda x, spec, random, codes: codes.device.type == "meta")
+    codes = torch_engine.encode(torch.empty(3, 4, device="meta"), cast_spec("e4m3"), None).codes
+    assert (codes.shape, codes.dtype, codes.device.type) == ((3, 4), torch.uint8, "meta")
+
+
 def test_a_compiler_that_fails_warns_once_and_torch_operations_serve(here):
     def broken(graph, **options):
         raise RuntimeError("no compiler here\nmore lines")
