@@ -35,7 +35,7 @@ def collect(into: Path) -> None:
     for name, page in OUTSIDE.items():
         (into / page).write_text(linked((ROOT / name).read_text("utf-8"), name, page), "utf-8")
     index, page = "notebooks/README.md", f"{TUTORIALS}/index.md"
-    (into / page).write_text("# Tutorials\n\n" + linked((ROOT / index).read_text("utf-8"), index, page), "utf-8")
+    (into / page).write_text(linked((ROOT / index).read_text("utf-8"), index, page), "utf-8")
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         (into / TUTORIALS / f"{path.stem}.md").write_text(notebook(path, into / TUTORIALS), "utf-8")
 
@@ -96,7 +96,7 @@ def shown(result: dict[str, Any], picture: Path) -> str:
     data = result.get("data", {})
     if "image/png" in data:
         picture.write_bytes(base64.b64decode("".join(data["image/png"])))
-        return f"![Drawn by the code above]({picture.name})"
+        return f"[![Drawn by the code above]({picture.name})]({picture.name})"  # to see it in its own size
     if "text/html" in data:
         lines = "".join(data["text/html"]).splitlines()
         return "\n".join(['<div class="output">', *(line for line in lines if line.strip()), "</div>"])
