@@ -71,7 +71,6 @@ def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: A
         ArgumentError: As ``fmtsim.bisect``.
 
     >>> import torch
-    >>> import torch
     >>> layer = nn.Linear(4, 2)
     >>> assert_same_bits(layer, layer, torch.ones(1, 4))
     """
@@ -125,11 +124,11 @@ def _found(runs: tuple[_Side, _Side], level: Level) -> Bisection:
         return found
     if a.gradients and b.gradients and a.trace.batch == b.trace.batch:
         found = dataclasses.replace(found, worst=_worst(a.gradients, b.gradients))
-    first = _kept(runs[0], a.trace, one, level, found.tensor)
-    return _with_values(found, [first, _kept(runs[1], b.trace, other, level, found.tensor)])
+    first = _kept("a", runs[0], a.trace, one, level, found.tensor)
+    return _with_values(found, [first, _kept("b", runs[1], b.trace, other, level, found.tensor)])
 
 
-def _kept(run: _Side, done: Trace, one: Operation, level: Level, name: str) -> Tensor | str:
+def _kept(label: str, run: _Side, done: Trace, one: Operation, level: Level, name: str) -> Tensor | str:
     """Return an operation's tensor, or why there is none."""
     own = {} if run.model is None else dict(run.model.named_parameters())
     if (parameter := own.get(f"{one.layer}.{name}".lstrip("."))) is not None:
@@ -140,7 +139,7 @@ def _kept(run: _Side, done: Trace, one: Operation, level: Level, name: str) -> T
         return "a run gives other bits when it is repeated, so that this difference need not be one of the two runs"
     if x is None and not any(out.name == name for out in one.outputs):
         return ""
-    return f"trace again with tensors=[{one.index}] to see the values" if x is None else x
+    return f"trace {label} again with tensors=[{one.index}] to see the values" if x is None else x
 
 
 def _with_values(found: Bisection, kept: list[Tensor | str]) -> Bisection:

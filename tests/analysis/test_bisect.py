@@ -273,7 +273,8 @@ def test_saved_traces(tmp_path):
         fmtsim.trace(model, BATCH, loss).save(path)
     found = fmtsim.bisect(*map(str, paths))
     assert str(found.a) == "1.up backward: wgrad" and found.comparison is None
-    assert found.note == f"trace again with tensors=[{found.a.index}] to see the values"
+    texts = (f"trace {run} again with tensors=[{found.a.index}] to see the values" for run in "ab")
+    assert found.note == "; ".join(texts)
     for path, model in zip(paths, models, strict=True):
         fmtsim.trace(model, BATCH, loss, tensors=[found.a.index]).save(path)
     live = fmtsim.bisect(*((model, BATCH, loss) for model in models))

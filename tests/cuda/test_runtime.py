@@ -144,12 +144,12 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(disk, fault):
 
 
 def test_why_unavailable_names_the_next_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
     assert runtime.why_unavailable() == "cuda-core is missing: pip install 'fmtsim[cuda]'"
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None if name == "cuda.bindings" else object())
     assert runtime.why_unavailable() == "cuda-bindings is missing: pip install cuda-bindings"
-    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # no package would help
     monkeypatch.setattr(torch.version, "cuda", None)
     assert runtime.why_unavailable() == f"torch {torch.__version__} was built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -33,12 +33,12 @@ def why_unavailable(device: torch.device | int | None = None) -> str | None:
     """Return why the CUDA engine cannot run on a device (None: any), with the next step; None where it can."""
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for ROCm {torch.version.hip}; kernels are CUDA C++ for NVIDIA GPUs"
-    for package, how in (("core", "'fmtsim[cuda]'"), ("bindings", "cuda-bindings")):
-        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec(f"cuda.{package}") is None:
-            return f"cuda-{package} is missing: pip install {how}"
     if not torch.cuda.is_available():
         build = "was built without CUDA" if torch.version.cuda is None else "sees no CUDA device; look at nvidia-smi"
         return f"torch {torch.__version__} {build}"
+    for package, how in (("core", "'fmtsim[cuda]'"), ("bindings", "cuda-bindings")):
+        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec(f"cuda.{package}") is None:
+            return f"cuda-{package} is missing: pip install {how}"
     indices = range(torch.cuda.device_count()) if device is None else [index_of(device)]
     reasons = [_why_not(index) for index in indices]
     return None if None in reasons else reasons[0]
