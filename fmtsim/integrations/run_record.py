@@ -191,7 +191,7 @@ class RunRecord:
         self._last = part
         if part is None:
             return {}
-        self._unseen = part._notes()
+        self._unseen = part.notes
         scale = self._scales.get(self.step)
         return figures(part) | ({} if scale is None else {"fmtsim_loss_scale": scale})
 
