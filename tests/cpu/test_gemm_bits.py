@@ -12,6 +12,7 @@ from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8, tiles
 from fmtsim.cpu.gemm.engine import supports_gemm
 from fmtsim.cpu.gemm.panels import Constants
 from fmtsim.cpu.gemm.slabs import slabs_of
+from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
@@ -316,3 +317,12 @@ def test_sums_as_wide_as_62_bits_hold_are_exact(fields, widest):
     largest = f32([448.0] * fields["block"])
     scales = {f"scale_{x}": f32([448.0, 448.0]) for x in "ab"} if "scale" in fields else {}
     check(largest, largest, spec, c=f32([2.0**17 if scales == {} else 2.0**35]), **scales)
+
+
+@pytest.mark.parametrize("missing", [{"scale_a"}, {"scale_b"}, {"scale_a", "scale_b"}])
+def test_scaled_promotion_needs_the_scales_of_both_operands(missing):
+    spec = gemm_spec(HALF, "bf16", plan=GemmPlan(promote_every=4, scaled_promotion=True))
+    x, scales = operand("bf16", 1, 8, "normal", 1), {name: torch.ones(1, 2) for name in ("scale_a", "scale_b")}
+    assert supports_gemm(spec, x, x) and product(x, x, spec, **scales).isfinite().all()
+    with pytest.raises(ArgumentError, match="a plan with scaled_promotion needs scales; call scaled_mm, or pass anoth"):
+        product(x, x, spec, **{name: scale for name, scale in scales.items() if name not in missing})
