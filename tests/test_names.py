@@ -1,9 +1,12 @@
 """Names that people type: each is taken, or answered with those that it can mean; what is printed is taken back."""
 
+import ast
 import dataclasses
+import inspect
 import itertools
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -262,3 +265,11 @@ def test_names_on_the_command_line_are_taken_back(capsys):
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line and line[0] != "-"]
     known = set(fmtsim.list_recipes())
     assert known <= set(names)
+
+
+@pytest.mark.parametrize("record", [fmtsim.Quantizer, fmtsim.Rounding])
+def test_type_checkers_see_the_fields_of_records_that_take_names(record):
+    """What only type checkers read has the same arguments, in the same order, as the record."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(record)))
+    (written,) = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "__init__")
+    assert [one.arg for one in written.args.kwonlyargs] == [field.name for field in dataclasses.fields(record)]

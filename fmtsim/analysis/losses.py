@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Layers = Mapping[str, Mapping[str, OperandStats]]
 History = Mapping[int, Mapping[str, Mapping[str, Sample]]]
-MEASURES = {"underflow": "underflow_percent", "saturation": "saturation_percent", "sqnr": "sqnr_db"}
+Measure = Literal["underflow", "saturation", "sqnr"]
+MEASURES: dict[Measure, str] = {"underflow": "underflow_percent", "saturation": "saturation_percent", "sqnr": "sqnr_db"}
 _WORDS = {"underflow": "underflow, %", "saturation": "saturation, %", "sqnr": "SQNR, dB"}
 _MOST_ROWS = 120  # of labels in a picture; of more layers every second, third ... has its name
 _TAIL = 0.001  # share of elements on either side that the thick part of an exponent range leaves out
@@ -53,7 +54,7 @@ def losses_of(layers: Layers) -> Losses:
     return Losses(Loss(layer, operand, s) for layer, operands in layers.items() for operand, s in operands.items())
 
 
-def worst(losses: Losses, n: int, by: str) -> Losses:
+def worst(losses: Losses, n: int, by: Measure) -> Losses:
     """Return the n operands that lose most, the worst first; of equal ones that with more noise, then the earlier.
 
     Raises:
@@ -65,20 +66,20 @@ def worst(losses: Losses, n: int, by: str) -> Losses:
     return Losses(sorted(losses, key=lambda loss: (-badness(loss.stats, by), -badness(loss.stats, "sqnr")))[:n])
 
 
-def check_measure(verb: str, by: str) -> None:
+def check_measure(verb: str, by: Measure) -> None:
     """Raise ArgumentError for a measure that there is not."""
     if not isinstance(by, str) or by not in MEASURES:
         raise ArgumentError(f"{verb} by={shown(by)} is no measure; choose one of {', '.join(MEASURES)}")
 
 
-def badness(s: OperandStats | Sample, by: str) -> float:
+def badness(s: OperandStats | Sample, by: Measure) -> float:
     """Return how much was lost by a measure, so that more is worse; -inf for a tensor of zeros."""
     value: float = getattr(s, MEASURES[by])
     return -math.inf if math.isnan(value) else value if by != "sqnr" else -value
 
 
 def plot_losses(
-    layers: Layers, history: History, path: str | Path | None, *, by: str, operand: str | None, title: str
+    layers: Layers, history: History, path: str | Path | None, *, by: Measure, operand: str | None, title: str
 ) -> "Figure":
     """Draw a row for each layer: what it lost, over the steps where there are several, and where its exponents lie.
 
@@ -118,7 +119,9 @@ def _only(operands: Mapping[str, OperandStats], operand: str | None) -> Mapping[
     return operands if operand is None else {name: s for name, s in operands.items() if name == operand}
 
 
-def _heatmap(figure: "Figure", panel: "Axes", rows: list[Loss], history: History, by: str, operand: str | None) -> None:
+def _heatmap(
+    figure: "Figure", panel: "Axes", rows: list[Loss], history: History, by: Measure, operand: str | None
+) -> None:
     """Draw the worst operand of each layer in each step."""
     import matplotlib
 
@@ -148,7 +151,7 @@ def _heatmap(figure: "Figure", panel: "Axes", rows: list[Loss], history: History
     bar.set_label(_WORDS[by] + lossless + (", grey: zeros or not run" if grid.isnan().any() else ""))
 
 
-def _bars(panel: "Axes", rows: list[Loss], by: str) -> None:
+def _bars(panel: "Axes", rows: list[Loss], by: Measure) -> None:
     values = [getattr(loss.stats, MEASURES[by]) for loss in rows]
     finite = [v if math.isfinite(v) else 0.0 for v in values]
     panel.barh(range(len(rows)), finite, height=0.8, color=COLOURS[0])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fmtsim.analysis.loss_scale import LossScale, loss_scale_of
-from fmtsim.analysis.losses import Losses, losses_of, plot_losses, worst
+from fmtsim.analysis.losses import Losses, Measure, losses_of, plot_losses, worst
 from fmtsim.analysis.measure import measure
 from fmtsim.analysis.shadow import Shadow
 from fmtsim.analysis.stats import Counts, OperandStats, Sample
@@ -202,7 +202,7 @@ class Observation(Tabular):
         notes += [f"no attention seen, not called or of another kind: {_some(unseen)}"] if unseen else []
         return [*self._shadow.notes, *notes]
 
-    def worst(self, n: int = 5, by: str = "underflow") -> Losses:
+    def worst(self, n: int = 5, by: Measure = "underflow") -> Losses:
         """Return the operands that lose most over all observed steps, the worst first.
 
         Args:
@@ -229,7 +229,7 @@ class Observation(Tabular):
         return loss_scale_of(self.layers)
 
     def plot(
-        self, path: str | Path | None = None, *, by: str = "underflow", operand: str | None = None, title: str = ""
+        self, path: str | Path | None = None, *, by: Measure = "underflow", operand: str | None = None, title: str = ""
     ) -> "Figure":
         """Draw a row for each layer, in the model's order: what it lost and where its exponents lie; return the figure.
 

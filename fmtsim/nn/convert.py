@@ -15,6 +15,7 @@ from fmtsim.errors import ArgumentError, CoverageWarning, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.layers.scalings import ScalingName
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.checkpoint_names import RECIPE, attach_name, detach_name
 from fmtsim.nn.counting import is_meant
@@ -60,7 +61,7 @@ def convert(
     *,
     format: str | Format | None = None,
     grad_format: str | Format | None = None,
-    scaling: str | None = None,
+    scaling: ScalingName | None = None,
     rounding: RoundingName | Rounding = "nearest_even",
     grad_rounding: RoundingName | Rounding = "nearest_even",
     target: Any = None,

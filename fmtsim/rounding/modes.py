@@ -1,7 +1,7 @@
 """How a real number is rounded: the named modes and the options of stochastic rounding."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from fmtsim.errors import FormatError, did_you_mean, shown
 
@@ -40,6 +40,13 @@ class Rounding:
     random_bits: int | None = None
     variant: Literal["a", "b", "c"] = "a"
     layout: Literal["word", "cvt_rs"] = "word"
+
+    if TYPE_CHECKING:  # what is taken is more than what fields hold
+
+        def __init__(
+            self, *, mode: RoundingName = "nearest_even", random_bits: int | None = None,
+            variant: Literal["a", "b", "c"] = "a", layout: Literal["word", "cvt_rs"] = "word",
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:

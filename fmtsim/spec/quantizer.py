@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -11,7 +11,7 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, Overflow
 from fmtsim.records import check_types
-from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.spec.gradient import GradientRule, StraightThrough
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard, Transform
@@ -49,6 +49,14 @@ class Quantizer:
     source: Source = "original"
     gradient: GradientRule = StraightThrough()
     then: "Quantizer | None" = None
+
+    if TYPE_CHECKING:  # what is taken is more than what fields hold
+
+        def __init__(
+            self, *, format: str | Format | torch.dtype | None = None, rounding: RoundingName | Rounding = ...,
+            overflow: Overflow | None = None, scaling: Scaling | None = None, transforms: tuple[Transform, ...] = (),
+            source: Source = "original", gradient: GradientRule = ..., then: "Quantizer | None" = None,
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.format is not None:  # names become records

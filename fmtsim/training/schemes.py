@@ -8,7 +8,7 @@ from fmtsim.distributed.reduction import get_reduction
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.layers.scalings import usual_scaling
+from fmtsim.gemm.layers.scalings import ScalingName, usual_scaling
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe
@@ -49,7 +49,7 @@ class Scheme:
 
     format: str
     grad_format: str | None = None
-    scaling: str | None = None
+    scaling: ScalingName | None = None
     rounding: RoundingName = "nearest_even"
     grad_rounding: RoundingName = "nearest_even"
     target: str | None = None

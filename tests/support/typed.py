@@ -11,6 +11,10 @@ def right(x: torch.Tensor) -> None:
     fmtsim.encode(x, "e4m3", rounding="rne")
     fmtsim.linear_config(x="e4m3", w=None, g="e5m2", grad_rounding="sr", scaling="tensor")
     fmtsim.list_formats("block")
+    fmtsim.Quantizer(format="e4m3", rounding="rne")
+    fmtsim.Quantizer(format=torch.float8_e5m2, rounding=fmtsim.Rounding(mode="sr"))
+    fmtsim.convert(torch.nn.Linear(4, 4), format="e4m3", scaling="channel")
+    fmtsim.observe(torch.nn.Linear(4, 4)).worst(3, by="sqnr")
 
 
 def wrong(x: torch.Tensor) -> None:
@@ -20,3 +24,10 @@ def wrong(x: torch.Tensor) -> None:
     fmtsim.quantize(x, "e4m3", overflow="saturated")  # type: ignore[arg-type]
     fmtsim.linear_config(x="e4m3", w=None, g=None, rounding="nearst")  # type: ignore[arg-type]
     fmtsim.list_formats("blocks")  # type: ignore[arg-type]
+    fmtsim.quantize(x, "mxfp8", scale_rule="flor")  # type: ignore[arg-type]
+    fmtsim.Quantizer(format="e4m3", rounding="nearst")  # type: ignore[arg-type]
+    fmtsim.Quantizer(formt="e4m3")  # type: ignore[call-arg]
+    fmtsim.Rounding(mode="stochastc")  # type: ignore[arg-type]
+    fmtsim.linear_config(x="e4m3", w=None, g=None, scaling="tensors")  # type: ignore[arg-type]
+    fmtsim.convert(torch.nn.Linear(4, 4), format="e4m3", scaling="block16")  # type: ignore[arg-type]
+    fmtsim.Scaling(exponent_rule="flor")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.layers.route import INT8, Route, route_of
-from fmtsim.gemm.layers.scalings import SCALINGS, usual_scaling
+from fmtsim.gemm.layers.scalings import SCALINGS, ScalingName, usual_scaling
 from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
@@ -221,7 +221,7 @@ def linear_config(
     x: str | Format | None,
     w: str | Format | None,
     g: str | Format | None,
-    scaling: str | None = "none",
+    scaling: ScalingName | None = "none",
     rounding: RoundingName | Rounding = "nearest_even",
     grad_rounding: RoundingName | Rounding = "nearest_even",
     overflow: Overflow | None = None,
@@ -265,7 +265,7 @@ def linear_config(
     return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
 
 
-def _format(name: str | Format | None, scaling: str | None, *, weight: bool = False) -> Format | None:
+def _format(name: str | Format | None, scaling: ScalingName | None, *, weight: bool = False) -> Format | None:
     fmt = get_format(name) if isinstance(name, str) else name
     if fmt is None or scaling == "none":
         return fmt

@@ -1,10 +1,14 @@
 """What shares a scale in a linear layer, by name."""
 
+from typing import Literal
+
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.scaling import ScaleRule
 
+ScalingName = Literal["none", "tensor", "channel", "block32", "tile128", "mx"]
+
 # Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
-SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
+SCALINGS: dict[ScalingName, tuple[Block, Block, ScaleRule] | None] = {
     "none": None,
     "tensor": ((None, None), (None, None), "amax"),
     "channel": ((1, None), (1, None), "amax"),
@@ -14,7 +18,7 @@ SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
 }
 
 
-def usual_scaling(fmt: Format) -> str | None:
+def usual_scaling(fmt: Format) -> ScalingName | None:
     """Return ``"tensor"`` for element formats of 8 bits and fewer, ``"none"`` for wider, None for those with blocks."""
     if isinstance(fmt, BlockFormat | LogTileFormat):
         return None
