@@ -26,7 +26,7 @@ class Step:
     """One model's training step."""
 
     def __init__(self, recipe: str | None, arguments: argparse.Namespace) -> None:
-        size = SIZE | {name: value for name in ("layers", "width") if (value := getattr(arguments, name))}
+        size = SIZE | {name: value for name in SIZE if (value := getattr(arguments, name, None))}
         size["heads"] = size["width"] // 64
         self.model: nn.Module = GPT(GPTConfig(**size), seed=0).to(arguments.device)
         if recipe is not None:

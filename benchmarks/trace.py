@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--emulate", action="store_true", help="emulate the target's products")
     parser.add_argument("--layers", type=int, help="instead of 12")
     parser.add_argument("--width", type=int, help="instead of 768")
+    parser.add_argument("--vocabulary", type=int, help="instead of 50304")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=10)

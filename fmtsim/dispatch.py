@@ -92,12 +92,15 @@ def is_readable(x: torch.Tensor) -> bool:
     )
 
 
+def is_dense(x: torch.Tensor) -> bool:
+    """Say whether x is a plain strided tensor of the CPU or a GPU with numbers; where torch cannot tell it is none."""
+    return type(x) in PLAIN_TYPES and len(_tensors) > 0 and _keys_of(x).raw_repr() in _tensors
+
+
 def is_bare(x: torch.Tensor) -> bool:
     """Say whether x is plain but for a gradient that it may want."""
     return (
-        type(x) in PLAIN_TYPES
-        and len(_tensors) > 0
-        and _keys_of(x).raw_repr() in _tensors
+        is_dense(x)
         and _keys_of_thread().raw_repr() in _threads
         and _function_modes() == 0
         and forward_ad._current_level < 0

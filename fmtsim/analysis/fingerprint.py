@@ -8,7 +8,6 @@ near 2**-64 otherwise. The definition names no device: fingerprints of two machi
 """
 
 import weakref
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +22,11 @@ _RUN = 1 << 16  # words of one sum: their multipliers fit a processor's second-l
 _SHORTEST = 256  # words of a row: shorter ones are taken together, but for the first dimension
 _AT_ONCE = 1 << 26  # words whose products are kept at once
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_MASKS = {torch.float32: (0x7FFFFFFF, 0), torch.bfloat16: (0x7FFF, 0x7FFF), torch.float16: (0x7FFF, 0x7FFF)}
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+Largest = tuple[torch.dtype, int] | tuple[Tensor, Tensor] | None  # bits of a magnitude, or least and greatest element
 
 
 class Fingerprint(NamedTuple):
@@ -32,14 +35,12 @@ class Fingerprint(NamedTuple):
     Attributes:
         hash: Of all its bits.
         parts: Hashes of its shares, where its first dimension is a multiple of the batch's.
-        low, high: Smallest and largest element of floating-point tensors of 16 bits and more: NaN where there is a NaN,
-            else None.
+        amax: Largest magnitude of floating-point tensors of 16 bits and more, NaN where there is a NaN; else None.
     """
 
     hash: int
     parts: tuple[int, ...]
-    low: float | None
-    high: float | None
+    amax: float | None
 
 
 class Fingerprints:
@@ -52,7 +53,7 @@ class Fingerprints:
     def __init__(self) -> None:
         self.batch = 0
         self._sums: list[Tensor] = []
-        self._ranges: list[tuple[Tensor, Tensor] | None] = []
+        self._largest: list[Largest] = []
         self._shared: list[bool] = []
         self._known: dict[Any, tuple[weakref.ref[Tensor], int, int]] = {}
 
@@ -61,16 +62,17 @@ class Fingerprints:
         version = -1 if x.is_inference() else x._version
         shared = self.batch > 1 and x.dim() > 1 and x.shape[0] % self.batch == 0
         # Views of the same numbers in the same rows, as long as a tensor of them lives.
-        key = (x.data_ptr(), _width(x), x.numel(), x.dtype, shared) if x.is_contiguous() else id(x)
+        plain = x.is_contiguous()
+        key = (x.data_ptr(), _width(x.shape, x.element_size()), x.numel(), x.dtype, shared) if plain else id(x)
         known = self._known.get(key)
         if known is not None and known[1] == version >= 0:
             other = known[0]()
             if other is not None and other._version == version and (other is x or type(key) is tuple):
                 return known[2]
         place = len(self._sums)
-        plain = x.detach()
-        self._sums.append(sums(plain))
-        self._ranges.append(_range(plain))
+        found, largest = _read(x.detach())
+        self._sums.append(found)
+        self._largest.append(largest)
         self._shared.append(shared)
         self._known[key] = (weakref.ref(x), version, place)
         return place
@@ -81,28 +83,31 @@ class Fingerprints:
 
     def finish(self) -> list[Fingerprint]:
         """Return all fingerprints."""
-        lengths = [len(each) for each in self._sums]
+        lengths, shared = numpy.array([len(each) for each in self._sums], int), numpy.array(self._shared, bool)
         mixed = _mixed(_numbers(self._sums))
-        found, start = [], 0
-        for length, shared, (low, high) in zip(lengths, self._shared, _bounds(self._ranges), strict=True):
-            own = mixed[start : start + length]
-            start += length
-            parts = tuple(map(_total, own.reshape(self.batch, -1))) if shared else ()
-            found.append(Fingerprint(_total(own), parts, low, high))
-        return found
+        members = numpy.repeat(lengths[shared] // max(self.batch, 1), self.batch)
+        parts = iter(_totals(mixed[numpy.repeat(shared, lengths)], members).reshape(-1, max(self.batch, 1)).tolist())
+        hashes = zip(_totals(mixed, lengths).tolist(), _magnitudes(self._largest), self._shared, strict=True)
+        return [Fingerprint(own, tuple(next(parts)) if apart else (), amax) for own, amax, apart in hashes]
 
 
-def sums(x: Tensor) -> Tensor:
-    """Return the sums of a tensor's runs, int64, on its device.
+def _read(x: Tensor) -> tuple[Tensor, Largest]:
+    """Return the sums of a tensor's runs, int64, on its device, and what tells its largest magnitude.
 
     Raises:
         DtypeError: The tensor is sparse or quantised by torch.
     """
     words = _words(x)
     if not words.numel():
-        return torch.zeros(0, dtype=torch.int64, device=x.device)
-    numbers = _multipliers(x.device)
-    return (load_engine("cpu").weighted_sums(words, numbers) if x.is_cpu else weighted_sums(words, numbers)).flatten()
+        return torch.zeros(0, dtype=torch.int64, device=x.device), None
+    numbers, masks = _multipliers(x.device), _MASKS.get(x.dtype)
+    if not x.is_cpu:
+        return weighted_sums(words, numbers).flatten(), _range(x)
+    if masks is None:
+        return load_engine("cpu").weighted_sums(words, numbers)[0].view(-1), _range(x)
+    both = masks if words.dtype == torch.int32 else (masks[0], 0)  # an odd row of 16 bits is not read in pairs
+    found, largest = load_engine("cpu").weighted_sums(words, numbers, both)
+    return found.view(-1), (x.dtype, largest)
 
 
 def weighted_sums(words: Tensor, multipliers: Tensor) -> Tensor:
@@ -120,12 +125,15 @@ def weighted_sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 def _words(x: Tensor) -> Tensor:
     """View a tensor as a matrix of whole numbers, whose rows lie inside one of the first dimension."""
+    if x.dtype == torch.float32 and x.is_contiguous() and x.numel() and not x.is_neg():  # the usual one, sooner
+        return x.view(torch.int32).view(-1, _width(x.shape, 4))
     if x.layout != torch.strided or x.is_quantized:
         raise DtypeError(f"a tensor of layout {x.layout} and dtype {x.dtype} has no bits in order; leave it out")
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     x = x.resolve_neg().contiguous()
-    size, width = x.element_size(), _width(x)
+    size = x.element_size()
+    width = _width(x.shape, size)
     flat = x.view(-1) if x.dim() else x.view(1)
     if size < 4 and width * size % 4 == 0 and flat.storage_offset() * size % 4 == 0:
         flat = flat.view(_WORDS[size]).view(torch.int32)
@@ -137,14 +145,13 @@ def _words(x: Tensor) -> Tensor:
     return flat.view(count, -1) if count else flat.view(0, 1)
 
 
-def _width(x: Tensor) -> int:
+@lru_cache(maxsize=4096)
+def _width(shape: tuple[int, ...], size: int) -> int:
     """Return how many elements are a row: all of a vector, else so many of the last dimensions."""
-    if x.dim() < 2:
-        return x.numel()
     width = 1
-    for extent in reversed(x.shape[1:]):
+    for extent in reversed(shape if len(shape) < 2 else shape[1:]):
         width *= extent
-        if width * x.element_size() >= 4 * _SHORTEST:
+        if len(shape) > 1 and width * size >= 4 * _SHORTEST:
             break
     return width
 
@@ -175,9 +182,16 @@ def _mixed(z: Any) -> Any:
     return z ^ (z >> numpy.uint64(31))
 
 
-def _total(mixed: Any) -> int:
-    size = 1 << max(10, (len(mixed) - 1).bit_length())
-    return int((mixed * _odd_numbers(size)[: len(mixed)]).sum(dtype=numpy.uint64))
+def _totals(mixed: Any, lengths: Any) -> Any:
+    """Return the sums of groups of these lengths, each number times an odd one of its place in its group."""
+    found, some = numpy.zeros(len(lengths), numpy.uint64), lengths > 0
+    if not some.any():
+        return found
+    starts = numpy.cumsum(lengths) - lengths
+    places = numpy.arange(len(mixed)) - numpy.repeat(starts, lengths)
+    numbers = _odd_numbers(1 << max(10, int(lengths.max() - 1).bit_length()))
+    found[some] = numpy.add.reduceat(mixed * numbers[places], starts[some])
+    return found
 
 
 def _numbers(each: list[Tensor]) -> Any:
@@ -189,14 +203,22 @@ def _numbers(each: list[Tensor]) -> Any:
     return whole.numpy().view(numpy.uint64)
 
 
-def _bounds(ranges: list[tuple[Tensor, Tensor] | None]) -> Iterator[tuple[float | None, float | None]]:
-    """Yield smallest and largest elements, copied once for each dtype and device."""
+def _magnitudes(largest: list[Largest]) -> list[float | None]:
+    """Return the largest magnitudes, copied once for each dtype and device."""
     groups: dict[Any, list[int]] = {}
-    for place, each in enumerate(ranges):
+    for place, each in enumerate(largest):
         if each is not None:
-            groups.setdefault((each[0].dtype, each[0].device), []).append(place)
-    found: dict[int, tuple[float, float]] = {}
-    for places in groups.values():
-        both = torch.stack([x for place in places for x in ranges[place] or ()]).cpu().double().view(-1, 2).tolist()
-        found |= {place: (low, high) for place, (low, high) in zip(places, both, strict=True)}
-    return (found.get(place, (None, None)) for place in range(len(ranges)))
+            groups.setdefault(
+                each[0] if isinstance(each[0], torch.dtype) else (each[0].dtype, each[0].device), []
+            ).append(place)
+    found: list[float | None] = [None] * len(largest)
+    for kind, places in groups.items():
+        if isinstance(kind, torch.dtype):
+            words = torch.tensor([largest[place][1] for place in places], dtype=_WORDS[kind.itemsize])  # type: ignore[index]
+            numbers = words.view(kind).double()
+        else:
+            pairs = torch.stack([x for place in places for x in largest[place] or ()])  # type: ignore[misc]
+            numbers = pairs.cpu().double().view(-1, 2).abs().amax(1)
+        for place, number in zip(places, numbers.tolist(), strict=True):
+            found[place] = number
+    return found

@@ -5,6 +5,7 @@ module: nothing is added to the graph, so no bit changes. Operands and products 
 layers themselves.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import fmtsim
 from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints
 from fmtsim.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace
-from fmtsim.dispatch import is_readable
+from fmtsim.dispatch import is_dense, is_readable
 from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
@@ -96,10 +97,12 @@ class Recorder(Watcher):
             for name, p, place in self._gradients()
             if _has_bits(p.grad)
         ]
-        found = self._prints.finish()
+        found = [_figures(each) for each in self._prints.finish()]
 
         def bits(each: Named) -> tuple[TensorBits, ...]:
-            return tuple(_bits(name, shape, dtype, found[place]) for name, place, shape, dtype in each)
+            return tuple(
+                TensorBits(name=name, shape=shape, dtype=dtype, **found[place]) for name, place, shape, dtype in each
+            )
 
         operations = tuple(
             Operation(
@@ -310,7 +313,7 @@ def named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _has_bits(x: Any) -> TypeGuard[Tensor]:
     """Say whether this is a tensor whose elements lie in one order in memory: not sparse, distributed, fake or None."""
-    return (
+    return (isinstance(x, Tensor) and is_dense(x)) or (
         isinstance(x, Tensor)
         and x.layout == torch.strided
         and not x.is_quantized
@@ -324,15 +327,14 @@ def _parts(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:
     return *((f"{name}, {label}", t) for label, t in others), (name, x.elements)
 
 
-def _bits(name: str, shape: tuple[int, ...], dtype: str, found: Fingerprint) -> TensorBits:
-    amax, special = None, ""
-    if found.low is not None and found.high is not None:
-        amax = max(abs(found.low), abs(found.high))
-        special = "nan" if amax != amax else "inf" if amax == float("inf") else ""
-    return TensorBits(
-        name=name, shape=shape, dtype=dtype, hash=f"{found.hash:016x}", parts=tuple(f"{x:016x}" for x in found.parts),
-        amax=None if special else amax, special=special,  # type: ignore[arg-type]
-    )  # fmt: skip
+def _figures(found: Fingerprint) -> dict[str, Any]:
+    """Return the fields of TensorBits that a fingerprint has."""
+    amax, special = found.amax, ""
+    if amax is not None and not math.isfinite(amax):
+        special = "nan" if math.isnan(amax) else "inf"
+        amax = None
+    parts = tuple(f"{x:016x}" for x in found.parts)
+    return {"hash": f"{found.hash:016x}", "parts": parts, "amax": amax, "special": special}
 
 
 def _kind(module: nn.Module) -> str:
@@ -361,7 +363,12 @@ def _key(key: Key) -> str:
 
 
 def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return _name_of(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _device(model: nn.Module) -> str:
@@ -369,5 +376,6 @@ def _device(model: nn.Module) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
+@lru_cache(maxsize=1)
 def _versions() -> tuple[tuple[str, str], ...]:
     return ("fmtsim", fmtsim.__version__), ("torch", torch.__version__)

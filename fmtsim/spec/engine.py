@@ -91,8 +91,11 @@ class CPUEngine(KernelEngine, Functions, Protocol):
     get_num_threads: Callable[[], int]
     set_num_threads: Callable[[int], None]
 
-    def weighted_sums(self, words: Tensor, multipliers: Tensor) -> Tensor:
-        """Return sums of each row's words times multipliers, of as many words as there are multipliers at once."""
+    def weighted_sums(self, words: Tensor, multipliers: Tensor, masks: tuple[int, int] = (0, 0)) -> tuple[Tensor, int]:
+        """Return sums of each row's words times multipliers, of as many as there are of these at once, and a largest.
+
+        That is the largest of all words under the first mask, and of their upper halves under the second.
+        """
 
     def block_amax(self, x: Tensor, block: tuple[int, int]) -> Tensor:
         """Return the largest finite magnitude of each block of a contiguous float32 matrix."""

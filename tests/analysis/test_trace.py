@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -79,7 +80,25 @@ def test_members_of_a_batch_have_the_hash_that_they_have_alone():
 def test_the_kernel_and_torch_sum_alike(dtype):
     words = torch.randint(-128, 128, (7, 150), dtype=torch.int32, generator=torch.Generator().manual_seed(0)).to(dtype)
     for factors in (torch.arange(64) * 0x123456789ABCDEF, torch.tensor([-1, 1 << 62])):
-        assert torch.equal(weighted_sums(words, factors), fingerprint.weighted_sums(words, factors))
+        assert torch.equal(weighted_sums(words, factors)[0], fingerprint.weighted_sums(words, factors))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 7), (4, 66), (5, 50001)], ids=str)
+def test_the_largest_magnitude_is_counted_with_the_hash(dtype, shape):
+    x = numbers(dtype, *shape)
+    fmtsim.set_num_threads(3)
+    try:
+        for value in (None, -250.0, -math.inf, math.nan):
+            for place in () if value is None else (0, x.numel() - 1):
+                other = x.clone()
+                other.view(-1)[place] = value
+                amax = printed(other).amax
+                assert amax == abs(value) or (math.isnan(value) and math.isnan(amax))
+            assert printed(x).amax == float(x.abs().max())
+    finally:
+        fmtsim.set_num_threads(None)
+    assert printed(x.new_zeros(0, 3)).amax is None and printed(x.view(-1) > 0).amax is None
 
 
 def test_the_hash_is_defined():
