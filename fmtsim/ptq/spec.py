@@ -210,6 +210,11 @@ class PtqRecipe:
     source: str = ""
     notes: str = ""
 
+    @property
+    def linear(self) -> LinearConfig:
+        """Operands of a layer without rules, as ``fmtsim.attribute`` takes them."""
+        return LinearConfig(fprop=Gemm(a=self.x, b=self.w))
+
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
             raise ArgumentError(f"PtqRecipe name={shown(self.name)} is not a name; pass a word such as 'my_int8'")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fmtsim.errors import ArgumentError, shown
-from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.spec import Rule
@@ -71,7 +70,7 @@ class SearchResult(Tabular):
         cost: Bit operations of a batch, summed over layers: multiply-adds x bits of w x bits of x.
         budget: What it had to stay within.
         loss: Loss of the model that runs these formats, measured.
-        losses: Loss of the model where one layer alone runs one recipe, by layer and recipe.
+        losses: Loss of the model where one layer alone runs one recipe, by layer and recipe, or ``sensitivity=``'s.
         costs: Bit operations, likewise.
         recipes: The records, by name.
         tried: Assignments that were run, beside those of one layer.
@@ -94,7 +93,7 @@ class SearchResult(Tabular):
         if "" in self.formats:  # the model is the layer
             return replace(used[0], name=name, aliases=())
         rules = tuple(
-            Rule(name=f"^{re.escape(layer)}$", use=LinearConfig(fprop=Gemm(a=recipe.x, b=recipe.w)))
+            Rule(name=f"^{re.escape(layer)}$", use=recipe.linear)
             for layer, recipe in zip(self.formats, used, strict=True)
         )
         calibration = next((r.calibration for r in used if r.calibration is not None), None)

@@ -1,7 +1,7 @@
 """search: find a format for each layer under a budget of bit operations."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ def search(
     bits: float | None = None,
     formats: Sequence[str | PtqRecipe] = DEFAULT,
     policy: Policy | None = None,
+    sensitivity: Mapping[str, Any] | None = None,
     loss_fn: Loss | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool | None = None,
@@ -56,6 +57,8 @@ def search(
         bits: Instead: the budget of all layers at so many bits in both operands.
         formats: Recipes of ``fmtsim.ptq`` to choose from, without rules and other methods than ``weights``.
         policy: Search by sampling.
+        sensitivity: By recipe what ``fmtsim.attribute(model, batch, loss, recipe.linear)`` finds, in place of a run for
+            each layer and recipe: a layer's loss is the sum of its operands'. None runs them.
         loss_fn: ``loss_fn(output, reference)`` of a batch, a number, reference being the unquantised model's output;
             None is the squared error of all outputs relative to their squares. NaN counts as infinite.
         filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
@@ -88,7 +91,8 @@ def search(
         layers, names = list(switching.forms), list(recipes)
         costs = [[switching.forms[layer][name].cost for name in names] for layer in layers]
         allowed = _budget(budget, bits, switching, costs)
-        losses = _each_alone(switching, layers, names, show)
+        alone = sensitivity is None
+        losses = _each_alone(switching, layers, names, show) if alone else _attributed(sensitivity, layers, names)
         picked, _ = least_loss(costs, losses, allowed)
         found = _Found(switching, layers, names, costs, allowed)
         found.offer(picked)
@@ -162,6 +166,28 @@ def _each_alone(switching: SwitchingModel, layers: list[str], names: list[str], 
         losses.append([switching.run({layer: name}) for name in names])
         show.step((i + 1) * len(names))
     return losses
+
+
+def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[list[float]]:
+    """Return the losses of layers by recipe as the rows of attributions have them."""
+    found: dict[tuple[str, str], float] = {}
+    for name in names:
+        rows = getattr(sensitivity.get(name), "rows", None) if isinstance(sensitivity, Mapping) else None
+        if rows is None:
+            raise ArgumentError(
+                f"sensitivity={shown(sensitivity)} has no Attribution of recipe {name!r}; pass a dict with one for "
+                "each of formats=, made by fmtsim.attribute(model, batch, loss, fmtsim.get_ptq_recipe(name).linear)"
+            )
+        for row in rows:
+            if row.module is not None and row.loss is not None:
+                found[row.module, name] = found.get((row.module, name), 0.0) + row.loss
+    missing = next((key for layer in layers for key in ((layer, name) for name in names) if key not in found), None)
+    if missing is not None:
+        raise ArgumentError(
+            f"sensitivity of recipe {missing[1]!r} has no loss of layer {missing[0]!r}; attribute the same model, with "
+            "a batch that runs the layer, or leave it out with filter_fn="
+        )
+    return [[found[layer, name] for name in names] for layer in layers]
 
 
 def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:

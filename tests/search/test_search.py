@@ -74,6 +74,48 @@ def test_costs_and_losses_are_what_they_say():
     assert "% of the budget" in str(result)
 
 
+def relative(reference):
+    return lambda y: (y - reference).square().sum() / reference.square().sum()
+
+
+def test_attributions_stand_in_for_runs_of_each_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).requires_grad_(False)
+    data = [torch.randn(32, 64) for _ in range(2)]
+    batch = torch.cat(data)
+    found = {
+        name: fmtsim.attribute(model, batch, relative(model(batch)), get_ptq_recipe(name).linear) for name in FORMATS
+    }
+    for bits in (5, 6, 7):
+        own, by = fmtsim.search(model, data, bits=bits), fmtsim.search(model, data, bits=bits, sensitivity=found)
+        assert by.formats == own.formats and (by.loss, by.cost, by.tried) == (own.loss, own.cost, own.tried)
+        for layer, losses in by.losses.items():
+            rows = {name: [row.loss for row in each.rows if row.layer == layer] for name, each in found.items()}
+            assert losses == {name: sum(each) for name, each in rows.items()} and len(rows["w4a4"]) == 2
+    for layer in ("0", "2"):  # the dearer layer gets the format that an attribution calls cheap, whatever it is of
+        rows = {name: [replace(r, loss=1.0 if r.layer == layer else 0.0) for r in a.rows] for name, a in found.items()}
+        told = {name: replace(a, rows=tuple(rows[name]) if name == "w4a4" else ()) for name, a in found.items()}
+        told |= {
+            name: replace(found[name], rows=tuple(replace(r, loss=0.1) for r in rows[name])) for name in FORMATS[1:]
+        }
+        assert fmtsim.search(model, data, bits=5.1, sensitivity=told).formats == {
+            each: "minifloat_e3m2" if each == layer else "w4a4" for each in ("0", "2")
+        }
+    with pytest.raises(
+        ArgumentError, match=r"sensitivity=.* has no Attribution of recipe 'e4m3_static'; pass a dict with"
+    ):
+        fmtsim.search(model, data, bits=6, sensitivity={name: found[name] for name in FORMATS[:2]})
+    with pytest.raises(
+        ArgumentError, match=r"sensitivity=.* has no Attribution of recipe 'w4a4'; pass a dict with one for"
+    ):
+        fmtsim.search(model, data, bits=6, sensitivity=found["w4a4"])
+    few = found | {"w4a4": replace(found["w4a4"], rows=found["w4a4"].rows[:2])}
+    with pytest.raises(
+        ArgumentError, match=r"sensitivity of recipe 'w4a4' has no loss of layer '2'; attribute the same mod"
+    ):
+        fmtsim.search(model, data, bits=6, sensitivity=few)
+
+
 def test_a_wider_budget_is_no_worse_and_the_widest_takes_the_best():
     model, data = model_and_data()
     wide = fmtsim.search(model, data, bits=8)
