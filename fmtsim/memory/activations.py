@@ -101,9 +101,9 @@ def _line(name: str, blocks: list[Saved], tokens: int) -> MemoryLine:
     sums = [sum(each.bytes for each in block) for block in blocks]
     terms = [f"{sums.count(each)} x {each:,g}" if len(blocks) > 1 else f"{each:,g}" for each in dict.fromkeys(sums)]
     text = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
-    kept = dict.fromkeys(part for block in blocks for each in block for part in each.kept.split(" and "))
+    kept = dict.fromkeys(part for block in blocks for each in block for part in each.kept.split(", "))
     formula = f"{tokens:,} tokens x {text} bytes"
-    return MemoryLine(name=name, kept=" and ".join(kept), bytes=ceil(tokens * sum(sums)), formula=formula)
+    return MemoryLine(name=name, kept=", ".join(kept), bytes=ceil(tokens * sum(sums)), formula=formula)
 
 
 def saved_tensors(sites: Iterator[Site], configs: Configs, how: Keeping) -> tuple[SavedTensor, ...]:
@@ -113,8 +113,9 @@ def saved_tensors(sites: Iterator[Site], configs: Configs, how: Keeping) -> tupl
         kept = _kept(site, configs, how)
         each = site.elements / (how.parallel if site.shared or how.sequence else 1)
         if kept and each:
-            text = " and ".join(dict.fromkeys(kept))
-            found.append(SavedTensor(name=site.name, elements=each, kept=text, bytes=each * sum(kept.values()) / 8))
+            found.append(
+                SavedTensor(name=site.name, elements=each, kept=", ".join(kept), bytes=each * sum(kept.values()) / 8)
+            )
     return tuple(found)
 
 
@@ -127,7 +128,7 @@ def block_sites(size: ModelSize, number: int, tokens: int, how: Keeping) -> Iter
         tokens: Of a sequence.
         how: How activations are kept.
     """
-    yield Site("input of the block, for its norm", size.hidden, "norm")
+    yield Site("input of the first norm", size.hidden, "norm")
     yield from _attention_sites(size, tokens, how)
     if how.adapters:
         yield Site("inner products of adapters", how.adapters, "other")
@@ -193,7 +194,7 @@ def _kept(site: Site, configs: Configs, how: Keeping) -> dict[str, float]:
     if site.bits is not None:
         return {"bytes" if site.bits == MASK else "fp32": site.bits}
     if site.keeper in ("norm", "function") and how.saved is not None:
-        found[f"{how.saved.format.name}, {how.saved.block} a scale"] = (
+        found[f"{how.saved.format.name} in 1x{how.saved.block}"] = (
             how.saved.format.bits + how.saved.scale.bits / how.saved.block
         )
     elif site.keeper:
@@ -209,7 +210,7 @@ def _input_kept(config: LinearConfig | None, early: bool, wide: dict[str, float]
     if config is None:
         return wide
     x, back = config.fprop.a, config.wgrad.b
-    if back.source == "original" and not early:  # it is quantised in the backward pass
+    if back.source == "original" and back.then is None and not early:  # it is quantised in the backward pass
         return wide
     kept = back if back.source == "original" or back.then is not None else x
     bits = bits_of(kept)

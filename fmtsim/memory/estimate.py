@@ -32,7 +32,7 @@ class SavedTensor:
     """Describe one tensor of a block that waits for the backward pass.
 
     Args:
-        name: What it is, such as ``"input of norms"``.
+        name: What it is, such as ``"input of the first norm"``.
         elements: Of a token, on one device.
         kept: In which formats.
         bytes: Of a token, on one device.

@@ -9,11 +9,11 @@ from fmtsim.memory.devices import positive
 from fmtsim.memory.estimate import MemoryEstimate, MemoryLine
 from fmtsim.memory.lookup import model_size, parameter_count
 from fmtsim.memory.sizes import ModelSize
-from fmtsim.memory.states import checked_format, stored_bytes
+from fmtsim.memory.states import checked_format, per_element, stored_bytes
 from fmtsim.memory.weights import Weight, weights_of
 
 NOT_COUNTED = (
-    "not counted: activations of a step, blocks of the cache that are not full, workspaces of libraries, CUDA graphs; "
+    "Not counted: activations of a step, blocks of the cache that are not full, workspaces of libraries, CUDA graphs; "
     "windows of attention, which keep fewer tokens"
 )
 
@@ -67,7 +67,7 @@ def serving_memory(
     assert stored is not None and cached is not None  # neither is None
     total, count = stored_bytes(found, stored), sum(w.elements for w in found)
     split = f" / {devices} (tensor parallel)" if devices > 1 else ""
-    formula = f"{count:,} x {8 * total / count:.6g} bits / 8{split}"
+    formula = per_element(count, total) + split
     lines = [MemoryLine(name="weights", kept=stored, bytes=ceil(total / devices), formula=formula)]
     if size is not None and context:
         lines.append(_cache(size, cached, context * requests, devices))
@@ -82,6 +82,6 @@ def _cache(size: ModelSize, fmt: str, tokens: int, devices: int) -> MemoryLine:
     parts = 1 if size.latent is not None else min(devices, size.kv_heads)
     bits = bits_per_element(fmt, size.head_dim if size.latent is None else size.latent.values)
     each = size.blocks * size.cached * bits / 8
-    formula = f"{size.blocks} blocks x {size.cached:,} elements x {bits:g} bits / 8 x {tokens:,} tokens"
+    formula = f"{size.blocks} blocks x {size.cached:,} elements x {bits / 8:g} bytes x {tokens:,} tokens"
     formula += f" / {parts} (heads)" if parts > 1 else ""
     return MemoryLine(name="KV cache", kept=fmt, bytes=ceil(each * tokens / parts), formula=formula)

@@ -121,8 +121,7 @@ def weight_lines(
     trained, own = adapters or weights, formats.optimizer
 
     def line(name: str, kept: str, total: int, stage: int, of: tuple[Weight, ...] = trained) -> MemoryLine:
-        each = 8 * total / max(sum(w.elements for w in of), 1)
-        formula = f"{sum(w.elements for w in of):,} x {each:.6g} bits / 8{at.words(stage)}"
+        formula = per_element(sum(w.elements for w in of), total) + at.words(stage)
         return MemoryLine(name=name, kept=kept, bytes=at.share(total, stage), formula=formula)
 
     if formats.weights is None:
@@ -143,7 +142,9 @@ def weight_lines(
         yield line(f"{slot} moment", own.kept(slot), own.state_bytes(trained, slot), 1)
     numbers = history_numbers(weights)
     if numbers:
-        yield MemoryLine(name="scale histories", kept="fp32", bytes=4 * numbers, formula=f"{numbers:,} x 32 bits / 8")
+        yield MemoryLine(
+            name="scale histories", kept="fp32", bytes=4 * numbers, formula=per_element(numbers, 4 * numbers)
+        )
 
 
 def _copies(weights: tuple[Weight, ...], formats: Precision, at: Devices, early: bool) -> Iterator[MemoryLine]:
@@ -156,8 +157,8 @@ def _copies(weights: tuple[Weight, ...], formats: Precision, at: Devices, early:
         elements = sum(w.elements for w, _ in quantised)
         kept = dict.fromkeys(q.format.name for w, _ in quantised if w.config is not None
                              for q in (w.config.fprop.b, w.config.dgrad.b)[: 1 + early] if q.format)  # fmt: skip
-        formula = f"{elements:,} x {8 * total / elements:.6g} bits / 8{at.words(3)}"
-        yield MemoryLine(name="quantised weights", kept=" and ".join(kept), bytes=at.share(total, 3), formula=formula)
+        formula = per_element(elements, total) + at.words(3)
+        yield MemoryLine(name="quantised weights", kept=", ".join(kept), bytes=at.share(total, 3), formula=formula)
 
 
 def checked_format(name: str, fmt: str | None) -> str | None:
@@ -167,6 +168,11 @@ def checked_format(name: str, fmt: str | None) -> str | None:
         FormatError: There is no such format.
     """
     return None if fmt is None else get_format(fmt).name
+
+
+def per_element(elements: int, total: float) -> str:
+    """Return a total as elements times bytes."""
+    return f"{elements:,} x {total / elements:.6g} bytes"
 
 
 def stored_bytes(weights: Iterable[Weight], fmt: str) -> int:

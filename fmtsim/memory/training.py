@@ -22,7 +22,7 @@ from fmtsim.records import checked
 from fmtsim.spec.optimizer import Scheme
 
 NOT_COUNTED = (
-    "not counted: temporary buffers, memory that the allocator cannot use, statistics of norms and of attention, "
+    "Not counted: temporary buffers, memory that the allocator cannot use, statistics of norms and of attention, "
     "weights that are gathered for a block, transposed copies, workspaces of libraries"
 )
 
@@ -159,8 +159,8 @@ def _adapters(weights: tuple[Weight, ...], rank: int, layers: str) -> tuple[Weig
             raise ArgumentError(f"lora_layers={shown(layers)} needs a rank; give lora=16 as well")
         return ()
     try:
-        pattern = re.compile(layers)
-    except (re.error, TypeError):
+        pattern = re.compile(checked("lora_layers", layers, str))
+    except re.error:
         raise ArgumentError(f"lora_layers={shown(layers)} is no regular expression; write 'q_proj|v_proj'") from None
     found: list[Weight] = []
     for weight in weights:
@@ -202,20 +202,16 @@ def _in_float32(recipe: Recipe | None) -> bool:
 def _notes(
     recipe: Recipe | None, weights: tuple[Weight, ...], size: ModelSize | None, tokens: int, *, early: bool
 ) -> Iterator[str]:
-    yield "a real run, in which codes are kept as codes; fmtsim's simulation keeps values in ordinary dtypes"
+    yield "This is a real run's, which keeps codes as codes; fmtsim's simulation keeps values in ordinary dtypes"
     yield NOT_COUNTED
     if size is None or not tokens:
-        yield (
-            "activations are not counted: give a model with its sizes, and tokens"
-            if size is None
-            else ("activations are not counted: give tokens")
-        )
-    again = any(w.config is not None and w.config.wgrad.b.source == "original"
-                and w.config.wgrad.b.format is not None for w in weights)  # fmt: skip
+        yield f"Activations are not counted: give {'a model with its sizes, and ' if size is None else ''}tokens"
+    inputs = [w.config.wgrad.b for w in weights if w.config is not None]
+    again = any(q.source == "original" and (bits_of(q) or 16) < 16 for q in inputs)
     if again and tokens and not early:
         yield (
-            "layers keep their input as it is and quantise it in the backward pass; with quantize_early=True they keep "
+            "Layers keep their input as it is and quantise it in the backward pass; with quantize_early=True they keep "
             "codes, as Transformer Engine does"
         )
     if recipe is not None and recipe.replace:
-        yield "modules that the recipe replaces are counted as those of the model"
+        yield "Modules that the recipe replaces are counted as those of the model"

@@ -27,21 +27,21 @@ def test_an_estimate_is_a_table_with_its_formulas():
     assert "temporary buffers" in lines[-1] and "ordinary dtypes" in lines[-2]
     assert "<table>" in found._repr_html_() and "quantised weights" in found._repr_html_()
     assert found.total == sum(line.bytes for line in found.lines) == found.to_dict()["total"]
-    assert "x 16 bits / 8 / 2 (ZeRO 2)" in found.formulas() and "64 tokens x 2 x " in found.formulas()
+    assert "x 2 bytes / 2 (ZeRO 2)" in found.formulas() and "64 tokens x 2 x " in found.formulas()
     assert sum(each.bytes for each in found.saved) * 2 * 64 == found["activations"]
     assert found["KV cache"] == 0
 
 
 def test_what_recipes_keep():
     """Weights are float32 under autocast and where products take them whole; two uses of one original are kept once."""
-    size = ModelSize(**ONE | {"blocks": 20})
+    size = ModelSize(**ONE | {"blocks": 7})
     recipes = {name: fmtsim.training_memory(size, name, tokens=32) for name in fmtsim.list_recipes()}
     plain = fmtsim.training_memory(size, tokens=32)
     for name in ("amp_bf16", "fp32", "tf32"):
         assert recipes[name]["weights"] == 2 * plain["weights"] and recipes[name]["master weights"] == 0
     assert recipes["fp32"]["activations"] == 2 * plain["activations"] == 2 * recipes["amp_bf16"]["activations"]
     assert recipes["amp_bf16"]["quantised weights"] == 0  # made anew for each product
-    assert recipes["te_delayed"]["scale histories"] == 4 * 1024 * 3 * (20 * 7 + 1)
+    assert recipes["te_delayed"]["scale histories"] == 4 * 1024 * 3 * (7 * 7 + 1)
     assert recipes["te_mxfp8"]["activations"] == plain["activations"] > recipes["te_current"]["activations"]
     assert recipes["coat"]["first moment"] < plain["first moment"] / 3
     assert recipes["deepseek_v3"]["first moment"] == plain["first moment"] / 2
@@ -49,8 +49,22 @@ def test_what_recipes_keep():
     assert early["activations"] < plain["activations"] and early["quantised weights"] > 0
     notes = [any("quantize_early=True" in note for note in found.notes) for found in (recipes["te_mxfp8"], early)]
     assert notes == [True, False]
+    assert not any("quantize_early=True" in note for note in recipes["amp_bf16"].notes)
+    kept = {each.name: each.kept for each in recipes["deepseek_v3"].saved}
+    assert kept["output of attention"] == "bf16, e5m6" and kept["input of the last layer"] == "e4m3"  # section 3.5.2
     assert any("replaces" in note for note in recipes["intel_2t"].notes)
     assert len(recipes) == len(fmtsim.list_recipes())
+
+
+def test_what_is_there_at_once():
+    """One block runs again at a time; the logits are float32; devices in parallel share them out."""
+    plain, full = (fmtsim.training_memory(SIZE, tokens=8, checkpointing=name) for name in ("none", "full"))
+    assert full["recomputed block"] + full["activations"] / 2 == plain["activations"] / 2
+    assert plain["head and loss"] == full["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 512)
+    split = fmtsim.training_memory(SIZE, tokens=8, devices=2, tensor_parallel=2)
+    assert split["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 256) and split["weights"] == plain["weights"] / 2
+    several = fmtsim.training_memory(SIZE, tokens=8, batch=3)
+    assert several["activations"] == 3 * plain["activations"]
 
 
 def test_a_block_that_a_rule_leaves_in_high_precision_keeps_more():
@@ -118,6 +132,7 @@ REFUSED = [
     (lambda: fmtsim.training_memory(SIZE, lora_layers="q"), r"lora_layers='q' needs a rank; give lora=16 as well"),
     (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers="zz"), r"fits no linear layer; they are called q_proj"),
     (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers="("), r"'\(' is no regular expression; write 'q_proj"),
+    (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers=8), r"lora_layers=8 is not allowed"),
     (lambda: fmtsim.training_memory(SIZE)["weight"], r"no line 'weight'; choose one of weights, "),
     (lambda: ModelSize(**ONE | {"heads": 5}), r"kv_heads=2 does not divide heads=5; choose a divisor"),
     (lambda: ModelSize(**ONE | {"hidden": 0}), r"hidden=0 is not possible; choose 1 or more"),
@@ -164,7 +179,7 @@ def run(capsys, *words):
 
 def test_the_command_line(capsys):
     status, text, _ = run(capsys, "--params", "7.5e9", "--devices", "64", "--zero", "3", "--formulas")
-    assert status == 0 and "1.875" in text and "7,500,000,000 x 32 bits / 8 / 64 (ZeRO 3)" in text
+    assert status == 0 and "1.875" in text and "7,500,000,000 x 4 bytes / 64 (ZeRO 3)" in text
     status, text, _ = run(capsys, "--model", "gpt2", "--recipe", "coat", "--tokens", "64", "--json")
     assert json.loads(text) == json.loads(json.dumps(fmtsim.training_memory("gpt2", "coat", tokens=64).to_dict()))
     status, text, _ = run(capsys, "--params", "65e9", "--master", "none", "--json")
