@@ -163,13 +163,17 @@ def test_losses_are_means_over_batches(tmp_path):
 
 
 def test_a_model_that_is_not_converted_is_observed_as_it_is(tmp_path):
-    plain, task, callback = Task(None), Task(None), FmtsimCallback(every=9, format="e4m3", report=tmp_path / "run.html")
+    plain, task, callback = (
+        Task(None),
+        Task(None),
+        FmtsimCallback(every=9, format="mxfp8_e4m3", report=tmp_path / "run.html"),
+    )
     train(tmp_path, plain)
     train(tmp_path, task, callback)
     assert same(task.model, plain.model) and list(callback.record.seen.history) == [1, 10, 19]
-    assert {s.format for layer in callback.record.seen.layers.values() for s in layer.values()} == {"e4m3_tensor"}
+    assert {s.format for layer in callback.record.seen.layers.values() for s in layer.values()} == {"mxfp8_e4m3"}
     page = (tmp_path / "run.html").read_text("utf-8")
-    assert "cast beside it for e4m3" in page and "te_delayed" not in page
+    assert "cast beside it for mxfp8_e4m3" in page and "te_delayed" not in page
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
