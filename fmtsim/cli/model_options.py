@@ -16,6 +16,7 @@ MODEL = (
     "FILE.py:function or package.module:function that returns (model, batches), (model, batches, loss) or a language "
     "model; or a causal language model of Hugging Face: a folder, or a name in its cache"
 )
+_MOST = {"seed": 1 << 48, **dict.fromkeys(("batch_size", "context", "steps", "batches"), 1 << 31)}
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -100,6 +101,9 @@ def load_model(arguments: argparse.Namespace, **more: Any) -> "Loaded":
     from fmtsim.training.loading import Asked, load
 
     check_positive(arguments, "batch_size", "context")
+    for name, most in _MOST.items():
+        if not 0 <= (given := getattr(arguments, name, 0)) <= most:
+            raise ArgumentError(f"--{name.replace('_', '-')} {given} is not possible; choose 0 to {most}")
     check_device(arguments.device)
     fields = {name: getattr(arguments, name) for name in ("checkpoint", "data", "tokenizer", "dtype", "seed", "device")}
     sizes = {"rows": arguments.batch_size, "context": arguments.context}

@@ -77,7 +77,8 @@ def _found(loaded: Loaded, record: dict[str, Any]) -> list[str]:
         f"loss on {where}: {before:.5g} before, {after:.5g} after ({after - before:+.2g}) {loaded.unit}".rstrip()
     )
     if loaded.unit:
-        lines.append(f"perplexity: {_perplexity(before):.5g} before, {_perplexity(after):.5g} after")
+        each = loaded.unit.replace("nats", "perplexity")
+        lines.append(f"{each}: {_perplexity(before):.5g} before, {_perplexity(after):.5g} after")
     return lines
 
 

@@ -246,7 +246,7 @@ def _random(asked: Asked) -> Corpus:
 def _tokens(part: Tensor, tokenizer: Any) -> Tensor:
     if tokenizer is None:
         return part.long()
-    text = bytes(part[:_MOST].tolist()).decode("utf-8", errors="replace")
+    text = part[:_MOST].numpy().tobytes().decode("utf-8", errors="replace")
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
 
 
