@@ -1,6 +1,7 @@
 """``fmtsim attribute``: what each operand of each layer of a model costs in loss."""
 
 import argparse
+from functools import partial
 
 from fmtsim.analysis.attribute import attribute
 from fmtsim.analysis.page import write_page
@@ -16,8 +17,8 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load_plain(arguments, formats, count=1)
     sample = loaded.samples[0]
     found = attribute(
-        loaded.model, sample.batch, sample.loss, exact=arguments.exact, logits=loaded.logits, generator=arguments.seed,
-        progress=not arguments.quiet, **formats,
+        loaded.model, sample.batch, partial(loaded.loss, sample), exact=arguments.exact, logits=loaded.logits,
+        generator=arguments.seed, progress=not arguments.quiet, **formats,
     )  # fmt: skip
     how = {"share": arguments.share, "by": arguments.by}
     rules, advice = found.rules(**how), found.advice(**how)

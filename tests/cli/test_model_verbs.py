@@ -306,6 +306,10 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("ptq --model models.py:build --scheme w4a4 --batches 9999999999", "--batches 9999999999 is not possible; cho"),
         ("observe --model models.py:converted --format e4m3", "is converted already"),
         ("observe --model models.py:build --format e4m3 --device cuda:99", "--device cuda:99 is not there"),
+        (
+            "attribute --model models.py:silent --format e4m3",
+            "returned a tensor [16, 8], which is no loss; return (model",
+        ),
         ("attribute --model models.py:build --recipe te_current --share 2", "share=2.0 is no part of the cost; pass"),
         ("attribute --model models.py:build --recipe te_current --by kl", "the model's logits are not known"),
         ("ptq --scheme int8_static", "--model is missing"),
