@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what autograd keeps of a block, and what is estimated: ``python benchmarks/activation_memory.py``.
 
 Storages are counted once, Parameters and what layers keep of their weights not. The emulation holds elements of FP8

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold ``fmtsim.attribute``'s estimates to operands switched one at a time: ``python -m benchmarks.attribution``.
 
 Small models are trained for some dozen steps, so that their losses have structure; the rank correlation (Spearman) of

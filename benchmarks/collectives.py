@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the FP8 all-reduce beside torch's, and a backward pass of DistributedDataParallel with its hook.
 
 python benchmarks/collectives.py [--device cuda] [--ranks 2] [--megabytes 1 10 100 500] [--width 2048] [--layers 24]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the CPU engine: the same as ``fmtsim bench``, for those who look for benchmarks here."""
 
 import sys

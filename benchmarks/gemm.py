@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure matrix products: the same as ``fmtsim bench gemm``, for those who look for benchmarks here."""
 
 import sys

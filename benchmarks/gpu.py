@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the CUDA engine: the same as ``fmtsim bench gpu``, for those who look for benchmarks here."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time fmtsim against mmaemu on the CPU: the exact FP8 product of a Hopper tensor core, with the same bits.
 
 mmaemu (https://github.com/astding/mmaemu) emulates the same unit. Both packages in one environment:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What observing every n-th step costs a converted model: time of steps with it over time of steps without.
 
     python benchmarks/observe_cost.py --recipe te_mxfp8 --device cuda --width 4096 --tokens 4096

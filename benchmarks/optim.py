@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time one step of AdamW on the parameters of a GPT of 124 million, as it is and beside torch.
 
 python benchmarks/optim.py [--device cuda] [--dtype bfloat16] [--width 768] [--layers 12] [--repeat 20] [--schemes bnb8]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time convert, set_step and revert on a model of 1000 layers: ``python benchmarks/recipes.py [NAME ...]``."""
 
 import sys

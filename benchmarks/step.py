@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time a training step under recipes against the plain one in bfloat16, both compiled: ``python benchmarks/step.py``.
 
 The model is a GPT of 124 million parameters at 8 x 1024 tokens, in bfloat16 autocast with float32 weights and torch's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the memory of training steps on a GPU, and estimate it: ``python benchmarks/step_memory.py``.
 
 Llamas in bfloat16 with torch's AdamW, whose states are bfloat16, too. The gradients of an earlier backward pass are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time a traced step against the same step: ``python benchmarks/trace.py --device cuda``.
 
 The model is that of ``benchmarks/step.py`` (a GPT of 124 million parameters in bfloat16 autocast), in eager mode,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a GPT of 10.8 million parameters under recipes on a GPU: ``python benchmarks/training.py [RECIPE ...]``.
 
 Bytes of Python's standard library, 16 x 256 a step, AdamW with a cosine schedule in bfloat16 autocast, compiled. Prints

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A numerics laboratory for PyTorch: number formats, tensor-core arithmetic and low-precision training, bit for bit.
 
 The public names, and where each comes from, are in ``__init__.pyi``. A name is imported when it is first asked for, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public names, each from the module that defines it: ``__init__.py`` reads this, and so do type checkers."""
 
 from fmtsim import optim as optim

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the command line as ``python -m fmtsim``."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the verbs are called with: checks of tensors, formats and blocks, and what a cast is made of."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What verbs take beside tensors of floats: numpy arrays and torch's float8 tensors."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a cast, which passes straight through, and gradients that can be taken once only."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a call needs torch's dispatcher at all: without it a verb costs a small fraction of the host's time.
 
 The dispatcher, and the operators behind it, serve autograd, ``torch.compile``, vmap, fake and functional tensors and

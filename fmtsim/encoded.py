@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoded tensors: packed codes with the scales that decode them, in memory and in files."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors that fmtsim raises; each one says what was given, what is allowed and what to do next."""
 
 import difflib

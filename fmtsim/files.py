@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one way to write files: each appears whole or not at all, and what cannot be written is named."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the engines keep what they have compiled, and files there that are whole or not there at all."""
 
 import errno

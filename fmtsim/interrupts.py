@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and SIGTERM on the command line: one line and the status that shells expect, from the first import on.
 
 Importing this module, which comes before all that is slow, lets a signal end the command line at once. Programs that

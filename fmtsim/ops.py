@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dispatcher between verbs and engines: which engine does a call, and the torch operators that carry casts."""
 
 import importlib

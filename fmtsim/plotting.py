@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pictures share: colours, a style, an empty figure, labelled axes, a PNG; matplotlib is imported to draw one.
 
 For pictures of your own beside them: ``matplotlib.pyplot.style.use(fmtsim.plotting.STYLE)``.

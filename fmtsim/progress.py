@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show how a long job comes along: bars on a terminal, one bar in a notebook, a few lines elsewhere, or nothing."""
 
 import sys

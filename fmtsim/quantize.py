@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verbs: quantize, encode and decode."""
 
 from typing import Any, TypeVar, overload

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What records have in common: fields that hold what their types say, and how JSON becomes records."""
 
 import dataclasses

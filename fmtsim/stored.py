@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How codes and scales are stored: as packed bytes and in small dtypes, and read back."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of text: what reports, explanations and the command line print, and the same for notebooks."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A BERT sentence encoder in plain PyTorch, and its WordPiece tokens, to run a published checkpoint."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make helpers of the tests importable as ``tests.*`` wherever pytest is started; fixtures that folders share."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verbs on numpy arrays and on torch's float8 tensors: bits against the tensors of floats, and ml_dtypes' casts."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quantize under torch's transformations: autograd, torch.func, torch.compile, torch.export; the operators alone."""
 
 import pytest

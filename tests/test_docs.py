@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages say can be followed: links, headings, names and files exist, and the examples run."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """encode and decode as verbs: what they take, and that decoding gives what quantize gives."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoded tensors in memory and in files, and every way in which a file can be wrong."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of encoded tensors, and every way in which one can be wrong."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors: bad input is one line, every error is the project's, and close names are suggested."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim.explain``: the story agrees with the bits, for every kind of format and rounding."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing files: whole or not at all, every writer by the one way, and errors that name the file."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Float64 in integers against the machine's own, and what a device without float64 is asked and told."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `import fmtsim` loads, and which module may import which."""
 
 import ast
@@ -281,3 +282,20 @@ def test_all_operators_come_with_two_names():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     count, *missing = result.stdout.split()
     assert int(count) > 25 and len(defining) > 8 and missing == []
+
+
+LICENCE = "SPDX-License-Identifier: Apache-2.0"
+SOURCES = {".py": "#", ".pyi": "#", ".cu": "//", ".cuh": "//", ".h": "//", ".cpp": "//", ".js": "//", ".css": "/*"}
+
+
+def unlicensed(folders):
+    """Return the source files whose first line does not name the licence."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
+    return [path for path in files if not path.read_text("utf-8").startswith(f"{SOURCES[path.suffix]} {LICENCE}")]
+
+
+def test_every_source_file_names_its_licence(tmp_path):
+    assert unlicensed(ROOT.parent / folder for folder in ("fmtsim", "tests", "benchmarks", "notebooks", "docs")) == []
+    (tmp_path / "a.cu").write_text("// A kernel.\n")
+    (tmp_path / "b.py").write_text(f'"""A module."""\n# {LICENCE}\n')
+    assert sorted(path.name for path in unlicensed([tmp_path])) == ["a.cu", "b.py"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of more than 2**31 elements, and views whose rows lie as far apart: places do not fit into 32 bits."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forty mistakes that people make: each error says what was given, what is allowed, and what to do next."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that people type: each is taken, or answered with those that it can mean; what is printed is taken back."""
 
 import ast

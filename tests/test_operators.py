@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators alone: torch's rules for them, and what may go around torch's dispatcher."""
 
 import pytest

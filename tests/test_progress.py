@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a long job shows: bars on a terminal, lines elsewhere, nothing if so asked."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quantize and quantize_ on every kind of tensor: shapes, strides, dims, blocks, dtypes, out=, overlapping memory."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quantize of block formats: along any dim, blocks that a tensor does not fill, blocks and scale rules of one's own."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stochastic rounding through the verbs: reproducible, unbiased, and gentle with everybody's generators."""
 
 import itertools

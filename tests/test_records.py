@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fields of records hold, by their types, and what is said of what they do not."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests share: no test module imports another, and the comparison of bits sees what it should."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text in columns."""
 
 from fractions import Fraction

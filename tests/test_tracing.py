@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verbs where torch shows them no numbers: compiled without a break, exported, mapped over a batch, fake, on meta."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input of the verbs: each error names the value, what is allowed and the next step, and nothing is written."""
 
 import re

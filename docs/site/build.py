@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the documentation site: ``python docs/site/build.py``; every warning is an error, and no network is needed.
 
 Pages are collected in ``build/pages`` first: those of ``docs/``, and as pages the README, the notebooks with their

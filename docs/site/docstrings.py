@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prepare docstrings for the site: a griffe extension that mkdocs.yml names."""
 
 import re

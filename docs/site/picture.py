@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the README's picture: ``python docs/site/picture.py`` (two minutes on two cores; needs matplotlib).
 
 A small GPT trains in float32 while ``fmtsim.observe`` counts, in every second of 100 steps, how many elements of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What quantisation did: statistics of operands, observation of models, plots; what a library does with a batch."""
 
 from fmtsim.analysis.gemm_scan import GemmScan, scan_gemm

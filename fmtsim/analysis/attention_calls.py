@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find attention in what a module's own code calls, whatever wrote it: torch's function, or a softmax between products.
 
 Code without torch's function (transformers' ``attn_implementation="eager"``) multiplies q by k^T, scales, masks, takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """attribute: what each operand of each layer costs in loss."""
 
 import copy

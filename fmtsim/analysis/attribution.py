@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``fmtsim.attribute`` finds: the cost of each operand, the worst of them, and rules that leave layers out."""
 
 import math

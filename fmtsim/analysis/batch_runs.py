@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a model again and again on one batch, and get at its loss and its logits."""
 
 from collections.abc import Mapping

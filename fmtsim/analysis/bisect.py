@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bisect: find the first operation whose bits differ between two runs of one model, though what it read is equal."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``bisect`` returns: where two runs of a model part, and how far the difference grows."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compare: say bit for bit how one tensor differs from another, and how far in units of the last place."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``compare`` returns: differences in bits and in units of the last place, as text, HTML, JSON and a picture."""
 
 import math

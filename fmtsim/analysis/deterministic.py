@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings under which the same training gives the same bits again on a GPU."""
 
 import contextlib

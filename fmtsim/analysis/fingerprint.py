@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints of tensors: 64 bits that tell whether any bit differs, computed on the device where a tensor lies.
 
 A tensor's elements are read in row-major order as whole numbers of up to 32 bits, so that strides do not matter while

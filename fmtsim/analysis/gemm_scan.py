@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which products of a model its target leaves out or adds in an order that is a guess."""
 
 from collections import Counter

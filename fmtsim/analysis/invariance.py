@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For which batch sizes a row's result changes, because the library adds its products in another order."""
 
 from collections.abc import Iterable, Iterator, Sequence

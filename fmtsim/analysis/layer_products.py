@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The matrix products of a model's linear layers as calls of a target, for any number of rows."""
 
 from collections.abc import Iterable, Iterator, Sequence

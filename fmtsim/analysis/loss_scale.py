@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which power of two a loss should be multiplied with, from the gradients that were observed."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which operands lose most, as a table and as a picture: what an Observation shows of its statistics."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count what a format did to one tensor, on the tensor's device; on a GPU the host waits for histograms alone."""
 
 import math

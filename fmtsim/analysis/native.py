@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU's own matrix unit against its emulation: a product or a converted model runs both ways, bits are compared."""
 
 from collections.abc import Callable, Iterator

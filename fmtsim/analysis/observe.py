@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """observe: collect statistics of every operand of a converted model while it runs."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of a copy of a model, forward and backward: what comparisons of machines run."""
 
 import contextlib

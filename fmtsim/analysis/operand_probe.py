@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the operands of a model do to a loss, seen from a few of its forward and backward passes.
 
 Every product gets its result as it is without rounding. What each operand would have added to it, its error, is

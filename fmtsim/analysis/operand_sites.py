@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The places of a converted model where operands are rounded, which can be switched one at a time."""
 
 from collections.abc import Collection, Mapping

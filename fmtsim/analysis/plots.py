@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of lost bits; matplotlib is imported only when one is drawn."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a trace is made of: hooks on a model's modules and on the nodes of autograd's graph, and what they see.
 
 Modules are seen by hooks on their calls, their backward passes by hooks on the nodes where gradients enter and leave a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cast the operands of a model's products beside it: the model computes as it does, and its bits stay.
 
 A shadow is a second model over the same Parameters, which ``convert`` was given. Each layer of the first one that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharpness of a loss at the logits: how much it can rise when each logit moves a little."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of a tensor a format lost: underflow, saturation, signal-to-noise ratio and where its exponents lie."""
 
 import math

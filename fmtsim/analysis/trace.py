@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record of one step: every operation in order of execution, with hashes of the bits that went in and came out."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """trace: record every operation of a step, forward and backward, with hashes of what it read and returned."""
 
 from collections.abc import Callable, Collection

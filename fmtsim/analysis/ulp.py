@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors as codes in their total order: what distances in units of the last place are counted on."""
 
 from collections.abc import Iterator

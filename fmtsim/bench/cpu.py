@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU kernels against ``torch.Tensor.copy_`` of the same tensor in the same run."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products through the public verbs, against torch's float32 product of the same shape in the same run."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA engine against copies and native products of the same run: casts, exact products, a linear layer, calls."""
 
 import contextlib

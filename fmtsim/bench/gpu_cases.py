@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``fmtsim bench gpu`` measures: rows, each a goal, and the cases that have to reach it."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other software beside the CUDA engine, where it is installed: the same work on the same operands, in the same run."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a new process pays: import time, first calls, and memory that a cast or a product needs beside its tensors."""
 
 import os

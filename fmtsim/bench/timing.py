@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians of actions that take turns, with a bound on torch's threads."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration: ask a GPU which arithmetic its matrix unit has, and in which order its library adds."""
 
 from fmtsim.calibration.campaign import Finding, calibrate

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What arithmetic a GPU's unit has: measured by probes, put together, held to random data, and named."""
 
 import dataclasses

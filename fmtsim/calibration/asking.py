@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that ask cuBLASLt: each has opened the library, and takes tasks in turn."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make a plan book: ask cuBLASLt by many processes what it takes for every number of rows of many layers."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a GPU about many calls: find a plan for each that explains what it shows and has its bits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is a plan the order of a call? Rounding tells: results of data made for it are compared bit for bit."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a card showed of a matrix unit: calls with the digests of their bits, as records and as a JSON file."""
 
 import re

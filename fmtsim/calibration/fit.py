@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which plans explain what a call showed of its accumulation order."""
 
 from collections.abc import Iterator

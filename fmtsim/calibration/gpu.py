@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU that is asked: full-size library calls, of which a few rows and columns are chosen and looked at."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grow a decision tree from cuBLASLt's answers, and hold it to answers that it never saw."""
 
 from collections.abc import Iterator, Sequence

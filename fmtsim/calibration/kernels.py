@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernel records of a plan file give an accumulation order, and few kernels that give those of many calls."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learn what cuBLASLt chooses: ask it random questions, and grow decision trees from its answers."""
 
 import importlib.util

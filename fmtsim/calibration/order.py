@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a call in which order it adds: operands whose results tell which products meet when.
 
 A large product X stands at position 0, -X at position j, and small units u at some other positions; all others are

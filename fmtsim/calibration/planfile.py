@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write what was found as a plan file, which ``target="my_plan.json"`` reads: rules where they hold, else tables."""
 
 import dataclasses

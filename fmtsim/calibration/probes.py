@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a unit's arithmetic with a few hand-made products: what survives beside a large term, and how sums are rounded.
 
 A probe is a list of products with their k positions. X is a large product; the block length L is known already.

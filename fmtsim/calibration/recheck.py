@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold a GPU to the plan file and book that describe it: native bits against emulated ones."""
 
 import dataclasses

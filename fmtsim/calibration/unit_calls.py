@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that reach a matrix unit through torch: their operands, drawn by seed, and what the unit makes of them."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold a card to the emulation of its matrix unit: native calls of every kind against it, bit by bit."""
 
 import contextlib

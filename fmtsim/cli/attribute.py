@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim attribute``: what each operand of each layer of a model costs in loss."""
 
 import argparse

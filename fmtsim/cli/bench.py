@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim bench``: casts against a plain copy, products against torch's float32 one, start-up times and extra memory.
 
 ``fmtsim bench gpu`` is in bench_gpu.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim bench gpu``: the CUDA engine against copies and native products of the same run, with its targets."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim bisect``: the first operation whose bits differ between two runs of one model."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim calibrate``: ask the GPU for its arithmetic and its library's orders, or hold it to what is known of it."""
 
 import argparse

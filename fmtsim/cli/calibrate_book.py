@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim calibrate --book`` and ``--learn``: the library's own choices, asked of it without running anything."""
 
 import argparse

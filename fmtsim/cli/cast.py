@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim cast``: numbers rounded to an element format, with codes, errors and neighbours."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim compare``: two files of tensors, bit for bit."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim doctor``: what may go wrong here: missing engines, and with --gemm products that a library drops."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim explain``: why numbers got their bits."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim formats``: the list of number formats."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim info``: what this installation is made of and what it can run."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim invariance``: for which batch sizes a row's result changes on a target."""
 
 import argparse

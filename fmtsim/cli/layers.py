@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What subcommands share that ask about a model's linear layers: which layers, and of which model."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry of the command line: find the subcommand, run it, and turn errors into one line."""
 
 import argparse

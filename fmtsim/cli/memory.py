@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim memory``: what training or serving a model needs of memory on each device."""
 
 import argparse

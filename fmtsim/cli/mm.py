@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim mm``: one product on a target or a unit: who multiplied, in which order, and how far from the exact sum."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``fmtsim mm`` found, as a record and as text."""
 
 import argparse

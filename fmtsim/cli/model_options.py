@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What subcommands share that run a model: which model, on which data, in which formats."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that options take, of catalogues that are read when somebody asks."""
 
 from collections.abc import Iterable

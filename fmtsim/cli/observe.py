@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim observe``: what formats would lose of a model's operands, forward and backward."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random operands of a product, in any format."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What subcommands share of their arguments: declaring them, reading their text, refusing what cannot be done."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What subcommands share of their output: tables, JSON documents and files, and where a record comes from."""
 
 import argparse

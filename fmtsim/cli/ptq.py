@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim ptq``: quantise a trained model, and say what that costs in loss."""
 
 import argparse

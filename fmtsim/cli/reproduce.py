@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim reproduce``: miniatures of what published schemes claim, and whether the same comes out here."""
 
 import argparse

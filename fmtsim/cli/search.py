@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim search``: a format for each layer of a trained model, within a budget of bit operations."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim table``: the codes of a format with their bits and values."""
 
 import argparse

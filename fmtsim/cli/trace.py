@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim trace``: record a step of a model in a file."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim train``: train a small model in a baseline precision and under simulated precision, side by side."""
 
 import argparse

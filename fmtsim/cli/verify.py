@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim verify``: engines against the oracle and each other, products against recordings, a device against both."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU engine: numba kernels on the threads of a pool of our own, the same bits as every other engine."""
 
 from fmtsim.cpu.cast.engine import decode, encode, quantize, supports

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cast did to a tensor, counted in one read of its elements and of their quantised values."""
 
 import numpy as np

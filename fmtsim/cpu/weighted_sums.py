@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of whole numbers times others modulo 2**64, of which fingerprints of tensors are made."""
 
 import numpy as np

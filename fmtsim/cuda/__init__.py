@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA engine: kernels in CUDA C++, compiled when they are needed, the same bits as every other engine."""
 
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports

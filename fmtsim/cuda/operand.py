@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of layers on a GPU: which fused kernel quantises one, and which finishes a product of two.
 
 Elements are bfloat16, for the GPU's 16-bit units. What no kernel here covers is None: torch operations over the casts

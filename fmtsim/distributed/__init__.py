@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised collectives: reductions in few bits on processes and in simulation, gathered weights, dispatched tokens."""
 
 from fmtsim.distributed.arithmetic import Counts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of a reduction, which the simulation and the processes share: scales, casts, hops, counts."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions over the processes of torch.distributed: codes travel, and the bits are those of the simulation."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients and weights of FSDP2 through quantised collectives."""
 
 from collections.abc import Iterator, Sequence

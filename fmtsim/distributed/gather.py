@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights gathered in few bits, and tokens dispatched to other ranks in few bits."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of DistributedDataParallel through a quantised reduction."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between ranks: agreement before a collective, neighbours during it, and errors that name the rank."""
 
 import hashlib

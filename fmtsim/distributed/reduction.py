@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a quantised reduction is: the format that travels, its scale and factor, the order of sums, and bad numbers."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions over any number of ranks in one process: the definition of the bits."""
 
 from collections.abc import Sequence

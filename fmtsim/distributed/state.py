@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a reduction remembers from step to step: the automatic factor, counts, and how many steps there were."""
 
 from collections.abc import Iterator

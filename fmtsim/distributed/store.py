@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Words between the CPUs of ranks whose process group reaches devices only: notes in the group's store."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoded tensors as rows of bytes, and back."""
 
 from functools import lru_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a number or a product got its bits: neighbours, scales and rules told by the oracle; units and plans."""
 
 from fmtsim.explain.records import Element, Explanation, Scale

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How one number became one code of an element format: its neighbours, exactly, and the rule that chose among them."""
 
 import dataclasses

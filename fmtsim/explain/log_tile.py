@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers in a LogFMT tile: its values, and the rule that chose one of them."""
 
 import dataclasses

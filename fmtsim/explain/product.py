@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a product has the bits it has: the unit, the accumulation order, and what stands behind both."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``explain`` returns: frozen records that print as text (a paragraph or a table) and turn into JSON types."""
 
 import math

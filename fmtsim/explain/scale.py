@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a block got its scale, step by step, and which number each of its elements became before it was rounded."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verb ``explain``: run the oracle, tell its story, and check the engine against it."""
 
 import dataclasses

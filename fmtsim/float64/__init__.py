@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Float64 arithmetic on every device: of torch where a device has the dtype, else in integers, with the same bits.
 
 Apple's GPUs and some of Intel's compute no float64. Code that works on float64 tensors makes them with the functions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """IEEE 754's operations on float64 numbers that are int64 bit patterns, to nearest even, in operations on integers.
 
 Each takes numbers apart into ``significand * 2**scale``, computes exactly or with one sticky bit below all that

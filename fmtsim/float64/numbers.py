@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Float64 numbers in integers as something that code for tensors takes for one."""
 
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a scaled format is: an element format, the block that shares a scale, and how the scale is made."""
 
 import dataclasses

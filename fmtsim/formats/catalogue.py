@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of element formats: every constant that names a format, each with its source."""
 
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of scaled formats: elements of the catalogue that share a scale, each with its source."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats that are lists of values."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats for the eye: facts, tables of codes, and their HTML for notebooks; the records of formats stand above."""
 
 from abc import abstractmethod

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes of values that already lie in a format: how block scales are stored."""
 
 from functools import lru_cache

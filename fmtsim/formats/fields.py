@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the records of element formats have in common: the names of their rules, and how a field is refused."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Binary floating-point formats: sign, exponent and mantissa fields."""
 
 import math

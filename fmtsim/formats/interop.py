@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats as others know them: torch dtypes, ml_dtypes, safetensors tags, and tensors of those as codes."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logarithmic number systems: powers of a root of two."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes of any width as a dense stream of bits: what encoded tensors keep in memory and in files."""
 
 import math

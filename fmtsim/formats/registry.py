@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where formats are found: by name or alias, by dtype, or by a name that spells the format out."""
 
 import re

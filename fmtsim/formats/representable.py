@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which dtype holds every value of a format exactly, and values in it (docs/semantics.md, section 10)."""
 
 import math

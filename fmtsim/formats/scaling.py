@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a block's elements become its scale: the one record of scale rules, for block formats and for quantisers.
 
 It lies here because a block format is an element format with a Scaling; ``fmtsim.spec`` has it among its records.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats as JSON: what operators, files and user-made records are written in."""
 
 import dataclasses

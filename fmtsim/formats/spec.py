@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an element format is: frozen records from which every derived quantity follows, a module for each kind."""
 
 from fmtsim.formats.codebook import CodebookFormat

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files with dtypes of fewer than 8 bits and a checksum, written whole or not at all.
 
 The layout is that of safetensors: the header's length in 8 little-endian bytes, a JSON header, the tensors' bytes.

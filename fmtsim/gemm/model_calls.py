@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that torch makes of a model's linear layers in training."""
 
 from collections.abc import Iterable, Sequence

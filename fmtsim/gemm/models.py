@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers of known models as sizes, and lists of sizes as text."""
 
 import csv

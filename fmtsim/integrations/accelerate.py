@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FmtsimRun for loops written with Accelerate: schedules, delayed scales, observation, logs and the report."""
 
 from collections.abc import Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FmtsimCallback for the Trainer of Lightning: schedules, delayed scales, observation, logs and the report."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RunRecord: what a callback does with a run: steps, observation, losses, delayed scales, the report."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a run in a trainer's checkpoint: read, checked, and gathered from all processes."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What callbacks send to a run's trackers: a few numbers of each observed step, and histograms of exponents."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training or serving a model needs of memory on real devices, by arithmetic, before it runs."""
 
 from fmtsim.memory.bits import bits_per_element

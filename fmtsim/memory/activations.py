@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tensors of a block wait for the backward pass, and what each of them takes.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, section 4,

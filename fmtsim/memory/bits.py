@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bits that a number takes in a format, and in what a recipe makes of an operand, scales of blocks included."""
 
 from dataclasses import replace

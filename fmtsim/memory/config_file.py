@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes that a ``config.json`` of Hugging Face has, under the names that its families give them."""
 
 import json

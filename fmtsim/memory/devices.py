@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How devices share out a run."""
 
 from dataclasses import dataclass

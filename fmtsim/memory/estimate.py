@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an estimate of memory says: a line for each kind of tensor, on one device."""
 
 from collections.abc import Iterable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which sizes a model has: by its name, its configuration, or its number of parameters."""
 
 import os

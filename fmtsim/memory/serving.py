@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What serving a model needs of memory on each device."""
 
 from math import ceil

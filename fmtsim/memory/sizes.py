@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of a transformer, from which its memory follows."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training keeps of weights: they themselves, copies, gradients and what an optimizer remembers, in bytes."""
 
 from collections.abc import Iterable, Iterator

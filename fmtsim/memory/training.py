@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training run needs of memory on each device."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of a model one by one, without their numbers: shapes, how often each is there, and what a recipe does."""
 
 from dataclasses import dataclass

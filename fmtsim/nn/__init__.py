@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models under simulated precision: modules with quantised matrix products, convert, revert and report."""
 
 from fmtsim.nn.attention import EmulatedMultiheadAttention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MultiheadAttention whose projections are emulated; scores, softmax and weighted sums stay in high precision."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised attention as one differentiable step: eagerly, and as one operator a pass for torch.compile."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Give models quantised attention where they call torch's scaled_dot_product_attention, and take it away again."""
 
 import re

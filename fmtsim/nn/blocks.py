@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules of a model are its blocks, in order: the stacks of layers that rules count."""
 
 from torch import nn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipe's name beside the delayed scales in the state_dict of a converted model, and its check at loading.
 
 The name is a buffer of the model that was converted, so that every library that saves a state_dict saves it; what

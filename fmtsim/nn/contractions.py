@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's products of a tensor with a matrix, as ``x w^T``: linear, matmul and its kin, einsum, grouped products.
 
 Each function takes ``find``, which returns what multiplies by a tensor or None where that is no matrix of a model, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert and revert: give a model's layers emulated matrix products, and take them away again."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convolutions as matrix products with quantised operands: of windows, or, transposed, of positions."""
 
 import itertools

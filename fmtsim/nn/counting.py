@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count the products of a forward pass that read a Parameter: those of ``run_layer``, and operators of torch.
 
 Parameters are known by their storage, also through views, and what is computed of nothing but Parameters (a cast, a

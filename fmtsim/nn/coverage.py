@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coverage: the share of a model's multiply-adds with weights that is simulated, and what is left, in one line."""
 
 import re

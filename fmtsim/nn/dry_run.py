@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a model to look at it: what it holds is as before, and which module runs is known."""
 
 from collections.abc import Iterator

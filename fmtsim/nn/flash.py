@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised attention of float32 heads, block by block of keys: what is added up, in which order."""
 
 import math

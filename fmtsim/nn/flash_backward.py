@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of quantised attention: four products, each with quantisers of its own or of the forward values."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers whose matrix products are emulated: the same Parameters, the same state_dict, another forward."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which products a model writes itself, with Parameters that no converted layer multiplies: found before it runs.
 
 A forward that says ``F.linear(x, self.weight)``, ``x @ self.experts[e]`` or ``F.linear(h, self.embedding.weight)`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulate the products that a model writes itself, wherever one side is a Parameter or a view of one.
 
 While the forward of a module that writes products runs, a torch function mode follows its Parameters through views,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``convert`` decides before it touches a model: which modules it converts, to what, and why not the others."""
 
 from collections.abc import Callable, Iterator, Sequence

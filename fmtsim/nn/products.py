@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a converted layer asks its machine for: its products, run on tensors without numbers while calls are collected.
 
 Each product runs alone on the machine, so that what is asked meanwhile belongs to it.

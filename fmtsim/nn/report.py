@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """report: which layers of a model are converted, to what, and why the others are not; what multiplies in them."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rule of a recipe a layer falls under, and what it runs at a step of training."""
 
 import math

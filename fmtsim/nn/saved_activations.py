@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep what norms, activation functions and gated products save for the backward pass in few bits, as COAT does.
 
 Each such operator saves the codes of its inputs, and its backward pass runs it again on what they decode to. A norm is

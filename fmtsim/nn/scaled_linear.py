@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers with fixed factors on their three products, for unit-scaled and mu-scaled models."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scale a whole model by fixed factors, as unit scaling and muS do: weights of unit variance, other operations.
 
 Which additions are residual the first batch says, which runs once more beforehand: those of one operand that a norm

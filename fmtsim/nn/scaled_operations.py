@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations of a scaled model: what runs in place of torch's while a model's forward does.
 
 Under ``UnitScaled`` they are those of ``fmtsim.nn.unit_scaling``; under ``MuScaled`` norms move to the end of residual

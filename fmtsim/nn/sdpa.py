@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention whose products have quantised operands, block by block, as FlashAttention-3 runs it in FP8."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a layer's sizes fit what its quantisers do in groups: rotations and corrections."""
 
 from fmtsim.errors import ArgumentError

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Smooth-SwiGLU: the gated product divided by a scale of its own before it is quantised, and multiplied afterwards.
 
 Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.12517, and its code (Megatron-DeepSpeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe remembers of a model's training, to be saved beside its weights and loaded again."""
 
 import hashlib

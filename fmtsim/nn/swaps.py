@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe exchanges beside linear layers: attention, and modules that are replaced."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unit scaling: operations whose outputs and gradients have unit variance at initialisation, by fixed factors.
 
 Each operation multiplies its output by one number, and the gradients of its inputs by others; none is measured. By

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Give one module another forward, as an attribute of the instance, or other tensors in place of its Parameters.
 
 Its class and what it holds stay.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers whose states are really kept in few bits: AdamW, Adam, Lion, SGD and Madam under named schemes."""
 
 from fmtsim.optim.base import QuantizedOptimizer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Print the table of schemes: ``python -m fmtsim.optim``."""
 
 from fmtsim.optim.table import scheme_table

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer that all rules share: checks, the step, and state that is saved and loaded."""
 
 import math

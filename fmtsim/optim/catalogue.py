@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The named schemes: how published systems keep their optimizer states."""
 
 from fmtsim.errors import ArgumentError, did_you_mean, shown

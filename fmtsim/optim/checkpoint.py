@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saved states: what they are checked for, and how one scheme's become another's when that is asked for."""
 
 import copy

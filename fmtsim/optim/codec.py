@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers into codes and back, with torch operations: the definition that every engine's bits are held to.
 
 Parts of a stored state are tensors by name: ``"codes"`` (float32 itself, uint8, or int16 for 16-bit codes; 4-bit codes

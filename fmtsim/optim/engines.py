@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engine does a step: fused kernels where they cover a scheme, torch operations elsewhere, equal bits both."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dynamic range expansion: each group is raised to the power that makes it fill E4M3's range.
 
 Source: Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f. Its kernels take powers and logarithms from a GPU's

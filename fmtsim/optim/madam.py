@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The multiplicative update of Madam: weights change by a factor, so a logarithm changes by an integer.
 
 Source: Zhao et al., LNS-Madam, arXiv:2106.13914; jiaweizzhao/lns-madam-optimizer 42eba0a. In float32, one operation

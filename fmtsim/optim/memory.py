@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that training keeps for each parameter, by kind: measured, and by arithmetic."""
 
 from collections.abc import Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers: one a rule, each a drop-in for its namesake of ``torch.optim``."""
 
 from collections.abc import Mapping

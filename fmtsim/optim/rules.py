@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update rules, each written once: float32 numbers in, float32 numbers out, one IEEE operation at a time.
 
 Every line of an ``update`` is one float32 operation or several in the order of the parentheses; nothing is fused, and

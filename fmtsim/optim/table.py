@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The catalogue as a table, from its records: what docs/optim.md holds and a test compares."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of one parameter with torch operations: decode, update, encode."""
 
 from collections.abc import Iterator, Mapping

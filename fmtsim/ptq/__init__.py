@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Post-training quantisation: a trained model, a recipe, a few batches, and a quantised model with a report."""
 
 from fmtsim.ptq.cache import QuantisedCache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cache of keys and values in a quantised format, as decoding appends to it token by token."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run calibration data through a model in high precision, and see the operands of every product."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTQ: round a weight column by column, the columns that are left making up for each error."""
 
 import torch

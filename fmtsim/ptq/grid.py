@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grid of a weight: one scale an element that stays, and the rounding of other values to it."""
 
 from dataclasses import dataclass, replace

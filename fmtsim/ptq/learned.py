@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learned rounding: decide up or down for each weight by the error of the layer's output."""
 
 import torch

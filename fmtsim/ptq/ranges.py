@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What static scales cover: statistics of activations, and the clip that a calibration rule makes of them."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of recipes of post-training quantisation: the catalogue, those of users, and files."""
 
 from collections.abc import Iterable

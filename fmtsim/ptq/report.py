@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a quantisation did, layer by layer."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of a model that leave its function alone and make it easier to quantise: SmoothQuant and equalisation."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe of post-training quantisation is, as data: operands, calibration, and methods on top of them."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save a quantised model, and put it into a fresh one without calibrating again."""
 
 from typing import Any, TypeVar

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps of a quantisation, in their order: calibration, ranges, weights, measurement, installation."""
 
 from collections.abc import Mapping

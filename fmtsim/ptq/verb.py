@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ptq: quantise a trained model from a few batches of data, without training it."""
 
 import time

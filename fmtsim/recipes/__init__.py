@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes: published ways of running a model's matrix products in low precision, by name."""
 
 from fmtsim.recipes.activations import SavedActivations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m fmtsim.recipes``: write the table of recipes into docs/recipes.md, in the root of a checkout."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe keeps of activations between the forward and the backward pass, outside of its layers."""
 
 from dataclasses import dataclass

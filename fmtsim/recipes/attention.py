@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What quantised attention is: quantisers of the operands of its products, forward and backward, and who multiplies."""
 
 from dataclasses import dataclass, replace

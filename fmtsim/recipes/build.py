@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short forms that the catalogue is written in."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of recipes. Each record names the version of the source that it follows."""
 
 from collections.abc import Iterable

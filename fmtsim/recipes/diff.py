@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sets two recipes apart, field by field."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of four bits in floating point."""
 
 from typing import Any

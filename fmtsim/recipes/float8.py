@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of eight bits in floating point."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of integers and of logarithmic numbers."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records by name: a catalogue's, those of users, and files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one layer runs under a recipe, and when."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of recipes: the catalogue, those of users, and files."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes as JSON: records as objects without their defaults, formats by name where they are catalogued."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe is: how each layer's products run, which layers are excepted, and when."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of a layer for the eye: as a table, in text and in HTML, and in a few words each."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of 16 bits and more, and of bfloat16 with fewer mantissa bits."""
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig

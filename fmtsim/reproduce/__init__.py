@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Miniatures of the headline claims of published schemes: what the source says, what comes out here, pass or not."""
 
 from fmtsim.reproduce.catalogue import get_claims as get_claims

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about matrix units: what an accumulator of few bits costs, and what promotion of its sums saves."""
 
 import torch

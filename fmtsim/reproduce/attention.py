@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The claim of FlashAttention-3: FP8 attention with less than half of the error."""
 
 import dataclasses

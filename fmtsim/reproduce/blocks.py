@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about the errors of block formats."""
 
 from typing import Any

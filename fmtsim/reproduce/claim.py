@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a claim is: an experiment with its settings, and the numbers that it has to give."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about how gradients, and what they are made of, are rounded: EDEN, stochastic rounding, QuEST, DGE."""
 
 from typing import Any

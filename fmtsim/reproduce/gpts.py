@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about whole trainings of a small GPT: what NVFP4's parts are worth, and how many mantissa bits are enough."""
 
 import dataclasses

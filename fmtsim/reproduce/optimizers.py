@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about optimizer states: what they lose, what they take, and whether training notices."""
 
 import statistics

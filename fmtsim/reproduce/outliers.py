@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about tensors with outliers: clamping with compensation, rotations, and scales of their own."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about trained models that are quantised: coverage under outliers, and memory."""
 
 import copy

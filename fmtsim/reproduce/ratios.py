@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about formats of eight bits: signal-to-noise ratios by distribution, and orders of multiplications."""
 
 from typing import Any

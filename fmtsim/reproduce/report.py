@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of results: aligned text, Markdown, and plots of curves."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run claims: measure, compare with what is expected, and take the time."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers to quantise, and what became of them: shared by the experiments."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about what happens step after step: sums that stop growing, and scales that follow late."""
 
 import dataclasses

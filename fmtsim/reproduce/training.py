@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about training: loss scaling, and how sharp a loss is at the logits."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about models with fixed scale factors: unit variance at the start, and learning rates that transfer."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims about gradients on the wire: what reductions in FP8 lose below and above, by the number of ranks."""
 
 from typing import NamedTuple

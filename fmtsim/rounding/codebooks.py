@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a codebook's rounding turns: thresholds that give the bits of the libraries that the schemes come from."""
 
 from functools import lru_cache

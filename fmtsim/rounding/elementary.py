@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The natural logarithm and the exponential as fixed sequences of IEEE double operations.
 
 Libraries of different machines return different last bits for ``log`` and ``exp``; LogFMT tiles need the same bits

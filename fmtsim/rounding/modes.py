@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a real number is rounded: the named modes and the options of stochastic rounding."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding, encoding and decoding of single numbers in exact integers: slow, obvious, and what engines are held to.
 
 Every function follows docs/semantics.md, sections 1 to 3. No floating-point operation decides anything here: numbers

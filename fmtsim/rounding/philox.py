@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random words of stochastic rounding, in plain Python: the reference that engines are held to.
 
 Philox4x32-10 is from Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),

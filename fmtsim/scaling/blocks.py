@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor cut into blocks that share a scale (docs/semantics.md, section 4)."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of Hadamard transforms, in float32 additions whose order is fixed (docs/transforms.md)."""
 
 import math

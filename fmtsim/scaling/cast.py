@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A matrix in an element format under the scales that a rule makes of it."""
 
 from dataclasses import replace

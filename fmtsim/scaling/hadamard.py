@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hadamard transform that spreads outliers over a group before it is quantised, defined to the last bit."""
 
 from typing import Any, Literal

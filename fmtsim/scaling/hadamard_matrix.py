@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hadamard matrices, +1 and -1 with orthogonal rows, of every order ``base * 2**k`` whose base is known.
 
 Four constructions make the bases; ``CONSTRUCTIONS`` says which makes which, and where it was published.

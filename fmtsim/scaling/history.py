@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales that a layer remembers: those of delayed scaling, and those that a stored weight was rounded with."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisation of a matrix with block scales in exact numbers: slow, obvious, and what engines are held to.
 
 Every step follows docs/semantics.md, sections 4 to 8. ``RN32`` and ``RN64`` are roundings of exact fractions by the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that activation checkpointing makes twice: the second gets what the first one used.
 
 torch's non-reentrant checkpoint runs a stretch of the forward pass again when the backward pass needs it. Meanwhile it

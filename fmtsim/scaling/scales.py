@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a block's statistic to its scale, and to what its elements meet before they are rounded.
 
 Every operation on real scales is one of float32, rounded to nearest even, in the order written here (the tables are in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The signs that randomise a Hadamard transform: drawn from Philox, accumulated, and read as bits."""
 
 from collections.abc import Sequence

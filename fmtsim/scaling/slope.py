@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What gradients are multiplied with where the elements of an operand were rounded (fmtsim/spec/gradient.py)."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a scale is made of: one number a block, the same on every device.
 
 Largest magnitudes do not depend on an order. Sums do: they are float64 sums of neighbours at a distance that is halved

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to an operand before its scale is taken: rotations and clamps of a matrix."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search: a format for each layer of a trained model under a budget of bit operations, without training it."""
 
 from fmtsim.search.result import Point, Policy, SearchResult

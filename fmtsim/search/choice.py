@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose one option a layer so that the sum of losses is least and the sum of costs stays within a budget."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a search is told and what it finds."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model whose layers switch among quantised forms of themselves, without being converted again."""
 
 import copy

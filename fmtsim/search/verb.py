@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """search: find a format for each layer under a budget of bit operations."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is asked of a matrix product: the facts of one call, and the kinds of scales that a call may have."""
 
 from dataclasses import dataclass, replace

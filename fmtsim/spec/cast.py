@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cast is, what encode returns, and the key of its random words: what verbs hand to engines."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a matrix unit adds products: block length, alignment, rounding and accumulator, as plain records."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine protocol: what the packages that compute export, and all that is called of them from outside.
 
 Any engine casts and multiplies; one with kernels says what they cover, and the torch engine does the rest; one with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole GEMM definitions: what a call comes to, and its JSON, which operators carry and plan files hold parts of."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the gradient of a rounding is taken to be: records of the rules that recipes name."""
 
 from dataclasses import dataclass

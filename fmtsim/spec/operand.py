@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operand of a product is after it was quantised: elements, and the scales that they lack."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of an optimizer is: how each number is kept, the scheme that names all, and one parameter's step."""
 
 import math

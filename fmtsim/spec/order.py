@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether two plans add the same products in the same order, in whatever words they say so."""
 
 from typing import Any

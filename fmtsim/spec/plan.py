@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In which order a library adds the products of a GEMM, and what it does with the sum: a plan, as plain data."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a quantiser is: transforms, a scale rule, a format and a rounding, and what its gradient is."""
 
 from dataclasses import dataclass, replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of products that a plan and a unit give for a K: parts, chains and blocks as index lists.
 
 Where a plan has lanes, each lane of a part is a sum like a part; ``combination`` says how these sums become one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts and matrix products with torch operations alone: the same bits on every device that torch knows."""
 
 from fmtsim.torch_engine.compiled import compiles_casts

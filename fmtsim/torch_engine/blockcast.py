@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts to formats whose elements share a scale (docs/semantics.md, sections 4 to 7)."""
 
 from functools import partial

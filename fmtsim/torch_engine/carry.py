@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one decision of every rounding: does the magnitude move up to the next candidate?"""
 
 import torch

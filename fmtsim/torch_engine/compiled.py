@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts that torch.compile makes one kernel of, for GPUs without kernels of our own: the same steps, the same bits.
 
 The steps of ``elements`` are integer operations, which no compiler rounds otherwise. They are traced once for each cast

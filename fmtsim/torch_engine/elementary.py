@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The logarithm and the exponential of ``fmtsim.rounding.elementary`` on tensors, step by step the same."""
 
 import torch

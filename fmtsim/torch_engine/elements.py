@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Element formats of every kind behind two verbs: round to codes, and codes to values."""
 
 from functools import lru_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion between floating-point formats on bit patterns (docs/semantics.md, sections 1 and 2).
 
 A tensor of a torch dtype is itself a tensor of codes, of the layout of its dtype. So one function does everything:

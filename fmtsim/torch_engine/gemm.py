@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md).
 
 The outputs are cut into tiles so small that the products of one of their blocks stay in a cache. A tile goes through

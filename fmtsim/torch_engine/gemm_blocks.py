@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused units in float64 (docs/matmul.md, section 2): where every product and every sum of a block fits in 53 bits.
 
 A term is an exact float64 product. It is scaled so that the last bit kept is 1, made an integer, and added to integers:

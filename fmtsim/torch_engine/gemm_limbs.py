@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums as wide integers: limbs of 24 bits, carries delayed, for what float64 does not hold exactly.
 
 A number is ``sum_i digit_i 2**(24 i + lowest)`` with its sign apart. A sum keeps one int64 a limb: digits of 24 bits,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of matrix products: pieces of K, their exact values in float64, their exponents, and NaN and Inf apart.
 
 Everywhere K is the leading axis and the rest broadcasts: ``[L, m, 1]`` against ``[L, 1, n]`` for a matrix product,

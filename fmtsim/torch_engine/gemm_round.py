@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding float64 numbers to the values of a format, and sums of two with one rounding (docs/matmul.md).
 
 A running sum is kept as a float64 tensor of values of its format, so every step below takes and returns float64. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accumulation order of a product (docs/matmul.md, section 4): chains, promotions, parts and their reduction."""
 
 from collections.abc import Callable, Iterable

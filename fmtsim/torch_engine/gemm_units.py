@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The units of AMD and integer units (docs/matmul.md, section 3)."""
 
 from collections.abc import Sequence

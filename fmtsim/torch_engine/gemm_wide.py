@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused units of any width (docs/matmul.md, section 2): exact sums, wide alignments, float64 operands.
 
 Where the sum of a block begins, in the limbs of ``gemm_limbs``:

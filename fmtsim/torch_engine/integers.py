@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding to integer and half-offset grids (docs/semantics.md, section 3)."""
 
 import torch

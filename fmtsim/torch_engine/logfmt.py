@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LogFMT tiles: codes that count equal steps of the logarithm (docs/semantics.md, section 8)."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random words: Philox4x32-10 with 64-bit integer tensor operations (docs/semantics.md, section 9)."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Float64 tensors as exact real numbers: into them, out of them, and float32 arithmetic inside them.
 
 Every float32 number is normal in float64, so a float32 operation is the float64 one followed by ``round32``: products

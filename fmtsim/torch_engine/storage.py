@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors as bit patterns: the layouts of torch's own dtypes and the parts of a floating-point code."""
 
 from typing import NamedTuple

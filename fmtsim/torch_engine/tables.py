@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding to lists of values: codebooks and logarithmic number systems (docs/semantics.md, section 3)."""
 
 from functools import lru_cache

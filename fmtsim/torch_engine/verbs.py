@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's three verbs: quantize, encode and decode (docs/semantics.md)."""
 
 import torch

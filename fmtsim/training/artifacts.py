@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison leaves behind: a report in the browser, a JSON record and a table, all of it or nothing."""
 
 import json

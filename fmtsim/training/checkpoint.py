@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a comparison: a file from which it goes on with the same bits, as if it had never stopped."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison of two trainings is: two schemes, a model, and how long and on how many ranks it is trained."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real text to train on: any file or folder, or the sources of Python's own standard library."""
 
 import hashlib

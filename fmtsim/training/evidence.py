@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``fmtsim train --check native`` leaves behind: a JSON record and a text that says the same."""
 
 from collections import Counter

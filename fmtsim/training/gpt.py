@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language models, of bytes unless told otherwise: what they share, and a GPT with pre-norm blocks."""
 
 from collections.abc import Callable

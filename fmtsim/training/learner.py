@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What learns in a run: a model with its optimizers, the factor of its loss, and the ranks that share its batches."""
 
 import contextlib

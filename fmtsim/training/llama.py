@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama: RMSNorm, rotary positions, gated feed-forward layers with SiLU, tied input and output embeddings.
 
 Layers have the names of Hugging Face's Llama, which recipes know: Smooth-SwiGLU takes the place of ``GatedMLP``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model with its batches and loss, from what a command line says of them."""
 
 import itertools

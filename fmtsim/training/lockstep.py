@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train one model twice in lockstep, and compare the bits of every loss, gradient and weight after each step.
 
 The two sides start from the same weights and see the same batches; they differ in who multiplies. For

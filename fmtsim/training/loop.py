@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the same model twice, from the same weights and on the same batches: in the baseline and simulated."""
 
 import contextlib

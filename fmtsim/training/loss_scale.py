@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scaling: a factor that keeps small gradients above a format's smallest number, as torch.amp.GradScaler does."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of ``fmtsim train``: its own by name, and those that a function of the user's returns."""
 
 import contextlib

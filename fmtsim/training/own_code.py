@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of the user's that return a model, named as FILE.py:function or package.module:function."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal language models of Hugging Face, from a folder or from the cache of transformers; nothing is downloaded."""
 
 import contextlib

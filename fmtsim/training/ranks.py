@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of several ranks in one process: each rank's part of a batch, reduced as ``fmtsim.distributed`` does."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the options of ``fmtsim train`` to a linear config: a format, a way of scaling it, rounding, and a target."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load the weights of a file into a model: all of them, in its dtypes; an error names the first that does not fit."""
 
 import importlib

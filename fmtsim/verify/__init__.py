@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that users can run: engines against the oracle, against each other, and over all 2**32 float32 inputs."""
 
 from fmtsim.verify.outcome import Outcome, Task

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks: each compares one format's results bit for bit and returns an outcome."""
 
 from collections.abc import Iterator

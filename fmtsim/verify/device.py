@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device under test: its engine behind the verbs that the checks call with tensors of the CPU."""
 
 from collections.abc import Callable

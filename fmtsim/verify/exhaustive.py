@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All 2**32 float32 inputs, against conversions that others wrote: ml_dtypes and numpy."""
 
 from collections.abc import Callable

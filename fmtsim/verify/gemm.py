@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replay recorded matrix products through the public verbs and compare every bit."""
 
 import dataclasses

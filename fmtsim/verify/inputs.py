@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers that tell one rounding from another: values, ties and boundaries, each with its float neighbours."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A check, ready to run, what it finds, and the engines that it looks at."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which checks run on which formats."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of recorded matrix products: which there are, and what is in them, as tensors.
 
 Three layouts are read, all ``.npz`` with raw codes (uint8 FP8, uint16 binary16 and bfloat16, uint32 float32 words):

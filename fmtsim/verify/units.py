@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every unit of the catalogue on a device, against the engine of the CPU: operands, plans and numbers of each kind."""
 
 import zlib

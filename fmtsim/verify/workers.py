@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks spread over processes: the same checks, with the same results, in the same order."""
 
 import multiprocessing

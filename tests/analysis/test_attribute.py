@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 import copy
 import json
 import math

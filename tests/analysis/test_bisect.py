@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bisect names what was planted: in forward and backward, in products, casts, weights and code between modules."""
 
 import copy

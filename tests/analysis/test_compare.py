@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compare: every figure against a slow count, on every kind of tensor, and in pieces."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which products of a model a target leaves out or guesses the order of; fmtsim doctor and fmtsim invariance."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For which batch sizes a row's bits change: groups of sizes against the bits of emulated rows."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observation.loss_scale: the scale that it names saturates nothing, and the next one does."""
 
 import math

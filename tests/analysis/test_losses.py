@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an Observation shows: the worst operands, a picture, a DataFrame."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products and models run natively and emulated: on a GPU, and here by stand-ins for what is native."""
 
 import copy

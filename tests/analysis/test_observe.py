@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """observe: every layer and operand of a step, exactly once, and nothing outside the with."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report in the browser, as a file: its numbers, its size, and that names stay text; tests/browser clicks it."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots: files that are pictures, axes that are labelled, and no window system."""
 
 import subprocess

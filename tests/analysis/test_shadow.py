@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """observe of models that are not converted: their bits stay, and the operands are those that convert would make."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The closed form of sharpness against every corner of the box, and against a search by gradient."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OperandStats: counts worked out by hand, and scales that are those of encode."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces: every operation once, hashes of every bit, no bit changed, files that say what is wrong with them."""
 
 import contextlib

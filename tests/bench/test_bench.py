@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim.bench``: what it measures, on sizes that take no time. Speed itself is not tested."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim bench gpu``: what it measures and says. Speed itself is not tested; without a GPU the CPU stands in."""
 
 import itertools

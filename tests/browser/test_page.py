@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report in a browser: every control is used, nothing is said on the console, and its counts are Python's.
 
 Needs playwright and Chromium (``pip install playwright``; a Chromium on the PATH, or ``playwright install chromium``).

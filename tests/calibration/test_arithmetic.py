@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Units: a GPU with a hidden arithmetic is probed, and the arithmetic and its name come back."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: shapes, bad input, a machine without a usable GPU, and a whole run against a GPU that is none."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees from answers: which leaves are certain, what counts as right, and that the file says what was measured."""
 
 import numpy as np

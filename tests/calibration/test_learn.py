@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning what cuBLASLt chooses: the questions, the command, and how it ends early."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Making a plan book: which sizes are asked, where choices change, what a killed run leaves, and the command."""
 
 import itertools

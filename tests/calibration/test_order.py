@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orders of sums: a GPU with a hidden plan is asked, and the plan, or one with the same order, comes back."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan files: what was found is written, read back by target=, and gives the GPU's bits."""
 
 import json

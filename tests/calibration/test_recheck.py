@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU is held to the plan file that describes it: which calls run, on what data, and what a difference does."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A card is held to its unit: equal bits, a wrong bit, refused calls, other orders; evidence is read and run again."""
 
 import dataclasses

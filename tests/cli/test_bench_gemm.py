@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim bench gemm``: what it prints, as text and as JSON, and what it refuses."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fmtsim trace and fmtsim bisect: files, functions, exit codes, and what is wrong with the words."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What subcommands refuse before they work, in one line: impossible sizes, devices and outputs."""
 
 import numpy

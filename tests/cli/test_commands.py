@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each subcommand prints, as text and as JSON."""
 
 import argparse

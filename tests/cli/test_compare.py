@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim compare``: files of every kind, and what it says about them."""
 
 import json

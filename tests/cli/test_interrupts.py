@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and SIGTERM end the command line with one line and the status that shells expect."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that are killed at random moments and run again: no half-written file is read, and the results are equal."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim mm``: one product, explained, on every kind of machine, and beside a made-up card."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fmtsim observe, attribute, ptq and search: of a plain module and of a Llama, and what is wrong with the words."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``fmtsim reproduce`` prints, writes and returns."""
 
 import dataclasses

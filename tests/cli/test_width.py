@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What commands print fits into the width of a terminal, and goes whole into pipes and files."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels of the CPU engine take a product or a cast, with which constants, and how threads share the work.
 
 Kernels that take too little, or with more care than is needed, give the right bits late, and so do tiles that a cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine reads stays the caller's: memory that FSDP2 may free, and views of every layout."""
 
 import numpy as np

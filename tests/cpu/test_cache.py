@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache of compiled kernels, and what a call costs in memory: each in processes of its own."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the kernel cache: damaged files, full disks, processes that compile at once, and kills while they do."""
 
 import json

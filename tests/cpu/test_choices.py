@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels and constants that the CPU engine chooses are what was recorded: a change is meant, or it is an error."""
 
 from tests.cpu import choices

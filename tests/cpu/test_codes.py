@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values, codes and scales of the kernels against the torch engine: every format, rounding and overflow rule."""
 
 from functools import cache

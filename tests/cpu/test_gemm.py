@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of the CPU engine against the oracle: layouts, threads, random words and special numbers."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hard numbers for fused units on the CPU engine: every code, cancellation, wide exponents, and which kernel ran."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of integer units, IEEE chains and AMD's units on the CPU engine, against the oracle."""
 
 from dataclasses import replace

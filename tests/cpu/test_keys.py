@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys of the kernel cache: what an edit changes, and what it does not."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's threads: how many, whose errors, and life after fork and among Python's own threads."""
 
 import os

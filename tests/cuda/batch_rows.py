@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a row's bits change with its batch where ``batch_invariance`` says so, on the GPU itself::
 
     python -m tests.cuda.batch_rows --target h200 --layers 200 --seed 7

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every launch of the CUDA engine in the calls of ``tests/cuda/sanitize.py``, without a GPU and without a kernel.
 
 What a kernel is specialised by, its grid, its block, its shared memory and its arguments decide speed as well as bits,

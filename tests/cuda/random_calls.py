@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random realistic calls: recorded on a GPU, and held to a target's emulation, on any machine::
 
     python -m tests.cuda.random_calls record calls.npz --seed 7 --calls 20000

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small calls of every kernel, to be run from the repository's root under NVIDIA's compute-sanitizer, on a GPU::
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # every tensor has memory of its own, or overruns go unseen

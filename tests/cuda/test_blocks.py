@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block formats on the device: the bits of the CPU engine, for every format, rule, rounding, layout and dtype."""
 
 import dataclasses

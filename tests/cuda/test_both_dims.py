@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts for training: both axes from one read, values without the tensor's scale, last steps of products."""
 
 import math

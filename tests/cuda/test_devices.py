@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two GPUs: every call runs where its tensors are, whatever the current device, stream or thread."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts of element formats by the CUDA kernels: every bit is that of the CPU engine, on the host and on a GPU."""
 
 import importlib

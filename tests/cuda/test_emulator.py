@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulator itself: barriers, lanes, products of matrices and roundings, against plain Python."""
 
 import math

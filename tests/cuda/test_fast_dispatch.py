@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fast dispatch of casts gives the bits of the other kernels, and steps aside where it must."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch of matrix products: fast paths and the general one, orders, workspaces, recorded calls, graphs."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The general path of matrix products against the oracle: every unit, number, plan and layout."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each fast path's method rests on: ranges and ties, its roundings, specialisations that compilers get right."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every fast path of products alone, against the CPU engine and the oracle: units, numbers, layouts, planted errors."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self-tests of fast paths at first use: what is tested, what is remembered, and planted errors that are found."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self-tests of every unit of the catalogue, on a real device too, and the operands that they multiply."""
 
 from concurrent.futures import ThreadPoolExecutor

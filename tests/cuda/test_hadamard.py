@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hadamard transforms in one pass: the bits of their definition, and that the verb takes the kernel."""
 
 import pytest

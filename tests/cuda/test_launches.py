@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How kernels are specialised and launched is what was recorded: a change is meant, or it is an error."""
 
 import subprocess

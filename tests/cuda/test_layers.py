@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers on a card: operands by fused kernels, outer scales, keys that are counted there; on the host and on a GPU."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Architectures of Hugging Face on an H200: training steps by its own products have the bits of emulated ones."""
 
 import copy

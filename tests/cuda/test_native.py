@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's own unit: which call of torch a product is, and under which switches it runs.
 
 Without a GPU, calls are built as they would be and shown to torch's own checks on fake CUDA tensors. On the target's

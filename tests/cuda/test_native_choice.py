@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a product with a target runs on the GPU's own unit, and what is said where it does not.
 
 The GPU is made up: a device that says it is an H200, and native calls that are kept and return zeros.

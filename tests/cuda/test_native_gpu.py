@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which GPU is the one that a target describes, and what is said where it is another, or set otherwise.
 
 The GPU is made up: a device that says it is an H200.

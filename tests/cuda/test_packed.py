@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed codes of element formats by the CUDA kernels: the bytes of encoded tensors, on the host and on a GPU."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random calls that are recorded on a GPU: a recording of the emulation itself is equal, and a planted bit is found."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotated operands and inverse rotations on the device: the bits of ``quantize_operand`` and of torch operations."""
 
 import math

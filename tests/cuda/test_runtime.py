@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiling, keeping and launching kernels: what needs no GPU here first, then launches on a real one."""
 
 import ctypes

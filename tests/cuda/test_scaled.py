@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands under scale rules on the device: the bits of fmtsim/scaling, for the quantisers of recipes and beyond."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products whose groups along the sum have scales: against float64, on the host and on a GPU."""
 
 import math

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels that try out the emulator: one for each thing that it has to do as a device does.
 #include "common.cuh"
 KERNEL barriers(const i32* x, i32* y, i64 n) {

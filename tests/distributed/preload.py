@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the server of forked processes imports: kernels are compiled here once, for all of them."""
 
 import torch._dynamo  # noqa: F401  # which DistributedDataParallel imports

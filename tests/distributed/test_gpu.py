@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives over NCCL on two GPUs: the bits are those of the simulation on the CPU."""
 
 import dataclasses

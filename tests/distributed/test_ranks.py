@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives on four processes, and on two of them, against the simulation; hooks of DDP and FSDP2; errors."""
 
 import dataclasses

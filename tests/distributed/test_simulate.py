@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reduction in one process, against an oracle that passes messages, and its records and errors."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine fixture: each test that asks for it runs once with every engine."""
 
 import importlib

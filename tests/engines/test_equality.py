@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines against the oracles and against each other: every bit of quantize, encode and decode."""
 
 import itertools

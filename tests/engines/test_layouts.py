@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must not depend on how a tensor lies: dims, strides, random keys, empty tensors, engines; the protocol."""
 
 import importlib

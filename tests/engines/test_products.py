@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of every engine against the oracle: units, plans, formats, layouts, random words."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every constant of the catalogue against the documents, ml_dtypes and gfloat; scalings that no format has."""
 
 import math

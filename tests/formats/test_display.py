@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a format looks like as a table, as text and as HTML."""
 
 import re

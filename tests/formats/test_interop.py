@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes as torch, numpy, ml_dtypes and safetensors know them, and packed."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which records of formats exist: every limit from both of its sides, and what is said beyond it."""
 
 import re

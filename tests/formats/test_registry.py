@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names, aliases, dtypes and spelled-out formats, and what is said where there is none."""
 
 import re

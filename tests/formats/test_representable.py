@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which dtypes hold every value of a format, by rounding each of its values to the dtype."""
 
 import math

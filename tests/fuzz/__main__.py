@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call everything that takes strings, files or tensors with inputs that nobody writes::
 
     python -m tests.fuzz --minutes 60             # all targets in turn, with fresh inputs until the time is over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of verbs, drawn from seeds: a result has the bits of the same call on plain copies of its tensors."""
 
 import contextlib

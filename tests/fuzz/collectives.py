@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that take gradients and shards of ranks, on a process group of this process alone."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The target of command lines: any words after any command, in this process, without the long jobs."""
 
 import contextlib

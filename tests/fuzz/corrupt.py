@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fuzzer makes of good inputs: JSON with one thing exchanged, bytes flipped and cut, and objects of any type."""
 
 import enum

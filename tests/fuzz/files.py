@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that read strings and files: formats, recipes, plans, tensors on disk, what names things."""
 
 import contextlib

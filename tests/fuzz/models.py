@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that take records, models, optimizers and names."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that take layers' operands, models with data, and what shows results as text and pictures."""
 
 import contextlib

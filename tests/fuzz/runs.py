@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that read what runs left: recordings of products, checkpoints of a training."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that take what was saved beside a model: quantised models, delayed scales, optimizers."""
 
 import random

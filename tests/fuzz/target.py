@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fuzz target is, and what comes of running one: results, fmtsim's own errors, and defects."""
 
 import contextlib

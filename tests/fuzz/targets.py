@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All targets, in the order in which they run."""
 
 from tests.fuzz import calls, collectives, files, models, modules, runs, verbs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of every kind that torch has, and values that nobody passes: what the targets of verbs draw from."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every target with the inputs that failed once and some others; and that a report finds a planted defect."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that take tensors: casts, products, and what explains them."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asking cuBLASLt: what it is told about a call, what comes of its answer, and on which machines it is asked at all."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan book: what is written is found, by every lookup; damaged and foreign files are named; a lookup is quick."""
 
 import itertools

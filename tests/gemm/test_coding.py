@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of units: values and scales have every bit of encode, and what no unit takes is refused."""
 
 import dataclasses

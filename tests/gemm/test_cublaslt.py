@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accumulation orders behind cuBLASLt's choices: recorded predictions, dropped tails, and what has no order."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orders of cuBLASLt's kernels without matrix units, against results that were computed from their description."""
 
 import json

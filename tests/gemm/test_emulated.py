@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EmulatedGEMM: the bits of F.linear without quantisers, of explicit quantisation with them."""
 
 import pytest

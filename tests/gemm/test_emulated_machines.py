@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EmulatedGEMM on machines: each of its products has every bit of the public call on the same operands."""
 
 from dataclasses import replace

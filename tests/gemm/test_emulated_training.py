@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EmulatedGEMM on machines inside torch: gradients, autocast, torch.compile, checkpoints, processes, statistics."""
 
 import copy

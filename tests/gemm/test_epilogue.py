@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales, bias and output rounding against the oracle, and within bounded memory."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts that are added to the output as they arrive: what a plan may say, engines against the oracle, and verbs."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mma: one instruction, batches, scales inside the unit, and the bits that a unit ignores."""
 
 import pytest

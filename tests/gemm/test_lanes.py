@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of threads: lanes, folded parts and the end of K, engines against the oracle, and verbs."""
 
 import random

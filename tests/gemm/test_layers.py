@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer asks of whoever multiplies, and the seeds of its random keys."""
 
 import pytest

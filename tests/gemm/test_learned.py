@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees that say what cuBLASLt most likely chooses: the file, walking it, and targets that follow it."""
 
 import zlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A library that leaves out the end of K: who is told, how often, and how a call gets around it."""
 
 import warnings

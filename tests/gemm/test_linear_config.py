@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LinearConfig: which quantiser belongs to which operand; what configs and EmulatedGEMM refuse."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mm, bmm, linear, int_mm and mma: bits, layouts, formats, gradients, compilation and every refusal."""
 
 import pytest

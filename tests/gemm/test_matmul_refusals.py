@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mm, bmm, linear, int_mm and mma refuse, and in which words."""
 
 import numpy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operator fmtsim::gemm: torch's rules, the choice of engine, batches, operands as verbs read them, refusals."""
 
 import importlib

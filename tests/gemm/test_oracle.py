@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole products of the oracle against hand-computed values: orders, promotions, parts, reduction and epilogue."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle of matrix products against recorded hardware: dot products of eight GPUs, probes and calls of an H200."""
 
 import random

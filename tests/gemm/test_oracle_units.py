@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One block of every kind of unit against hand-computed values, a step of docs/matmul.md at a time."""
 
 import math

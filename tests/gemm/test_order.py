@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle's accumulation orders by hand, and the schedule of engines beside them."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Library calls recorded on an H200, replayed through the public verbs."""
 
 from pathlib import Path

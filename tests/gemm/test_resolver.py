@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one resolver: what a call comes to, what is kept, and what makes it look again."""
 
 import json

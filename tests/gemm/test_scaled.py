@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scaled_mm and explain_mm: kinds of scales, what they are told of, and what they refuse."""
 
 import pytest

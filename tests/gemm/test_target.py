@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines with their libraries: which plan a call gets, what stands behind it, and what plan files may say."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets with a plan book: what the library chooses, and what comes before and after it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan files and the names of targets: what they may say, and what is told where they are wrong."""
 
 import json

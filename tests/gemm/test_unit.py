@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The catalogue of matrix units: facts, look-up, errors, and how a unit looks."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FmtsimRun in loops written with Accelerate: bits of a loop without it, resuming, logs, and what ends a run."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples of docs/howto/trainers.md run as a reader has them: with a config, data, a model and a loader."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What callbacks send to TensorBoard and W&B, and what becomes of delayed scales of several processes."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FmtsimCallback in the Trainer of Hugging Face: bits of a run without it, resuming, logs, and what ends a run."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Callbacks on two processes: each goes on with its own delayed scales, and the first observes and writes."""
 
 import json

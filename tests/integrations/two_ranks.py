@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What two processes do for test_two_ranks.py: ``python -m torch.distributed.run --nproc-per-node 2 -m ... FOLDER``.
 
 Each trainer runs four steps, saves after the second, and goes on from there in a run of its own. The processes have

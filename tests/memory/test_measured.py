@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates against what torch, transformers and fmtsim really keep."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published figures of memory come out: of ZeRO, activation recomputation, QLoRA, 8-bit Adam, FP8-LM, COAT, caches."""
 
 import pytest

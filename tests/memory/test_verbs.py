@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the two verbs and ``fmtsim memory`` take, show and refuse."""
 
 import json

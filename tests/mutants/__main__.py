@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plant small errors in the package and see which of them the tests find::
 
     python -m tests.mutants                      # a sample of 60 errors, others every week of the calendar

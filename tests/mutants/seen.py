@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests see which functions: recorded by a run of all tests under coverage.py, kept in ``seen.txt``.
 
 As a pytest plugin (``-p tests.mutants.seen``) it notes how long each test takes, and which CUDA kernels it runs on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run pytest in forked children of a process that has loaded what the tests import besides the package.
 
 ``python server.py`` reads requests, a line each: ``{"tests": [...], "limit": seconds, "output": file}``. It answers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a source file can be changed by one small error, and the changed text.
 
 Python goes by its syntax tree, CUDA C++ by its tokens. What no test is meant to see is left out: annotations, messages

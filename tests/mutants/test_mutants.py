@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command that plants errors: where it plants them, which tests it asks, and that it tells found from missed."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the tests that can see a mutant on a copy of the tree that has it."""
 
 import json

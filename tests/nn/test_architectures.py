@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's architectures train under a recipe: eager, with activation checkpointing, and compiled."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised attention in models that call torch's function, eager and under torch.compile."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers the rules of a recipe find by place: stacks, stages, towers, heads, and models that have none."""
 
 import dataclasses

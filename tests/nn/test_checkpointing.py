@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Delayed scales under activation checkpointing: a repeated forward pass uses the scales of its first run."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's products of a tensor with a matrix have the bits of converted layers with that matrix."""
 
 import copy

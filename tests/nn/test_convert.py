@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert, revert and report: what changes, what must not, and what wrong use is told."""
 
 import copy

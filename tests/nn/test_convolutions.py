@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulated convolutions and Bilinear: torch's results without quantisers, products of a hand-made loop with them."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coverage: every product that reads a Parameter is counted once, as simulated or as raw, and told in one line."""
 
 import contextlib

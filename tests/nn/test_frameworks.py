@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converted models in Accelerate, in Trainers of Hugging Face and Lightning, in PEFT and FSDP2: a plain loop's bits."""
 
 import importlib

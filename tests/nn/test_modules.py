@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulated MultiheadAttention: torch's results without quantisers, one product each projection with them."""
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products that models write themselves have the bits of the same models written with layers."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The products of converted layers in words: those that a real step asks for, and nothing else changes."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models under recipes: what changes and what must not, state, schedules, rules, and what wrong use is told."""
 
 import copy

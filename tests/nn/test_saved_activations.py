@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations that are kept in FP8 for the backward pass, against codes and gradients that the test computes itself."""
 
 import copy

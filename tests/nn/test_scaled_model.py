@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole models scaled by recipes: unit variance at initialisation, every factor by its formula, learning, and back."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised attention against a slow one written out head by head and block by block, and against torch's."""
 
 import dataclasses

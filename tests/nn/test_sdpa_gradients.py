@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of quantised attention against loops in float64 over what the forward pass made."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All six products of attention on units: against loops over heads that call fmtsim.mm, and what units do not take."""
 
 import dataclasses

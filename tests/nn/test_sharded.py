@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converted models on two processes, under FSDP2 and DistributedDataParallel, against one process that plays both."""
 
 import dataclasses

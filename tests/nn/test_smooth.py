@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Smooth-SwiGLU: the same function as the plain layer, with scales that quantisation does not see."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What recipes exchange beside linear layers: attention and gated layers, on whole models, there and back."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unit-scaled and mu-scaled operations against their formulas: factors forwards and backwards, and unit variance."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes on whole models: Hugging Face's Llama, GPT-2 and BERT, a CNN; under autocast, checkpointing and compile."""
 
 import copy

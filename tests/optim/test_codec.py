@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts that torch does itself, against the operators that define them."""
 
 import pytest

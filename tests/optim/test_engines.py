@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused kernels against torch operations: equal bits of parameters, codes, scales and counts."""
 
 import pickle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused, in which words, and what NaN and Inf in gradients do."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that states take, measured against the arithmetic and what the sources say; the documentation's table."""
 
 import runpy

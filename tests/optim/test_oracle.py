@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of every scheme and rule, bit for bit against oracles that share no code; AdamW and Adam against torch's."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States that are saved, loaded, converted, refused and measured."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisation on a real device against the CPU: stored bits, scales, products, saved models, a search.
 
 Weights and what a first layer sees are the same numbers on both, so that all that is made of them has the same bits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fmtsim.ptq refuses: data, models and recipes that do not fit, each with the next step."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fmtsim.ptq and fmtsim.search on a machine: products by hand, what is measured, saved and refused there."""
 
 import copy

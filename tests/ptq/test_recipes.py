@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records: JSON round trips, names, what they print, what they refuse; ranges and changes that keep a function."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of ptq, and a small trained GPT, quantised."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A published sentence encoder, quantised: what is left of its similarities, and torchao's beside it."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fmtsim.ptq: bits of static and dynamic products, every kind of layer, reports, saving, and what goes wrong."""
 
 import copy

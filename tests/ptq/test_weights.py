@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounding of weights: GPTQ against exact fractions, learned rounding against all choices there are."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer of te_current on an H200 and one of te_nvfp4 on a B200, against an emulation that shares no code."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers under a recipe: which tensors each product multiplies, and what is undone afterwards.
 
 Products are sums in no particular order, so results are held to float64 products of the oracle's operands by 2e-6 of

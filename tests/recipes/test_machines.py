@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes on machines: every one runs on what it was made for; what a machine is handed, against calls of the verbs."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every quantiser of every recipe equals its source's formulas, bit for bit, on bfloat16 numbers."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes as records: names, files, tables, differences, and what wrong ones are told."""
 
 import dataclasses

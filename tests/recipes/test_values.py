@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales that are remembered from call to call, and published tables."""
 
 import dataclasses

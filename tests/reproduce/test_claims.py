@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every claim comes out as published, and does not where something is wrong; how results are told."""
 
 import dataclasses

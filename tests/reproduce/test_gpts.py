@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes and the counting of the claims about whole trainings; the trainings themselves are slow claims."""
 
 import dataclasses

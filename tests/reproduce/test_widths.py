@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of the claims about widths, before they are trained."""
 
 import torch

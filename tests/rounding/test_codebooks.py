@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the rounding of a codebook turns, and the tables that kernels look codes up in."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fixed double sequences of ln and exp, held to mpmath."""
 
 import hashlib

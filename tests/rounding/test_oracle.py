@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rounding oracle against ml_dtypes, gfloat and published constants; what must hold of every rounding."""
 
 import math

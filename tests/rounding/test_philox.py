@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random words: published vectors, the place of an element's word, the shared words of cvt.rs."""
 
 import pytest

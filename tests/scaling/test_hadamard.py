@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hadamard transform against steps of exact sums, itself backwards, and the tensor cores that it stands for."""
 
 import math

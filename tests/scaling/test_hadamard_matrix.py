@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hadamard matrices and signs: what they are, and which random ones a seed gives."""
 
 import hashlib

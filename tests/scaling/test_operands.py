@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a quantised operand is made of: blocks of a tensor, seeds of signs, clamps, slopes of gradients, and values."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scaling oracle against numbers computed by hand and formulas of the sources."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a block's statistic to its scale: every field of the rule against exact fractions, by its definition.
 
 What kernels do in one pass is compared with these torch operations elsewhere; here they stand alone.

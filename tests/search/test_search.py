@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats under a budget: exact choice against all there are, losses that are measured, policies, bad budgets."""
 
 import copy

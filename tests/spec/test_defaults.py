@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and operators leave the defaults of records out: what they mean must not change."""
 
 import dataclasses

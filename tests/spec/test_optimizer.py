@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How optimizer states are kept: sizes, formats of a parameter, keys of random words, codebooks of kernels."""
 
 from dataclasses import replace

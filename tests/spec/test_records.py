@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of casts, units, plans and quantisers: their limits from both sides, what follows from them, and the order
 of products that they mean.
 """

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several test files share; oracles here use nothing of what they check."""

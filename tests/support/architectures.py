@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of random weights, one for each architecture of docs/models.md, and the coverage of a recipe in them.
 
     python -m tests.support.architectures

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare numbers and tensors bit by bit: -0 differs from 0, NaN equals the NaN of the same bits."""
 
 import math

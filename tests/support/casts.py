@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts: roundings, inputs that are hard to round, and the encodings of oracle and engines side by side."""
 
 import itertools

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stand-in for libcublasLt: it keeps what descriptors are told, and chooses by a rule of its own.
 #include <cstdint>
 #include <cstring>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for cuBLASLt, compiled from ``cublaslt.cpp``: it keeps what it was told, and has a rule of its own."""
 
 import ctypes

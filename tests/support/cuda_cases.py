@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Units that fast paths of the CUDA engine take, and what they leave of a product."""
 
 from dataclasses import replace

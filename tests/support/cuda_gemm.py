@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of the CUDA engine: all of it in place of the CPU's, one fast path alone, and one with planted errors."""
 
 import importlib

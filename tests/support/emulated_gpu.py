@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers on the host that take the emulated device for a GPU."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU that is none: an arithmetic and an accumulation order of the test's choice, computed by fmtsim itself."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults for child processes and writers: signals at chosen or random moments, disks that are full."""
 
 import contextlib

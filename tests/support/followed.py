@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny Llama, its data and loops, for tests of callbacks."""
 
 import torch

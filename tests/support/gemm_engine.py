@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of the CPU engine, or one put in its place, against the oracle: operands, units, plans, any product."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m tests.support.jobs FOLDER COUNT SEED JOB...``: kill jobs at random moments, run them again, compare.
 
 Each job runs in a child that is forked from this process, which has loaded torch, so that kills fall on the job's own

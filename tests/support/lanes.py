@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random products whose plans have lanes and folded parts."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The products of a quantised layer, spelled out in calls of the public library."""
 
 import torch

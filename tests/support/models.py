@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models that several test files convert, and everything that a model holds."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether kernels can be compiled here, GPU or not, and what machine code says of them."""
 
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of numbers from seeds, and the tables that name dtypes."""
 
 import torch

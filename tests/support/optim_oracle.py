@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of each scheme in numpy and plain Python: shares no code with fmtsim.optim, and no constants.
 
 Formats are ml_dtypes' or built here; random words and the logarithm are the references of fmtsim.rounding.

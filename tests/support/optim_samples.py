@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters and gradients of the tests: of many magnitudes, with zeros of both signs and subnormal numbers."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow second definitions, in numpy, ml_dtypes and fractions; nothing of fmtsim."""
 
 from fractions import Fraction

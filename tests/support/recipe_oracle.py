@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantisers of published schemes, written out as spec'd by their sources: plain float32 steps, block by block.
 
 Nothing of fmtsim is used but casts of numbers to a scalar format. Every function takes a float32 matrix whose blocks

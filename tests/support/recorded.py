@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where vectors and calls recorded on GPUs lie: beside the project, or beside a folder above it."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of what catalogues hold and of the defaults of public names: a change is meant, or it is an error.
 
 ``records.txt`` has them, a record on a line; who means to change one writes the file anew::

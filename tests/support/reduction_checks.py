@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds on ranks of any backend and device: the bits are those of one process on the CPU."""
 
 import copy

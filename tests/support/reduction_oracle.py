@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions in plain Python: E4M3 by its table of values, messages passed from rank to rank; no code of fmtsim."""
 
 from bisect import bisect_left

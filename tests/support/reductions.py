@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of reductions, and what runs each of them once."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A report in the browser of a run that never was, whose names are as unkind as names can be."""
 
 import json

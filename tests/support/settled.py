@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small calls recorded on an H200 that other recordings lack, replayed through the public verbs."""
 
 import json

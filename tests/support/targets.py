@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls to ask targets about, and a target that writes down what it is asked."""
 
 import warnings

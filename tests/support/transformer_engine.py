@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's FP8 and NVFP4 linear layers on a GPU, written from their definitions: nothing of fmtsim is used.
 
 Numbers are NumPy's: float32 where the library rounds to it, float64 only for values that it holds exactly, and integers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines that a type checker has to judge: mypy, which the default check runs, finds an ignore without an error."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for a device without float64 and without kernels: the CPU, with torch operations, under a strict mode."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps that casts of the torch engine are made of, one by one: what equality of engines may leave in the shade."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts that torch.compile makes one kernel of: the bits of torch operations, on the CPU's compiler and on a GPU."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch engine's matrix products: bits of the oracle, of IEEE arithmetic, and of themselves on other tiles."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums as wide integers, step by step against Python's."""
 
 import math

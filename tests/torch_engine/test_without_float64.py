@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device without float64 and without kernels computes the same bits: casts, blocks, products, layers, optimizers."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a training: going on gives the bits of a run that was never stopped."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The corpus: what is read, in which order, and what bad paths are told."""
 
 import os

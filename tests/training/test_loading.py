@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models from functions, packages, folders of Hugging Face and files of weights, with their batches."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim train`` on a machine: it reaches the model, the summary and the record; guesses are told once."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of ``fmtsim train``: the Llama, and models that a function in a file returns."""
 
 import dataclasses

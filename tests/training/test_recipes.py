@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim train --recipe``: names and files, schedules, loss scaling, and every recipe of the catalogue."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole systems in ``fmtsim train``: optimizer states, levels, and gradients of several ranks."""
 
 import argparse

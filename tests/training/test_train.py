@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fmtsim train``: schemes, files, determinism, and nothing half-written whatever happens."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaying recorded products: files of every layout, planted errors, and the recordings beside the tree."""
 
 import json

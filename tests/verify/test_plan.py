@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``fmtsim verify`` looks at: casts, numbers, products and the order of its checks, said one by one."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of ``fmtsim verify``: clean engines pass, planted errors are seen."""
 
 import math

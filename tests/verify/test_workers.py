@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks in several processes, and on a device: here one whose kernels run on the host."""
 
 import importlib

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 "use strict";
 // What all parts share: the data, elements, colours, tooltips, redrawing and saving.
 const data = JSON.parse(document.getElementById("data").textContent);

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report in the browser is drawn from: short columns of numbers, as JSON types."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tables that sort by any column, and what a chosen cell of the heatmap is made of.
 
 // Columns are {name, text, left, mono, long, value}: `value` sorts, `text` is shown. Long tables begin with `most` rows.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Histograms of exponents beside the window of a format, and what any eXmY would lose of them, counted in the page.
 const TOGETHER = "all";
 

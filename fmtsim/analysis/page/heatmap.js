@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which layer loses bits in which step: a heatmap on a canvas, for a pointer and for the arrow keys.
 const seen = data.observation;
 const METRICS = {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loss curves: smoothed over their faint single steps, and how far each is from the first.
 const dashes = ["none", "7 3", "2 3", "9 3 2 3"];
 const curves = data.curves.map((curve, i) => ({

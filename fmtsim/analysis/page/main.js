@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Show what there is, and say what there is not.
 applyTheme();
 startNotes();

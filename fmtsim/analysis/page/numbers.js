@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers: from the data's words, into text, onto axes; and a chart of lines.
 const words = { nan: NaN, inf: Infinity, "-inf": -Infinity };
 const num = (v) => (v === null || v === undefined ? null : typeof v === "string" ? words[v] : v);

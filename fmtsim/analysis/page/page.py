@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """write_page: one self-contained HTML file of a run, for a browser without a network."""
 
 import base64

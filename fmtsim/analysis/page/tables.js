@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is told in numbers and words: notes, tiles, costs, coverage, configuration.
 function startNotes() {
   $("versions").textContent = Object.entries(data.versions).map(([name, version]) => `${name} ${version}`).join(" · ");

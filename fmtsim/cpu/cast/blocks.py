@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fast kernels for block formats on float32: grids that saturate, rounded to nearest even or stochastically.
 
 A group of blocks goes through three phases while it is in the first-level cache: largest magnitudes, scales, elements.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From values to codes: what turns the results of the fast kernels, which are values of a format, into its codes.
 
 The leading bits of a normal float32 value, less a constant, are its code in any narrower float format. Below the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes back to values on the CPU: one table lookup an element, and its block's scale."""
 
 from functools import lru_cache

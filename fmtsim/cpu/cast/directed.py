@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fast kernel for the deterministic roundings but nearest even, on float32: they differ in what is added before a cut.
 
 With the dropped bits of the significand below the last place, adding nothing, half a place, half a place less one, or a

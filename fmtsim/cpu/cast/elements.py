@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts of element formats on the CPU: which kernel runs, on which slices, with which random words."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fast kernels for the codes and scales of block formats on float32: as blocks.py, but elements end as codes.
 
 A row of a group is first rounded into values, which stay in the first-level cache, and these then become codes, a loop

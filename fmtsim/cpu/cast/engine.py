@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's three verbs and what its kernels cover; the torch engine does the rest."""
 
 from functools import lru_cache

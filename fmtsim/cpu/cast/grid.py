@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A format as the numbers that the fast kernels take: float formats and integers are both grids."""
 
 import math

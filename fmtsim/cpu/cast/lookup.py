@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codebooks, logarithmic formats and half-offset integers by a lookup of a float32 number's leading bits.
 
 A rounding that draws nothing never falls: sorted from -NaN to NaN, numbers have codes that change at single points. Of

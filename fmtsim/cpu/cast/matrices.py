@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts of block formats on the CPU: the operand matrix, its groups of blocks, and the kernels that run on them."""
 
 from collections import defaultdict

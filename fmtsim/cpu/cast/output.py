@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How results reach their tensor: through float32 for half precision."""
 
 import torch

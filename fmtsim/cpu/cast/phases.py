@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phases of the fast kernels for block formats: where blocks lie, largest magnitudes, scales, and one element."""
 
 from typing import NamedTuple

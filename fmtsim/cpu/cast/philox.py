@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Philox4x32-10 for kernels (docs/semantics.md, section 9).
 
 The rounds are written out: as a loop the compiler keeps the state in memory and runs ten times slower.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fast kernels for element formats on float32: rounding to nearest even and stochastic rounding of any grid.
 
 A *grid* is what float formats and integers share: magnitudes ``n * 2**q`` with ``q`` constant below some exponent.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scale rules as the numbers that kernels take (docs/semantics.md, sections 5 and 6)."""
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which fast kernel casts a block format, if one does: for values, and for codes with scales."""
 
 from collections.abc import Callable

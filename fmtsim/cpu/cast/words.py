@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random words of the fast kernels: drawn from a key while elements are rounded, or laid out beforehand.
 
 Stochastic rounding with r bits is that with 32 of a word whose upper r bits are drawn and whose others are zero.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that multiply matrices as emulated units do."""

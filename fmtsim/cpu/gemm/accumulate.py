@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens between blocks: rounding to an accumulator, promotion of chains, reduction of parts. Float64 lanes."""
 
 from typing import NamedTuple

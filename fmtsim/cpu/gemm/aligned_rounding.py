@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused products of any datapath that float64 lanes can hold: every rounding, accumulator and exponent.
 
 A block runs in two steps. First the aligned terms are added: toward zero and down as in aligned_truncate.py, nearest by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact fused products by one fused multiply-add each: the perturbed floor.
 
 A unit cuts every product p to a multiple of the grid u = 2^(E - F), toward zero, and adds the cuts exactly. With

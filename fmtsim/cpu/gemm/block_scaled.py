@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused products of units that add groups of products exactly and scale each group (Blackwell's 4-bit formats).
 
 A group's sum is exact in float32; times its two scales it is one term, truncated by the perturbed floor of

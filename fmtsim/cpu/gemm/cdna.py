@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The units of CDNA2 and CDNA3 (docs/matmul.md, section 3), 64 columns at a time in plain loops over float32 tiles.
 
 All numbers of a two-stage unit are integers times a power of two that float64 holds exactly: products of float32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md), which kernels take a product.
 
 What depends on the spec and on K alone is found once and kept (``prepared``).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused products one output at a time, in integers: what the vector kernels leave out.
 
 That is NaN and Inf, scales and groups, signed zeros, exact sums (no ``fraction_bits``) and whatever float64 lanes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """IEEE chains, one fused multiply-add a product; and the tiles of 64 columns in which chains of any unit run."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of integers: exact, by float32 multiply-adds, with an int32 sum that wraps or saturates.
 
 A product of 8-bit integers is at most 2^14, so that 128 of them added to M = 1.5 * 2^23 stay in the binade of M, where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of matrix products: what kernels read from tensors, and the layouts that they work on.
 
 A *slot* is a place in the order of products that a plan gives; ``order[slot]`` is its index along K, or -1 where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing of operands, slab by slab: values, exponents and signs, as the kernels of aligned sums want them.
 
 Where terms are truncated, zeros become ``TINY`` with their sign: a product with one is cut to

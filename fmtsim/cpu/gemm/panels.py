@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A slab of a product through all panels of a group: pack 64 columns, add their products, go on to the next."""
 
 from typing import NamedTuple

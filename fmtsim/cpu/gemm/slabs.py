@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of products as arrays: slots, blocks and what follows them, cut into slabs that fit a cache."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a fused product is cut: rows, groups of panels, slabs of K, and what of it each thread does."""
 
 from collections.abc import Callable

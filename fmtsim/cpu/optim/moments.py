@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of Adam in one pass: on moments that are bytes of a codebook, decoded, updated and encoded, or on float32.
 
 The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same. Vectors are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of optimizers on the CPU: which schemes and parameters the kernels take, and what they get."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors as arrays that leave the tensors as they are."""
 
 import numpy as np

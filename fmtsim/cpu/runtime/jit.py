@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How kernels are compiled: decorators for numba, and instructions that it lacks."""
 
 from collections.abc import Callable

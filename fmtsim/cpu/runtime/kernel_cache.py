@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine code on disk: a file for each kernel and types of arguments, named by all that it was compiled from."""
 
 import pickle

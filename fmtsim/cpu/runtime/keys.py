@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machine code of a kernel depends on, as a hash: names of files of the kernel cache.
 
 numba's own cache looks at the file of the compiled function alone, so an edited helper in another file would leave

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads of the CPU engine: a pool of our own, rebuilt after fork, that runs kernels without the GIL."""
 
 import math

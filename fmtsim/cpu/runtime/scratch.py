@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that kernels work in: kept by each thread from call to call, since fresh pages cost more than a product."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vectors as values inside numba kernels: 64 lanes that LLVM keeps in registers of whatever width the machine has.
 
 numba's own loops over small arrays keep sums in memory. A value of type ``Vector`` is an LLVM vector instead, so a row

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements of the input's dtype, and their largest magnitudes.
 //
 // INPUT is float32, bfloat16 or float16; OUTPUT is 0 float32, 1 bfloat16, 2 codes of CODE_BITS bits, one a byte, 3 the

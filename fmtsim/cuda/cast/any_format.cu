@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The general path: every format, rounding, overflow, scale rule and dtype, one element a thread: element formats in
 // contiguous tensors, and block formats, blocks of any shape in a tensor of any strides.
 #include "scale.cuh"

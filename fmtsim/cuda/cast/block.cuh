@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the fast kernels of block formats share: a block's scale and its elements in float32 arithmetic that is exact.
 // The format is given by macros (fmtsim.cuda.cast.block_macros): the specialised code is a dozen instructions an element.
 //

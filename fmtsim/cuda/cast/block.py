@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts of block formats on the device: the verbs, those of matrices that training multiplies, and their launches.
 
 Blocks that are runs of memory go to ``block_rows.cu``, blocks down columns to ``block_columns.cu``, each in one pass

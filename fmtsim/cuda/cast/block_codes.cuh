@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Casts of whole vectors: what one instruction can do for two bfloat16 numbers is done for two, and codes are packed as
 // section 11 has them. A pair of codes travels in the halves of a word, which may hold loose bits above them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks down the columns of [leading, inner, trailing], without a transposed copy; with BOTH, for values, also blocks
 // along the rows, from the same read. A thread holds 8 rows of VECTOR columns, a warp 32 rows: 8 lanes stand side by
 // side,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which casts of block formats the fast kernels take, and the macros that specialise them.
 
 The fast kernels compute in float32 arithmetic that is exact (block.cuh); blocks with NaN, Inf or scales at

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks whose rows are runs of memory: blocks along the last dimension in one pass, and blocks of any shape whose
 // amaxes statistic.cu found before. A thread holds VECTORS vectors of VECTOR elements, in one of three layouts:
 //

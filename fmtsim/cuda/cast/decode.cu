@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Byte codes to values by a table in shared memory: those of element formats, and of blocks that are runs of memory.
 //
 // Macros: OUTPUT (dtype of vectors.cuh but float64); SCALED: values are multiplied by scales (of formats whose values

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes to values: by a table in shared memory where that serves, else by the general kernel."""
 
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts of element formats on a GPU: which kernel runs, on which layout, with which random words."""
 
 import math

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element formats, codes: float16, bfloat16 or float32 to codes, in slots of whole bytes or packed (docs/semantics.md,
 // section 11).
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts by the general kernels (any_format.cu): every format, rounding, scale rule, dtype and layout.
 
 Here is also how blocks lie in tensors, and what a cast of any format is as bytes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fast path of element formats: float32 numbers onto a grid in a dozen float32 operations, exactly.
 //
 // A grid is what floats and integers share: magnitudes n * 2^q, q constant below some exponent. Where the last place of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Float formats and integers as the parameters of the fast kernels (grid.cuh), where those serve."""
 
 import math

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hadamard transforms of neighbours in one pass: y = (s x) H / sqrt(SIZE) in float32 of groups of SIZE neighbours, a
 // power of two from 16 to 512 (1: none). The inverse turns signs behind the product. The gradient of a tensor from that
 // of its rotated values is the inverse under a mask, rounded once to OUTPUT.

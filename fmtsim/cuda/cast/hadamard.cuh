@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sylvester's Hadamard matrix as butterflies (fmtsim/scaling/hadamard.py has the order of operations): at distances below
 // Held within the neighbours that a lane holds, from there on with other lanes.
 #pragma once

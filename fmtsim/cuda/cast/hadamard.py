@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hadamard transforms in one pass, where a warp holds a group (fmtsim/scaling/hadamard.py defines every bit)."""
 
 from functools import lru_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A representative of every kernel of casts in every specialisation that common calls take, for warming up."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels take by value: dtypes and macros, element formats, roundings and random keys as bytes (element.cuh)."""
 
 import math

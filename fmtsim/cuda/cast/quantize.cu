@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element formats, values: float16, bfloat16 or float32 onto a grid, at the speed of memory.
 //
 // Macros: INPUT, OUTPUT (dtypes), those of grid.cuh, WIDTH: elements of a vector, and UNROLL: vectors of a thread.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hadamard transforms of bfloat16 matrices fused with their cast, along the rows or the columns (DOWN). A block of threads
 // holds a tile:
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of rotated operands share: their macros, jobs, and the transforms of the numbers that a lane holds.
 //
 // A thread takes 32 neighbours of a line, and LANES lanes side by side hold 32 LANES neighbours: 64, which share random

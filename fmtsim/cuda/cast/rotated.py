@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of products that are rotated before they are cast: bfloat16 in, bfloat16 values out, in one or two passes.
 
 The bits are those of ``fmtsim.gemm.layers``: the transform of fmtsim/scaling/hadamard.py in float32,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rotations and casts the kernels of rotated operands take, and the macros that specialise them.
 
 Casts are those of block formats whose values bfloat16 holds, and three rules of ``Scaling``: for blocks of 32 elements

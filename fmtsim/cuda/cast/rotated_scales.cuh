@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scales of rotated lines that follow from more than an amax, by CAST: the standard deviation of 32 numbers, and two
 // levels of scales that are corrected over a group.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the statistic of a block becomes its scale: the rules of block formats (docs/semantics.md, sections 5 to 7), from
 // extremes in float64, and scale rules as data (fmtsim.spec.scaling), from a float32 statistic by the float32 operations
 // that fmtsim/scaling/scales.py names, in its order.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements under a scale: what all kernels of scaled operands share.
 //
 // Macros: INPUT (a dtype of vectors.cuh), those of grid.cuh for the elements, TIES: ties go to even, toward zero

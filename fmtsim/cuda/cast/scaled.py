@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands under a scale rule (``fmtsim.spec.scaling.Scaling``) in one or two launches: scales, elements, masks.
 
 The bits are those of ``fmtsim.scaling.cast.cast``: the same float32 operations in the same order, the same random

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operands whose blocks are runs of memory, in one pass, or the whole matrix, whose scale is known from before.
 // A lane holds four vectors of eight elements (two where sums are taken):
 //   straight   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies 256 elements further.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisers with a scale rule as what kernels take: macros, structures as bytes, and where blocks lie in memory."""
 
 import math

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operands under a scale rule whose blocks are no runs of memory: tiles and whole rows, or columns.
 //
 // Macros: those of scaled.cuh, and CACHED (tiles; WORDS is 0 or 2 then) or RUN (columns).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Statistics that scales follow from where one pass does not give both: amaxes of blocks, parts and columns, means of
 // whole matrices, and the history of delayed scaling.
 //

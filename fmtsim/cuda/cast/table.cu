@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Formats that are no grid (codebooks, logarithms) of at most eight bits, in a deterministic rounding, by a table in
 // shared memory: of what each of the 65536 patterns of a 16-bit dtype becomes (ENTRY), or of ranges of magnitudes of one
 // sign, a few bits of the mantissa wide, in which the result changes at most once.

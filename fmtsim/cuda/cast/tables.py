@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casts by table, to formats that are no grid: codebooks, logarithms, roundings without a kernel of their own.
 
 Two kinds of table, both made on the device by the general kernel, which alone knows how to round, at the first call for

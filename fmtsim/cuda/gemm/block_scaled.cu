@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Units that add groups of products exactly before the alignment (docs/matmul.md, section 2).
 //
 // The operands are packed as values times scales, of at most 8 bits, which bfloat16 holds. So the bf16 tensor core

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Units with block scales that add groups of products exactly before the alignment: Blackwell's 4-bit formats.
 
 Sums of groups come from the bf16 tensor core, which any GPU has; ``block_scaled.cu`` says when a block is one

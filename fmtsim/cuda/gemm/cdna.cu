@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The units of section 3 of docs/matmul.md, one output a thread. UNIT: 0 two-stage, 1 pairwise, 2 integers.
 #include "problem.cuh"
 

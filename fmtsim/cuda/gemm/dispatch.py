@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md).
 
 A product becomes a ``Job``; a fast path, where one takes it, writes what it can and marks the tiles that it cannot,

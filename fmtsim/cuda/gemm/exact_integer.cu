@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of fused units (docs/matmul.md, section 2) in exact integers, one output a thread: every unit, every number.
 //
 // WIDE: products of two significands need more than 64 bits. LIMBS: digits of an exact sum over all exponents, for the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What follows a product whose operands left scales outside: sums times scales, a bias, a dtype.
 //
 // y and out are [M, N], N a multiple of four, and begin at whole vectors; OUTPUT is float32, bfloat16 or float16.

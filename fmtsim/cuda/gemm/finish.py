@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last step of a product whose operands left the scales of their tensors outside."""
 
 from collections.abc import Iterator

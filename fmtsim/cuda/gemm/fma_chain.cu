@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products in order: fused multiply-adds one after another, or exact sums of a block and the running sum, each rounded
 // once, to nearest even, to an accumulator of KEPT mantissa bits.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Numbers and layout of fma_chain.cu: panels of 128 words at each k position, in the accumulation order, as panels.cuh
 // has them. A word is a number, or two float16 or bfloat16: of the second operand two columns, of the first a row
 // twice.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums to nearest even in order: fused multiply-adds one after another, and blocks of exact sums.
 
 fma_chain.cu has the method. Here is which units it takes and in which arithmetic. Sums in float16, bfloat16, float32

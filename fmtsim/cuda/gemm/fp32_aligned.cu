@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Aligned sums that fit float32, one fused multiply-add toward zero each: for FP8 and short fractions.
 //
 // With u = 2^(E - FRACTION) and a small eps > 0, trunc(p / u) = floor(p (1 + eps) / u) + (p < 0) for every product p.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aligned sums in float32 alone: 8-bit operands and short fractions on GPUs without fp64 tensor cores.
 
 ``fp32_aligned.cu`` has the method; here is when it is exact.

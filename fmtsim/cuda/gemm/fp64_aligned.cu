@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Aligned sums in float64, one multiply-add a product: units that round their terms toward zero, down or to nearest,
 // and the sum of a block in any way.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fp64_aligned.cu lays out its operands: a record for each panel of 128 rows and BLOCK k positions (panels.cuh).
 //
 // A record holds the numbers as doubles, k position by k position, in the order in which lanes take them; their

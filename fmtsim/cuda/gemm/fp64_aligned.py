@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aligned sums in float64: units that round terms toward zero, down or to nearest, and sums in any way.
 
 fp64_aligned.cu has the method, one float64 multiply-add a product. Here is which units it takes; those that truncate

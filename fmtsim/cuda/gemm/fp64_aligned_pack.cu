@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An operand in the layout of fp64_aligned.cuh; a block of threads makes a record.
 //
 // Macros: BLOCK, FRACTION, TYPE (operands.cuh), SECOND (1: the second operand), EMIN (lowest exponent of the operand),

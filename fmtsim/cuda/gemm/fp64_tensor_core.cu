@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Exact products of fused units that truncate terms (or round them down), by the perturbed floor on the fp64 tensor
 // core.
 //

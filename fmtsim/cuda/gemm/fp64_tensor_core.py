@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aligned sums on the fp64 tensor core: units that truncate terms, or round them down, and truncate sums.
 
 fp64_tensor_core.cu has the method. Here is which products it takes, and with which constants. Everything is decided

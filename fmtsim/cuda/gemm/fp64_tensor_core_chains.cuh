@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parts of fp64_tensor_core.cu: products on the fp64 tensor core, the beginning and end of a block's sum, and those of
 // chains: tiles, the addend, promotion, results.
 #pragma once

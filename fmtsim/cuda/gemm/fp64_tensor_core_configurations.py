@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of the kernels on the fp64 tensor core: warps, stages, blocks at once, and which is fastest."""
 
 from typing import NamedTuple

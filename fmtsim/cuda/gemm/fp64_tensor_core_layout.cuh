@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How packed operands of the kernels on the fp64 tensor core lie in memory: what fp64_tensor_core_pack.cu writes and
 // fp64_tensor_core.cu reads.
 //

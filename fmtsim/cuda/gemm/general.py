@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The general path of matrix products: every unit and number, on all tiles or on those that a fast path left.
 
 Here too are the sum of a product's parts (docs/matmul.md, section 4, step 5), and products without products.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One product as every path sees it: operands, definition, and the accumulation order as device arrays."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Integers of 128 bits, powers of two, and how a magnitude is rounded to a coarser grid in every mode.
 #pragma once
 #include "rounding.cuh"

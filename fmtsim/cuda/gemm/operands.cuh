@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How elements of any dtype are read, as doubles.
 #pragma once
 #include "numbers.cuh"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fast paths share: one kernel packs each operand panel by panel, another computes the tiles of the product.
 
 A fast path is a module with ``programs(job)``, the kernels that it launches for a product, first the product's, then

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tile loop of kernels whose operands are packed before: panels of 128 rows or columns, in the accumulation order.
 //
 // A block of 256 threads, eight warps of 64 x 32 outputs, computes a tile of two panels. Where its lanes find their

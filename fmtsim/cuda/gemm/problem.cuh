@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A product and its unit as numbers, outer sums, and how sums are written.
 #pragma once
 #include "operands.cuh"

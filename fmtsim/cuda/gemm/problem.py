@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A product and its unit as the numbers that the general kernels take by value (``Problem`` of problem.cuh)."""
 
 import struct

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts and lanes of a product added in the order of a plan (docs/matmul.md, section 4, step 5), one output a thread.
 #include "problem.cuh"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of operands whose groups along the sum have scales: c[m, n] = sum over groups g of
 // fma(a_scale[m, g] P_g, b_scale[n, g], ...), or fma(P_g, a_scale[m, g] b_scale[n, g], ...), P_g being the tensor
 // core's float32 sum of a group's products of bfloat16 elements, each step one rounding to nearest.

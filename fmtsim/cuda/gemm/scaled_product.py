@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of operands whose groups along the sum have scales, on the bfloat16 units of compute capability 9.0.
 
 The unit multiplies elements and adds a group's products in float32; each sum is multiplied by the scales of its two

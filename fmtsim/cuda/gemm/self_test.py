@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """First use of a fast path: its bits are held to the general path's before it serves.
 
 The first time that a fast path would serve a class of products, it multiplies the operands made here, and its bits are

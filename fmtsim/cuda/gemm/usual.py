@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Usual products: their kernels are compiled before the first call (fmtsim.cuda.warmup)."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of a group of four warps (wgmma), of compute capability 9.0 alone, whose operands lie in shared memory. The
 // name of the instruction in this file has program.py compile for sm_90a.
 //

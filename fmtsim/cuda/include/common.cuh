@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every kernel shares: integer types, bit views, and the few instructions that CUDA C++ has no intrinsic for.
 // No CUDA header is included (NVRTC needs none). A host compiler can stand in for NVRTC by defining FMTSIM_HOST and
 // supplying the instructions of this file itself.

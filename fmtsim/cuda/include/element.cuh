@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rounding of any element format, in any mode, under run-time parameters: exact, in integers (docs/semantics.md,
 // sections 1 to 3). The general path: kernels with a faster one use it for what that cannot do.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random words: Philox4x32-10 and the integers that stochastic rounding draws from it (docs/semantics.md, section 9).
 #pragma once
 #include "common.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a magnitude is rounded to a coarser grid, in every mode, exactly: the one place where kernels decide that from the
 // bits that are dropped (docs/semantics.md, section 1).
 #pragma once

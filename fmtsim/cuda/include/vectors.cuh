@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements of the four floating-point dtypes, as float32 or float64; vectors of them and of codes in registers: loads,
 // stores, and what one instruction does for two.
 #pragma once

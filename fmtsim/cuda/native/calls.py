@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's own matrix unit: which call of torch a product is, and the switches that decide its bits.
 
 Nothing here emulates. A call is described by plain facts and tensors, ``torch_call`` says which function of torch it is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a GPU, its library and its settings are those that a target was recorded on."""
 
 import ctypes

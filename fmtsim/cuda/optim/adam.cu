@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step of Adam on many parameters at once, whose moments, and weights where they are kept, are codes
 // (adam_codecs.cuh) without scales, with one a block, or with one a tensor (or float32): decode, update, encode from one
 // read. The update is that of fmtsim/optim/rules.py, codes and scales are those of fmtsim/optim/codec.py.

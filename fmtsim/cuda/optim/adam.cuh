@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What steps of Adam on many parameters share: the table of a launch, reads and writes of four neighbours, the update.
 // Macros: ENTRIES, parameters of a launch. TYPE: of parameters and gradients, 0 float32, 1 bfloat16, 2 float16.
 #pragma once

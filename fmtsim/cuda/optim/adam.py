@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of Adam on many parameters: which schemes the kernels know, and the few launches for all parameters.
 
 Moments are codes of codebooks or of expanded groups, or states, weights among them, are floating-point codes, with

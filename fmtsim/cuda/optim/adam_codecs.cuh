@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How one state is kept: the numbers of a tensor as codes with scales (fmtsim.spec.optimizer.StateFormat).
 //
 // Slot: floating-point codes. BITS of a code, 16 or 8; 32: float32 numbers; 0: there is none. MANTISSA, BIAS: of the

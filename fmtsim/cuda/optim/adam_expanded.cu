@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step of Adam on many parameters at once, whose moments are E4M3 codes of groups of 128 with expanded range (COAT):
 // decode, update, encode from one read. The update is that of fmtsim/optim/rules.py; the expansion, step by step, that of
 // fmtsim/optim/expansion.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.

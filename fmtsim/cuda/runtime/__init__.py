@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How kernels are compiled, kept on disk, loaded and launched: ``kernel(file, name, index, defines)`` returns one."""
 
 from fmtsim.cuda.runtime.launch import Kernel

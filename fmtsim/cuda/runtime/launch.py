@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a kernel is started: the driver's own call on torch's current stream, with as little Python around it as can be.
 
 How the arguments of a call lie in memory is worked out once per kernel and kinds of arguments, and held to what the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How kernels are compiled, kept and launched: CUDA C++ through NVRTC, with cuda-core, on torch's current stream.
 
 This module imports cuda-core, and launch.py the driver's bindings, at the first call. A kernel is a file of

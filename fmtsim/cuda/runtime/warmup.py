@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels compiled and loaded before they are needed."""
 
 import importlib

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers whose three products quantise their operands: quantize_operand, gemm, finish."""

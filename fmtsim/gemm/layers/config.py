@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a quantised linear layer is: a quantiser for each operand of each of its three matrix products."""
 
 from dataclasses import dataclass, replace

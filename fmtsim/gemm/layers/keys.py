@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer is beside its tensors, and the random keys of its passes.
 
 A key is a seed and an offset: numbers in eager code, an int64 tensor [2] on the CPU where a compiler looks on. Compiled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EmulatedGEMM: a linear layer whose three matrix products see quantised operands.
 
 Each product is ``quantize_operand`` twice, ``multiply`` (or a unit's product), and what is to be undone or rounded

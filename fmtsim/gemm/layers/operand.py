@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One operand of a product under a quantiser: transforms, a cast, scale rules, gradient rules.
 
 ``quantize_operand`` is the one way there: a GPU's fused kernels where they cover a quantiser, else torch operations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch operators of operands: what a compiler sees of ``quantize_operand``.
 
 One node is never looked into, so that nothing is fused into steps whose roundings count. What it returns follows from

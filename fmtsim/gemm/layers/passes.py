@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pass, forward or backward, of a layer: its operands and its products."""
 
 from collections.abc import Iterable

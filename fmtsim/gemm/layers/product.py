@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product of two quantised operands, on a unit or in float32 in no particular order, and what follows a product.
 
 Without a unit, a GPU's bfloat16 units multiply elements that bfloat16 holds: products are exact, sums the unit's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a machine is handed of a layer's operands: elements with scales, integers, or values. Follows from records."""
 
 from functools import lru_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What shares a scale in a linear layer, by name."""
 
 from typing import Literal

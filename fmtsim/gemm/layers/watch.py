@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who looks on while layers and attention multiply, and what they are shown.
 
 Every reader is a ``Watcher``: statistics, calibration and users' functions (``Told``) take operands as they came and

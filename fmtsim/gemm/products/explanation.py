@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One product in words: what is called, the unit, the accumulation order, and what stands behind it."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verb of one matrix instruction: mma."""
 
 import math

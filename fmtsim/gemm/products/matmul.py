@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products of plain tensors: the verbs mm, bmm, linear and int_mm, and their gradient."""
 
 from typing import Any, TypedDict, Unpack

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a product with a target runs on the GPU's own unit, and how it gets there.
 
 With ``native=None`` a verb runs natively where the tensors are on the GPU that the target describes and torch has the

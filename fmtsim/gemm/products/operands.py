@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a verb is given, made into what an engine takes: values, their format, and how they lie in memory."""
 
 from functools import lru_cache

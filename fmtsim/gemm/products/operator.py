@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch operator of matrix products: one definition as JSON, the data, the choice of engine, and the epilogue."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products in exact integers: slow, obvious, and what engines are held to (docs/matmul.md, section 4).
 
 What a unit does with one block is in ``oracle_units.py``; here products become blocks, chains, parts, sums and outputs.

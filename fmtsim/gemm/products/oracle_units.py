@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One block of every kind of matrix unit in exact integers: sections 1 to 3 of docs/matmul.md, steps numbered as there.
 
 Numbers are ``digits * 2**place`` with Python integers; ``float`` appears only as a container of values that it holds

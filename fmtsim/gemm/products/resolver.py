@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one way of matrix products: what a GemmCall comes to on a target, a unit or a datapath, and who computes it."""
 
 from collections.abc import Iterator

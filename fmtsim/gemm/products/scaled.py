@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The verb of scaled matrix products: scaled_mm."""
 
 from typing import Any

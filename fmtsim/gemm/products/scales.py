@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales as callers hold them, made into what engines and epilogues take."""
 
 from typing import Any, NamedTuple

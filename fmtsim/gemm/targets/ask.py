@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask cuBLASLt itself what it would run for a call: host code of the library that torch loaded, no kernel runs.
 
 Enumerators of cublasLt.h, library_types.h and cublas_api.h stand here as their numbers.

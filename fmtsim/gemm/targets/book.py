@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan book: what cuBLASLt chooses for runs of sizes, in one file of which a lookup reads some hundred bytes."""
 
 import bisect

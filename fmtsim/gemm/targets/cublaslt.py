@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The accumulation orders of cuBLASLt's kernels: from the choice that the library makes for a call to a plan.
 
 Found by probing and by comparing bits on H100, H200, GB200 and GB300; docs/evidence.md says how many calls of each

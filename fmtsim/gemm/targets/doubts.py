@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How targets warn of a call: once a process, at the user's line, and not at all while calls are only looked at."""
 
 import os

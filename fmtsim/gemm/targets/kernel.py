@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a library's kernel turns a number of parts into a plan, which number it takes, and the rules that choose both."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cuBLASLt most likely chooses where nobody asked it: decision trees that were learned from its answers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a library leaves out of its sums: who is told, and how a call gets around it."""
 
 from dataclasses import replace

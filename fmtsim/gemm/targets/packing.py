@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of choices in few bytes, and back: columns of bytes, which deflate packs well."""
 
 import zlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cuBLASLt is asked about a call, and what it answers: the choice that decides the order of sums."""
 
 from typing import Final, NamedTuple

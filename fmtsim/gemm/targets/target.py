@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs with their libraries: which unit a call runs on, and in which order it adds, read from plan files and books."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The catalogue of matrix units: what each adds, in which order, and the evidence."""
 
 from fmtsim.gemm.units.catalogue import units

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The matrix units of GPUs: the only table of their constants, each with what stands behind it.
 
 Sources, by the short names used below:

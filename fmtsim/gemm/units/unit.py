@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix units by name: which operands each takes, how it adds their products, and what stands behind that."""
 
 import re

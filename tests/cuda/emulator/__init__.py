@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the kernels of the CUDA engine on the host, without a GPU: their real source, compiled by g++, bit for bit.
 
 How to use it::

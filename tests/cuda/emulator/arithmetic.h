@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Floating point: intrinsics with a rounding, conversions, bit views. Results that are NaN are the GPU's 0x7fffffff for
 // float32; plain operators and casts are the host's (a NaN of another sign; a cast out of range is undefined).
 #pragma once

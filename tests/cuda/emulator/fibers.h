@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Threads of a block as fibers of one host thread: each runs until it waits at a barrier or ends.
 #pragma once
 

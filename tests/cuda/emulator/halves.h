@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fused multiply-adds of two float16 or bfloat16 side by side, which common.cuh has in assembly.
 #pragma once
 

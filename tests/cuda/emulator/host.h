@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a host compiler needs to run a kernel file: CUDA's keywords, types, threads (fibers.h), intrinsics and wrappers.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Integer intrinsics: bits, wide products, bytes, and two or four numbers in one word.
 #pragma once
 

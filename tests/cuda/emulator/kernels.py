@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel files as shared libraries of the host, and their launches."""
 
 import contextlib

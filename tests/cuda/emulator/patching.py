@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pretended device: what ``fmtsim.cuda.runtime`` says while kernels run on the host."""
 
 import importlib

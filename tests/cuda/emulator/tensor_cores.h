@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The wrappers that common.cuh has in assembly: products of matrices, fragments laid out as in the PTX manual, and
 // asynchronous copies, which land when they are waited for and leave rubbish until then.
 #pragma once

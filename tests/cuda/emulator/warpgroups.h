@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The wrappers that warpgroup.cuh has in assembly. A product of a group of warps is done when it is waited for, each
 // thread its own sums, which are NaN until then: shared memory that is written too early, or sums that are read too
 // early, show.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Instructions of whole warps, atomics, fences and loads with cache hints.
 #pragma once
 
