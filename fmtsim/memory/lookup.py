@@ -10,7 +10,9 @@ from typing import Any
 from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.gemm.models import Model, models
 from fmtsim.memory.config_file import read_config, size_of_config
-from fmtsim.memory.sizes import MOST, Bias, ModelSize
+from fmtsim.memory.sizes import Bias, ModelSize
+
+MOST = 10**15  # parameters; more than any model has
 
 
 def model_size(model: Any) -> ModelSize:

@@ -8,7 +8,8 @@ from fmtsim.errors import ArgumentError
 from fmtsim.records import check_types
 
 Bias = Literal["qkv", "out", "mlp", "head", "norm"]
-MOST = 10**15  # parameters; more than any model has
+MOST = {"blocks": 10**4, "heads": 10**5, "kv_heads": 10**5, "head_dim": 10**5}
+"""The largest sizes, 10**8 for others; products of them are still numbers of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Latent:
 
     def __post_init__(self) -> None:
         check_types(self)
+        for name, least in (("queries", 0), ("values", 1), ("rotary", 0), ("key_dim", 1), ("value_dim", 1)):
+            _check_size(self, name, least, MOST["head_dim"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +79,7 @@ class ModelSize:
         check_types(self)
         least = dict.fromkeys(("blocks", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"), 1)
         for name in (*least, "positions", "experts", "active", "shared", "dense", "dense_width"):
-            low, value = least.get(name, 0), getattr(self, name)
-            if not low <= value < MOST:
-                raise ArgumentError(f"ModelSize {name}={value} is not possible; choose {low} or more, below 10**15")
+            _check_size(self, name, least.get(name, 0), MOST.get(name, 10**8))
         if self.heads % self.kv_heads:
             raise ArgumentError(
                 f"ModelSize kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor"
@@ -121,3 +122,9 @@ class ModelSize:
     def cached(self) -> int:
         """Elements that a cache of keys and values keeps of a token in one block."""
         return sum(self.qkv[1:]) if self.latent is None else self.latent.values + self.latent.rotary
+
+
+def _check_size(record: Latent | ModelSize, name: str, least: int, most: int) -> None:
+    value = getattr(record, name)
+    if not least <= value <= most:
+        raise ArgumentError(f"{type(record).__name__} {name}={value} is not possible; choose {least} to {most:,}")

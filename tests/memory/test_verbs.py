@@ -47,7 +47,9 @@ def test_what_recipes_keep():
     assert recipes["coat"]["first moment"] < plain["first moment"] / 3
     assert recipes["deepseek_v3"]["first moment"] == plain["first moment"] / 2
     early = fmtsim.training_memory(size, "te_mxfp8", tokens=32, quantize_early=True)
-    assert early["activations"] < plain["activations"] and early["quantised weights"] > 0
+    matrices = 7 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 512 * 64
+    assert early["activations"] < plain["activations"] and early["quantised weights"] == 2 * matrices * 8.25 / 8
+    assert recipes["te_current"]["quantised weights"] == matrices
     notes = [any("quantize_early=True" in note for note in found.notes) for found in (recipes["te_mxfp8"], early)]
     assert notes == [True, False]
     assert not any("quantize_early=True" in note for note in recipes["amp_bf16"].notes)
@@ -85,16 +87,29 @@ def test_experts_and_latent_attention():
     router, expert, shared = 64 * 8, 3 * 64 * 128, 3 * 64 * 64
     change = router + 8 * expert + shared - expert + (3 * 64 * 256 - expert)  # the second block, and the first
     assert found.parameters == dense.parameters + change
+    histories = fmtsim.training_memory(experts, "te_delayed")["scale histories"]
+    assert histories == 4 * 1024 * 3 * (7 + 1 + 4 + 1 + 8 * 3 + 3)  # blocks, head, router, experts and shared
     assert {each.name for each in found.saved} >= {"input of the router", "outputs of experts"}
     inputs = {each.name: each.elements for each in found.saved}
     assert inputs["experts' input of the last layer"] == 2 * 128 and inputs["shared input of the last layer"] == 64
-    latent = Latent(queries=24, values=16, rotary=8, key_dim=12, value_dim=20)
+    latent = Latent(queries=24, values=20, rotary=8, key_dim=12, value_dim=20)
     small = ModelSize(**ONE | {"latent": latent})
-    assert small.cached == 24 and small.qkv == (80, 80, 80) and small.attention["o_proj"] == (64, 80)
+    assert small.cached == 28 and small.qkv == (80, 80, 80) and small.attention["o_proj"] == (64, 80)
     kept = {each.name: each.elements for each in fmtsim.training_memory(small, tokens=8).saved}
-    assert kept["latent vectors, for their norms"] == 40 and kept["queries, keys and values"] == 240
+    assert kept["latent vectors, for their norms"] == 44 and kept["queries, keys and values"] == 240
+    each = fmtsim.serving_memory(small, context=4, devices=2, kv_format="int8_channel")["KV cache"]
+    assert each == 2 * 4 * 28 * (8 + 32 / 20) / 8  # whole on each device; a float32 scale for 20
     whole = ModelSize(**ONE | {"latent": Latent(queries=0, values=16, rotary=8, key_dim=12, value_dim=20)})
     assert "q_proj" in whole.attention and "q_a_proj" not in whole.attention
+
+
+def test_a_tied_head_runs_as_the_recipe_says():
+    tied = fmtsim.training_memory(ModelSize(**ONE | {"tied": True}), "te_current", tokens=8)
+    assert tied["head and loss"] == fmtsim.training_memory(SIZE, "te_current", tokens=8)["head and loss"]
+    assert tied.parameters == fmtsim.training_memory(SIZE).parameters - 512 * 64
+    embedding = fmtsim.serving_memory(SIZE, weights="mxfp4")["weights"]
+    matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+    assert embedding == matrices * 4.25 / 8 + 2 * (2 * 512 * 64 + 5 * 64)  # embedding, head and norms in bfloat16
 
 
 def test_optimizers_by_rule_scheme_and_both():
@@ -136,7 +151,9 @@ REFUSED = [
     (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers=8), r"lora_layers=8 is not allowed"),
     (lambda: fmtsim.training_memory(SIZE)["weight"], r"no line 'weight'; choose one of weights, "),
     (lambda: ModelSize(**ONE | {"heads": 5}), r"kv_heads=2 does not divide heads=5; choose a divisor"),
-    (lambda: ModelSize(**ONE | {"hidden": 0}), r"hidden=0 is not possible; choose 1 or more"),
+    (lambda: ModelSize(**ONE | {"hidden": 0}), r"hidden=0 is not possible; choose 1 to 100,000,000"),
+    (lambda: ModelSize(**ONE | {"blocks": 10**9}), r"blocks=1000000000 is not possible; choose 1 to 10,000"),
+    (lambda: Latent(queries=0, values=0, rotary=8, key_dim=12, value_dim=20), r"Latent values=0 is not possible"),
     (lambda: ModelSize(**ONE | {"experts": 4, "active": 5}), r"active=5 of experts=4 is not possible; choose 1 to 4"),
     (lambda: ModelSize(**ONE | {"active": 5}), r"active=5 needs experts; give experts= as well"),
     (lambda: ModelSize(**ONE | {"dense": 3}), r"dense=3, dense_width=0 is not possible; choose up to 2 blocks"),
