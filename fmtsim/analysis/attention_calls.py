@@ -18,6 +18,27 @@ from fmtsim.dispatch import OwnMode, without_own_modes
 _PRODUCTS: Final = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 _SOFTMAX: Final = (F.softmax, torch.softmax, Tensor.softmax)
 _KEPT: Final = (F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.float, Tensor.bfloat16, Tensor.half)
+# What scores go through that is run again: it draws no random numbers, and writes to nothing but the scores.
+_PURE: Final = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "true_divide",
+        "masked_fill",
+        "where",
+        "to",
+        "float",
+        "double",
+        "type_as",
+        "contiguous",
+    }
+    | {"__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__"}
+)
+_IN_PLACE: Final = frozenset(
+    {"add_", "sub_", "mul_", "div_", "masked_fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"}
+)
 _CLOSE: Final = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -83,10 +104,12 @@ class AttentionCalls(OwnMode):
         if func in _KEPT and first in self._weights:
             self._weights[y] = self._weights[first]  # type: ignore[index]
             return
-        known = [t for t in args if isinstance(t, Tensor) and t in self._scores]
-        if len(known) == 1 and y.shape == known[0].shape:
-            before = self._scores[known[0]]
-            place = next(i for i, t in enumerate(args) if t is known[0])
+        places = [i for i, t in enumerate(args) if isinstance(t, Tensor) and t in self._scores]
+        name = func.__name__
+        runs_again = name in _PURE or (name in _IN_PLACE and places == [0])
+        if len(places) == 1 and runs_again and "out" not in kwargs and y.shape == args[places[0]].shape:
+            place = places[0]
+            before = self._scores[args[place]]
 
             def change(s: Tensor) -> Tensor:
                 given = list(args)

@@ -9,6 +9,7 @@ first one's output comes, it goes back through the shadow's.
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,11 +100,12 @@ class Shadow:
 
     def attach(self) -> None:
         """Run the shadow beside the model from now on, as far as its layers have observers."""
-        for module, _ in self._pairs:
-            if MARK in module.__dict__:
+        for module in (*(module for module, _ in self._pairs), *self._attending):
+            if MARK in module.__dict__ or ATTENDED in module.__dict__:
                 raise ArgumentError(f"{type(module).__name__} is observed already; leave the outer observe first")
         for module, copy in self._pairs:
-            wrap(module, MARK, self._writer(copy) if READS in copy.__dict__ else self._layer(module, copy))
+            writer = READS in copy.__dict__ and not isinstance(copy, EmulatedModule)
+            wrap(module, MARK, self._writer(copy) if writer else self._layer(module, copy))
         for module in self._attending:
             wrap(module, ATTENDED, self._attention(self._copies[module].__dict__[ATTENTION]))
 
@@ -152,8 +154,6 @@ class Shadow:
             def cast(copies: _Copies) -> Tensor:
                 return attend(how.call, copies[call.q], copies[call.k], copies[call.v], **call.options)
 
-            if how.call.observer is None:
-                return
             try:
                 run_beside(call.y, cast, [call.q, call.k, call.v])
             except FmtsimError as error:  # the model itself runs on
@@ -161,7 +161,7 @@ class Shadow:
                 self.notes += [note] if note not in self.notes else []
 
         def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-            with AttentionCalls(see):
+            with nullcontext() if how.call.observer is None else AttentionCalls(see):
                 return forward(*args, **kwargs)
 
         return run

@@ -178,6 +178,47 @@ def test_attention_keeps_its_bits_and_what_is_none_is_said():
     assert str(stats).splitlines()[-1] == "no attention seen, not called or of another kind: (model)"
 
 
+@torch.no_grad()
+def test_what_scores_go_through_is_run_again_only_where_nobody_notices():
+    noise, kept = torch.zeros(2, 8, 8), torch.zeros(2, 8, 8)
+
+    class NoisyAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Linear(16, 16)
+
+        def forward(self, x, how):
+            q = self.q(x)
+            s = q @ q.mT
+            if how == "written elsewhere":
+                s = noise.add_(s)
+            elif how == "out=":
+                s = torch.mul(s, 0.5, out=kept)
+            elif how == "random":
+                s = F.dropout(s, 0.5)
+            return s.softmax(-1) @ q
+
+    layer, x = NoisyAttention(), torch.randn(2, 8, 16)
+    for how in ("nothing", "written elsewhere", "out=", "random"):
+        runs = []
+        for watch in (contextlib.nullcontext(), stats := fmtsim.observe(layer, format="e4m3")):
+            torch.manual_seed(0)
+            noise.zero_(), kept.zero_()
+            with watch:
+                runs.append((layer(x, how), noise.clone(), kept.clone(), torch.rand(1)))
+        assert all(map(torch.equal, *runs))
+        assert ("" in stats.layers) == (how == "nothing"), how
+
+
+def test_attention_alone_is_observed_once():
+    layer = Attention("torch")
+    with fmtsim.observe(layer, recipe="fa3_code", every=2) as stats:
+        layer(torch.randn(2, 8, 32)), layer(torch.randn(2, 8, 32))
+        with pytest.raises(ArgumentError, match="Attention is observed already; leave the outer observe first"):
+            fmtsim.observe(layer, recipe="fa3_code").__enter__()
+    assert list(stats.history) == [0] and stats[""]["q"].elements == 2 * 8 * 32
+
+
 def test_attention_that_the_recipe_does_not_multiply_is_said_and_the_model_runs_on():
     layer, x = Attention("torch").bfloat16(), torch.randn(2, 8, 32).bfloat16()
     recipe = Recipe(name="own", linear=linear_config(x="e4m3", w="e4m3", g="e4m3"), attention=VOLTA)
