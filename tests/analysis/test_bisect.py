@@ -204,8 +204,8 @@ def test_another_recipe_and_an_unconverted_model():
     found = fmtsim.bisect((emulated(), BATCH, loss), (emulated(format="e5m2"), BATCH, loss))
     check_name = "0.up forward: x_f"
     assert str(found.a) == check_name and found.kind == "operation"
-    assert re.search(r"quantizer, a +e4m3_tensor\n", str(found)) and re.search(
-        r"quantizer, b +e5m2_tensor\n", str(found)
+    assert re.search(r"quantizer, a +e4m3_tensor_amax\n", str(found)) and re.search(
+        r"quantizer, b +e5m2_tensor_amax\n", str(found)
     )
     found = fmtsim.bisect((plain(), BATCH, loss), (emulated(), BATCH, loss))
     check(found, "0.up forward: Linear")
