@@ -97,8 +97,8 @@ def test_experts_and_latent_attention():
     assert small.cached == 28 and small.qkv == (80, 80, 80) and small.attention["o_proj"] == (64, 80)
     kept = {each.name: each.elements for each in fmtsim.training_memory(small, tokens=8).saved}
     assert kept["latent vectors, for their norms"] == 44 and kept["queries, keys and values"] == 240
-    each = fmtsim.serving_memory(small, context=4, devices=2, kv_format="int8_channel")["KV cache"]
-    assert each == 2 * 4 * 28 * (8 + 32 / 20) / 8  # whole on each device; a float32 scale for 20
+    each = fmtsim.serving_memory(small, context=5, devices=2, kv_format="int8_channel")["KV cache"]
+    assert each == 2 * 5 * 28 * (8 + 32 / 20) / 8  # whole on each device; a float32 scale for 20
     whole = ModelSize(**ONE | {"latent": Latent(queries=0, values=16, rotary=8, key_dim=12, value_dim=20)})
     assert "q_proj" in whole.attention and "q_a_proj" not in whole.attention
 
