@@ -181,10 +181,9 @@ def make_progress(
         transient: Whether the bars of a terminal vanish at the end.
     """
     stream = sys.stderr if stream is None else stream
-    notebook = type(stream).__module__.partition(".")[0] == "ipykernel"
-    if progress is False or (progress is None and not notebook and not stream.isatty()):
+    if progress is False or (progress is None and not watched(stream)):
         return Progress()
-    if notebook:
+    if _in_notebook(stream):
         return OneLine(stream, verb)
     if stream.isatty():
         try:
@@ -192,6 +191,15 @@ def make_progress(
         except ImportError:
             pass
     return Lines(stream, verb)
+
+
+def watched(stream: TextIO) -> bool:
+    """Say whether somebody looks on: a stream is a terminal or a notebook's."""
+    return _in_notebook(stream) or stream.isatty()
+
+
+def _in_notebook(stream: TextIO) -> bool:
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
 def _span(seconds: float) -> str:

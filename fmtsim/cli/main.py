@@ -46,7 +46,9 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "This machine": {
         "info": "show versions, devices, engines and threads",
+        "completion": "print a script by which bash, zsh or fish completes commands, options and names",
         "doctor": "say what is missing here, and with --gemm which products of a model a library drops",
+        "warmup": "compile kernels now, so that no later call waits for the compiler",
         "calibrate": "measure this GPU's arithmetic and its library's accumulation orders, and write a plan file",
         "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
     },

@@ -16,7 +16,7 @@ from tests.fuzz.corrupt import TEXTS, corrupted
 LONG = (  # what takes minutes, or starts processes: reached, it is a result
     "fmtsim.cli.train.compare_schemes", "fmtsim.cli.train.check_native", "fmtsim.cli.reproduce._run_all",
     "fmtsim.verify.workers.run", "fmtsim.cli.bench._results", "fmtsim.cli.bench._overheads",
-    "fmtsim.cli.mm.exact_sums",
+    "fmtsim.cli.mm.exact_sums", "fmtsim.cli.warmup._on_cpu",
 )  # fmt: skip
 PLAIN = """e4m3 bf16 nvfp4 mxfp8_e4m3 int8 int24 fp64 logfmt8 nf4 1 2 3 -1 0 16 33 1.5 inf nan 1e-320 0x1p3 = , a=b --
     - * block=32,fraction_bits=10 block=0 block=x rounding=stochastic promote_every=128 split=2 h100 chain exact

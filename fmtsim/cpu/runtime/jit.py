@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How kernels are compiled: decorators for numba, and instructions that it lacks."""
 
+import functools
 from collections.abc import Callable
 
 import llvmlite.ir as ir
@@ -9,14 +10,28 @@ from numba import extending, types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from fmtsim.cpu.runtime.kernel_cache import KernelCache
+from fmtsim.cpu.runtime.kernel_cache import KernelCache, cache_folder, kernel_name
+from fmtsim.folder import compiling
 
 
 def kernel(function: Callable) -> Callable:
     """Compile a function at its first call for each signature, without the GIL, and keep the machine code on disk."""
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = KernelCache(function)  # type: ignore[attr-defined]
+    compiler = dispatcher._compiler  # type: ignore[attr-defined]
+    compiler.compile = _announced(compiler.compile, kernel_name(function))
     return dispatcher
+
+
+def _announced(compile_: Callable, name: str) -> Callable:
+    """Return what compiles a kernel, below a line that says so where it takes long."""
+
+    @functools.wraps(compile_)
+    def compiled(*arguments):  # type: ignore[no-untyped-def]
+        with compiling(name, cache_folder()):
+            return compile_(*arguments)
+
+    return compiled
 
 
 def device(function: Callable) -> Callable:

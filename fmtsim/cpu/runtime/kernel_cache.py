@@ -21,6 +21,11 @@ def cache_folder() -> Path | None:
     return kernel_folder("cpu")
 
 
+def kernel_name(function: Callable) -> str:
+    """Return the name of a kernel below the engine, ``cast.scalar.nearest_saturating``."""
+    return f"{function.__module__.removeprefix('fmtsim.cpu.')}.{function.__qualname__}"
+
+
 class KernelCache(NullCache):
     """Keep what numba compiles of one function; a kernel has no index, so that processes cannot mix their entries up.
 
@@ -34,8 +39,7 @@ class KernelCache(NullCache):
     def _path(self, signature: Any, codegen: Any) -> Path | None:
         folder = cache_folder()
         key = key_of(self._function, signature, codegen.magic_tuple())
-        name = f"{self._function.__module__.removeprefix('fmtsim.cpu.')}.{self._function.__qualname__}"
-        return folder and folder / f"{name}-{key}.bin"
+        return folder and folder / f"{kernel_name(self._function)}-{key}.bin"
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Return what was compiled for a signature, None where nothing was."""

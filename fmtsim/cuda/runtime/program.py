@@ -18,7 +18,7 @@ import torch
 
 from fmtsim.cuda.runtime.launch import Kernel, checked
 from fmtsim.errors import DeviceError
-from fmtsim.folder import kernel_folder, load, save
+from fmtsim.folder import compiling, kernel_folder, load, save
 
 KERNELS = Path(__file__).parents[1]
 OLDEST = (8, 0)
@@ -163,7 +163,8 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
     if kept:
         return ObjectCode.from_cubin(kept, name=file)
     try:
-        code = Program(source, "c++", options).compile("cubin")
+        with compiling(file, folder):
+            code = Program(source, "c++", options).compile("cubin")
     except Exception as error:  # cuda-core raises several types, NVRTC's log in their text
         macros = " ".join(f"-D{name}={value}" for name, value in defines)
         log = str(error).replace("\0", "").rstrip()

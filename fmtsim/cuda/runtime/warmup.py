@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,11 +16,12 @@ from fmtsim.cuda.runtime import program
 from fmtsim.errors import DeviceError
 
 
-def warmup(device: torch.device | int | None = None) -> int:
+def warmup(device: torch.device | int | None = None, *, advance: Callable[[int, int], None] | None = None) -> int:
     """Compile and load the engine's kernels for a device, so that no later call waits for the compiler.
 
     Args:
         device: A CUDA device or its number; None takes the current one.
+        advance: Called with how many programs are compiled, from 0 on, and how many there are.
 
     Returns:
         How many kernels are ready. Each kind of kernel is there in the specialisations that common calls take; a rarer
@@ -37,8 +38,12 @@ def warmup(device: torch.device | int | None = None) -> int:
     chosen = variants(program.capability(index))
     programs = list(dict.fromkeys((file, defines) for file, _, defines in chosen))
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(lambda item: program.compiled(item[0], arch, item[1]), programs):
-            pass
+        done = pool.map(lambda item: program.compiled(item[0], arch, item[1]), programs)
+        for count in range(len(programs) + 1):
+            if count:
+                next(done)
+            if advance is not None:
+                advance(count, len(programs))
     for file, name, defines in chosen:
         program.kernel(file, name, index, defines)
     return len(chosen)
