@@ -278,6 +278,7 @@ def test_every_line_of_a_text(text, run):
     assert run(*shlex.split(command)) == (0, expected.rstrip("\n") + "\n")
 
 
+MODEL = {"seed": 0, "device": "cpu", "batch_size": 8, "context": 128}
 DEFAULTS = {
     "formats": {"pattern": "*"},
     "cast": {"rounding": "nearest_even", "seed": 0},
@@ -287,8 +288,12 @@ DEFAULTS = {
                   "calls": 3, "lattice": 0, "device": "cuda", "questions": 3000000},
     "doctor": {"tokens": "1..8192", "dtypes": "bf16"},
     "invariance": {"sizes": "1..512", "dtypes": "bf16"},
-    "trace": {"level": "modules", "seed": 0, "device": "cpu"},
-    "bisect": {"seed": 0, "device": "cpu"},
+    "observe": {"by": "underflow", "every": 1, "steps": 8, "worst": 10, **MODEL},
+    "attribute": {"by": "loss", "share": 0.5, **MODEL},
+    "ptq": {"batches": 8, **MODEL},
+    "search": {"batches": 8, **MODEL},
+    "trace": {"level": "modules", **MODEL},
+    "bisect": MODEL,
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4,
               "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train", "model": "gpt"},
