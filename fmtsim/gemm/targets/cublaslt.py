@@ -347,10 +347,13 @@ TILES: Final = {
 
 
 def _one_chain(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    """Kernels that share tiles out along K, too (split -1), leave them whole where they just fill the GPU once."""
+    """Stream-K kernels (split -1) leave tiles whole where 67 to 99 of them fill most of the GPU at once.
+
+    From 100 to 128 tiles, some of the last ones are shared along K in one call of ten.
+    """
     if choice.split == -1 and architecture == "sm_90" and choice.custom in TILES:
         rows, columns = TILES[choice.custom]
-        whole = 66 < _ceil(call.n, rows) * _ceil(call.m, columns) * call.batch <= 128
+        whole = 66 < _ceil(call.n, rows) * _ceil(call.m, columns) * call.batch < 100
     else:
         whole = choice.split == 1
     return _plan() if whole and not (call.bias and call.n == 1) else None
