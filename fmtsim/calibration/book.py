@@ -19,7 +19,7 @@ from fmtsim.calibration.asking import asker, processes, shared
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
-from fmtsim.gemm.targets.book import Along, Book, Family, Runs, write_book
+from fmtsim.gemm.targets.book import EVERY_K, Along, Book, Family, Runs, write_book
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
@@ -37,7 +37,7 @@ DIED: Final = (
 _SAVED = 20  # times as long as it takes to write the file passes before it is written again
 # Sizes that are asked are so far apart up to a size; changes between two of them are bisected.
 _ROWS: Final = ((64, 1), (512, 4), (2048, 16), (MOST, 64))
-_TOKENS: Final = ((512, 1), (4096, 32), (MOST, 128))
+_TOKENS: Final = ((EVERY_K, 1), (4096, 32), (MOST, 128))
 
 
 def _kinds() -> dict[str, Kind]:

@@ -54,6 +54,17 @@ def test_the_librarys_own_choice(tmp_path):
     assert (spec.unit, spec.a.name, spec.plan.lanes, spec.basis) == ("fp32_fma", "fp32", 2, "reported")
 
 
+def test_a_choice_between_values_of_k_that_lie_apart_is_a_guess(tmp_path, monkeypatch):
+    """Of CUTLASS's kernels, whose splits change in between; a GPU at hand is asked."""
+    target = with_book(tmp_path)
+    dense, apart = (mm(64, 48, k, a_layout="column", b_layout="column") for k in (512, 520))
+    found = [target.find(call) for call in (dense, apart)]
+    assert [each.basis for each in found] == ["reported", "guess"]
+    assert all("algorithm 24, 4 parts" in each.plan.source for each in found)
+    monkeypatch.setattr(ask, "choice", lambda question, of: Choice(24, 5, 2))
+    assert target.find(apart).basis == "reported" and "asked on this machine" in target.find(apart).plan.source
+
+
 def test_a_call_that_the_book_lacks_is_asked_on_the_very_machine(tmp_path, monkeypatch):
     target = with_book(tmp_path)
     asked = []

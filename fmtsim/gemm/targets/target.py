@@ -219,12 +219,16 @@ class Target:
     def _chosen(self, call: GemmCall, question: Question) -> Found | None:
         """Return what the library's own choice comes to: out of the book, or asked here; None where nobody knows it."""
         run = None if self.book is None else self.book.run(question)
-        if run is not None and self.book is not None:
-            source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
-            return self._ordered(call, run.choice, f"{source}, {_entry(question, run)}:", "reported")
-        choice = ask.choice(question, self)
-        source = f"{_library(self.library)}'s choice, asked on this machine:"
-        return None if choice is None else self._ordered(call, choice, source, "reported")
+        certain = run is not None and run.certain(question)
+        choice = None if certain else ask.choice(question, self)
+        if choice is not None:
+            source = f"{_library(self.library)}'s choice, asked on this machine:"
+            return self._ordered(call, choice, source, "reported")
+        if run is None or self.book is None:
+            return None
+        source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
+        basis: Basis = "reported" if certain else "guess"
+        return self._ordered(call, run.choice, f"{source}, {_entry(question, run)}:", basis)
 
     def _likely(self, call: GemmCall, question: Question) -> Found | None:
         """Return what the library's most likely choice comes to, None without a tree for such calls."""
