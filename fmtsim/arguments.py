@@ -21,7 +21,7 @@ Generator = int | torch.Generator | RandomKey | None
 
 
 def check_dense(name: str, x: Any) -> None:
-    """Refuse what is no tensor whose elements lie in memory by strides; ``name`` is what errors call it."""
+    """Refuse what is not a tensor whose elements lie in memory by strides; ``name`` is what errors call it."""
     if not isinstance(x, torch.Tensor):
         raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
     if torch.compiler.is_compiling():  # dynamo cannot see layouts
@@ -63,7 +63,7 @@ def _check_fake(tensors: dict[str, Any]) -> None:
 
 
 def check_module(verb: str, model: Any) -> None:
-    """Refuse what is no module."""
+    """Refuse what is not a module."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"{verb} takes a torch.nn.Module, not {type(model).__name__}; pass the model itself")
 
@@ -106,7 +106,7 @@ def check_readable(name: str, x: torch.Tensor) -> None:
 
 
 def check_input(x: torch.Tensor, name: str = "x", *, float8: bool = False) -> None:
-    """Refuse what is no dense tensor of a dtype that casts take; the verbs take float8 as well."""
+    """Refuse what is not a dense tensor of a dtype that casts take; the verbs take float8 as well."""
     check_dense(name, x)
     if x.dtype not in FLOAT_DTYPES and not (float8 and x.dtype in FLOAT8_DTYPES):
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
@@ -362,7 +362,7 @@ def decoded(text: str, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool
 
 
 def short_codebook(fmt: Format) -> CodebookFormat | None:
-    """Return the codebook of a format whose bits have patterns that are no codes, None where all are."""
+    """Return the codebook of a format whose bits have patterns that are not codes, None where all are."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     return element if isinstance(element, CodebookFormat) and len(element.values) < 1 << element.bits else None
 

@@ -19,9 +19,9 @@ _DAY = 86400.0  # seconds
 
 
 def write_file(path: StrPath, content: Content) -> None:
-    """Write a file, as ``write_files`` does; ArgumentError refuses what is no path."""
+    """Write a file, as ``write_files`` does; ArgumentError refuses what is not a path."""
     if not isinstance(path, str | os.PathLike):
-        raise ArgumentError(f"{shown(path)} is no path to write to; pass a str or a pathlib.Path")
+        raise ArgumentError(f"{shown(path)} is not a path to write to; pass a str or a pathlib.Path")
     write_files({path: content})
 
 

@@ -54,7 +54,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def check_items(value: Any, types: dict[str, Any], what: str) -> None:
-    """Raise ArgumentError where something saved is no dict with these items, each of its type."""
+    """Raise ArgumentError where something saved is not a dict with these items, each of its type."""
     if not isinstance(value, dict):
         raise ArgumentError(f"{what} is {shown(value)}; pass the dict that was saved")
     for name, hint in types.items():
@@ -139,10 +139,10 @@ def read_file(path: str | os.PathLike[str], error: type[FmtsimError], largest: i
     """Return what an ordinary file holds.
 
     Raises:
-        error: There is none, it cannot be read, it is no ordinary file, or it has more than ``largest`` bytes.
+        error: There is none, it cannot be read, it is not an ordinary file, or it has more than ``largest`` bytes.
     """
     if not isinstance(path, str | os.PathLike):
-        raise error(f"{shown(path)} is no path; pass a str or a pathlib.Path")
+        raise error(f"{shown(path)} is not a path; pass a str or a pathlib.Path")
     try:
         about = os.stat(path)
         if stat.S_ISREG(about.st_mode) and about.st_size <= (about.st_size if largest is None else largest):
@@ -165,14 +165,14 @@ def read_json(path: str | os.PathLike[str], error: type[FmtsimError], what: str)
     """Return what a JSON file holds: no key twice, no NaN, no infinity.
 
     Raises:
-        error: It cannot be read, or is no JSON; ``what`` is what it should have been.
+        error: It cannot be read, or is not JSON; ``what`` is what it should have been.
     """
     try:
         return parse_json(read_file(path, error, LARGEST_FILE).decode("utf-8"))
     except ValueError as failure:
         if isinstance(failure, error):
             raise
-        raise error(f"{shown_path(path)} is no {what}: {failure}") from None
+        raise error(f"{shown_path(path)} is not a valid {what}: {failure}") from None
 
 
 def parse_json(text: str) -> Any:
@@ -196,7 +196,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def check_depth(value: Any, room: int = DEEPEST) -> None:
@@ -313,7 +313,7 @@ def load_record(path: str | os.PathLike[str], what: str, read: Callable[[Any, st
         read: Takes what the file holds, and what errors call the file.
 
     Raises:
-        ArgumentError: It cannot be read, is no JSON, or a field is wrong; the message has the file and the field.
+        ArgumentError: It cannot be read, is not JSON, or a field is wrong; the message has the file and the field.
     """
     value = read_json(path, ArgumentError, what)
     try:

@@ -183,9 +183,9 @@ def test_devices_and_pipes_are_written_to(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "error", "message"), [
-    ({}, ArgumentError, "^{} is no path"),
-    (7, ArgumentError, "^7 is no path to write to; pass a str or a pathlib.Path$"),
-    (None, ArgumentError, "^None is no path"),
+    ({}, ArgumentError, "^{} is not a path"),
+    (7, ArgumentError, "^7 is not a path to write to; pass a str or a pathlib.Path$"),
+    (None, ArgumentError, "^None is not a path"),
     ("a\0b", DataError, "embedded null byte"),
     ("x" * 300, DataError, "^cannot write x+: File name too long"),
     ("", DataError, "cannot write "),

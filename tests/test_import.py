@@ -166,7 +166,7 @@ def test_a_planted_circle_is_seen():
 
 
 def engine_modules_named(source: str, inside: set[str]) -> list[str]:
-    """Return the modules of engines that a source imports anywhere, or has as a string that is no docstring."""
+    """Return the modules of engines that a source imports anywhere, or has as a string that is not a docstring."""
     tree = ast.parse(source)
     prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
     names = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in prose]

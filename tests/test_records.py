@@ -109,7 +109,7 @@ def test_json_has_a_depth_and_names_things_once():
     for text, message in (
         (f"[{deep}]", "more than 64 objects or lists inside each other"),
         ('{"b": {"a": 1, "c": 2, "a": 3}}', "'a' stands twice in one object"),
-        ("[NaN]", "NaN is no number of JSON"),
+        ("[NaN]", "NaN is not a number of JSON"),
         (b"[]", "b'[]' is not text"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

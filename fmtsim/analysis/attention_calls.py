@@ -3,7 +3,7 @@
 
 Code without torch's function (transformers' ``attn_implementation="eager"``) multiplies q by k^T, scales, masks, takes
 the softmax of each row, and multiplies that by v. What it does between product and softmax is run again on zeros and
-ones, which gives mask and factor, and its result is held to ``factor * s + mask``: what differs is no attention.
+ones, which gives mask and factor, and its result is held to ``factor * s + mask``: what differs is not attention.
 """
 
 from collections.abc import Callable

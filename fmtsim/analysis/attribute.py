@@ -261,7 +261,7 @@ def _machine_note(model: nn.Module) -> list[str]:
     notes = [f"no row has what this costs: products {'; '.join(sorted(found))}"] if found else []
     if any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING)):
         notes.append(
-            "the recipe exchanged operations, which stay, and whose gradients are no derivatives: estimates are poor, "
+            "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are poor, "
             "pass exact=True"
         )
     return notes
@@ -270,9 +270,9 @@ def _machine_note(model: nn.Module) -> list[str]:
 def _check_options(model: nn.Module, loss: Any, logits: Any, generator: Any, recipe: Any, options: Any) -> None:
     for name, function in (("loss", loss), ("logits", logits)):
         if function is not None and not callable(function):
-            raise ArgumentError(f"{name}={shown(function)} is no function; write {name}=lambda output: ...")
+            raise ArgumentError(f"{name}={shown(function)} is not a function; write {name}=lambda output: ...")
     if type(generator) is not int or generator < 0:
-        raise ArgumentError(f"attribute generator={shown(generator)} is no seed; pass a whole number from 0")
+        raise ArgumentError(f"attribute generator={shown(generator)} is not a seed; pass a whole number from 0")
     given, there = recipe is not None or bool(options), is_converted(model) or _attends(model)
     if given and there:
         raise ArgumentError(f"{type(model).__name__} is converted already; leave recipe= and other formats out")

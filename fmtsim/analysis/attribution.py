@@ -78,7 +78,7 @@ class Attribution(Tabular):
             by: ``"loss"``, ``"kl"`` or ``"gradient"``.
 
         Raises:
-            ArgumentError: n is no whole number from 1, or ``by`` is unknown.
+            ArgumentError: n is not a whole number from 1, or ``by`` is unknown.
         """
         if type(n) is not int or n < 1:
             raise ArgumentError(f"worst n={shown(n)} is not allowed; pass a whole number from 1")
@@ -161,7 +161,7 @@ class Attribution(Tabular):
     def _chosen(self, share: Any, by: By) -> list[tuple[str, float]]:
         """Return the dearest modules that together carry a share of the cost, with the part of each."""
         if not (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1):
-            raise ArgumentError(f"share={shown(share)} is no part of the cost; pass a number above 0, at most 1")
+            raise ArgumentError(f"share={shown(share)} is not a part of the cost; pass a number above 0, at most 1")
         cost, sums = self._cost(by), dict[str, float]()
         for row in self.rows:
             value = cost(row)

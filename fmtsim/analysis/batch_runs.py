@@ -67,7 +67,7 @@ class Runs:
         batch = self._batch
         if not isinstance(batch, Tensor | Mapping | tuple | list):
             raise ArgumentError(
-                f"batch={shown(batch)} is no batch; pass a tensor, a tuple of arguments or a dict of keywords"
+                f"batch={shown(batch)} is not a batch; pass a tensor, a tuple of arguments or a dict of keywords"
             )
         values = batch.values() if isinstance(batch, Mapping) else batch
         tensors = [values] if isinstance(values, Tensor) else [t for t in values if isinstance(t, Tensor)]

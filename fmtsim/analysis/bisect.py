@@ -38,7 +38,7 @@ def bisect(run_a: Run, run_b: Run) -> Bisection:
     Raises:
         ArgumentError: The runs are of different models or inputs, or recorded at different levels; it names the first
             thing that differs.
-        DataError: A file is no trace, damaged, or of another version.
+        DataError: A file is not a trace, damaged, or of another version.
 
     >>> import torch, fmtsim
     >>> layer, x = nn.Linear(64, 8).bfloat16(), torch.linspace(-3, 3, 256, dtype=torch.bfloat16).view(4, 64)
@@ -112,7 +112,7 @@ def _read(name: str, run: Any) -> _Side:
 
         return _Side(None, model, step)
     raise ArgumentError(
-        f"{name}={shown(run)} is no run; pass a Trace, the path of one, (model, batch) or (model, batch, loss)"
+        f"{name}={shown(run)} is not a run; pass a Trace, the path of one, (model, batch) or (model, batch, loss)"
     )
 
 

@@ -79,7 +79,7 @@ class Bisection(table.Tabular):
 
     @property
     def inside_modules(self) -> bool:
-        """Whether the operation that was found is no code between others: False of a module that calls others, too."""
+        """Whether the operation that was found is not code between others: False of a module that calls others, too."""
         calls = self.before is not None and self.a is not None and is_call(self.a) and self.kind == "operation"
         if calls and self.before is not None and self.a is not None:
             return not _below(self.before.layer, self.a.layer)

@@ -243,7 +243,7 @@ def batch_invariance(
         target: A GPU with its library, or a plan file; to be left out for a converted module.
         sizes: Rows M of the layers' input.
         dtypes: Operands: some of ``"bf16"``, ``"fp16"``, ``"tf32"``, ``"fp8_fast"``, ``"fp8_slow"``.
-        passes: ``"forward"``, ``"dgrad"`` or both. The rows of ``wgrad`` are no tokens.
+        passes: ``"forward"``, ``"dgrad"`` or both. The rows of ``wgrad`` are not tokens.
 
     Raises:
         ArgumentError: No such model, target, dtype or pass, or sizes below 1.

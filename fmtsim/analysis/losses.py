@@ -63,14 +63,14 @@ def worst(losses: Losses, n: int, by: Measure) -> Losses:
     """
     check_measure("worst", by)
     if type(n) is not int or n < 1:
-        raise ArgumentError(f"n={shown(n)} is no number of operands; pass 1 or more")
+        raise ArgumentError(f"n={shown(n)} is not a number of operands; pass 1 or more")
     return Losses(sorted(losses, key=lambda loss: (-badness(loss.stats, by), -badness(loss.stats, "sqnr")))[:n])
 
 
 def check_measure(verb: str, by: Measure) -> None:
     """Raise ArgumentError for a measure that there is not."""
     if not isinstance(by, str) or by not in MEASURES:
-        raise ArgumentError(f"{verb} by={shown(by)} is no measure; choose one of {', '.join(MEASURES)}")
+        raise ArgumentError(f"{verb} by={shown(by)} is not a measure; choose one of {', '.join(MEASURES)}")
 
 
 def badness(s: OperandStats | Sample, by: Measure) -> float:

@@ -64,7 +64,7 @@ class Observation(Tabular):
         check_module("observe", model)
         if type(every) is not int or every < 1:
             raise ArgumentError(
-                f"every={shown(every)} is no number of steps; pass 1 to observe all, 10 for every tenth"
+                f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth"
             )
         if recipe is not None and format is not None:
             raise ArgumentError("observe got recipe and format; pass one of them")
@@ -350,7 +350,7 @@ def observe(
 
     Raises:
         ArgumentError: No layer is converted and neither recipe nor format given, or one is given and the model is
-            converted; both are given; the model is observed already; ``every`` is no number from 1. At the end of
+            converted; both are given; the model is observed already; ``every`` is not a number from 1. At the end of
             the ``with``: the model was called, and no layer ran in eager code.
         FormatError: No such recipe or format.
 

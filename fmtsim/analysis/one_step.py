@@ -26,9 +26,9 @@ class Step(NamedTuple):
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that is no function of the model's output."""
+    """Refuse a loss that is not a function of the model's output."""
     if loss is not None and not takes(loss, None):
-        raise ArgumentError(f"loss={shown(loss)} is no function of the model's output; write loss=lambda y: ...")
+        raise ArgumentError(f"loss={shown(loss)} is not a function of the model's output; write loss=lambda y: ...")
 
 
 def batch_of(batch: Any) -> Batch:

@@ -235,7 +235,7 @@ def _call_with_gradient(y: Tensor, function: Callable[[Tensor], None]) -> None:
 
 
 def _products_alone(recipe: Any, format: Any) -> tuple[Any, AttentionConfig | None, list[str]]:
-    """Return a recipe without what is no product with weights, its attention, and in words what else that was."""
+    """Return a recipe without what is not a product with weights, its attention, and in words what else that was."""
     if recipe is None:
         return None, attention_like(linear_config(x=format, w=format, g=format, scaling=None)), []
     if isinstance(recipe, LinearConfig):

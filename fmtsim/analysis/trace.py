@@ -149,7 +149,7 @@ class Trace(table.Tabular):
         """
         stored, metadata = read_tensors(path)
         if _KEY not in metadata:
-            raise DataError(f"{path} is no trace; write one with fmtsim trace, or with fmtsim.trace(...).save(path)")
+            raise DataError(f"{path} is not a trace; write one with fmtsim trace, or with fmtsim.trace(...).save(path)")
         try:
             content = parse_json(metadata[_KEY])
             record, dtypes = content["trace"], content["dtypes"]
@@ -240,7 +240,7 @@ def _stored(x: Tensor) -> StoredTensor:
 def _tensor(stored: StoredTensor, dtype: str) -> Tensor:
     kind = getattr(torch, dtype)
     if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype} is no dtype")
+        raise ValueError(f"{dtype} is not a dtype")
     raw = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8) if stored.data else torch.empty(0).byte()
     if stored.tag == "U8" and kind != torch.uint8:
         return raw.view(stored.shape).view(kind)

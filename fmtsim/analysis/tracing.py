@@ -47,7 +47,7 @@ def trace(
             layers then take the route that compilers take, whose random keys on a GPU are others.
 
     Raises:
-        ArgumentError: The model is compiled, ``level`` is unknown, or the loss is no number.
+        ArgumentError: The model is compiled, ``level`` is unknown, or the loss is not a number.
 
     >>> from fmtsim.nn import convert
     >>> layer = convert(nn.Linear(32, 16).bfloat16(), format="e4m3", unit="hopper.wgmma")

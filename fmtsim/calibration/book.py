@@ -196,7 +196,7 @@ def make_book(
     Raises:
         ArgumentError: The file is of another GPU or library.
         DeviceError: The library cannot be asked, or a process died.
-        DataError: The file is no book, or cannot be written.
+        DataError: The file is not a book, or cannot be written.
     """
     progress, book = progress or Progress(), _Growing(path, library, source)
     left = [family for family in families if family not in book.known]

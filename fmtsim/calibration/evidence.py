@@ -65,7 +65,7 @@ class CallEvidence:
         check_types(self)
         for name in ("operands", "native", "emulated"):
             if not _DIGEST.fullmatch(getattr(self, name)):
-                raise ArgumentError(f"{name}={shown(getattr(self, name))} is no SHA-256; it has 64 digits of 0-9 a-f")
+                raise ArgumentError(f"{name}={shown(getattr(self, name))} is not a SHA-256; write 64 digits 0-9 a-f")
         if self.m < 1 or self.n < 1 or self.k < 1 or self.outputs != self.m * self.n:
             raise ArgumentError(f"outputs={self.outputs} do not fit m={self.m}, n={self.n}, k={self.k}")
         if not 0 <= self.mismatches <= self.outputs or (self.mismatches == 0) != (self.native == self.emulated):
@@ -78,7 +78,7 @@ class CallEvidence:
         """The call."""
         dtype = torch.int32 if self.out == "int32" else torch_dtype(get_format(self.out))  # type: ignore[arg-type]
         if dtype is None:
-            raise ArgumentError(f"out={shown(self.out)} is no format of torch's results")
+            raise ArgumentError(f"out={shown(self.out)} is not a format of torch's results")
         return GemmCall(
             operation=self.operation, m=self.m, n=self.n, k=self.k, a=self.a, b=self.b, out=dtype,
             scaling=self.scaling, accumulate=self.accumulate, fast_accum=self.fast_accum,
@@ -152,7 +152,7 @@ class Evidence:
         if not self.kinds:
             raise ArgumentError("kinds are empty; evidence has at least one")
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
-            raise ArgumentError(f"date={shown(self.date)} is no date; write YYYY-MM-DD")
+            raise ArgumentError(f"date={shown(self.date)} is not a date; write YYYY-MM-DD")
 
     @property
     def proves(self) -> bool:
@@ -174,7 +174,7 @@ def load_evidence(path: str | Path) -> Evidence:
     """Read evidence from a JSON file.
 
     Raises:
-        ArgumentError: It cannot be read, is no evidence, or contradicts itself; the message has file and field.
+        ArgumentError: It cannot be read, is not evidence, or contradicts itself; the message has file and field.
     """
 
     def read(value: Any, name: str) -> Any:

@@ -56,7 +56,7 @@ def look(gpu: GPU, call: GemmCall) -> Sighting | None:
 
 
 def sight(gpu: GPU, call: GemmCall, ends: NDArray[numpy.int64], units: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-    """Return for each end how many units were lost, -1 where the result is no count."""
+    """Return for each end how many units were lost, -1 where the result is not a count."""
     (x, y) = LEVELS[call.a][1]
     chunk = max(1, min(max(call.m, call.n), ELEMENTS // call.k))
     counts = []

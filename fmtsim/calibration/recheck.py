@@ -136,7 +136,7 @@ def _edges(book: Book | None) -> Iterator[tuple[Family, int, Choice]]:
 
 
 def chosen_calls(target: Target, number: int, count: int, work: int) -> list[GemmCall]:
-    """Return calls that fall under a rule, are no guesses, spread by size up to ``work`` products."""
+    """Return calls that fall under a rule, are not guesses, spread by size up to ``work`` products."""
     rule = target.rules[number]
     forms = list(_forms(rule))
     sizes = sorted(dict.fromkeys(_sizes(rule)), key=math.prod)

@@ -18,7 +18,7 @@ from fmtsim.errors import ArgumentError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; a missed target is shown, and is no error."""
+    """Measure and print; a missed target is shown, and is not an error."""
     check_positive(arguments, "side", "shape", "threads", "repeats")
     for count in arguments.threads:
         check_threads(count)

@@ -21,7 +21,7 @@ PACKAGES = ("fmtsim", "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; a missed target is shown, and is no error."""
+    """Measure and print; a missed target is shown, and is not an error."""
     import fmtsim.cuda
 
     reason = fmtsim.cuda.why_unavailable()

@@ -86,7 +86,7 @@ def _open(path: Path) -> Tensors:
     def reader(name: str) -> Callable[[], Any]:
         return lambda: _reading(path, lambda: content if name == ALONE and path.suffix == ".npy" else content[name])
 
-    if path.suffix == ".npz":  # numpy leaves a file open that is no archive
+    if path.suffix == ".npz":  # numpy leaves a file open that is not an archive
         _reading(path, lambda: zipfile.ZipFile(path).close())
     # Pages of a .npy file are read as they are compared; "c" because torch wants memory it may write to.
     content = _reading(path, lambda: numpy.load(path, mmap_mode="c", allow_pickle=False))

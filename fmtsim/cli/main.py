@@ -60,7 +60,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 # Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 
-# What torch says for want of memory, on a CPU, on a GPU, and of sizes whose product is no number of bytes.
+# What torch says for want of memory, on a CPU, on a GPU, and of sizes whose product is not a number of bytes.
 _NO_MEMORY = re.compile(
     r"tried to allocate [\d.]+ \w+|out of memory|Storage size calculation overflowed", re.IGNORECASE
 )

@@ -171,7 +171,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.out:
         check_file("--out", Path(arguments.out))
     if arguments.check and (arguments.target is None or arguments.emulate):
-        what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is no GPU"
+        what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is not a GPU"
         raise ArgumentError(f"--check native runs the GPU that --target names, but {what}; pass --target h200")
     if arguments.slow and arguments.plan is not None:
         raise ArgumentError(

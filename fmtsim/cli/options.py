@@ -99,9 +99,9 @@ def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., 
 
 def add_tokens(parser: Parser) -> None:
     """Add ``--tokens``, which ``parse_tokens`` reads, and ``--no-gradients``."""
-    tokens = "rows of the layers' input: 1,77,512 or a range, whose powers of two are taken"
+    tokens = "rows of the layers' input: a list (1,77,512), or the powers of two in a range (1..8192)"
     option(parser, "--tokens", tokens, "1..8192", "LIST")
-    flag(parser, "--no-gradients", "forward products alone")
+    flag(parser, "--no-gradients", "forward products only")
 
 
 def target_given(arguments: argparse.Namespace) -> list[str]:

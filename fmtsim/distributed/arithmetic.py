@@ -254,7 +254,7 @@ def require_mu(reduction: Reduction, mu: float | Tensor | None, device: torch.de
     else:
         good = isinstance(given, int | float) and 0 < given <= FLT_MAX and float32(given) > 0
     if not good:
-        raise ArgumentError(f"mu={shown(given)} is no factor; pass a finite number above 0")
+        raise ArgumentError(f"mu={shown(given)} is not a factor; pass a finite number above 0")
     return torch.as_tensor(given, dtype=torch.float32, device=device).reshape(())
 
 

@@ -37,7 +37,7 @@ class Ranks:
         if not isinstance(given, dist.ProcessGroup | None | int) or (
             isinstance(given, int) and given != dist.GroupMember.NON_GROUP_MEMBER
         ):
-            raise ArgumentError(f"group={shown(group)} is no process group; pass what dist.new_group returned")
+            raise ArgumentError(f"group={shown(group)} is not a process group; pass what dist.new_group returned")
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:

@@ -232,7 +232,7 @@ def read_format(value: Any, path: str) -> Format:
             return get_format(value)
     if isinstance(value, dict):
         return format_from_dict(value, path)
-    raise at(path, FormatError, f"{shown(value)} is no format; write its name, or the fields of its record")
+    raise at(path, FormatError, f"{shown(value)} is not a format; write its name, or the fields of its record")
 
 
 READERS.update(dict.fromkeys(KINDS.values(), read_format))

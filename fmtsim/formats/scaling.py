@@ -217,7 +217,7 @@ def rule_fields(scale_rule: ScaleRule) -> dict[str, Any]:
 
 
 def check_block(of: str, block: Block) -> None:
-    """Raise FormatError for what is no block; ``of`` says whose it is."""
+    """Raise FormatError for what is not a block; ``of`` says whose it is."""
     sizes = isinstance(block, tuple) and len(block) == 2
     possible = sizes and all(size is None or (type(as_int(size)) is int and 1 <= size < 1 << 63) for size in block)
     _require(possible, f"{of}block={shown(block)}", "(outer, inner) sizes of 1 or more, or None")

@@ -144,7 +144,7 @@ def read_shapes(path: str | Path) -> list[Shape]:
             continue
         sizes, rest = words[:2], words[2:]
         if len(sizes) < 2 or not all(map(_is_count, sizes)) or rest not in ([], ["bias"]):
-            raise DataError(f"{path}, line {number}: {line.strip()!r} is no shape; write 'outputs inputs' and 'bias'")
+            raise DataError(f"{path}, line {number}: {line.strip()!r} is not a shape; write 'outputs inputs [bias]'")
         shapes[int(sizes[0]), int(sizes[1]), bool(rest)] = None
     if not shapes:
         raise DataError(f"{path} has no shapes; write a line for each linear layer: outputs inputs [bias]")

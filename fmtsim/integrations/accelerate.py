@@ -59,10 +59,10 @@ class FmtsimRun:
             counted from 1.
 
     Raises:
-        ArgumentError: ``accelerator`` is no Accelerator, or follows this model already; ``every`` is no number from 1;
-            no file can be written at ``report``; recipe and format are both given; or ``recipe`` has a schedule. At the
-            ``with``: the model is not converted and there is no recipe, or it is and there is one; parts of it were
-            converted one by one; it is observed already; or a checkpoint is of another recipe.
+        ArgumentError: ``accelerator`` is not an Accelerator, or follows this model already; ``every`` is not a number
+            from 1; ``report`` cannot be written; recipe and format are both given; or ``recipe`` has a schedule.
+            At the ``with``: the model is not converted and there is no recipe, or it is and there is one; parts of it
+            were converted one by one; it is observed already; or a checkpoint is of another recipe.
         FormatError: There is no such recipe; at the ``with``, no such format.
         DataError: In ``accelerator.load_state``: the checkpoint is of another object.
     """

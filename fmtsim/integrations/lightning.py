@@ -71,8 +71,8 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
 
     Raises:
         FmtsimError: Lightning is not installed.
-        ArgumentError: ``every`` is no number from 1, no file can be written at ``report``, recipe and format are both
-            given, or ``recipe`` has a schedule. In ``fit``: the callback follows another Trainer; the model is not
+        ArgumentError: ``every`` is not a number from 1, no file can be written at ``report``, recipe and format are
+            both given, or ``recipe`` has a schedule. In ``fit``: the callback follows another Trainer; the model is not
             converted and there is no recipe, or it is and there is one; parts of it were converted one by one; it is
             observed already; or a checkpoint is of another recipe.
         FormatError: There is no such recipe; in ``fit``, no such format.

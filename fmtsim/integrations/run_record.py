@@ -46,8 +46,8 @@ class RunRecord:
         running: Whether a run has begun and not ended.
 
     Raises:
-        ArgumentError: ``every`` is no number from 1, no file can be written at ``report``, ``recipe`` and ``format``
-            are both given, ``recipe`` has a schedule, or ``histograms`` is no choice.
+        ArgumentError: ``every`` is not a number from 1, no file can be written at ``report``, ``recipe`` and ``format``
+            are both given, ``recipe`` has a schedule, or ``histograms`` is not a choice.
         FormatError: There is no such recipe.
     """
 
@@ -58,10 +58,10 @@ class RunRecord:
     ) -> None:  # fmt: skip
         if type(every) is not int or every < 1:
             raise ArgumentError(
-                f"every={shown(every)} is no number of steps; pass 1 to observe all, 10 for every tenth"
+                f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth"
             )
         if report is not None and not isinstance(report, str | Path):
-            raise ArgumentError(f"report={shown(report)} is no path; pass a str or a pathlib.Path")
+            raise ArgumentError(f"report={shown(report)} is not a path; pass a str or a pathlib.Path")
         check_histograms(histograms)
         if recipe is not None and format is not None:
             raise ArgumentError("the callback got recipe and format; pass one of them")

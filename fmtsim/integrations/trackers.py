@@ -21,7 +21,7 @@ def check_histograms(histograms: str | None) -> None:
     """Raise ArgumentError where ``histograms`` is none of KINDS."""
     if histograms not in KINDS:
         raise ArgumentError(
-            f"histograms={shown(histograms)} is no choice; pass 'operand' for one of each operand over all layers, "
+            f"histograms={shown(histograms)} is not a choice; pass 'operand' for one of each operand over all layers, "
             "'layer' for one of each operand of each layer, or None"
         )
 

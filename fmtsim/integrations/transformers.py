@@ -57,9 +57,9 @@ class FmtsimCallback(TrainerCallback):
 
     Raises:
         FmtsimError: transformers is not installed.
-        ArgumentError: ``trainer`` is none, ``every`` is no number from 1, no file can be written at ``report``, recipe
-            and format are both given, or ``recipe`` has a schedule. In ``train``: the callback was not added, or to
-            another Trainer; the model is not converted and there is no recipe, or it is and there is one; it is
+        ArgumentError: ``trainer`` is none, ``every`` is not a number from 1, no file can be written at ``report``,
+            recipe and format are both given, or ``recipe`` has a schedule. In ``train``: the callback was not added, or
+            to another Trainer; the model is not converted and there is no recipe, or it is and there is one; it is
             observed already; hyper-parameters are searched; or a checkpoint is of another recipe.
         FormatError: There is no such recipe; in ``train``, no such format.
         DataError: In ``train``: a checkpoint's ``fmtsim_state.pt`` is damaged.

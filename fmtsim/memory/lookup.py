@@ -67,7 +67,7 @@ def _known(model: Model) -> ModelSize:
 
 
 def parameter_count(value: Any) -> int | None:
-    """Return a number of parameters that stands in a model's place, None for what is no number.
+    """Return a number of parameters that stands in a model's place, None for what is not a number.
 
     Raises:
         ArgumentError: It is not finite, below 1, or beyond any model.
@@ -75,5 +75,5 @@ def parameter_count(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if not isfinite(value) or not 1 <= value <= MOST:
-        raise ArgumentError(f"model={value} is no number of parameters; pass 1 to 10**15, such as 7e9")
+        raise ArgumentError(f"model={value} is not a number of parameters; pass 1 to 10**15, such as 7e9")
     return round(value)

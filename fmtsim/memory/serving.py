@@ -46,7 +46,7 @@ def serving_memory(
     Raises:
         ArgumentError: A name is unknown, or a number is not possible.
         FormatError: A format is unknown.
-        DataError: The file is no configuration.
+        DataError: The file is not a configuration.
 
     Source of the cache of latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 

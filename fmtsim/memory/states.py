@@ -76,7 +76,7 @@ def optimizer_of(optimizer: str | Scheme | OptimizerConfig | None) -> Optimizer:
     if optimizer is None:
         return optimizer_of("adamw")
     if not isinstance(optimizer, str):
-        raise ArgumentError(f"optimizer={shown(optimizer)} is no optimizer; pass a name such as 'adamw' or 'bnb8'")
+        raise ArgumentError(f"optimizer={shown(optimizer)} is not an optimizer; pass a name such as 'adamw' or 'bnb8'")
     first, colon, second = optimizer.partition(":")
     rule, state = (first, second) if colon else (first, "fp32") if first in RULES else ("adamw", first)
     rule = "madam" if optimizer == "lns_madam" else rule

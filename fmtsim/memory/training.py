@@ -65,7 +65,7 @@ def training_memory(
             the optimizer's scheme keeps them in where it does. Formats below 16 bits are those of linear layers, and
             embeddings, head and vectors are bfloat16.
         master: Format of the copy that the optimizer updates. ``"auto"`` is float32 where weights are narrower and the
-            scheme keeps none of its own; None is no copy.
+            scheme keeps none of its own; None is not a copy.
         gradients: Format of the gradients. None is float32 beside float32 weights, else bfloat16.
         activations: Format of what no recipe quantises. None is float32 or bfloat16, as of ``weights``.
         batch: Sequences of each device in one forward pass.
@@ -91,7 +91,7 @@ def training_memory(
         ArgumentError: A name is unknown, sizes do not fit each other, or a number of parameters comes with what needs
             the sizes of a model.
         FormatError: A format is unknown.
-        DataError: The file is no configuration.
+        DataError: The file is not a configuration.
 
     Sources: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3; Korthikanti et al., arXiv:2205.05198, section 4; the
     records of ``fmtsim.optim`` and of the recipe.
@@ -162,7 +162,7 @@ def _adapters(weights: tuple[Weight, ...], rank: int, layers: str) -> tuple[Weig
     try:
         pattern = re.compile(checked("lora_layers", layers, str))
     except re.error:
-        raise ArgumentError(f"lora_layers={shown(layers)} is no regular expression; write 'q_proj|v_proj'") from None
+        raise ArgumentError(f"lora_layers={shown(layers)} is not a regular expression; write 'q_proj|v_proj'") from None
     found: list[Weight] = []
     for weight in weights:
         if weight.linear and pattern.search(weight.layer):

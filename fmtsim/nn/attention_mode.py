@@ -122,7 +122,7 @@ def convert_attention(
         ArgumentError, FormatError: No module is chosen, one is converted already, or the machine does not multiply an
             operand. The model is then unchanged. Later, a module that runs without calling the function.
     """
-    AttentionCall(config)  # refuses what is no config
+    AttentionCall(config)  # refuses what is not a config
     if any(each is not None for each in (target, unit, datapath)):
         config = config.on(target=target, unit=target_or_unit("convert_attention", target, unit, datapath))
     if filter_fn is None:

@@ -12,7 +12,7 @@ def find_blocks(model: nn.Module) -> list[str]:
 
     A stack is an ``nn.ModuleList`` or ``nn.Sequential`` whose elements all hold convertible layers. Where stacks are
     nested, one whose elements are of one class has the blocks and the stacks inside them are parts of a block; one
-    of different classes around such a stack is no stack. Several stacks follow each other: the stages of a ResNet, or
+    of different classes around such a stack is not one. Several stacks follow each other: the stages of a ResNet, or
     an encoder and a decoder; those whose elements are layers themselves count only where there are no others.
     """
     stacks = {name: list(module) for name, module in model.named_modules() if _is_stack(module)}

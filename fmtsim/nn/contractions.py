@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's products of a tensor with a matrix, as ``x w^T``: linear, matmul and its kin, einsum, grouped products.
 
-Each function takes ``find``, which returns what multiplies by a tensor or None where that is no matrix of a model, and
-the arguments of torch's function. It returns that function's result, or None where it is no product ``x w^T`` of a
-tensor with one matrix, or with one of a stack for each of its rows.
+Each function takes ``find``, which returns what multiplies by a tensor, or None if that is not a matrix of a model.
+Its other arguments are those of torch's function. It returns that function's result, or None where it is not a
+product ``x w^T`` of a tensor with one matrix, or with one of a stack for each of its rows.
 """
 
 import inspect

@@ -142,7 +142,7 @@ def convert(
     check_module("convert", model)
     if filter_fn is not None and not takes(filter_fn, model, ""):
         raise ArgumentError(
-            f"convert filter_fn={shown(filter_fn)} is no function of a module and its name; "
+            f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
             "write filter_fn=lambda module, name: 'mlp' in name"
         )
     machine = machine_of(target, unit, datapath, plan, native)

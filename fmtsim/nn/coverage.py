@@ -217,7 +217,7 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
         call = lambda: model(*batch)  # noqa: E731
     else:
         raise ArgumentError(
-            f"batch={shown(batch)} is no batch; pass a tensor, a tuple of arguments or a dict of keywords of the "
+            f"batch={shown(batch)} is not a batch; pass a tensor, a tuple of arguments or a dict of keywords of the "
             "model, and numbers of rows as tokens="
         )
     with undisturbed(model):

@@ -42,7 +42,7 @@ class ParameterProduct(EmulatedModule):
 
     def __init__(self, owner: nn.Module, parameter: str) -> None:
         super().__init__()
-        self.__dict__.update(owner=owner, parameter=parameter)  # the owner is no submodule
+        self.__dict__.update(owner=owner, parameter=parameter)  # the owner is not a submodule
         self.seen = False  # whether a product was
         self.shape: tuple[int, int] | None = None  # of its matrix as [N, K], once it is seen
         self.left: tuple[str, ...] = ()  # functions that read the Parameter and are not emulated
@@ -129,7 +129,7 @@ class ParameterMode(OwnMode):
         return y
 
     def find(self, t: Any) -> Multiply | None:
-        """Return what multiplies by a tensor, None where that is no Parameter that the module reads."""
+        """Return what multiplies by a tensor, None where that is not a Parameter that the module reads."""
         if not isinstance(t, Tensor):
             return None
         found = self._known.get(t)

@@ -103,11 +103,11 @@ def with_rules(
     """Return what gives each layer the plan of another planner, but where rules say otherwise, on the same machine.
 
     Raises:
-        ArgumentError: These are no rules, or one that fits no layer.
+        ArgumentError: These are not rules, or one that fits no layer.
     """
     given = load_rules(rules) if isinstance(rules, str | Path) else rules
     if not isinstance(given, Sequence) or not all(isinstance(rule, Rule) for rule in given):
-        raise ArgumentError(f"rules={shown(rules)} is no list of Rules; write rules=[Rule(name='lm_head')]")
+        raise ArgumentError(f"rules={shown(rules)} is not a list of Rules; write rules=[Rule(name='lm_head')]")
     made_for = None if recipe is None else recipe.machine
     extra, selector = Recipe(name="convert(rules=)", rules=tuple(given), machine=made_for), Selector(model)
     extra = extra if machine is None else extra.on(**machine)

@@ -145,7 +145,7 @@ def layer_products(module: Any, x: Inputs) -> Iterator[tuple[str, str, MmExplana
     """
     if not isinstance(module, EmulatedModule) or module.emulation is None:
         raise ArgumentError(
-            f"{type(module).__name__} is no converted layer; convert the model, and pass one of its layers "
+            f"{type(module).__name__} is not a converted layer; convert the model, and pass one of its layers "
             "(fmtsim.report(model) lists them)"
         )
     run = _Run(module, x)
@@ -273,7 +273,7 @@ def _inputs(module: EmulatedModule, x: Inputs, dtype: torch.dtype) -> list[Tenso
     if len(found) != len(shapes) or not all(isinstance(t, Tensor) for t in found):
         several = "tensor" if len(shapes) == 1 else f"{len(shapes)} tensors"
         raise ArgumentError(
-            f"x={shown(x)} is no input of a layer; pass the {several} that it is called with, or the number of rows of "
+            f"x={shown(x)} is not an input of a layer; pass the {several} it is called with, or the number of rows of "
             f"its products, from 1 to {MOST_ROWS}"
         )
     for t in found:

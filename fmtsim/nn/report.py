@@ -151,7 +151,7 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
             images (of its input, where it is transposed), for attention tokens of one sequence. Nothing is multiplied.
 
     Raises:
-        ArgumentError: ``model`` is no module, ``batch`` is none of these, or ``tokens`` are no numbers from 1.
+        ArgumentError: ``model`` is not a module, ``batch`` is none of these, or ``tokens`` are not numbers from 1.
 
     >>> import torch, fmtsim
     >>> layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
@@ -166,7 +166,7 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
         type(n) is not int or not 0 < n <= MOST_ROWS for n in counts
     ):
         raise ArgumentError(
-            f"tokens={shown(tokens)} is no number of rows; pass one from 1 to {MOST_ROWS}, or a list of such"
+            f"tokens={shown(tokens)} is not a number of rows; pass one from 1 to {MOST_ROWS}, or a list of such"
         )
     known = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}

@@ -45,13 +45,13 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         self._formats: dict[Tensor, Mapping[str, StateFormat]] = {}
         self._batches: list[Any] | None = None
         if not isinstance(params, Iterable) or isinstance(params, str | bytes):
-            raise ArgumentError(f"params={shown(params)} are no parameters; pass model.parameters()")
+            raise ArgumentError(f"params={shown(params)} are not parameters; pass model.parameters()")
         try:
             super().__init__(params, defaults)
         except (TypeError, ValueError) as error:
             if isinstance(error, FmtsimError):
                 raise
-            raise ArgumentError(f"params are no parameters: {error}; pass model.parameters()") from None
+            raise ArgumentError(f"params are not parameters: {error}; pass model.parameters()") from None
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ArgumentError for hyperparameters that are not allowed: numbers from 0, and decays below 1."""
@@ -73,8 +73,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             )
         try:
             super().add_param_group(param_group)
-        except (TypeError, ValueError, LookupError) as error:  # torch's own words for what is no group of parameters
-            raise ArgumentError(f"params are no parameters: {error}; pass model.parameters()") from None
+        except (TypeError, ValueError, LookupError) as error:  # torch's own words for what is not a group of parameters
+            raise ArgumentError(f"params are not parameters: {error}; pass model.parameters()") from None
         try:
             self.check_group(self.param_groups[-1])
             for p in self.param_groups[-1]["params"]:

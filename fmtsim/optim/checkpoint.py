@@ -49,7 +49,7 @@ def _copied(name: object, value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # of a generator, say, which nothing saves
-        raise ArgumentError(f"a group of the state has {shown(name)}: {shown(value)}, which is no number") from None
+        raise ArgumentError(f"a group of the state has {shown(name)}: {shown(value)}, which is not a number") from None
 
 
 def states(

@@ -239,7 +239,7 @@ def _copied(value: Any) -> Any:
 
 
 def check_model(verb: str, model: Any) -> None:
-    """Raise ArgumentError for what is no module, is compiled, or has weights that are not there or not numbers."""
+    """Raise ArgumentError for what is not a module, is compiled, or has weights that are not there or not numbers."""
     check_module(verb, model)
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:

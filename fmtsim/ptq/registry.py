@@ -77,6 +77,6 @@ def register_ptq_recipe(recipe: PtqRecipe) -> None:
     """Make a recipe known under its name and aliases.
 
     Raises:
-        ArgumentError: It is no PtqRecipe, or another recipe has one of its names.
+        ArgumentError: It is not a PtqRecipe, or another recipe has one of its names.
     """
     _names.register(recipe)

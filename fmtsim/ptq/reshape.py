@@ -87,7 +87,7 @@ def _named(model: nn.Module, names: tuple[tuple[str, str], ...]) -> list[tuple[s
     for one, two in names:
         for name in (one, two):
             if not isinstance(modules.get(name), nn.Linear | nn.Conv2d):
-                raise ArgumentError(f"Equalise pairs: {name!r} is no linear layer or convolution of the model")
+                raise ArgumentError(f"Equalise pairs: {name!r} is not a linear layer or convolution of the model")
         if not _fit(modules[one], modules[two]):
             raise ArgumentError(f"Equalise pairs: the outputs of {one!r} are not the inputs of {two!r}; exchange them?")
         pairs.append((f"{one} > {two}", modules[one], modules[two]))

@@ -54,6 +54,6 @@ def register_recipe(recipe: Recipe) -> None:
     """Make a recipe known under its name and aliases.
 
     Raises:
-        ArgumentError: It is no Recipe, or another recipe has one of its names.
+        ArgumentError: It is not a Recipe, or another recipe has one of its names.
     """
     _names.register(recipe)

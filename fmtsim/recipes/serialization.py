@@ -66,7 +66,7 @@ def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe from a JSON file.
 
     Raises:
-        ArgumentError: It cannot be read, or is no recipe; the message has the file and the field.
+        ArgumentError: It cannot be read, or is not a recipe; the message has the file and the field.
     """
     return load_record(path, "recipe file", lambda value, name: record_of(Recipe, value, f"{name}: recipe"))
 

@@ -112,7 +112,7 @@ class Rule:
             try:
                 re.compile(self.name)
             except re.error as error:
-                raise ArgumentError(f"Rule name={shown(self.name)} is no regular expression: {error}") from None
+                raise ArgumentError(f"Rule name={shown(self.name)} is not a regular expression: {error}") from None
         for name in ("first_blocks", "last_blocks"):
             value = getattr(self, name)
             if not (type(value) is int and value >= 0) and not (isinstance(value, float) and 0 < value < 1):

@@ -73,7 +73,7 @@ class Measured:
         curves: Points to draw, by label; empty where a table says it all.
         axes: What the curves' x and y are.
         logarithmic: Which axes are, of ``"x"`` and ``"y"``.
-        ticks: Names of the places 0, 1, 2, ... on the x axis, where they are no numbers.
+        ticks: Names of the places 0, 1, 2, ... on the x axis, where they are not numbers.
         steps: The curves stay where they are until the next point.
     """
 

@@ -60,7 +60,7 @@ def encode_value(
 
 
 def decode_value(code: int, fmt: ElementFormat) -> float:
-    """Return the value of a code, NaN and infinities included; raise CodeError for a number that is no code."""
+    """Return the value of a code, NaN and infinities included; raise CodeError for a number that is not a code."""
     if not 0 <= code < (len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits):
         raise CodeError(f"code {code} is outside {fmt.name}; pass 0 to 2**{fmt.bits} - 1")
     if isinstance(fmt, FloatFormat):

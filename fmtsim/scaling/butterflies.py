@@ -58,7 +58,7 @@ def root(size: int) -> float:
 
 
 def checked_base(matrix: Tensor) -> Tensor:
-    """Return a user's matrix as int8 on the host, or say why it is no Hadamard matrix."""
+    """Return a user's matrix as int8 on the host, or say why it is not a Hadamard matrix."""
     values = matrix.detach().cpu()
     if not bool((values.abs() == 1).all()):
         raise ArgumentError("matrix has elements other than +1 and -1; pass it as it is before it is scaled")

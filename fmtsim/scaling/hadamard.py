@@ -71,7 +71,7 @@ def hadamard(
     Raises:
         ArgumentError: There is no matrix of that size, it does not divide K, or signs, matrix, dim or round_to do not
             fit.
-        DtypeError: x is no floating-point tensor of those.
+        DtypeError: x is not a floating-point tensor of those.
 
     >>> hadamard(torch.tensor([4.0, 0.0, 0.0, 0.0]), 4), hadamard(torch.ones(12), "full").count_nonzero()
     (tensor([2., 2., 2., 2.]), tensor(1))

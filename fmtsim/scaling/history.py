@@ -162,7 +162,7 @@ class DelayedScale(RememberedScale):
 
 
 class FrozenScale:
-    """Give the scales of a DelayedScale and record nothing, for calls that are no part of training."""
+    """Give the scales of a DelayedScale and record nothing, for calls that are not part of training."""
 
     def __init__(self, memory: DelayedScale) -> None:
         self.memory = memory

@@ -200,11 +200,11 @@ def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
         raise ArgumentError(f"search {name}={shown(value)} is not allowed; pass a finite number above 0")
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(
-            f"policy={shown(policy)} is no Policy; write policy=Policy() (from fmtsim.search import Policy), or "
+            f"policy={shown(policy)} is not a Policy; write policy=Policy() (from fmtsim.search import Policy), or "
             "leave it out"
         )
     if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentError(f"loss_fn={shown(loss_fn)} is no function; write loss_fn=lambda output, reference: ...")
+        raise ArgumentError(f"loss_fn={shown(loss_fn)} is not a function; write loss_fn=lambda output, reference: ...")
 
 
 def _budget(budget: float | None, bits: float | None, switching: SwitchingModel, costs: list[list[int]]) -> int:

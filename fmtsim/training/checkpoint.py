@@ -69,7 +69,7 @@ class Checkpoint:
         """
         stored, metadata = read_tensors(self.path)
         if metadata.get("fmtsim") != _LAYOUT:
-            raise DataError(f"{self.path} is no checkpoint that this version wrote; delete it, or choose another --out")
+            raise DataError(f"{self.path} is not a checkpoint of this version; delete it, or choose another --out")
         try:
             state = _joined(json.loads(metadata["state"]), {name: _loaded(one) for name, one in stored.items()})
             other = next(_differences(state["settings"], self.settings), None)

@@ -91,7 +91,7 @@ class Loaded:
         """Return the loss of a batch's output.
 
         Raises:
-            ArgumentError: There is none, or it is no number.
+            ArgumentError: There is none, or it is not a number.
         """
         found = self._loss(sample, output)
         if _is_number(found):
@@ -99,8 +99,8 @@ class Loaded:
         what = "its model returned" if sample.loss is None else "its loss returned"
         said = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
         raise ArgumentError(
-            f"--model {self.name}: {what} {said}, which is no loss; return (model, batches, loss), the last a function "
-            "of the model's output, or of output and batch, that gives one number"
+            f"--model {self.name}: {what} {said}, which is not a loss; return (model, batches, loss), where loss is "
+            "a function of the model's output, or of output and batch, that gives one number"
         )
 
     def measured(self) -> float | None:

@@ -103,7 +103,7 @@ def compare_schemes(
             runs.append(train(scheme, config, corpus, progress, checkpoint))
             if checkpoint is not None:
                 checkpoint.save()
-    # an order that was given is no guess
+    # an order that was given is not a guess
     runs[1].guesses = list(dict.fromkeys(guesses)) if config.simulated.plan is None else []
     return runs[0], runs[1]
 

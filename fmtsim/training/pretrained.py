@@ -32,7 +32,7 @@ def load_pretrained(name: str, *, weights: bool = True) -> nn.Module:
             found = "a file" if Path(name).is_file() else "no folder and not in the cache of transformers"
             found = _first(error) if Path(name).is_dir() else found
             raise ArgumentError(
-                f"{where} is no function and no model of Hugging Face that is here ({found}); pass {FORMS}, a folder "
+                f"{where} is neither a function nor a local Hugging Face model ({found}); pass {FORMS}, a folder "
                 "with config.json, or the name of a model that transformers has downloaded before"
             ) from None
         made = transformers.AutoModelForCausalLM
@@ -46,12 +46,12 @@ def load_pretrained(name: str, *, weights: bool = True) -> nn.Module:
                 model, absent = made.from_config(config), []
         except Exception as error:
             raise ArgumentError(
-                f"{where}: {_first(error)}; models that are no causal language models come from {FORMS}"
+                f"{where}: {_first(error)}; models that are not causal language models come from {FORMS}"
             ) from None
     meant = config.architectures or [type(model).__name__]
     if type(model).__name__ not in meant:
         raise ArgumentError(
-            f"{where} is a {meant[0]} and no causal language model; load it in a function, {FORMS}, that returns it "
+            f"{where} is a {meant[0]} and not a causal language model; load it in a function, {FORMS}, that returns it "
             "with batches"
         )
     if absent:
@@ -83,7 +83,7 @@ def _transformers(name: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError:
         raise FmtsimError(
-            f'--model {name} is no function, and other models need transformers; pip install "fmtsim[transformers]", '
+            f'--model {name} is not a function; other models need transformers: pip install "fmtsim[transformers]", '
             f"or pass {FORMS}"
         ) from None
 

@@ -256,9 +256,9 @@ def test_what_a_batch_does_not_run_has_no_rows_and_a_note():
     ("given", "message"),
     [
         ({}, "GPT is not converted; pass recipe= or format=, or call fmtsim.convert"),
-        ({"loss": 3}, "loss=3 is no function; write loss=lambda output: ..."),
-        ({"generator": -1}, "attribute generator=-1 is no seed; pass a whole number from 0"),
-        ({"batch": 3}, "batch=3 is no batch; pass a tensor, a tuple of arguments or a dict of keywords"),
+        ({"loss": 3}, "loss=3 is not a function; write loss=lambda output: ..."),
+        ({"generator": -1}, "attribute generator=-1 is not a seed; pass a whole number from 0"),
+        ({"batch": 3}, "batch=3 is not a batch; pass a tensor, a tuple of arguments or a dict of keywords"),
         ({"loss": lambda output: 1.0}, "loss= returned a float; return a tensor with one number that gradients go"),
         ({"loss": torch.detach}, "loss= returned a tensor (); return a tensor with one number that gradie"),
         ({"logits": lambda output: output}, "logits= returned a tensor (); return [..., classes], two or more, tha"),
@@ -305,7 +305,7 @@ def test_rules_take_the_dearest_layers_until_they_carry_the_share():
     assert found.worst(9, by="gradient")[0].gradient_noise == 0.25 and len(found.worst(9, by="gradient")) == 1
     assert made(a=(-0.1, 0.0)).advice() == "no layer adds to the loss that rounding costs"
     for call, message in (
-        (lambda: found.rules(0), "share=0 is no part of the cost; pass a number above 0, at most 1"),
+        (lambda: found.rules(0), "share=0 is not a part of the cost; pass a number above 0, at most 1"),
         (lambda: found.rules(by="kl"), "no layer with rules has a cost by='kl'; the model's logits are not known"),
         (lambda: found.worst(0), "worst n=0 is not allowed; pass a whole number from 1"),
         (lambda: found.worst(by="losses"), "by='losses' is unknown; choose 'loss', 'kl' or 'gradient'"),

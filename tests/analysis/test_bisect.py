@@ -326,7 +326,7 @@ def test_runs_that_have_nothing_to_do_with_each_other():
         ArgumentError, match="different models: 3 forward: Identity is in run_a alone; pass runs of one"
     ):
         fmtsim.bisect((longer, BATCH, loss), first)
-    with pytest.raises(ArgumentError, match=r"run_b=3 is no run; pass a Trace, the path of one, \(model, batch\) or"):
+    with pytest.raises(ArgumentError, match=r"run_b=3 is not a run; pass a Trace, the path of one, \(model, batch\)"):
         fmtsim.bisect(first, 3)
 
 

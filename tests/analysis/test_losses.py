@@ -45,10 +45,10 @@ def test_the_worst_come_first_by_each_measure(stats):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        ({"by": "amax"}, "worst by='amax' is no measure; choose one of underflow, saturation, sqnr"),
-        ({"by": None}, "worst by=None is no measure"),
-        ({"n": 0}, "n=0 is no number of operands; pass 1 or more"),
-        ({"n": 2.0}, "n=2.0 is no number of operands"),
+        ({"by": "amax"}, "worst by='amax' is not a measure; choose one of underflow, saturation, sqnr"),
+        ({"by": None}, "worst by=None is not a measure"),
+        ({"n": 0}, "n=0 is not a number of operands; pass 1 or more"),
+        ({"n": 2.0}, "n=2.0 is not a number of operands"),
     ],
 )
 def test_errors_of_worst(stats, ask, message):
@@ -104,7 +104,7 @@ def test_errors_of_plots(stats):
         ArgumentError, match="plot operand='q' was not observed; choose one of x_f, w_f, g_w, x_w, g_d, w"
     ):
         stats.plot(operand="q")
-    with pytest.raises(ArgumentError, match="plot by='loss' is no measure"):
+    with pytest.raises(ArgumentError, match="plot by='loss' is not a measure"):
         stats.plot(by="loss")
     with pytest.raises(ArgumentError, match="plot has nothing to draw; observe at least one step"):
         fmtsim.observe(nn.Linear(4, 4), format="e4m3").plot()

@@ -163,7 +163,7 @@ def test_errors_of_models_to_compare(gpu, monkeypatch):
         compare_native(plain, torch.ones(4, 4))
     with pytest.raises(ArgumentError, match="emulates a model on its own GPU; leave emulate_on= out"):
         compare_native(model, *batch, emulate_on="cpu")
-    with pytest.raises(ArgumentError, match="loss=3 is no function of the model's output; write loss=lambda y: "):
+    with pytest.raises(ArgumentError, match="loss=3 is not a function of the model's output; write loss=lambda y: "):
         compare_native(model, *batch, loss=3)
     with pytest.raises(
         ArgumentError, match="loss= returned .*; return one number that depends on the model's parameters"

@@ -31,7 +31,7 @@ def test_exponent_picture_shades_the_format(tmp_path):
     s = stats()
     figure = plot_exponents(
         {"w_f": s, "none": OperandStats()}, tmp_path / "e.png", title="$\\frac$"
-    )  # a heading is no formula
+    )  # a heading is not a formula
     assert (tmp_path / "e.png").stat().st_size > 5000
     panel = figure.axes[0]
     assert panel.get_xlabel() == "exponent of x / scale"

@@ -304,7 +304,7 @@ def test_kept_tensors_and_files(tmp_path):
 def test_files_that_are_no_traces(tmp_path):
     path = tmp_path / "a.safetensors"
     write_tensors(path, {}, {"other": "1"})
-    with pytest.raises(DataError, match="a.safetensors is no trace; write one with fmtsim trace"):
+    with pytest.raises(DataError, match="a.safetensors is not a trace; write one with fmtsim trace"):
         Trace.load(path)
     fmtsim.trace(nn.Linear(4, 2), torch.ones(1, 4)).save(path)
     _, metadata = read_tensors(path)
@@ -345,7 +345,7 @@ def test_what_is_refused():
         fmtsim.trace(made, torch.ones(1, 4), level="op")
     with pytest.raises(ArgumentError, match="tensors='0' is not allowed; pass True, or a list of operations' indices"):
         fmtsim.trace(made, torch.ones(1, 4), tensors="0")
-    with pytest.raises(ArgumentError, match="loss=3 is no function of the model's output"):
+    with pytest.raises(ArgumentError, match="loss=3 is not a function of the model's output"):
         fmtsim.trace(made, torch.ones(1, 4), 3)
     with pytest.raises(ArgumentError, match="trace takes a torch.nn.Module|trace got"):
         fmtsim.trace(3, torch.ones(1, 4))

@@ -222,7 +222,7 @@ def test_smoothing_keeps_constants_and_ends_at_nan(opened):
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")])
 def test_a_large_report_fits(opened, width, scheme):
     page = opened(made_report(made_observation(layers=40, steps=60, elements=200)), width, scheme)
-    # It opens fast because thousands of figures are drawn on canvases, and are no elements.
+    # It opens fast because thousands of figures are drawn on canvases, and are not elements.
     assert page.evaluate("document.querySelectorAll('*').length") < 2000
     assert page.evaluate("document.documentElement.scrollWidth") == width
     if SHOTS:

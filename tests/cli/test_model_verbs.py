@@ -280,14 +280,14 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("observe --model models.py:build", "--recipe or --format is missing; pass one, such as"),
         ("observe --model models.py:build --format e4m3 --recipe te_current", "--recipe and --format are both given"),
         ("observe --model models.py:build --rules r.json", "--rules are exceptions of --recipe or --format; pass one"),
-        ("observe --model models.py:build --format e4m3 --rules models.py", "models.py is no file of rules: "),
+        ("observe --model models.py:build --format e4m3 --rules models.py", "models.py is not a valid file of rules: "),
         ("observe --model models.py:build --format e4m3 --steps 0", "--steps 0 is not possible; choose 1 or more"),
         ("observe --model models.py:build --format e4m3 --lr -1", "--lr -1 is not possible; choose a finite number"),
         ("observe --model models.py:build --format e4m3 --report r.htm", "--report r.htm does not end in .html"),
         ("observe --model models.py:build --format e4", "unknown format 'e4'"),
         (
             "observe --model models.py:silent --format e4m3",
-            "its model returned a tensor [16, 8], which is no loss; ret",
+            "its model returned a tensor [16, 8], which is not a loss; ret",
         ),
         ("observe --model models.py:constant --format e4m3", "its loss depends on no parameter"),
         (
@@ -309,9 +309,12 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("observe --model models.py:build --format e4m3 --device cuda:99", "--device cuda:99 is not there"),
         (
             "attribute --model models.py:silent --format e4m3",
-            "returned a tensor [16, 8], which is no loss; return (model",
+            "returned a tensor [16, 8], which is not a loss; return (model",
         ),
-        ("attribute --model models.py:build --recipe te_current --share 2", "share=2.0 is no part of the cost; pass"),
+        (
+            "attribute --model models.py:build --recipe te_current --share 2",
+            "share=2.0 is not a part of the cost",
+        ),
         ("attribute --model models.py:build --recipe te_current --by kl", "the model's logits are not known"),
         ("ptq --scheme int8_static", "--model is missing"),
         ("ptq --scheme int8 --model models.py:build", "there are 'int8_token', 'int8_static', 'int8_smooth'"),

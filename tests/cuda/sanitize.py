@@ -5,7 +5,7 @@
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 3 python -m tests.cuda.sanitize
     compute-sanitizer --tool racecheck --report-api-errors no --error-exitcode 3 python -m tests.cuda.sanitize --few
 
-The driver is asked for functions that it may lack when its bindings are loaded; that is no error of a kernel.
+The driver is asked for functions that it may lack when its bindings are loaded; that is not an error of a kernel.
 Nothing is compared here: that is what the tests do. Calls run in an order that does not change; sizes are such that
 rows, vectors, tiles and warps are cut off in their middle, and operands begin where no vector does. At the end the
 script names the kernels that no call has reached and exits with status 1 where there are any. ``--few`` leaves out

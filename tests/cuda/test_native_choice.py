@@ -36,7 +36,7 @@ def ones(*shape):
 
 
 def odd(*shape):
-    """Return scales that are no powers of two, each another."""
+    """Return scales that are not powers of two, each another."""
     return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape) / 3
 
 
@@ -134,7 +134,7 @@ def test_small_blocks_reach_the_call_as_codes(ran, monkeypatch):
 
 
 REFUSED = [
-    (lambda: fmtsim.mm(A16, B16, unit="hopper.wgmma", native=True), "a unit or datapath alone is no GPU"),
+    (lambda: fmtsim.mm(A16, B16, unit="hopper.wgmma", native=True), "a unit or datapath alone is not a GPU"),
     (lambda: fmtsim.mm(A16, B16, target="h200", plan=fmtsim.GemmPlan(), native=True), "plan= replaces the library's"),
     (lambda: fmtsim.mm(A16, B16, target="b200", native=True), "the device is a NVIDIA H200, the target a NVIDIA B200"),
     (lambda: fmtsim.mm(A16.float(), B16.float(), a_format="bf16", b_format="bf16", target="h200", native=True),

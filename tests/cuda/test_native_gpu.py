@@ -26,7 +26,7 @@ H200 = "NVIDIA H200 (132 multiprocessors), torch 2.11.0+cu130, cuBLASLt 13.1.0"
         ("NVIDIA B200, cuBLAS", {"blackwell"}, "the device is a NVIDIA H200, the target a NVIDIA B200"),
         ("NVIDIA H200 (78 multiprocessors)", {"hopper"}, "the device has 132 multiprocessors, the target 78"),
         (H200, {"blackwell"}, "compute capability 9.0, the target 10.x"),
-        ("no library: every sum is one chain", set(), "which is no NVIDIA GPU"),
+        ("no library: every sum is one chain", set(), "which is not an NVIDIA GPU"),
     ],
 )  # fmt: skip
 def test_gpus_are_told_apart(hopper, library, families, reason):

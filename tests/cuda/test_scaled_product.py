@@ -21,7 +21,7 @@ SLOW = pytest.mark.slow
 
 
 def factor(rows, depth, block, seed, transposed=False, apart=20, group=128):
-    """E4M3 elements, scales from 2**-apart to 2**apart that are no powers of two."""
+    """E4M3 elements, scales from 2**-apart to 2**apart that are not powers of two."""
     generator = torch.Generator().manual_seed(seed)
     x = quantize(torch.randn(rows, depth, generator=generator) * 100, get_format("e4m3")).bfloat16()
     counts = -(-rows // block), -(-depth // group)
@@ -104,7 +104,7 @@ def test_scales_whose_product_leaves_the_range(device):
         x.scale.mul_(2.0**-60)
     check(a, b, torch.float32, device)
     a.scale.mul_(2.0**125), b.scale.mul_(2.0**125)
-    a.elements.zero_()  # 2**65 times 2**65 is no float32
+    a.elements.zero_()  # 2**65 times 2**65 is not a float32
     assert not multiply_groups(moved(a, device), moved(b, device), None, torch.float32).any()
 
 

@@ -114,7 +114,7 @@ def disagreement_has_a_name(rank, size):
     refused("the tensors are on meta, but the process group carries cpu:gloo", all_reduce,
             torch.ones(3, device="meta"), "msamp")  # fmt: skip
     refused(
-        "group=7 is no process group; pass what dist.new_group returned", all_reduce, torch.ones(3), "bf16", group=7
+        "group=7 is not a process group; pass what dist.new_group returned", all_reduce, torch.ones(3), "bf16", group=7
     )
     refused("sizes='x' is not allowed; pass a tuple (a whole", all_gather, torch.ones(8), "int8", sizes="x")
     refused("sizes=8 is not allowed; pass a tuple (a whole", reduce_scatter, torch.ones(8), "msamp", sizes=8)

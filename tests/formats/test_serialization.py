@@ -91,7 +91,7 @@ def test_block_formats_of_old_files(fields):
         ('{"kind": "int", "name": "\\ud800", "bits": 4}', r"IntFormat name='\ud800' is not allowed; pass text"),
         ('{"kind": "int", "name": "x", "bits": true}', "IntFormat bits=True is not allowed; pass a whole number"),
         ('{"kind": {}, "name": "x"}', "kind={} is not a kind of format; choose one of float, int, codebook, "),
-        ('{"kind": "codebook", "name": "x", "values": [1, 2, NaN]}', "not the JSON of a format: NaN is no number of J"),
+        ('{"kind": "codebook", "name": "x", "values": [1, 2, NaN]}', "not the JSON of a format: NaN is not a number"),
         ('{"kind": "codebook", "name": "x", "values": [1, "2"]}',
          "CodebookFormat values=(1, '2') is not allowed; pass a tuple (a number, ...)"),
         ('{"kind": "int", "kind": "log"}', "not the JSON of a format: 'kind' stands twice in one object"),
@@ -99,7 +99,7 @@ def test_block_formats_of_old_files(fields):
         ('{"kind": "int", "name": "x", "bits": ' + "9" * 9999 + "}", "not the JSON of a format: "),
         ('{"kind": "int", "name": "x", "bits": ' + "9" * 999 + "}", "IntFormat bits=999999999999999999"),
         (f'{{"kind": "block", "name": "b", "element": {_INT4}, "scaling": {{"block": [1, 2], "scale": 4}}}}',
-         "scaling.scale: 4 is no format; write its name, or the fields of its record"),
+         "scaling.scale: 4 is not a format; write its name, or the fields of its record"),
         (
             f'{{"kind": "block", "name": "b", "element": {_INT4}, "block": [1, 2], "scale_rule": "up"}}',
             "scaling: Scaling exponent_rule='up' is not allowed; choose None, 'floor', 'ceil', 'rceil', 'even'",

@@ -165,7 +165,7 @@ def test_messages(tmp_path):
     with pytest.raises(DataError, match=r"a\.book: No such file; a plan book lies there"):
         Book.open(path)
     for wrong, message in (
-        (b"GIF89a", r"a\.book is no plan book; fmtsim calibrate --book makes one"),
+        (b"GIF89a", r"a\.book is not a plan book; fmtsim calibrate --book makes one"),
         (content[:-1], r"a\.book is damaged as a plan book \(it has \d+ bytes instead of \d+\); make it anew"),
         (content[:20], "it ends after 20 bytes"),
         (content[:-1] + b"!", "its checksum is wrong"),

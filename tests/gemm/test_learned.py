@@ -16,7 +16,7 @@ from tests.support.targets import linear, mm
 BF16, FP16 = (Kind(name, name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)))
 CHOICES = (Choice(66), Choice(66, 3, 2), Choice(24, 1, 0, 0, 13))
 GROUP = Group((BF16, FP16), False, CHOICES, 900, 100, 90, 40, 40)
-# K up to 2560: whole; else kinds after the first, or a K that is no multiple of 8
+# K up to 2560: whole; else kinds after the first, or a K that is not a multiple of 8
 TREE = Tree(np.uint8([3, 255, 17, 11, 255, 255, 255]), np.float32([2560.5, 0.5, 4]), np.array([0, 2, 1, 0]),
             np.array([True, False, False, False]))  # fmt: skip
 

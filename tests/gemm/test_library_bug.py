@@ -147,7 +147,7 @@ def test_the_tail_that_cublaslt_drops(booked, m, lost):
     assert not lost or said[0].endswith(
         "the last 32 of the 44832 products of every sum are never multiplied, a bug of the library; pad K with zeros "
         "to 44928, where it adds all"
-    )  # 44864 products are no whole tiles of 128, and the book does not have them
+    )  # 44864 products are not whole tiles of 128, and the book does not have them
 
 
 def test_a_row_depends_on_a_batch_whose_tail_is_dropped(booked):

@@ -115,7 +115,7 @@ def test_exponent_of_alignment():
     assert_identical(block(unit, [(1.5, 4.0), (0.75, 1.0)]), 6.5)
     # 1.5 x 1.5 = 2.25 is not normalised: E = 0, grid 2^-3, so 0.125 survives; E = 1 would cut it.
     assert_identical(block(unit, [(1.5, 1.5), (0.125, 1.0)]), 2.375)
-    # A zero times 2^100 is no term; an addend of zero neither.
+    # A zero times 2^100 is not a term; an addend of zero neither.
     assert_identical(block(unit, [(0.0, 2.0**100), (0.75, 1.0)]), 0.75)
     # c = 8 is a term: E = 3, grid 1.
     assert_identical(block(unit, [(0.75, 1.0)], 8.0), 8.0)

@@ -86,11 +86,11 @@ def test_bad_plan_files(change, message, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xfe\x00", "bad.json is no plan file: 'utf-8' codec can't decode"),
-        (b"[" * 100000, "bad.json is no plan file: more than 64 objects or lists inside each other"),
+        (b"\xff\xfe\x00", "bad.json is not a valid plan file: 'utf-8' codec can't decode"),
+        (b"[" * 100000, "bad.json is not a valid plan file: more than 64 objects or lists inside each other"),
         (b"[1]", r"bad.json: plan: \[1\] is not an object; write the fields of a Target"),
         (b"{}", "bad.json: plan: a Target needs 'name' and 'library'"),
-        (b"", "bad.json is no plan file: "),
+        (b"", "bad.json is not a valid plan file: "),
     ],
 )
 def test_files_that_are_no_plans(content, message, tmp_path):

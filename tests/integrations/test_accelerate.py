@@ -221,7 +221,7 @@ def test_misuse_is_refused(tmp_path):
     for given, why in (
         ({"recipe": "te_mxfp8", "format": "e4m3"}, "the callback got recipe and format; pass one of them"),
         ({"recipe": "nvfp4_switch"}, "'nvfp4_switch' has a schedule, which a model that is not converted is not obser"),
-        ({"histograms": "all"}, "histograms='all' is no choice; pass 'operand' for one of each operand over all"),
+        ({"histograms": "all"}, "histograms='all' is not a choice; pass 'operand' for one of each operand over all"),
     ):
         with pytest.raises(ArgumentError, match=why):
             Loop(llama(None), **given)

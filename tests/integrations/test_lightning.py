@@ -254,7 +254,7 @@ def test_misuse_is_refused(tmp_path):
     ).read_text("utf-8")
     with pytest.raises(ArgumentError, match="no converted layer in Task; hand the trainer fmtsim.convert"):
         train(tmp_path, Task(None), FmtsimCallback())
-    with pytest.raises(ArgumentError, match="every=0 is no number of steps"):
+    with pytest.raises(ArgumentError, match="every=0 is not a number of steps"):
         FmtsimCallback(every=0)
 
 

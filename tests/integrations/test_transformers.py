@@ -202,9 +202,9 @@ def test_nonsense_is_refused(tmp_path):
     plain = trainer(tmp_path, follow=False)
     with pytest.raises(ArgumentError, match="got LlamaForCausalLM as trainer; make the transformers.Trainer first"):
         FmtsimCallback(plain.model)
-    with pytest.raises(ArgumentError, match="every=0 is no number of steps; pass 1 to observe all"):
+    with pytest.raises(ArgumentError, match="every=0 is not a number of steps; pass 1 to observe all"):
         FmtsimCallback(plain, every=0)
-    with pytest.raises(ArgumentError, match="report=7 is no path"):
+    with pytest.raises(ArgumentError, match="report=7 is not a path"):
         FmtsimCallback(plain, report=7)
     with pytest.raises(ArgumentError, match="there is no folder"):
         FmtsimCallback(plain, report=tmp_path / "absent" / "run.html")

@@ -170,7 +170,7 @@ def test_the_head_stays_in_high_precision(tied):
 
 
 def test_a_model_without_head_keeps_its_last_block():
-    """The last linear layer is no head where it belongs to a block."""
+    """The last linear layer is not a head where it belongs to a block."""
     assert converted(fmtsim.convert(Headed(head=False), "mu_s")) == [f"blocks.{i}.0" for i in range(4)]
 
 

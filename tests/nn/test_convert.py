@@ -177,7 +177,7 @@ def test_rules_run_on_the_machine_of_the_call(tower):
     ("rules", "message"),
     [
         ([Rule(name="lm")], r"rules\[0\] of recipe 'convert\(rules=\)' \(name ~ lm\) fits no layer of the model, whi"),
-        (["head"], r"rules=\['head'\] is no list of Rules; write rules=\[Rule\(name='lm_head'\)\]"),
+        (["head"], r"rules=\['head'\] is not a list of Rules; write rules=\[Rule\(name='lm_head'\)\]"),
         (Rule(name="first"), r"rules=Rule\(.*is no list of Rules"),
     ],
 )  # fmt: skip
@@ -342,7 +342,7 @@ def test_an_emulated_layer_without_config_says_how_to_make_one():
 def test_a_filter_is_a_function():
     with pytest.raises(
         ArgumentError,
-        match="filter_fn='mlp' is no function of a module and its name; write filter_fn=",
+        match="filter_fn='mlp' is not a function of a module and its name; write filter_fn=",
     ):
         convert(nn.Linear(4, 4), format="e4m3", filter_fn="mlp")
 

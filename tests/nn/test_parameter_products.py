@@ -50,7 +50,7 @@ def test_an_attention_module_with_a_forward_of_its_own():
 
 
 def test_a_product_is_emulated_once():
-    """A weight in high precision inside converted layers and products is no product of the model around them."""
+    """A weight in high precision inside converted layers and products is not a product of the model around them."""
     config = linear_config(x="e4m3", w=None, g=None, scaling="tensor")
 
     class Around(nn.Module):

@@ -278,7 +278,7 @@ def test_telling_of_a_guess_leaves_the_warning_to_the_product():
 
 def test_errors_of_layers_to_explain():
     layer = nn.Linear(64, 32).to(BF16)
-    with pytest.raises(ArgumentError, match=r"Linear is no converted layer; convert the model, and pass one of its"):
+    with pytest.raises(ArgumentError, match=r"Linear is not a converted layer; convert the model, and pass one of its"):
         fmtsim.explain_mm(layer, 4)
     convert(layer, format="e4m3", target="h200")
     with pytest.raises(
@@ -289,7 +289,7 @@ def test_errors_of_layers_to_explain():
         fmtsim.explain_mm(layer, 4, native=False)
     for x in (0, -1, 1 << 27, True, 1.5, None, [], [1], "x", [torch.ones(4, 64)] * 2):
         with pytest.raises(
-            ArgumentError, match=r"x=.* is no input of a layer; pass the tensor that it is called with, or"
+            ArgumentError, match=r"x=.* is not an input of a layer; pass the tensor it is called with, or"
         ):
             fmtsim.explain_mm(layer, x)
     with pytest.raises(ArgumentError, match=r"x of shape \(4, 65\) does not fit w of shape \(32, 64\)"):
@@ -298,7 +298,7 @@ def test_errors_of_layers_to_explain():
     assert "padded" not in dict(fmtsim.explain_mm(layer, 17).fprop.rows)
     with pytest.raises(ArgumentError, match=r"\(model\) \(Linear\) has no part 'k'; choose one of "):
         fmtsim.explain_mm(layer, 16)["k"]
-    with pytest.raises(ArgumentError, match="pass the 3 tensors that it is called with, or the number of rows of its"):
+    with pytest.raises(ArgumentError, match="pass the 3 tensors it is called with, or the number of rows of its"):
         fmtsim.explain_mm(convert(nn.MultiheadAttention(64, 4), format="e4m3"), [torch.ones(4, 64)])
     with pytest.raises(DtypeError, match=r"x has dtype torch.int64; pass what the layer takes, for example a torch.bf"):
         fmtsim.explain_mm(layer, torch.ones(4, 64, dtype=torch.int64))

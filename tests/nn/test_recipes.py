@@ -329,7 +329,7 @@ def test_tokens_that_do_not_fill_a_rotation_are_padded_with_zeros(name, rows, co
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else None
     expected = torch.zeros(rows, 128)
     expected[:24] = x
-    model[0].bias.data.zero_(), padded[0].bias.data.zero_()  # else the second layer's padding is no zeros here
+    model[0].bias.data.zero_(), padded[0].bias.data.zero_()  # else the second layer's padding is not a zeros here
     assert all(map(torch.equal, learned(padded, expected), learned(model, x, call)))
     assert model(x[None]).shape == (1, 24, 128) and model(x[:0]).shape == (0, 128)
     with torch.no_grad():

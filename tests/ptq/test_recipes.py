@@ -231,7 +231,7 @@ def test_equalised_weights_keep_the_function_and_match_ranges():
         equalise(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 3)), Equalise())
     with pytest.raises(ArgumentError, match=r"'0' are not the inputs of '4'"):
         equalise(model, Equalise(pairs=(("0", "4"),)))
-    with pytest.raises(ArgumentError, match=r"'x' is no linear layer or convolution"):
+    with pytest.raises(ArgumentError, match=r"'x' is not a linear layer or convolution"):
         equalise(model, Equalise(pairs=(("x", "4"),)))
 
 
@@ -252,5 +252,5 @@ def test_equalisation_helps_weights_of_a_tensor_s_scale():
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "bits.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ArgumentError, match="bits.json is no recipe file: 'utf-8' codec can't decode"):
+    with pytest.raises(ArgumentError, match="bits.json is not a valid recipe file: 'utf-8' codec can't decode"):
         get_ptq_recipe(tmp_path / "bits.json")

@@ -228,7 +228,7 @@ def test_logarithmic_operands():
     x = matrix()
     x = torch.where(x == 0, x.abs().amax(1, keepdim=True) / 16, x)
     found, (_, _, values) = made("lns", "x_f", x).values(torch.float32), oracle.lns(x)
-    # Powers of two to the k / 8 are no float32; a value may differ in its last place, a code (9 %) may not.
+    # Powers of two to the k / 8 are not float32; a value may differ in its last place, a code (9 %) may not.
     assert torch.allclose(found, values, rtol=1e-6, atol=0)
 
 

@@ -125,7 +125,7 @@ def test_diff_shows_each_field_once():
 
 def test_a_recipe_of_ones_own_is_listed(own):
     register_recipe(own)
-    register_recipe(own)  # the same again is no conflict
+    register_recipe(own)  # the same again is not a conflict
     assert get_recipe("mine") is own and "own" in list_recipes() and "mine" not in list_recipes()
     with pytest.raises(ArgumentError, match="a recipe named 'own' exists already"):
         register_recipe(dataclasses.replace(own, source="another"))
@@ -197,7 +197,7 @@ def test_an_unknown_name_lists_its_neighbours(name, said):
         ('{"name": "a", "rules": {"name": "x"}}', r"recipe.rules: {'name': 'x'} is not a list; write"),
         ('{"name": "a", "rules": [{}]}', r"wrong.json: recipe.rules\[0\]: a Rule that fits every layer"),
         ('{"name": "a", "linear": {"fprop": {"a": {"format": 4}}}}',
-         "recipe.linear.fprop.a.format: 4 is no format; write its name"),
+         "recipe.linear.fprop.a.format: 4 is not a format; write its name"),
         ('{"name": "a", "linear": {"fprop": {"a": {"format": "nvpf4"}}}}',
          "recipe.linear.fprop.a.format: unknown format 'nvpf4'; did you mean 'nvfp4'"),
         ('{"name": "a", "linear": {"fprop": {"unit": "hoper.wgmma"}}}',
@@ -216,8 +216,8 @@ def test_an_unknown_name_lists_its_neighbours(name, said):
         ('{"name": "a", "reduction": 5}', "recipe: Recipe reduction=5 is not allowed; pass text or None"),
         ('{"name": "a", "levels": [{"name": 1}]}', r"recipe.levels\[0\]: Level name=1 is not allowed; pass text"),
         ('{"name": "a", "notes": 5}', "recipe: Recipe notes=5 is not allowed; pass text"),
-        ('{"name": "a", "name": "b"}', "wrong.json is no recipe file: 'name' stands twice in one object"),
-        ('{"name": "a", "loss_scale": {"initial": NaN}}', "wrong.json is no recipe file: NaN is no number of JSON"),
+        ('{"name": "a", "name": "b"}', "wrong.json is not a valid recipe file: 'name' stands twice in one object"),
+        ('{"name": "a", "loss_scale": {"initial": NaN}}', "wrong.json is not a valid recipe file: NaN is not a number"),
         ('{"name": "a", "loss_scale": {"initial": "x"}}', "recipe.loss_scale: LossScale initial='x' is not"),
         ('{"name": "a", "loss_scale": {"interval": 1e400}}', "recipe.loss_scale: LossScale interval=inf is not"),
         ('{"name": "a", "loss_scale": {"initial": true}}', "LossScale initial=True is not allowed; pass a number"),
@@ -225,7 +225,7 @@ def test_an_unknown_name_lists_its_neighbours(name, said):
         ('{"name": "a", "rules": [{"name": ["x"]}]}', r"recipe.rules\[0\]: Rule name=\['x'\] is not allowed"),
         ('{"name": "a", "rules": [{"head": 1}]}', r"recipe.rules\[0\]: Rule head=1 is not allowed; pass True"),
         ('{"name": "a", "aliases": [[]]}', "recipe: Recipe aliases=.* is not a tuple of names"),
-        ("[" * 100000, "wrong.json is no recipe file: more than 64 objects or lists inside each other"),
+        ("[" * 100000, "wrong.json is not a valid recipe file: more than 64 objects or lists inside each other"),
         ('{"name": "a", "linear": ' + '{"fprop": ' * 70 + "{}" + "}" * 71, "more than 64 objects or lists inside each"),
         ('{"name": "a", "replace": [{"kind": [], "by": "x"}]}', r"recipe.replace\[0\]: Replacement kind=\[\] is not"),
         ('{"name": "a", "linear": {"fprop": {"unit": ["x"]}}}', "recipe.linear.fprop: "),
@@ -246,7 +246,7 @@ def test_a_wrong_file_is_told_where(text, said, tmp_path):
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "bits.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ArgumentError, match="bits.json is no recipe file: 'utf-8' codec can't decode"):
+    with pytest.raises(ArgumentError, match="bits.json is not a valid recipe file: 'utf-8' codec can't decode"):
         get_recipe(tmp_path / "bits.json")
 
 
@@ -269,7 +269,7 @@ def test_a_missing_file_is_named(tmp_path):
         (lambda: LossScale(interval=0), "LossScale interval=0 is not allowed; pass a whole number from 1"),
         (lambda: LossScale(hysteresis=None), "LossScale hysteresis=None is not allowed"),
         (lambda: Rule(), "a Rule that fits every layer and step belongs into the recipe's linear=; narrow it"),
-        (lambda: Rule(name="("), r"Rule name='\(' is no regular expression"),
+        (lambda: Rule(name="("), r"Rule name='\(' is not a regular expression"),
         (lambda: Rule(last_blocks=1.5), "last_blocks=1.5 is not allowed; pass a whole number from 0, or a fraction"),
         (lambda: Rule(head=True, use="e4m3"), "Rule use='e4m3' is not a LinearConfig or None"),
         (lambda: Recipe(name="a", aliases="b"), r"aliases='b' is not a tuple of names; write aliases=\(name, \.\.\.\)"),

@@ -231,8 +231,8 @@ TIED[2].weight = TIED[0].weight
         ),
         ({"calibration_data": []}, "calibration data is empty"),
         ({"model": None}, "search takes a torch.nn.Module, not NoneType"),
-        ({"policy": 3}, "policy=3 is no Policy"),
-        ({"loss_fn": 3}, "loss_fn=3 is no function"),
+        ({"policy": 3}, "policy=3 is not a Policy"),
+        ({"loss_fn": 3}, "loss_fn=3 is not a function"),
     ],
 )
 def test_bad_budgets_and_formats(how, said):
@@ -273,7 +273,7 @@ def test_beyond_a_limit_a_choice_is_a_sample_and_says_so(monkeypatch):
 
 
 class Priced(Fake):
-    """Its losses are of either sign, and some are no numbers."""
+    """Its losses are of either sign, and some are not numbers."""
 
     def run(self, formats):
         loss = super().run(formats) - 0.5

@@ -364,7 +364,7 @@ def mask_bits(x, mantissa):
 
 
 def lns(x, gamma=8, codes=127):
-    """``sign * s * 2^(k / gamma)``, the largest magnitude at the top code; float64, for numbers that are no ties."""
+    """``sign * s * 2^(k / gamma)``, the largest magnitude at the top code; float64, for numbers that are not ties."""
 
     def cast(part):
         top = 2.0 ** (codes / gamma)

@@ -21,7 +21,7 @@ class Float64Used(RuntimeError):
 class WithoutFloat64(TorchDispatchMode):
     """Fail at every operator with float64 among its operands, results or arguments, also inside fmtsim's operators.
 
-    Python's own numbers are no tensors: torch holds one among the operands of ``torch.where`` as a 0-dimensional
+    Python's own numbers are not tensors: torch holds one among the operands of ``torch.where`` as a 0-dimensional
     tensor of the CPU, which is let through there where the result has another dtype.
     """
 

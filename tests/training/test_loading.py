@@ -184,10 +184,10 @@ def test_files_that_hold_no_weights(tmp_path, name, content, said):
         ("own.py:model", "--data is missing: --model own.py:model comes without batches; pass a text file"),
         (
             "own.py",
-            "--model own.py is no function and no model of Hugging Face that is here (a file); pass FILE.py:fun",
+            "--model own.py is neither a function nor a local Hugging Face model (a file); pass FILE.py:fun",
         ),
-        ("nowhere", "nowhere is no function and no model of Hugging Face that is here (no folder and not in the cache"),
-        ("package", "--model package is no function and no model of Hugging Face that is here (Unrecognized model in"),
+        ("nowhere", "nowhere is neither a function nor a local Hugging Face model (no folder and not in the cache"),
+        ("package", "--model package is neither a function nor a local Hugging Face model (Unrecognized model in"),
     ],
 )
 def test_models_that_are_none(name, said):
@@ -233,7 +233,11 @@ def test_folders_that_do_not_do(saved, tmp_path):
             "has no tokenizer that transformers can read; pass --tokenizer with a folder that has one",
         ),
         (saved["llama"], {"tokenizer": "own.py"}, "--tokenizer own.py has no tokenizer that"),
-        (saved["bert"], {"tokenizer": "bytes"}, "is a BertForMaskedLM and no causal language model; load it in a func"),
+        (
+            saved["bert"],
+            {"tokenizer": "bytes"},
+            "is a BertForMaskedLM and not a causal language model; load it in a",
+        ),
         (saved["llama"], {"tokenizer": "bytes", "context": 4000}, "--context 4000 is beyond the 2048 positions"),
     ):
         with pytest.raises(ArgumentError) as caught:
@@ -251,7 +255,9 @@ def test_folders_that_do_not_do(saved, tmp_path):
 
 def test_transformers_may_be_absent(monkeypatch, saved):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(FmtsimError, match=r'and other models need transformers; pip install "fmtsim\[transformers\]"'):
+    with pytest.raises(
+        FmtsimError, match=r'function; other models need transformers: pip install "fmtsim\[transformers\]"'
+    ):
         loaded(str(saved["llama"]), data="text.txt")
 
 

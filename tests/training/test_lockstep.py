@@ -111,7 +111,7 @@ def test_a_planted_gradient_is_found(corpus, bit):
     first = found.comparison.first
     assert found.comparison.mismatches == 1 and first.index == (5, 7)
     assert first.actual_code ^ first.expected_code == 1 << bit
-    assert found.product == "when forward and backward are repeated no bit differs"  # a hook is no operation
+    assert found.product == "when forward and backward are repeated no bit differs"  # a hook is not an operation
     said = str(found)
     assert said.startswith("step 3, gradient of blocks.1.up.weight [5, 7]: actual 0x") and "1 of 4096 differ" in said
     assert f"0x{first.actual_code:08X}" in said and f"0x{first.expected_code:08X}" in said

@@ -19,7 +19,7 @@ MOST_BITS = 16  # of formats that the page offers
 
 
 def curve_data(curves: Any) -> list[dict[str, Any]]:
-    """Return curves by label as columns; ArgumentError refuses what is no numbers by label."""
+    """Return curves by label as columns; ArgumentError refuses what is not numbers by label."""
     if curves is None:
         return []
     try:

@@ -10,12 +10,12 @@ from fmtsim.cli.options import add_json, flag, option
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_model(parser)
-    add_formats(parser.add_argument_group("what the model's operands are rounded to"))
-    flag(parser, "--exact", "switch operands on one at a time, a pass each, instead of an estimate from 8 passes")
+    add_formats(parser.add_argument_group("the formats to which the model's operands are rounded"))
+    flag(parser, "--exact", "round operands one at a time, a pass for each, instead of an estimate from 8 passes")
     result = parser.add_argument_group("result")
     option(result, "--by", "the cost by which layers are named", "loss", choices=("loss", "kl", "gradient"))
-    option(result, "--share", "name the dearest layers that carry this share of the cost", 0.5)
-    option(result, "--out", "write rules that leave those in high precision (.json)", metavar="FILE")
-    option(result, "--report", "write a page for the browser (.html)", metavar="FILE")
+    option(result, "--share", "name the most costly layers, which together have this share of the cost", 0.5)
+    option(result, "--out", "write rules that leave these layers in high precision (.json)", metavar="FILE")
+    option(result, "--report", "write an HTML report (.html)", metavar="FILE")
     add_quiet(result)
     add_json(result)

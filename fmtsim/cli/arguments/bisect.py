@@ -10,6 +10,6 @@ from fmtsim.cli.options import add_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("a", metavar="A", help=f"a trace (.safetensors); or {MODEL}")
-    parser.add_argument("b", metavar="B", help="what to compare with, likewise")
+    parser.add_argument("b", metavar="B", help="the run to compare with, in the same forms")
     add_data(parser)
     add_json(parser)

@@ -13,4 +13,4 @@ PLACES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     places = "; ".join(f"{place} ({shell})" for shell, place in PLACES.items())
-    parser.add_argument("shell", choices=PLACES, help=f"print the script for this shell; keep it in {places}")
+    parser.add_argument("shell", choices=PLACES, help=f"print the script for this shell; save it as {places}")

@@ -8,11 +8,11 @@ from fmtsim.cli.options import add_json, add_layers, add_tokens, flag, option
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    dropped = "look for products that the target's library leaves out, and for orders that are guesses"
+    dropped = "look for terms that the target's library omits, and for accumulation orders that are guesses"
     flag(parser, "--gemm", dropped)
     what = parser.add_argument_group("with --gemm: which products (default: the layers of gpt2)")
     add_layers(what, "bf16")
     add_tokens(what)
-    named = "a GPU with its library, such as h200, or a plan file; none for a model that is converted"
+    named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
     option(what, "--target", named, metavar="NAME")
     add_json(parser)

@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         help="one number, or the consecutive numbers of a block; - reads them from standard input",
     )
-    parser.add_argument("--format", required=True, help="any format; blocks of a block format are cut from the numbers")
-    option(parser, "--dtype", "what the numbers are stored in before the cast", "float64", choices=DTYPES)
+    parser.add_argument("--format", required=True, help="any format; blocks are consecutive numbers")
+    option(parser, "--dtype", "dtype in which the numbers are stored before the cast", "float64", choices=DTYPES)
     count(parser, "--block-size", "numbers that share a scale")
     option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE")
     add_rounding(parser)

@@ -10,9 +10,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     what = parser.add_argument_group("which products (default: the layers of gpt2)")
     add_layers(what, "bf16")
-    option(what, "--sizes", "rows of the layers' input: 1,77,512 or a range, all of it", "1..512", "LIST")
-    flag(what, "--no-gradients", "forward products alone")
-    named = "a GPU with its library, such as h200, or a plan file; none for a model that is converted"
+    option(what, "--sizes", "rows of the layers' input: a list (1,77,512) or a range (1..512)", "1..512", "LIST")
+    flag(what, "--no-gradients", "forward products only")
+    named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
     option(parser, "--target", named, metavar="NAME")
     option(parser, "--plot", "save a picture of the sizes with equal results as PNG", metavar="FILE")
     add_json(parser)

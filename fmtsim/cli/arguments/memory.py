@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model (one of the two)")
     option(model, "--model", "gpt2, llama-8b, ..., or the config.json of a Hugging Face model", metavar="NAME")
     option(model, "--params", "a number of parameters, such as 7e9: no activations, no cache")
-    weights = parser.add_argument_group("what is kept of weights")
+    weights = parser.add_argument_group("weights and optimizer")
     option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME")
     option(weights, "--optimizer", "adamw, lion, ..., AdamW's states as in bnb8, coat, ..., or both: lion:bnb8",
            metavar="NAME")  # fmt: skip
@@ -20,27 +20,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
            metavar="FORMAT")  # fmt: skip
     option(weights, "--gradients", "format of the gradients (default: fp32 beside fp32 weights, else bf16)",
            metavar="FORMAT")  # fmt: skip
-    count(weights, "--lora", "rank of adapters, which alone are trained")
+    count(weights, "--lora", "rank of LoRA adapters; only these are trained")
     option(weights, "--lora-layers", "a regular expression: layers with adapters", metavar="PATTERN")
-    kept = parser.add_argument_group("what waits for the backward pass")
-    count(kept, "--tokens", "tokens of a sequence; without, activations are not counted")
+    kept = parser.add_argument_group("what is saved for the backward pass")
+    count(kept, "--tokens", "tokens per sequence; without it, activations are not counted")
     count(kept, "--batch", "sequences on each device (default 1)")
-    option(kept, "--activations", "format of what the recipe does not quantise (default bf16)", metavar="FORMAT")
-    option(kept, "--checkpointing", "what runs again in the backward pass", choices=("none", "selective", "full"))
     option(
-        kept, "--attention", "whether scores are kept (eager) or not (flash, the default)", choices=("flash", "eager")
+        kept,
+        "--activations",
+        "format of activations that are not quantised (default bf16)",
+        metavar="FORMAT",
     )
-    flag(kept, "--dropout", "count masks of dropout")
-    flag(kept, "--quantize-early", "layers keep codes that the forward pass made for the backward product")
+    option(kept, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
+    option(
+        kept, "--attention", "whether scores are saved (eager) or not (flash, the default)", choices=("flash", "eager")
+    )
+    flag(kept, "--dropout", "count dropout masks")
+    flag(kept, "--quantize-early", "layers save codes that the forward pass made for the backward product")
     devices = parser.add_argument_group("devices")
-    count(devices, "--devices", "all of them (default 1)")
-    count(devices, "--zero", "what they share out: 1 states, 2 gradients too, 3 weights too, as FSDP (default 0)")
-    count(devices, "--tensor-parallel", "devices that share out each layer")
-    flag(devices, "--sequence-parallel", "they share out what lies between layers, too")
+    count(devices, "--devices", "number of devices (default 1)")
+    count(devices, "--zero", "ZeRO stage: 1 shards states, 2 gradients too, 3 weights too, as FSDP does (default 0)")
+    count(devices, "--tensor-parallel", "devices over which each layer is sharded")
+    flag(devices, "--sequence-parallel", "shard activations between layers, too")
     served = parser.add_argument_group("serving instead of training (with --weights and --devices)")
-    flag(served, "--serve", "weights and the cache of keys and values")
-    count(served, "--context", "tokens of a request that the cache keeps")
-    count(served, "--requests", "requests at once (default 1)")
+    flag(served, "--serve", "count weights and the KV cache")
+    count(served, "--context", "cached tokens per request")
+    count(served, "--requests", "concurrent requests (default 1)")
     option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT")
-    flag(parser, "--formulas", "show how each line follows, and what is kept of a block")
+    flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
     add_json(parser)

@@ -14,16 +14,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     for name in ("m", "n", "k"):
         parser.add_argument(name, type=int, metavar=name.upper(), help=f"{name.upper()} of [M, K] x [K, N]")
-    how = parser.add_argument_group("who multiplies (one of these)")
+    how = parser.add_argument_group("simulated arithmetic (one of these)")
     add_target(how)
-    option(how, "--accumulate", "fp32, fp16 or fp64, where the target or unit has several", metavar="FORMAT")
+    option(how, "--accumulate", "fp32, fp16 or fp64, if the target or unit has several", metavar="FORMAT")
     flag(how, "--slow", f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")
     where = parser.add_argument_group("where")
     add_device(where)
-    flag(where, "--emulate", "emulate also where the device is the target and could multiply itself")
-    check = "native: run the device's own unit and its emulation, and compare the bits; 1 is returned where they differ"
+    flag(where, "--emulate", "emulate even if the device is the target")
+    check = "native: run the device's own unit and its emulation, and compare the bits; exit code 1 if they differ"
     option(where, "--check", check, choices=("native",))
-    what = parser.add_argument_group("what is multiplied")
+    what = parser.add_argument_group("operands")
     option(what, "--dtype", "format of both operands", "e4m3", "FORMAT")
     option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT")
     data = "N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel"

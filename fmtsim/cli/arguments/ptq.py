@@ -12,8 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scheme = "a scheme of post-training quantisation, such as int8_static, or a JSON file; 'list' prints all names"
     option(parser, "--scheme", scheme, metavar="NAME", required=True)
     add_model(parser, required=False)
-    option(parser, "--batches", "so many to calibrate on, and as many others to measure the loss on", 8)
-    add_target(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
+    option(parser, "--batches", "batches for calibration, and as many others to measure the loss", 8)
+    add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
     result = parser.add_argument_group("result")
     option(result, "--out", "folder for the quantised model (model.pt), its scheme and report", metavar="DIR")
     add_quiet(result)

@@ -11,7 +11,7 @@ ALL_BITS = 16  # with --all
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("format", help="name of a format; a block format shows its element")
-    flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, not its landmarks alone")
-    repeated(parser, "--code", "show this code alone (17, 0x11 or 0b10001)", "N")
+    flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, instead of its landmarks only")
+    repeated(parser, "--code", "show only this code (17, 0x11 or 0b10001)", "N")
     count(parser, "--columns", "codes side by side (default 4, fewer in a narrow terminal)")
     add_json(parser)

@@ -9,11 +9,11 @@ from fmtsim.gemm.layers.scalings import SCALINGS
 
 SIZES = {
     "steps": "optimizer steps of each run",
-    "batch_size": "windows of text a step",
+    "batch_size": "windows of text per step",
     "context": "bytes the model sees at once",
-    "width": "features",
+    "width": "width of the hidden state",
     "layers": "transformer blocks",
-    "heads": "attention heads a block",
+    "heads": "attention heads per block",
 }
 EVERY = 100
 DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3}
@@ -22,10 +22,10 @@ DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     _add_scheme(parser.add_argument_group("what is simulated"))
-    _add_target(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
-    _add_system(parser.add_argument_group("optimizer and ranks (the recipe's own, or instead of them)"))
+    _add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
+    _add_system(parser.add_argument_group("optimizer and ranks (default: those of the recipe)"))
     how = parser.add_argument_group("model and training")
-    model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; docs/recipes.md says what of"
+    model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; see docs/recipes.md"
     option(how, "--model", model, "gpt", "NAME")
     for name, text in SIZES.items():
         option(how, f"--{name.replace('_', '-')}", text, DEFAULTS[name])
@@ -36,12 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(how)
     count(how, "--threads", "CPU threads (default: torch's choice)")
     output = parser.add_argument_group("output")
-    option(
-        output, "--out", "folder for the report in the browser (report.html), record and table", "fmtsim-train", "DIR"
-    )
+    option(output, "--out", "folder for the HTML report (report.html), record and table", "fmtsim-train", "DIR")
     every = f"write a checkpoint to DIR after every N steps; 0: none (default {EVERY})"
     count(output, "--checkpoint-every", every)
-    flag(output, "--resume", "go on from the checkpoint in DIR with the same bits; without one, begin")
+    flag(output, "--resume", "resume from the checkpoint in DIR with the same bits; start anew if there is none")
     flag(output, "--quiet", "show no progress")
     add_json(parser)
 
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_scheme(group: argparse._ArgumentGroup) -> None:
     recipe = (
         "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
-        "all names, and --target recipe is the machine that it was made for"
+        "all names, and --target recipe is the GPU that it was designed for"
     )
     option(group, "--recipe", recipe, metavar="NAME")
     option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME")
@@ -67,27 +65,27 @@ def _add_scheme(group: argparse._ArgumentGroup) -> None:
 
 def _add_system(group: argparse._ArgumentGroup) -> None:
     option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
-    rule = "whose states are kept, such as madam (default adamw)"
+    rule = "optimizer, such as madam (default adamw)"
     option(group, "--optimizer", rule, metavar="NAME", type=one_of(optimizers))
-    state = "how its states are kept, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
+    state = "format of its states, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
     option(group, "--state", state, metavar="NAME")
     reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
     option(group, "--reduction", reduction, metavar="NAME")
-    ranks = "simulated ranks that share the windows of a step (default 2 with a reduction in few bits, else 1)"
+    ranks = "simulated ranks that share the windows of a step (default 2 with a low-precision reduction, else 1)"
     count(group, "--ranks", ranks)
 
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
     add_target(group)
-    dtype = "dtype of all that is no product of a linear layer, under torch.autocast (default: the recipe's, else none)"
+    dtype = "dtype of operations other than linear layers, under torch.autocast (default: the recipe's, else none)"
     option(group, "--autocast", dtype, choices=("bfloat16", "float16"))
-    fast = "use_fast_accum=True of a target's forward products; gradients promote their accumulators"
+    fast = "use_fast_accum=True for a target's forward products; gradients promote their accumulators"
     flag(group, "--fast-accum", fast)
     flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
     check = (
         "native: instead of the comparison with a baseline, train with the device's own products and with emulated "
-        "ones in lockstep, and stop at the first bit of a loss, gradient or weight that differs; 1 is returned then"
+        "ones in lockstep, and stop at the first bit of a loss, gradient or weight that differs (exit code 1)"
     )
     option(group, "--check", check, choices=("native",))
-    minutes = "with --check: begin no step after so many minutes, and write what was found"
+    minutes = "with --check: start no step after this many minutes, and write the findings"
     option(group, "--minutes", minutes, type=float)

@@ -96,7 +96,7 @@ def _negatives(a, b, c, x, y, words, unit):  # type: ignore[no-untyped-def]
     if unit.terms != TRUNCATE:
         return splat(np.int32(0))
     count = negatives_of(a.signs, b.signs, x, y, a.top.size, words)
-    c = fadd(c, splat(np.float64(0)))  # -0, which is no negative term, becomes +0
+    c = fadd(c, splat(np.float64(0)))  # -0, which is not a negative term, becomes +0
     return iadd(count, lshr(high_words(c), splat(np.int32(31))))
 
 

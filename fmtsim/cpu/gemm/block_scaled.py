@@ -87,7 +87,7 @@ def group_scales(
 @device
 def _add_groups(a, b, p, m, first, group, size, count, s, c):  # type: ignore[no-untyped-def]
     """Add the cut terms of a block to s; return the sum and how many terms and addends are negative."""
-    positive_zero = splat(np.float64(0))  # added, it leaves -0, which is no negative term, no sign
+    positive_zero = splat(np.float64(0))  # added, it leaves -0, which is not a negative term, no sign
     negatives = lshr(high_words(fadd(c, positive_zero)), splat(np.int32(31)))
     rows = a.rows
     for g in range(count):

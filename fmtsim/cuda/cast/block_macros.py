@@ -104,7 +104,7 @@ def fast_macros(spec: CastSpec, dtype: torch.dtype, output: int, without_tensor_
 
 @lru_cache(maxsize=1024)
 def run_macros(fast: Defines, dtype: torch.dtype, vector: int, run: int, whole: bool = True) -> Defines:
-    """Return the macros of the row kernel; RUN is 0 where a block is no power of two or more than a warp holds.
+    """Return the macros of the row kernel; RUN is 0 where a block is not a power of two or more than a warp holds.
 
     whole: The tensor fills lanes of 32 elements.
     """

@@ -78,7 +78,7 @@ def quantize_contiguous(x: torch.Tensor, cast: CastSpec | str, out: torch.Tensor
         cast: The cast, or its JSON, which is looked up faster.
         random: Where the rounding draws words, their key.
 
-    False for float64, given random words, blocks that are no runs of the last dimension, and whatever else there is.
+    False for float64, given random words, blocks that are not runs of the last dimension, and whatever else there is.
     """
     if not x.numel() or (x.data_ptr() | out.data_ptr()) % _ALIGNED or not (x.is_contiguous() and out.is_contiguous()):
         return False

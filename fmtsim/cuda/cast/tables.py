@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts by table, to formats that are no grid: codebooks, logarithms, roundings without a kernel of their own.
+"""Casts by table, to formats that are not a grid: codebooks, logarithms, roundings without a kernel of their own.
 
 Two kinds of table, both made on the device by the general kernel, which alone knows how to round, at the first call for
 a cast. Of a 16-bit dtype: what each of its patterns becomes (table.cu). Of any narrow dtype: which result a

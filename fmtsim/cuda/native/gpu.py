@@ -38,7 +38,7 @@ def other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
         return "torch is built for ROCm, and the target is an NVIDIA GPU"
     found = _LIBRARY.match(library)
     if found is None:
-        return f"its library is {library!r}, which is no NVIDIA GPU"
+        return f"its library is {library!r}, which is not an NVIDIA GPU"
     name, wanted = torch.cuda.get_device_name(index), found["gpu"]
     if re.match(rf"{re.escape(wanted)}(?![0-9A-Za-z])", name) is None:
         return f"the device is a {name}, the target a {wanted}"

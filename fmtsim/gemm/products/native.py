@@ -78,7 +78,7 @@ def emulation_reason(
         unsupported: Why torch does not have the call, None where it has.
     """
     if target is None:
-        return "a unit or datapath alone is no GPU; pass target="
+        return "a unit or datapath alone is not a GPU; pass target="
     if plan is not None:
         return "plan= replaces the library's accumulation order"
     return unsupported or why_not_native(target, device)

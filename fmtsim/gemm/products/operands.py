@@ -38,7 +38,7 @@ _DIRECT = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what 
 
 
 def check_tensor(name: str, x: Any, dims: str) -> None:
-    """Refuse what is no dense tensor of the wanted dimensions: ``"2"``, ``"3"``, ``"2+"`` or ``"1+"``."""
+    """Refuse what is not a dense tensor of the wanted dimensions: ``"2"``, ``"3"``, ``"2+"`` or ``"1+"``."""
     check_dense(name, x)
     wanted = int(dims[0])
     if x.dim() < wanted or (x.dim() != wanted and not dims.endswith("+")):
@@ -47,7 +47,7 @@ def check_tensor(name: str, x: Any, dims: str) -> None:
 
 
 def check_matrices(verb: str, a: Tensor, b: Tensor, dims: str) -> None:
-    """Refuse operands a [..., M, K] and b [..., K, N] that are no matrices, or do not fit each other."""
+    """Refuse operands a [..., M, K] and b [..., K, N] that are not matrices, or do not fit each other."""
     for name, x in (("a", a), ("b", b)):
         check_dense(name, x)
         if x.dim() != int(dims):

@@ -130,7 +130,7 @@ class Book:
         """Return what the library chooses, None where the book does not say.
 
         Raises:
-            DataError: The file is no book, is damaged, or cannot be read.
+            DataError: The file is not a book, is damaged, or cannot be read.
         """
         run = self.run(question)
         return None if run is None else run.choice
@@ -176,7 +176,7 @@ class Book:
             except OSError as error:
                 raise DataError(f"cannot read {self.name}: {error.strerror}") from None
         if not content.startswith(MAGIC[: max(len(content), 1)]):
-            raise DataError(f"{self.name} is no plan book; fmtsim calibrate --book makes one")
+            raise DataError(f"{self.name} is not a plan book; fmtsim calibrate --book makes one")
         try:
             _, version, header, body, checksum = _HEAD.unpack_from(content)
         except struct.error:
@@ -364,9 +364,9 @@ def kind_to_list(kind: Kind) -> list[Any]:
 
 
 def kind_from_list(values: list[Any]) -> Kind:
-    """Read what ``kind_to_list`` gives; raise ValueError, TypeError or AttributeError where it is no kind."""
+    """Read what ``kind_to_list`` gives; raise ValueError, TypeError or AttributeError where it is not a kind."""
     kind = Kind(*values)
     out = getattr(torch, kind.out)  # type: ignore[call-overload]
     if not isinstance(out, torch.dtype) or kind.scaling not in get_args(ScaleKind):
-        raise ValueError(f"{values} is no kind of calls")
+        raise ValueError(f"{values} is not a kind of calls")
     return kind._replace(out=out)

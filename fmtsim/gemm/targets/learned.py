@@ -98,7 +98,7 @@ class Tree(NamedTuple):
     """A decision tree in the order in which it is walked: a node, all that is below its left, all below its right.
 
     features: uint8 [nodes], an index of ``FEATURES``; LEAF ends a path.
-    thresholds: float32 [nodes that are no leaves]: a feature up to it goes left.
+    thresholds: float32 [nodes that are not leaves]: a feature up to it goes left.
     choices: int [leaves], an index of the choices of its group.
     certain: bool [leaves].
     """

@@ -58,7 +58,7 @@ def warn_of_bug(target: Target, call: GemmCall, plan: GemmPlan, *, guess: bool) 
 
 
 def warn_of_native_bug(target: Target, call: GemmCall) -> None:
-    """Warn where a library leaves products out of a call that runs natively; what is a guess is no bug."""
+    """Warn where a library leaves products out of a call that runs natively; what is a guess is not a bug."""
     try:
         with without_doubts():
             found = target.resolve(call)

@@ -290,7 +290,7 @@ def get_target(name: str | Path | Target | Any) -> Target:
         name: A name from ``list_targets()``, the path of a JSON plan file, or a Target, which is returned as it is.
 
     Raises:
-        ArgumentError: The name is unknown (the message has names that are close), or the file is no plan file.
+        ArgumentError: The name is unknown (the message has names that are close), or the file is not a plan file.
 
     >>> [get_target(name).name for name in list_targets()]
     ['a100', 'b200', 'chain', 'h100', 'h200']

@@ -116,7 +116,7 @@ def _dimensions(size: int | tuple[int, ...]) -> Any:
 def _library(source: str, file: str, name: str, defines: runtime.Defines, capability: tuple[int, int]) -> Any:
     if COMPILER is None:
         raise EmulatorError("no C++ compiler: install g++ to run kernels on the host")
-    # Where this checkout lies is no part of the key: copies of it, in which checks run, compile nothing again.
+    # Where this checkout lies is not a part of the key: copies of it, in which checks run, compile nothing again.
     flags = [*_flags(capability), *(f"-D{key}={value}" for key, value in defines)]
     headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
     text = f'#include "host.h"\n#line 1 "{file}"\n{source}{_ENTRY.format(name=name)}'
