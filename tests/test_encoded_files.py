@@ -211,5 +211,5 @@ def test_a_format_that_is_not_registered_travels_with_its_file(tmp_path):
 
 @pytest.mark.parametrize("path", [None, 1, True, b"x", ["x"], 10**5000, "a\0b", "\ud800", "/dev/zero", "/"], ids=type)
 def test_what_is_no_file_is_refused(path):
-    with pytest.raises(DataError, match="is no path; pass a str or a pathlib.Path|cannot read"):
+    with pytest.raises(DataError, match="is not a path; pass a str or a pathlib.Path|cannot read"):
         Encoded.load(path)

@@ -30,7 +30,7 @@ class ScannedCall:
         product: ``"forward"``, ``"dgrad"`` or ``"wgrad"``.
         tokens: Rows of the layers' input.
         call: What the library sees.
-        basis: What stands behind the order, as in ``explain_mm``.
+        basis: The evidence for the order, as in ``explain_mm``.
         left_out: How many products at the end of every sum are never multiplied.
         padded_k: The K, filled up with zeros, of which nothing is left out; None where nothing is, or none is known.
         source: Where the order comes from.

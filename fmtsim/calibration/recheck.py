@@ -48,7 +48,7 @@ class RuleCheck:
 
     Args:
         number: Place of the rule in the plan file, None for the book.
-        basis: What stands behind the plans.
+        basis: The evidence for the plans.
         kernel: Name of the kernel.
         when: Conditions on the calls.
         calls: Calls that ran both ways.

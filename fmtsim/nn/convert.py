@@ -84,7 +84,7 @@ def convert(
     state_dict, with the recipe's name; one without them loads as before. Products that a model writes
     itself with a Parameter (``F.linear(x, self.weight)``, ``x @ self.experts[e]``, bmm, einsum, grouped_mm, a head that
     multiplies by the embedding) are emulated while the module that writes them runs, under the name of the module
-    or, where that holds several matrices, ``module.parameter`` (docs/recipes.md, "Products that a model writes").
+    or, where that holds several matrices, ``module.parameter`` (docs/recipes.md, "Products in a model's own code").
     Products of two activations stay in high precision, but where a recipe says how attention runs
     (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may also exchange gated
     layers or scale the whole model, which divides its weights (``Recipe.replace``: ``unit_scaling``, ``mu_s``), and

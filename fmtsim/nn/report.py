@@ -63,7 +63,7 @@ class ProductRow:
         call: What is asked, or why it is refused.
         unit: Name of the unit, empty without one.
         order: Accumulation order in words.
-        basis: What stands behind the order, as in ``explain_mm``, or ``"refused"``.
+        basis: The evidence for the order, as in ``explain_mm``, or ``"refused"``.
     """
 
     layer: str

@@ -24,7 +24,7 @@ BASES: dict[Basis, str] = {
     "rule": "a rule",
     "guess": "a guess",
 }
-"""What stands behind a plan; a rule was tested, or is true by definition."""
+"""The evidence for a plan; a rule was tested, or is true by definition."""
 
 _KINDS: dict[str, type] = {
     "fused": Datapath,
@@ -48,7 +48,7 @@ class GemmSpec:
         a, b: Formats of the two operands' values.
         unit: Name of the unit, None for a datapath alone.
         accumulate: Name of the format of the unit's sums (``"fp32"``, ``"fp16"``, ``"fp64"``, ``"int32"``).
-        basis: What stands behind the plan.
+        basis: The evidence for the plan.
     """
 
     datapath: Arithmetic

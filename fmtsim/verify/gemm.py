@@ -43,7 +43,7 @@ class Replay:
         outputs: Results compared.
         mismatches: Results whose bits differ; at least 1 where replaying raised an error.
         in_guesses: Those of the mismatches that are in calls whose accumulation order is a guess.
-        plans: What stands behind the accumulation orders, with the number of calls of each: ``recorded`` for this very
+        plans: The evidence for the accumulation orders, with the number of calls of each: ``recorded`` for this very
             shape, ``reported``, ``rule``, or ``guess``.
         first: The first difference in hex, or the error.
     """

@@ -73,7 +73,7 @@ def test_a_backward_pass_belongs_to_the_step_of_its_forward(model):
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "all"])
 def test_every_is_a_number_of_steps(model, every):
-    with pytest.raises(ArgumentError, match="is no number of steps; pass 1 to observe all, 10 for every tenth"):
+    with pytest.raises(ArgumentError, match="is not a number of steps; pass 1 to observe all, 10 for every tenth"):
         observe(model, every=every)
 
 

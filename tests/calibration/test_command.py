@@ -246,5 +246,5 @@ def test_files_of_shapes(tmp_path):
     with pytest.raises(DataError, match="has no shapes; write a line for each linear layer"):
         read_shapes(path)
     path.write_text("768 3072\n768\n")
-    with pytest.raises(DataError, match="line 2: '768' is not a shape; write 'outputs inputs [bias]'"):
+    with pytest.raises(DataError, match="line 2: '768' is not a shape; write 'outputs inputs \\[bias\\]'"):
         read_shapes(path)

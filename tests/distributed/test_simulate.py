@@ -216,7 +216,7 @@ def test_a_factor_is_one_finite_number_above_0():
     for mu in (1, 0.5, 1e30, torch.tensor(0.5), torch.tensor([2.0])):
         simulate([torch.ones(3)], "fp8lm", mu=mu)
     for mu in (0, -1, -math.inf, [1.0], *map(torch.tensor, (0.0, math.inf, math.nan, [0.5, 0.5]))):
-        with pytest.raises(ArgumentError, match=r"is no factor; pass a finite number above 0"):
+        with pytest.raises(ArgumentError, match=r"is not a factor; pass a finite number above 0"):
             simulate([torch.ones(3)], "fp8lm", mu=mu)
 
 

@@ -178,7 +178,7 @@ def test_rules_run_on_the_machine_of_the_call(tower):
     [
         ([Rule(name="lm")], r"rules\[0\] of recipe 'convert\(rules=\)' \(name ~ lm\) fits no layer of the model, whi"),
         (["head"], r"rules=\['head'\] is not a list of Rules; write rules=\[Rule\(name='lm_head'\)\]"),
-        (Rule(name="first"), r"rules=Rule\(.*is no list of Rules"),
+        (Rule(name="first"), r"rules=Rule\(.*is not a list of Rules"),
     ],
 )  # fmt: skip
 def test_rules_that_are_none_or_fit_nothing_are_refused(tower, rules, message):

@@ -305,5 +305,7 @@ def test_errors_of_layers_to_explain():
     with pytest.raises(ArgumentError, match="x has layout torch.sparse_coo; pass a dense tensor"):
         fmtsim.explain_mm(layer, torch.ones(4, 64).to_sparse())
     for tokens in (0, -1, 1 << 27, True, 1.5, "4", [0], [1.0]):
-        with pytest.raises(ArgumentError, match="is no number of rows; pass one from 1 to 67108864, or a list of such"):
+        with pytest.raises(
+            ArgumentError, match="is not a number of rows; pass one from 1 to 67108864, or a list of such"
+        ):
             report(layer, tokens=tokens)

@@ -182,7 +182,7 @@ def test_an_unknown_name_lists_its_neighbours(name, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("not json", "is no recipe file"),
+        ("not json", "is not a valid recipe file"),
         ('{"name": "a", "lines": 1}', "recipe: a Recipe has no field 'lines'; it has activations, aliases"),
         ('{"aliases": []}', "wrong.json: recipe: a Recipe needs 'name'"),
         ("[1]", r"recipe: \[1\] is not an object; write the fields of a Recipe"),

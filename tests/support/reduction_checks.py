@@ -209,7 +209,7 @@ def ddp_agrees(rank, size, device="cpu"):
     again.load_state_dict(middle)
     assert (again.steps, again.calls, float(again.mu)) == (2, middle["calls"], middle["mu"])
     for wrong in (torch.tensor(math.nan), torch.tensor(0.0)):
-        refused("is no factor; pass a finite number above 0", again.load_state_dict, middle | {"mu": wrong})
+        refused("is not a factor; pass a finite number above 0", again.load_state_dict, middle | {"mu": wrong})
     refused("this state has 'mu': None; it should be a Tensor", again.load_state_dict, middle | {"mu": None})
     refused("the state is of another reduction", ReductionState("msamp").load_state_dict, middle)
     refused("this state has no 'reduction'; pass what was saved", again.load_state_dict, {"steps": 3})

@@ -197,7 +197,7 @@ def test_files_that_are_no_checkpoint(tmp_path, corpus):
     compared(path, config(), corpus, stop=2)
     good = path.read_bytes()
     fmtsim.encode(torch.ones(4, 32), "mxfp4").save(path)
-    with pytest.raises(DataError, match="is no checkpoint that this version wrote; delete it, or choose another --out"):
+    with pytest.raises(DataError, match="is not a checkpoint of this version; delete it, or choose another --out"):
         compared(path, config(), corpus)
     for bad in (b"", good[:1000], good[:-1], good[:-100] + bytes([good[-100] ^ 1]) + good[-99:]):
         path.write_bytes(bad)

@@ -42,7 +42,7 @@ class MmExplanation(Tabular):
         machine: The target, unit or datapath that was asked; empty without one.
         unit: Name of the unit, None for a datapath without one.
         plan: Accumulation order and epilogue, None without a machine.
-        basis: What stands behind the plan: ``"recorded"`` bits of this very call, the choice that the library
+        basis: The evidence for the plan: ``"recorded"`` bits of this very call, the choice that the library
             ``"reported"``, a ``"rule"``, or a ``"guess"``; ``"none"`` where there is no order to speak of.
         rows: What is shown: a heading and a text each.
     """

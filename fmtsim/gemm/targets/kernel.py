@@ -186,7 +186,7 @@ class Rule:
         kernel: Name of the kernel that runs.
         split: Parts of K: a number, the name of a split rule, or a table from ``"MxN"`` and K to the number. Calls
             that a table lacks go on to the next rule.
-        basis: What stands behind it.
+        basis: The evidence for it.
         reason: One sentence that says what.
         unit: Name of the unit that runs, where it is not the target's for such operands.
         operands: Format in which that unit takes them: ``"fp32"`` where float32 is not rounded to TF32.

@@ -29,7 +29,7 @@ class Found(NamedTuple):
     """What a target makes of a call.
 
     plan: Its accumulation order.
-    basis: What stands behind it.
+    basis: The evidence for it.
     rule: Number of the rule that it falls under, None where none was needed.
     unit, operands: As in Rule.
     """
