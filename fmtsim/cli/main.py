@@ -23,20 +23,20 @@ GROUPS: dict[str, dict[str, str]] = {
         "formats": "list number formats with their width and range",
         "table": "show every code of a format",
         "cast": "round numbers to a format, with codes, errors and neighbours",
-        "explain": "say how a number, or a block of them, got its bits",
+        "explain": "explain how a number, or a block of numbers, got its bits",
     },
     "Matrix products": {
         "mm": "run one matrix product on a target or unit and explain its bits",
-        "invariance": "say for which batch sizes a row's result changes, layer by layer",
+        "invariance": "list the batch sizes at which a row's bits change, layer by layer",
     },
     "Models": {
-        "observe": "say what formats lose of a model's operands, forward and backward, and write a report",
-        "attribute": "say what each operand of each layer costs in loss, and which layers to leave in high precision",
-        "ptq": "quantise a trained model from a few batches, and say what that costs in loss",
+        "observe": "measure underflow, saturation and SQNR of a model's operands, and write a report",
+        "attribute": "attribute loss to operands, and recommend layers to leave in high precision",
+        "ptq": "quantise a trained model from a few batches, and print the loss before and after",
         "search": "find a format for each layer of a trained model within a budget of bit operations",
         "train": "train a small GPT in full precision and under simulated precision, side by side",
-        "memory": "say what training or serving a model needs of memory on each device, before it runs",
-        "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
+        "memory": "estimate the memory that training or serving a model needs on each device",
+        "reproduce": "reproduce published claims at small scale, and report which hold",
     },
     "Results": {
         "trace": "record every operation of a step of a model, with hashes of all bits, in a file",
@@ -47,10 +47,10 @@ GROUPS: dict[str, dict[str, str]] = {
     "This machine": {
         "info": "show versions, devices, engines and threads",
         "completion": "print a script by which bash, zsh or fish completes commands, options and names",
-        "doctor": "say what is missing here, and with --gemm which products of a model a library drops",
+        "doctor": "report what is missing on this machine; with --gemm, products of which a library drops terms",
         "warmup": "compile kernels now, so that no later call waits for the compiler",
         "calibrate": "measure this GPU's arithmetic and its library's accumulation orders, and write a plan file",
-        "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
+        "bench": "time casts relative to a copy, products relative to sgemm (bench gemm), the CUDA engine (bench gpu)",
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
