@@ -19,31 +19,14 @@ _PRODUCTS: Final = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, T
 _SOFTMAX: Final = (F.softmax, torch.softmax, Tensor.softmax)
 _KEPT: Final = (F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.float, Tensor.bfloat16, Tensor.half)
 # What scores go through that is run again: it draws no random numbers, and writes to nothing but the scores.
-_PURE: Final = frozenset(
-    {
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "true_divide",
-        "masked_fill",
-        "where",
-        "to",
-        "float",
-        "double",
-        "type_as",
-        "contiguous",
-    }
-    | {"__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__"}
-)
-_IN_PLACE: Final = frozenset(
-    {"add_", "sub_", "mul_", "div_", "masked_fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"}
-)
-_CLOSE: Final = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-    torch.float16: 1e-2,
-}  # of roundings in between; else bfloat16
+_PURE: Final = frozenset({
+    "add", "sub", "mul", "div", "true_divide", "masked_fill", "where", "to", "float", "double", "type_as", "contiguous",
+    "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__",
+})  # fmt: skip
+_IN_PLACE: Final = frozenset({
+    "add_", "sub_", "mul_", "div_", "masked_fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__",
+})  # fmt: skip
+_CLOSE: Final = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2}  # of roundings between; else bfloat16
 _HIDDEN: Final = -1e30  # what is added to scores that do not count, at most
 
 

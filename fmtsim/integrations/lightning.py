@@ -110,14 +110,8 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin, or go on from a checkpoint."""
         state, self._saved = self._saved, None
-        settings = (
-            "max_steps",
-            "max_epochs",
-            "precision",
-            "accumulate_grad_batches",
-            "gradient_clip_val",
-            "world_size",
-        )
+        settings = ("max_steps", "max_epochs", "precision", "accumulate_grad_batches", "gradient_clip_val",
+                    "world_size")  # fmt: skip
         self.record.begin(
             pl_module, trainer.global_step if state is None else state["observation"]["steps"], state,
             first=trainer.is_global_zero,
