@@ -3,7 +3,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from fmtsim.files import StrPath
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.watch import Observer
+from fmtsim.nn.attention_call import AttentionCall
 from fmtsim.nn.attention_mode import ATTENTION
-from fmtsim.nn.modules import EmulatedModule
-from fmtsim.recipes.spec import Recipe
+from fmtsim.nn.modules import EmulatedModule, Emulation
+from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.records import checked
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import Rows, Tabular
@@ -59,18 +60,18 @@ class Observation(Tabular):
 
     def __init__(
         self, model: nn.Module, *, recipe: str | Path | Recipe | LinearConfig | None = None,
-        format: str | Format | None = None, every: int = 1,
+        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), every: int = 1,
     ) -> None:  # fmt: skip
         check_module("observe", model)
-        if type(every) is not int or every < 1:
-            raise ArgumentError(
-                f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth"
-            )
-        if recipe is not None and format is not None:
-            raise ArgumentError("observe got recipe and format; pass one of them")
+        check_asked("observe", every, recipe, format)
         model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
         self._model: nn.Module | None = model
-        self._shadow = None if recipe is None and format is None else Shadow(model, recipe, format)
+        plain = recipe is not None or format is not None
+        if rules and not plain:
+            raise ArgumentError(
+                "observe got rules, which are exceptions of recipe= or format=; pass one of these as well"
+            )
+        self._shadow = Shadow(model, recipe, format, rules) if plain else None
         model = model if self._shadow is None else self._shadow.model
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
         self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
@@ -134,10 +135,8 @@ class Observation(Tabular):
         }
 
     def __enter__(self) -> "Observation":
-        emulations = [module.emulation for module in self._modules if module.emulation is not None]
-        watched = [(how.name, how.observer) for how in emulations]
-        for name, observer in watched + [(attended.name, attended.call.observer) for attended in self._attention]:
-            if observer is not None:
+        for name, place in self._places():
+            if place.observer is not None:
                 raise ArgumentError(f"layer {name!r} is observed already; leave the outer observe first")
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             self._stance = torch.compiler.set_stance("force_eager")
@@ -177,11 +176,16 @@ class Observation(Tabular):
 
     def _watch(self, step: int | None) -> None:
         """Observe layers from now on, as parts of a step; None stops it."""
+        for name, place in self._places():
+            place.observer = None if step is None else partial(self._observer, step, name)
+
+    def _places(self) -> Iterator[tuple[str, Emulation | AttentionCall]]:
+        """Yield what is observed, by name; a module that was reverted meanwhile is none."""
         for module in self._modules:
-            if (how := module.emulation) is not None:
-                how.observer = None if step is None else partial(self._part, step, how.name)
+            if module.emulation is not None:
+                yield module.emulation.name, module.emulation
         for attended in self._attention:
-            attended.call.observer = None if step is None else self._observer(step, attended.name)
+            yield attended.name, attended.call
 
     def __getitem__(self, layer: str) -> dict[str, OperandStats]:
         return self.layers[layer]
@@ -302,10 +306,9 @@ class Observation(Tabular):
             **parts,
         )
 
-    def _part(self, step: int, layer: str, part: str) -> Observer:
-        return self._observer(step, _named(layer, part))
+    def _observer(self, step: int, module: str, part: str) -> Observer:
+        layer = _named(module, part)
 
-    def _observer(self, step: int, layer: str) -> Observer:
         def record(operand: str, x: Tensor, q: Tensor, quantizer: Quantizer, dim: int) -> None:
             if self._active:
                 self._unread.append((step, layer, operand, quantizer.format, measure(x, q, quantizer.format, dim)))
@@ -329,7 +332,7 @@ class Observation(Tabular):
 
 def observe(
     model: nn.Module, *, recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
-    every: int = 1,
+    rules: Sequence[Rule] | str | Path = (), every: int = 1,
 ) -> Observation:  # fmt: skip
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
@@ -346,12 +349,15 @@ def observe(
             model, or of the recipe, is not seen.
         format: Likewise: a format of activations, weights and gradients, scaled as ``fmtsim.convert`` does, and of
             attention's operands, which ``convert`` leaves alone.
+        rules: Exceptions for layers, beside ``recipe`` or ``format``, or a file of them: as ``fmtsim.convert`` takes
+            them.
         every: Observe the first of so many calls of the model; the others pay nothing.
 
     Raises:
         ArgumentError: No layer is converted and neither recipe nor format given, or one is given and the model is
-            converted; both are given; the model is observed already; ``every`` is not a number from 1. At the end of
-            the ``with``: the model was called, and no layer ran in eager code.
+            converted; both are given; there are rules alone, or one that fits no layer; the model is observed already;
+            ``every`` is not a number from 1. At the end of the ``with``: the model was called, and no layer ran in eager
+            code.
         FormatError: No such recipe or format.
 
     >>> import torch
@@ -361,7 +367,15 @@ def observe(
     >>> stats["2"]["g_d"].amax
     1.0
     """
-    return Observation(model, recipe=recipe, format=format, every=every)
+    return Observation(model, recipe=recipe, format=format, rules=rules, every=every)
+
+
+def check_asked(who: str, every: int, recipe: Any, format: Any) -> None:
+    """Refuse an ``every`` that is no number from 1, and a recipe beside a format."""
+    if type(every) is not int or every < 1:
+        raise ArgumentError(f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth")
+    if recipe is not None and format is not None:
+        raise ArgumentError(f"{who} got recipe and format; pass one of them")
 
 
 def _named(layer: str, part: str) -> str:

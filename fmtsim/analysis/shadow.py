@@ -8,7 +8,7 @@ first one's output comes, it goes back through the shadow's.
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +32,7 @@ from fmtsim.nn.sdpa import attend
 from fmtsim.nn.wrapped import unwrap, wrap
 from fmtsim.recipes.attention import AttentionConfig, attention_like
 from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.spec import Recipe, Rule
 
 MARK: Final = "_fmtsim_observed"  # on a module that is observed: the forward that the instance had of its own, or None
 ATTENDED: Final = "_fmtsim_observed_attention"  # likewise, where its own code runs attention
@@ -49,7 +49,7 @@ class Shadow:
 
     Args:
         model: The model; it is changed between ``attach`` and ``detach`` alone.
-        recipe, format: As in ``convert``.
+        recipe, format, rules: As in ``convert``.
 
     Attributes:
         model: The shadow.
@@ -60,8 +60,9 @@ class Shadow:
     """
 
     def __init__(
-        self, model: nn.Module, recipe: str | Path | Recipe | LinearConfig | None, format: str | Format | None
-    ) -> None:
+        self, model: nn.Module, recipe: str | Path | Recipe | LinearConfig | None, format: str | Format | None,
+        rules: Sequence[Rule] | str | Path = (),
+    ) -> None:  # fmt: skip
         if is_converted(model):
             raise ArgumentError(
                 f"{type(model).__name__} is converted already, and recipe= and format= are for models that are not; "
@@ -74,8 +75,9 @@ class Shadow:
         # model draws the numbers that it would have drawn.
         found = self._attend(model, attention)
         try:
-            if not found or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules:
-                convert(self.model, recipe, format=format, generator=0, filter_fn=lambda module, name: True)
+            if not found or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
+                chosen = {"format": format, "rules": rules, "filter_fn": lambda module, name: True}
+                convert(self.model, recipe, generator=0, **chosen)
         except ArgumentError as error:
             seen = f"; {'; '.join(self.notes)}" if self.notes else ""
             raise ArgumentError(

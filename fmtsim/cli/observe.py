@@ -2,10 +2,8 @@
 """``fmtsim observe``: what formats would lose of a model's operands, forward and backward."""
 
 import argparse
-import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,11 +12,8 @@ from fmtsim.cli.model_options import configuration, file_given, formats_given, l
 from fmtsim.cli.options import check_positive
 from fmtsim.cli.output import answer
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.config import linear_config
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.calibrate import call
-from fmtsim.recipes import Recipe, get_recipe
-from fmtsim.recipes.serialization import load_rules
 from fmtsim.training.loading import Loaded
 
 
@@ -29,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ArgumentError(f"--lr {arguments.lr:g} is not possible; choose a finite number above 0")
     formats, path = formats_given(arguments), file_given(arguments, "report", ".html")
     loaded = load_plain(arguments, formats, count=arguments.steps)
-    seen, losses = observe(loaded.model, every=arguments.every, **_one_record(formats)), list[float]()
+    seen, losses = observe(loaded.model, every=arguments.every, **formats), list[float]()
     try:
         with make_progress(not arguments.quiet, verb="observe") as show:
             show.stage("steps", len(loaded.samples))
@@ -51,20 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     wrote = [] if path is None else [f"wrote {path}"]
     answer(arguments, record, lambda: "\n".join([str(worst), *record["notes"], *wrote]))
     return 0
-
-
-def _one_record(formats: dict[str, Any]) -> dict[str, Any]:
-    """Return the formats as ``observe`` takes them, rules as those of a recipe."""
-    if "rules" not in formats:
-        return formats
-    name = formats.get("format")
-    plain = (
-        Recipe(name=name, linear=linear_config(x=name, w=name, g=name, scaling=None))
-        if name
-        else get_recipe(formats["recipe"])
-    )
-    return {"recipe": dataclasses.replace(plain, name=f"{plain.name}+rules",
-                                          rules=(*load_rules(formats["rules"]), *plain.rules))}  # fmt: skip
 
 
 def _run_steps(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.analysis.observe import Observation, observe
+from fmtsim.analysis.observe import Observation, check_asked, observe
 from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.files import StrPath, check_file, write_file
 from fmtsim.formats.block import Format
@@ -56,15 +56,10 @@ class RunRecord:
         recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
         histograms: str | None = "operand",
     ) -> None:  # fmt: skip
-        if type(every) is not int or every < 1:
-            raise ArgumentError(
-                f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth"
-            )
+        check_asked("the callback", every, recipe, format)
         if report is not None and not isinstance(report, str | Path):
             raise ArgumentError(f"report={shown(report)} is not a path; pass a str or a pathlib.Path")
         check_histograms(histograms)
-        if recipe is not None and format is not None:
-            raise ArgumentError("the callback got recipe and format; pass one of them")
         self.every, self.path, self.title = every, None if report is None else Path(report), title
         if self.path is not None:
             check_file("report", self.path)

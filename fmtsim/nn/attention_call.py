@@ -4,6 +4,7 @@
 import itertools
 import math
 import uuid
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -49,7 +50,7 @@ class AttentionCall:
             )
         self.config, self.generator = config, generator
         self.draws: Calls[Tensor] = Calls()  # states of the generator under activation checkpointing
-        self.observer: Observer | None = None  # set while fmtsim.observe is active
+        self.observer: Callable[[str], Observer] | None = None  # as of a converted module, which has parts
         self.name = f"{_PROCESS}.{next(_numbers)}"
         _calls[self.name] = self
 
@@ -79,7 +80,7 @@ def run_attention(inputs: Inputs, call: AttentionCall | str) -> Tensor:
     """
     if isinstance(call, AttentionCall):
         if not torch.compiler.is_compiling() and all(map(is_readable, inputs[:3])):
-            watchers = watchers_with(call.observer)
+            watchers = watchers_with(None if call.observer is None else call.observer(""))
             run = lambda *inputs: _Attention.apply(*inputs, (call, watchers))[0]  # type: ignore[no-untyped-call]  # noqa: E731
             for watcher in watchers:
                 run = partial(watcher.attention, run, call)

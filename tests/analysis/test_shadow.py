@@ -210,6 +210,17 @@ def test_what_scores_go_through_is_run_again_only_where_nobody_notices():
         assert ("" in stats.layers) == (how == "nothing"), how
 
 
+def test_rules_are_exceptions_beside_a_format_and_attention_stays(net):
+    def seen(**rules):
+        with fmtsim.observe(net, format="e4m3", **rules) as stats:
+            results(net)
+        return {layer: str(operands) for layer, operands in stats.layers.items()}
+
+    plain, ruled = seen(), seen(rules=[Rule(name="^up$")])
+    assert "up" in plain and "attention" in ruled  # quantised attention, not its projections alone
+    assert ruled == {layer: stats for layer, stats in plain.items() if layer != "up"}
+
+
 def test_attention_alone_is_observed_once():
     layer = Attention("torch")
     with fmtsim.observe(layer, recipe="fa3_code", every=2) as stats:
@@ -286,6 +297,10 @@ def test_errors_say_what_to_do(net):
             fmtsim.observe(converted, **ask)
     with pytest.raises(ArgumentError, match="observe got recipe and format; pass one of them"):
         fmtsim.observe(net, recipe="te_mxfp8", format="e4m3")
+    with pytest.raises(ArgumentError, match="observe got rules, which are exceptions of recipe= or format=; pass one"):
+        fmtsim.observe(net, rules=[Rule(name="up")])
+    with pytest.raises(ArgumentError, match="fits no"):
+        fmtsim.observe(net, format="e4m3", rules=[Rule(name="nowhere")])
     with pytest.raises(
         ArgumentError, match=r"recipe 'unit_scaling' scales the whole model and divides its weights, .*a cop"
     ):
