@@ -226,7 +226,7 @@ def test_a_relative_error_beyond_float64_is_infinite():
     (element,) = explain(5e-324, "int11_half").elements
     assert element.value == 0.5 and element.relative_error == math.inf and "+inf%" in str(explain(5e-324, "int11_half"))
     (element,) = explain(0.3, "int4").elements
-    assert element.relative_error == -1.0
+    assert element.relative_error == element.to_dict()["relative_error"] == -1.0
     (element,) = explain(0.0, "int11_half").elements
     assert element.error == Fraction(1, 2) and element.relative_error is None
 

@@ -9,6 +9,7 @@ from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.scaling import block_text
 from fmtsim.formats.serialization import format_to_dict
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.table import number_text
@@ -82,11 +83,10 @@ def layout(fmt: Format) -> str:
         words += ["" if fmt.has_zero else "no zero", "" if fmt.has_subnormals or not fmt.has_zero else "no subnormals"]
         return ", ".join(filter(None, words)) or "finite"
     if isinstance(fmt, BlockFormat):
-        block = "x".join("all" if size is None else str(size) for size in fmt.block)
         extra = (" x fp32 tensor scale" if fmt.tensor_scale else "") + (", zero point" if fmt.zero_point else "")
-        return f"{fmt.element.name} in {block}, scale {fmt.scale.name} by {fmt.scale_rule}{extra}"
+        return f"{fmt.element.name} in {block_text(fmt.block)}, scale {fmt.scale.name} by {fmt.scale_rule}{extra}"
     if isinstance(fmt, LogTileFormat):
-        return "tile " + "x".join("all" if size is None else str(size) for size in fmt.block)
+        return f"tile {block_text(fmt.block)}"
     if isinstance(fmt, IntFormat):
         return f"from {fmt.min:g}, step {fmt.eps:g}"
     return f"from {fmt.min:g}"

@@ -89,8 +89,9 @@ class Element:
         """Return plain types; exact numbers are Fractions."""
         decision = self.decision
         names = ("below", "below_distance", "above", "above_distance", "rule", "reason")
+        own = ("input", "block", "code", "hex", "bits", "value", "error", "relative_error")
         return {
-            **{name: getattr(self, name) for name in ("input", "block", "code", "hex", "bits", "value", "error")},
+            **{name: getattr(self, name) for name in own},
             **{name: getattr(decision, name) for name in names},
             "fields": dict(split_code(self.code, self.format)),
             "rounded_number": decision.x,

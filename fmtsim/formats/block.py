@@ -10,7 +10,16 @@ from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.display import Displayed, Fields
 from fmtsim.formats.floating import E8M0 as E8M0
 from fmtsim.formats.floating import FP32 as FP32
-from fmtsim.formats.scaling import Arithmetic, ScaleRule, Scaling, TensorScale, block_scaling, check_block, rule_fields
+from fmtsim.formats.scaling import (
+    Arithmetic,
+    ScaleRule,
+    Scaling,
+    TensorScale,
+    block_scaling,
+    block_text,
+    check_block,
+    rule_fields,
+)
 from fmtsim.formats.scaling import Block as Block
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.records import as_int, check_types
@@ -126,7 +135,7 @@ class BlockFormat(Displayed):
         """Return what there is to say about the format as pairs of a heading and a text."""
         return [
             ("element", repr(self.element)),
-            ("block", _size(self.block, " x ")),
+            ("block", block_text(self.block, " x ")),
             ("scale", f"{self.scale.name} by {self.scale_rule}"),
             ("bits per element", f"{self.bits_per_element:g}"),
             *([] if self.power_of_two else [("arithmetic", self.arithmetic)]),
@@ -135,10 +144,12 @@ class BlockFormat(Displayed):
         ]
 
     def __repr__(self) -> str:
+        blocks = block_text(self.block)
+        blocks = blocks if self.block == (None, None) else f"blocks of {blocks}"
         extra = " + fp32 tensor scale" if self.tensor_scale else ""
         extra += " + zero point" if self.zero_point else ""
         return (
-            f"BlockFormat({self.name!r}: {self.element.name} in blocks of {_size(self.block)}, "
+            f"BlockFormat({self.name!r}: {self.element.name} in {blocks}, "
             f"scale {self.scale.name} by {self.scale_rule}{extra})"
         )
 
@@ -195,14 +206,14 @@ class LogTileFormat(Displayed):
         """Return what there is to say about the format as pairs of a heading and a text."""
         return [
             ("bits", str(self.bits)),
-            ("tile", _size(self.block, " x ")),
+            ("tile", block_text(self.block, " x ")),
             ("steps", str(self.max_code - 1)),
             ("bits per element", f"{self.bits_per_element:g}"),
         ]
 
     def __repr__(self) -> str:
         steps = f"{self.max_code} logarithmic steps"
-        return f"LogTileFormat({self.name!r}: {self.bits} bits, {steps} a tile of {_size(self.block)})"
+        return f"LogTileFormat({self.name!r}: {self.bits} bits, {steps} a tile of {block_text(self.block)})"
 
 
 ScaledFormat = BlockFormat | LogTileFormat
@@ -219,7 +230,7 @@ BLOCK_NAMES: dict[Block, str] = {(None, None): "tensor", (1, None): "channel"}
 
 def _named(base: Format, block: Block, scale_rule: ScaleRule | None) -> str:
     """Return the name of a format made from another, such as ``e4m3_1x32_amax``."""
-    return "_".join(filter(None, (base.name, BLOCK_NAMES.get(block) or _size(block), scale_rule)))
+    return "_".join(filter(None, (base.name, BLOCK_NAMES.get(block) or block_text(block), scale_rule)))
 
 
 def scaled(element: ElementFormat, block: Block, scale_rule: ScaleRule = "amax") -> BlockFormat:
@@ -272,10 +283,6 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
         hint = "pass block_size= or a block format such as 'mxfp8_e4m3'"
         raise FormatError(f"scale_rule={shown(scale_rule)} needs a block; {hint}")
     return scaled(fmt, block, scale_rule or "amax")
-
-
-def _size(block: Block, times: str = "x") -> str:
-    return times.join("all" if size is None else str(size) for size in block)
 
 
 def _shared(bits: int, block: Block) -> float:

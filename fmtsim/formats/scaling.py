@@ -177,8 +177,7 @@ class Scaling:
 
     def __str__(self) -> str:
         whole: dict[Block, str] = {(None, None): "the tensor", (1, None): "each row"}
-        sizes = "x".join("all" if size is None else str(size) for size in self.block)
-        words = [f"{self.statistic} of {whole.get(self.block, sizes)}"]
+        words = [f"{self.statistic} of {whole.get(self.block) or block_text(self.block)}"]
         words += [f"x {self.factor:g}"] if self.factor is not None else []
         words += [f"to {self.top:g}"] if self.top is not None else []
         words += [f"margin {self.margin}"] if self.margin else []
@@ -214,6 +213,11 @@ def rule_fields(scale_rule: ScaleRule) -> dict[str, Any]:
         raise FormatError(f"scale_rule={shown(scale_rule)} is unknown; choose {', '.join(SCALE_RULES)}")
     exponent_rule, scale = _RULES[scale_rule]
     return {"exponent_rule": exponent_rule, "scale": scale}
+
+
+def block_text(block: Block, times: str = "x") -> str:
+    """Return the size of blocks, such as ``"1x32"`` or ``"1xall"``; ``"one block"`` where a tensor is one."""
+    return "one block" if block == (None, None) else times.join("all" if n is None else str(n) for n in block)
 
 
 def check_block(of: str, block: Block) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from html import escape
 
 from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.scaling import block_text
 from fmtsim.gemm.layers.config import FORMULAS, LinearConfig, product_of
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import aligned, filled, html
@@ -70,11 +71,9 @@ def _scale(quantizer: Quantizer) -> str:
     fmt: Format | None = quantizer.format
     if not isinstance(fmt, BlockFormat):
         return "" if fmt is None else "none"
-    return f"{_block(fmt.block)}, {fmt.scale.name} by {fmt.scale_rule}{', tensor scale' if fmt.tensor_scale else ''}"
-
-
-def _block(block: tuple[int | None, int | None]) -> str:
-    return "x".join("all" if size is None else str(size) for size in block)
+    return (
+        f"{block_text(fmt.block)}, {fmt.scale.name} by {fmt.scale_rule}{', tensor scale' if fmt.tensor_scale else ''}"
+    )
 
 
 def briefly(config: LinearConfig) -> tuple[str, str]:

@@ -215,7 +215,7 @@ def _budget(budget: float | None, bits: float | None, switching: SwitchingModel,
         raise ArgumentError(
             f"no assignment meets a budget of {allowed:.6g} bit operations; the least is {least} "
             f"({(least / adds) ** 0.5:.3g} bits in both operands), the dearest {most}; "
-            "raise the budget, or offer cheaper formats="
+            "raise the budget, or offer cheaper formats"
         )
     return allowed
 

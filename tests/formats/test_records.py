@@ -239,6 +239,10 @@ def test_formats_with_another_block():
     assert with_block(e4m3, 16) == scaled(e4m3, (1, 16)) and with_block(e4m3, 16).scaling == block_scaling((1, 16))
     assert with_block(e4m3, (2, 16), "even").scaling == block_scaling((2, 16), "even")
     assert with_block(e4m3, (2, None), "even").name == "e4m3_2xall_even"
+    assert repr(with_block(e4m3, (2, None))) == (
+        "BlockFormat('e4m3_2xall_amax': e4m3 in blocks of 2xall, scale fp32 by amax)"
+    )
+    assert repr(get_format("int8_tensor")) == "BlockFormat('int8_tensor': int8 in one block, scale fp32 by amax)"
     assert with_block(mx, 16).scaling == block_scaling((1, 16), "floor")
     assert with_block(mx, None, "ceil").scaling == block_scaling((1, 32), "ceil")
     assert with_block(mx, None, "amax").scaling == block_scaling((1, 32))
