@@ -70,6 +70,15 @@ def shown(value: object) -> str:
         return type(value).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error of others says, or its type where it says nothing.
+
+    >>> first_line(ValueError("out of range\\nCUDA kernel errors ...")), first_line(KeyboardInterrupt())
+    ('out of range', 'KeyboardInterrupt')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 62
 

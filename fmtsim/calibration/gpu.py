@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fmtsim.errors import DeviceError
+from fmtsim.errors import DeviceError, first_line
 from fmtsim.ops import load_engine
 from fmtsim.spec.call import GemmCall
 
@@ -125,7 +125,7 @@ class TorchGPU:
         except (RuntimeError, ValueError) as error:
             raise DeviceError(
                 f"torch.{call.operation} on {self.name} refuses M={call.m} N={call.n} K={call.k} in {call.a}: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from None
 
     def _positions(self, size: int, count: int) -> Tensor:
@@ -209,10 +209,6 @@ def open_gpu(device: str | torch.device = "cuda") -> TorchGPU:
         return gpu
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(
-            f"{device} cannot be used: {_first_line(error)}; see with nvidia-smi who else uses it, or choose another "
+            f"{device} cannot be used: {first_line(error)}; see with nvidia-smi who else uses it, or choose another "
             "--device"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

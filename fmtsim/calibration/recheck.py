@@ -17,7 +17,7 @@ from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.native import compare_native
 from fmtsim.calibration.book import question
 from fmtsim.calibration.gpu import STORED
-from fmtsim.errors import FmtsimError
+from fmtsim.errors import FmtsimError, first_line
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
@@ -222,7 +222,7 @@ def _ran(
                     note = f"{shown(call)}, {kind} data: {found.first}"
             ran += 1
         except (FmtsimError, RuntimeError) as error:
-            refused = f"{shown(call)}: {str(error).splitlines()[0]}"
+            refused = f"{shown(call)}: {first_line(error)}"
     return {"calls": ran, "outputs": outputs, "mismatches": mismatches, "note": note or ("" if ran else refused)}
 
 

@@ -18,7 +18,7 @@ from fmtsim.calibration.evidence import CallEvidence, Data, Evidence, KindEviden
 from fmtsim.calibration.gpu import open_gpu
 from fmtsim.calibration.recheck import shown
 from fmtsim.calibration.unit_calls import DATA, Kind, Operands, digest, draw, emulate, kinds_of, orders
-from fmtsim.errors import ArgumentError, DeviceError, FmtsimError, PlanUnknownWarning
+from fmtsim.errors import ArgumentError, DeviceError, FmtsimError, PlanUnknownWarning, first_line
 from fmtsim.gemm.products.native import card_description, is_native
 from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.targets.target import get_target, list_targets
@@ -143,7 +143,7 @@ def _check_kind(kind: Kind, unit: Unit, card: Card) -> KindEvidence:
                 calls.append(_compared(kind, call, data, seed, operands, native, function, unit, plans))
                 order = calls[-1].plan
             except FmtsimError as error:
-                refused.append(f"{shown(call)}: {str(error).splitlines()[0]}")
+                refused.append(f"{shown(call)}: {first_line(error)}")
     some = f"{len(refused)} calls were not run, such as {refused[0]}" if calls and refused else "".join(refused[:1])
     return KindEvidence(name=kind.name, unit=unit.name, calls=tuple(calls), note=some)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, first_line
 from fmtsim.formats.spec import OVERFLOWS
 from fmtsim.gemm.models import DTYPES
 from fmtsim.rounding.modes import ALIASES, MODES
@@ -197,8 +197,9 @@ def check_device(name: str) -> None:
     try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        said = str(error).splitlines()[0]
-        raise ArgumentError(f"--device {name} is not there: {said}; choose cpu, or look at fmtsim info") from None
+        raise ArgumentError(
+            f"--device {name} is not there: {first_line(error)}; choose cpu, or look at fmtsim info"
+        ) from None
 
 
 def check_threads(number: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmtsim.distributed.arithmetic import require_ranks
 from fmtsim.distributed.store import AbsentError, exchange, named
-from fmtsim.errors import ArgumentError, CollectiveError, shown
+from fmtsim.errors import ArgumentError, CollectiveError, first_line, shown
 
 
 class Ranks:
@@ -192,5 +192,5 @@ class Ranks:
         return CollectiveError(
             f"rank {self.rank} of {self.size}: {who} did not answer in {what}; such a rank has ended, hangs, "
             "or called something else. Nothing was written; restart the ranks from a checkpoint. "
-            f"torch says: {str(error).splitlines()[0]}"
+            f"torch says: {first_line(error)}"
         )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fmtsim.analysis.observe import Observation
-from fmtsim.errors import DataError
+from fmtsim.errors import DataError, first_line
 
 FILE: Final = "fmtsim_state.pt"
 """The file beside those of a checkpoint, where a trainer keeps no states of others itself."""
@@ -27,10 +27,9 @@ def read_state(path: Path) -> dict[str, Any] | None:
     try:
         return checked_state(torch.load(path, map_location="cpu", weights_only=True), "it")
     except Exception as e:  # of damaged bytes torch's reader raises anything
-        why = (str(e).splitlines() or [type(e).__name__])[0]
         raise DataError(
-            f"{path} cannot be read: {why}; go on from another checkpoint, or remove this file: the weights' own files "
-            "have delayed scales, too, but for those of PEFT"
+            f"{path} cannot be read: {first_line(e)}; go on from another checkpoint, or remove this file: "
+            "the weights' own files have delayed scales, too, but for those of PEFT"
         ) from e
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes that a ``config.json`` of Hugging Face has, under the names that its families give them."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fmtsim.errors import ArgumentError, DataError, did_you_mean, shown
 from fmtsim.memory.sizes import Latent, ModelSize
-from fmtsim.records import located
+from fmtsim.records import located, read_json
 
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -73,12 +72,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         DataError: There is no such file, or it holds no JSON object.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; pass the path of a config.json") from None
-    except (ValueError, RecursionError):
-        raise DataError(f"{path} is not JSON; pass the path of a config.json") from None
+    found = read_json(path, DataError, "config.json")
     if not isinstance(found, dict):
         raise DataError(f"{path} holds no JSON object; pass the path of a config.json")
     return found

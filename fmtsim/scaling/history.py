@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from fmtsim.errors import CollectiveError
+from fmtsim.errors import CollectiveError, first_line
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import FLT_MAX, Scales, float32, power_of_two, reciprocal
@@ -206,6 +206,6 @@ def _largest(amax: Tensor, group: ProcessGroup) -> Tensor:
         raise CollectiveError(
             "a rank did not answer in the exchange of a delayed scale's largest magnitude; it has ended, hangs, or "
             "runs other layers. The scale is as it was; restart the ranks from a checkpoint. "
-            f"torch says: {str(error).splitlines()[0]}"
+            f"torch says: {first_line(error)}"
         ) from error
     return found

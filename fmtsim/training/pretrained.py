@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError, FmtsimError
+from fmtsim.errors import ArgumentError, FmtsimError, first_line
 from fmtsim.training.own_code import FORMS
 
 
@@ -89,7 +89,7 @@ def _transformers(name: str) -> Any:
 
 
 def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return first_line(error).rstrip(".")
 
 
 def _more(names: list[str]) -> str:

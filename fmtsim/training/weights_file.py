@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError, DataError, FmtsimError, did_you_mean
+from fmtsim.errors import ArgumentError, DataError, FmtsimError, did_you_mean, first_line
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _WITHIN = ("state_dict", "model", "model_state_dict")  # under which others keep the weights beside other things
@@ -67,8 +67,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     try:
         found = read(path)
     except Exception as error:  # of damaged bytes readers raise anything
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"--checkpoint {path} cannot be read: {why}; save the weights again") from None
+        raise DataError(f"--checkpoint {path} cannot be read: {first_line(error)}; save the weights again") from None
     if not isinstance(found, Mapping) or not found or not all(isinstance(t, Tensor) for t in found.values()):
         raise DataError(f"--checkpoint {path} holds no tensors by name; save model.state_dict()")
     return found

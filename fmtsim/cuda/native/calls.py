@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmtsim.errors import DeviceError
+from fmtsim.errors import DeviceError, first_line
 
 _LINE = 16  # bytes to which cuBLASLt wants FP8 operands aligned
 _BLOCK = 128
@@ -105,10 +105,10 @@ def run(
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
         what = " x ".join(f"{list(x.shape)} {x.dtype}" for x in (a, b))
         raise DeviceError(
-            f"{native.name} refused {what} -> {call.out_dtype}: {said[0]}; pass native=False to emulate the product"
+            f"{native.name} refused {what} -> {call.out_dtype}: {first_line(error)}; "
+            "pass native=False to emulate the product"
         ) from error
 
 
