@@ -76,8 +76,9 @@ class Shadow:
         found = self._attend(model, attention)
         try:
             if not found or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
-                chosen = {"format": format, "rules": rules, "filter_fn": lambda module, name: True}
-                convert(self.model, recipe, generator=0, **chosen)
+                convert(
+                    self.model, recipe, format=format, rules=rules, generator=0, filter_fn=lambda module, name: True
+                )  # fmt: skip
         except ArgumentError as error:
             seen = f"; {'; '.join(self.notes)}" if self.notes else ""
             raise ArgumentError(
