@@ -356,8 +356,8 @@ def observe(
     Raises:
         ArgumentError: No layer is converted and neither recipe nor format given, or one is given and the model is
             converted; both are given; there are rules alone, or one that fits no layer; the model is observed already;
-            ``every`` is not a number from 1. At the end of the ``with``: the model was called, and no layer ran in eager
-            code.
+            ``every`` is not a number from 1. At the end of the ``with``: the model was called, and no layer ran in
+            eager code.
         FormatError: No such recipe or format.
 
     >>> import torch

@@ -179,7 +179,7 @@ def test_formats_and_files_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*config.json: No such file or directory"):
         model_size(path)
     for text, why in (
-        ("{", "is no config.json: "),
+        ("{", "is not a valid config.json: "),
         ("[1]", "holds no JSON object"),
         ("[" * 10**5, "inside each other"),
     ):
