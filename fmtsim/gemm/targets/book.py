@@ -74,6 +74,13 @@ class Run(NamedTuple):
         """
         return self.along == "m" or question.k <= EVERY_K or self.choice.algorithm not in CUTLASS
 
+    def said(self, question: Question) -> str:
+        """Return the sizes that the entry of a question is about, in words."""
+        kind, m, n, k = question.kind, question.m, question.n, question.k
+        sizes = f"[*, {k}] x [{k}, {n}]" if self.along == "m" else f"[{m}, *] x [*, {n}]"
+        last = "" if self.last is None else f" <= {self.last}"
+        return f"{kind.a} {sizes}, {self.first} <= {self.along.upper()}{last}"
+
 
 class Book:
     """A file of families. Opening reads nothing; the first lookup reads the file and checks it.

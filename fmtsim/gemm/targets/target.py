@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
-from fmtsim.gemm.targets.book import Book, Run
+from fmtsim.gemm.targets.book import Book
 from fmtsim.gemm.targets.cublaslt import Architecture, order_of
 from fmtsim.gemm.targets.doubts import warn_once
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
@@ -228,7 +228,7 @@ class Target:
             return None
         source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
         basis: Basis = "reported" if certain else "guess"
-        return self._ordered(call, run.choice, f"{source}, {_entry(question, run)}:", basis)
+        return self._ordered(call, run.choice, f"{source}, {run.said(question)}:", basis)
 
     def _likely(self, call: GemmCall, question: Question) -> Found | None:
         """Return what the library's most likely choice comes to, None without a tree for such calls."""
@@ -396,10 +396,3 @@ def _said(rule: Rule) -> dict[str, Any]:
 
 def _library(text: str) -> str:
     return text.rpartition(", ")[2]
-
-
-def _entry(question: Question, run: Run) -> str:
-    kind, m, n, k = question.kind, question.m, question.n, question.k
-    sizes = f"[*, {k}] x [{k}, {n}]" if run.along == "m" else f"[{m}, *] x [*, {n}]"
-    last = "" if run.last is None else f" <= {run.last}"
-    return f"{kind.a} {sizes}, {run.first} <= {run.along.upper()}{last}"
