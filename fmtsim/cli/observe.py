@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fmtsim.analysis.observe import Observation, observe
+from fmtsim.analysis.observe import ModelObservation, observe
 from fmtsim.cli.model_options import configuration, file_given, formats_given, load_plain
 from fmtsim.cli.options import check_positive
 from fmtsim.cli.output import answer
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = {
         "model": loaded.name, "data": loaded.data, "losses": losses, "loss_unit": loaded.unit, **seen.to_dict(),
         "worst": [{"layer": layer, "operand": operand, **s.to_dict()} for layer, operand, s in worst],
-        "notes": _notes(loaded, seen, losses), "report": None if path is None else str(path),
+        "notes": [*_notes(loaded, seen, losses), *seen.notes], "report": None if path is None else str(path),
     }  # fmt: skip
     wrote = [] if path is None else [f"wrote {path}"]
     answer(arguments, record, lambda: "\n".join([str(worst), *record["notes"], *wrote]))
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_steps(
-    loaded: Loaded, seen: Observation, losses: list[float], arguments: argparse.Namespace, show: Progress
+    loaded: Loaded, seen: ModelObservation, losses: list[float], arguments: argparse.Namespace, show: Progress
 ) -> None:  # fmt: skip
     """Run the batches forward and backward, and add the loss of each; train where a rate is given."""
     model = loaded.model
@@ -71,23 +71,21 @@ def _run_steps(
             show.step(i + 1, f"loss {losses[-1]:.5g}")
 
 
-def _notes(loaded: Loaded, seen: Observation, losses: list[float]) -> list[str]:
-    """Return what ran, where the loss was no number, and what of the model is not seen."""
+def _notes(loaded: Loaded, seen: ModelObservation, losses: list[float]) -> list[str]:
+    """Return what ran, and where the loss was no number."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     mean = f"mean loss {sum(finite) / len(finite):.5g} {loaded.unit}".rstrip() if finite else "no loss is finite"
     lost = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
     return [
         f"{loaded.data}; {len(losses)} steps, {len(seen.history)} of them observed; {mean}",
         *([] if lost is None else [f"the loss became {losses[lost]} at step {lost + 1}"]),
-        *seen.notes,
     ]
 
 
 def _write(
-    path: Path, arguments: argparse.Namespace, loaded: Loaded, seen: Observation, losses: list[float], *notes: str
+    path: Path, arguments: argparse.Namespace, loaded: Loaded, seen: ModelObservation, losses: list[float], *notes: str
 ) -> None:  # fmt: skip
-    from_one = Observation.of(seen.layers, {step + 1: counts for step, counts in seen.counts.items()}, seen.steps)
-    from_one.save_report(
+    seen.save_report(
         path, title=f"What {arguments.recipe or arguments.format or 'its formats'} loses of {loaded.name}",
         notes=[*notes, *_notes(loaded, seen, losses)], curves={"loss": losses}, loss_unit=loaded.unit,
         configuration=configuration(arguments),

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from fmtsim.analysis.losses import badness
-from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.observation import Observation
 from fmtsim.analysis.stats import OperandStats, operand_in_words
 from fmtsim.cli.output import format_table
 from fmtsim.formats.registry import get_format

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.analysis.observe import Observation, check_asked, observe
+from fmtsim.analysis.observation import Observation
+from fmtsim.analysis.observe import ModelObservation, check_asked, observe
 from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.files import StrPath, check_file, write_file
 from fmtsim.formats.block import Format
@@ -65,8 +66,8 @@ class RunRecord:
             check_file("report", self.path)
         self._recipe, self._format, self._histograms = _without_schedule(recipe), format, histograms
         self.running, self._inside = False, False
-        self._part: Observation | None = None  # of the step that is open
-        self._last: Observation | None = None  # of the step that ended last
+        self._part: ModelObservation | None = None  # of the step that is open
+        self._last: ModelObservation | None = None  # of the step that ended last
         self._clear()
 
     def _clear(self) -> None:
@@ -74,7 +75,7 @@ class RunRecord:
         self.losses: list[float] = []
         self.first, self.step = 1, 0
         self.notes: list[str] = []
-        self.seen = Observation.of({})
+        self.seen = Observation()
         self._open = False  # a step has begun
         self._part = self._last = None
         self._added: list[Tensor] = []

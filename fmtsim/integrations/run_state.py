@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.observation import Observation
 from fmtsim.errors import DataError, first_line
 
 FILE: Final = "fmtsim_state.pt"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fmtsim.analysis.losses import losses_of, worst
 from fmtsim.analysis.measure import LOWEST_EXPONENT
-from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.observation import Observation
 from fmtsim.errors import ArgumentError, shown
 
 KINDS: Final = ("operand", "layer", None)

@@ -323,7 +323,7 @@ def set_step(model: nn.Module, step: int) -> None:
 
     Args:
         model: A model that ``convert`` was given.
-        step: The step, counted from 0.
+        step: How many steps were done before it; 0 for the first.
 
     Raises:
         ArgumentError: The step is negative, or the model is not converted.

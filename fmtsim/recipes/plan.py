@@ -24,7 +24,7 @@ class LayerPlan:
     default: LinearConfig | None
 
     def at(self, step: int, total: int | None) -> LinearConfig | None:
-        """Return the config of a step, counted from 0; None is high precision."""
+        """Return the config of a step, by the steps done before it; None is high precision."""
         for rule in self.rules:
             if rule.steps is None or rule.steps.holds(step, total):
                 return rule.use

@@ -22,8 +22,8 @@ class Steps:
     """Name a stretch of training.
 
     Args:
-        first: First step, or the fraction of the run where it begins (a float between 0 and 1).
-        last: Step behind the last, or such a fraction; None is the end.
+        first: Steps done where it begins, or the fraction of the run where it begins (a float between 0 and 1).
+        last: Steps done where it ends, or such a fraction; None is the end of the run.
     """
 
     first: int | float = 0
@@ -44,7 +44,7 @@ class Steps:
             )
 
     def holds(self, step: int, total: int | None) -> bool:
-        """Say whether a step, counted from 0, lies in the stretch; fractions need the number of all steps.
+        """Say whether a step lies in the stretch, by the steps done before it; fractions need the number of all steps.
 
         Raises:
             ArgumentError: A bound is a fraction and ``total`` is None.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.observation import Observation
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.files import write_folder
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fmtsim.analysis.deterministic import deterministic
-from fmtsim.analysis.observe import Observation, observe
+from fmtsim.analysis.observation import Observation
+from fmtsim.analysis.observe import observe
 from fmtsim.errors import PlanUnknownWarning
 from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.report import Report, report
@@ -213,7 +214,7 @@ def _step(step: int, parts: Parts, scheme: Scheme, config: TrainConfig, corpus: 
     with observe(learner.model) if look else contextlib.nullcontext() as seen:
         loss = float(learner.backward(*batch, step))
     if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the looks before that
-        run.stats = run.stats or Observation.of({})
+        run.stats = run.stats or Observation()
         run.stats.merge(seen, step)
     if run.stats is not None:
         run.stats.steps = step

@@ -80,7 +80,7 @@ def test_a_gradient_that_is_zero_already_is_grey_and_not_spared():
     grid = stats.plot(operand="g_w").axes[0].images[0].get_array()
     assert grid.mask.tolist() == [[False, True], [False, False]] and grid[1].tolist() == [0.0, 100.0]
     assert "grey: zeros or not run" in [axes.get_xlabel() for axes in stats.plot(operand="g_w").axes][-1]
-    dead = stats.history[1]["0"]["g_w"]
+    dead = stats.history[2]["0"]["g_w"]
     assert math.isnan(dead.underflow_percent) and dead.to_dict()["underflow_percent"] is None
     zeros = losses_of({"0": {"g_w": OperandStats().add(torch.zeros(4), torch.zeros(4), None)}, "1": stats["1"]})
     assert str(zeros).splitlines()[2].split() == ["0", "g_w", "high", "precision", "-", "0.000", "-", "0"]
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_zero_already_is_grey_and_not_spared():
 
 
 def test_bars_of_one_step_and_one_operand(stats):
-    one = {0: stats.history[0]}
+    one = {1: stats.history[1]}
     left = plot_losses(stats.layers, one, None, by="sqnr", operand="g_w", title="").axes[0]
     assert [bar.get_width() for bar in left.patches] == [stats[str(i)]["g_w"].sqnr_db for i in range(3)] + [0.0]
     assert [text.get_text() for text in left.texts] == [" lossless"]  # of ones
@@ -116,8 +116,8 @@ def test_a_dataframe_has_a_row_for_each_step_layer_and_operand(stats, monkeypatc
     rows, columns = stats.to_pandas()
     assert columns[:6] == ["step", "layer", "operand", "format", "elements", "underflow_percent"] and len(rows) == 44
     row = dict(zip(columns, rows[-1], strict=True))
-    assert (row["step"], row["layer"], row["format"]) == (1, "3", "e4m3")
-    assert row["amax"] == stats.history[1]["3"][row["operand"]].amax
+    assert (row["step"], row["layer"], row["format"]) == (2, "3", "e4m3")
+    assert row["amax"] == stats.history[2]["3"][row["operand"]].amax
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(FmtsimError, match="to_pandas needs pandas, which is not installed; pip install pandas"):
         stats.to_pandas()

@@ -53,12 +53,12 @@ def test_history_has_every_second_step_by_itself(model):
         for factor in (1.0, 7.0, 3.0, 9.0, 5.0):
             model(factor * x).sum().backward()
             assert (model[0].emulation.observer is None) == (factor in (7.0, 9.0))
-    assert (stats.steps, stats.every, list(stats.history)) == (5, 2, [0, 2, 4])
+    assert (stats.steps, stats.every, list(stats.history)) == (5, 2, [1, 3, 5])
     assert [step["0"]["x_f"].amax for step in stats.history.values()] == [float((f * x).abs().max()) for f in (1, 3, 5)]
-    assert stats["0"]["x_f"].elements == 90 and stats.history[2]["0"]["x_f"].elements == 30
+    assert stats["0"]["x_f"].elements == 90 and stats.history[3]["0"]["x_f"].elements == 30
     with observe(model) as alone:
         model(3.0 * x).sum().backward()
-    assert stats.history[2] == alone.history[0]
+    assert stats.history[3] == alone.history[1]
 
 
 def test_a_backward_pass_belongs_to_the_step_of_its_forward(model):
@@ -102,7 +102,7 @@ def test_the_table_and_the_record(model):
     assert w["exponents"] == w["scaled_exponents"] == {str(math.floor(math.log2(1e-4))): 32}
     assert w["window"] == [0.5, 6.0]
     figures = ("elements", "underflow_percent", "saturation_percent", "sqnr_db", "amax", "nonfinite")
-    assert record["history"]["0"]["2"]["w_f"] == {name: w[name] for name in figures}
+    assert record["history"]["1"]["2"]["w_f"] == {name: w[name] for name in figures}
 
 
 def test_parts_of_attention_are_layers():
@@ -164,7 +164,7 @@ def test_compiled_models_run_eagerly_while_they_are_observed(model, converted):
         with observe(nn.Linear(3, 3), format="e4m3"):
             pass  # one inside another leaves the outer one's compilers off
         run(model)
-    assert stats.steps == 2 and stats.history[1] == plain.history[0]
+    assert stats.steps == 2 and stats.history[2] == plain.history[1]
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 

@@ -12,7 +12,8 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.measure import _limits, _smallest
-from fmtsim.analysis.observe import Observation, observe
+from fmtsim.analysis.observation import Observation
+from fmtsim.analysis.observe import observe
 from fmtsim.analysis.page import write_page
 from fmtsim.analysis.page.data import format_choices, number
 from fmtsim.analysis.stats import OperandStats
@@ -43,12 +44,12 @@ def test_figures_of_each_step_are_in_the_file(tmp_path):
     data = data_of((tmp_path / "a.html").read_text())
     found = data["observation"]
     assert (data["title"], data["notes"], data["curves"], data["coverage"]) == ("five steps", ["a note"], [], None)
-    assert (found["layers"], found["steps"], found["forwards"]) == (["0", "1"], [0, 2, 4], 5)
+    assert (found["layers"], found["steps"], found["forwards"]) == (["0", "1"], [1, 3, 5], 5)
     place = 0
     for layer in found["layers"]:
         for operand in found["operands"]:
             s = seen[layer].get(operand)
-            history = [seen.history[step][layer].get(operand) for step in (0, 2, 4)]
+            history = [seen.history[step][layer].get(operand) for step in (1, 3, 5)]
             for metric, column in found["history"].items():
                 assert [number(getattr(sample, metric)) if sample else None for sample in history] == (
                     column * 3 if len(column) == 1 else column[3 * place : 3 * place + 3]
@@ -82,7 +83,7 @@ def test_what_is_not_finite_keeps_its_name():
     zeros, exact = torch.zeros(4), torch.ones(4)
     e4m3 = fmtsim.get_format("e4m3")
     stats = {"l": {"x_f": OperandStats().add(zeros, zeros, e4m3), "w_f": OperandStats().add(exact, exact, e4m3)}}
-    totals = data_of(write_page(None, title="t", observation=Observation.of(stats)))["observation"]["totals"]
+    totals = data_of(write_page(None, title="t", observation=Observation(stats)))["observation"]["totals"]
     assert totals["sqnr_db"] == ["nan", "inf"] and totals["underflow_percent"] == ["nan", 0]
 
 

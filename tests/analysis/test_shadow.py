@@ -124,7 +124,7 @@ def test_what_is_written_in_place_checkpointed_or_gone_back_through_twice():
         y = layer(x)
         y.backward(g, retain_graph=True)
         y.backward(g)
-    assert stats[""]["g_d"].elements == 2 * 48 and stats.history[0][""]["g_d"].elements == 2 * 48
+    assert stats[""]["g_d"].elements == 2 * 48 and stats.history[1][""]["g_d"].elements == 2 * 48
 
 
 class Attention(nn.Module):
@@ -227,7 +227,7 @@ def test_attention_alone_is_observed_once():
         layer(torch.randn(2, 8, 32)), layer(torch.randn(2, 8, 32))
         with pytest.raises(ArgumentError, match="Attention is observed already; leave the outer observe first"):
             fmtsim.observe(layer, recipe="fa3_code").__enter__()
-    assert list(stats.history) == [0] and stats[""]["q"].elements == 2 * 8 * 32
+    assert list(stats.history) == [1] and stats[""]["q"].elements == 2 * 8 * 32
 
 
 def test_attention_that_the_recipe_does_not_multiply_is_said_and_the_model_runs_on():
@@ -273,7 +273,7 @@ def test_steps_that_are_not_observed_cast_nothing(net):
             results(net)
     with fmtsim.observe(net, recipe="te_mxfp8") as once:
         results(net)
-    assert list(stats.history) == [0, 2] and stats.history[2] == once.history[0]
+    assert list(stats.history) == [1, 3] and stats.history[3] == once.history[1]
     assert stats["moe"]["w_f"].elements == 2 * once["moe"]["w_f"].elements
 
 

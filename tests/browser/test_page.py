@@ -14,7 +14,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.measure import _limits
-from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.observation import Observation
 from fmtsim.analysis.page import write_page
 from fmtsim.analysis.page.data import format_choices
 from fmtsim.analysis.stats import OperandStats
@@ -183,9 +183,7 @@ def test_counts_in_the_page_are_those_of_casts(opened):
     """Underflow of floating-point formats is exact, saturation between the two bounds."""
     x = torch.randn(4000, generator=torch.Generator().manual_seed(1)).exp() ** 4
     stats = OperandStats().add(x, x, None)
-    page = opened(
-        write_page(None, title="t", observation=fmtsim.analysis.observe.Observation.of({"l": {"x_f": stats}}))
-    )
+    page = opened(write_page(None, title="t", observation=Observation({"l": {"x_f": stats}})))
     page.select_option("#exp-values", "plain")
     exact = 0
     for name, *_ in format_choices():
@@ -259,5 +257,5 @@ def test_a_run_that_ended_early_is_compared_at_its_own_steps(opened):
 
 def test_a_gradient_of_zeros_did_not_lose_nothing(opened):
     zeros = OperandStats().add(torch.zeros(4), torch.zeros(4), fmtsim.get_format("e4m3"))
-    page = opened(write_page(None, title="t", observation=Observation.of({"layer": {"g_d": zeros}}, steps=1)))
+    page = opened(write_page(None, title="t", observation=Observation({"layer": {"g_d": zeros}}, steps=1)))
     assert page.inner_text("#details-table tbody tr").split("\t")[2:4] == ["all zero", "0 %"]

@@ -109,7 +109,7 @@ def test_observe_is_the_function(run, tmp_path):
         for one in losses:
             one.backward()
     assert status == 0 and found["losses"] == [float(one.detach()) for one in losses]
-    assert found["layers"].keys() == seen.layers.keys() == {"0", "2", "4"} and list(found["history"]) == ["0", "2", "4"]
+    assert found["layers"].keys() == seen.layers.keys() == {"0", "2", "4"} and list(found["history"]) == ["1", "3", "5"]
     assert [one["operand"] for one in found["worst"]] == [one.operand for one in seen.worst(2, "sqnr")]
     assert found["worst"][0]["layer"] == seen.worst(1, "sqnr")[0].layer
 

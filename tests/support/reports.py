@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 import fmtsim
-from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.observation import Observation
 from fmtsim.analysis.page import write_page
 from fmtsim.analysis.stats import Counts, OperandStats
 from fmtsim.nn.coverage import Coverage, RawWeight
@@ -31,7 +31,7 @@ def made_observation(layers=6, steps=12, every=10, elements=500):
     """Return an observation of made-up tensors, each layer's gradients smaller than those of the layer before."""
     generator = torch.Generator().manual_seed(0)
     names = [UNKIND, *(f"model.layers.{i // 4}.{('qkv', 'out', 'up', 'down')[i % 4]}" for i in range(1, layers))]
-    found = Observation.of({})
+    found = Observation()
     found.steps, found.every = steps * every, every
     for layer, name in enumerate(names):
         for operand, format in OPERANDS.items():
