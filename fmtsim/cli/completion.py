@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fmtsim.cli.main import COMMANDS, build_parser
-from fmtsim.cli.names import BY_DESTINATION
+from fmtsim.cli.options import offered
 
 
 class Argument(NamedTuple):
@@ -34,9 +34,7 @@ def _arguments(command: str) -> Iterator[Argument]:
     subparsers = next(a for a in build_parser(command)._actions if isinstance(a, argparse._SubParsersAction))
     for action in subparsers.choices[command]._actions:
         if action.help != argparse.SUPPRESS:
-            names = BY_DESTINATION.get(action.dest, tuple)
-            words = tuple(map(str, names() if action.choices is None else action.choices))
-            yield Argument(action.option_strings, action.nargs != 0, words, action.help or "")
+            yield Argument(action.option_strings, action.nargs != 0, offered(action), action.help or "")
 
 
 def bash(commands: dict[str, list[Argument]]) -> str:

@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fmtsim.cli import names
 from fmtsim.cli.options import Parser, add_device, check_device, check_positive, flag, option, read_target
 from fmtsim.cli.output import origin
 from fmtsim.errors import ArgumentError
@@ -43,8 +44,9 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 def add_formats(parser: Parser) -> None:
     """Add ``--recipe``, ``--format`` and ``--rules``."""
-    option(parser, "--recipe", "a published scheme, such as te_current, or a JSON file", metavar="NAME")
-    option(parser, "--format", "one format of all operands", metavar="NAME")
+    option(parser, "--recipe", "a published scheme, such as te_current, or a JSON file", metavar="NAME",
+           known=names.recipes)  # fmt: skip
+    option(parser, "--format", "one format of all operands", metavar="NAME", known=names.formats)
     rules = "exceptions for layers, ahead of the recipe's: JSON, as attribute --out and search --out write it"
     option(parser, "--rules", rules, metavar="FILE")
 

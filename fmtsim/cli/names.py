@@ -69,6 +69,13 @@ def optimizers() -> Iterable[str]:
     return OPTIMIZERS
 
 
+def optimizers_and_states() -> Iterable[str]:
+    """Return the optimizers whose memory is known, and the schemes of optimizer states."""
+    from fmtsim.memory.states import RULES
+
+    return *RULES, *states()
+
+
 def states() -> Iterable[str]:
     """Return the schemes of optimizer states."""
     from fmtsim.optim.catalogue import list_schemes
@@ -95,14 +102,3 @@ def claims() -> Iterable[str]:
     from fmtsim.reproduce import get_claims
 
     return [claim.name for claim in get_claims()]
-
-
-BY_DESTINATION: dict[str, Names] = {
-    "format": formats, "formats": formats, "grad_format": formats, "baseline": formats, "dtype": formats,
-    "b_dtype": formats, "rounding": roundings, "grad_rounding": roundings, "overflow": overflows,
-    "scale_rule": scale_rules, "models": models, "target": targets, "base": targets, "check": targets, "unit": units,
-    "recipe": recipes, "optimizer": optimizers, "state": states, "reduction": reductions, "claims": claims,
-    "scheme": schemes, "weights": formats, "master": formats, "gradients": formats, "activations": formats,
-    "kv_format": formats,
-}  # fmt: skip
-"""What completion offers for an argument, by the attribute that holds it; an argument's own choices come first."""

@@ -6,9 +6,11 @@ import dataclasses
 import fnmatch
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from fmtsim.cli import names
+from fmtsim.cli.names import Names
 from fmtsim.errors import ArgumentError, first_line
 from fmtsim.formats.spec import OVERFLOWS
 from fmtsim.gemm.models import DTYPES
@@ -21,14 +23,20 @@ Parser = argparse._ActionsContainer
 """A parser, or a group of its options."""
 
 
-def option(parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "N", **more: Any) -> None:
-    """Declare an option with a value: numbers have the type of their default, which the help text ends with."""
+def option(
+    parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "N", known: Names = tuple, **more: Any
+) -> None:  # fmt: skip
+    """Declare an argument with a value: numbers have the type of their default, which the help text ends with.
+
+    ``known`` are names that completion offers; ``type=one_of(names)`` refuses all others.
+    """
     if isinstance(default, int | float):
         more.setdefault("type", type(default))
     if default not in (None, []):
         shown = " ".join(map(str, default)) if isinstance(default, list) else default
         text = f"{text} (default {shown})"
-    parser.add_argument(name, default=default, metavar=None if "choices" in more else metavar, help=text, **more)
+    metavar = None if "choices" in more else metavar
+    _offer(known, parser.add_argument(name, default=default, metavar=metavar, help=text, **more))
 
 
 def count(parser: Parser, name: str, text: str) -> None:
@@ -41,22 +49,32 @@ def flag(parser: Parser, name: str, text: str) -> None:
     parser.add_argument(name, action="store_true", help=text)
 
 
-def repeated(parser: Parser, name: str, text: str, metavar: str = "NAME", **more: Any) -> None:
-    """Declare an option that may be given several times."""
+def repeated(
+    parser: Parser, name: str, text: str, metavar: str = "NAME", known: Names = tuple, **more: Any
+) -> None:  # fmt: skip
+    """Declare an option that may be given several times; ``known`` as in ``option``."""
     more = {"default": []} | more
-    parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more)
+    _offer(known, parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more))
 
 
-def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+def _offer(known: Names, action: argparse.Action) -> None:
+    action.known = known  # type: ignore[attr-defined]
+
+
+def offered(action: argparse.Action) -> tuple[str, ...]:
+    """Return the words that complete an argument: its choices, or the names that its declaration knows."""
+    return tuple(map(str, getattr(action, "known", tuple)() if action.choices is None else action.choices))
+
+
+def one_of(known: Names) -> Callable[[str], str]:
     """Return an option's ``type`` that takes some names, for names that are not known without torch.
 
     ``choices`` of argparse are read while the option is declared, these where the option is given.
     """
 
     def check(text: str) -> str:
-        known = list(names())
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(known)})")
+        if text not in (choices := list(known())):
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(choices)})")
         return text
 
     return check
@@ -69,8 +87,10 @@ def add_json(parser: Parser) -> None:
 
 def add_rounding(parser: Parser) -> None:
     """Add ``--rounding``, ``--overflow``, ``--random-bits`` and ``--seed``."""
-    option(parser, "--rounding", f"one of {', '.join(MODES)}, or short: {', '.join(ALIASES)}", "nearest_even", "MODE")
-    option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", metavar="RULE")
+    option(parser, "--rounding", f"one of {', '.join(MODES)}, or short: {', '.join(ALIASES)}", "nearest_even", "MODE",
+           names.roundings)  # fmt: skip
+    option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", metavar="RULE",
+           known=names.overflows)  # fmt: skip
     count(parser, "--random-bits", "random bits of stochastic rounding, 1 to 32")
     option(parser, "--seed", "seed of stochastic rounding", 0)
 
@@ -83,8 +103,10 @@ def add_device(parser: Parser, default: str = "cpu") -> None:
 
 def add_target(parser: Parser) -> None:
     """Add ``--target``, ``--unit``, ``--datapath`` and ``--plan``: who multiplies, and in which order."""
-    option(parser, "--target", "a GPU with its library, such as h200, or a plan file", metavar="NAME")
-    option(parser, "--unit", "an MMA unit alone, such as hopper.wgmma or exact", metavar="NAME")
+    option(
+        parser, "--target", "a GPU with its library, such as h200, or a plan file", metavar="NAME", known=names.targets
+    )
+    option(parser, "--unit", "an MMA unit alone, such as hopper.wgmma or exact", metavar="NAME", known=names.units)
     record = "FIELD=VALUE,..."
     option(parser, "--datapath", "a unit of your own, such as block=32,fraction_bits=10", metavar=record)
     option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar=record)
@@ -92,7 +114,7 @@ def add_target(parser: Parser) -> None:
 
 def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
     """Add ``--model``, ``--shapes`` and ``--dtypes``."""
-    repeated(parser, "--model", f"linear layers of this model: {models}", dest="models")
+    repeated(parser, "--model", f"linear layers of this model: {models}", known=names.models, dest="models")
     option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE")
     option(parser, "--dtypes", f"of {', '.join(DTYPES)}", dtypes, "LIST")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts that complete command lines, run by the shells themselves where there are any."""
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -8,9 +9,8 @@ import subprocess
 import pytest
 
 import fmtsim
-from fmtsim.cli import completion
+from fmtsim.cli import completion, names
 from fmtsim.cli.main import BAD_INPUT, COMMANDS, main
-from fmtsim.cli.names import BY_DESTINATION
 
 CASES = [  # words, the last one of which is completed; in bash, = is a word of its own
     (["ex"], ["explain"]),
@@ -22,6 +22,8 @@ CASES = [  # words, the last one of which is completed; in bash, = is a word of 
     (["table", "mxint"], ["mxint8"]),
     (["bench", "g"], ["gemm", "gpu"]),
     (["cast", "1", "--rounding", "to"], ["to_odd", "toward_zero"]),
+    (["memory", "--optimizer", "l"], ["lion", "lns_madam"]),
+    (["memory", "--model", "gpt2-m"], ["gpt2-medium"]),
     (["compare", ""], []),  # a file, which the shell completes
     (["mm", "--seed", "-"], []),
 ]
@@ -86,9 +88,10 @@ def test_words_need_no_quotes(commands):
 
 
 def test_names_belong_to_arguments(commands):
-    """Each list of names is some argument's, so that none is left behind when an argument changes its name."""
+    """Each list of names is some argument's, so that none is left behind."""
     offered = {argument.words for arguments in commands.values() for argument in arguments}
-    assert all(tuple(names()) in offered for names in BY_DESTINATION.values())
+    lists = [known for known in vars(names).values() if inspect.isfunction(known)]
+    assert len(lists) == 14 and all(tuple(known()) in offered for known in lists)
 
 
 def test_texts_of_fish_are_quoted():

@@ -3,6 +3,7 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_device, add_json, add_layers, add_tokens, flag, option
 from fmtsim.gemm.models import DTYPES, list_models
 
@@ -17,11 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokens(what)
     flag(what, "--quick", f"at most {QUICK} of these calls, evenly chosen, and one set of data each")
     base = "try this target's plans first, and append its rules to the new ones"
-    option(parser, "--base", base, metavar="TARGET")
+    option(parser, "--base", base, metavar="TARGET", known=names.targets)
     option(parser, "--out", f"file to write, {PLAN} or with --unit {EVIDENCE} unless given", metavar="FILE")
     check = parser.add_argument_group("comparing a GPU with a plan file, instead of measuring it")
     run_both = "run calls of every rule of this target on the GPU and in emulation, and compare the bits"
-    option(check, "--check", run_both, metavar="TARGET")
+    option(check, "--check", run_both, metavar="TARGET", known=names.targets)
     option(check, "--calls", "calls of every rule", 3)
     book = parser.add_argument_group("querying the cuBLASLt heuristic, which runs no kernel")
     every = "write or continue a plan book and its target: the kernel for every number of rows of the layers of"
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(book, "--workers", "processes that query (default: one per core)", type=int)
     one = parser.add_argument_group("comparing a GPU with the emulation of its matrix unit, instead of measuring it")
     all_kinds = "run every kind of call that reaches this unit on the GPU and in emulation, compare, and write evidence"
-    option(one, "--unit", f"{all_kinds} (hopper.wgmma, blackwell.tcgen05)", metavar="NAME")
+    option(one, "--unit", f"{all_kinds} (hopper.wgmma, blackwell.tcgen05)", metavar="NAME", known=names.units)
     option(
         one,
         "--evidence",

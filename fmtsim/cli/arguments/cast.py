@@ -3,6 +3,7 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_json, add_rounding, repeated
 
 
@@ -11,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
     )
-    repeated(parser, "--to", "the element format", "FORMAT", required=True, dest="formats", default=None)
+    repeated(parser, "--to", "the element format", "FORMAT", names.formats, required=True, dest="formats",
+             default=None)  # fmt: skip
     add_rounding(parser)
     add_json(parser)

@@ -3,6 +3,7 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_json, add_layers, add_tokens, flag, option
 
 
@@ -14,5 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layers(what, "bf16")
     add_tokens(what)
     named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
-    option(what, "--target", named, metavar="NAME")
+    option(what, "--target", named, metavar="NAME", known=names.targets)
     add_json(parser)

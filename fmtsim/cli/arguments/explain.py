@@ -3,6 +3,7 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_json, add_rounding, count, option
 from fmtsim.formats.scaling import SCALE_RULES
 
@@ -17,9 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         help="one number, or the consecutive numbers of a block; - reads them from standard input",
     )
-    parser.add_argument("--format", required=True, help="any format; blocks are consecutive numbers")
+    option(parser, "--format", "any format; blocks are consecutive numbers", metavar=None, known=names.formats,
+           required=True)  # fmt: skip
     option(parser, "--dtype", "dtype in which the numbers are stored before the cast", "float64", choices=DTYPES)
     count(parser, "--block-size", "numbers that share a scale")
-    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE")
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", known=names.scale_rules)
     add_rounding(parser)
     add_json(parser)

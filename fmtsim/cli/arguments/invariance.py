@@ -3,6 +3,7 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_json, add_layers, flag, option
 
 
@@ -13,6 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(what, "--sizes", "rows of the layers' input: a list (1,77,512) or a range (1..512)", "1..512", "LIST")
     flag(what, "--no-gradients", "forward products only")
     named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
-    option(parser, "--target", named, metavar="NAME")
+    option(parser, "--target", named, metavar="NAME", known=names.targets)
     option(parser, "--plot", "save a picture of the sizes with equal results as PNG", metavar="FILE")
     add_json(parser)

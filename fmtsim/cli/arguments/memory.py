@@ -3,23 +3,27 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_json, count, flag, option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; those that are left out are the defaults of ``training_memory``."""
     model = parser.add_argument_group("the model (one of the two)")
-    option(model, "--model", "gpt2, llama-8b, ..., or the config.json of a Hugging Face model", metavar="NAME")
+    option(model, "--model", "gpt2, llama-8b, ..., or the config.json of a Hugging Face model", metavar="NAME",
+           known=names.models)  # fmt: skip
     option(model, "--params", "a number of parameters, such as 7e9: no activations, no cache")
     weights = parser.add_argument_group("weights and optimizer")
-    option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME")
+    option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME",
+           known=names.recipes)  # fmt: skip
     option(weights, "--optimizer", "adamw, lion, ..., AdamW's states as in bnb8, coat, ..., or both: lion:bnb8",
-           metavar="NAME")  # fmt: skip
-    option(weights, "--weights", "format of the weights (default: bf16, or what the recipe needs)", metavar="FORMAT")
+           metavar="NAME", known=names.optimizers_and_states)  # fmt: skip
+    option(weights, "--weights", "format of the weights (default: bf16, or what the recipe needs)", metavar="FORMAT",
+           known=names.formats)  # fmt: skip
     option(weights, "--master", "format of the master weights, or none (default: fp32 beside narrower weights)",
-           metavar="FORMAT")  # fmt: skip
+           metavar="FORMAT", known=names.formats)  # fmt: skip
     option(weights, "--gradients", "format of the gradients (default: fp32 beside fp32 weights, else bf16)",
-           metavar="FORMAT")  # fmt: skip
+           metavar="FORMAT", known=names.formats)  # fmt: skip
     count(weights, "--lora", "rank of LoRA adapters; only these are trained")
     option(weights, "--lora-layers", "a regular expression: layers with adapters", metavar="PATTERN")
     kept = parser.add_argument_group("what is saved for the backward pass")
@@ -30,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations",
         "format of activations that are not quantised (default bf16)",
         metavar="FORMAT",
+        known=names.formats,
     )
     option(kept, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
     option(
@@ -46,6 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag(served, "--serve", "count weights and the KV cache")
     count(served, "--context", "cached tokens per request")
     count(served, "--requests", "concurrent requests (default 1)")
-    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT")
+    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", known=names.formats)
     flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
     add_json(parser)

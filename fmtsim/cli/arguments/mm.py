@@ -3,6 +3,7 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_device, add_json, add_target, flag, option
 
 DATA = ("normal", "uniform", "wide", "cancel")
@@ -24,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = "native: run the device's own unit and its emulation, and compare the bits; exit code 1 if they differ"
     option(where, "--check", check, choices=("native",))
     what = parser.add_argument_group("operands")
-    option(what, "--dtype", "format of both operands", "e4m3", "FORMAT")
-    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT")
+    option(what, "--dtype", "format of both operands", "e4m3", "FORMAT", names.formats)
+    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT", known=names.formats)
     data = "N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel"
     option(what, "--data", data, "normal", choices=DATA)
     option(what, "--seed", "of the data, and of stochastic rounding", 0)

@@ -3,6 +3,7 @@
 
 import argparse
 
+from fmtsim.cli import names
 from fmtsim.cli.model_options import add_model, add_quiet
 from fmtsim.cli.options import add_json, add_target, option
 
@@ -10,7 +11,7 @@ from fmtsim.cli.options import add_json, add_target, option
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     scheme = "a scheme of post-training quantisation, such as int8_static, or a JSON file; 'list' prints all names"
-    option(parser, "--scheme", scheme, metavar="NAME", required=True)
+    option(parser, "--scheme", scheme, metavar="NAME", known=names.schemes, required=True)
     add_model(parser, required=False)
     option(parser, "--batches", "batches for calibration, and as many others to measure the loss", 8)
     add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))

@@ -4,13 +4,14 @@
 import argparse
 from pathlib import Path
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_json, flag, option, repeated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     flag(parser, "--list", "list the claims, and run none")
-    repeated(parser, "--only", "run only this claim (default: all)", dest="claims")
+    repeated(parser, "--only", "run only this claim (default: all)", known=names.claims, dest="claims")
     flag(parser, "--quick", "leave out claims that take more than ten seconds")
     flag(parser, "--markdown", "print the table in Markdown, with the sources")
     text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"

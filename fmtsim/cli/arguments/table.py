@@ -3,14 +3,15 @@
 
 import argparse
 
-from fmtsim.cli.options import add_json, count, flag, repeated
+from fmtsim.cli import names
+from fmtsim.cli.options import add_json, count, flag, option, repeated
 
 ALL_BITS = 16  # with --all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("format", help="name of a format; a block format shows its element")
+    option(parser, "format", "name of a format; a block format shows its element", metavar=None, known=names.formats)
     flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, instead of its landmarks only")
     repeated(parser, "--code", "show only this code (17, 0x11 or 0b10001)", "N")
     count(parser, "--columns", "codes side by side (default 4, fewer in a narrow terminal)")

@@ -3,7 +3,7 @@
 
 import argparse
 
-from fmtsim.cli.names import optimizers
+from fmtsim.cli import names
 from fmtsim.cli.options import add_device, add_json, add_target, count, flag, one_of, option
 from fmtsim.gemm.layers.scalings import SCALINGS
 
@@ -49,13 +49,16 @@ def _add_scheme(group: argparse._ArgumentGroup) -> None:
         "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
         "all names, and --target recipe is the GPU that it was designed for"
     )
-    option(group, "--recipe", recipe, metavar="NAME")
-    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME")
+    option(group, "--recipe", recipe, metavar="NAME", known=names.recipes)
+    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME", known=names.formats)
     gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
-    option(group, "--grad-format", gradients, metavar="NAME")
-    option(group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE")
-    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE")
-    option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME")
+    option(group, "--grad-format", gradients, metavar="NAME", known=names.formats)
+    option(
+        group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE", known=names.roundings
+    )
+    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE",
+           known=names.roundings)  # fmt: skip
+    option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
     scaling = (
         "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
         "block formats have blocks of their own"
@@ -66,11 +69,11 @@ def _add_scheme(group: argparse._ArgumentGroup) -> None:
 def _add_system(group: argparse._ArgumentGroup) -> None:
     option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
     rule = "optimizer, such as madam (default adamw)"
-    option(group, "--optimizer", rule, metavar="NAME", type=one_of(optimizers))
+    option(group, "--optimizer", rule, metavar="NAME", known=names.optimizers, type=one_of(names.optimizers))
     state = "format of its states, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
-    option(group, "--state", state, metavar="NAME")
+    option(group, "--state", state, metavar="NAME", known=names.states)
     reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
-    option(group, "--reduction", reduction, metavar="NAME")
+    option(group, "--reduction", reduction, metavar="NAME", known=names.reductions)
     ranks = "simulated ranks that share the windows of a step (default 2 with a low-precision reduction, else 1)"
     count(group, "--ranks", ranks)
 

@@ -4,6 +4,7 @@
 import argparse
 from pathlib import Path
 
+from fmtsim.cli import names
 from fmtsim.cli.options import add_json, count, flag, option, repeated
 
 
@@ -19,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vectors = "gemm: a folder of mtc_*.npz, probe_*.npz or recorded calls"
     repeated(parser, "--vectors", vectors, "DIR")
     count(parser, "--limit", "gemm: compare about N outputs of each set")
-    repeated(parser, "--format", "check only this format (default: all listed formats)", dest="formats", default=None)
+    repeated(parser, "--format", "check only this format (default: all listed formats)", known=names.formats,
+             dest="formats", default=None)  # fmt: skip
     flag(parser, "--exhaustive", "all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16, e2m1: minutes for each")
     workers = (
         "processes that share the checks (default 1; with --device as many as cores and the device's memory "
