@@ -12,7 +12,6 @@ import weakref
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -83,13 +82,23 @@ class Fingerprints:
         self._known.clear()
 
     def finish(self) -> list[Fingerprint]:
-        """Return all fingerprints."""
-        lengths, shared = numpy.array([len(each) for each in self._sums], int), numpy.array(self._shared, bool)
-        mixed = _mixed(_numbers(self._sums))
-        members = numpy.repeat(lengths[shared] // max(self.batch, 1), self.batch)
-        parts = iter(_totals(mixed[numpy.repeat(shared, lengths)], members).reshape(-1, max(self.batch, 1)).tolist())
-        hashes = zip(_totals(mixed, lengths).tolist(), _magnitudes(self._largest), self._shared, strict=True)
-        return [Fingerprint(own, tuple(next(parts)) if apart else (), amax) for own, amax, apart in hashes]
+        """Return all fingerprints; they are computed where the tensors lie, and copied at once."""
+        if not self._sums:
+            return []
+        together = self._sums if len({x.device for x in self._sums}) == 1 else [x.cpu() for x in self._sums]
+        mixed = _mixed(torch.cat(together))
+        lengths, shares = [len(each) for each in together], [self.batch if each else 1 for each in self._shared]
+        members = iter(
+            _totals(mixed, [n // many for n, many in zip(lengths, shares, strict=True) for _ in range(many)])
+        )
+        found = [
+            (own, [next(members) for _ in range(many)])
+            for own, many in zip(_totals(mixed, lengths), shares, strict=True)
+        ]
+        return [
+            Fingerprint(own, tuple(parts) if apart else (), amax)
+            for (own, parts), apart, amax in zip(found, self._shared, _magnitudes(self._largest), strict=True)
+        ]
 
 
 def _read(x: Tensor) -> tuple[Tensor, Largest]:
@@ -165,43 +174,37 @@ def _range(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 @lru_cache(maxsize=16)
-def _multipliers(device: torch.device) -> Tensor:
-    return torch.from_numpy(_odd_numbers(_RUN).view(numpy.int64)).to(device)
+def _multipliers(device: torch.device, count: int = _RUN) -> Tensor:
+    """Return the first numbers of splitmix64, made odd; int64, as all arithmetic modulo 2**64 is here."""
+    return (_mixed(torch.arange(1, count + 1) * _signed(_GOLDEN)) | 1).to(device)
 
 
-@lru_cache(maxsize=4)
-def _odd_numbers(count: int) -> Any:
-    """Return the first numbers of splitmix64, made odd."""
-    state = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN)
-    return _mixed(state) | numpy.uint64(1)
+def _signed(number: int) -> int:
+    return number - (number >> 63 << 64)
 
 
-def _mixed(z: Any) -> Any:
-    """Return the finaliser of splitmix64, which is one to one."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ (z >> numpy.uint64(shift))) * numpy.uint64(factor)
-    return z ^ (z >> numpy.uint64(31))
+def _mixed(z: Tensor) -> Tensor:
+    """Apply the finaliser of splitmix64, which is one to one, in place."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        upper = z >> shift
+        upper &= (1 << 64 - shift) - 1
+        z ^= upper
+        z *= _signed(factor)
+    return z
 
 
-def _totals(mixed: Any, lengths: Any) -> Any:
+def _totals(mixed: Tensor, lengths: list[int]) -> list[int]:
     """Return the sums of groups of these lengths, each number times an odd one of its place in its group."""
-    found, some = numpy.zeros(len(lengths), numpy.uint64), lengths > 0
-    if not some.any():
-        return found
-    starts = numpy.cumsum(lengths) - lengths
-    places = numpy.arange(len(mixed)) - numpy.repeat(starts, lengths)
-    numbers = _odd_numbers(1 << max(10, int(lengths.max() - 1).bit_length()))
-    found[some] = numpy.add.reduceat(mixed * numbers[places], starts[some])
-    return found
-
-
-def _numbers(each: list[Tensor]) -> Any:
-    """Return tensors of all devices one after another, copied once from each device."""
-    devices = {x.device for x in each}
-    if len(devices) > 1:
-        each = [x.cpu() for x in each]
-    whole = torch.cat(each).cpu() if each else torch.zeros(0, dtype=torch.int64)
-    return whole.numpy().view(numpy.uint64)
+    if not len(mixed):
+        return [0] * len(lengths)
+    count, device = torch.tensor(lengths), mixed.device
+    ends = count.cumsum(0).to(device)
+    starts, places = ends - count.to(device), torch.arange(len(mixed), device=device)
+    places -= torch.repeat_interleave(starts, count.to(device), output_size=len(mixed))
+    products = _multipliers(device, 1 << max(10, (max(lengths) - 1).bit_length())).index_select(0, places)
+    products *= mixed
+    sums = torch.nn.functional.pad(products.cumsum(0), (1, 0))
+    return [total % 2**64 for total in (sums[ends] - sums[starts]).tolist()]
 
 
 def _magnitudes(largest: list[Largest]) -> list[float | None]:
