@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time a traced step against the same step: ``python benchmarks/trace.py --device cuda``.
 
-The model is that of ``benchmarks/step.py`` (a GPT of 124 million parameters in bfloat16 autocast), in eager mode,
+The model is the GPT of ``fmtsim bench layers`` (124 million parameters, in bfloat16 autocast on a GPU), in eager mode,
 plain and under recipes; steps are forward, backward and AdamW. Traced and plain steps alternate, and the ratio is that
 of the medians; a traced step includes the record of all its operations.
 """
@@ -11,20 +11,20 @@ import statistics
 import time
 
 import torch
-from step import Step
 
 import fmtsim
+from fmtsim.bench.layers import GPU_SIZES, Case, Step
 
 
-def seconds(step: Step, tokens: torch.Tensor, traced: bool, level: str) -> float:
+def seconds(step: Step, traced: bool, level: str) -> float:
     began = time.perf_counter()
     if traced:
         with fmtsim.tracing(step.model, level=level) as run:
-            step(tokens)
+            step()
         assert run.trace.operations
     else:
-        step(tokens)
-    if step.device == "cuda":
+        step()
+    if step.gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
@@ -43,17 +43,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--level", default="modules", choices=("modules", "aten"))
     arguments = parser.parse_args()
-    arguments.mode = "eager"
-    size = arguments.batch, arguments.tokens + 1
-    tokens = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0)).to(arguments.device)
+    names = ("width", "layers", "vocabulary")
+    given = {name: getattr(arguments, name) for name in names}
+    sizes = GPU_SIZES["gpt"].resized(**given, batch_size=arguments.batch, context=arguments.tokens)
+    machine = {"target": arguments.target, "native": False if arguments.emulate else None} if arguments.target else {}
     for recipe in arguments.recipes.split(","):
-        step = Step(None if recipe == "none" else recipe, arguments)
+        case = Case(model="gpt", mode="eager", recipe=None if recipe == "none" else recipe)
+        step = Step(case, sizes, arguments.device, **machine)
         for traced in (False, True, False, True):
-            seconds(step, tokens, traced, arguments.level)
+            seconds(step, traced, arguments.level)
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(arguments.steps):
             for traced, found in times.items():
-                found.append(seconds(step, tokens, traced, arguments.level))
+                found.append(seconds(step, traced, arguments.level))
         plain, traced_time = (statistics.median(times[each]) for each in (False, True))
         print(f"{recipe}: plain {1e3 * plain:.1f} ms, traced {1e3 * traced_time:.1f} ms, {traced_time / plain:.2f}x")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fmtsim bench``: casts against a plain copy, products against torch's float32 one, start-up times and extra memory.
 
-``fmtsim bench gpu`` is in bench_gpu.py.
+``fmtsim bench gpu`` is in bench_gpu.py, ``fmtsim bench layers`` in bench_layers.py.
 """
 
 import argparse
@@ -26,6 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
         from fmtsim.cli import bench_gpu
 
         return bench_gpu.run(arguments)
+    if arguments.what == "layers":
+        from fmtsim.cli import bench_layers
+
+        return bench_layers.run(arguments)
     if arguments.record is not None:
         raise ArgumentError(
             f"--record has no meaning for fmtsim bench {arguments.what}; pass --json and keep its output"

@@ -4,18 +4,39 @@
 import argparse
 from pathlib import Path
 
-from fmtsim.cli.options import add_json, flag, option
+from fmtsim.cli.options import add_json, count, flag, option
+
+SIZES = {
+    "--width": "of the models; by default what fits the device",
+    "--layers": "blocks of a model",
+    "--batch-size": "sequences of a step",
+    "--context": "tokens of a sequence",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    choices = "casts relative to a copy, matrix products relative to torch's float32 product, or the CUDA engine"
-    parser.add_argument("what", nargs="?", choices=("casts", "gemm", "gpu"), default="casts", help=choices)
+    choices = (
+        "casts relative to a copy, matrix products relative to torch's float32 product, the CUDA engine, or training "
+        "steps under recipes relative to plain ones"
+    )
+    parser.add_argument("what", nargs="?", choices=("casts", "gemm", "gpu", "layers"), default="casts", help=choices)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
     option(parser, "--side", "N: casts take float32 [N, N], and the memory of a product is measured for N", 4096)
     option(parser, "--shape", "of products: [M, K] times [K, N]", [512, 512, 2048], ("M", "N", "K"), type=int, nargs=3)
     option(parser, "--threads", "thread counts", [1, 2], type=int, nargs="+")
     option(parser, "--repeats", "timed runs of each case", 9)
-    option(parser, "--record", "gpu: also write the measurements to a JSON file", metavar="FILE", type=Path)
+    option(parser, "--record", "gpu, layers: also write the measurements to a JSON file", metavar="FILE", type=Path)
     flag(parser, "--kernels-only", "leave out import time, first calls and memory")
     add_json(parser)
+    _add_layers(parser.add_argument_group("layers"))
+
+
+def _add_layers(group: argparse._ArgumentGroup) -> None:
+    text = "recipes, torchao_float8 or microxcaling_mxfp4"
+    option(group, "--recipes", text, metavar="NAME", nargs="+")
+    option(group, "--device", "cpu, cuda or cuda:1 (default cuda where there is one)", metavar="DEVICE")
+    for name, text in SIZES.items():
+        count(group, name, text)
+    option(group, "--target", "what multiplies under the recipes, such as h200", metavar="NAME")
+    flag(group, "--emulate", "emulate the target, also on a GPU that is one")

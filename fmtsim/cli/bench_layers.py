@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fmtsim bench layers``: training steps under recipes, and beside other software, against plain steps of the run."""
+
+import argparse
+from typing import Any
+
+import torch
+
+from fmtsim.bench import layers, peers
+from fmtsim.bench.layers import Result
+from fmtsim.cli.info import processor_name
+from fmtsim.cli.options import check_device, check_positive, chosen_cases
+from fmtsim.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
+from fmtsim.errors import ArgumentError, first_line
+from fmtsim.files import check_folder
+
+PACKAGES = ("fmtsim", "torch", "transformers", "triton", "torchao")
+SIZES = ("width", "layers", "batch_size", "context")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; a case that fails says why, and the others go on."""
+    check_positive(arguments, *SIZES)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    if arguments.emulate and arguments.target is None:
+        raise ArgumentError("--emulate without --target has no meaning; pass --target h200")
+    if arguments.record is not None:
+        check_folder(arguments.record.parent, "--record")
+    machine = {"target": arguments.target, "native": False if arguments.emulate else None} if arguments.target else {}
+    given = {name: getattr(arguments, name) for name in SIZES}
+    sizes = layers.GPU_SIZES if device.startswith("cuda") else layers.CPU_SIZES
+    sizes = {name: size.resized(**given) for name, size in sizes.items()}
+    cases = chosen_cases(layers.cases(arguments.recipes, device), arguments.only)
+    bench = layers.Bench(device, sizes, arguments.repeats, **machine)
+    record: dict[str, Any] = {"machine": about(device), "sizes": {n: size.to_dict() for n, size in sizes.items()}}
+    results: list[Result] = []
+    failed: dict[str, str] = {}
+    for case in each_shown(cases):
+        try:
+            results.append(bench.measure(case))
+        except Exception as error:  # of compilers and other software, whatever it is; the other cases go on
+            failed[case.name] = first_line(error)
+        record.update(results=[result.to_dict() for result in results], failed=failed)
+        if arguments.record is not None:  # after every case: a run that is cut short leaves what it has
+            write_json(arguments.record, record)
+    at_work("")
+    answer(arguments, record, lambda: _text(record, results, failed))
+    return 0
+
+
+def about(device: str) -> dict[str, Any]:
+    """Return what a measurement depends on, and how to make it again."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name()
+    return {"device": name, "threads": torch.get_num_threads(), **versions_of(PACKAGES), **origin()}
+
+
+def _text(record: dict[str, Any], results: list[Result], failed: dict[str, str]) -> str:
+    machine = record["machine"]
+    parts = [", ".join([machine["device"], *(f"{name} {machine[name]}" for name in ("torch", "transformers", "date"))])]
+    for name in dict.fromkeys(result.case.model for result in results):
+        parts.append(f"{name}: {_size(layers.Sizes(**record['sizes'][name]))}")
+    parts += ["", table(results)] if results else []
+    absent = [name for name in peers.PEERS if name not in peers.installed()]
+    parts += [f"not beside: {', '.join(absent)} (not installed)"] if absent else []
+    parts += [f"{name}: not measured, {reason}" for name, reason in failed.items()]
+    return "\n".join(parts)
+
+
+def table(results: list[Result]) -> str:
+    """Return a line for each case: a step's time over the plain model's."""
+    header = ("case", "ms", "plain, ms", "ratio", "first, s", "loss")
+    return format_table(header, map(_line, results))
+
+
+def _line(result: Result) -> tuple[str, ...]:
+    loss = "-" if result.loss is None else f"{result.loss:.4f}"
+    times = (f"{1e3 * seconds:.3f}" for seconds in (result.seconds, result.plain_seconds))
+    return (result.case.name, *times, f"{result.ratio:.3f}", f"{result.first_seconds:.1f}", loss)
+
+
+def _size(size: layers.Sizes) -> str:
+    blocks = f"{size.layers} layers of {size.width}" if size.layers > 1 else f"{size.width} features"
+    return f"{blocks}, {size.batch_size} x {size.context} tokens"
