@@ -2,11 +2,12 @@
 """``fmtsim memory``: what training or serving a model needs of memory on each device."""
 
 import argparse
+import re
 from typing import Any
 
 from fmtsim.cli.options import parse_number
 from fmtsim.cli.output import answer
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.memory.serving import serving_memory
 from fmtsim.memory.training import training_memory
 
@@ -33,9 +34,23 @@ def run(arguments: argparse.Namespace) -> int:
     given = _given(arguments, (*BOTH, *allowed))
     if given.get("master") == "none":
         given["master"] = None
-    found = verb(model, **given)
+    try:
+        found = verb(model, **given)
+    except FmtsimError as error:
+        raise type(error)(_in_options(str(error), arguments.model is None)) from error
     answer(arguments, found.to_dict(), lambda: f"{found}\n\n{found.formulas()}" if arguments.formulas else str(found))
     return 0
+
+
+def _in_options(message: str, by_number: bool) -> str:
+    """Return what the verbs say with options in the place of their keywords: ``--lora 16`` for ``lora=16``."""
+
+    def spelled(found: re.Match[str]) -> str:
+        name = "params" if found[1] == "model" and by_number else found[1].replace("_", "-")
+        return f"--{name} {found[2]}"
+
+    names = "|".join(("model", *TRAINING, *SERVING, *BOTH))
+    return re.sub(rf"\b({names})=('[^']*'|[^\s;,]+)", spelled, message)
 
 
 def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

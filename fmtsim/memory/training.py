@@ -148,8 +148,8 @@ def _check(size: ModelSize | None, recipe: Recipe | None, tokens: int, lora: int
             )
     if lora and recipe is not None:
         raise ArgumentError(
-            f"lora={lora} with recipe={recipe.name!r} is not estimated; leave one out, and give weights='nf4_g64' for "
-            "weights that are kept in few bits"
+            f"lora={lora} with recipe={recipe.name!r} is not estimated; leave one out, and pass weights='nf4_g64' for "
+            "quantised weights (QLoRA)"
         )
 
 
@@ -157,7 +157,7 @@ def _adapters(weights: tuple[Weight, ...], rank: int, layers: str) -> tuple[Weig
     """Return the matrices of adapters (Hu et al., LoRA, arXiv:2106.09685): rank x inputs, outputs x rank."""
     if not rank:
         if layers:
-            raise ArgumentError(f"lora_layers={shown(layers)} needs a rank; give lora=16 as well")
+            raise ArgumentError(f"lora_layers={shown(layers)} needs a rank; pass lora=16 as well")
         return ()
     try:
         pattern = re.compile(checked("lora_layers", layers, str))

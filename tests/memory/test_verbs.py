@@ -145,7 +145,7 @@ REFUSED = [
     (lambda: fmtsim.training_memory(SIZE, optimizer="bnb9"), r"optimizer='bnb9' is unknown; did you mean 'bnb8'\?"),
     (lambda: fmtsim.training_memory(SIZE, optimizer=8), r"optimizer=8 is not an optimizer; pass a name such as"),
     (lambda: fmtsim.training_memory(SIZE, lora=8, recipe="coat"), r"lora=8 with recipe='coat' is not estimated"),
-    (lambda: fmtsim.training_memory(SIZE, lora_layers="q"), r"lora_layers='q' needs a rank; give lora=16 as well"),
+    (lambda: fmtsim.training_memory(SIZE, lora_layers="q"), r"lora_layers='q' needs a rank; pass lora=16 as well"),
     (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers="zz"), r"fits no linear layer; they are called q_proj"),
     (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers="("), r"'\(' is not a regular expression; write 'q_proj"),
     (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers=8), r"lora_layers=8 is not allowed"),
@@ -197,6 +197,24 @@ def run(capsys, *words):
     status = main(["memory", *words])
     said = capsys.readouterr()
     return status, said.out, said.err
+
+
+SAID = [
+    ("--params 7e9 --lora 16", "--lora 16 needs the sizes of a model, not a number of parameters alone"),
+    ("--model gpt2 --lora 8 --recipe coat", "--lora 8 with --recipe 'coat' is not estimated; leave one out, and pass "
+     "--weights 'nf4_g64' for quantised weights (QLoRA)"),
+    ("--model gpt2 --lora-layers q_proj", "--lora-layers 'q_proj' needs a rank; pass --lora 16 as well"),
+    ("--model gpt2 --devices 3 --tensor-parallel 2", "--tensor-parallel 2 does not divide --devices 3"),
+    ("--model nix", "--model 'nix' is unknown"),
+    ("--params 0", "--params 0.0 is not a number of parameters"),
+    ("--params 7e9 --optimizer bnb9", "--optimizer 'bnb9' is unknown; did you mean 'bnb8'?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), SAID)
+def test_the_command_line_speaks_of_options(words, message, capsys):
+    status, text, said = run(capsys, *words.split())
+    assert (status, text) == (2, "") and said.startswith(f"fmtsim: error: {message}")
 
 
 def test_the_command_line(capsys):
