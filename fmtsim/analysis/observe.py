@@ -36,15 +36,11 @@ class ModelObservation(Observation):
         format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), every: int = 1,
     ) -> None:  # fmt: skip
         check_module("observe", model)
-        check_asked("observe", every, recipe, format)
+        check_asked("observe", every, recipe, format, rules)
         super().__init__(every=every)
         model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
         self._model = model
         plain = recipe is not None or format is not None
-        if rules and not plain:
-            raise ArgumentError(
-                "observe got rules, which are exceptions of recipe= or format=; pass one of these as well"
-            )
         self._shadow = Shadow(model, recipe, format, rules) if plain else None
         model = model if self._shadow is None else self._shadow.model
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
@@ -196,12 +192,14 @@ def observe(
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
 
 
-def check_asked(who: str, every: int, recipe: Any, format: Any) -> None:
-    """Refuse an ``every`` that is no number from 1, and a recipe beside a format."""
+def check_asked(who: str, every: int, recipe: Any, format: Any, rules: Any) -> None:
+    """Refuse an ``every`` that is not a number from 1, a recipe beside a format, and rules beside neither."""
     if type(every) is not int or every < 1:
         raise ArgumentError(f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth")
     if recipe is not None and format is not None:
         raise ArgumentError(f"{who} got recipe and format; pass one of them")
+    if rules and recipe is None and format is None:
+        raise ArgumentError(f"{who} got rules, which are exceptions of recipe= or format=; pass one of these as well")
 
 
 def _named(layer: str, part: str) -> str:

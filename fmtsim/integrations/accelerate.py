@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FmtsimRun for loops written with Accelerate: schedules, delayed scales, observation, logs and the report."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord
 from fmtsim.integrations.run_state import checked_state
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.spec import Recipe, Rule
 
 
 class FmtsimRun:
@@ -51,6 +51,7 @@ class FmtsimRun:
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
+        rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
             ``"layer"`` one of each operand of each layer, None none.
 
@@ -60,9 +61,9 @@ class FmtsimRun:
 
     Raises:
         ArgumentError: ``accelerator`` is not an Accelerator, or follows this model already; ``every`` is not a number
-            from 1; ``report`` cannot be written; recipe and format are both given; or ``recipe`` has a schedule.
-            At the ``with``: the model is not converted and there is no recipe, or it is and there is one; parts of it
-            were converted one by one; it is observed already; or a checkpoint is of another recipe.
+            from 1; ``report`` cannot be written; recipe and format are both given; rules stand alone; or one of these
+            has a schedule. At the ``with``: the model is not converted and there is no recipe, or it is and there is
+            one; parts of it were converted one by one; it is observed already; or a checkpoint is of another recipe.
         FormatError: There is no such recipe; at the ``with``, no such format.
         DataError: In ``accelerator.load_state``: the checkpoint is of another object.
     """
@@ -70,7 +71,7 @@ class FmtsimRun:
     def __init__(
         self, accelerator: Any, model: nn.Module, *, every: int = 10, report: StrPath | None = None,
         title: str = "Where bits are lost", recipe: str | Path | Recipe | LinearConfig | None = None,
-        format: str | Format | None = None, histograms: str | None = "operand",
+        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
     ) -> None:  # fmt: skip
         if not hasattr(accelerator, "register_for_checkpointing"):
             raise ArgumentError(
@@ -81,7 +82,8 @@ class FmtsimRun:
             raise ArgumentError(
                 f"FmtsimRun got {type(model).__name__} as model; pass the model that accelerator.prepare returned"
             )
-        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, histograms=histograms)
+        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, rules=rules,
+                                histograms=histograms)  # fmt: skip
         self._accelerator, self._model = accelerator, model
         self._saved: dict[str, Any] | None = None
         self._inside = False  # a batch

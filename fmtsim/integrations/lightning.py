@@ -2,7 +2,7 @@
 """FmtsimCallback for the Trainer of Lightning: schedules, delayed scales, observation, logs and the report."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fmtsim.files import StrPath
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.spec import Recipe, Rule
 
 _KEY = "fmtsim"  # in a checkpoint
 
@@ -62,6 +62,7 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
+        rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
             ``"layer"`` one of each operand of each layer, None none.
 
@@ -72,9 +73,9 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
     Raises:
         FmtsimError: Lightning is not installed.
         ArgumentError: ``every`` is not a number from 1, no file can be written at ``report``, recipe and format are
-            both given, or ``recipe`` has a schedule. In ``fit``: the callback follows another Trainer; the model is not
-            converted and there is no recipe, or it is and there is one; parts of it were converted one by one; it is
-            observed already; or a checkpoint is of another recipe.
+            both given, rules stand alone, or one of these has a schedule. In ``fit``: the callback follows another
+            Trainer; the model is not converted and there is no recipe, or it is and there is one; parts of it were
+            converted one by one; it is observed already; or a checkpoint is of another recipe.
         FormatError: There is no such recipe; in ``fit``, no such format.
         DataError: In ``fit``: what a checkpoint has as ``"fmtsim"`` is something else.
     """
@@ -82,11 +83,12 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
     def __init__(
         self, *, every: int = 10, report: StrPath | None = None, title: str = "Where bits are lost",
         recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
-        histograms: str | None = "operand",
+        rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
     ) -> None:  # fmt: skip
         if Callback is object:
             raise FmtsimError('FmtsimCallback needs lightning; pip install "fmtsim[lightning]"')
-        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, histograms=histograms)
+        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, rules=rules,
+                                histograms=histograms)  # fmt: skip
         self._trainer: Any = None
         self._saved: Mapping[str, Any] | None = None
         self._before = 0  # optimizer steps of the Trainer before a batch

@@ -4,7 +4,7 @@
 import contextlib
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from fmtsim.nn.convert import converted_root, is_converted, set_step
 from fmtsim.nn.report import report
 from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.serialization import rules_of
+from fmtsim.recipes.spec import Recipe, Rule
 
 
 class RunRecord:
@@ -36,7 +37,7 @@ class RunRecord:
         every: The first of so many optimizer steps is observed, all calls of the model in it together.
         report: Where the report goes; None writes none.
         title: Its heading.
-        recipe, format: What a model that is not converted is observed for, as ``fmtsim.observe`` takes them.
+        recipe, format, rules: What a model that is not converted is observed for, as ``fmtsim.observe`` takes them.
         histograms: What goes to TensorBoard and W&B: ``"operand"``, ``"layer"`` or None.
 
     Attributes:
@@ -48,23 +49,25 @@ class RunRecord:
 
     Raises:
         ArgumentError: ``every`` is not a number from 1, no file can be written at ``report``, ``recipe`` and ``format``
-            are both given, ``recipe`` has a schedule, or ``histograms`` is not a choice.
+            are both given, there are rules alone, ``recipe`` or a rule has a schedule, or ``histograms`` is not a
+            choice.
         FormatError: There is no such recipe.
     """
 
     def __init__(
         self, every: int, report: StrPath | None, *, title: str = "Where bits are lost",
         recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
-        histograms: str | None = "operand",
+        rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
     ) -> None:  # fmt: skip
-        check_asked("the callback", every, recipe, format)
+        check_asked("the callback", every, recipe, format, rules)
         if report is not None and not isinstance(report, str | Path):
             raise ArgumentError(f"report={shown(report)} is not a path; pass a str or a pathlib.Path")
         check_histograms(histograms)
         self.every, self.path, self.title = every, None if report is None else Path(report), title
         if self.path is not None:
             check_file("report", self.path)
-        self._recipe, self._format, self._histograms = _without_schedule(recipe), format, histograms
+        self._asked = {"format": format, **_without_schedule(recipe, rules)}
+        self._histograms = histograms
         self.running, self._inside = False, False
         self._part: ModelObservation | None = None  # of the step that is open
         self._last: ModelObservation | None = None  # of the step that ended last
@@ -85,10 +88,9 @@ class RunRecord:
     @property
     def _observed(self) -> str | None:
         """What a model that is not converted is observed for; None for one that is."""
-        if self._recipe is None and self._format is None:
-            return None
-        given = self._format if self._recipe is None else self._recipe
-        return str(getattr(given, "name", given))
+        given = self._asked["format"] if self._asked["recipe"] is None else self._asked["recipe"]
+        more = "+rules" if self._asked["rules"] else ""
+        return None if given is None else f"{getattr(given, 'name', given)}{more}"
 
     def begin(
         self, model: nn.Module, step: int, state: Mapping[str, Any] | None = None, *, first: bool = True,
@@ -113,7 +115,7 @@ class RunRecord:
                 )
             model = converted_root(model, "the callback")
         else:
-            observe(model, recipe=self._recipe, format=self._format)  # says what it refuses before the first step
+            observe(model, **self._asked)  # says what it refuses before the first step
         self._model = model
         self.first, self.step = step + 1, step
         if state is not None:
@@ -149,7 +151,7 @@ class RunRecord:
             if self._observed is None:
                 set_step(self._model, self.step)
             if self._first and self.step % self.every == 0:
-                self._part = observe(self._model, recipe=self._recipe, format=self._format)
+                self._part = observe(self._model, **self._asked)
                 if scaler is not None and scaler.is_enabled():
                     self._scales[self.step + 1] = scaler.get_scale()
         if self._part is not None:
@@ -262,14 +264,15 @@ class RunRecord:
         ]
 
 
-def _without_schedule(recipe: Any) -> Any:
-    """Return a recipe to observe for, unless it has a schedule: what observes knows calls of the model, not steps."""
-    if recipe is None or isinstance(recipe, LinearConfig):
-        return recipe
-    named = get_recipe(recipe)
-    if any(rule.steps is not None for rule in named.rules):
-        raise ArgumentError(
-            f"recipe {named.name!r} has a schedule, which a model that is not converted is not observed for; "
-            "hand the trainer fmtsim.convert(model, recipe=..., total_steps=...), and leave recipe= out here"
-        )
-    return named
+def _without_schedule(recipe: Any, rules: Sequence[Rule] | str | Path) -> dict[str, Any]:
+    """Return what to observe for, unless it has a schedule: what observes knows calls of the model, not steps."""
+    named = recipe if recipe is None or isinstance(recipe, LinearConfig) else get_recipe(recipe)
+    given = rules_of(rules)
+    own = named.rules if isinstance(named, Recipe) else ()
+    for who, found in (("one of rules=", given), (f"recipe {getattr(named, 'name', None)!r}", own)):
+        if any(rule.steps is not None for rule in found):
+            raise ArgumentError(
+                f"{who} has a schedule, which a model that is not converted is not observed for; "
+                "hand the trainer fmtsim.convert(model, recipe=..., total_steps=...), and leave recipe= out here"
+            )
+    return {"recipe": named, "rules": given}

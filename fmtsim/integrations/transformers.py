@@ -2,6 +2,7 @@
 """FmtsimCallback for the Trainer of Hugging Face: schedules, delayed scales, observation, logs and the report."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord
 from fmtsim.integrations.run_state import FILE, read_state
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.spec import Recipe, Rule
 
 try:
     from transformers import TrainerCallback
@@ -48,6 +49,7 @@ class FmtsimCallback(TrainerCallback):
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
+        rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
             ``"layer"`` one of each operand of each layer, None none.
 
@@ -58,9 +60,10 @@ class FmtsimCallback(TrainerCallback):
     Raises:
         FmtsimError: transformers is not installed.
         ArgumentError: ``trainer`` is none, ``every`` is not a number from 1, no file can be written at ``report``,
-            recipe and format are both given, or ``recipe`` has a schedule. In ``train``: the callback was not added, or
-            to another Trainer; the model is not converted and there is no recipe, or it is and there is one; it is
-            observed already; hyper-parameters are searched; or a checkpoint is of another recipe.
+            recipe and format are both given, rules stand alone, or one of these has a schedule. In ``train``: the
+            callback was not added, or to another Trainer; the model is not converted and there is no recipe, or it is
+            and there is one; it is observed already; hyper-parameters are searched; or a checkpoint is of another
+            recipe.
         FormatError: There is no such recipe; in ``train``, no such format.
         DataError: In ``train``: a checkpoint's ``fmtsim_state.pt`` is damaged.
     """
@@ -68,7 +71,7 @@ class FmtsimCallback(TrainerCallback):
     def __init__(
         self, trainer: Any, *, every: int = 10, report: StrPath | None = None, title: str = "Where bits are lost",
         recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
-        histograms: str | None = "operand",
+        rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
     ) -> None:  # fmt: skip
         if TrainerCallback is object:
             raise FmtsimError('FmtsimCallback needs transformers and accelerate; pip install "fmtsim[transformers]"')
@@ -77,7 +80,8 @@ class FmtsimCallback(TrainerCallback):
                 f"FmtsimCallback got {type(trainer).__name__} as trainer; make the transformers.Trainer first, "
                 "then trainer.add_callback(FmtsimCallback(trainer))"
             )
-        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, histograms=histograms)
+        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, rules=rules,
+                                histograms=histograms)  # fmt: skip
         self._trainer = trainer
         self._saved: Path | None = None
         trainer.train = self._train(trainer.train)

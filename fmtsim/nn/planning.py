@@ -21,7 +21,7 @@ from fmtsim.nn.rules import Selector
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.swaps import FILTERED
 from fmtsim.recipes.plan import LayerPlan
-from fmtsim.recipes.serialization import load_rules
+from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
 
@@ -105,11 +105,8 @@ def with_rules(
     Raises:
         ArgumentError: These are not rules, or one that fits no layer.
     """
-    given = load_rules(rules) if isinstance(rules, str | Path) else rules
-    if not isinstance(given, Sequence) or not all(isinstance(rule, Rule) for rule in given):
-        raise ArgumentError(f"rules={shown(rules)} is not a list of Rules; write rules=[Rule(name='lm_head')]")
     made_for = None if recipe is None else recipe.machine
-    extra, selector = Recipe(name="convert(rules=)", rules=tuple(given), machine=made_for), Selector(model)
+    extra, selector = Recipe(name="convert(rules=)", rules=rules_of(rules), machine=made_for), Selector(model)
     extra = extra if machine is None else extra.on(**machine)
     selector.check(extra)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.files import write_file
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
@@ -90,3 +90,15 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
         return record_of(Recipe, {"name": "rules", "rules": given}, name).rules  # type: ignore[no-any-return]
 
     return load_record(path, "file of rules", read)
+
+
+def rules_of(rules: Sequence[Rule] | str | Path) -> tuple[Rule, ...]:
+    """Return rules that are given as such, or as a file of them.
+
+    Raises:
+        ArgumentError: They are neither, or ``load_rules`` raises it.
+    """
+    given = load_rules(rules) if isinstance(rules, str | Path) else rules
+    if not isinstance(given, Sequence) or not all(isinstance(rule, Rule) for rule in given):
+        raise ArgumentError(f"rules={shown(rules)} is not a list of Rules; write rules=[Rule(name='lm_head')]")
+    return tuple(given)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 import fmtsim
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.integrations.accelerate import FmtsimRun
+from fmtsim.recipes.spec import Rule, Steps
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
@@ -131,16 +132,23 @@ def test_scaled_gradients_are_said_to_be(tmp_path):
 def test_a_model_that_is_not_converted_is_observed_as_it_is(tmp_path):
     plain = Loop(llama(None), follow=False)
     plain.train(plain.loader)
-    loop = Loop(llama(None), every=7, recipe="te_mxfp8", report=tmp_path / "run.html")
+    loop = Loop(llama(None), every=7, recipe="te_mxfp8", rules=[Rule(name="lm_head")], report=tmp_path / "run.html")
     with loop.run as run:
         loop.train(loop.loader, lambda: run.step == 10 and loop.accelerator.save_state(tmp_path / "state"))
     assert same(loop.model, plain.model)
     assert {s.format for layer in run.record.seen.layers.values() for s in layer.values()} == {"mxfp8_e4m3_rceil"}
-    assert "cast beside it for te_mxfp8" in (tmp_path / "run.html").read_text("utf-8")
-    for options, now in (({}, "a converted model"), ({"recipe": "te_current"}, "one observed for 'te_current'")):
+    assert run.record.seen.layers and "lm_head" not in run.record.seen.layers
+    assert "cast beside it for te_mxfp8+rules" in (tmp_path / "run.html").read_text("utf-8")
+    for options, now in (
+        ({}, "a converted model"),
+        ({"recipe": "te_current"}, "one observed for 'te_current'"),
+        ({"recipe": "te_mxfp8"}, "one observed for 'te_mxfp8'"),
+    ):
         other = Loop(llama() if not options else llama(None), **options)
         other.accelerator.load_state(tmp_path / "state", strict=False)
-        with pytest.raises(ArgumentError, match=f"is of one observed for 'te_mxfp8', this run is of {now}; go on as"):
+        with pytest.raises(
+            ArgumentError, match=rf"is of one observed for 'te_mxfp8\+rules', this run is of {now}; go on as"
+        ):
             other.run.__enter__()
 
 
@@ -221,6 +229,9 @@ def test_misuse_is_refused(tmp_path):
     for given, why in (
         ({"recipe": "te_mxfp8", "format": "e4m3"}, "the callback got recipe and format; pass one of them"),
         ({"recipe": "nvfp4_switch"}, "'nvfp4_switch' has a schedule, which a model that is not converted is not obser"),
+        ({"rules": [Rule(name="up")]}, "the callback got rules, which are exceptions of recipe= or format=; pass one"),
+        ({"format": "e4m3", "rules": [Rule(steps=Steps(last=2))]}, "one of rules= has a schedule, which a model that"),
+        ({"format": "e4m3", "rules": ["up"]}, r"rules=\['up'\] is not a list of Rules; write rules="),
         ({"histograms": "all"}, "histograms='all' is not a choice; pass 'operand' for one of each operand over all"),
     ):
         with pytest.raises(ArgumentError, match=why):

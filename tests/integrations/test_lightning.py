@@ -12,6 +12,7 @@ import fmtsim
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.integrations import lightning as integration
 from fmtsim.integrations.lightning import FmtsimCallback
+from fmtsim.recipes.spec import Rule
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
@@ -167,14 +168,18 @@ def test_a_model_that_is_not_converted_is_observed_as_it_is(tmp_path):
     plain, task, callback = (
         Task(None),
         Task(None),
-        FmtsimCallback(every=9, format="mxfp8_e4m3", report=tmp_path / "run.html"),
+        FmtsimCallback(every=9, format="mxfp8_e4m3", rules=[Rule(name="lm_head")], report=tmp_path / "run.html"),
     )
     train(tmp_path, plain)
     train(tmp_path, task, callback)
     assert same(task.model, plain.model) and list(callback.record.seen.history) == [1, 10, 19]
     assert {s.format for layer in callback.record.seen.layers.values() for s in layer.values()} == {"mxfp8_e4m3"}
     page = (tmp_path / "run.html").read_text("utf-8")
-    assert "cast beside it for mxfp8_e4m3" in page and "te_delayed" not in page
+    assert (
+        "lm_head" not in callback.record.seen.layers
+        and "cast beside it for mxfp8_e4m3+rules" in page
+        and "te_delayed" not in page
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -13,6 +13,7 @@ from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.integrations import transformers as integration
 from fmtsim.integrations.transformers import FmtsimCallback
 from fmtsim.nn import recipe_state
+from fmtsim.recipes.spec import Rule
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
@@ -103,9 +104,14 @@ def test_a_model_that_is_not_converted_is_observed_as_it_is(tmp_path):
     plain.train()
     run, record = trainer(tmp_path, llama(None), every=9, report=tmp_path / "run.html", how={"recipe": "te_current"})
     run.train()
-    assert same(run.model, plain.model) and list(record.seen.history) == [1, 10, 19]
+    assert same(run.model, plain.model) and "lm_head" in record.seen.layers and list(record.seen.history) == [1, 10, 19]
     page = (tmp_path / "run.html").read_text("utf-8")
     assert "cast beside it for te_current" in page and "of weight multiply-adds simulated" in page
+    ruled, record = trainer(
+        tmp_path, llama(None), every=9, how={"recipe": "te_current", "rules": [Rule(name="lm_head")]}
+    )
+    ruled.train()
+    assert record.seen.layers and "lm_head" not in record.seen.layers
 
 
 def test_a_step_is_one_of_the_optimizer(tmp_path):
