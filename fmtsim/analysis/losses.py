@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from fmtsim.analysis.measure import LOWEST_EXPONENT
-from fmtsim.analysis.stats import OperandStats, Sample
+from fmtsim.analysis.stats import OperandStats, Sample, in_order
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved, set_title
 from fmtsim.table import Rows, Tabular
@@ -93,7 +93,7 @@ def plot_losses(
     chosen = [worst(losses_of({layer: _only(operands, operand)}), 1, by) for layer, operands in layers.items()]
     rows = [losses[0] for losses in chosen if losses]
     if not rows:
-        known = ", ".join(dict.fromkeys(op for operands in layers.values() for op in operands))
+        known = ", ".join(in_order(op for operands in layers.values() for op in operands))
         raise ArgumentError(
             f"plot operand={shown(operand)} was not observed; choose one of {known}, or None"
             if known

@@ -5,11 +5,11 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fmtsim.analysis.loss_scale import LossScale, loss_scale_of
 from fmtsim.analysis.losses import Losses, Measure, losses_of, plot_losses, worst
-from fmtsim.analysis.stats import Counts, OperandStats, Sample
+from fmtsim.analysis.stats import Counts, OperandStats, Sample, in_order
 from fmtsim.errors import FmtsimError
 from fmtsim.files import StrPath
 from fmtsim.records import checked
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 Layers = dict[str, dict[str, OperandStats]]
 StepCounts = dict[int, dict[str, dict[str, Counts]]]
 History = dict[int, dict[str, dict[str, Sample]]]
+Statistics = TypeVar("Statistics", Counts, OperandStats)
 
 
 class Observation(Tabular):
     """Statistics per layer and operand: ``stats["layers.0.fc"]["g_w"].underflow_percent``; ``print`` shows a table.
 
     Operands are named by tensor and product: ``x_f w_f`` enter fprop, ``g_d w_d`` dgrad, ``g_w x_w`` wgrad; those of
-    quantised attention are ``q k v p``, and ``dv.a`` ... ``dk.b`` where gradients have quantisers. Several
-    calls inside the ``with`` add up. Use ``fmtsim.observe`` to make one.
+    quantised attention are ``q k v p``, and ``dv.a`` ... ``dk.b`` where gradients have quantisers. They come in this
+    order, and layers in that of their first calls, on every device. Several calls inside the ``with`` add up. Use
+    ``fmtsim.observe`` to make one.
 
     Attributes:
         layers: Layer -> operand -> statistics over all observed steps.
@@ -66,8 +68,8 @@ class Observation(Tabular):
 
     def count(self, step: int, layer: str, operand: str, seen: OperandStats) -> None:
         """Add statistics of one operand as those of one step."""
-        self._layers.setdefault(layer, {}).setdefault(operand, OperandStats()).merge(seen)
-        self._counts.setdefault(step, {}).setdefault(layer, {}).setdefault(operand, Counts()).count(seen)
+        _entry(self._layers.setdefault(layer, {}), operand, OperandStats).merge(seen)
+        _entry(self._counts.setdefault(step, {}).setdefault(layer, {}), operand, Counts).count(seen)
 
     @property
     def layers(self) -> Layers:
@@ -202,6 +204,16 @@ class Observation(Tabular):
 
 def _nested(layers: Mapping[str, Mapping[str, OperandStats | Sample]]) -> dict[str, dict[str, Any]]:
     return {name: {op: s.to_dict() for op, s in operands.items()} for name, operands in layers.items()}
+
+
+def _entry(operands: dict[str, Statistics], name: str, new: Callable[[], Statistics]) -> Statistics:
+    """Return the entry of an operand; a new one goes to its place, for devices differ in what they cast first."""
+    if name not in operands:
+        operands[name] = new()
+        ordered = {each: operands[each] for each in in_order(operands)}
+        operands.clear()
+        operands |= ordered
+    return operands[name]
 
 
 def _each(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

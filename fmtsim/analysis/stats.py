@@ -2,14 +2,20 @@
 """How much of a tensor a format lost: underflow, saturation, signal-to-noise ratio and where its exponents lie."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fmtsim.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, measure, window_of
 from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import OPERANDS
+from fmtsim.recipes.attention import BACKWARD
+
+_NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"))
+_PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,6 +155,15 @@ class OperandStats(Counts):
 
 def _by_exponent(counts: Tensor) -> dict[int, int]:
     return {i + LOWEST_EXPONENT: int(counts[i]) for i in counts.nonzero().flatten().tolist()}
+
+
+def in_order(operands: Iterable[str]) -> list[str]:
+    """Return names of operands, each once, in the order that all tables have: those of layers, of attention, others.
+
+    >>> in_order(["dv.b", "p", "g_d", "g_w", "w_d", "q", "g_w"])
+    ['g_d', 'w_d', 'g_w', 'q', 'p', 'dv.b']
+    """
+    return sorted(set(operands), key=lambda name: (_PLACES.get(name, len(_PLACES)), name))
 
 
 def operand_in_words(operand: str) -> str:

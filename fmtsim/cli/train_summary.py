@@ -6,7 +6,7 @@ from typing import Any
 
 from fmtsim.analysis.losses import badness
 from fmtsim.analysis.observation import Observation
-from fmtsim.analysis.stats import OperandStats, operand_in_words
+from fmtsim.analysis.stats import OperandStats, in_order, operand_in_words
 from fmtsim.cli.output import format_table
 from fmtsim.formats.registry import get_format
 from fmtsim.training.loop import Run
@@ -80,7 +80,7 @@ def _by_operand(stats: Observation) -> dict[str, OperandStats]:
     for operands in stats.layers.values():
         for name, s in operands.items():
             total.setdefault(name, OperandStats()).merge(s)
-    return total
+    return {name: total[name] for name in in_order(total)}
 
 
 def _lost_bits(run: Run) -> str:

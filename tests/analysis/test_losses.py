@@ -101,7 +101,7 @@ def test_bars_of_one_step_and_one_operand(stats):
 
 def test_errors_of_plots(stats):
     with pytest.raises(
-        ArgumentError, match="plot operand='q' was not observed; choose one of x_f, w_f, g_w, x_w, g_d, w"
+        ArgumentError, match="plot operand='q' was not observed; choose one of x_f, w_f, g_d, w_d, g_w, x_w"
     ):
         stats.plot(operand="q")
     with pytest.raises(ArgumentError, match="plot by='loss' is not a measure"):

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fmtsim.analysis.losses import losses_of
+from fmtsim.analysis.observation import Observation
 from fmtsim.analysis.observe import observe
+from fmtsim.analysis.page.data import observation_data
+from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.nn import convert, revert
@@ -45,6 +49,21 @@ def test_steps_add_up_and_nothing_is_counted_outside(model):
     assert stats["0"]["x_f"].elements == 60
     assert "g_w" not in stats["0"]
     assert all(m.emulation.observer is None for m in (model[0], model[2]))
+
+
+def test_operands_have_one_order_whatever_was_cast_first():
+    """A GPU casts the gradient for both its products from one read, before the weight of the first."""
+    order = ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w", "q", "k", "v", "p", "dv.a", "dv.b", "dk.a", "another"]
+    stats, seen = Observation(), OperandStats().add(torch.ones(2), torch.ones(2), get_format("e4m3"))
+    for layer, names in {"one": ["g_w", "x_f", "x_w"], "all": order[::-1]}.items():
+        for name in names:
+            stats.count(1, layer, name, seen)
+    assert list(stats["one"]) == ["x_f", "g_w", "x_w"] and list(stats["all"]) == order
+    assert [(loss.layer, loss.operand) for loss in losses_of(stats.layers)][:4] == [
+        ("one", "x_f"), ("one", "g_w"), ("one", "x_w"), ("all", "x_f")
+    ]  # fmt: skip
+    assert list(stats.history[1]["all"]) == list(stats.to_dict()["layers"]["all"]) == order
+    assert observation_data(stats)["operands"] == order
 
 
 def test_history_has_every_second_step_by_itself(model):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fmtsim.analysis.measure import LOWEST_EXPONENT
-from fmtsim.analysis.stats import OperandStats, operand_in_words
+from fmtsim.analysis.stats import OperandStats, in_order, operand_in_words
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -42,7 +42,7 @@ def observation_data(observation: Any) -> dict[str, Any] | None:
         raise ArgumentError(f"observation={shown(observation)} is not one; pass what fmtsim.observe returned")
     history = getattr(observation, "history", {})
     layers = list(dict.fromkeys([*totals, *(name for step in history.values() for name in step)]))
-    operands = list(dict.fromkeys(name for row in totals.values() for name in row))
+    operands = in_order(name for row in totals.values() for name in row)
     places = [(layer, operand) for layer in layers for operand in operands]
     rows = [[history[step].get(layer, {}).get(operand) for step in history] for layer, operand in places]
     every = [totals.get(layer, {}).get(operand) for layer, operand in places]
