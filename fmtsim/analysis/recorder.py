@@ -20,6 +20,7 @@ import fmtsim
 from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints
 from fmtsim.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace
 from fmtsim.dispatch import is_dense, is_readable
+from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
@@ -367,9 +368,7 @@ def _dtype(x: Tensor) -> str:
     return _name_of(x.dtype)
 
 
-@lru_cache(maxsize=64)
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+_name_of = lru_cache(maxsize=64)(dtype_name)
 
 
 def _device(model: nn.Module) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fmtsim import table
 from fmtsim.errors import ArgumentError, DataError
+from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
 from fmtsim.records import check_types, parse_json, record_of
 
@@ -136,7 +137,7 @@ class Trace(table.Tabular):
         for index, each in self.tensors.items():
             for name, x in each.items():
                 key = f"{index}.{name}"
-                kept[key], dtypes[key] = _stored(x), str(x.dtype).removeprefix("torch.")
+                kept[key], dtypes[key] = _stored(x), dtype_name(x.dtype)
         text = json.dumps({"trace": self._record(), "dtypes": dtypes}, separators=(",", ":"), allow_nan=False)
         write_tensors(path, kept, {_KEY: text})
 

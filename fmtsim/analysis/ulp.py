@@ -12,6 +12,7 @@ from torch import Tensor
 from fmtsim.arguments import check_dense, check_readable
 from fmtsim.arrays import bits_of
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 
@@ -112,7 +113,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _kind_of_tensor(dtype: torch.dtype, role: str) -> Kind:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     try:
         fmt = get_format(dtype) if dtype.is_floating_point and not name.endswith("_x2") else None
     except FormatError:

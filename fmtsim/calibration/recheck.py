@@ -18,7 +18,7 @@ from fmtsim.analysis.native import compare_native
 from fmtsim.calibration.book import question
 from fmtsim.calibration.gpu import STORED
 from fmtsim.errors import FmtsimError, first_line
-from fmtsim.formats.interop import torch_dtype
+from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
@@ -228,7 +228,7 @@ def _ran(
 
 def shown(call: GemmCall) -> str:
     """Return a call in a few words."""
-    out = str(call.out).removeprefix("torch.")
+    out = dtype_name(call.out)
     return f"{call.operation} {call.m}x{call.n}x{call.k} {call.a} {call.b} {out} {call.a_layout} {call.b_layout}"
 
 

@@ -25,6 +25,7 @@ from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.explain.product import explain_mm
 from fmtsim.files import check_file, write_file
+from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.quantize import quantize
@@ -147,7 +148,7 @@ def save(y: torch.Tensor, path: Path) -> None:
             ) from None
         write_file(path, safetensors.torch.save({"y": y}))
         return
-    name = str(y.dtype).removeprefix("torch.")
+    name = dtype_name(y.dtype)
     if path.suffix != ".npy" or not hasattr(numpy, name):
         raise ArgumentError(f"--out {path} cannot hold {name}; choose a name that ends in .safetensors"
                             + (" or .npy" if hasattr(numpy, name) else ""))  # fmt: skip

@@ -17,6 +17,7 @@ from fmtsim.explain.element import decide
 from fmtsim.explain.records import Element, Explanation, Scale
 from fmtsim.explain.scale import tell_scales
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
+from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.scaling import ScaleRule
@@ -128,7 +129,7 @@ def _blocks(
         return (), ()
     out_format = get_format(result_dtype(fmt, dtype))
     result = quantize_matrix(
-        [numbers], fmt, how, overflow, str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        [numbers], fmt, how, overflow, dtype_name(dtype),  # type: ignore[arg-type]
         out_format, [words] if how.mode == "stochastic" else None,  # type: ignore[arg-type, list-item]
     )  # fmt: skip
     tiles = tell_scales(numbers, result, fmt, wide=dtype == torch.float64)

@@ -56,6 +56,11 @@ _PACKED = ("float4_e2m1fn_x2",)  # two codes an element
 _SIGNED_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a torch dtype's name as numpy, files and tables have it: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def torch_dtype(fmt: ElementFormat) -> torch.dtype | None:
     """Return the torch dtype whose bit patterns are the format's codes, None where this torch has none.
 
@@ -100,7 +105,7 @@ def codes_from_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, ElementFormat
     fmt = get_format(tensor.dtype)
     if not isinstance(fmt, ElementFormat) or torch_dtype(fmt) != tensor.dtype:
         raise FormatError(f"dtype {tensor.dtype} has no format whose codes it holds")
-    if str(tensor.dtype).removeprefix("torch.") in _PACKED:
+    if dtype_name(tensor.dtype) in _PACKED:
         packed = tensor.view(torch.uint8)
         return unpack(packed, fmt.bits, packed.shape[-1] * 8 // fmt.bits), fmt
     raw = tensor.view(_SIGNED_BITS[tensor.element_size()])

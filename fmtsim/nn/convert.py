@@ -140,11 +140,7 @@ def convert(
     te_current: 100 % of weight multiply-adds simulated (forward and backward); estimated from shapes
     """
     check_module("convert", model)
-    if filter_fn is not None and not takes(filter_fn, model, ""):
-        raise ArgumentError(
-            f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
-            "write filter_fn=lambda module, name: 'mlp' in name"
-        )
+    _check_filter(model, filter_fn)
     machine = machine_of(target, unit, datapath, plan, native)
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
@@ -182,6 +178,14 @@ def convert(
         model.register_forward_pre_hook(_remind)
     _tell(model, warn=bool(layers or products) and filter_fn is None and not (config is not None and callable(config)))
     return model
+
+
+def _check_filter(model: nn.Module, filter_fn: Any) -> None:
+    if filter_fn is not None and not takes(filter_fn, model, ""):
+        raise ArgumentError(
+            f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
+            "write filter_fn=lambda module, name: 'mlp' in name"
+        )
 
 
 def _tell(model: nn.Module, *, warn: bool) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmtsim.arguments import check_dense
 from fmtsim.errors import ArgumentError, DtypeError, FmtsimError, shown
+from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.layers.config import FORMULAS, OPERANDS, PRODUCTS, LinearConfig, product_of
 from fmtsim.gemm.layers.product import unit_dtype
 from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
@@ -195,7 +196,7 @@ class _Run:
         rows = [("operands", f"{a} {gemm.a}; {b} {gemm.b}")]
         rows += [("groups", f"{sizes.times}, a product each")] if sizes.times > 1 else []
         if not gemm.emulated:
-            asked = f"{factors(*sizes.sizes(product), a, b)} -> {_name(sizes.dtype)}"
+            asked = f"{factors(*sizes.sizes(product), a, b)} -> {dtype_name(sizes.dtype)}"
             rows = [("call", asked), *rows, ("unit", _NO_UNIT), ("order", "no particular one")]
             return MmExplanation(call=None, machine="", unit=None, plan=None, basis="none", rows=tuple(rows))
 
@@ -310,14 +311,10 @@ class _Steps(TorchDispatchMode):
             found.append(f"rounded to {out}")
         if (undone := self._done.get("fmtsim::unrotate")) is not None:
             found.append("the rotation undone" if undone[3] is None else "times the slope of the rounding")
-        return "; ".join([*found, f"to {_name(dtype)}"] if found or made != dtype else [])
+        return "; ".join([*found, f"to {dtype_name(dtype)}"] if found or made != dtype else [])
 
 
 def _rest(a: str, b: str, asked: tuple[GemmCall, GemmSpec]) -> str:
     """Return the product of what was cut off an operand in words."""
     found = explained(*asked)
     return f"what was clamped off {a}, times {b}: {found.rows[0][1]}; {found.unit or 'own datapath'}, {found.order}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.files import write_folder
+from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.products.native import card_description
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.spec.call import GemmCall
@@ -104,7 +105,7 @@ def _mismatch(mismatch: Mismatch) -> dict[str, Any]:
 
 
 def _product(call: GemmCall, found: GemmSpec) -> dict[str, Any]:
-    out = str(call.out).removeprefix("torch.")
+    out = dtype_name(call.out)
     fast = f", fast_accum={call.fast_accum}" if call.operation == "scaled_mm" else ""
     layouts = f"{call.a_layout} x {call.b_layout}"
     return {

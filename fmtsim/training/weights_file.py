@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError, DataError, FmtsimError, did_you_mean, first_line
+from fmtsim.formats.interop import dtype_name
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _WITHIN = ("state_dict", "model", "model_state_dict")  # under which others keep the weights beside other things
@@ -80,4 +81,4 @@ def _unpickled(path: Path) -> Any:
 
 
 def _dtype(t: Tensor) -> str:
-    return str(t.dtype).removeprefix("torch.")
+    return dtype_name(t.dtype)

@@ -7,6 +7,7 @@ import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.display import count_of
+from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
@@ -95,7 +96,7 @@ def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, C
         for spec in casts(fmt, dtype):
             random = words if spec.rounding.mode == "stochastic" else None
             oracle = quantize_matrix(
-                x.tolist(), fmt, spec.rounding, spec.overflow, str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                x.tolist(), fmt, spec.rounding, spec.overflow, dtype_name(dtype),  # type: ignore[arg-type]
                 get_format(out_dtype), None if random is None else words.tolist(),  # type: ignore[arg-type]
             )  # fmt: skip
             values = torch.tensor(oracle.values, dtype=out_dtype)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import DataError, shown
+from fmtsim.formats.interop import dtype_name
 from fmtsim.quantize import quantize
 
 RecordingKind = Literal["dots", "probe", "calls"]
@@ -109,9 +110,7 @@ class Call:
     @property
     def group(self) -> str:
         """Name what a table puts in one line: the function, the operands and the kind of scales."""
-        a, b = (
-            str(x.dtype).removeprefix("torch.").removeprefix("float8_").removesuffix("fn") for x in (self.a, self.b)
-        )
+        a, b = (dtype_name(x.dtype).removeprefix("float8_").removesuffix("fn") for x in (self.a, self.b))
         rows = " by row" if self.scale_a is not None and self.scale_a.numel() > 1 else ""
         how = "tf32" if self.options.get("tf32") else f"{a} x {b}"
         half = ", fp16 sums" if self.options.get("fp16_accumulation") else ""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.products.native import emulation_reason, unsupported_reason
 from fmtsim.gemm.products.resolver import call_name
 from fmtsim.gemm.targets.library_bug import bug_in_words, products_left_out
@@ -73,7 +74,7 @@ def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
     plan, path, target = found.plan, found.datapath, call.target
     machine = str(getattr(target, "name", target)) if target is not None else found.unit or "datapath"
     batch = f"{call.batch} of " if call.operation == "bmm" else ""
-    out = str(call.out).removeprefix("torch.")
+    out = dtype_name(call.out)
     rows = [("call", f"{call.operation}: {batch}{factors(call.m, call.n, call.k, call.a, call.b)} -> {out}")]
     if target is not None:
         layouts = f"a {call.a_layout}-major, b {call.b_layout}-major along K"

@@ -10,7 +10,7 @@ from torch import Tensor
 from fmtsim.arguments import check_dense, check_together
 from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
-from fmtsim.formats.interop import torch_dtype
+from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -73,7 +73,7 @@ def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
     """
     if given is None:
         if x.dtype not in _PLAIN:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _PLAIN)
+            names = ", ".join(dtype_name(dtype) for dtype in _PLAIN)
             raise DtypeError(
                 f"{name} has dtype {x.dtype}; pass one of {names}, or say what its codes are with {name}_format="
             )

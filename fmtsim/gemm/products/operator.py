@@ -13,7 +13,7 @@ from fmtsim import ops
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.float64 import check_float64
-from fmtsim.formats.interop import torch_dtype
+from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
@@ -333,7 +333,7 @@ def output_format(dtype: torch.dtype) -> FloatFormat:
     """Return the format of an output dtype."""
     fmt = _OUTPUTS.get(dtype)
     if fmt is None:
-        names = ", ".join(str(allowed).removeprefix("torch.") for allowed in OUT_DTYPES)
+        names = ", ".join(dtype_name(allowed) for allowed in OUT_DTYPES)
         raise DtypeError(f"out_dtype={dtype} is not the dtype of a product; choose one of {names}")
     return fmt
 

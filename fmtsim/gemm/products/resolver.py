@@ -15,6 +15,7 @@ from torch import Tensor
 from fmtsim.arguments import random_keys
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
+from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
@@ -331,7 +332,7 @@ def _check_scale_blocks(block: int, plan: GemmPlan, k: int) -> None:
 def accumulate_name(dtype: torch.dtype) -> str:
     """Return the name of an accumulator by its dtype."""
     if dtype not in _ACCUMULATE:
-        names = ", ".join(str(allowed).removeprefix("torch.") for allowed in _ACCUMULATE)
+        names = ", ".join(dtype_name(allowed) for allowed in _ACCUMULATE)
         raise DtypeError(f"c has dtype {dtype}; pass one of {names}")
     return _ACCUMULATE[dtype]
 

@@ -19,6 +19,7 @@ import torch
 
 from fmtsim.errors import ArgumentError, DataError, shown
 from fmtsim.files import StrPath, write_file
+from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.targets.packing import LARGEST, WINDOW, deflate, from_planes, inflate, pack, planes, unpack
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.spec.call import ScaleKind
@@ -367,7 +368,7 @@ def _read(header: bytes, body: bytes) -> _Contents:
 
 def kind_to_list(kind: Kind) -> list[Any]:
     """Return a kind of calls as plain JSON types."""
-    return [str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value for value in kind]
+    return [dtype_name(value) if isinstance(value, torch.dtype) else value for value in kind]
 
 
 def kind_from_list(values: list[Any]) -> Kind:
