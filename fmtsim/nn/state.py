@@ -112,6 +112,13 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     Raises:
         ArgumentError: The model is not converted, there is no group, or ranks run different recipes.
         CollectiveError: A rank does not answer.
+
+    >>> from fmtsim.nn.convert import convert
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # by torchrun: without arguments
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed")
+    >>> share_scales(model)
+    >>> model(torch.ones(32, 64)).sum().backward()  # takes part in the amax of all ranks
+    >>> dist.destroy_process_group()
     """
     from fmtsim.distributed.ranks import Ranks
 

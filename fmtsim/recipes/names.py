@@ -60,11 +60,12 @@ class Names(Generic[R]):
         return sorted({record.name for record in (*self._by_name.values(), *self.registered.values())})  # type: ignore[attr-defined]
 
     def register(self, recipe: R) -> None:
-        """Make a record known under its name and aliases; raise ArgumentError where a name is taken."""
+        """Make a record known under its name and aliases; raise ArgumentError where another record has one of them."""
         if not isinstance(recipe, self._record):
             raise ArgumentError(f"{self._register} takes a {self._record.__name__}, not {shown(recipe)}")
         names = (recipe.name, *recipe.aliases)  # type: ignore[attr-defined]
-        taken = [name for name in names if name in self._by_name or self.registered.get(name, recipe) != recipe]
+        known = self._by_name | self.registered
+        taken = [name for name in names if known.get(name, recipe) != recipe]
         if taken:
             raise ArgumentError(f"a {self._what} named {taken[0]!r} exists already; choose another name")
         self.registered.update(dict.fromkeys(names, recipe))

@@ -55,5 +55,12 @@ def register_recipe(recipe: Recipe) -> None:
 
     Raises:
         ArgumentError: It is not a Recipe, or another recipe has one of its names.
+
+    >>> import dataclasses, fmtsim
+    >>> recipe = fmtsim.get_recipe("te_current")
+    >>> fmtsim.register_recipe(recipe)  # an equal record
+    >>> fmtsim.register_recipe(dataclasses.replace(recipe, source="mine"))
+    Traceback (most recent call last):
+    fmtsim.errors.ArgumentError: a recipe named 'te_current' exists already; choose another name
     """
     _names.register(recipe)

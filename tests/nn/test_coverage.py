@@ -216,6 +216,7 @@ def test_the_estimate_of_a_transformer_is_what_a_batch_says():
     model.layers = convert(layers, recipe="te_current", filter_fn=lambda module, name: name != "2")
     guessed, counted = report(model).coverage, report(model, X).coverage
     assert guessed.estimated and guessed.share == counted.share < 0.95
+    assert guessed.backward_share == counted.backward / (2 * counted.total) < 0.95
     assert {(r.layer, r.share, r.reason) for r in guessed.raw} == {(r.layer, r.share, r.reason) for r in counted.raw}
 
 

@@ -126,6 +126,7 @@ def test_diff_shows_each_field_once():
 def test_a_recipe_of_ones_own_is_listed(own):
     register_recipe(own)
     register_recipe(own)  # the same again is not a conflict
+    register_recipe(get_recipe("coat"))
     assert get_recipe("mine") is own and "own" in list_recipes() and "mine" not in list_recipes()
     with pytest.raises(ArgumentError, match="a recipe named 'own' exists already"):
         register_recipe(dataclasses.replace(own, source="another"))

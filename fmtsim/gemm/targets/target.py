@@ -279,7 +279,11 @@ def _rules_by_size(target: Target) -> tuple[list[int], list[int], dict[tuple[str
 
 
 def list_targets() -> list[str]:
-    """Return the names of the targets that come with fmtsim."""
+    """Return the names of the targets that come with fmtsim.
+
+    >>> list_targets()
+    ['a100', 'b200', 'chain', 'h100', 'h200']
+    """
     return sorted(path.stem for path in PLANS.glob("*.json"))
 
 
@@ -292,8 +296,8 @@ def get_target(name: str | Path | Target | Any) -> Target:
     Raises:
         ArgumentError: The name is unknown (the message has names that are close), or the file is not a plan file.
 
-    >>> [get_target(name).name for name in list_targets()]
-    ['a100', 'b200', 'chain', 'h100', 'h200']
+    >>> get_target("H200").name
+    'h200'
     """
     if isinstance(name, Target):
         return name
