@@ -1,72 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the engines keep what they have compiled: files that are whole or not there at all; and who hears of it."""
+"""Where the engines keep what they have compiled: files that are whole or not there at all."""
 
-import contextlib
 import errno
 import hashlib
-import multiprocessing
 import os
-import sys
 import tempfile
-import threading
-import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from fmtsim.errors import DataError
 from fmtsim.files import remove_stale, write_file
-from fmtsim.progress import watched
 
-PATIENCE = 1.0  # seconds of compiling in a process before a line says so
 _DIGEST = 32  # bytes of SHA-256 before the content of a file
 _said: set[str] = set()
-
-compiled: list[str] = []
-"""The kernels that this process has compiled."""
-_spent = 0.0  # seconds that this took
-
-
-@contextlib.contextmanager
-def compiling(kernel: str, folder: Path | None) -> Iterator[None]:
-    """Compile a kernel inside; where somebody waits for that, one line says once what is done and where it is kept.
-
-    The line goes to standard error of a terminal or a notebook, and comes from the first process of several.
-    """
-    global _spent
-    timer = threading.Timer(max(PATIENCE - _spent, 0.0), _say_compiling, (kernel, folder))
-    timer.daemon = True
-    if _first_process() and sys.stderr is not None and watched(sys.stderr):
-        timer.start()
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        _spent += time.perf_counter() - start
-    compiled.append(kernel)
-
-
-def expect_compiling() -> None:
-    """Leave the line of ``compiling`` out: what runs says itself that it compiles."""
-    _said.add("compiling")
-
-
-def _say_compiling(kernel: str, folder: Path | None) -> None:
-    if "compiling" in _said:
-        return
-    _said.add("compiling")
-    kept = f"once; they are kept in {folder}" if folder is not None else "and in every process, for want of a folder"
-    print(
-        f"fmtsim: compiling {kernel} and other kernels, {kept} (fmtsim warmup does it ahead)",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def _first_process() -> bool:
-    """Say whether this process is nobody's worker, and the first rank of its machine."""
-    return multiprocessing.parent_process() is None and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def kernel_folder(name: str) -> Path | None:

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmtsim import folder
+from fmtsim import compilation
 from fmtsim.bench.usual import usual_calls
 from fmtsim.cli import warmup
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.folder import compiling
+from fmtsim.compilation import compiling
+from fmtsim.folder import kernel_folder
 from fmtsim.ops import load_engine
 
 
@@ -35,11 +36,13 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch):
     """Put standard error on a terminal, in a process that has compiled nothing yet and has no patience."""
     stream = Terminal()
-    monkeypatch.setattr(folder, "sys", SimpleNamespace(stderr=stream))  # pytest puts its own in place of sys.stderr
-    monkeypatch.setattr(folder, "compiled", [])
-    monkeypatch.setattr(folder, "_spent", 0.0)
-    monkeypatch.setattr(folder, "_said", set())
-    monkeypatch.setattr(folder, "PATIENCE", 0.0)
+    monkeypatch.setattr(
+        compilation, "sys", SimpleNamespace(stderr=stream)
+    )  # pytest puts its own in place of sys.stderr
+    monkeypatch.setattr(compilation, "compiled", [])
+    monkeypatch.setattr(compilation, "_spent", 0.0)
+    monkeypatch.setattr(compilation, "_said", False)
+    monkeypatch.setattr(compilation, "PATIENCE", 0.0)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return stream
 
@@ -50,8 +53,8 @@ def test_a_line_says_once_what_is_compiled_and_where_it_is_kept(terminal, tmp_pa
     said = f"fmtsim: compiling cast.scalar and other kernels, once; they are kept in {tmp_path} (fmtsim warmup does "
     said += "it ahead)\n"
     assert terminal.getvalue() == said
-    folder._say_compiling("another", None)
-    assert terminal.getvalue() == said and folder.compiled == ["cast.scalar"]
+    compilation._say_compiling("another", None)
+    assert terminal.getvalue() == said and compilation.compiled == ["cast.scalar"]
 
 
 def test_the_line_says_that_nothing_can_be_kept(terminal):
@@ -69,14 +72,14 @@ def timers(monkeypatch):
         found.append(interval)
         return SimpleNamespace(start=lambda: found.append(None), cancel=lambda: None)
 
-    monkeypatch.setattr(folder, "threading", SimpleNamespace(Timer=timer))
+    monkeypatch.setattr(compilation, "threading", SimpleNamespace(Timer=timer))
     return found
 
 
 def test_seconds_add_up_before_anything_is_said(terminal, timers, monkeypatch):
     times = iter([0.0, 0.4, 10.0, 10.5, 20.0, 23.0, 30.0, 30.0])
-    monkeypatch.setattr(folder, "PATIENCE", 1.0)
-    monkeypatch.setattr(folder, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(compilation, "PATIENCE", 1.0)
+    monkeypatch.setattr(compilation, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     for _ in range(4):
         with compiling("cast.scalar", None):
             pass
@@ -86,11 +89,11 @@ def test_seconds_add_up_before_anything_is_said(terminal, timers, monkeypatch):
 @pytest.mark.parametrize("case", ["a pipe", "no stream", "a worker", "another rank"])
 def test_nobody_is_told_who_does_not_look_on(case, terminal, timers, monkeypatch):
     if case == "a pipe":
-        monkeypatch.setattr(folder.sys, "stderr", io.StringIO())
+        monkeypatch.setattr(compilation.sys, "stderr", io.StringIO())
     elif case == "no stream":
-        monkeypatch.setattr(folder.sys, "stderr", None)
+        monkeypatch.setattr(compilation.sys, "stderr", None)
     elif case == "a worker":
-        monkeypatch.setattr(folder.multiprocessing, "parent_process", lambda: object())
+        monkeypatch.setattr(compilation.multiprocessing, "parent_process", lambda: object())
     else:
         monkeypatch.setenv("LOCAL_RANK", "1")
     with compiling("cast.scalar", None):
@@ -101,7 +104,7 @@ def test_nobody_is_told_who_does_not_look_on(case, terminal, timers, monkeypatch
 def test_what_fails_was_not_compiled(terminal):
     with pytest.raises(ZeroDivisionError), compiling("cast.scalar", None):
         raise ZeroDivisionError
-    assert folder.compiled == []
+    assert compilation.compiled == []
 
 
 def test_kernels_of_the_cpu_are_counted(terminal, tmp_path, monkeypatch):
@@ -114,7 +117,7 @@ def test_kernels_of_the_cpu_are_counted(terminal, tmp_path, monkeypatch):
         return x + x
 
     assert jit.kernel(double)(3) == 6 and jit.kernel(double)(4) == 8
-    assert [name.rpartition(".")[2] for name in folder.compiled] == ["double"]  # the second one was loaded
+    assert [name.rpartition(".")[2] for name in compilation.compiled] == ["double"]  # the second one was loaded
 
 
 def test_warmup_runs_the_calls_and_says_what_it_took(terminal, monkeypatch, capsys):
@@ -128,7 +131,7 @@ def test_warmup_runs_the_calls_and_says_what_it_took(terminal, monkeypatch, caps
     assert main(["warmup", "--quiet", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert ran == ["first", "second"] and found.pop("seconds") >= 0
-    kept = str(folder.kernel_folder("cpu"))
+    kept = str(kernel_folder("cpu"))
     assert found == {"device": "cpu", "ready": "2 casts, products and steps", "compiled": 1, "folder": kept}
     assert main(["warmup", "--device", "cpu", "--quiet"]) == 0
     assert capsys.readouterr().out.endswith("are still compiled by the first of these\n")

@@ -14,7 +14,7 @@ ROOT = Path(fmtsim.__file__).parent
 
 # Imports point from right to left. Modules of one rank may import each other.
 LAYERS = (
-    {"dispatch", "errors", "records", "files", "folder", "interrupts", "progress", "table", "plotting"},
+    {"dispatch", "errors", "records", "files", "folder", "compilation", "interrupts", "progress", "table", "plotting"},
     {"float64"},
     {"formats"},
     {"rounding"},
@@ -32,7 +32,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"torch_engine", "cpu", "cuda"}
-ENGINE_MAY_IMPORT = {"errors", "records", "folder", "float64", "formats", "rounding", "spec", "scaling"}
+ENGINE_MAY_IMPORT = {"errors", "records", "folder", "compilation", "float64", "formats", "rounding", "spec", "scaling"}
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
 

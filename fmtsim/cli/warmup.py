@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from fmtsim import folder
+from fmtsim import compilation
 from fmtsim.bench.usual import usual_calls
 from fmtsim.cli.options import check_device
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import ArgumentError
+from fmtsim.folder import kernel_folder
 from fmtsim.ops import load_engine
 from fmtsim.progress import Progress, make_progress
 
@@ -19,14 +20,14 @@ from fmtsim.progress import Progress, make_progress
 def run(arguments: argparse.Namespace) -> int:
     """Compile, and print how many kernels were compiled in how many seconds, and where they are kept."""
     devices = _devices(arguments.device)
-    folder.expect_compiling()
+    compilation.expect_compiling()
     found = []
     with make_progress(False if arguments.quiet else None, transient=True) as progress:
         for device in devices:
-            before, start = len(folder.compiled), time.perf_counter()
+            before, start = len(compilation.compiled), time.perf_counter()
             ready = _on_cpu(progress) if device.type == "cpu" else _on_gpu(device, progress)
-            compiled, seconds = len(folder.compiled) - before, time.perf_counter() - start
-            kept = folder.kernel_folder(device.type)
+            compiled, seconds = len(compilation.compiled) - before, time.perf_counter() - start
+            kept = kernel_folder(device.type)
             found.append({"device": str(device), "ready": ready, "compiled": compiled, "seconds": seconds,
                           "folder": None if kept is None else str(kept)})  # fmt: skip
     answer(arguments, found, lambda: _text(found))

@@ -10,8 +10,8 @@ from numba import extending, types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from fmtsim.compilation import compiling
 from fmtsim.cpu.runtime.kernel_cache import KernelCache, cache_folder, kernel_name
-from fmtsim.folder import compiling
 
 
 def kernel(function: Callable) -> Callable:

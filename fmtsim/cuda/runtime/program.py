@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from fmtsim.compilation import compiling
 from fmtsim.cuda.runtime.launch import Kernel, checked
 from fmtsim.errors import DeviceError
-from fmtsim.folder import compiling, kernel_folder, load, save
+from fmtsim.folder import kernel_folder, load, save
 
 KERNELS = Path(__file__).parents[1]
 OLDEST = (8, 0)
