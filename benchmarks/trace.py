@@ -10,10 +10,8 @@ import argparse
 import statistics
 import time
 
-import torch
-
 import fmtsim
-from fmtsim.bench.layers import GPU_SIZES, Case, Step
+from fmtsim.bench.layers import GPU_SIZES, Case, Step, wait
 
 
 def seconds(step: Step, traced: bool, level: str) -> float:
@@ -24,8 +22,7 @@ def seconds(step: Step, traced: bool, level: str) -> float:
         assert run.trace.operations
     else:
         step()
-    if step.gpu:
-        torch.cuda.synchronize()
+    wait(step.device)
     return time.perf_counter() - began
 
 

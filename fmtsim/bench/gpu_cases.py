@@ -12,6 +12,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.spec.datapath import Datapath
 
 Kind = Literal["quantize", "encode", "product", "layer", "call"]
+FALLING = ("layer", "call")  # smaller is better
 UNITS: dict[Kind, str] = {
     "quantize": "of a copy", "encode": "of a copy", "product": "TMAC/s", "layer": "of bf16", "call": "us",
 }  # fmt: skip
@@ -40,7 +41,7 @@ class Row:
     @property
     def falls(self) -> bool:
         """Whether smaller is better."""
-        return self.kind in ("layer", "call")
+        return self.kind in FALLING
 
     def reaches(self, value: float, goal: float | None) -> bool | None:
         """Say whether a value reaches a goal; None without one."""

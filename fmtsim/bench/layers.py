@@ -60,6 +60,11 @@ CPU_SIZES = {
 }
 
 
+def sizes_of(device: str) -> dict[str, Sizes]:
+    """Return what a device runs by default, by the model's name."""
+    return GPU_SIZES if _is_gpu(device) else CPU_SIZES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Name a model, how it runs, and its recipe or the other software that converts it; None converts nothing."""
@@ -84,7 +89,7 @@ def cases(recipes: Sequence[str] | None, device: str) -> list[Case]:
     Raises:
         ArgumentError: A name is neither a recipe's nor a peer's.
     """
-    gpu = device.startswith("cuda")
+    gpu = _is_gpu(device)
     if recipes is None:
         recipes = [*(RECIPES if gpu else RECIPES_ON_CPU), *peers.installed()]
     for name in recipes:
@@ -149,6 +154,7 @@ class Bench:
         Raises:
             FmtsimError: A package is missing, or the recipe does not fit the model.
         """
+        gc.collect()  # the case before
         own = self._made(case)
         plain = self._plain_of(case)
         start = time.perf_counter()
@@ -161,7 +167,6 @@ class Bench:
         key = (case.model, case.mode)
         if self._plain is None or self._plain[0] != key:
             self._plain = None
-            gc.collect()
             torch._dynamo.reset()
             made = self._made(replace(case, recipe=None))
             made.warm_up()
@@ -184,8 +189,8 @@ class Step:
     """
 
     def __init__(self, case: Case, sizes: Sizes, device: str, **machine: Any) -> None:
-        self.device, self.gpu = device, device.startswith("cuda")
-        self.steps = 5 if self.gpu else 1
+        self.device = device
+        self.steps = 5 if _is_gpu(device) else 1
         model = (_llama if case.model == "llama" else _gpt)(sizes).to(device)
         generator = torch.Generator().manual_seed(0)
         size = (sizes.batch_size, sizes.context + 1)
@@ -216,13 +221,13 @@ class Step:
         """Take some steps and wait for the last."""
         for _ in range(self.steps):
             self()
-        _wait(self.gpu)
+        wait(self.device)
 
     def warm_up(self) -> None:
         """Compile what is compiled."""
         for _ in range(_WARM_UP):
             self()
-        _wait(self.gpu)
+        wait(self.device)
 
     def in_turns_with(self, plain: "Step", repeats: int) -> tuple[float, float]:
         """Return the seconds of a step, and of the plain model's."""
@@ -238,10 +243,10 @@ class _Layer:
     """Equal linear layers behind each other, by the time in which the host asks the device for their work."""
 
     def __init__(self, case: Case, sizes: Sizes, device: str, **machine: Any) -> None:
-        self.device, self.gpu = device, device.startswith("cuda")
+        self.device = device
         self.layers = nn.Sequential(*(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(STACK)))
         self.layers.to(device)
-        dtype = torch.bfloat16 if self.gpu else torch.float32
+        dtype = torch.bfloat16 if _is_gpu(device) else torch.float32
         shape = (sizes.batch_size, sizes.context, sizes.width)
         self.x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
         self.grad = torch.randn(shape, device=device, dtype=dtype)
@@ -257,7 +262,7 @@ class _Layer:
         start = time.perf_counter()
         torch.autograd.grad(y, (self.x, *self.layers.parameters()), self.grad)
         taken += time.perf_counter() - start
-        _wait(self.gpu)
+        wait(self.device)
         return taken / STACK
 
     def warm_up(self) -> None:
@@ -267,7 +272,7 @@ class _Layer:
 
     def in_turns_with(self, plain: "_Layer", repeats: int) -> tuple[float, float]:
         """Return the medians of both; a GPU's host needs many rounds, which are short."""
-        rounds = [(self.seconds(), plain.seconds()) for _ in range(repeats * (10 if self.gpu else 1))]
+        rounds = [(self.seconds(), plain.seconds()) for _ in range(repeats * (10 if _is_gpu(self.device) else 1))]
         own, base = map(statistics.median, zip(*rounds, strict=True))
         return own, base
 
@@ -322,9 +327,14 @@ def _convert(model: nn.Module, recipe: str, machine: dict[str, Any]) -> None:
 
 
 def _autocast(device: str, **options: Any) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", torch.bfloat16, **options) if device.startswith("cuda") else nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, **options) if _is_gpu(device) else nullcontext()
 
 
-def _wait(gpu: bool) -> None:
-    if gpu:
-        torch.cuda.synchronize()
+def wait(device: str) -> None:
+    """Wait until a GPU has done what it was asked."""
+    if _is_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def _is_gpu(device: str) -> bool:
+    return device.startswith("cuda")

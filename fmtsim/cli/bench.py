@@ -5,48 +5,66 @@
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fmtsim.bench import cpu, gemm, overheads
+from fmtsim.bench.against import compared
 from fmtsim.bench.overheads import Overhead
 from fmtsim.bench.timing import Timed
+from fmtsim.cli import bench_against
 from fmtsim.cli.info import processor_name
 from fmtsim.cli.options import check_positive, check_threads, chosen_cases
-from fmtsim.cli.output import answer, at_work, each_shown, format_table, versions_of
-from fmtsim.errors import ArgumentError
+from fmtsim.cli.output import answer, at_work, each_shown, format_table, jsonable, origin, versions_of, write_json
+from fmtsim.files import check_folder
+
+Measured = tuple[dict[str, Any], Callable[[], str]]
+Keep = Callable[[dict[str, Any]], None]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; a missed target is shown, and is not an error."""
+    """Measure and print; a missed target, or what became slower, is shown and is not an error."""
     check_positive(arguments, "side", "shape", "threads", "repeats")
     for count in arguments.threads:
         check_threads(count)
+    if arguments.record is not None:
+        check_folder(arguments.record.parent, "--record")
+    before = None if arguments.against is None else bench_against.read(arguments.against, arguments.what)
+
+    def keep(record: dict[str, Any]) -> None:
+        if arguments.record is not None:
+            write_json(arguments.record, record)
+
+    record, text = _measure(arguments, keep)
+    at_work("")
+    keep(record)
+    parts = [text]
+    if before is not None:
+        found = compared(before, jsonable(record))
+        record = record | {"against": found.to_dict()}
+        parts.append(lambda: "\n" + bench_against.text_of(found, before, record, arguments.against))
+    answer(arguments, record, lambda: "\n".join(part() for part in parts))
+    return 0
+
+
+def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
+    """Return the record of what is asked for, and how it reads."""
     if arguments.what == "gpu":
         from fmtsim.cli import bench_gpu
 
-        return bench_gpu.run(arguments)
+        return bench_gpu.measured(arguments, keep)
     if arguments.what == "layers":
         from fmtsim.cli import bench_layers
 
-        return bench_layers.run(arguments)
-    if arguments.record is not None:
-        raise ArgumentError(
-            f"--record has no meaning for fmtsim bench {arguments.what}; pass --json and keep its output"
-        )
+        return bench_layers.measured(arguments, keep)
     results = list(_results(arguments))
     others = [] if arguments.kernels_only else list(_overheads(arguments))
-    at_work("")
-    machine = {"processor": processor_name(), **versions_of(("torch", "numba"))}
+    machine = {"processor": processor_name(), **versions_of(("torch", "numba")), **origin()}
     key, table = ("kernels", cast_table) if arguments.what == "casts" else ("products", product_table)
     record = {"machine": machine, key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
     about = f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n"
-
-    def text() -> str:
-        return "\n".join([about, table(results), *(["", overhead_table(others)] if others else [])])
-
-    answer(arguments, record, text)
-    return 0
+    parts = [about, table(results), *(["", overhead_table(others)] if others else [])]
+    return record, lambda: "\n".join(parts)
 
 
 def _results(arguments: argparse.Namespace) -> Iterator[Any]:

@@ -4,6 +4,7 @@
 import argparse
 import platform
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,30 +14,24 @@ from fmtsim.bench.gpu import Result
 from fmtsim.bench.gpu_cases import UNITS
 from fmtsim.bench.gpu_others import Other
 from fmtsim.cli.options import chosen_cases
-from fmtsim.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
+from fmtsim.cli.output import at_work, each_shown, format_table, origin, versions_of
 from fmtsim.errors import DeviceError
-from fmtsim.files import check_folder
 
 PACKAGES = ("fmtsim", "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; a missed target is shown, and is not an error."""
+def measured(
+    arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, Any], Callable[[], str]]:
+    """Return the record and how it reads; ``keep`` gets what there is after every case: a run may be cut short."""
     import fmtsim.cuda
 
     reason = fmtsim.cuda.why_unavailable()
     if reason is not None:
         raise DeviceError(f"the CUDA engine cannot run: {reason}")
 
-    if arguments.record is not None:
-        check_folder(arguments.record.parent, "--record")
     repeats, start = max(arguments.repeats, 3), time.perf_counter()
     record: dict[str, Any] = {"machine": machine()}
-
-    def keep(**more: Any) -> None:
-        record.update(more)
-        if arguments.record is not None:
-            write_json(arguments.record, record)
 
     cases = chosen_cases(gpu.CASES, arguments.only)
     at_work("compiling kernels")
@@ -46,15 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     for case in each_shown(cases):
         _measured(case, repeats, results, failed)
-        # After every case: a run that is cut short leaves what it has.
-        keep(compiling_seconds=compiling, results=[result.to_dict() for result in results], failed=failed)
+        record.update(compiling_seconds=compiling, results=[result.to_dict() for result in results], failed=failed)
+        keep(record)
     at_work("other software")
     others = list(gpu_others.measured(repeats, gpu.ELEMENTS, gpu.SIDE)) if arguments.only == "*" else []
-    at_work("")
     told = [other if isinstance(other, str) else other.to_dict() for other in others]
-    keep(others=told, rows=[row for row, *_ in rows_of(results)], seconds=time.perf_counter() - start)
-    answer(arguments, record, lambda: _text(record, results, failed, others))
-    return 0
+    record.update(others=told, rows=[row for row, *_ in rows_of(results)], seconds=time.perf_counter() - start)
+    return record, lambda: _text(record, results, failed, others)
 
 
 def _measured(case: Any, repeats: int, results: list[Result], failed: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 """``fmtsim bench layers``: training steps under recipes, and beside other software, against plain steps of the run."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,43 +11,44 @@ from fmtsim.bench import layers, peers
 from fmtsim.bench.layers import Result
 from fmtsim.cli.info import processor_name
 from fmtsim.cli.options import check_device, check_positive, chosen_cases
-from fmtsim.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
+from fmtsim.cli.output import each_shown, format_table, origin, versions_of
 from fmtsim.errors import ArgumentError, first_line
-from fmtsim.files import check_folder
 
 PACKAGES = ("fmtsim", "torch", "transformers", "triton", "torchao")
 SIZES = ("width", "layers", "batch_size", "context")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; a case that fails says why, and the others go on."""
+def measured(
+    arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, Any], Callable[[], str]]:
+    """Return the record and how it reads; ``keep`` gets what there is after every case: a run may be cut short.
+
+    A case that fails says why, and the others go on.
+    """
     check_positive(arguments, *SIZES)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if arguments.emulate and arguments.target is None:
         raise ArgumentError("--emulate without --target has no meaning; pass --target h200")
-    if arguments.record is not None:
-        check_folder(arguments.record.parent, "--record")
     machine = {"target": arguments.target, "native": False if arguments.emulate else None} if arguments.target else {}
     given = {name: getattr(arguments, name) for name in SIZES}
-    sizes = layers.GPU_SIZES if device.startswith("cuda") else layers.CPU_SIZES
-    sizes = {name: size.resized(**given) for name, size in sizes.items()}
+    sizes = {name: size.resized(**given) for name, size in layers.sizes_of(device).items()}
     cases = chosen_cases(layers.cases(arguments.recipes, device), arguments.only)
     bench = layers.Bench(device, sizes, arguments.repeats, **machine)
-    record: dict[str, Any] = {"machine": about(device), "sizes": {n: size.to_dict() for n, size in sizes.items()}}
+    record: dict[str, Any] = {
+        "machine": about(device), "sizes": {name: size.to_dict() for name, size in sizes.items()},
+        "target": arguments.target, "emulated": arguments.emulate,
+    }  # fmt: skip
     results: list[Result] = []
     failed: dict[str, str] = {}
     for case in each_shown(cases):
         try:
             results.append(bench.measure(case))
-        except Exception as error:  # of compilers and other software, whatever it is; the other cases go on
+        except Exception as error:  # of compilers and other software, whatever it is
             failed[case.name] = first_line(error)
         record.update(results=[result.to_dict() for result in results], failed=failed)
-        if arguments.record is not None:  # after every case: a run that is cut short leaves what it has
-            write_json(arguments.record, record)
-    at_work("")
-    answer(arguments, record, lambda: _text(record, results, failed))
-    return 0
+        keep(record)
+    return record, lambda: _text(record, results, failed)
 
 
 def about(device: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import fmtsim.cuda
 from fmtsim.bench import gpu, gpu_cases, gpu_others
 from fmtsim.bench.gpu import CASES, Result, measure, worst
 from fmtsim.cli import bench_gpu
-from fmtsim.cli.main import BAD_INPUT, main
+from fmtsim.cli.main import main
 from fmtsim.formats.registry import get_format
 
 # The goals on an H200: least, stretch.
@@ -129,11 +129,6 @@ def test_other_software_that_is_missing_or_fails_is_said(monkeypatch):
     assert other.to_dict()["row"] == gpu_cases.FP8_FAST.name
     text = bench_gpu.others_table([other, *found])
     assert "mmaemu 1" in text and text.endswith(found[1])
-
-
-def test_records_belong_to_the_gpu(capsys):
-    assert main(["bench", "--record", "x.json"]) == BAD_INPUT
-    assert "--record has no meaning for fmtsim bench casts; pass --json" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(fmtsim.cuda.available(), reason="needs a machine without a GPU")

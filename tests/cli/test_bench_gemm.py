@@ -20,7 +20,7 @@ def test_json(capsys):
     assert [product["case"] for product in record["products"]] == names
     assert record["products"][0]["shape"] == [16, 16, 128]
     assert record["overheads"] == []
-    assert set(record["machine"]) == {"processor", "torch", "numba"}
+    assert set(record["machine"]) == {"processor", "torch", "numba", "command", "date"}
 
 
 def test_text(capsys):
