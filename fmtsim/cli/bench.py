@@ -13,9 +13,11 @@ from fmtsim.bench.against import compared
 from fmtsim.bench.overheads import Overhead
 from fmtsim.bench.timing import Timed
 from fmtsim.cli import bench_against
+from fmtsim.cli.arguments.bench import DEFAULTS, MEANT
 from fmtsim.cli.info import processor_name
 from fmtsim.cli.options import check_positive, check_threads, chosen_cases
 from fmtsim.cli.output import answer, at_work, each_shown, format_table, jsonable, origin, versions_of, write_json
+from fmtsim.errors import ArgumentError
 from fmtsim.files import check_folder
 
 Measured = tuple[dict[str, Any], Callable[[], str]]
@@ -24,6 +26,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; a missed target, or what became slower, is shown and is not an error."""
+    _check_meant(arguments)
     check_positive(arguments, "side", "shape", "threads", "repeats")
     for count in arguments.threads:
         check_threads(count)
@@ -45,6 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         parts.append(lambda: "\n" + bench_against.text_of(found, before, record, arguments.against))
     answer(arguments, record, lambda: "\n".join(part() for part in parts))
     return 0
+
+
+def _check_meant(arguments: argparse.Namespace) -> None:
+    """Refuse an option of another job than the one that is asked for."""
+    for name in dict.fromkeys(name for names in MEANT.values() for name in names):
+        given = getattr(arguments, name) not in (DEFAULTS.get(name), False)
+        if given and name not in MEANT[arguments.what]:
+            jobs = " and ".join(what for what, names in MEANT.items() if name in names)
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} belongs to fmtsim bench {jobs}, not to {arguments.what}; leave it out"
+            )
 
 
 def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:

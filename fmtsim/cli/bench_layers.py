@@ -2,6 +2,7 @@
 """``fmtsim bench layers``: training steps under recipes, and beside other software, against plain steps of the run."""
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 
 from fmtsim.bench import layers, peers
 from fmtsim.bench.layers import Result
+from fmtsim.cli.arguments.bench import SIZES
 from fmtsim.cli.info import processor_name
 from fmtsim.cli.options import check_device, check_positive, chosen_cases
 from fmtsim.cli.output import each_shown, format_table, origin, versions_of
-from fmtsim.errors import ArgumentError, first_line
+from fmtsim.errors import ArgumentError, FmtsimError
 
 PACKAGES = ("fmtsim", "torch", "transformers", "triton", "torchao")
-SIZES = ("width", "layers", "batch_size", "context")
 
 
 def measured(
@@ -29,7 +30,7 @@ def measured(
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if arguments.emulate and arguments.target is None:
-        raise ArgumentError("--emulate without --target has no meaning; pass --target h200")
+        raise ArgumentError("--emulate without --target emulates nothing; pass --target h200, too")
     machine = {"target": arguments.target, "native": False if arguments.emulate else None} if arguments.target else {}
     given = {name: getattr(arguments, name) for name in SIZES}
     sizes = {name: size.resized(**given) for name, size in layers.sizes_of(device).items()}
@@ -45,7 +46,8 @@ def measured(
         try:
             results.append(bench.measure(case))
         except Exception as error:  # of compilers and other software, whatever it is
-            failed[case.name] = first_line(error)
+            said = str(error) if isinstance(error, FmtsimError) else f"{type(error).__name__}: {error}"
+            failed[case.name] = textwrap.shorten(said, 300)
         record.update(results=[result.to_dict() for result in results], failed=failed)
         keep(record)
     return record, lambda: _text(record, results, failed)

@@ -62,6 +62,13 @@ def recipes() -> Iterable[str]:
     return list_recipes()
 
 
+def converters() -> Iterable[str]:
+    """Return the recipes, and the other software that ``fmtsim bench layers`` runs beside them."""
+    from fmtsim.bench.peers import PEERS
+
+    return *recipes(), *PEERS
+
+
 def optimizers() -> Iterable[str]:
     """Return the optimizers that recipes name."""
     from fmtsim.recipes.system import OPTIMIZERS

@@ -157,14 +157,23 @@ def test_the_table_to_the_letter():
     [
         (("--recipes", "te_curent"), "te_current"),
         (("--device", "cuda:77"), "--device cuda:77 is not there"),
-        (("--emulate",), "--emulate without --target has no meaning; pass --target h200"),
+        (("--emulate",), "--emulate without --target emulates nothing; pass --target h200, too"),
         (("--only", "nothing"), "--only 'nothing' matches no case; the cases are 'layer eager te_current'"),
+        (("--threads", "1"), "--threads belongs to fmtsim bench casts and gemm, not to layers; leave it out"),
+        (("--kernels-only",), "--kernels-only belongs to fmtsim bench casts and gemm, not to layers; leave it out"),
         (("--width", "0"), "--width 0 is not possible; choose 1 or more"),
     ],
 )
 def test_errors_name_the_argument(words, message, capsys):
     assert main(["bench", "layers", *words]) == BAD_INPUT
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["casts", "gemm", "gpu"])
+def test_other_jobs_refuse_options_of_layers(what, capsys):
+    for words in (("--width", "8"), ("--recipes", "te_current"), ("--emulate",), ("--device", "cpu")):
+        assert main(["bench", what, *words]) == BAD_INPUT
+        assert f"{words[0]} belongs to fmtsim bench layers, not to {what}; leave it out" in capsys.readouterr().err
 
 
 TABLE = """\

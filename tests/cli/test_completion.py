@@ -21,6 +21,7 @@ CASES = [  # words, the last one of which is completed; in bash, = is a word of 
     (["train", "--recipe", "te_n"], ["te_nvfp4", "te_nvfp4_all"]),
     (["table", "mxint"], ["mxint8"]),
     (["bench", "g"], ["gemm", "gpu"]),
+    (["bench", "layers", "--recipes", "tor"], ["torchao_float8"]),
     (["cast", "1", "--rounding", "to"], ["to_odd", "toward_zero"]),
     (["memory", "--optimizer", "l"], ["lion", "lns_madam"]),
     (["memory", "--model", "gpt2-m"], ["gpt2-medium"]),
@@ -91,7 +92,7 @@ def test_names_belong_to_arguments(commands):
     """Each list of names is some argument's, so that none is left behind."""
     offered = {argument.words for arguments in commands.values() for argument in arguments}
     lists = [known for known in vars(names).values() if inspect.isfunction(known)]
-    assert len(lists) == 14 and all(tuple(known()) in offered for known in lists)
+    assert len(lists) == 15 and all(tuple(known()) in offered for known in lists)
 
 
 def test_texts_of_fish_are_quoted():

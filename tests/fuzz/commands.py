@@ -16,12 +16,14 @@ from tests.fuzz.corrupt import TEXTS, corrupted
 LONG = (  # what takes minutes, or starts processes: reached, it is a result
     "fmtsim.cli.train.compare_schemes", "fmtsim.cli.train.check_native", "fmtsim.cli.reproduce._run_all",
     "fmtsim.verify.workers.run", "fmtsim.cli.bench._results", "fmtsim.cli.bench._overheads",
+    "fmtsim.bench.layers.Bench",
     "fmtsim.cli.mm.exact_sums", "fmtsim.cli.warmup._on_cpu",
 )  # fmt: skip
 PLAIN = """e4m3 bf16 nvfp4 mxfp8_e4m3 int8 int24 fp64 logfmt8 nf4 1 2 3 -1 0 16 33 1.5 inf nan 1e-320 0x1p3 = , a=b --
     - * block=32,fraction_bits=10 block=0 block=x rounding=stochastic promote_every=128 split=2 h100 chain exact
     hopper.wgmma te_nvfp4 list cuda:99 cpu meta good.npy bad.npy bad.npz bad.safetensors bad.json bad.json:a absent.npy
-    folder casts gemm gpu gpt2 1,2,512 9..1 --json --help -V nearest_even stochastic all ieee saturate amax e4m3* ["""
+    folder casts gemm gpu layers gpt2 1,2,512 9..1 --json --help -V nearest_even stochastic all ieee saturate amax
+    e4m3* ["""
 WORDS = [
     *(text for text in TEXTS if "/" not in text), "9" * 30, "9" * 5000, str(1 << 63), str(1 << 40), *PLAIN.split(),
 ]  # fmt: skip
@@ -70,7 +72,8 @@ GOOD = [
     compare bad.safetensors good.npy
     verify --format e4m3 --workers 1
     verify gemm --vectors folder
-    bench --only e4m3*
+    bench --only e4m3* --against bad.json
+    bench layers --recipes te_current --width 8 --device cpu
     train --format e4m3 --steps 2 --out run --data text
     train --recipe bad.json
     train --target bad.json --lr 0.1 --layers 1 --width 8 --heads 2
