@@ -6,6 +6,7 @@ import sys
 
 import matplotlib.style
 import pytest
+from matplotlib.colors import to_rgb
 
 from fmtsim.analysis.measure import LOWEST_EXPONENT
 from fmtsim.analysis.plots import plot_exponents
@@ -37,6 +38,7 @@ def test_exponent_picture_shades_the_format(tmp_path):
     assert panel.get_xlabel() == "exponent of x / scale"
     assert f"{s.underflow_percent:.2f} % underflow" in panel.get_title()
     shade = panel.patches[-1]
+    assert [patch.get_facecolor()[:3] for patch in (panel.patches[0], shade)] == [to_rgb(COLOURS[i]) for i in (0, 4)]
     assert (shade.get_x(), shade.get_width()) == (-1.5, 4.0)  # exponents -1 to 2: 0.5 to 6
     bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in panel.patches[:-1]}
     counts = {i + LOWEST_EXPONENT: n / 10 for i, n in enumerate(s.scaled_exponents.tolist()) if n}

@@ -131,6 +131,27 @@ def test_special_values_are_told():
     assert facts["operands rounded to TF32"] == "nearest_even"
 
 
+PROBES = ("NaN times 1", "sum of -0 and -0", "X - X", "negative, rounded to zero", "Inf times 0", "Inf - Inf",
+          "Inf times 1")  # fmt: skip
+SPECIAL = {  # by mode and rounding of sums: the bits of each probe's result, - where none is asked
+    ("bf16", "nearest_even"): "7FFFFFFF 00000000 00000000 00000000 7FFFFFFF 7FFFFFFF 7F800000",
+    ("bf16", "nearest_away"): "7FFFFFFF 00000000 00000000 80000001 7FFFFFFF 7FFFFFFF 7F800000",
+    ("fp16", "nearest_even"): "7FFFFFFF 00000000 00000000 - 7FFFFFFF 7FFFFFFF 7F800000",
+    ("fp16 sums", "nearest_away"): "7FFF 0000 0000 0000 7FFF 7FFF 7C00",
+    ("fp16 sums", "down"): "7FFF 0000 0000 8001 7FFF 7FFF 7C00",
+    ("e4m3", "down"): "7FFFFFFF 00000000 00000000 - - - -",
+}
+
+
+@pytest.mark.parametrize(("mode", "sums"), SPECIAL)
+def test_each_special_value_by_its_bits(mode, sums):
+    call, rounding = bench_call(mode), Rounding(mode=sums)
+    hidden = Datapath(block=4, fraction_bits=None, rounding=rounding, accumulator=call.accumulate)
+    found = probes.special_values(probes.Bench(FakeGPU(hidden), call, 4))
+    bits = SPECIAL[mode, sums].split()
+    assert found == {name: f"0x{x}" for name, x in zip(PROBES, bits, strict=True) if x != "-"}
+
+
 def test_a_library_that_splits_the_probes_differently_does_not_confuse():
     hidden = get_unit("hopper.wgmma").mode("tf32", "tf32", "fp32")
     found = measure(FakeGPU(hidden, GemmPlan(k_tile=32, split=4)), "tf32", "hopper")
