@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Units: a GPU with a hidden arithmetic is probed, and the arithmetic and its name come back."""
 
+import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +152,15 @@ def test_each_special_value_by_its_bits(mode, sums):
     found = probes.special_values(probes.Bench(FakeGPU(hidden), call, 4))
     bits = SPECIAL[mode, sums].split()
     assert found == {name: f"0x{x}" for name, x in zip(PROBES, bits, strict=True) if x != "-"}
+
+
+def test_the_probe_of_negative_zeros_has_negative_zeros():
+    asked = []
+    bench = SimpleNamespace(
+        call=bench_call("bf16"), at=lambda *_: [], ask=lambda found: asked.extend(found) or torch.zeros(len(found))
+    )
+    probes.special_values(bench)
+    assert [math.copysign(1.0, x) * y for _, x, y in asked[1]] == [-1.0, -1.0] and asked[1][0][0] != asked[1][1][0]
 
 
 def test_a_library_that_splits_the_probes_differently_does_not_confuse():
