@@ -53,7 +53,7 @@ def make_data(call: GemmCall, seed: int) -> Data:
 
     Every other row of the operand that has more holds large values that cancel in pairs of its own, far apart or near,
     against the constant rows of the other operand: what is left is the rounding on the way, also where the result, or
-    the sum of a part, has few bits. The remaining rows are normal numbers times powers of two.
+    the sum of a part, is narrow. The remaining rows are normal numbers times powers of two.
     """
     generator = torch.Generator().manual_seed(seed)
     a, b = (_wide(count, call.k, generator) for count in (call.m, call.n))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a card showed of a matrix unit: calls with the digests of their bits, as records and as a JSON file."""
+"""What a GPU showed of a matrix unit: calls with the digests of their bits, as records and as a JSON file."""
 
 import re
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class CallEvidence:
         seed: Of the operands.
         tensor_scales: NVFP4 operands have scales of the tensor, too.
         function: The function of torch that ran.
-        operands, native, emulated: SHA-256 of the bits of operands with scales, of the card's result and of ours.
+        operands, native, emulated: SHA-256 of the bits of operands with scales, of the GPU's result and of our own.
         outputs: Results.
         mismatches: Those whose bits differ.
         plan: The order in which ours adds.
@@ -124,7 +124,7 @@ class KindEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Describe what a card showed of a unit.
+    """Describe what a GPU showed of a unit.
 
     Args:
         unit: The unit.
@@ -161,12 +161,12 @@ class Evidence:
 
 
 def check_family(unit: str, card: str, capability: tuple[int, int]) -> None:
-    """Raise ArgumentError where a unit is not one of a card's."""
+    """Raise ArgumentError where a unit is not one of a GPU's."""
     family = family_of(capability)
     if unit.split(".")[0] != family:
         raise ArgumentError(
             f"unit {unit} is not one of {card}, compute capability {capability[0]}.{capability[1]}; "
-            + (f"its units are called {family}.*" if family else "fmtsim knows no unit of that card")
+            + (f"its units are called {family}.*" if family else "fmtsim knows no unit of that GPU")
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a card to the emulation of its matrix unit: native calls of every kind against it, bit by bit."""
+"""Hold a GPU to the emulation of its matrix unit: native calls of every kind against it, bit by bit."""
 
 import contextlib
 import datetime
@@ -91,7 +91,7 @@ class TorchCard:
             raise DeviceError(f"{self.name} has no memory left; see with nvidia-smi who else uses it") from None
 
     def _moved(self, t: Tensor) -> Tensor:
-        """Return a tensor on the card, bytes as bytes: not every torch copies all of its small dtypes."""
+        """Return a tensor on the GPU, bytes as bytes: not every torch copies all of its small dtypes."""
         return t.to(self.device) if t.element_size() > 1 else t.view(torch.uint8).to(self.device).view(t.dtype)
 
 
@@ -105,15 +105,15 @@ def _driver() -> str:
 
 
 def check_unit(unit: str, card: Card, advance: Advance = lambda done, text: None) -> Evidence:
-    """Run the calls of every kind that reaches a unit on a card and emulated, and compare the bits.
+    """Run the calls of every kind that reaches a unit on a GPU and emulated, and compare the bits.
 
     Args:
         unit: The unit's name.
-        card: The card.
+        card: The GPU.
         advance: Told how many kinds are done, and about the current one.
 
     Raises:
-        ArgumentError: The unit is unknown, not the card's, or reached by no call.
+        ArgumentError: The unit is unknown, not the GPU's, or reached by no call.
     """
     record = get_unit(unit)
     check_family(record.name, card.name, card.capability)
@@ -149,7 +149,7 @@ def _check_kind(kind: Kind, unit: Unit, card: Card) -> KindEvidence:
 
 
 def _known_order(call: GemmCall, unit: Unit, card: Card) -> GemmPlan | None:
-    """Return the order that the card's target has for a call; None where it guesses, or where there is no target.
+    """Return the order that the GPU's target has for a call; None where it guesses, or where there is no target.
 
     Raises:
         DeviceError: The library runs the call on something else than the unit.
@@ -188,7 +188,7 @@ def _name(dtype: torch.dtype) -> str:
 def _nearest(
     call: GemmCall, operands: Operands, native: Tensor, unit: Unit, plans: Iterable[GemmPlan]
 ) -> tuple[GemmPlan, Tensor, Comparison]:
-    """Return the first order with the card's bits, or the one with most of them, and what it gives.
+    """Return the first order with the GPU's bits, or the one with most of them, and what it gives.
 
     Most orders are told apart by a few rows and columns.
     """
@@ -223,9 +223,9 @@ def _rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def emulate_again(evidence: Evidence) -> Iterator[int | None]:
-    """Yield for each kind how many calls give other bits than the card's here and now, None for one that never ran.
+    """Yield for each kind how many calls give other bits than the GPU's here and now, None for one that never ran.
 
-    Operands are drawn anew by seed, so that no card is needed.
+    Operands are drawn anew by seed, so that no GPU is needed.
 
     Raises:
         ArgumentError: This torch draws other operands.

@@ -145,7 +145,7 @@ def evidence_table(found: Evidence, wrong: Sequence[int | None] = ()) -> str:
     total = (
         f"{len(ran)} kinds, {calls:,} calls, {outputs:,} numbers compared, {sum(k.mismatches for k in ran):,} differ"
     )
-    again = "; emulated again here, every call has the card's bits" if wrong and not any(wrong) and found.proves else ""
+    again = "; emulated again here, every call has the GPU's bits" if wrong and not any(wrong) and found.proves else ""
     return "\n".join(
         (about, "", format_table(head, rows, left=(0, 1, 2, 6)), "",
          f"{total}{f'; {idle} kinds were not run' if idle else ''}{again}")

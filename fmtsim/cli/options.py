@@ -102,7 +102,7 @@ def add_device(parser: Parser, default: str = "cpu") -> None:
 
 
 def add_target(parser: Parser) -> None:
-    """Add ``--target``, ``--unit``, ``--datapath`` and ``--plan``: who multiplies, and in which order."""
+    """Add ``--target``, ``--unit``, ``--datapath`` and ``--plan``: arithmetic and accumulation order."""
     option(
         parser, "--target", "a GPU with its library, such as h200, or a plan file", metavar="NAME", known=names.targets
     )

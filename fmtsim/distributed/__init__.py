@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised collectives: reductions in few bits on processes and in simulation, gathered weights, dispatched tokens."""
+"""Quantised collectives: reductions on processes and in simulation, gathered weights, dispatched tokens."""
 
 from fmtsim.distributed.arithmetic import Counts
 from fmtsim.distributed.collective import Reduced, all_reduce, reduce_scatter

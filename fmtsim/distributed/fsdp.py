@@ -93,7 +93,7 @@ def hook_fsdp(
     scaling: Scaling | None = HALO,
     per_tensor: bool = True,
 ) -> None:
-    """Let every ``fully_shard`` unit of a model reduce its gradients, and gather its weights, in few bits.
+    """Let every ``fully_shard`` unit of a model reduce its gradients, and gather its weights, in low precision.
 
     Call it behind ``fully_shard``, and ``state.step()`` behind each backward pass: that ends the step whose elements
     the automatic factor counts.

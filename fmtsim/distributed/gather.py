@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights gathered in few bits, and tokens dispatched to other ranks in few bits."""
+"""Weights gathered in low precision, and tokens dispatched to other ranks in low precision."""
 
 from collections.abc import Sequence
 

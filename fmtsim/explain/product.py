@@ -50,7 +50,7 @@ def explain_mm(
         b: [K, N], or [B, K, N]. For a layer its input (or a list of its inputs), of which shape, strides and dtype
             count, on any device; or the number of rows of its products: tokens, positions of a convolution. The result
             then has ``fprop``, ``dgrad`` and ``wgrad``, by part (``["out_proj"]``) where a layer has several weights,
-            as if every tensor wanted a gradient. The layer names its machine: no keyword goes with it.
+            as if every tensor required a gradient. The layer names its machine: no keyword goes with it.
         use_fast_accum: As in ``scaled_mm``.
         out_dtype, target, unit, datapath, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format,
             native: As in ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the

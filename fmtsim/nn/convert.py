@@ -88,8 +88,9 @@ def convert(
     Products of two activations stay in high precision, but where a recipe says how attention runs
     (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may also exchange gated
     layers or scale the whole model, which divides its weights (``Recipe.replace``: ``unit_scaling``, ``mu_s``), and
-    keep activations in few bits (``Recipe.activations``). The formats come from exactly one of ``format``, ``config``
-    and ``recipe``, the machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each of them.
+    save activations in low precision (``Recipe.activations``). The formats come from exactly one of ``format``,
+    ``config`` and ``recipe``, the machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each
+    of them.
 
     Args:
         model: Any module; it may itself be a layer.
@@ -108,7 +109,7 @@ def convert(
         plan: Accumulation order of every product instead of the target's, or of the unit's single chain.
         fast_accum: use_fast_accum of the target's forward products, with ``format``; recipes and configs say it
             themselves.
-        native: Who multiplies on a target: None lets the GPU do it itself where the model is on the GPU that the
+        native: Whether a target runs natively: None lets the GPU do it itself where the model is on the GPU that the
             target describes, True insists on that, False emulates.
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         rules: Exceptions for layers or steps (``fmtsim.Rule``), ahead of the recipe's own: the first that fits
@@ -220,8 +221,8 @@ def _remind(model: nn.Module, inputs: Any) -> None:
     ]
     if scheduled and not any(how.stepped for how in scheduled):
         warnings.warn(
-            f"{scheduled[0].recipe or 'the config'} has a schedule, and nobody has told the model its step: it runs "
-            "what step 0 runs; call fmtsim.set_step(model, step) before each step",
+            f"{scheduled[0].recipe or 'the config'} has a schedule, and set_step was not called: every step runs "
+            "as the first one; call fmtsim.set_step(model, step) before each step",
             CoverageWarning,
             stacklevel=caller_level(),
         )

@@ -216,7 +216,7 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
 
     Args:
         a, b: ``[heads, rows, inner]``.
-        unit: Who multiplies.
+        unit: Target, unit or datapath of the product.
         dtype: That of the tensors, in which a unit takes what is in high precision.
     """
     if unit is None:

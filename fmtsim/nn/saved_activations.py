@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what norms, activation functions and gated products save for the backward pass in few bits, as COAT does.
+"""Save activations of norms, activation functions and gated products in low precision for the backward pass (COAT).
 
 Each such operator saves the codes of its inputs, and its backward pass runs it again on what they decode to. A norm is
 a module; GELU, SiLU and the product of one of them with a tensor of its shape are seen by a torch function mode while
@@ -25,7 +25,7 @@ SAVING: Final = "_fmtsim_saving"  # on the root and on each norm: its Saving
 _FORWARD: Final = "_fmtsim_saving_forward"
 _ACTIVATIONS: Final = (F.silu, F.gelu)
 _ONCE: Final = (
-    "activations that are kept in few bits cannot be differentiated twice: the gradient of a rounded tensor is not "
+    "activations saved in low precision cannot be differentiated twice: the gradient of a rounded tensor is not "
     "defined; compute second derivatives on the unconverted model (fmtsim.revert)"
 )
 _PRODUCTS: Final = (torch.mul, Tensor.mul)
@@ -33,7 +33,7 @@ _PRODUCTS: Final = (torch.mul, Tensor.mul)
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """Say what of a model is kept in few bits.
+    """Say which activations of a model are saved in low precision.
 
     Args:
         how: The format.
@@ -54,7 +54,7 @@ class Saving:
 
 
 class SavingMode(OwnMode):
-    """Save the inputs of activation functions and gated products inside a ``with`` in few bits.
+    """Save the inputs of activation functions and gated products inside a ``with`` in low precision.
 
     Args:
         root: The model.
@@ -161,7 +161,7 @@ class _Through(torch.autograd.Function):
 
 
 def _normalised(module: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a norm layer, which saves its input in few bits; only in training, as in the source."""
+    """Run a norm layer, which saves its input in low precision; only in training, as in the source."""
     how: Saving | None = module.__dict__.get(SAVING)
     if how is None or not module.training or args or kwargs:
         return forward(x, *args, **kwargs)
@@ -183,7 +183,7 @@ def _saving(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def attach_saving(model: nn.Module, how: Saving) -> None:
-    """Let a model keep its activations in few bits while it trains."""
+    """Let a model save its activations in low precision while it trains."""
     wrap_parts(model, how.norms, how, (SAVING, _FORWARD), _normalised, _saving)
 
 

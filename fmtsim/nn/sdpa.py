@@ -71,7 +71,7 @@ def quantised_attention(
         rounded operands (q' and k' rotated), O the float32 result before its last rounding and all products in
         float32: ``dv = P'^T do``, ``dp = do v'^T``, ``ds = P * (dp - sum(do * O))`` by rows, ``dq = scale ds k'`` and
         ``dk = scale ds^T q'``, these two rotated back. ``config.dv``, ``dp``, ``dq`` and ``dk`` change the operands of
-        the four products and who multiplies (``config.on`` gives all six to a machine; on a unit each is one chain over
+        the four products and their machine (``config.on`` gives all six to one; on a unit each is one chain over
         its sums, see AttentionConfig); the sum over do * O stays as it is. The forward pass is run again for it, with
         the same random numbers. FlashAttention-3 has no backward pass in FP8. Differentiating twice raises FmtsimError.
 

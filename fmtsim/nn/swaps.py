@@ -50,7 +50,7 @@ class Swaps:
         attention: Modules whose attention is quantised, by name.
         gated: Gated layers that are smoothed, with the rule.
         scaled: How the whole model is scaled, or None.
-        saving: What of its activations is kept in few bits, or None.
+        saving: Which of its activations are saved in low precision, or None.
         filtered: Whether a ``filter_fn`` was given: one that leaves out all layers and norms leaves nothing to do.
         reasons: Why others are not, by name.
         notes: What is exchanged, and what the recipe would exchange and the model does not have.

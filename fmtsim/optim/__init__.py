@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers whose states are really kept in few bits: AdamW, Adam, Lion, SGD and Madam under named schemes."""
+"""Optimizers whose states are stored in low precision: AdamW, Adam, Lion, SGD and Madam under named schemes."""
 
 from fmtsim.optim.base import QuantizedOptimizer
 from fmtsim.optim.catalogue import get_scheme, list_schemes

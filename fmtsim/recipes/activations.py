@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe keeps of activations between the forward and the backward pass, outside of its layers."""
+"""Activations outside of layers that a recipe saves in low precision for the backward pass."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from fmtsim.records import check_types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedActivations:
-    """Keep the inputs of norms, activation functions and gated products in few bits, in groups along the last axis.
+    """Save the inputs of norms, activation functions and gated products in low precision, in groups along the last dim.
 
     A group's scale is ``s = (amax + eps) / max`` in float32, its codes are x / s rounded to nearest even, and s is kept
     in ``scale``: codes are made with the scale before it was rounded, and decoded with the one after. A last group may

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantised attention is: quantisers of the operands of its products, forward and backward, and who multiplies."""
+"""What quantised attention is: quantisers of the operands of its products, forward and backward, and their machine."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -35,7 +35,7 @@ class Product(NamedTuple):
     """One of the six products of attention as its unit sees it.
 
     Attributes:
-        unit: Who multiplies, None for float32.
+        unit: Target, unit or datapath, None for float32.
         names: Of the operands, as in ``AttentionConfig.operands``.
         quantizers: Which made the elements that are multiplied; one without a format where these are values.
         inner: Elements along the product's sums that share a scale, None for all.

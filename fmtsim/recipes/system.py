@@ -35,7 +35,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """Describe one of several stages in which a system goes to few bits.
+    """Describe one of several stages in which a system goes to low precision.
 
     Args:
         name: What its source calls it, such as ``"O1"``.

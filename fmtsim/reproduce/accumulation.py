@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims about matrix units: what an accumulator of few bits costs, and what promotion of its sums saves."""
+"""Claims about matrix units: what a narrow accumulator costs, and what promotion of its sums saves."""
 
 import torch
 from torch import Tensor

@@ -69,7 +69,7 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
     Args:
         codes: Codes in any integer dtype of at least the format's width; bits above the format's are ignored.
         fmt: Their format.
-        dtype: torch.int32 or torch.int64, in which the numbers are wanted.
+        dtype: torch.int32 or torch.int64, of the results.
         normalise: Shift the significands of subnormals up to ``2**precision`` and more; without it subnormals keep the
             smallest normal's exponent. Zero has significand 0 and, when normalised, an exponent below all others.
     """

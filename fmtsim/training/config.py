@@ -8,7 +8,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.training.gpt import GPTConfig, check_size
 from fmtsim.training.schemes import Scheme
 
-RANKS = 2  # of a reduction in few bits, unless told otherwise
+RANKS = 2  # of a low-precision reduction, unless told otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

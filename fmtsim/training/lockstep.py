@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train one model twice in lockstep, and compare the bits of every loss, gradient and weight after each step.
 
-The two sides start from the same weights and see the same batches; they differ in who multiplies. For
+The two sides start from the same weights and see the same batches; they differ in how products are computed. For
 ``fmtsim train --check native`` one side runs every product of a linear layer on the GPU's own unit, the other emulates
 it; whatever else happens in a step is the same code on the same device.
 """

@@ -141,7 +141,7 @@ class Scheme:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Who multiplies, as keywords of ``convert``."""
+        """Target, unit and plan of the products, as keywords of ``convert``."""
         return {"target": self.target, "unit": self.unit, "plan": self.plan}
 
     def linear_config(self) -> LinearConfig:

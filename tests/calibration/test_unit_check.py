@@ -72,7 +72,7 @@ def test_a_card_with_equal_bits(few, monkeypatch, tmp_path, capsys):
     assert list(emulate_again(found)) == [0] * 13
     assert main(["calibrate", "--evidence", "fmtsim-evidence.json"]) == 0
     again = capsys.readouterr().out
-    assert again.startswith("blackwell.tcgen05 on NVIDIA B200") and "every call has the card's bits" in again
+    assert again.startswith("blackwell.tcgen05 on NVIDIA B200") and "every call has the GPU's bits" in again
     assert main(["calibrate", "--evidence", "fmtsim-evidence.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calls_that_differ_here"] == [0] * 13
 

@@ -292,7 +292,7 @@ REFUSED = {
                      r"scale_a has shape \(15, 1\); BlockWise1x128 scales have shape \(16, 1\) or \(1, 16\)"),
     "MX dtype": (run(A, BT, ONE, ONE, scale_recipe_a="BlockWise1x32", scale_recipe_b="BlockWise1x32"), DtypeError,
                  "scale_a has dtype torch.float32; BlockWise1x32 scales are torch.float8_e8m0fnu"),
-    "MX size": (run(A, BT, MX, MX), ArgumentError, r"scale_a has 16 elements; 512 are wanted: \[16, 1\] padded to"),
+    "MX size": (run(A, BT, MX, MX), ArgumentError, r"scale_a has 16 elements; pass 512: \[16, 1\] padded to"),
     "MX plain size": (run(A, BT, MX[:5], MX, swizzle_a="NO_SWIZZLE"), ArgumentError, r"without swizzle pass \(16, 1\)"),
     "MX unit": (run(A, BT, MX, MX, swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
                 "unit hopper.wgmma does not take e4m3 x e4m3 with e8m0 scales"),

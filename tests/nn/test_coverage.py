@@ -376,7 +376,7 @@ def test_a_schedule_that_nobody_follows_warns_once():
     model(X)
     model.eval()(X), model(X)
     model.train()
-    with pytest.warns(CoverageWarning, match=r"later has a schedule, and nobody has told the model its step: it runs"):
+    with pytest.warns(CoverageWarning, match=r"later has a schedule, and set_step was not called: every step runs"):
         model(X)
     model(X)
     set_step(other, 0)

@@ -201,7 +201,7 @@ def test_filters_and_records():
     x = normal(4, 16).requires_grad_()
     y = fmtsim.convert(nn.Sequential(nn.GELU()), SAVING)(x)
     (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(FmtsimError, match="activations that are kept in few bits cannot be differentiated twice"):
+    with pytest.raises(FmtsimError, match="activations saved in low precision cannot be differentiated twice"):
         y.sum().backward()
 
 

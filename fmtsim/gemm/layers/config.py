@@ -42,7 +42,7 @@ class Gemm:
             quantises and dequantises (fake quantisation). Where one operand is in high precision the other is
             multiplied in the tensors' dtype in any case: its elements, whose sums are scaled afterwards, or its values
             where scales lie between products.
-        native: Who multiplies where a target is given: None lets the GPU do it itself where the tensors are on the
+        native: Whether a target runs natively: None lets the GPU do it itself where the tensors are on the
             GPU that the target describes, True insists on that, False emulates.
 
     Raises:
@@ -246,7 +246,7 @@ def linear_config(
         target: A machine with its library that multiplies, as in ``Gemm``.
         unit: A matrix unit alone, as in ``Gemm``.
         fast_accum: use_fast_accum of the forward product on a target; gradients promote their sums, as trainers do.
-        native: Who multiplies on a target, as in ``Gemm``.
+        native: Whether a target runs natively, as in ``Gemm``.
 
     Raises:
         FormatError: a format, rounding or overflow rule is unknown, or a scaling is given beside blocks of a format.

@@ -59,7 +59,7 @@ class Layer:
     lives. What a layer draws and remembers is as invisible to the compiler as a print would be.
 
     Args:
-        config: The quantisers, and who multiplies.
+        config: The quantisers, and the machine of each product.
         generator: Where random numbers come from.
         state: What delayed scaling remembers, by operand.
 

@@ -66,7 +66,7 @@ class EmulatedGEMM:
         x: ``[..., K]``, float16, bfloat16, float32 or float64; the leading dimensions together are T.
         w: ``[N, K]`` of x's dtype.
         bias: ``[N]`` of x's dtype, or None.
-        config: The six quantisers, and who multiplies.
+        config: The six quantisers, and the machine of each product.
         generator: Where stochastic rounding gets its words: None draws a key for each operand from torch's default
             generator (so ``torch.manual_seed`` reproduces a run, and activation checkpointing repeats its draws), a
             torch.Generator is drawn from in the same way, an int fixes the draws of this call. The two uses of

@@ -94,7 +94,7 @@ def mm(
         a_format: Format of a, where its dtype does not say it: float tensors must hold its values, integer tensors
             hold its codes.
         b_format: Format of b, likewise.
-        native: Who multiplies where a target is given. None lets the GPU do it itself where the operands are on the
+        native: Whether a target runs natively. None lets the GPU do it itself where the operands are on the
             GPU that the target describes (``explain_mm`` says so), True insists on that, False emulates.
 
     Returns:

@@ -390,7 +390,7 @@ def _codes(name: str, given: Tensor, rows: int, blocks: int, swizzle: str) -> Te
     wanted = -(-rows // 128) * 128 * -(-blocks // 4) * 4
     if codes.numel() != wanted:
         raise ArgumentError(
-            f"{name} has {codes.numel()} elements; {wanted} are wanted: [{rows}, {blocks}] padded to [128, 4] and "
+            f"{name} has {codes.numel()} elements; pass {wanted}: [{rows}, {blocks}] padded to [128, 4] and "
             "swizzled as cuBLAS takes them (scales in plain order: swizzle_a= and swizzle_b='NO_SWIZZLE')"
         )
     return unswizzled(codes.contiguous(), rows, blocks)

@@ -51,14 +51,14 @@ _WITHOUT_TENSOR_CORES, _WITHOUT_STAGES = (11, 13, 14, 16), (39, 66)
 
 
 def choice(question: Question, target: Any) -> Choice | None:
-    """Return what the cuBLASLt of this process chooses, where a target's card and versions are those of this machine.
+    """Return what the cuBLASLt of this process chooses, where a target's GPU and versions are those of this machine.
 
     Args:
         question: A call.
-        target: A Target, whose ``library`` and ``units`` say which card and versions it is about.
+        target: A Target, whose ``library`` and ``units`` say which GPU and versions it is about.
 
     Returns:
-        None where another card, another torch or cuBLASLt, or no GPU is here, and where the library refuses the call
+        None where another GPU, another torch or cuBLASLt, or no GPU is here, and where the library refuses the call
         or cannot be asked.
     """
     device = _device_of(target)
@@ -74,7 +74,7 @@ _lock = threading.Lock()
 
 @lru_cache(maxsize=64)
 def _device_of(target: Any) -> int | None:
-    """Return the number of a device that is a target's card, with its versions and no setting of its own."""
+    """Return the number of a device that is a target's GPU, with its versions and no setting of its own."""
     if not torch.cuda.is_available():
         return None
     engine = load_engine("cuda")
