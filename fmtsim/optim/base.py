@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_flags
 from fmtsim.dispatch import is_readable
-from fmtsim.errors import ArgumentError, DeviceError, DtypeError, FmtsimError, shown
+from fmtsim.errors import ArgumentError, DtypeError, FmtsimError, shown
 from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
-from fmtsim.optim.rules import Rule
-from fmtsim.spec.optimizer import ParameterStep, Scheme, StateFormat, in_parameter
+from fmtsim.optim.rules import Rule, hyperparameters
+from fmtsim.spec.optimizer import Numbers, ParameterStep, Scheme, StateFormat, in_parameter
 
 Params = Iterable[Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Below what hyperparameters lie; they begin at 0.
+_FIRST = "what a first step makes would be made anew by every replay; do a step before the capture"
 _BOUNDS = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "bound": math.inf, "momentum": 1, "beta": 1}
 
 
@@ -55,9 +57,11 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ArgumentError for hyperparameters that are not allowed: numbers from 0, and decays below 1."""
+        check_flags(capturable=group["capturable"])
         for name, end in _BOUNDS.items():
             if name in group:
-                _check_number(name, group[name], end)
+                one = name == "lr" and isinstance(group[name], Tensor) and group[name].numel() == 1
+                _check_number(name, float(group[name]) if one else group[name], end)
         betas = group.get("betas", (0.0, 0.0))
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ArgumentError(f"betas={shown(betas)} is not allowed; choose two numbers in [0, 1)")
@@ -95,12 +99,13 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: A gradient is sparse, or a parameter has another shape than its state or gradient.
-            DeviceError: A CUDA graph is being captured.
+            DeviceError: A CUDA graph is being captured, and the optimizer is not ``capturable``, no step was done
+                before, or no kernel takes a parameter.
         """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise DeviceError(
-                "a CUDA graph cannot capture a step: steps are counted on the host, and every replay would be the same "
-                "one; capture forward and backward alone, and step after each replay"
+        if not all(group["capturable"] for group in self.param_groups):
+            engines.refuse_capture(
+                "steps are counted on the host, and every replay would be the same one; make the optimizer with "
+                "capturable=True"
             )
         loss = None
         if closure is not None:
@@ -117,20 +122,20 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         present = set(map(id, self.state.values()))
         parts = [batch.launches(present) for batch in self._batches]
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
-            if part is None or len(batch.parameters) != len(group["params"]):
+            if part is None or len(batch.parameters) != len(group["params"]) or batch.live != group["capturable"]:
                 return False
             if not all(map(is_, batch.parameters, group["params"])):
                 return False
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
-            step, like = batch.states[0]["step"] + 1, batch.parameters[0]
-            numbers = self.rule.numbers(group, step, self.scheme)
-            batch.step(part, self.scheme, numbers, self._count(like.device), self.seed, step)
+            like, step = batch.parameters[0], 0 if batch.live else batch.states[0]["step"] + 1
+            scalars = hyperparameters(group, like.device) if batch.live else self._numbers(group, step)
+            batch.step(part, scalars, self._count(like.device), self.seed, step)
         return True
 
     def _full_step(self) -> None:
         steps = self._steps()
         fused = engines.run(steps, self.rule, self.scheme, self._count)
-        self._batches = engines.batches_of(steps, self.param_groups) if fused else None
+        self._batches = engines.batches_of(steps, self.param_groups, self.rule, self.scheme) if fused else None
 
     def nonfinite_gradients(self) -> int:
         """Return how many elements of gradients were NaN or infinite in all steps so far; waits for the device.
@@ -177,6 +182,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         self._batches = None
         self.state.clear()
         self.state.update((p, state) for p, state in zip(parameters, states, strict=True) if state)
+        for group, p in self._parameters():
+            self._count_there(group, p)
         self.seed = state_dict.get("fmtsim", {}).get("seed", self.seed)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -196,6 +203,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def _count(self, device: torch.device) -> Tensor:
         """Return the counter of a device: int64, 0-d."""
         if device not in self._nonfinite:
+            engines.refuse_capture(_FIRST)
             self._nonfinite[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._nonfinite[device]
 
@@ -211,14 +219,31 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             assert p.grad is not None
             state, here, formats = self.state[p], torch_step.local(p), self._formats_of(p)
             if not state:
+                engines.refuse_capture(_FIRST)
                 state.update(torch_step.start(here, formats, self.rule, self.seed, index))
-            step = state["step"] + 1
+            self._count_there(group, p)
+            gradient, live = torch_step.local(p.grad).resolve_neg(), group["capturable"] and engines.on_cuda(here)
+            step = 0 if live else int(state["step"]) + 1
             key = (id(group), step)
             if key not in numbers:
-                numbers[key] = self.rule.numbers(group, step, self.scheme)
-            gradient = torch_step.local(p.grad).resolve_neg()
-            steps.append(ParameterStep(here, gradient, state, step, formats, numbers[key], self.seed, index))
+                numbers[key] = hyperparameters(group, here.device) if live else self._numbers(group, step)
+            scalars = (Numbers(), numbers[key]) if live else (numbers[key], None)
+            steps.append(
+                ParameterStep(here, gradient, state, step, formats, scalars[0], self.seed, index, live=scalars[1])
+            )
         return steps
+
+    def _numbers(self, group: Mapping[str, Any], step: int) -> Numbers:
+        """Return the scalars of a step that the host counts."""
+        return self.rule.numbers({**group, "lr": float(group["lr"])}, step, self.scheme)
+
+    def _count_there(self, group: Mapping[str, Any], p: Tensor) -> None:
+        """Keep the count of a parameter's steps where its group says: in a tensor beside it, or on the host."""
+        count = self.state[p].get("step") if p in self.state else None
+        if group["capturable"] and isinstance(count, int):
+            self.state[p]["step"] = torch.tensor(count, dtype=torch.int64, device=torch_step.local(p).device)
+        elif not group["capturable"] and isinstance(count, Tensor):
+            self.state[p]["step"] = int(count)
 
     def _check(self, index: int, p: Tensor) -> None:
         g = p.grad

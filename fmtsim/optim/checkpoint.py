@@ -112,6 +112,9 @@ def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: 
 def _same(index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule) -> dict[str, Any]:
     """Return a copy of a saved state after holding every tensor to the one that a first step would make."""
     model = torch_step.start(p.detach(), formats, rule, 0, 0)
+    count = saved.get("step")
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_floating_point() and not count.is_meta:
+        saved = {**saved, "step": int(count)}  # of an optimizer that counts on the device
     if set(saved) != set(model):
         raise ArgumentError(f"parameter {index}: the state has {sorted(saved)}, it should have {sorted(model)}")
     check_items(saved, {"shape": list[int]}, f"the state of parameter {index}")

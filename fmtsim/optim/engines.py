@@ -2,13 +2,16 @@
 """Which engine does a step: fused kernels where they cover a scheme, torch operations elsewhere, equal bits both."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fmtsim.errors import DeviceError
 from fmtsim.ops import load_engine
 from fmtsim.optim import torch_step
-from fmtsim.optim.rules import Rule
+from fmtsim.optim.rules import Rule, group_of
 from fmtsim.spec.optimizer import Counter, ParameterStep, Scheme
 
 
@@ -23,12 +26,33 @@ def run(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counter: Cou
         engine = load_engine("cuda") if name == "cuda" else load_engine("cpu")
         left += engine.optimizer_steps(rule.name, own, scheme, counter)
     for step in left:
+        if step.live is not None:
+            step = _counted(step, rule, scheme)
         counter(step.gradient.device).add_(torch_step.count_nonfinite(step.gradient))
         torch_step.run(step, rule, scheme.nonfinite)
     return bool(steps) and not left and by_engine.keys() == {"cuda"}
 
 
-def batches_of(steps: Sequence[ParameterStep], groups: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+def _counted(step: ParameterStep, rule: Rule, scheme: Scheme) -> ParameterStep:
+    """Return a step that the device counts with what the host has to know of it; waits for the device."""
+    refuse_capture(
+        f"no kernel of {rule.name} takes parameter {step.index} under {scheme.name!r}, and its step waits for the "
+        "device; capture forward and backward alone, and step after each replay"
+    )
+    number = int(step.state["step"]) + 1
+    assert step.live is not None  # the caller asked
+    return replace(step, step=number, numbers=rule.numbers(group_of(step.live), number, scheme), live=None)
+
+
+def refuse_capture(reason: str) -> None:
+    """Raise DeviceError, with a reason, while a CUDA graph is captured."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise DeviceError(f"a CUDA graph cannot capture a step: {reason}")
+
+
+def batches_of(
+    steps: Sequence[ParameterStep], groups: Sequence[Mapping[str, Any]], rule: Rule, scheme: Scheme
+) -> list[Any] | None:
     """Return the CUDA engine's batch of each group whose parameters it took all, on one device; else None."""
     by_parameter = {step.parameter: step for step in steps}
     found = []
@@ -38,7 +62,7 @@ def batches_of(steps: Sequence[ParameterStep], groups: Sequence[Mapping[str, Any
         kinds = {(step.parameter.device, step.parameter.dtype) for step in present}
         if len(kinds) != 1 or len(present) < len(chosen):
             return None
-        found.append(load_engine("cuda").OptimizerBatch(present))
+        found.append(load_engine("cuda").OptimizerBatch(present, rule.name, scheme))
     return found
 
 

@@ -4,6 +4,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from fmtsim.arguments import check_flags
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.spec import LogFormat
@@ -20,12 +22,15 @@ class AdamW(QuantizedOptimizer):
 
     Args:
         params: Parameters or groups: float32, bfloat16 or float16.
-        lr: Learning rate.
+        lr: Learning rate: a number, or a tensor of one element; a captured step reads it at each replay where it is a
+            float32 or float64 tensor on the parameters' device.
         betas: Decay of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: As torch has it: each step multiplies weights by ``1 - lr * weight_decay``.
         state: A scheme (``fmtsim.optim.list_schemes()``): by name, or a ``Scheme`` of your own.
         seed: Of stochastic rounding.
+        capturable: Count steps on the device, so that ``torch.cuda.graph`` can capture a step, as torch's optimizers
+            have it. One step has to be done before the capture.
 
     Raises:
         ArgumentError: A hyperparameter or a name is not allowed.
@@ -46,15 +51,16 @@ class AdamW(QuantizedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
         state: str | Scheme = "bnb8",
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": capturable}
         super().__init__(params, defaults, self._rule, state, seed)
 
 
@@ -66,15 +72,16 @@ class Adam(AdamW):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
         state: str | Scheme = "bnb8",
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, state=state, seed=seed)
+        super().__init__(params, lr, betas, eps, weight_decay, state=state, seed=seed, capturable=capturable)
 
 
 class Lion(QuantizedOptimizer):
@@ -83,14 +90,16 @@ class Lion(QuantizedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-4,
+        lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         state: str | Scheme = "bnb8",
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, rules.LION, state, seed)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "capturable": capturable}
+        super().__init__(params, defaults, rules.LION, state, seed)
 
 
 class SGD(QuantizedOptimizer):
@@ -104,22 +113,25 @@ class SGD(QuantizedOptimizer):
         nesterov: Look ahead by one step of momentum.
         state: A scheme, as of AdamW.
         seed: Of stochastic rounding.
+        capturable: As of AdamW.
     """
 
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
         nesterov: bool = False,
         state: str | Scheme = "bnb8",
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
         check_flags(nesterov=nesterov)
         rule = rules.NESTEROV if nesterov else rules.SGD
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, rule, state, seed)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "capturable": capturable}
+        super().__init__(params, defaults, rule, state, seed)
 
 
 class Madam(QuantizedOptimizer):
@@ -136,12 +148,13 @@ class Madam(QuantizedOptimizer):
         round_update: Round normalised gradients to integers.
         state: A scheme; ``"lns_madam"`` keeps weights as 16-bit logarithms.
         seed: Of stochastic rounding.
+        capturable: As of AdamW.
     """
 
     def __init__(
         self,
         params: Params,
-        lr: float = 1 / 128,
+        lr: float | Tensor = 1 / 128,
         beta: float = 0.999,
         bound: float = 10.0,
         weight_decay: float = 0.0,
@@ -150,12 +163,13 @@ class Madam(QuantizedOptimizer):
         round_update: bool = True,
         state: str | Scheme = "lns_madam",
         seed: int = 0,
+        capturable: bool = False,
     ) -> None:
         if not isinstance(base, int | str) or base not in BASES:
             raise ArgumentError(f"base={shown(base)} is not allowed; choose 2 or 'e'")
         check_flags(round_update=round_update)
         self._base = base
-        defaults = {"lr": lr, "beta": beta, "bound": bound, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "beta": beta, "bound": bound, "weight_decay": weight_decay, "capturable": capturable}
         super().__init__(params, defaults, madam(base, round_update), state, seed)
 
     def check_group(self, group: Mapping[str, Any]) -> None:

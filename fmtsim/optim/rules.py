@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.float64 import float64
-from fmtsim.spec.optimizer import Numbers, Scheme
+from fmtsim.spec.optimizer import Hyperparameters, Numbers, Scheme
 
 CONSTANTS = ("limit",)
 """What rules may work out from a parameter before its first step, by name; float32 [1]."""
@@ -69,6 +69,21 @@ class Rule:
     update: Callable[[Tensor, Tensor, States, Numbers], tuple[Tensor, States]]
     constants: Callable[[Tensor], States] = _nothing
     steps: Callable[[Tensor, Tensor, States, Numbers, int], tuple[Tensor, States]] | None = None
+
+
+def hyperparameters(group: Group, device: torch.device) -> Hyperparameters:
+    """Return what a device works the scalars of steps out from; learning rates on it are read by each step."""
+    lr = group["lr"]
+    here = isinstance(lr, Tensor) and lr.device == device and lr.dtype in (torch.float32, torch.float64)
+    beta1, beta2 = group.get("betas", (group.get("momentum", 0.0), group.get("beta", 0.0)))
+    rest = group.get("eps", 0.0), group["weight_decay"], group.get("bound", math.inf)
+    return Hyperparameters(lr if here else float(lr), beta1, beta2, *rest)
+
+
+def group_of(given: Hyperparameters) -> Group:
+    """Return the hyperparameters again under the names that any rule has for them."""
+    names = {"lr": float(given.lr), "betas": given[1:3], "momentum": given.beta1, "beta": given.beta2}
+    return names | {"eps": given.eps, "weight_decay": given.decay, "bound": given.bound}
 
 
 def decays(group: Group, scheme: Scheme) -> dict[str, float]:

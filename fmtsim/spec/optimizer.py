@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.records import check_types
-from fmtsim.rounding.codebooks import LOWEST_KEY, table_of
+from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, table_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 
@@ -206,6 +206,21 @@ class Numbers(NamedTuple):
     bound: float = math.inf
 
 
+class Hyperparameters(NamedTuple):
+    """What the scalars of a step are worked out from on a device that counts steps itself.
+
+    lr: The learning rate, float32 or float64 with one element where it is a tensor, read when the step is done. beta1,
+    beta2: of the moments. eps, decay, bound: as of the optimizers.
+    """
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    bound: float
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterStep:
     """Say what one step of one parameter needs.
@@ -219,6 +234,8 @@ class ParameterStep:
         numbers: The scalars of the step.
         seed: Of stochastic rounding.
         index: The parameter's place among all of them.
+        live: Where the device counts the step: what its scalars are worked out from there. The host knows neither the
+            step nor the numbers then.
     """
 
     parameter: Tensor
@@ -229,6 +246,7 @@ class ParameterStep:
     numbers: Numbers
     seed: int
     index: int
+    live: Hyperparameters | None = None
 
     def key(self, kind: str) -> RandomKey:
         """Return the key of the random words of a state in this step: no generator, so no order of calls."""
@@ -236,7 +254,10 @@ class ParameterStep:
 
     def done(self) -> None:
         """Count the step."""
-        self.state["step"] = self.step
+        if isinstance(self.state.get("step"), Tensor):
+            self.state["step"].fill_(self.step)
+        else:
+            self.state["step"] = self.step
 
 
 def key_of(seed: int, step: int, index: int, kind: str) -> RandomKey:
@@ -254,15 +275,14 @@ def in_parameter(fmt: StateFormat, dtype: torch.dtype) -> bool:
 class Book(NamedTuple):
     """The codebook of a state as kernels have it.
 
-    values: float32 [256], or [16] of 4-bit codes. words: int32 of ``fmtsim.rounding.codebooks.Table``, both signs.
-    lowest: The key of the first bucket. zero: The code from which negative numbers move one down, -1 for none. least:
-    What amax is raised to.
+    values: float32 [256], or [16] of 4-bit codes. words: int32 of ``fmtsim.rounding.codebooks.Table``, both signs;
+    under ``keep_sign`` those of negative numbers have the code below zero's where that would be zero. lowest: The key
+    of the first bucket. least: What amax is raised to.
     """
 
     values: np.ndarray
     words: np.ndarray
     lowest: int
-    zero: int
     least: float
 
 
@@ -277,4 +297,10 @@ def book_of(fmt: StateFormat) -> Book | None:
         table = table_of(element, fmt.ties)
     except ArgumentError:
         return None
-    return Book(*table, LOWEST_KEY, element.values.index(0.0) if fmt.keep_sign else -1, fmt.least)
+    words = table.words.copy()
+    if fmt.keep_sign:
+        negative, zero = words[BUCKETS:], element.values.index(0.0)
+        codes, turns = negative >> (KEY_SHIFT + 1), negative & (2 * NO_THRESHOLD - 1) != NO_THRESHOLD
+        moved = (codes == zero) | ((codes == zero - 1) & turns)
+        negative[moved] = (zero - 1) % len(element.values) << (KEY_SHIFT + 1) | NO_THRESHOLD
+    return Book(table.values, words, LOWEST_KEY, fmt.least)

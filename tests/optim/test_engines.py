@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused kernels against torch operations: equal bits of parameters, codes, scales and counts."""
 
+import functools
 import pickle
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 import fmtsim
 from fmtsim.cpu.optim import steps as cpu_steps
 from fmtsim.cuda.optim import steps as cuda_steps
-from fmtsim.optim import StateFormat, engines, torch_step
+from fmtsim.optim import StateFormat, torch_step
 from fmtsim.rounding import codebooks
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
+nesterov = functools.partial(fmtsim.optim.SGD, nesterov=True)
+freely = functools.partial(fmtsim.optim.Madam, round_update=False)
 CUDA = (
     ("bnb8", fmtsim.optim.AdamW, torch.float32),
     ("ao_8bit", fmtsim.optim.Adam, torch.float32),
@@ -21,8 +24,25 @@ CUDA = (
     ("coat", fmtsim.optim.AdamW, torch.float32),
     ("fp8lm", fmtsim.optim.AdamW, torch.float32),
     ("bf16_sr", fmtsim.optim.AdamW, torch.bfloat16),
+    ("int8_weights", fmtsim.optim.AdamW, torch.float32),
+    ("lns_madam", fmtsim.optim.Madam, torch.float32),
+    ("bnb8", fmtsim.optim.Lion, torch.float32),
+    ("fp8lm", fmtsim.optim.SGD, torch.float32),
+    ("coat", nesterov, torch.float32),
     *(
-        pytest.param(scheme, fmtsim.optim.AdamW, dtype, marks=pytest.mark.slow)  # other compilations
+        pytest.param(*case, marks=pytest.mark.slow)  # other compilations
+        for case in (
+            ("int8_weights", fmtsim.optim.Lion, torch.bfloat16),
+            ("int8_weights", nesterov, torch.float16),
+            ("lns_madam", freely, torch.bfloat16),
+            ("coat", fmtsim.optim.Lion, torch.float32),
+            ("ao_4bit", fmtsim.optim.SGD, torch.float32),
+            ("fp32", fmtsim.optim.Lion, torch.float32),
+            ("intel_2t", fmtsim.optim.Lion, torch.float32),
+        )
+    ),
+    *(
+        pytest.param(scheme, fmtsim.optim.AdamW, dtype, marks=pytest.mark.slow)
         for scheme, dtype in (
             ("fp32", torch.float16),
             ("intel_2t", torch.float32),
@@ -41,26 +61,15 @@ OURS = (
     ("bnb8", fmtsim.optim.AdamW),
     ("bnb8_2048", fmtsim.optim.AdamW),
     ("ao_8bit", fmtsim.optim.Adam),
+    ("bnb8", fmtsim.optim.Lion),
+    ("fp32", fmtsim.optim.Lion),
+    ("ao_8bit", fmtsim.optim.SGD),
+    ("fp32", nesterov),
 )
 
 
 def equal(a, b):
     return a[1] == b[1] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
-
-
-@pytest.fixture
-def only_torch(monkeypatch):
-    def switch():
-        monkeypatch.setattr(cpu_steps, "RULES", ())
-        monkeypatch.setattr(cuda_steps, "RULES", ())
-
-    return switch
-
-
-@pytest.fixture
-def on_cuda(emulated, monkeypatch):
-    """Let the CUDA kernel, emulated, take parameters that lie on the CPU."""
-    monkeypatch.setattr(engines, "on_cuda", lambda p: True)
 
 
 @pytest.mark.parametrize(("scheme", "cls"), OURS)
@@ -123,6 +132,19 @@ OWN = {
         StateFormat(),
         StateFormat(format=CODES["e5m2"], scale="power_of_two", least=1e-7),
         weights=StateFormat(format=CODES["bf16"], rounding=DRAWN),
+    ),
+    "integers, a scale a row": own(
+        StateFormat(format=CODES["bf16"]),
+        StateFormat(),
+        weights=StateFormat(
+            format=fmtsim.get_format("int8"), block="row", scale="amax", least=1e-7, rounding=fmtsim.Rounding()
+        ),
+        nonfinite="zero",
+    ),
+    "integers, one scale": own(
+        StateFormat(),
+        StateFormat(),
+        weights=StateFormat(format=fmtsim.get_format("int8_full"), scale="reciprocal", rounding=DRAWN),
     ),
     "small tensors in float32": own(
         StateFormat(format=CODES["e3m4"], scale="amax", block=2048), StateFormat(format=CODES["fp16"]), minimum=4096
@@ -230,13 +252,13 @@ def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
     for bad in (False, True):
         fused = train(fmtsim.optim.AdamW, scheme, bad=bad)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu_steps, "RULES", ())
+            patch.setattr(cpu_steps, "RULES", {})
             assert equal(fused, train(fmtsim.optim.AdamW, scheme, bad=bad))
 
 
 @pytest.mark.parametrize(
     ("scheme", "cls"),
-    [("coat", "AdamW"), ("ao_4bit", "AdamW"), ("bnb8", "Lion"), ("fp32", "Madam"), ("deepseek_v3", "Adam")],
+    [("coat", "AdamW"), ("ao_4bit", "AdamW"), ("ao_4bit", "Lion"), ("fp32", "Madam"), ("deepseek_v3", "Adam")],
 )
 def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
     whole = train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None)

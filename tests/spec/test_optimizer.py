@@ -8,7 +8,7 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
-from fmtsim.rounding.codebooks import LOWEST_KEY, table_of
+from fmtsim.rounding.codebooks import BUCKETS, LOWEST_KEY, table_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.optimizer import (
@@ -101,9 +101,14 @@ def test_codebooks_that_kernels_know():
             fmt = StateFormat(format=element, scale="amax", ties=ties, least=1e-9, keep_sign=True)
             book, table = book_of(fmt), table_of(element, ties)
             assert book is not None and book.values.tolist() == list(values)
-            assert book.words.tolist() == table.words.tolist()
-            assert (book.lowest, book.zero, book.least) == (LOWEST_KEY, values.index(0.0), 1e-9)
-            assert book_of(replace(fmt, keep_sign=False)).zero == -1
+            assert (book.lowest, book.least) == (LOWEST_KEY, 1e-9)
+            assert book_of(replace(fmt, keep_sign=False)).words.tolist() == table.words.tolist()
+            assert book.words[:BUCKETS].tolist() == table.words[:BUCKETS].tolist()
+            for offset in (0, 1 << 15, 0xFFFF):
+                kept, plain = ((words >> 17) + (offset >= (words & 0x1FFFF)) for words in (book.words, table.words))
+                nearest_is_zero = plain[BUCKETS:] == values.index(0.0)
+                assert nearest_is_zero.any()
+                assert (kept[BUCKETS:] == (plain[BUCKETS:] - nearest_is_zero) % len(values)).all()
     close = CodebookFormat(name="c", values=(*(0.5 + k / 1e5 for k in range(15)), 1.0))
     for other in (
         StateFormat(format=E4M3, scale="amax"),

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters and gradients of the tests: of many magnitudes, with zeros of both signs and subnormal numbers."""
 
+import inspect
+
 import numpy as np
 import torch
+
+import fmtsim
 
 SHAPES = ((5000,), (33, 256), (4096,), (3, 4, 700), (50, 129), (17,))
 
@@ -50,7 +54,10 @@ def train(cls, scheme, steps=3, bad=False, dtype=torch.float32, device="cpu", **
     parameters = [
         torch.nn.Parameter(torch.from_numpy(parameter(shape, i)).to(device, dtype)) for i, shape in enumerate(SHAPES)
     ]
-    hyper = {name: value for name, value in (HYPER | options).items() if value is not None}
+    names = inspect.signature(cls).parameters.keys() - (
+        {"weight_decay"} if getattr(cls, "func", cls) is fmtsim.optim.Madam else set()
+    )
+    hyper = {name: value for name, value in (HYPER | options).items() if value is not None and name in names}
     optimizer = cls(parameters, state=scheme, **hyper)
     grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
     for step in range(steps):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of Adam in one pass: on moments that are bytes of a codebook, decoded, updated and encoded, or on float32.
+"""A step in one pass: on moments that are bytes of a codebook, decoded, updated and encoded, or on float32.
 
 The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same. Vectors are
 those of ``simd.py``. How a code is found is said at ``fmtsim.rounding.codebooks.Table``: one lookup by a number's
@@ -7,6 +7,7 @@ leading 16 bits gives the only threshold that its other 16 bits can lie on eithe
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,122 +16,164 @@ from numpy import float32, int32
 from fmtsim.cpu.runtime import simd
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.cpu.runtime.pool import run
-from fmtsim.spec.optimizer import Book
+from fmtsim.spec.optimizer import Book, Numbers
 
 ALIGNMENT = simd.LANES
 """Blocks are multiples of this."""
 
+RULES = ("adam", "lion", "sgd", "nesterov")
+"""Updates by their numbers in the kernels; all but the first have one moment."""
+
+_ADAM, _LION, _SGD, _NESTEROV = range(len(RULES))
 _MAGNITUDE, _INFINITY, _ONE = int32(0x7FFFFFFF), int32(0x7F800000), int32(1)
 
 
-def adam(
-    tensors: Sequence[torch.Tensor], books: tuple[Book, Book], numbers: tuple[float, ...], block: int, zeroing: bool
+def step_codes(
+    rule: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Sequence[tuple[torch.Tensor, torch.Tensor, Book]],
+    numbers: Numbers,
+    block: int,
+    zeroing: bool,
 ) -> int:
     """Do a step of one parameter in place; return how many elements of the gradient are not finite.
 
     Args:
-        tensors: Parameter and gradient (float32, contiguous), codes (uint8) and scales (float32) of both moments.
-        books: Of the two moments, of 256 values with 0 among them.
-        numbers: The fields of ``fmtsim.spec.optimizer.Numbers`` in order.
+        rule: One of RULES.
+        parameter, gradient: float32, contiguous.
+        moments: Of each moment codes (uint8), scales (float32) and the book, of 256 values with 0 among them.
+        numbers: The scalars of the step.
         block: Numbers that share a scale, a multiple of ALIGNMENT.
         zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
     """
-    arrays = [tensor.detach().view(-1).numpy() for tensor in tensors]
-    arrays[2:4] = [codes.view(np.int8) for codes in arrays[2:4]]
-    rest = (*books[0], *books[1], np.array(numbers, np.float32), block, zeroing)
+    arrays = _arrays([parameter, gradient, *(codes.view(torch.int8) for codes, _, _ in moments)])
+    scales, books = _arrays([scales for _, scales, _ in moments]), [book for _, _, book in moments]
+    whole, tail = divmod(arrays[0].size, block)
     counts: list[int] = []
 
-    def part(start: int, stop: int) -> None:
-        counts.append(_adam(*arrays, *rest, start, stop))
+    def part(numbers_of: list[np.ndarray], scales_of: list[np.ndarray], start: int, stop: int) -> None:
+        kept: list[Any] = [
+            each for place, book in enumerate(books) for each in (numbers_of[2 + place], scales_of[place], *book)
+        ]
+        kept += [None] * 6 * (2 - len(books))
+        given = *numbers_of[:2], *kept, np.array(numbers, np.float32)
+        counts.append(_codes(*given, RULES.index(rule), block, zeroing, start, stop))
 
-    whole, tail = divmod(arrays[0].size, block)
-    run(part, whole, 1, block)
+    run(lambda start, stop: part(arrays, scales, start, stop), whole, 1, block)
     if tail:
         fillers = 0, 0, *(int(np.flatnonzero(book.values == 0)[0]) for book in books)  # of which all decode to zero
-        last = [np.full(block, filler).astype(array.dtype) for filler, array in zip(fillers, arrays, strict=False)]
-        last += [array[whole:] for array in arrays[4:]]
-        for padded, array in zip(last[:4], arrays[:4], strict=True):
+        last = [np.full(block, filler).astype(array.dtype) for filler, array in zip(fillers, arrays, strict=True)]
+        for padded, array in zip(last, arrays, strict=True):
             padded[:tail] = array[whole * block :]
-        counts.append(_adam(*last, *rest, 0, 1))
-        for place in (0, 2, 3):
-            arrays[place][whole * block :] = last[place][:tail]
+        part(last, [each[whole:] for each in scales], 0, 1)
+        _put_back(last, arrays, whole * block)
     return sum(counts)
 
 
-def adam_plain(tensors: Sequence[torch.Tensor], numbers: tuple[float, ...], zeroing: bool) -> int:
-    """Do a step of one parameter whose moments are float32, in place; return what ``adam`` returns.
+def step_floats(
+    rule: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    numbers: Numbers,
+    zeroing: bool,
+) -> int:
+    """Do a step of one parameter whose moments are float32, in place; return what ``step_codes`` returns.
 
     Args:
-        tensors: Parameter, gradient and both moments, float32, contiguous, of one size.
-        numbers, zeroing: As of ``adam``.
+        rule, numbers, zeroing: As of ``step_codes``.
+        parameter, gradient, moments: float32, contiguous, of one size.
     """
-    arrays = [tensor.detach().view(-1).numpy() for tensor in tensors]
-    scalars = np.array(numbers, np.float32)
+    arrays = _arrays([parameter, gradient, *moments])
     whole = arrays[0].size // simd.LANES * simd.LANES
     counts: list[int] = []
 
-    def part(start: int, stop: int) -> None:
-        counts.append(_adam_plain(*arrays, scalars, zeroing, start, stop))
+    def part(of: list[np.ndarray], start: int, stop: int) -> None:
+        kept = [*of, *[None] * (4 - len(of))]
+        counts.append(_floats(*kept, np.array(numbers, np.float32), RULES.index(rule), zeroing, start, stop))
 
-    run(part, whole, simd.LANES)
+    run(lambda start, stop: part(arrays, start, stop), whole, simd.LANES)
     if whole < arrays[0].size:
         last = [np.zeros(simd.LANES, np.float32) for _ in arrays]
         for padded, array in zip(last, arrays, strict=True):
             padded[: array.size - whole] = array[whole:]
-        counts.append(_adam_plain(*last, scalars, zeroing, 0, simd.LANES))
-        for padded, array in zip(last, arrays, strict=True):
-            array[whole:] = padded[: array.size - whole]
+        part(last, 0, simd.LANES)
+        _put_back(last, arrays, whole)
     return sum(counts)
 
 
+def _arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    return [tensor.detach().view(-1).numpy() for tensor in tensors]
+
+
+def _put_back(last: list[np.ndarray], arrays: list[np.ndarray], start: int) -> None:
+    """Write what a padded last part has become, but for the gradient."""
+    for place, array in enumerate(arrays):
+        if place != 1:
+            array[start:] = last[place][: array.size - start]
+
+
 @kernel
-def _adam_plain(p, g, m, v, numbers, zeroing, start, stop):
+def _floats(p, g, m, v, numbers, rule, zeroing, start, stop):
     bad = 0
     for i in range(start, stop, simd.LANES):
-        x, y = simd.load(p, i), simd.load(g, i)
+        x, y, m_old = simd.load(p, i), simd.load(g, i), simd.load(m, i)
         infinite = _is_infinite(y)
         bad += simd.largest(infinite) and _count(g, i, simd.LANES)
-        z, m_new, v_new = _updated(x, y, simd.load(m, i), simd.load(v, i), numbers)
-        if zeroing:
-            none, zero = simd.splat(int32(0)), simd.splat(float32(0.0))
-            z = simd.where_same(infinite, none, z, x)
-            m_new = simd.where_same(infinite, none, m_new, zero)
-            v_new = simd.where_same(infinite, none, v_new, zero)
-        simd.store(p, i, z)
-        simd.store(m, i, m_new)
-        simd.store(v, i, v_new)
+        if v is None:
+            z, m_new = _of_one_moment(x, y, m_old, numbers, rule)
+        else:
+            z, m_new, v_new = _adam(x, y, m_old, simd.load(v, i), numbers)
+            simd.store(v, i, _dropped(infinite, v_new, zeroing))
+        simd.store(p, i, _stayed(infinite, z, x, zeroing))
+        simd.store(m, i, _dropped(infinite, m_new, zeroing))
     return bad
 
 
 @kernel
-def _adam(
-    p, g, m_codes, v_codes, m_scales, v_scales, m_values, m_words, m_lowest, m_zero, m_least,
-    v_values, v_words, v_lowest, v_zero, v_least, numbers, block, zeroing, start, stop,
+def _codes(
+    p, g, m_codes, m_scales, m_values, m_words, m_lowest, m_least,
+    v_codes, v_scales, v_values, v_words, v_lowest, v_least, numbers, rule, block, zeroing, start, stop,
 ):  # fmt: skip
-    m_new, v_new = np.empty(block, np.float32), np.empty(block, np.float32)
+    m_all, v_all = np.empty(block, np.float32), np.empty(block, np.float32)
     bad = 0
     for b in range(start, stop):
         first = b * block
         m_top, v_top, odd = simd.splat(int32(0)), simd.splat(int32(0)), simd.splat(int32(0))
         for i in range(0, block, simd.LANES):
             m_old = _decoded(m_codes, first + i, m_values, m_scales[b])
-            v_old = _decoded(v_codes, first + i, v_values, v_scales[b])
             x, y = simd.load(p, first + i), simd.load(g, first + i)
             infinite = _is_infinite(y)
             odd = simd.iadd(odd, infinite)
-            z, m, v = _updated(x, y, m_old, v_old, numbers)
-            if zeroing:
-                none, zero = simd.splat(int32(0)), simd.splat(float32(0.0))
-                z = simd.where_same(infinite, none, z, x)
-                m, v = simd.where_same(infinite, none, m, zero), simd.where_same(infinite, none, v, zero)
-            simd.store(p, first + i, z)
-            simd.store(m_new, i, m)
-            simd.store(v_new, i, v)
-            m_top, v_top = simd.smax(m_top, _magnitude(m)), simd.smax(v_top, _magnitude(v))
+            if v_codes is None:
+                z, m_new = _of_one_moment(x, y, m_old, numbers, rule)
+            else:
+                v_old = _decoded(v_codes, first + i, v_values, v_scales[b])
+                z, m_new, v_new = _adam(x, y, m_old, v_old, numbers)
+                v_kept = _dropped(infinite, v_new, zeroing)
+                simd.store(v_all, i, v_kept)
+                v_top = simd.smax(v_top, _magnitude(v_kept))
+            simd.store(p, first + i, _stayed(infinite, z, x, zeroing))
+            m_kept = _dropped(infinite, m_new, zeroing)
+            simd.store(m_all, i, m_kept)
+            m_top = simd.smax(m_top, _magnitude(m_kept))
         bad += simd.largest(odd) and _count(g, first, block)
-        m_scales[b] = _encode(m_new, simd.largest(m_top), m_codes, first, m_words, m_lowest, m_zero, m_least)
-        v_scales[b] = _encode(v_new, simd.largest(v_top), v_codes, first, v_words, v_lowest, v_zero, v_least)
+        m_scales[b] = _encode(m_all, simd.largest(m_top), m_codes, first, m_words, m_lowest, m_least)
+        if v_codes is not None:
+            v_scales[b] = _encode(v_all, simd.largest(v_top), v_codes, first, v_words, v_lowest, v_least)
     return bad
+
+
+@device
+def _dropped(infinite, moment, zeroing):
+    """Return moments without those of gradients that are not finite, if these are dropped."""
+    return _stayed(infinite, moment, simd.splat(float32(0.0)), zeroing)
+
+
+@device
+def _stayed(infinite, new, old, zeroing):
+    return simd.where_same(infinite, simd.splat(int32(0)), new, old) if zeroing else new
 
 
 @device
@@ -152,23 +195,46 @@ def _decoded(codes, index, values, scale):
 
 
 @device
-def _updated(x, y, m, v, numbers):
+def _adam(x, y, m, v, numbers):
     """Return new parameter and moments: the update of fmtsim/optim/rules.py, operation by operation."""
-    if numbers[2] != float32(0.0):
-        y = simd.fadd(y, simd.fmul(x, simd.splat(numbers[2])))
+    y = _penalised(x, y, numbers)
     m = simd.fadd(simd.fmul(m, simd.splat(numbers[3])), simd.fmul(y, simd.splat(numbers[4])))
     square = simd.fmul(simd.fmul(y, simd.splat(numbers[6])), y)
     v = simd.fadd(simd.fmul(v, simd.splat(numbers[5])), square)
     root = simd.sqrt(v)
     if numbers[7] != float32(1.0):
         root = simd.fdiv(root, simd.splat(numbers[7]))
-    direction = simd.fdiv(m, simd.fadd(root, simd.splat(numbers[8])))
-    z = simd.fsub(simd.fmul(x, simd.splat(numbers[0])), simd.fmul(direction, simd.splat(numbers[9])))
-    return simd.fmul(z, simd.splat(numbers[1])), m, v
+    return _moved(x, simd.fdiv(m, simd.fadd(root, simd.splat(numbers[8]))), numbers), m, v
 
 
 @device
-def _encode(x, top, codes, first, words, lowest, zero, least):
+def _of_one_moment(x, y, m, numbers, rule):
+    """Return new parameter and moment: the other updates of fmtsim/optim/rules.py, operation by operation."""
+    if rule == _LION:
+        mixed = simd.fadd(simd.fmul(m, simd.splat(numbers[3])), simd.fmul(y, simd.splat(numbers[4])))
+        zero, one, less = simd.splat(float32(0.0)), simd.splat(float32(1.0)), simd.splat(float32(-1.0))
+        direction = simd.where_less(zero, mixed, one, simd.where_less(mixed, zero, less, zero))
+        m = simd.fadd(simd.fmul(m, simd.splat(numbers[5])), simd.fmul(y, simd.splat(numbers[6])))
+    else:
+        y = _penalised(x, y, numbers)
+        m = simd.fadd(simd.fmul(m, simd.splat(numbers[3])), y)
+        direction = simd.fadd(y, simd.fmul(m, simd.splat(numbers[3]))) if rule == _NESTEROV else m
+    return _moved(x, direction, numbers), m
+
+
+@device
+def _penalised(x, y, numbers):
+    return simd.fadd(y, simd.fmul(x, simd.splat(numbers[2]))) if numbers[2] != float32(0.0) else y
+
+
+@device
+def _moved(x, direction, numbers):
+    z = simd.fsub(simd.fmul(x, simd.splat(numbers[0])), simd.fmul(direction, simd.splat(numbers[9])))
+    return simd.fmul(z, simd.splat(numbers[1]))
+
+
+@device
+def _encode(x, top, codes, first, words, lowest, least):
     """Write the codes of a block's numbers; return its scale. top: the largest magnitude's bits, NaN above Inf."""
     scale = float32_of(max(top, bits32(float32(least))))
     divisor = simd.splat(scale if scale != float32(0.0) else float32(1.0))
@@ -189,9 +255,6 @@ def _encode(x, top, codes, first, words, lowest, zero, least):
         limit = simd.and_(word, high)
         code = simd.where_below(offset, limit, code, simd.iadd(code, simd.splat(_ONE)))
         code = simd.where_equal(y, y, code, nothing)
-        if zero >= 0:
-            down = simd.iadd(code, simd.ashr(simd.as_i32(number), simd.splat(int32(31))))
-            code = simd.where_same(code, simd.splat(int32(zero)), down, code)
         simd.store(codes, first + i, simd.trunc8(code))
     return scale
 

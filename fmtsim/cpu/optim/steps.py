@@ -6,22 +6,29 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.cpu.optim.moments import ALIGNMENT, adam, adam_plain
+from fmtsim.cpu.optim.moments import ALIGNMENT, step_codes, step_floats
 from fmtsim.formats.spec import CodebookFormat
-from fmtsim.spec.optimizer import Book, Counter, ParameterStep, Scheme, book_of
+from fmtsim.spec.optimizer import Book, Counter, ParameterStep, Scheme, StateFormat, book_of
 
-RULES = ("adamw", "adam")
+RULES = {
+    "adamw": ("adam", ("first", "second")),
+    "adam": ("adam", ("first", "second")),
+    "lion": ("lion", ("first",)),
+    "sgd": ("sgd", ("first",)),
+    "nesterov": ("nesterov", ("first",)),
+}
+"""The kernels' name of a rule, and the states that it has."""
 
 
 def supports_optimizer(rule: str, scheme: Scheme) -> bool:
     """Say whether kernels know a rule and the states of a scheme: float32, or codes of codebooks of 8 bits."""
     if rule not in RULES or scheme.nonfinite == "skip" or scheme.weights is not None:
         return False
-    first, second = scheme.first, scheme.second
-    if first.format is None and second.format is None:
+    moments = [getattr(scheme, name) for name in RULES[rule][1]]
+    if all(fmt.format is None for fmt in moments):
         return True
-    blocks = first.block == second.block and isinstance(first.block, int)
-    return blocks and first.bits == second.bits and books(scheme) is not None
+    (block, bits), *others = {(fmt.block, fmt.bits) for fmt in moments}
+    return not others and isinstance(block, int) and None not in map(book, moments)
 
 
 def optimizer_steps(
@@ -35,14 +42,17 @@ def optimizer_steps(
         if not _takes(step):
             left.append(step)
             continue
-        tensors = [step.parameter, step.gradient, step.state["first"], step.state["second"]]
-        if step.formats["first"].format is None:
-            bad = adam_plain(tensors, step.numbers, zeroing)
+        kind, names = RULES[rule]
+        p, g, formats, state = step.parameter, step.gradient, step.formats, step.state
+        if formats["first"].format is None:
+            bad = step_floats(kind, p, g, [state[name] for name in names], step.numbers, zeroing)
         else:
-            tensors += [step.state["first_scale"], step.state["second_scale"]]
-            known, block = books(scheme), step.formats["first"].block
-            assert known is not None and isinstance(block, int)  # supports_optimizer asked
-            bad = adam(tensors, known, step.numbers, block, zeroing)
+            books, block = [book(formats[name]) for name in names], formats["first"].block
+            assert isinstance(block, int)  # supports_optimizer asked
+            moments = [
+                (state[name], state[f"{name}_scale"], known) for name, known in zip(names, books, strict=True) if known
+            ]
+            bad = step_codes(kind, p, g, moments, step.numbers, block, zeroing)
         counter(step.parameter.device).add_(bad)
         torch.autograd.graph.increment_version([step.parameter])  # autograd may have saved it for a backward
         step.done()
@@ -52,7 +62,7 @@ def optimizer_steps(
 def _takes(step: ParameterStep) -> bool:
     """Say whether the kernels take a parameter; small ones of a scheme with codes have float32 moments."""
     p, g = step.parameter, step.gradient
-    formats = [step.formats["first"], step.formats["second"]]
+    formats = list(step.formats.values())
     if not (p.dtype is g.dtype is torch.float32 and p.is_contiguous() and g.is_contiguous()):
         return False
     if all(fmt.format is None for fmt in formats):
@@ -63,7 +73,6 @@ def _takes(step: ParameterStep) -> bool:
 
 
 @lru_cache(maxsize=64)
-def books(scheme: Scheme) -> tuple[Book, Book] | None:
-    """Return the codebooks of both moments, None where kernels do not know one."""
-    first, second = book_of(scheme.first), book_of(scheme.second)
-    return None if first is None or second is None else (first, second)
+def book(fmt: StateFormat) -> Book | None:
+    """Return the codebook of a state, None where kernels do not know it."""
+    return book_of(fmt)

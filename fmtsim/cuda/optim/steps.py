@@ -2,24 +2,27 @@
 """Steps of optimizers on CUDA: which schemes and parameters the kernels take, and what they get."""
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.optim.adam import BLOCKS, TYPES, Launch, kernels_of, launch, launches
-from fmtsim.spec.optimizer import Counter, Numbers, ParameterStep, Scheme, in_parameter, key_of
+from fmtsim.cuda.optim.launch import CHUNK, Launch, launch, launches
+from fmtsim.cuda.optim.schemes import BLOCKS, RULES, TYPES, Kernels, kernels_of
+from fmtsim.spec.optimizer import Counter, Hyperparameters, Numbers, ParameterStep, Scheme, in_parameter, key_of
 
-RULES = ("adamw", "adam")
 _ALIGNED = 16
-_PARTS = [f"{slot}{part}" for part in ("", "_scale", "_power", "_centre") for slot in ("first", "second")]
-_PARTS += ["weights", "weights_scale"]
+_MOMENTS = [f"{slot}{part}" for part in ("", "_scale") for slot in ("first", "second")]
+_GROUPS = [f"{slot}{part}" for part in ("_power", "_centre") for slot in ("first", "second")]
+_WEIGHTS = ["weights", "weights_scale"]
+_KEPT = ("first", "second", "weights")
 
 
 def supports_optimizer(rule: str, scheme: Scheme) -> bool:
     """Say whether kernels know a rule and the states of a scheme."""
-    return rule in RULES and kernels_of(scheme) is not None
+    return rule in RULES and kernels_of(rule, scheme) is not None
 
 
 def optimizer_steps(
@@ -27,45 +30,59 @@ def optimizer_steps(
 ) -> Sequence[ParameterStep]:
     """Do the steps that kernels cover, of parameters on devices that they run on; return the others.
 
-    Steps with equal scalars share launches.
+    Steps with equal scalars share launches, and so do those of a group that are counted on the device.
     """
-    kernels = kernels_of(scheme) if rule in RULES else None
+    kernels = kernels_of(rule, scheme) if rule in RULES else None
     if kernels is None:
         return steps
     left: list[ParameterStep] = []
-    together: dict[tuple[torch.device, torch.dtype, Numbers, int], list[ParameterStep]] = {}
+    together: dict[tuple[torch.device, torch.dtype, Numbers | Hyperparameters, int], list[ParameterStep]] = {}
     for step in steps:
-        if _takes(step, kernels.books):
+        if _takes(step, kernels):
             p = step.parameter
-            together.setdefault((p.device, p.dtype, step.numbers, step.step), []).append(step)
+            together.setdefault((p.device, p.dtype, step.live or step.numbers, step.step), []).append(step)
         else:
             left.append(step)
-    for (device, _, numbers, number), group in together.items():
-        parts = launches([_row(step) for step in group])
-        launch(parts, [step.parameter for step in group], scheme, numbers, counter(device), group[0].seed, number)
+    for (device, _, scalars, number), group in together.items():
+        parts = launches([_row(step, kernels) for step in group])
+        parameters = [step.parameter for step in group]
+        launch(parts, parameters, rule, scheme, scalars, counter(device), group[0].seed, number)
         for step in group:
-            step.done()
+            if step.live is None:
+                step.done()
     return left
 
 
-def _takes(step: ParameterStep, books: bool) -> bool:
+def _takes(step: ParameterStep, kernels: Kernels) -> bool:
     """Say whether the kernels take a parameter; small ones of a scheme with codes have float32 moments."""
-    p, g, first = step.parameter, step.gradient, step.formats["first"]
+    p, g = step.parameter, step.gradient
     plain = p.dtype is g.dtype and p.dtype in TYPES and p.is_contiguous() and g.is_contiguous()
     if not plain or (p.data_ptr() | g.data_ptr()) % _ALIGNED:
         return False
-    return not books or first.format is None or first.block in BLOCKS
+    if kernels.keeps_weights and "weights" not in step.formats:
+        return _is_plain(step) and not kernels.octave
+    moments = [fmt for slot, fmt in step.formats.items() if slot != "weights"]
+    return not kernels.books or all(fmt.format is None or fmt.block in BLOCKS for fmt in moments)
 
 
-def _row(step: ParameterStep) -> tuple[int, ...]:
+def _is_plain(step: ParameterStep) -> bool:
+    return all(fmt.format is None for fmt in step.formats.values())
+
+
+def _row(step: ParameterStep, kernels: Kernels) -> tuple[int, ...]:
     """Return what ``launches`` takes of a parameter."""
-    p, state = step.parameter, step.state
-    parts = [state[name].data_ptr() if name in state else 0 for name in _PARTS]
-    if "weights" in step.formats and in_parameter(step.formats["weights"], p.dtype):
+    p, state, weights = step.parameter, step.state, step.formats.get("weights")
+    expanded = kernels.file == "optimizer_expanded.cu"
+    names = _MOMENTS + (_GROUPS if expanded else _WEIGHTS)
+    parts = [state[name].data_ptr() if name in state else 0 for name in names]
+    row = weights.block_of(tuple(p.shape)) if weights is not None and kernels.rows else 0
+    if weights is not None and in_parameter(weights, p.dtype):
         parts[-2:] = 0, 0
-    plain = all(step.formats[slot].format is None for slot in ("first", "second")) and "weights" not in step.formats
+    parts += [] if expanded else [row, 0]
+    count = 0 if step.live is None else state["step"].data_ptr()
     offset = key_of(0, 0, step.index, "weights").offset
-    return p.data_ptr(), step.gradient.data_ptr(), *parts, plain, offset, p.numel()
+    plain = _is_plain(step)
+    return p.data_ptr(), step.gradient.data_ptr(), *parts, count, plain, offset, p.numel(), row or CHUNK
 
 
 class OptimizerBatch:
@@ -77,16 +94,22 @@ class OptimizerBatch:
 
     Args:
         steps: Of one step of the group, all of which the kernels took.
+        rule, scheme: Theirs.
     """
 
-    def __init__(self, steps: Sequence[ParameterStep]) -> None:
+    def __init__(self, steps: Sequence[ParameterStep], rule: str, scheme: Scheme) -> None:
+        kernels = kernels_of(rule, scheme)
+        assert kernels is not None  # they took the steps
+        self._rule, self._scheme = rule, scheme
+        self.live = steps[0].live is not None
+        self._names = (*_KEPT, "step") if self.live else _KEPT
         self.parameters = [step.parameter for step in steps]
         self.states = [step.state for step in steps]
         self._ids = list(map(id, self.states))
         self._dtype, self._device = steps[0].parameter.dtype, steps[0].parameter.get_device()
-        self._moments = [(step.state["first"], step.state["second"], step.state.get("weights")) for step in steps]
+        self._moments = [tuple(map(step.state.get, self._names)) for step in steps]
         self._shapes = [step.parameter.shape for step in steps]
-        self._parts = launches([_row(step) for step in steps])
+        self._parts = launches([_row(step, kernels) for step in steps])
 
     def launches(self, present: set[int]) -> Sequence[Launch] | None:
         """Return the launches of a step with the gradients that are there now, None where ``optimizer_steps`` has to.
@@ -116,14 +139,14 @@ class OptimizerBatch:
             return False
         if p.dtype is not dtype or p.shape != shape or g.shape != shape or not p.is_contiguous():
             return False
-        if state["step"] != self.states[0]["step"] or p.get_device() != self._device:
+        if p.get_device() != self._device or not all(map(is_, map(state.get, self._names), kept)):
             return False
-        return state["first"] is kept[0] and state["second"] is kept[1] and state.get("weights") is kept[2]
+        return self.live or state["step"] == self.states[0]["step"]
 
     def step(
-        self, parts: Sequence[Launch], scheme: Scheme, numbers: Numbers, counter: Tensor, seed: int, number: int
+        self, parts: Sequence[Launch], scalars: Numbers | Hyperparameters, counter: Tensor, seed: int, number: int
     ) -> None:
-        """Do the step of which ``launches`` returned the launches."""
-        launch(parts, self.parameters, scheme, numbers, counter, seed, number)
-        for state in self.states:
+        """Do the step of which ``launches`` returned the launches; number: of the step, where the host counts."""
+        launch(parts, self.parameters, self._rule, self._scheme, scalars, counter, seed, number)
+        for state in () if self.live else self.states:
             state["step"] = number

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What steps of Adam on many parameters share: the table of a launch, reads and writes of four neighbours, the update.
+// What steps of optimizers on many parameters share: the table of a launch, reads and writes of four neighbours.
 // Macros: ENTRIES, parameters of a launch. TYPE: of parameters and gradients, 0 float32, 1 bfloat16, 2 float16.
+// CAPTURABLE: the scalars of steps lie on the device. ROWS: whether scales of weights are of rows, which are chunks then.
+// Those of optimizer_rules.cuh.
 #pragma once
+#include "optimizer_rules.cuh"
 #include "philox.cuh"
 #include "vectors.cuh"
 
 #define CHUNK 2048  // elements of a block of threads at a time: whole blocks
-#define INFINITE 0x7F800000u
 
 typedef Stored<TYPE>::type Number;
 
@@ -17,12 +19,15 @@ struct Entry {  // a parameter
   void* v;
   float* m_scales;
   float* v_scales;
-  float* m_powers;  // these four of expanded groups alone
-  float* v_powers;
-  float* m_centres;
-  float* v_centres;
+#ifdef EXPANDED
+  float *m_powers, *v_powers, *m_centres, *v_centres;
+#else
   void* w;  // weights that are kept; 0 where the parameter holds them, or there are none
   float* w_scale;
+  i64 row;  // elements that share a scale of weights, where those are of rows
+  i64 unused;
+#endif
+  i64* step;  // how many steps were done, where they are counted on the device
   i64 plain;  // the moments are float32, whatever those of other parameters are
   i64 place;  // of the parameter's random words
   i64 count;
@@ -31,22 +36,38 @@ struct Entry {  // a parameter
 struct alignas(16) Entries {
   Entry of[ENTRIES];
 };
-struct alignas(16) Numbers {
-  float before, after, penalty, beta1, rest1, beta2, rest2, correction, eps, size;
-  float inverse;  // 1 / correction, which lies from 2^-60 to 1
-  i32 zeroing;    // elements whose gradient is not finite lose their moments and stay
+
+// The scalars of a step of one parameter, worked out on the device (optimizer_scalars.cu).
+struct alignas(16) Scalars {
+  Numbers numbers;
+  u64 offset;  // of random words
+  u64 unused;
 };
 
-// Four neighbours; what lies behind the end is zero. Whole: all that are meant exist, so that no test for the end is
-// left.
+// The scalars of a step of all parameters; where `of` is not null, those of each.
+struct alignas(16) Step {
+  Numbers numbers;
+  const Scalars* of;
+  i32 zeroing;  // elements whose gradient is not finite lose their moments and stay
+  i32 unused;
+};
+
+#if CAPTURABLE
+#define NUMBERS_OF(step, which) const Numbers n = (step).of[which].numbers
+#else
+#define NUMBERS_OF(step, which) const Numbers& n = (step).numbers
+#endif
+
+// Four neighbours; what lies behind the end is zero. Whole: 1 where all that are meant exist, so that no test for the end
+// is left; 0 where some may not; -1 where they are, besides, not aligned.
 struct Four {
   float x[4];
 };
 
-template <bool Whole>
+template <int Whole>
 DEVICE Four read(const float* from, i64 at, i64 count) {
   Four four;
-  if (Whole || at + 4 <= count) {
+  if (Whole > 0 || (Whole == 0 && at + 4 <= count)) {
     Words4 w = *(const Words4*)(from + at);
     four = Four{__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
   } else {
@@ -56,9 +77,9 @@ DEVICE Four read(const float* from, i64 at, i64 count) {
   return four;
 }
 
-template <bool Whole>
+template <int Whole>
 DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
-  if (Whole || at + 4 <= count) {
+  if (Whole > 0 || (Whole == 0 && at + 4 <= count)) {
     *(Words4*)(to + at) = Words4{__float_as_uint(four.x[0]), __float_as_uint(four.x[1]), __float_as_uint(four.x[2]),
                                  __float_as_uint(four.x[3])};
   } else {
@@ -70,18 +91,18 @@ DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
 }
 
 // Four neighbours of 16 or 8 bits, the first in the lowest bits.
-template <bool Whole, class Code>
+template <int Whole, class Code>
 DEVICE u64 read_four(const Code* from, i64 at, i64 count) {
-  if (Whole || at + 4 <= count) return sizeof(Code) == 1 ? *(const u32*)(from + at) : *(const u64*)(from + at);
+  if (Whole > 0 || (Whole == 0 && at + 4 <= count)) return sizeof(Code) == 1 ? *(const u32*)(from + at) : *(const u64*)(from + at);
   u64 codes = 0;
 #pragma unroll
   for (int k = 0; k < 4; k++) codes |= at + k < count ? (u64)from[at + k] << (8 * sizeof(Code) * k) : 0;
   return codes;
 }
 
-template <bool Whole, class Code>
+template <int Whole, class Code>
 DEVICE void write_four(Code* to, i64 at, i64 count, u64 codes) {
-  if (Whole || at + 4 <= count) {
+  if (Whole > 0 || (Whole == 0 && at + 4 <= count)) {
     if (sizeof(Code) == 1) *(u32*)(to + at) = (u32)codes;
     else *(u64*)(to + at) = codes;
     return;
@@ -120,7 +141,7 @@ DEVICE u32 rounded(float x) {
   return (bits >> 16 & 0x8000) | nearest_code<PLACES, BIASED>(size > most ? most : size);
 }
 
-template <bool Whole>
+template <int Whole>
 DEVICE Four read(const u16* from, i64 at, i64 count) {
   u64 bits = read_four<Whole>(from, at, count);
   Four four;
@@ -129,7 +150,7 @@ DEVICE Four read(const u16* from, i64 at, i64 count) {
   return four;
 }
 
-template <bool Whole>
+template <int Whole>
 DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
   u64 bits = 0;
 #pragma unroll
@@ -138,72 +159,21 @@ DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
 }
 #endif
 
-// x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that
-// are 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
-DEVICE float quotient(float x, float divisor, float inverse) {
-  float first = __fmul_rn(x, inverse);
-  float q = __fmaf_rn(__fmaf_rn(-first, divisor, x), inverse, first);
-  q = __fmaf_rn(__fmaf_rn(-q, divisor, x), inverse, q);
-  q = __uint_as_float(__float_as_uint(q) | (__float_as_uint(x) & ~MAGNITUDE));  // of zeros
-  return (__float_as_uint(x) & MAGNITUDE) < INFINITE ? q : first;
-}
-
-// 1 / x with a relative error below 2^-20, of which subnormal results and operands are zero.
-#ifdef FMTSIM_HOST
-DEVICE float short_inverse(float x) {
-  return 1.0f / (fabsf(x) < 1.1754944e-38f ? __uint_as_float(__float_as_uint(x) & ~MAGNITUDE) : x) * (1.0f - 0x1p-21f);
-}
-#else
-DEVICE float short_inverse(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-#endif
-
-DEVICE bool is_bad(float g) { return (__float_as_uint(g) & MAGNITUDE) >= INFINITE; }
-
-// New moments of an element.
-DEVICE void grow(float p, float g, float& m, float& v, const Numbers& n) {
-  if (n.penalty != 0.0f) g = __fadd_rn(g, __fmul_rn(p, n.penalty));
-  m = __fadd_rn(__fmul_rn(m, n.beta1), __fmul_rn(g, n.rest1));
-  v = __fadd_rn(__fmul_rn(v, n.beta2), __fmul_rn(__fmul_rn(g, n.rest2), g));
-}
-
-// What new moments make of an element.
-DEVICE float moved(float p, float m, float v, const Numbers& n) {
-  float root = __fsqrt_rn(v);
-  if (n.correction != 1.0f) root = quotient(root, n.correction, n.inverse);
-  float direction = __fdiv_rn(m, __fadd_rn(root, n.eps));
-  return __fmul_rn(__fsub_rn(__fmul_rn(p, n.before), __fmul_rn(direction, n.size)), n.after);
-}
-
-// One element: parameter, gradient and both moments become the new ones; returns whether the gradient is not finite.
-DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
-  bool bad = is_bad(g);
-  grow(p, g, m, v, n);
-  float now = moved(p, m, v, n);
-  bool dropped = bad && n.zeroing;
-  p = dropped ? p : now;
-  m = dropped ? 0.0f : m;
-  v = dropped ? 0.0f : v;
-  return bad;
-}
-
 // A chunk of a parameter whose moments are float32.
-DEVICE u32 step_plainly(const Entry& e, i64 start, const Numbers& n) {
+DEVICE u32 step_plainly(const Entry& e, i64 start, const Numbers& n, bool zeroing) {
   u32 bad = 0;
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     i64 at = start + threadIdx.x * 4 + group * (CHUNK / 2);
     if (at >= e.count) continue;
-    Four p = read<false>(e.p, at, e.count), g = read<false>(e.g, at, e.count);
-    Four m = read<false>((const float*)e.m, at, e.count), v = read<false>((const float*)e.v, at, e.count);
+    Four p = read<0>(e.p, at, e.count), g = read<0>(e.g, at, e.count), m = {}, v = {};
+    if (HAS_FIRST) m = read<0>((const float*)e.m, at, e.count);
+    if (HAS_SECOND) v = read<0>((const float*)e.v, at, e.count);
 #pragma unroll
-    for (int k = 0; k < 4; k++) bad += update(p.x[k], g.x[k], m.x[k], v.x[k], n);
-    write<false>(e.p, at, e.count, p);
-    write<false>((float*)e.m, at, e.count, m);
-    write<false>((float*)e.v, at, e.count, v);
+    for (int k = 0; k < 4; k++) bad += update(p.x[k], g.x[k], m.x[k], v.x[k], n, zeroing);
+    write<0>(e.p, at, e.count, p);
+    if (HAS_FIRST) write<0>((float*)e.m, at, e.count, m);
+    if (HAS_SECOND) write<0>((float*)e.v, at, e.count, v);
   }
   return bad;
 }
@@ -234,17 +204,18 @@ DEVICE u32 largest_of_block(u32 top, u32* shared) {
   return top;
 }
 
-// Blocks of 256 threads take the chunks of a launch in turn; step(e, which, start) does a chunk of parameter `which`
-// and returns how many of its gradients are not finite.
-template <class Step>
-DEVICE void each_chunk(const Entries& entries, i32 count, i64 chunks, const Numbers& n, u64* nonfinite, Step step) {
+// Blocks of 256 threads take the chunks of a launch in turn; step(e, which, chunk, n) does a chunk of parameter `which`,
+// counted from its first, and returns how many of its gradients are not finite.
+template <class Chunk>
+DEVICE void each_chunk(const Entries& entries, i32 count, i64 chunks, const Step& s, u64* nonfinite, Chunk step) {
   u32 bad = 0;
   i32 which = 0;
   for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
-    const i64 start = (chunk - e.first) * CHUNK;
-    bad += e.plain ? step_plainly(e, start, n) : step(e, which, start);
+    NUMBERS_OF(s, which);
+    const i64 own = chunk - e.first;
+    bad += e.plain ? step_plainly(e, own * CHUNK, n, s.zeroing) : step(e, which, own, n);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

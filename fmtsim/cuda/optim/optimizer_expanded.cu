@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step of Adam on many parameters at once, whose moments are E4M3 codes of groups of 128 with expanded range (COAT):
-// decode, update, encode from one read. The update is that of fmtsim/optim/rules.py; the expansion, step by step, that of
+// A step on many parameters at once, whose moments are E4M3 codes of groups of 128 with expanded range (COAT):
+// decode, update, encode from one read. The update is that of fmtsim/optim/rules.py (optimizer_rules.cuh); the expansion, step by step, that of
 // fmtsim/optim/expansion.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.
 //
 // Scales, powers and centres are worked out so, those of two groups by eight lanes at once. Numbers are first found by
 // shorter ways, whose errors are bounded: unless a rounding could go another way within the bound, the result is the
 // definition's; else it is worked out as that says.
 //
-// Macros: those of adam.cuh.
-#include "adam.cuh"
+// Macros: those of optimizer.cuh.
+#define EXPANDED
+#include "optimizer.cuh"
 
 #define GROUP 128  // a warp's; a lane has four neighbours
 #define TOP 448.0f
@@ -257,11 +258,11 @@ DEVICE u32 encode(const float (&x)[4], const Group& own, double ln_centre, u32 l
 
 // Two groups of a parameter, side by side; all lanes of a warp come here together. A lane works out scales for the state
 // that three bits of its number name: the group, whether it is v, and which extreme it brings.
-template <bool Whole>
-DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables& t) {
+template <int Whole>
+DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, bool zeroing, const Tables& t) {
   u32 lane = threadIdx.x % 32, bad = 0;
   i64 place = first / GROUP + (lane >> 2 & 1);
-  bool is_v = lane & 2, present = Whole || place * GROUP < e.count;
+  bool is_v = lane & 2, present = (Whole > 0 || place * GROUP < e.count) && (is_v ? HAS_SECOND : HAS_FIRST);
   float* scales = is_v ? e.v_scales : e.m_scales;
   float* powers = is_v ? e.v_powers : e.m_powers;
   float* centres = is_v ? e.v_centres : e.m_centres;
@@ -274,13 +275,14 @@ DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables
   for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
     Four p = read<Whole>(e.p, at, e.count), g = read<Whole>(e.g, at, e.count);
-    u32 mc = read_four<Whole>((const u8*)e.m, at, e.count), vc = read_four<Whole>((const u8*)e.v, at, e.count);
+    u32 mc = HAS_FIRST ? read_four<Whole>((const u8*)e.m, at, e.count) : 0;
+    u32 vc = HAS_SECOND ? read_four<Whole>((const u8*)e.v, at, e.count) : 0;
     decode(m[group], mc, own, prepared, 4 * group, t);
     decode(v[group], vc, own, prepared, 4 * group + 2, t);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      bad += update(p.x[k], g.x[k], m[group][k], v[group][k], n);
-      if (!Whole && at + k >= e.count) m[group][k] = v[group][k] = 0.0f;
+      bad += update(p.x[k], g.x[k], m[group][k], v[group][k], n, zeroing);
+      if (Whole < 1 && at + k >= e.count) m[group][k] = v[group][k] = 0.0f;
     }
     write<Whole>(e.p, at, e.count, p);
     u32 m_top = top_of(m[group]), m_low = low_of(m[group]), v_top = top_of(v[group]), v_low = low_of(v[group]);
@@ -292,8 +294,8 @@ DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables
 #pragma unroll
   for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
-    write_four<Whole>((u8*)e.m, at, e.count, encode(m[group], own, ln_centre, 4 * group));
-    write_four<Whole>((u8*)e.v, at, e.count, encode(v[group], own, ln_centre, 4 * group + 2));
+    if (HAS_FIRST) write_four<Whole>((u8*)e.m, at, e.count, encode(m[group], own, ln_centre, 4 * group));
+    if (HAS_SECOND) write_four<Whole>((u8*)e.v, at, e.count, encode(v[group], own, ln_centre, 4 * group + 2));
   }
   if (present && lane < 8 && !(lane & 1)) {
     scales[place] = own.scale, powers[place] = own.power, centres[place] = own.centre;
@@ -302,13 +304,14 @@ DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables
 }
 
 // nonfinite: counts the elements of gradients that are NaN or infinite.
-KERNEL __launch_bounds__(256) adam(const Entries entries, i32 count, i64 chunks, const Numbers n, u64* nonfinite) {
+KERNEL __launch_bounds__(256) optimize(const Entries entries, i32 count, i64 chunks, const Step scalars, u64* nonfinite) {
   __shared__ Tables tables;
   fill(tables);
   __syncthreads();
-  each_chunk(entries, count, chunks, n, nonfinite, [&](const Entry& e, i32, i64 start) {
+  each_chunk(entries, count, chunks, scalars, nonfinite, [&](const Entry& e, i32, i64 chunk, const Numbers& n) {
+    const i64 start = chunk * CHUNK;
     const i64 first = start + threadIdx.x / 32 * (2 * GROUP);  // a block's eight warps take a chunk's sixteen groups
-    if (start + CHUNK <= e.count) return step_groups<true>(e, first, n, tables);
-    return first < e.count ? step_groups<false>(e, first, n, tables) : 0;
+    if (start + CHUNK <= e.count) return step_groups<1>(e, first, n, scalars.zeroing, tables);
+    return first < e.count ? step_groups<0>(e, first, n, scalars.zeroing, tables) : 0;
   });
 }

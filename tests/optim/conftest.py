@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine does the steps of a test."""
+
+import pytest
+
+from fmtsim.cpu.optim import steps as cpu_steps
+from fmtsim.cuda.optim import steps as cuda_steps
+from fmtsim.optim import engines
+
+
+@pytest.fixture
+def only_torch(monkeypatch):
+    """Return what leaves steps to torch operations from then on."""
+
+    def switch():
+        monkeypatch.setattr(cpu_steps, "RULES", {})
+        monkeypatch.setattr(cuda_steps, "RULES", {})
+
+    return switch
+
+
+@pytest.fixture
+def on_cuda(emulated, monkeypatch):
+    """Let the CUDA kernel, emulated, take parameters that lie on the CPU."""
+    monkeypatch.setattr(engines, "on_cuda", lambda p: True)
