@@ -36,6 +36,7 @@ try:
 except AttributeError:
     _tensors = frozenset()
 
+_NOTHING = nullcontext()
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -52,7 +53,10 @@ def constant_in_graphs(function: Function) -> Function:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast, which some devices, such as meta, do not have in the first place."""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return _NOTHING
+    return torch.autocast(kind, enabled=False)
 
 
 class OwnMode(TorchFunctionMode):

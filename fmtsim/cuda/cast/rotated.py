@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.parameters import NO_DRAW, aligned, constant, draw_of
-from fmtsim.cuda.cast.rotated_plan import Plan, kernel_macros, plan_of
-from fmtsim.cuda.runtime import Kernel, device_index, kernel, multiprocessors
+from fmtsim.cuda.cast.parameters import NO_DRAW, constant, draw_of
+from fmtsim.cuda.cast.rotated_plan import Launch, Plan, kernel_macros, plan_of
+from fmtsim.cuda.runtime import device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.spec.cast import RandomKey
@@ -28,7 +28,8 @@ _FILE, _THREADS, _TILE = "rotated.cu", 128, 8192  # a tile has 64 elements a thr
 _PER_LANE = 32  # elements of a lane
 _PARTS = 8  # blocks of threads a multiprocessor that look for the amax of a tensor
 _GRID_LIMIT = 65535
-_JOB = struct.Struct("<10q4I")
+_POINTERS, _SIZES, _MASK = struct.Struct("<7q"), struct.Struct("<3q"), struct.Struct("<4I")
+_MOST = 512  # layouts of a plan
 _WORD = Rounding(mode="stochastic")  # draws whole words
 _RANDOM = struct.Struct("<I12x")
 
@@ -91,23 +92,43 @@ def cast_rotated(
     assert plan.drawn.mode != "stochastic" or key is not None
     values = torch.empty_like(x)  # with its strides
     mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
-    transposed, shape = (False, x.shape) if x.is_contiguous() else (True, x.shape[::-1])
-    x, index = x if aligned(x) else x.clone(), device_index(x)
-    find, cast = _kernels(plan, transposed, factor is not None, count is not None, index)
-    height = plan.lanes * _PER_LANE if transposed else 2 * _PER_LANE
-    grid, parts, part_count = (-(-shape[1] * height // _TILE), -(-shape[0] // height)), None, 0
-    if find is not None:
-        part_count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
-        parts = torch.empty(part_count, dtype=torch.int32, device=x.device)
+    x, index = x if x.data_ptr() % 16 == 0 else x.clone(), device_index(x)
+    where = x.shape, x.is_contiguous(), factor is not None, count is not None, index
+    how = plan.launches.get(where) or _prepared(plan, *where)
+    parts = None if how.find is None else torch.empty(how.parts, dtype=torch.int32, device=x.device)
     pointers = (0 if t is None else t.data_ptr() for t in (x, values, mask, parts, scale, factor, count))
-    bits, sign_key = _mask_of(plan, signs), signs if plan.signs == "random" and isinstance(signs, RandomKey) else None
-    words = (bits >> 32 * place & 0xFFFFFFFF for place in range(4))
-    sign_draw = NO_DRAW if sign_key is None else draw_of(_WORD, sign_key)
-    job = _JOB.pack(*pointers, *shape, part_count, *words) + sign_draw + _RANDOM.pack(sign_key is not None)
-    if find is not None:
-        find(part_count, _THREADS, job)
-    cast(grid, _THREADS, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
+    job = _POINTERS.pack(*pointers) + how.sizes + (how.signs or _signs_of(plan, signs))
+    if how.find is not None:
+        how.find(how.parts, _THREADS, job)
+    how.cast(how.grid, _THREADS, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
     return Operand(values, quantizer, tensor_scale=scale, slope=mask)
+
+
+def _prepared(
+    plan: Plan, shape: tuple[int, ...], contiguous: bool, multiplies: bool, counts: bool, index: int
+) -> Launch:
+    """Return how matrices of a shape and layout are cast; worked out once, for it takes longer than a launch."""
+    defines = kernel_macros(plan, not contiguous, multiplies, counts)
+    find = kernel(_FILE, "rotated_amax", index, defines) if plan.two_level else None
+    rows, columns = shape if contiguous else shape[::-1]
+    height = 2 * _PER_LANE if contiguous else plan.lanes * _PER_LANE
+    grid = -(-columns * height // _TILE), -(-rows // height)
+    parts = 0 if find is None else min(grid[0] * grid[1], _PARTS * multiprocessors(index))
+    signs = b"" if plan.signs == "random" else _signs_of(plan, None)
+    if len(plan.launches) >= _MOST:
+        plan.launches.clear()
+    found = plan.launches[shape, contiguous, multiplies, counts, index] = Launch(
+        find, kernel(_FILE, "cast_rotated", index, defines), grid, parts, _SIZES.pack(rows, columns, parts), signs
+    )
+    return found
+
+
+def _signs_of(plan: Plan, signs: Signs) -> bytes:
+    """Return the bytes of the signs of a lane's elements, and of the key that draws more of them."""
+    bits, key = _mask_of(plan, signs), signs if plan.signs == "random" and isinstance(signs, RandomKey) else None
+    words = (bits >> 32 * place & 0xFFFFFFFF for place in range(4))
+    draw = NO_DRAW if key is None else draw_of(_WORD, key)
+    return _MASK.pack(*words) + draw + _RANDOM.pack(key is not None)
 
 
 def _is_matrix(x: Tensor) -> bool:
@@ -126,14 +147,3 @@ def _mask_of(plan: Plan, signs: Signs) -> int:
 def _drawn(size: int, key: RandomKey) -> int:
     """Return the mask of random signs: bit j of word w of a key turns element 32 w + j of a group."""
     return sum(random_word(key, word) << 32 * word for word in range(-(-size // 32))) & ((1 << size) - 1)
-
-
-def _kernels(plan: Plan, transposed: bool, multiplies: bool, counts: bool, index: int) -> tuple[Kernel | None, Kernel]:
-    """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
-    key = transposed, multiplies, counts, index
-    found = plan.kernels.get(key)
-    if found is None:  # hashing all macros takes as long as a launch
-        defines = kernel_macros(plan, transposed, multiplies, counts)
-        find = kernel(_FILE, "rotated_amax", index, defines) if plan.two_level else None
-        found = plan.kernels[key] = find, kernel(_FILE, "cast_rotated", index, defines)
-    return found

@@ -42,6 +42,25 @@ _TAIL = 48  # bytes of a Cast behind its Draw
 _Found = tuple[CastSpec, Defines, float | None]
 
 
+class Launch(NamedTuple):
+    """How matrices of one shape and layout are cast.
+
+    Attributes:
+        find, cast: The kernels that find the amaxes of a tensor, where its scale needs them, and that cast.
+        grid: Of the second.
+        parts: Blocks of threads of the first, and numbers that it leaves.
+        sizes: Bytes of rows, columns and parts.
+        signs: Bytes of the signs of a rotation, empty where each call has its own.
+    """
+
+    find: Kernel | None
+    cast: Kernel
+    grid: tuple[int, int]
+    parts: int
+    sizes: bytes
+    signs: bytes
+
+
 class Plan(NamedTuple):
     """How a quantiser is computed.
 
@@ -56,7 +75,7 @@ class Plan(NamedTuple):
         draws_scales: of the scales.
         defines: Macros of the cast.
         head, tail: A ``Cast`` before and behind its ``Draw``.
-        kernels: Those that find amaxes and that cast, by what a call asks of them.
+        launches: By shape, contiguity, whether a call multiplies first, whether it counts, and device.
     """
 
     size: int
@@ -70,7 +89,7 @@ class Plan(NamedTuple):
     defines: Defines
     head: bytes
     tail: bytes
-    kernels: dict[tuple[bool, bool, bool, int], tuple[Kernel | None, Kernel]]
+    launches: dict[tuple[tuple[int, ...], bool, bool, bool, int], Launch]
 
     @property
     def lanes(self) -> int:
@@ -144,7 +163,7 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
         defines=(*defines, *own, ("RUN", str(fmt.block[1]))),
         head=whole[: -_TAIL - len(NO_DRAW)],
         tail=whole[-_TAIL:],
-        kernels={},
+        launches={},
     )
 
 

@@ -7,7 +7,7 @@
 
 // Rows of four numbers: threads of a block lie along a row, and each takes four rows.
 KERNEL __launch_bounds__(256) finish_sums(
-    const float* y, const float* columns, u32 column_step, const float* rows, u32 row_step, const float* bias, void* out,
+    const float* y, const float* columns, const float* rows, const float* bias, void* out, u32 column_step, u32 row_step,
     u64 m, u64 fours) {
   u64 four = (u64)blockIdx.y * blockDim.x + threadIdx.x, first = (u64)blockIdx.x * 4;
   if (four >= fours) return;

@@ -2,6 +2,7 @@
 """The last step of a product whose operands left the scales of their tensors outside."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, macros
 from fmtsim.cuda.runtime import Defines, device_index, kernel
+from fmtsim.cuda.runtime.launch import Bound
 
 _THREADS = 256
 
@@ -38,13 +40,21 @@ def finish_sums(
     out = torch.empty(m, n, dtype=dtype, device=y.device)
     bias = None if bias is None else bias.float().contiguous()
     columns, rows = (None if s is None else s.contiguous() for s in (columns, rows))
-    steps = [np.uint32(s is not None and s.shape[0] > 1) for s in (columns, rows)]
-    threads = min(_THREADS, -(-n // 128) * 32)
-    kernel("finish.cu", "finish_sums", device_index(y), _defines(dtype))(
-        (-(-m // 4), -(-n // (4 * threads))), threads,
-        y, columns, steps[0], rows, steps[1], bias, out, np.uint64(m), np.uint64(n // 4),
-    )  # fmt: skip
+    steps = [s is not None and s.shape[0] > 1 for s in (columns, rows)]
+    grid, launch = _prepared(m, n, *steps, dtype, device_index(y))
+    launch(grid, *(0 if t is None else t.data_ptr() for t in (y, columns, rows, bias, out)))
     return out
+
+
+@lru_cache(maxsize=4096)
+def _prepared(
+    m: int, n: int, by_column: bool, by_row: bool, dtype: torch.dtype, index: int
+) -> tuple[tuple[int, int], Bound]:
+    """Return the grid for sums of a size, and a launch that takes it and the addresses."""
+    threads = min(_THREADS, -(-n // 128) * 32)
+    rest = np.uint32(by_column), np.uint32(by_row), np.uint64(m), np.uint64(n // 4)
+    launch = kernel("finish.cu", "finish_sums", index, _defines(dtype)).bound(threads, 5, *rest)
+    return (-(-m // 4), -(-n // (4 * threads))), launch
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:

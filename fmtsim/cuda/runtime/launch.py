@@ -85,7 +85,7 @@ class Kernel:
             rest: The arguments behind them, as in a call.
 
         Returns:
-            A function of the grid (an int) and of the leading arguments.
+            A function of the grid and of the leading arguments.
 
         Raises:
             TypeError: The arguments are not what the kernel takes.
@@ -93,13 +93,13 @@ class Kernel:
         layout = self._held(_Layout((*[_WORD] * leading, *rest)))
         threads, pack = _three(block), struct.Struct("=" + leading * "Q8x").pack_into
 
-        def launch(grid: int, *words: int) -> None:
+        def launch(grid: Layers, *words: int) -> None:
             try:
                 memory = layout.free.pop()
             except IndexError:  # the first launch, or as many at once as never before
                 memory = layout.fill((*[_WORD] * leading, *rest))
             pack(memory.bytes, 0, *words)
-            self._start((grid, 1, 1), threads, 0, memory.address)
+            self._start(_three(grid), threads, 0, memory.address)
             layout.free.append(memory)
 
         return launch

@@ -6,7 +6,7 @@ after it; the same in eager code and below a compiler's tracer, where each of th
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmtsim.arguments import check_dense, check_saved, check_together, takes
 from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast, without_own_modes
+from fmtsim.dispatch import constant_in_graphs, is_bare, is_dense, without_autocast, without_own_modes
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
@@ -134,10 +134,16 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
         check_saved("EmulatedGEMM", x, w)
     watchers = watchers_with(observer)
     with without_own_modes() if torch._C._len_torch_function_stack() else nullcontext():
-        run = lambda x, w: _Linear.apply(x, w, bias, layer, watchers)[0]  # noqa: E731
+        run: Callable[[Tensor, Tensor], Tensor] = partial(_run, bias, layer, watchers)
         for watcher in watchers:
             run = partial(watcher.layer, run, layer)
-        return run(x, w)  # type: ignore[no-any-return]
+        return run(x, w)
+
+
+def _run(bias: Tensor | None, layer: Layer, watchers: Watchers, x: Tensor, w: Tensor) -> Tensor:
+    if is_bare(x) and is_dense(w):
+        return _PlainLinear.apply(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
+    return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
 
 
 @constant_in_graphs
@@ -146,36 +152,23 @@ def _name_of(config: LinearConfig, generator: Generator) -> str:
 
 
 class _Linear(torch.autograd.Function):
-    """The three products; what the backward pass keeps of the forward one are outputs beside the result."""
+    """The three products; what the backward pass keeps of the forward one are outputs beside the result.
+
+    So torch.func, compilers and modes want it. ``_PlainLinear`` is for calls that none of them sees.
+    """
 
     @staticmethod
     def forward(
         x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers
     ) -> tuple[Tensor | None, ...]:
         """Return y, and what is kept of x and of w."""
-        x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
-        _check(x, w, bias)
-        with without_autocast(x.device):
-            rows, config = _rows(x), layer.config
-            run = Pass(layer, watchers, rows, (rows.shape[0], *w.shape), traced=not (is_bare(x) and is_bare(w)))
-            left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
-            y = run.product("fprop", left, right, bias, x.dtype)
-        if x.dim() != 2 or y._is_view():  # a model may not write into a view
-            y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-        return y, *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
+        return _forward(x, w, bias, layer, watchers, traced=not (is_bare(x) and is_bare(w)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Keep the originals, or what became of them, that the two backward products need."""
-        x, w, bias, ctx.layer, ctx.watchers = inputs
-        needs_x, needs_w, _ = ctx.needs_input_grad[:3]
-        config = ctx.layer.config
-        source = x if needs_w and config.wgrad.b.source == "original" else None
-        weight = w if needs_x and config.dgrad.b.source == "original" else None
+        """Keep what ``_keep`` does; none of it has a gradient."""
         ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
-        ctx.save_for_backward(source, weight, *output[1:])
-        ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
-        ctx.x_shape = x.shape
+        _keep(ctx, inputs, output[1:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -193,6 +186,47 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled() and is_bare(g.detach()):  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
         return (*grads, None, None)
+
+
+class _PlainLinear(torch.autograd.Function):
+    """Do what ``_Linear`` does for plain tensors, in a fraction of the host's time: y is the one output."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Return y."""
+        y, *kept = _forward(*inputs, traced=False)
+        _keep(ctx, inputs, tuple(kept))
+        return y  # type: ignore[return-value]
+
+    backward = _Linear.backward
+
+
+def _forward(
+    x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool
+) -> tuple[Tensor | None, ...]:
+    """Return y, and what is kept of x and of w."""
+    x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
+    _check(x, w, bias)
+    with without_autocast(x.device):
+        rows, config = _rows(x), layer.config
+        run = Pass(layer, watchers, rows, (rows.shape[0], *w.shape), traced=traced)
+        left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
+        y = run.product("fprop", left, right, bias, x.dtype)
+    if x.dim() != 2 or y._is_view():  # a model may not write into a view
+        y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+    return y, *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], kept: Saved) -> None:
+    """Keep the originals, or what became of them, that the two backward products need."""
+    x, w, bias, ctx.layer, ctx.watchers = inputs
+    needs_x, needs_w, _ = ctx.needs_input_grad[:3]
+    config = ctx.layer.config
+    source = x if needs_w and config.wgrad.b.source == "original" else None
+    weight = w if needs_x and config.dgrad.b.source == "original" else None
+    ctx.save_for_backward(source, weight, *kept)
+    ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
+    ctx.x_shape = x.shape
 
 
 def _gradients(
@@ -231,6 +265,8 @@ def autocast_to(t: Tensor, like: Tensor) -> Tensor:
 
 def _rows(t: Tensor) -> Tensor:
     """Return a tensor as a matrix of its last dimension, which may be empty."""
+    if t.dim() == 2:
+        return t
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
