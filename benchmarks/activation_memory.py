@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what autograd keeps of a block, and what is estimated: ``python benchmarks/activation_memory.py``.
 
-Storages are counted once, Parameters and what layers keep of their weights not. The emulation holds elements of FP8
-inputs of layers in bfloat16, so that a second number counts them as the recipe's format has them: of a layer each
-different input once. The last number is that of ``fmtsim.training_memory``.
+Storages are counted once, Parameters and what layers keep of their weights not. In the emulation each layer keeps its
+own elements of its input, on a GPU in bfloat16, so that a second number counts each different input once, in the
+recipe's format. The last number is that of ``fmtsim.training_memory``.
 """
 
 import argparse

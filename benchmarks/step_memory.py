@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the memory of training steps on a GPU, and estimate it: ``python benchmarks/step_memory.py``.
 
-Llamas in bfloat16 with torch's AdamW, whose states are bfloat16, too. The gradients of an earlier backward pass are
-there, as with gradient accumulation, so that all that the estimate counts is there at once when the pass begins.
+Llamas in bfloat16, which compute the loss in bfloat16, too, with torch's AdamW, whose states are bfloat16 as well. The
+gradients of an earlier backward pass are there, as with gradient accumulation, so that all that the estimate counts is
+there at once when the pass begins.
 """
 
 import argparse
@@ -22,11 +23,11 @@ from fmtsim.training.llama import Llama, LlamaBlock
 
 SIZES = ((1024, 8, 16, 4096, 4), (2048, 16, 16, 2048, 4), (4096, 8, 32, 4096, 2))
 """Width, blocks, heads, tokens of a sequence, sequences."""
-HEADER = ("Width x blocks, tokens", "Checkpointing", "Before the pass, GB", "Behind the forward pass", "Peak")
+HEADER = ("Width x blocks, tokens", "Checkpointing", "Before the step, GB", "After the forward pass", "Peak")
 
 
 def measured(config: GPTConfig, batch: int, again: str) -> tuple[int, int, int]:
-    """Return the bytes that are allocated before a step, behind its forward pass, and at most."""
+    """Return the bytes that are allocated before a step, after its forward pass, and at most."""
     model = Llama(config, 0).bfloat16().cuda()
     if again == "full":
         for block in model.blocks:
@@ -56,8 +57,10 @@ def estimate(config: GPTConfig, batch: int, again: str) -> MemoryEstimate:
         name="llama", blocks=config.layers, hidden=config.width, intermediate=inner, heads=config.heads,
         kv_heads=config.heads, head_dim=config.width // config.heads, vocabulary=config.vocabulary, tied=True,
     )  # fmt: skip
-    return fmtsim.training_memory(size, optimizer="deepseek_v3", master=None, batch=batch, tokens=config.context,
-                                  checkpointing=again)  # type: ignore[arg-type]  # fmt: skip
+    return fmtsim.training_memory(
+        size, optimizer="deepseek_v3", master=None, loss_format="bf16", batch=batch, tokens=config.context,
+        checkpointing=again,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def rows(vocabulary: int) -> Iterator[tuple[str, ...]]:
@@ -68,7 +71,7 @@ def rows(vocabulary: int) -> Iterator[tuple[str, ...]]:
             gc.collect()  # a block that is checkpointed refers to itself
             expected = estimate(config, batch, again)
             before = sum(expected[name] for name in ("weights", "gradients", "first moment", "second moment"))
-            behind = expected.total - expected["recomputed block"]
+            behind = before + expected["activations"] + expected["head and loss"]
             pairs = zip(measured(config, batch, again), (before, behind, expected.total), strict=True)
             cells = (f"{found / GB:.3f} ({wanted / GB:.3f})" for found, wanted in pairs)
             yield f"{width} x {blocks}, {batch} x {context}", again, *cells

@@ -12,8 +12,8 @@ from fmtsim.memory.serving import serving_memory
 from fmtsim.memory.training import training_memory
 
 TRAINING = (
-    "recipe", "optimizer", "master", "gradients", "activations", "batch", "tokens", "checkpointing", "attention",
-    "dropout", "quantize_early", "zero", "tensor_parallel", "sequence_parallel", "lora", "lora_layers",
+    "recipe", "optimizer", "master", "gradients", "activations", "loss_format", "batch", "tokens", "checkpointing",
+    "attention", "dropout", "quantize_early", "zero", "tensor_parallel", "sequence_parallel", "lora", "lora_layers",
 )  # fmt: skip
 SERVING = ("kv_format", "context", "requests")
 BOTH = ("weights", "devices")

@@ -21,7 +21,7 @@ from fmtsim.recipes.activations import SavedActivations
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "eager"]
 Keeper = Literal["", "norm", "function", "attention", "other"]
-MASK: Final = 8  # bits of an element of a dropout mask
+MASK: Final = ("bytes", 8.0)  # how an element of a dropout mask is kept, and its bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class Keeping:
 
     Args:
         format: Format of what no recipe quantises.
+        loss: Format in which the loss is computed from the logits.
         saved: What the recipe keeps of norms, activation functions and gated products, None for ``format``.
         checkpointing: ``"selective"`` runs the core of attention again, ``"full"`` each block.
         attention: Whether attention keeps its scores (``"eager"``) or not.
@@ -41,6 +42,7 @@ class Keeping:
     """
 
     format: str
+    loss: str = "fp32"
     saved: SavedActivations | None = None
     checkpointing: Checkpointing = "none"
     attention: Attention = "flash"
@@ -59,7 +61,7 @@ class Site(NamedTuple):
     keeper: Keeper = ""
     readers: tuple[str, ...] = ()
     shared: bool = False
-    bits: float | None = None  # where it is not the usual format
+    kept: tuple[str, float] | None = None  # a format and its bits, where they are not the usual
 
 
 Configs = Mapping[str, LinearConfig | None]
@@ -89,18 +91,21 @@ def activation_lines(
         blocks.append(saved_tensors(block_sites(size, number, tokens, how), own, how))
     count, full = batch * tokens, how.checkpointing == "full"
     kept = [block[:1] if full else block for block in blocks]
-    lines = [_line("activations", kept, count)]
+    head, gradients = (saved_tensors(sites(size, how), configs, how) for sites in (head_sites, loss_gradient_sites))
+    lines = [_line("activations", kept, count), _line("head and loss", [head], count)]
+    moments = [_line("gradients of the logits", [gradients], count)]
     if full:
         largest = max(blocks, key=lambda block: sum(each.bytes for each in block))
-        lines.append(_line("recomputed block", [largest[1:]], count))
-    lines.append(_line("head and loss", [saved_tensors(head_sites(size), configs, how)], count))
+        moments.append(_line("recomputed block", [largest[1:]], count))
+    lines.append(max(moments, key=lambda line: line.bytes))  # these are gone before a block runs again
     return lines, blocks[-1]
 
 
 def _line(name: str, blocks: list[Saved], tokens: int) -> MemoryLine:
     """Return the line of some blocks' tensors."""
     sums = [sum(each.bytes for each in block) for block in blocks]
-    terms = [f"{sums.count(each)} x {each:,g}" if len(blocks) > 1 else f"{each:,g}" for each in dict.fromkeys(sums)]
+    numbers = {each: f"{each:,.10g}" for each in sums}
+    terms = [f"{sums.count(each)} x {number}" if len(blocks) > 1 else number for each, number in numbers.items()]
     text = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
     kept = dict.fromkeys(part for block in blocks for each in block for part in each.kept.split(", "))
     formula = f"{tokens:,} tokens x {text} bytes"
@@ -134,7 +139,7 @@ def block_sites(size: ModelSize, number: int, tokens: int, how: Keeping) -> Iter
     if how.adapters:
         yield Site("inner products of adapters", how.adapters, "other")
     if how.dropout:
-        yield Site("masks of dropout", 2 * size.hidden, "other", bits=MASK)
+        yield Site("masks of dropout", 2 * size.hidden, kept=MASK)
     yield Site("input of the second norm", size.hidden, "norm")
     if number < size.dense or not size.experts:
         yield from _mlp_sites(size, size.dense_width if size.dense else size.intermediate)
@@ -147,11 +152,20 @@ def block_sites(size: ModelSize, number: int, tokens: int, how: Keeping) -> Iter
     yield Site("outputs of experts", size.hidden * size.active, "other")
 
 
-def head_sites(size: ModelSize) -> Iterator[Site]:
-    """Yield the tensors behind the last block: the logits in float32, from which the loss is computed."""
+def head_sites(size: ModelSize, how: Keeping) -> Iterator[Site]:
+    """Yield the tensors behind the last block; of the logits the loss keeps their logarithmic softmax."""
     yield Site("input of the last norm", size.hidden, "norm")
     yield Site("input of the head", size.hidden, readers=("lm_head",))
-    yield Site("logits", size.vocabulary, "other", shared=True, bits=32)
+    yield Site("log-softmax of the logits", size.vocabulary, shared=True, kept=_of_loss(how))
+
+
+def loss_gradient_sites(size: ModelSize, how: Keeping) -> Iterator[Site]:
+    """Yield what the backward pass begins with, for a moment: the gradients of the log-softmax and of its input."""
+    yield Site("gradients of the logits", 2 * size.vocabulary, shared=True, kept=_of_loss(how))
+
+
+def _of_loss(how: Keeping) -> tuple[str, float]:
+    return how.loss, bits_per_element(how.loss)
 
 
 def _attention_sites(size: ModelSize, tokens: int, how: Keeping) -> Iterator[Site]:
@@ -168,7 +182,7 @@ def _attention_sites(size: ModelSize, tokens: int, how: Keeping) -> Iterator[Sit
         yield Site("softmax of the scores", scores, "attention", shared=True)
         if how.dropout:
             yield Site("softmax behind dropout", scores, "attention", shared=True)
-            yield Site("mask of that dropout", scores, "attention", shared=True, bits=MASK)
+            yield Site("mask of that dropout", scores, shared=True, kept=MASK)
     outputs = size.attention["o_proj"][1]
     keeper: Keeper = "attention" if how.attention == "flash" else ""
     yield Site("output of attention", outputs, keeper, ("self_attn.o_proj",), shared=True)
@@ -192,8 +206,8 @@ def _kept(site: Site, configs: Configs, how: Keeping) -> dict[str, float]:
     """Return in which formats a tensor is kept, by name, and the bits of each."""
     wide = {how.format: bits_per_element(how.format)}
     found: dict[str, float] = {}
-    if site.bits is not None:
-        return {"bytes" if site.bits == MASK else "fp32": site.bits}
+    if site.kept is not None:
+        return dict([site.kept])
     if site.keeper in ("norm", "function") and how.saved is not None:
         found[f"{how.saved.format.name} in 1x{how.saved.block}"] = (
             how.saved.format.bits + how.saved.scale.bits / how.saved.block

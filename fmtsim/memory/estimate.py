@@ -74,7 +74,7 @@ class MemoryEstimate(Tabular):
         return self.total / GB
 
     def __getitem__(self, name: str) -> int:
-        """Return the bytes of a line, 0 where the run has no such tensors.
+        """Return the bytes of a line, 0 where the estimate has none of that name.
 
         Raises:
             ArgumentError: No estimate has a line of that name.
@@ -111,6 +111,6 @@ class MemoryEstimate(Tabular):
 
 NAMES = (
     "weights", "quantised weights", "adapters", "master weights", "gradients", "first moment", "second moment",
-    "scale histories", "activations", "recomputed block", "head and loss", "KV cache",
+    "scale histories", "activations", "head and loss", "gradients of the logits", "recomputed block", "KV cache",
 )  # fmt: skip
 """Lines that estimates have."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from fmtsim.arguments import check_flags
 from fmtsim.errors import ArgumentError, shown
+from fmtsim.formats.registry import get_format
 from fmtsim.memory.activations import Attention, Checkpointing, Keeping, activation_lines
 from fmtsim.memory.bits import bits_of, bits_per_element
 from fmtsim.memory.devices import Devices, Zero, positive
@@ -23,7 +24,7 @@ from fmtsim.records import checked
 from fmtsim.spec.optimizer import Scheme
 
 NOT_COUNTED = (
-    "Not counted: temporary buffers, memory that the allocator cannot use, statistics of norms and of attention, "
+    "Not counted: other temporary buffers, memory that the allocator cannot use, statistics of norms and of attention, "
     "weights that are gathered for a block, transposed copies, workspaces of libraries"
 )
 
@@ -37,6 +38,7 @@ def training_memory(
     master: str | None = "auto",
     gradients: str | None = None,
     activations: str | None = None,
+    loss_format: str = "fp32",
     batch: int = 1,
     tokens: int = 0,
     checkpointing: Checkpointing = "none",
@@ -68,9 +70,12 @@ def training_memory(
             scheme keeps none of its own; None is not a copy.
         gradients: Format of the gradients. None is float32 beside float32 weights, else bfloat16.
         activations: Format of what no recipe quantises. None is float32 or bfloat16, as of ``weights``.
+        loss_format: Format in which the loss is computed from the logits: transformers and autocast make them float32.
+            One number of each logit is saved, and the backward pass begins with two more.
         batch: Sequences of each device in one forward pass.
         tokens: Of each sequence; 0 leaves activations out.
-        checkpointing: ``"selective"`` runs the core of attention again in the backward pass, ``"full"`` each block.
+        checkpointing: ``"selective"`` runs the core of attention again in the backward pass, ``"full"`` each block. Of
+            what is there for a moment, a block that runs again or the gradients of the logits, the larger is counted.
         attention: ``"flash"`` keeps no scores, ``"eager"`` does.
         dropout: Count the masks of dropout behind attention and feed-forward layers, and on scores.
         quantize_early: Layers that quantise the original tensor for the backward product do so in the forward pass,
@@ -112,6 +117,7 @@ def training_memory(
     if size is not None and tokens:
         keeping = Keeping(
             format=checked_format("activations", activations) or ("fp32" if _in_float32(scheme) else "bf16"),
+            loss=get_format(loss_format).name,
             saved=None if scheme is None else scheme.activations, dropout=dropout, early=quantize_early,
             checkpointing=checked("checkpointing", checkpointing, Checkpointing), parallel=tensor_parallel,
             attention=checked("attention", attention, Attention), sequence=sequence_parallel,

@@ -2,13 +2,18 @@
 """Estimates against what torch, transformers and fmtsim really keep."""
 
 import json
+import re
+from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
+from benchmarks import step_memory
 from benchmarks.activation_memory import bytes_kept
 from fmtsim.memory import ModelSize, bits_per_element, model_size
 from fmtsim.memory.weights import weights_of
@@ -17,7 +22,7 @@ from fmtsim.training.gpt import GPT, Block, GPTConfig
 from fmtsim.training.llama import LlamaBlock
 from tests.support.operands import normal
 
-WIDTH, HEADS, TOKENS = 64, 4, 48
+WIDTH, HEADS, TOKENS, BATCH = 64, 4, 48, 8
 
 
 def size(gated=False, blocks=1, vocabulary=1, **more):
@@ -81,6 +86,60 @@ def test_a_gated_block():
     fmtsim.convert(block.bfloat16(), recipe="coat")
     kept = bytes_kept(block, normal(1, TOKENS, WIDTH).bfloat16().requires_grad_())[1]
     assert kept == found + statistics(0, 2)
+
+
+def allocated(loss):
+    """Return the bytes that a forward pass leaves, and the most that are there in the backward pass behind it."""
+    loss().backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        value = loss()
+        with record_function("behind"):
+            value.backward()
+    events = seen.profiler.kineto_results.events()
+    (behind,) = (event.start_ns() for event in events if event.name() == "behind")
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    forward, backward = ([n for at, n in changes if (at > behind) == later] for later in (False, True))
+    return sum(forward), max(accumulate(backward, initial=sum(forward)))
+
+
+def own_loss(vocabulary):
+    """Return a step of a GPT in bfloat16, its loss too."""
+    model = GPT(GPTConfig(context=TOKENS, width=WIDTH, heads=HEADS, vocabulary=vocabulary), 0).bfloat16()
+    tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    return lambda: model(tokens, tokens)
+
+
+def transformers_loss(vocabulary):
+    """Return a step of a Llama of transformers in bfloat16, whose loss is in float32."""
+    transformers = pytest.importorskip("transformers")
+    sizes = SIZES | {"vocab_size": vocabulary, "intermediate_size": WIDTH}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16()
+    tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    return lambda: model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize(("loss", "format"), [(own_loss, "bf16"), (transformers_loss, "fp32")])
+def test_what_the_loss_keeps_and_what_its_gradients_take(loss, format):
+    """Two vocabularies differ by what depends on them alone; both are large, so that the loss has the peak."""
+    vocabularies = (4096, 8192)
+    (behind, peak), (more, higher) = (allocated(loss(vocabulary)) for vocabulary in vocabularies)
+    one, two = (
+        fmtsim.training_memory(size(vocabulary=vocabulary), batch=BATCH, tokens=TOKENS, loss_format=format)
+        for vocabulary in vocabularies
+    )
+    assert more - behind == two["head and loss"] - one["head and loss"]
+    gradients = two["gradients of the logits"] - one["gradients of the logits"]
+    assert higher - peak == more - behind + gradients
+
+
+def test_estimates_in_the_documentation_are_those_of_the_benchmark(monkeypatch):
+    monkeypatch.setattr(step_memory, "measured", lambda *_: (0, 0, 0))
+    rows = {(size, again): cells for size, again, *cells in step_memory.rows(32000)}
+    page = (Path(__file__).parents[2] / "docs/howto/memory.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"[|] [0-9]+ x ", line)]
+    assert len(table) == 5
+    for size, again, *cells in table:
+        assert [cell.split()[1] for cell in cells] == [cell.split()[1] for cell in rows[size, again]]
 
 
 def test_weights_gradients_and_states_of_a_real_model():

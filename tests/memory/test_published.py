@@ -157,13 +157,16 @@ def test_fp8_lm_takes_6_bytes():
 
 
 def test_coat_takes_less_by_what_it_says():
-    """Xi et al., arXiv:2410.19313, abstract: 1.54 times; batches and devices of that figure are not stated there."""
-    for devices, batch in ((1, 1), (2, 2), (8, 4)):
+    """Xi et al., arXiv:2410.19313, abstract: 1.54 times; batches and devices of that figure are not stated there.
+
+    It is less the more tokens a device has, for the logits and their gradients are float32 with and without.
+    """
+    ratios = []
+    for devices, batch in ((1, 1), (2, 2), (4, 2), (8, 4)):
         run = {"tokens": 2048, "batch": batch, "devices": devices, "zero": 3, "master": None}
-        ratio = (
-            fmtsim.training_memory("llama1-7b", **run).total / fmtsim.training_memory("llama1-7b", "coat", **run).total
-        )
-        assert 1.5 < ratio < 1.66
+        wide, narrow = (fmtsim.training_memory("llama1-7b", recipe, **run).total for recipe in (None, "coat"))
+        ratios.append(wide / narrow)
+    assert ratios == sorted(ratios, reverse=True) and 1.66 > ratios[0] > 1.54 > ratios[-1] > 1.48
 
 
 def test_bits_of_published_formats():

@@ -21,9 +21,9 @@ def test_an_estimate_is_a_table_with_its_formulas():
     assert (
         lines[0].startswith("one: 139,584 parameters") and "recipe coat, 2 devices, 2 x 32 tokens on each" in lines[0]
     )
-    assert [line.split("  ")[0] for line in lines[3:12]] == [
+    assert [line.split("  ")[0] for line in lines[3:13]] == [
         "weights", "quantised weights", "master weights", "gradients", "first moment", "second moment", "activations",
-        "head and loss", "total",
+        "head and loss", "gradients of the logits", "total",
     ]  # fmt: skip
     assert "temporary buffers" in lines[-1] and "ordinary dtypes" in lines[-2]
     assert "<table>" in found._repr_html_() and "quantised weights" in found._repr_html_()
@@ -60,12 +60,24 @@ def test_what_recipes_keep():
 
 
 def test_what_is_there_at_once():
-    """One block runs again at a time; the logits are float32; devices in parallel share them out."""
+    """The loss is in float32; devices in parallel share out the logits; a block runs again when they are gone."""
     plain, full = (fmtsim.training_memory(SIZE, tokens=8, checkpointing=name) for name in ("none", "full"))
-    assert full["recomputed block"] + full["activations"] / 2 == plain["activations"] / 2
     assert plain["head and loss"] == full["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 512)
+    assert plain["gradients of the logits"] == full["gradients of the logits"] == 8 * 2 * 4 * 512
+    assert full["recomputed block"] == plain["recomputed block"] == 0
+    few = ModelSize(**ONE | {"vocabulary": 64})
+    plain, full = (fmtsim.training_memory(few, tokens=8, checkpointing=name) for name in ("none", "full"))
+    assert full["recomputed block"] + full["activations"] / 2 == plain["activations"] / 2 > 8 * 2 * 4 * 64
+    assert plain["gradients of the logits"] == 8 * 2 * 4 * 64 and full["gradients of the logits"] == 0
+    formulas = fmtsim.training_memory("llama-8b", tokens=8192).formulas()
+    assert "gradients of the logits  8,192 tokens x 1,026,048 bytes" in formulas
     split = fmtsim.training_memory(SIZE, tokens=8, devices=2, tensor_parallel=2)
-    assert split["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 256) and split["weights"] == plain["weights"] / 2
+    assert split["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 256)
+    assert split["gradients of the logits"] == 8 * 2 * 4 * 256
+    assert split["weights"] == fmtsim.training_memory(SIZE)["weights"] / 2
+    half = fmtsim.training_memory(SIZE, tokens=8, loss_format="bf16")
+    assert half["head and loss"] == 8 * (2 * 64 + 2 * 64 + 2 * 512) and half["gradients of the logits"] == 8 * 4 * 512
+    plain = fmtsim.training_memory(SIZE, tokens=8)
     several = fmtsim.training_memory(SIZE, tokens=8, batch=3)
     assert several["activations"] == 3 * plain["activations"]
 
@@ -170,7 +182,7 @@ def test_what_is_refused(call, message):
 
 
 def test_formats_and_files_that_are_not_there(tmp_path):
-    for name in ("weights", "master", "gradients", "activations"):
+    for name in ("weights", "master", "gradients", "activations", "loss_format"):
         with pytest.raises(FormatError, match="'e4m33x'"):
             fmtsim.training_memory(SIZE, tokens=8, **{name: "e4m33x"})
     with pytest.raises(FormatError, match="'e4m33x'"):
@@ -220,8 +232,11 @@ def test_the_command_line_speaks_of_options(words, message, capsys):
 def test_the_command_line(capsys):
     status, text, _ = run(capsys, "--params", "7.5e9", "--devices", "64", "--zero", "3", "--formulas")
     assert status == 0 and "1.875" in text and "7,500,000,000 x 4 bytes / 64 (ZeRO 3)" in text
-    status, text, _ = run(capsys, "--model", "gpt2", "--recipe", "coat", "--tokens", "64", "--json")
-    assert json.loads(text) == json.loads(json.dumps(fmtsim.training_memory("gpt2", "coat", tokens=64).to_dict()))
+    status, text, _ = run(
+        capsys, "--model", "gpt2", "--recipe", "coat", "--tokens", "64", "--loss-format", "bf16", "--json"
+    )
+    expected = fmtsim.training_memory("gpt2", "coat", tokens=64, loss_format="bf16")
+    assert json.loads(text) == json.loads(json.dumps(expected.to_dict()))
     status, text, _ = run(capsys, "--params", "65e9", "--master", "none", "--json")
     assert json.loads(text)["total"] == 780 * 10**9
     words = (

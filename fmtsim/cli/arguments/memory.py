@@ -29,13 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept = parser.add_argument_group("what is saved for the backward pass")
     count(kept, "--tokens", "tokens per sequence; without it, activations are not counted")
     count(kept, "--batch", "sequences on each device (default 1)")
-    option(
-        kept,
-        "--activations",
-        "format of activations that are not quantised (default bf16)",
-        metavar="FORMAT",
-        known=names.formats,
-    )
+    option(kept, "--activations", "format of activations that are not quantised (default bf16)", metavar="FORMAT",
+           known=names.formats)  # fmt: skip
+    option(kept, "--loss-format", "format in which the loss is computed from the logits (default fp32)",
+           metavar="FORMAT", known=names.formats)  # fmt: skip
     option(kept, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
     option(
         kept, "--attention", "whether scores are saved (eager) or not (flash, the default)", choices=("flash", "eager")
