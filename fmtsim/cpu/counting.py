@@ -90,6 +90,7 @@ def _block_amax(x, out, largest, rows, columns, start, stop):  # type: ignore[no
             out[b, j] = top
 
 
+# In one piece: vectors that go through inlined helpers cost the loop half as much time again.
 @kernel
 def _count(x, q, scales, rows, columns, limits, spans, sums, counts, tables, small, start, stop):  # type: ignore[no-untyped-def]
     lanes = simd.LANES

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.support.followed import ROWS, llama, remembered
+from tests.support.followed import ROWS, lightning_task, llama, remembered
 
 
 def accelerate(folder):
@@ -50,19 +50,8 @@ def lightning(folder):
 
     from fmtsim.integrations.lightning import FmtsimCallback
 
-    class Task(package.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = llama()
-
-        def training_step(self, batch, index):
-            return self.model(**batch).loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
     def fit(checkpoint, name):
-        task, callback = Task(), FmtsimCallback(every=2, report=folder / f"{name}.html")
+        task, callback = lightning_task(package), FmtsimCallback(every=2, report=folder / f"{name}.html")
         saved = package.callbacks.ModelCheckpoint(
             folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, enable_version_counter=False
         )

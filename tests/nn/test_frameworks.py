@@ -16,6 +16,7 @@ import fmtsim
 from fmtsim.nn import convert, recipe_state
 from fmtsim.nn.modules import EmulatedModule
 from tests.support.bits import all_same_bits
+from tests.support.followed import lightning_task, llama, same
 from tests.support.models import hugging_face
 
 pytestmark = [
@@ -29,10 +30,6 @@ ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
 
 def package(name):
     return pytest.importorskip(name, reason=f"{name} is not installed: pip install {name}")
-
-
-def llama(recipe="te_delayed"):
-    return convert(hugging_face("llama", layers=1), recipe=recipe).train()
 
 
 def optimizer_of(model):
@@ -49,12 +46,6 @@ def plain_loop(model, every=1, epochs=1):
                 optimizer.step()
                 optimizer.zero_grad()
     return model
-
-
-def same(one, other):
-    """Say whether two models have the same weights and remember the same."""
-    pairs = [dict(model.state_dict()) for model in (one, other)]
-    return list(pairs[0]) == list(pairs[1]) and all_same_bits(*(list(state.values()) for state in pairs))
 
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "te_current"])
@@ -122,18 +113,7 @@ def test_lightning():
     package("transformers")
     lightning = package("lightning")
 
-    class Task(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = llama()
-
-        def training_step(self, batch, index):
-            return self.model(**batch).loss
-
-        def configure_optimizers(self):
-            return optimizer_of(self.model)
-
-    task = Task()
+    task = lightning_task(lightning, weight_decay=0.0)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,

@@ -29,6 +29,23 @@ def remembered(model):
         return str(recipe_state(model))
 
 
+def lightning_task(package, weight_decay=0.01):
+    """Return a LightningModule of ``lightning``, or of ``lightning.pytorch``, with a model to train."""
+
+    class Task(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = llama()
+
+        def training_step(self, batch, index):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=weight_decay)
+
+    return Task()
+
+
 class Writer:
     """What a SummaryWriter of TensorBoard has for histograms."""
 
