@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who looks on while layers and attention multiply, and what they are shown.
+"""Observers of the products of layers and attention, and what they are shown.
 
-Every reader is a ``Watcher``: statistics, calibration and users' functions (``Told``) take operands as they came and
-as they are multiplied, traces these and the products, ``attribute`` and the count of multiply-adds the calls. Who looks
-on when a call runs forwards sees its backward pass, too, in whatever thread that runs. Compiled code shows nothing.
+Each is a ``Watcher``: statistics, calibration and users' functions (``Told``) take operands before and after
+quantisation, traces these and the products, ``attribute`` and the count of multiply-adds the calls. A watcher of a
+forward call sees its backward pass, too, in whatever thread that runs. Compiled code shows nothing.
+
+There are two scopes. ``watching`` is for all layers that this thread runs. The observer of one layer (an argument of
+``EmulatedGEMM``, ``Emulation.observer``, ``AttentionCall.observer``) is told of every call of that layer, whichever
+thread makes it: ``fmtsim.observe`` and calibration set it, and may enter and leave in different contexts.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +57,7 @@ class Seen(NamedTuple):
 
 
 class Watcher:
-    """Look on; a reader overrides what it wants to know."""
+    """Watch products; a subclass overrides what it needs."""
 
     def layer(self, run: Callable[[Tensor, Tensor], Tensor], layer: Any, x: Tensor, w: Tensor) -> Tensor:
         """Run a layer forwards, on ``x [..., K]`` and ``w [N, K]``, and return its result."""
@@ -98,5 +102,5 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
 
 
 def watchers_with(observer: Observer | None) -> Watchers:
-    """Return who looks on in this thread, and a function that is told of operands."""
+    """Return the watchers of this thread, and a layer's observer beside them."""
     return _watching.get() if observer is None else (*_watching.get(), Told(observer))
