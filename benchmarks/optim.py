@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time one step of AdamW on the parameters of a GPT of 124 million, as it is and beside torch.
+"""Time one step of AdamW, or of another rule, on the parameters of a GPT of 124 million, as it is and beside torch.
 
-python benchmarks/optim.py [--device cuda] [--dtype bfloat16] [--width 768] [--layers 12] [--repeat 20] [--schemes bnb8]
+python benchmarks/optim.py [--device cuda] [--dtype bfloat16] [--width 768] [--layers 12] [--repeat 20]
+    [--schemes bnb8 Lion:bnb8 Madam:lns_madam]
 """
 
 import argparse
@@ -61,22 +62,23 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--schemes", nargs="*", default=["bnb8", "bnb8_2048", "ao_8bit"])
+    parser.add_argument("--schemes", nargs="*", default=["bnb8", "bnb8_2048", "ao_8bit"], metavar="[RULE:]SCHEME")
     options = parser.parse_args()
     sizes = shapes(options.width, options.layers)
     count = sum(torch.Size(size).numel() for size in sizes)
     where = f"{options.dtype}, {options.device}, {torch.get_num_threads()} threads"
     print(f"{len(sizes)} tensors, {count} parameters, {where}")
     runs = {"torch foreach": {"foreach": True}, "torch fused": {"fused": True}}
-    print(f"{'':16s} {'step':>10s} {'of many':>10s} {'host':>10s}   ms")
+    print(f"{'':20s} {'step':>10s} {'of many':>10s} {'host':>10s}   ms")
     for name in (*runs, *options.schemes):
         torch.manual_seed(0)
         ps = parameters(sizes, options.device, getattr(torch, options.dtype))
         if name in runs:
             optimizer = torch.optim.AdamW(ps, lr=1e-3, **runs[name])
         else:
-            optimizer = fmtsim.optim.AdamW(ps, lr=1e-3, state=name)
-        print(f"{name:16s}" + "".join(f" {t:10.3f}" for t in milliseconds(optimizer, options.repeat, options.device)))
+            rule, _, scheme = name.rpartition(":")
+            optimizer = getattr(fmtsim.optim, rule or "AdamW")(ps, lr=1 / 1024, state=scheme)
+        print(f"{name:20s}" + "".join(f" {t:10.3f}" for t in milliseconds(optimizer, options.repeat, options.device)))
         del ps, optimizer
 
 

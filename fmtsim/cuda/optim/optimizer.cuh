@@ -136,9 +136,16 @@ DEVICE u32 magnitude_of(u32 code) {
 #define NO_NUMBER (TYPE == 1 ? 0x7F80u : 0x7C00u)  // Inf; NaN lies above it
 
 DEVICE u32 rounded(float x) {
+#ifndef FMTSIM_HOST
+  u16 code;
+  if (TYPE == 1) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(x));
+  else code = half_of_float(x);
+  return x == x ? code : NO_NUMBER | 1u << (PLACES - 1);
+#else
   u32 bits = __float_as_uint(x), size = bits & MAGNITUDE, most = (128u + BIASED) << 23;
   if (size > INFINITE) return NO_NUMBER | 1u << (PLACES - 1);
   return (bits >> 16 & 0x8000) | nearest_code<PLACES, BIASED>(size > most ? most : size);
+#endif
 }
 
 template <int Whole>
@@ -181,6 +188,7 @@ DEVICE u32 step_plainly(const Entry& e, i64 start, const Numbers& n, bool zeroin
 // The largest of neighbouring lanes, a power of two of them.
 template <int Lanes = 32>
 DEVICE u32 largest_of_warp(u32 top) {
+  if (Lanes == 32) return __reduce_max_sync(0xFFFFFFFFu, top);
 #pragma unroll
   for (int lane = Lanes / 2; lane; lane >>= 1) {
     u32 other = __shfl_xor_sync(0xFFFFFFFFu, top, lane);
