@@ -74,7 +74,8 @@ def quantize_operand(
     if factor is not None:
         return None
     if quantizer.scaling is not None:
-        return _scaled(x, quantizer, keys, state, folded)
+        made = _scaled(x, quantizer, keys, state, folded)
+        return _rotated(x, quantizer, keys, None) if made is None and folded else made
     return _cast(t, quantizer, keys.elements, dim) if folded else None
 
 

@@ -159,9 +159,9 @@ def _writes(module: nn.Module) -> bool:
 
 
 @constant_in_graphs
-def names_groups(module: nn.Module) -> bool:
-    """Say whether a module's own code names ``grouped_mm``."""
-    return not _names(type(module)).isdisjoint(_GROUPED)  # type: ignore[arg-type]
+def names_groups(cls: type[nn.Module]) -> bool:
+    """Say whether the code of a class of modules names ``grouped_mm``."""
+    return not _names(cls).isdisjoint(_GROUPED)  # type: ignore[arg-type]
 
 
 def _of_torch(value: Any) -> bool:

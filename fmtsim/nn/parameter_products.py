@@ -219,7 +219,7 @@ def _multiplying(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> 
     """Run a module's forward with the products that it writes emulated."""
     if READS not in module.__dict__:  # reverted
         return forward(*args, **kwargs)
-    if "torch._dynamo" in sys.modules and names_groups(module):  # the compiler does not ask modes about grouped_mm
+    if "torch._dynamo" in sys.modules and names_groups(type(module)):  # a compiler does not ask modes about that
         return torch._dynamo.disable(_run)(module, forward, *args, **kwargs)
     return _run(module, forward, *args, **kwargs)
 

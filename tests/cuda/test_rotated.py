@@ -55,12 +55,13 @@ def check(found, x, quantizer, key):
 
 
 def matrices(shape):
-    """Yield matrices: of ordinary numbers alone, where the scale of the tensor is one, of all kinds, and of rows whose
-    magnitudes reach from where squares underflow to where they overflow."""
+    """Yield matrices: of ordinary numbers alone, where the scale of the tensor is one, of all kinds, of rows whose
+    magnitudes reach from where squares underflow to where they overflow, and of those whose scales are subnormal."""
     for special in (False, True):
         yield numbers(shape, torch.bfloat16, special=special)
     powers = torch.linspace(-100, 100, shape[0]).round()
     yield (numbers(shape, torch.bfloat16).float() * torch.exp2(powers)[:, None]).bfloat16()
+    yield (numbers(shape, torch.bfloat16).float() * 2.0**-124).bfloat16()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,8 @@ def matrices(shape):
         pytest.param("quartet", "g_d", False, marks=SLOW),
         ("quartet2", "g_d", False),
         pytest.param("quartet2", "g_w", True, marks=SLOW),
+        ("quartet2", "x_f", False),
+        pytest.param("quartet2", "w_f", True, marks=SLOW),
     ],
 )
 def test_operands_have_the_bits_of_their_definition(layer, name, turned, device):

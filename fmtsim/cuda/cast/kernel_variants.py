@@ -182,8 +182,9 @@ def rotated_quantizers() -> tuple[tuple[Quantizer, bool], ...]:
     )
     long = (Hadamard(size=128, signs="random"),)
     corrected = Quantizer(format=e2m1, scaling=eden, rounding=Rounding(mode="nearest_away"), transforms=long)
+    two_scales = Quantizer(format=e2m1, scaling=replace(eden, scale_rounding="nearest_even", eden=None))
     return (
         (x, False), (x, True), (g, False), (replace(g, transforms=sixteen), True), (micro, False),
         (replace(micro, transforms=turn), True), (Quantizer(format=mxfp4, transforms=turn), True), (forward, False),
-        (largest, False), (largest, True), (corrected, False), (corrected, True),
+        (largest, False), (largest, True), (corrected, False), (corrected, True), (two_scales, False),
     )  # fmt: skip

@@ -35,6 +35,9 @@ DEVICE u32 cast_line(
     u32 amax = finite_amax_of<RUN>(y + b * RUN);
     piece[b] = piece_of(amax ? __fdiv_rn(as_float(amax), as_float(TOP)) : 1.0f);
   }
+#elif CAST == TWO_SCALES
+#pragma unroll
+  for (int b = 0; b < PIECES; ++b) piece[b] = two_scales_piece(finite_amax_of<RUN>(y + b * RUN), scale.decode);
 #else
   u32 amax = 0;
 #pragma unroll
@@ -118,7 +121,7 @@ DEVICE void find_scales(TensorScale& scale, TensorScale& step, const RotatedJob&
   u32 amax = 0;
   for (i64 i = threadIdx.x; i < job.part_count; i += THREADS) amax = max(amax, job.parts[i]);
   amax = block_max_for_all(amax);
-#if CAST == CORRECTED
+#if CAST == CORRECTED || CAST == TWO_SCALES
   float whole = __fdiv_rn(__fdiv_rn(as_float(amax), as_float(TENSOR_TOP)), as_float(TOP));
   scale.decode = whole == 0.0f ? 1.0f : whole;
 #else

@@ -11,6 +11,7 @@
 #define DEVIATION 1     // scale = power of two below RN32(RN32(deviation * FACTOR) + OFFSET); ties go to zero
 #define LARGEST 2       // scale = MULTIPLIER * power of two below RN32(amax / TOP), or 1; MULTIPLIER stays outside
 #define CORRECTED 3     // two levels as in Quartet II, scales corrected over GROUP elements and rounded stochastically
+#define TWO_SCALES 4    // two levels as in Quartet II, scales rounded to nearest
 #include "block.cuh"
 #include "hadamard.cuh"
 
@@ -169,6 +170,9 @@ DEVICE float cast_one(float x, u32 rest, const Piece& piece, bool& passes) {
 #if CAST == BLOCK_FORMAT || CAST == CORRECTED
   passes = true;
   return fast_value(x, rest, piece.block, 1.0f);
+#elif CAST == TWO_SCALES
+  passes = true;
+  return __fmul_rn(fast_value(__fdiv_rn(x, piece.grow), rest, piece.block, 1.0f), piece.block.stored);
 #elif CAST == LARGEST
   // RN32(x / MULTIPLIER): the product with the reciprocal, and what is over
   float z = __fmul_rn(x, piece.shrink);

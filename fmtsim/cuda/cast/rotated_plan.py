@@ -3,8 +3,8 @@
 
 Casts are those of block formats whose values bfloat16 holds, and three rules of ``Scaling``: for blocks of 32 elements
 whose scales are powers of two ``floor(statistic="std" * factor + offset)`` with ties toward zero, which is QuEST, and
-``floor(amax / top) * multiplier``; and for blocks of 16 the two levels of Quartet II with scales that EDEN corrects
-over the elements of a transform.
+``floor(amax / top) * multiplier``; and for blocks of 16 the two levels of Quartet II, also with scales that EDEN
+corrects over the elements of a transform.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ SIZES = (16, 32)
 _LONG = 128  # elements of the transform and of the group whose scales are corrected together
 BF16, _E4M3 = (cast(FloatFormat, get_format(name)) for name in ("bf16", "e4m3"))
 _TOLERANCE = "7.105427357601002e-15"  # 2^-47: how far the order of 128 sums in float64 moves a quotient, at most
-_BLOCK_FORMAT, _DEVIATION, _LARGEST, _CORRECTED = range(4)  # CAST of the kernel
+_BLOCK_FORMAT, _DEVIATION, _LARGEST, _CORRECTED, _TWO_SCALES = range(5)  # CAST of the kernel
 _PLAIN = Scaling(block=(1, 32), arithmetic="divide", power_of_two="floor")
 _MULTIPLIERS = (1.0, 4 / 3)  # division by their float32 in four steps is exact (tests/cuda/test_rotated.py)
 _TAIL = 48  # bytes of a Cast behind its Draw
@@ -141,7 +141,7 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
     rounding = quantizer.rounding
     if rounding.mode not in _ROUNDINGS or (rounding.variant, rounding.layout) != ("a", "word"):
         return None
-    found = (_corrected if corrects else _scaled if quantizer.scaling is not None else _block)(quantizer)
+    found = (_block if quantizer.scaling is None else _scaled)(quantizer)
     if found is None:
         return None
     spec, own, outside = found
@@ -187,6 +187,8 @@ def _scaled(quantizer: Quantizer) -> _Found | None:
     fmt, scaling, rounding = quantizer.format, quantizer.scaling, quantizer.rounding
     if not _small(fmt) or (quantizer.overflow or fmt.default_overflow) != "saturate" or scaling is None:
         return None
+    if scaling.tensor is not None:
+        return _two_scales(quantizer, fmt, scaling)
     spec = CastSpec(format=scaled(fmt, (1, 32), "floor"), rounding=rounding, overflow="saturate")
     deviation = replace(_PLAIN, statistic="std", factor=scaling.factor, offset=scaling.offset, scale=E8M0)
     if scaling == deviation and scaling.factor is not None and scaling.offset >= 2.0**-100:
@@ -204,30 +206,28 @@ def _scaled(quantizer: Quantizer) -> _Found | None:
     return spec, (*own, ("DIVIDES", str(int(multiplier != 1)))), float(multiplier) if multiplier != 1 else None
 
 
-def _corrected(quantizer: Quantizer) -> _Found | None:
-    """Return the same of the rule whose scales EDEN corrects."""
-    fmt, scaling = quantizer.format, quantizer.scaling
-    overflow = quantizer.overflow or (fmt.default_overflow if fmt is not None else None)
-    if not _small(fmt) or overflow != "saturate" or scaling is None or scaling.tensor is None:
-        return None
-    rule = Scaling(
-        block=(1, 16), top=scaling.top, scale=_E4M3, scale_rounding="stochastic", eden=_LONG,
-        tensor=TensorScale(top=scaling.tensor.top, order="quartet2"),
-    )  # fmt: skip
+def _two_scales(quantizer: Quantizer, fmt: FloatFormat, scaling: Scaling) -> _Found | None:
+    """Return the same of the two levels of Quartet II, whose scales EDEN may correct."""
+    assert scaling.tensor is not None
+    tensor = TensorScale(top=scaling.tensor.top, order="quartet2")
+    plain = Scaling(block=(1, 16), top=scaling.top, scale=_E4M3, tensor=tensor, metric=scaling.metric)
+    corrects = scaling.eden is not None
+    rule = replace(plain, scale_rounding="stochastic", eden=_LONG) if corrects else plain
     top = float(fmt.max) if scaling.top is None else scaling.top
     largest = float(_E4M3.max) if scaling.tensor.top is None else scaling.tensor.top
-    if scaling != rule or quantizer.rounding.mode != "nearest_away" or quantizer.gradient != StraightThrough():
+    rounding = "nearest_away" if corrects else "nearest_even"
+    if scaling != rule or quantizer.rounding.mode != rounding or quantizer.gradient != StraightThrough():
         return None
     if not (1 <= top <= 2.0**20 and 1 <= largest <= 2.0**20):
         return None
     blocks = BlockFormat(
-        name="corrected",
+        name="two_scales",
         element=fmt,
         scaling=block_scaling((1, 16), scale=_E4M3, arithmetic="encode", tensor=TensorScale()),
     )
     spec = CastSpec(format=blocks, rounding=Rounding(), overflow="saturate")
-    own = _numbers(_CORRECTED, TOP=top, TENSOR_TOP=largest)
-    return spec, (*own, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)), None
+    own = _numbers(_CORRECTED if corrects else _TWO_SCALES, TOP=top, TENSOR_TOP=largest)
+    return spec, (*own, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)) if corrects else own, None
 
 
 def _small(fmt: Any) -> TypeGuard[FloatFormat]:

@@ -59,12 +59,11 @@ DEVICE bool quick_scale(const float (&y)[PER_LANE], u32 amax, float& scale) {
   return amax == 0 || (inside && apart && variance >= __fmul_rn(least, least));
 }
 
-#elif CAST == CORRECTED
+#elif CAST == CORRECTED || CAST == TWO_SCALES
 
-// Two levels of scales as in Quartet II, corrected over a group so that <y, q> = <y, y> (EDEN): fmtsim.scaling.cast.
-
-// A piece under the scale that its amax asks for, rounded to nearest.
-DEVICE Piece corrected_piece(u32 amax, float tensor) {
+// Two levels of scales as in Quartet II (fmtsim.scaling.scales). A piece under the scale that its amax asks for, rounded
+// to nearest.
+DEVICE Piece two_scales_piece(u32 amax, float tensor) {
   Piece piece = {};
   float stored = fast_scale_rounded(__fdiv_rn(__fdiv_rn(as_float(amax), as_float(TOP)), tensor));
   stored = stored == 0.0f ? 1.0f : stored;
@@ -73,6 +72,11 @@ DEVICE Piece corrected_piece(u32 amax, float tensor) {
   piece.shrink = __fdiv_rn(1.0f, piece.grow);
   return piece;
 }
+#endif
+
+#if CAST == CORRECTED
+
+// They are corrected over a group so that <y, q> = <y, y> (EDEN): fmtsim.scaling.cast.
 
 // RN32(x / piece.grow): the product with the reciprocal, corrected twice. Where quotients are so small that a remainder
 // has no number, no sum over their group sees the difference.
@@ -101,7 +105,7 @@ __device__ __noinline__ float correction_slowly(
 #pragma unroll 1
   for (u32 k = 0; k < GROUP; ++k) {
     u32 i = __brev(k) >> 25;
-    Piece piece = corrected_piece(finite_amax_of<RUN>(y + i / RUN * RUN), tensor);
+    Piece piece = two_scales_piece(finite_amax_of<RUN>(y + i / RUN * RUN), tensor);
     float z = __fdiv_rn(y[i], piece.grow);
     double a = __dmul_rn((double)z, (double)nearest<true>(z, piece.block)), b = __dmul_rn((double)z, (double)z);
     u32 level = 0;
@@ -119,7 +123,7 @@ DEVICE void cast_corrected(float (&y)[PER_LANE], const Line& line, float tensor,
 #pragma unroll
   for (int b = 0; b < PIECES; ++b) {
     u32 amax = finite_amax_of<RUN>(y + b * RUN);
-    piece[b] = corrected_piece(amax, tensor);
+    piece[b] = two_scales_piece(amax, tensor);
 #pragma unroll
     for (int i = b * RUN; i < (b + 1) * RUN; ++i) {
       nonfinite |= (as_bits(y[i]) & MAGNITUDE) >= FLOAT_EXPONENT;
