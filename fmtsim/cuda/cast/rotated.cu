@@ -106,11 +106,15 @@ KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJo
     for (int part = 0; part < 2; ++part) {
       TilePlace place = tile_place(part);
       load_line(y, tile + PLACE(place.row) + place.column, part, job);
-      rotate(y, signs[threadIdx.x % SLICES]);
-      amax = max(amax, finite_amax_of<PER_LANE>(y));
+      add_up(y, signs[threadIdx.x % SLICES]);
+      float top = fabsf(y[0]);
+#pragma unroll
+      for (int i = 1; i < PER_LANE; ++i) top = fmaxf(top, fabsf(y[i]));
+      if (top < as_float(FLOAT_EXPONENT)) amax = max(amax, as_bits(top));  // a NaN is none of several
+      else amax = max(amax, finite_amax_of<PER_LANE>(y));
     }
   }
-  amax = block_max_for_all(amax);
+  amax = block_max_for_all(as_bits(transformed(as_float(amax))));
   if (threadIdx.x == 0) job.parts[blockIdx.x] = amax;
 }
 

@@ -89,17 +89,26 @@ DEVICE float to_bfloat16(float x) {
   return as_float((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
 }
 
-// signs: those of a lane's numbers.
-DEVICE void rotate(float (&y)[PER_LANE], u32 signs) {
+// The sums of a transform, not yet what it makes of them; signs: those of a lane's numbers.
+DEVICE void add_up(float (&y)[PER_LANE], u32 signs) {
   if (SIZE == 1) return;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) y[i] = as_float(as_bits(y[i]) ^ (signs << (31 - i) & 0x80000000u));
   butterflies<SIZE>(y, threadIdx.x);
+}
+
+// What becomes of a sum; of larger magnitudes no smaller ones.
+DEVICE float transformed(float sum) {
+  if (SIZE == 1) return sum;
+  float y = __fmul_rn(sum, as_float(root_bits(SIZE)));
+  if (CAST != CORRECTED) y = canonical(y);  // there a NaN makes all of its group one
+  return NARROWS ? to_bfloat16(y) : y;
+}
+
+DEVICE void rotate(float (&y)[PER_LANE], u32 signs) {
+  add_up(y, signs);
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
-    y[i] = canonical(__fmul_rn(y[i], as_float(root_bits(SIZE))));
-    if (NARROWS) y[i] = to_bfloat16(y[i]);
-  }
+  for (int i = 0; i < PER_LANE; ++i) y[i] = transformed(y[i]);
 }
 
 // The same in as few instructions as can be, for the rare ways: the transforms of COUNT numbers in a tile.
@@ -123,10 +132,7 @@ DEVICE void rotate_slowly(float* y, const Source& source, const u32* signs, cons
     }
   }
 #pragma unroll 1
-  for (int i = 0; i < COUNT; ++i) {
-    y[i] = canonical(__fmul_rn(y[i], as_float(root_bits(SIZE))));
-    if (NARROWS) y[i] = to_bfloat16(y[i]);
-  }
+  for (int i = 0; i < COUNT; ++i) y[i] = transformed(y[i]);
 }
 
 template <int COUNT>
