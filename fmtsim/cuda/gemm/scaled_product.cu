@@ -143,6 +143,46 @@ DEVICE void add_group(float (&total)[SUMS], float (&sums)[SUMS], const float* sc
 #if OUTPUT == 1
 typedef u16 Output;
 DEVICE void store_pair(Output* to, float left, float right) { *(u32*)to = bfloat_pair(left, right); }
+
+// Word i of lane l of four becomes word l of lane i.
+DEVICE void exchange(u32 (&words)[4]) {
+#pragma unroll
+  for (i32 flip = 1; flip <= 2; flip *= 2) {
+    const bool second = threadIdx.x & flip;
+#pragma unroll
+    for (i32 k = 0; k < 2; ++k) {
+      const i32 low = flip == 1 ? 2 * k : k, high = low + flip;
+      const u32 got = __shfl_xor_sync(~0u, second ? words[low] : words[high], flip);
+      words[low] = second ? got : words[low], words[high] = second ? words[high] : got;
+    }
+  }
+}
+
+// Stores a whole tile, 16 bytes a lane and 64 of a row: four lanes exchange what they hold of 32 columns.
+DEVICE void store_whole_tile(void* out, const float (&total)[SUMS], const float* bias, const Place& at, const Factor& a,
+                             const Factor& b) {
+  const i32 row = at.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, own = threadIdx.x % 4;
+  Output* to = (Output*)out + ((i64)at.part * a.rows + row) * b.rows + at.column + own * 8;
+#pragma unroll
+  for (i32 j = 0; j < COLUMNS / 8; j += 4) {
+    u32 upper[4], lower[4];
+#pragma unroll
+    for (i32 k = 0; k < 4; ++k) {
+      float t[4];
+#pragma unroll
+      for (i32 i = 0; i < 4; ++i) t[i] = total[4 * (j + k) + i];
+      if (bias != nullptr) {
+        const Words2 added = *(const Words2*)(bias + at.column + own * 2 + 8 * (j + k));
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], __uint_as_float(i % 2 ? added.y : added.x));
+      }
+      upper[k] = bfloat_pair(t[0], t[1]), lower[k] = bfloat_pair(t[2], t[3]);
+    }
+    exchange(upper), exchange(lower);
+    *(Words4*)(to + 8 * j) = {upper[0], upper[1], upper[2], upper[3]};
+    *(Words4*)(to + 8 * j + 8 * (i64)b.rows) = {lower[0], lower[1], lower[2], lower[3]};
+  }
+}
 #else
 typedef float Output;
 DEVICE void store_pair(Output* to, float left, float right) {
@@ -211,7 +251,12 @@ DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const T
       add_group(total, sums, m.stages[last].scales);
       free_stage(m, last);
     }
-    if (at.row + ROWS <= a.rows && at.column + COLUMNS <= b.rows) store_tile<true>(out, total, bias, at, a, b);
+    const bool whole = at.row + ROWS <= a.rows && at.column + COLUMNS <= b.rows;
+#if OUTPUT == 1
+    if (whole && b.rows % 8 == 0) store_whole_tile(out, total, bias, at, a, b);
+#else
+    if (whole) store_tile<true>(out, total, bias, at, a, b);
+#endif
     else store_tile<false>(out, total, bias, at, a, b);
   }
 }
