@@ -11,6 +11,7 @@ from fmtsim.cuda.native.gpu import cublaslt, cublaslt_version, other_gpu, other_
 from fmtsim.cuda.operand import (
     counts_keys,
     finish,
+    has_both,
     quantize_both,
     quantize_operand,
     unrotate,
@@ -34,6 +35,7 @@ __all__ = [
     "finish",
     "gemm",
     "hadamard",
+    "has_both",
     "multiply_groups",
     "optimizer_steps",
     "other_gpu",

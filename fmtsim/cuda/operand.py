@@ -60,13 +60,15 @@ def quantize_operand(
         state: DelayedScale or FrozenScale of a scale with a history.
         dim: The inner axis, 0 or -1.
         folded: Multiply the scales of blocks into the elements where bfloat16 holds the products.
-        factor: float32, 0-d: what t, bfloat16, is multiplied with first; each product is rounded to float32.
+        factor: What t, bfloat16, is multiplied with first (``fmtsim.spec.operand.multiplied``).
     """
     if quantizer.then is not None:
         return None
     x, has_blocks = t if dim == -1 else t.mT, isinstance(quantizer.format, BlockFormat)
     if quantizer.is_cast and keys.elements is not None and keys.passes is None and dim == 0:
         return _cast(t, quantizer, keys.elements, dim) if folded else None  # the other kernels draw by places of x
+    if factor is not None and factor.dim():
+        return None if quantizer.transforms or dim == -1 else _scaled(x, quantizer, keys, state, folded, factor)
     if quantizer.transforms or (has_blocks and folded):
         made = _rotated(x, quantizer, keys, factor) if folded else None
         if made is not None or quantizer.transforms:
@@ -87,6 +89,8 @@ def quantize_both(
     The second operand is the transposed matrix. ``keys`` are those of the elements of the two.
     """
     facts = _facts(quantizer)
+    if quantizer.scaling is not None:
+        return scaled.cast_both(x, quantizer, facts.folds) if has_both(x, quantizer) else None
     if facts.down is None or not isinstance(quantizer.format, BlockFormat):
         return None
     both = block.quantize_both_dims(x, facts.down, keys, without_tensor_scale=facts.two_level)
@@ -94,6 +98,12 @@ def quantize_both(
         return None
     rows, columns, scale = both
     return Operand(rows, quantizer, tensor_scale=scale), Operand(columns.mT, quantizer, tensor_scale=scale)
+
+
+def has_both(x: Tensor, quantizer: Quantizer) -> bool:
+    """Say whether ``quantize_both`` takes a matrix under a quantiser with a scale rule; looks at no data."""
+    plain = not quantizer.transforms and quantizer.then is None and quantizer.source == "original"
+    return plain and scaled.covers_both(x, quantizer)
 
 
 def counts_keys(quantizer: Quantizer) -> bool:
@@ -129,10 +139,12 @@ def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None)
     return rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
 
 
-def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: bool) -> Operand | None:
-    if not scaled.covers(x, quantizer):
+def _scaled(
+    x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: bool, factor: Tensor | None = None
+) -> Operand | None:
+    if not scaled.covers(x, quantizer, factor):
         return None
-    return scaled.cast_scaled(x, quantizer, keys[:2], folded and _facts(quantizer).folds, state)
+    return scaled.cast_scaled(x, quantizer, keys[:2], folded and _facts(quantizer).folds, state, factor)
 
 
 def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int) -> Operand | None:

@@ -158,6 +158,9 @@ class FusedEngine(KernelEngine, Protocol):
     ) -> tuple[Operand, Operand] | None:
         """Quantise a matrix for sums over its last and over its first dimension, from one read."""
 
+    def has_both(self, x: Tensor, quantizer: Quantizer) -> bool:
+        """Say whether ``quantize_both`` takes a matrix under a quantiser with a scale rule; looks at no data."""
+
     def counts_keys(self, quantizer: Quantizer) -> bool:
         """Say whether kernels add a counter on the device to the keys of a quantiser."""
 

@@ -90,6 +90,20 @@ def spread(s: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     return s if block[1] == 1 else s.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
+def multiplied(t: Tensor, factor: Tensor | None) -> Tensor:
+    """Return a matrix times a factor, each product rounded to float32; None leaves it as it is.
+
+    Args:
+        t: float32, bfloat16 or float16.
+        factor: float32: a number, 0-d, or a matrix with one for each of t's blocks, all of the same size.
+    """
+    if factor is None:
+        return t
+    if factor.dim():
+        factor = spread(factor, (t.shape[0] // factor.shape[0], t.shape[1] // factor.shape[1]), t.shape)
+    return t.float() * factor
+
+
 def last_cast(quantizer: Quantizer) -> Quantizer:
     """Return the quantiser that makes the elements, of those that values go through one after the other."""
     while quantizer.then is not None:

@@ -2,15 +2,22 @@
 """Casts for training: both axes from one read, values without the tensor's scale, last steps of products."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda.cast import block
+from fmtsim.cuda.cast import block, scaled
 from fmtsim.cuda.gemm import finish
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.cast import cast
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.gradient import ClipMask
+from fmtsim.spec.operand import multiplied
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 from tests.support.bits import INTEGERS, assert_same_bits, same_bits
 from tests.support.casts import cast_spec
 from tests.support.operands import numbers
@@ -18,6 +25,7 @@ from tests.support.operands import numbers
 SLOW = pytest.mark.slow
 
 KEYS = (RandomKey(5, 1), RandomKey(6, 2))
+E4M3 = fmtsim.get_format("e4m3")
 NANS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
 
@@ -52,6 +60,57 @@ def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
     if both is not None:
         assert same_bits(both[0], rows) and same_bits(both[1], columns)
         assert both[2] is None
+
+
+@pytest.mark.parametrize("power", [None, "ceil"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((130, 256), torch.bfloat16), ((5, 136), torch.float32), pytest.param((256, 8), torch.float16, marks=SLOW)],
+)
+def test_both_axes_under_a_scale_rule(power, shape, dtype, device):
+    quantizer = Quantizer(format=E4M3, scaling=Scaling(block=(1, 128), eps=1e-4, power_of_two=power))
+    x = numbers(shape, dtype)
+    assert scaled.covers_both(x.to(device), quantizer)
+    for fold in {False, power is not None}:
+        made = scaled.cast_both(x.to(device), quantizer, fold)
+        for one, matrix in zip(made, (x, x.mT), strict=True):
+            wanted = scaled.cast_scaled(matrix.mT.to(device).mT, quantizer, fold=fold)
+            assert one.elements.stride() == matrix.stride() and one.block == wanted.block
+            assert_same_bits(one.elements.float(), wanted.elements.float())
+            assert (one.scale is None) == fold
+            if not fold:
+                assert_same_bits(one.scale, wanted.scale)
+
+
+def test_rules_that_are_cast_along_both_axes(device):
+    rule = Scaling(block=(1, 128), power_of_two="ceil")
+    quantizer = Quantizer(format=E4M3, scaling=rule)
+    x = torch.zeros(130, 64, dtype=torch.bfloat16, device=device)
+    assert scaled.covers_both(x, quantizer) and not scaled.covers_both(x[:, :60], quantizer)
+    assert not scaled.covers_both(x.mT, quantizer) and not scaled.covers_both(x[None], quantizer)
+    for changes in ({"rounding": Rounding(mode="stochastic")}, {"gradient": ClipMask()}):
+        assert not scaled.covers_both(x, replace(quantizer, **changes))
+    for changes in ({"block": (1, 64)}, {"block": (None, 128)}, {"block": (128, 128)}, {"multiplier": 1.5}):
+        other = replace(quantizer, scaling=replace(rule, **changes))
+        assert not scaled.covers_both(x, other)
+
+
+@pytest.mark.parametrize("rounding", [Rounding(), pytest.param(Rounding(mode="stochastic"), marks=SLOW)])
+def test_elements_that_are_cast_again_with_their_scales(rounding, device):
+    quantizer = Quantizer(format=E4M3, rounding=rounding, scaling=Scaling(block=(1, 128), arithmetic="reciprocal"))
+    x, factor = numbers((130, 256), torch.bfloat16), torch.rand(130, 2) + 0.1
+    factor[3], factor[4, 1] = 2.0**-140, 1e38
+    there, numbers_there = x.to(device).mT, factor.to(device)
+    assert scaled.covers(there, quantizer, numbers_there)
+    keys = (KEYS[0] if rounding.mode == "stochastic" else None, None)
+    made = scaled.cast_scaled(there, quantizer, keys, factor=numbers_there)
+    wanted = cast(multiplied(x, factor).mT, E4M3, quantizer.scaling, rounding, "saturate", keys)
+    assert_same_bits(made.elements.float(), wanted.elements)
+    assert_same_bits(made.scale, wanted.scales.scale)
+    for refused in (numbers_there[:, :1], numbers_there.mT.contiguous().mT):
+        assert not scaled.covers(there, quantizer, refused)
+    assert not scaled.covers(x.to(device).float().mT, quantizer, numbers_there)
+    assert not scaled.covers(x.to(device), quantizer, numbers_there)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (10, 37)])

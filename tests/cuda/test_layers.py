@@ -133,6 +133,32 @@ def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
         assert not torch.allclose(passes[2][0].float().cpu(), other, rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("te_block", marks=SLOW)])
+def test_blocks_of_128_are_cast_with_fewer_reads(name, on_card, monkeypatch):
+    """Gradients along both axes at once, elements that are quantised again with their scales: the same bits."""
+    config = get_recipe(name).linear
+    x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((256, 128), (136, 128), (256, 136))))
+
+    layer = Layer(config, None)
+
+    def run(x, w):
+        return run_layer(x, w, None, layer)
+
+    def steps(run):
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(run(*leaves), leaves, g)
+
+    torch._dynamo.reset()
+    at_once = [steps(run), steps(torch.compile(run, fullgraph=True, backend="aot_eager"))]
+    monkeypatch.setattr(scaled, "covers_both", lambda *_: False)
+    covers = scaled.covers
+    monkeypatch.setattr(scaled, "covers", lambda x, q, factor=None: factor is None and covers(x, q))
+    apart = steps(run)
+    for made in at_once:
+        for one, other in zip(made, apart, strict=True):
+            assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize(
     "name", ["te_delayed", pytest.param("te_current", marks=SLOW), pytest.param("te_block", marks=SLOW)]
 )

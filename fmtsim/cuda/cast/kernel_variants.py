@@ -146,6 +146,9 @@ def _of_rule(
         assert layout is not None
         for fold in {False, rule.folds and not given and scaling.block != (1, None)}:
             yield scaled.variant(layout, rule, dtype, fold, scaling, given, given)
+            if layout.run == 128 and matrix is not x:
+                for what in (scaled.GROUPED, scaled.BOTH):
+                    yield scaled.variant(layout, rule, dtype, fold, scaling, given, given, what)
 
 
 def _rotated() -> Variants:

@@ -40,8 +40,8 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     It takes bfloat16 ``[rows, inner]``, contiguous or the transposed view of such a matrix, ``inner`` a multiple of 64
     (and ``rows`` of 8 in a transposed view), under at most one Hadamard transform of 16 or 32 elements along the inner
     axis and one of these casts: a block format of up to 32 elements in a row whose values bfloat16 holds, or e2m1 under
-    the rules of Quartet or the two levels of Quartet II (``rotated_plan``); or under a transform of 128 and the corrected
-    scales of Quartet II, ``inner`` then being a multiple of 128.
+    the rules of Quartet or the two levels of Quartet II (``rotated_plan``); or under a transform of 128 and the
+    corrected scales of Quartet II, ``inner`` then being a multiple of 128.
     """
     plan = plan_of(quantizer)
     if plan is None or not _is_matrix(x) or x.shape[1] % (plan.lanes * _PER_LANE):

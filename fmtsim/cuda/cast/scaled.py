@@ -43,15 +43,27 @@ _MOST_PARTS = 640  # of which scaled_rows.cu takes the amaxes
 _FOLDED = 32  # numbers that a thread of the kernels of means adds up
 _MEAN_THREADS = 256
 _LAST = 1024 * _FOLDED  # numbers that their last block of threads adds up
+_GROUP = 128  # rows and columns that share scales where these are multiplied in, or found along both
+
+ALONE, GROUPED, BOTH = range(3)  # what a plan casts: x; x times the numbers of its blocks; x along both its axes
 
 
-def covers(x: Tensor, quantizer: Quantizer) -> bool:
+def covers(x: Tensor, quantizer: Quantizer, factor: Tensor | None = None) -> bool:
     """Say whether ``cast_scaled`` takes a matrix under a quantiser; looks at no data, and is quick.
 
     x is on a CUDA device at a 16-byte address, contiguous or the transpose of a contiguous matrix, whose rows in memory
-    have a multiple of eight elements. Transforms and ``then`` of the quantiser are not looked at.
+    have a multiple of eight elements. Transforms and ``then`` of the quantiser are not looked at. A factor goes with
+    the transpose of a bfloat16 matrix of whole blocks of 128 columns, under blocks of 128 of its rows.
     """
-    return _plan_of(x, quantizer, False) is not None and x.data_ptr() % _ALIGNED == 0
+    if factor is not None and not (factor.is_contiguous() and factor.shape == (x.shape[1], x.shape[0] // _GROUP)):
+        return False
+    found = _plan_of(x, quantizer, False, ALONE if factor is None else GROUPED)
+    return found is not None and x.data_ptr() % _ALIGNED == 0
+
+
+def covers_both(x: Tensor, quantizer: Quantizer) -> bool:
+    """Say whether ``cast_both`` takes a matrix under a quantiser; looks at no data, so that a compiler may ask."""
+    return x.dim() == 2 and x.is_contiguous() and _plan_of(x.mT, quantizer, False, BOTH) is not None
 
 
 def folds(quantizer: Quantizer) -> bool:
@@ -69,6 +81,7 @@ def cast_scaled(
     keys: Keys = (None, None),
     fold: bool = False,
     delayed: Any = None,
+    factor: Tensor | None = None,
 ) -> Operand:
     """Quantise a matrix that ``covers``, blocks along its last axis.
 
@@ -80,6 +93,8 @@ def cast_scaled(
             block of zeros, Inf and NaN alone is folded with it as well, though its scale is 1.
         delayed: DelayedScale or FrozenScale (fmtsim.scaling.history) of a scaling with a history: gives the scale of
             the call, and a DelayedScale records the largest magnitude of x in its buffers, in place.
+        factor: float32: what each block of 128 columns of a row of x.mT is multiplied with first, the products being
+            rounded to float32; None is ones.
 
     Returns:
         bfloat16 elements with the strides of x, the scales of their blocks, and a bool slope under a ClipMask or a
@@ -88,18 +103,25 @@ def cast_scaled(
 
     Nothing waits for the device, and results do not depend on the run.
     """
-    plan = _plan_of(x, quantizer, fold)
+    plan = _plan_of(x, quantizer, fold, ALONE if factor is None else GROUPED)
     assert plan is not None  # the caller asked covers
-    return plan.cast(x, quantizer, keys[0], delayed)
+    return plan.cast(x, quantizer, keys[0], delayed, factor)
+
+
+def cast_both(x: Tensor, quantizer: Quantizer, fold: bool) -> tuple[Operand, Operand]:
+    """Return what ``cast_scaled`` makes of a matrix that ``covers_both`` and of its transpose, from one read."""
+    plan, x = _plan_of(x.mT, quantizer, fold, BOTH), x if x.data_ptr() % _ALIGNED == 0 else x.clone()
+    assert plan is not None  # the caller asked covers_both
+    return plan.cast_both(x, quantizer)
 
 
 _plans: dict[tuple[Any, ...], "_Plan | None"] = {}
 _quantizers: dict[int, Quantizer] = {}
 
 
-def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool) -> "_Plan | None":
+def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool, what: int) -> "_Plan | None":
     index = runtime.device_index(x)
-    key = id(quantizer), x.dtype, x.shape, x.stride(), index, fold
+    key = id(quantizer), x.dtype, x.shape, x.stride(), index, fold, what
     try:
         return _plans[key]
     except KeyError:
@@ -108,11 +130,11 @@ def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool) -> "_Plan | None":
         _plans.clear()
         _quantizers.clear()
     _quantizers[id(quantizer)] = quantizer  # alive as long as its identity is a key
-    plan = _plans[key] = _new_plan(x, quantizer, index, fold)
+    plan = _plans[key] = _new_plan(x, quantizer, index, fold, what)
     return plan
 
 
-def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool) -> "_Plan | None":
+def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool, what: int) -> "_Plan | None":
     if quantizer.scaling is not None and quantizer.scaling.input_scale:
         quantizer = replace(quantizer, scaling=scaling_for(quantizer.scaling, x.dtype))
     rule = rule_of(quantizer) if index >= 0 and x.dtype in NARROW else None
@@ -121,10 +143,15 @@ def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool) -> "_Plan
     assert quantizer.scaling is not None
     scaling, stochastic = quantizer.scaling, quantizer.rounding.mode == "stochastic"
     layout = matrix_layout(x, scaling.block, statistic=scaling.statistic, stochastic=stochastic)
-    if layout is None:
+    if layout is None or (what != ALONE and (layout.kind, layout.run) != (COLUMNS, _GROUP)):
+        return None
+    if what == GROUPED and (x.dtype != torch.bfloat16 or layout.columns % _GROUP or quantizer.scaling.input_scale):
+        return None
+    plain = not stochastic and not rule.masks and scaling.multiplier == 1 and scaling.history is None
+    if what == BOTH and not (plain and scaling.block == (1, _GROUP)):
         return None
     block = tuple(size if extent is None else extent for size, extent in zip(x.shape, scaling.block, strict=True))
-    return _Plan(quantizer, rule, layout, block, x.dtype, index, fold)
+    return _Plan(quantizer, rule, layout, block, torch.float32 if what == GROUPED else x.dtype, index, fold, what)
 
 
 class _Plan:
@@ -135,18 +162,19 @@ class _Plan:
         rule: What it is to the kernels.
         layout: How the matrices lie in memory.
         block: Rows and columns of a block.
-        dtype: Theirs.
+        dtype: Of what is cast.
         index: Of the device.
         fold: As in ``cast_scaled``.
+        what: ALONE, GROUPED or BOTH.
     """
 
     def __init__(
         self, quantizer: Quantizer, rule: KernelRule, layout: MatrixLayout, block: tuple[int, ...], dtype: torch.dtype,
-        index: int, fold: bool,
+        index: int, fold: bool, what: int,
     ) -> None:  # fmt: skip
         assert quantizer.scaling is not None
         self._quantizer, self._scaling, self._rule, self._layout = quantizer, quantizer.scaling, rule, layout
-        self._dtype, self._index, self._fold, self._size = dtype, index, fold, layout.launch
+        self._dtype, self._index, self._fold, self._size, self._what = dtype, index, fold, layout.launch, what
         self._block = block[0], block[1]
         parts = min(max(layout.rows * layout.columns // 16384, 1), _PARTS * runtime.multiprocessors(index), _MOST_PARTS)
         self._parts = 1 if quantizer.scaling.statistic in MOMENTS else parts
@@ -156,7 +184,9 @@ class _Plan:
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}  # by what a call asks of them
         self._outer = float(np.float32(quantizer.scaling.multiplier)) if fold else 1.0
 
-    def cast(self, x: Tensor, quantizer: Quantizer, key: RandomKey | None, delayed: Any) -> Operand:
+    def cast(
+        self, x: Tensor, quantizer: Quantizer, key: RandomKey | None, delayed: Any, factor: Tensor | None
+    ) -> Operand:
         """Do what ``cast_scaled`` does."""
         values = torch.empty_like(x, dtype=torch.bfloat16)
         scale = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)
@@ -167,11 +197,23 @@ class _Plan:
         elif self._layout.kind in (TENSOR, LONG_COLUMNS):
             self._launch(key, addresses, self._amaxes_of(x))
         else:
-            self._launch(key, addresses)
-        outer = None if self._outer == 1.0 else constant(self._outer, x.device)
-        if self._fold:
-            return Operand(values, quantizer, None, outer, self._block, mask)
-        return Operand(values, quantizer, scale.mT if self._layout.transposed else scale, None, self._block, mask)
+            self._launch(key, addresses, factor)
+        return self._operand(values, quantizer, scale.mT if self._layout.transposed else scale, mask)
+
+    def cast_both(self, x: Tensor, quantizer: Quantizer) -> tuple[Operand, Operand]:
+        """Do what ``cast_both`` does; the layout is that of the transpose."""
+        rows, columns = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))
+        of_rows = torch.empty(x.shape[0], -(-x.shape[1] // _GROUP), dtype=torch.float32, device=x.device)
+        of_columns = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)
+        self._launch(None, (x.data_ptr(), columns.data_ptr(), of_columns.data_ptr(), 0), of_rows, rows)
+        first = self._operand(rows, quantizer, of_rows, None)
+        return first, self._operand(columns.mT, quantizer, of_columns.mT, None)
+
+    def _operand(self, values: Tensor, quantizer: Quantizer, scale: Tensor, mask: Tensor | None) -> Operand:
+        if not self._fold:
+            return Operand(values, quantizer, scale, None, self._block, mask)
+        outer = None if self._outer == 1.0 else constant(self._outer, values.device)
+        return Operand(values, quantizer, None, outer, self._block, mask)
 
     def _cast_delayed(self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Any) -> None:
         """Cast under the scale in force, and record the amax of x."""
@@ -212,7 +254,10 @@ class _Plan:
         self, key: RandomKey | None, addresses: tuple[int, ...], source: Tensor | None = None,
         tops: Tensor | None = None, given: bool = False,
     ) -> None:  # fmt: skip
-        """Cast; source: amaxes or, where it is ``given``, a factor; tops: takes the amaxes of parts."""
+        """Cast; source: amaxes, numbers of blocks or, where it is ``given``, a factor; tops: takes amaxes of parts.
+
+        Where x is cast along both its axes the two take the scales and the values of its rows.
+        """
         layout, words = self._layout, [*addresses, *(0 if t is None else t.data_ptr() for t in (source, tops))]
         (grid, threads), key_of = self._size, (given, tops is not None)
         launch = self._launches.get(key_of)
@@ -226,7 +271,9 @@ class _Plan:
     def _prepared(self, given: bool, records: bool) -> Callable[..., None]:
         """Return the kernel that casts, compiled; without random words a launch that takes a grid and addresses."""
         layout = self._layout
-        file, name, defines = variant(layout, self._rule, self._dtype, self._fold, self._scaling, given, records)
+        file, name, defines = variant(
+            layout, self._rule, self._dtype, self._fold, self._scaling, given, records, self._what
+        )
         found = runtime.kernel(file, name, self._index, defines)
         return found.bound(self._size[1], 6, *self._rest, NO_DRAW) if layout.words == WORDS_NONE else found
 
@@ -279,17 +326,19 @@ def mean_of(x: Tensor, statistic: str) -> Tensor:
 
 
 def variant(
-    layout: MatrixLayout, rule: KernelRule, dtype: torch.dtype, fold: bool, scaling: Scaling, given: bool, records: bool
-) -> tuple[str, str, runtime.Defines]:
+    layout: MatrixLayout, rule: KernelRule, dtype: torch.dtype, fold: bool, scaling: Scaling, given: bool,
+    records: bool, what: int = ALONE,
+) -> tuple[str, str, runtime.Defines]:  # fmt: skip
     """Return file, name and macros of the kernel that casts.
 
-    given: under a factor instead of amaxes; records: writing the amaxes of parts.
+    given: under a factor instead of amaxes; records: writing the amaxes of parts; what: ALONE, GROUPED or BOTH.
     """
     defines = rule.defines(DTYPES[dtype], layout.words, fold)
     if layout.kind == TILES:
         return "scaled_tiles.cu", "cast_tiles", (*defines, *macros(CACHED=layout.cached))
     if layout.kind in (COLUMNS, LONG_COLUMNS):
-        return "scaled_tiles.cu", "cast_columns", (*defines, *macros(RUN=layout.run))
+        extra = {ALONE: {}, GROUPED: {"GROUPED": 1}, BOTH: {"BOTH": 1}}[what]
+        return "scaled_tiles.cu", "cast_columns", (*defines, *macros(RUN=layout.run, **extra))
     source = macros(RUN=layout.run, SOURCE=given, RECORDS=records, MOMENTS=scaling.statistic in MOMENTS)
     return "scaled_rows.cu", "cast_runs", (*defines, *source)
 

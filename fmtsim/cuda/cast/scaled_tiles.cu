@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operands under a scale rule whose blocks are no runs of memory: tiles and whole rows, or columns.
 //
-// Macros: those of scaled.cuh, and CACHED (tiles; WORDS is 0 or 2 then) or RUN (columns).
+// Macros: those of scaled.cuh, and CACHED (tiles; WORDS is 0 or 2 then) or RUN (columns). Of blocks of 128 in columns:
+// GROUPED: x, bfloat16, is multiplied by the numbers of its blocks of 128 in rows first (INPUT is float32 then);
+// BOTH: it is cast under the scales of these blocks, too.
 #include "scaled.cuh"
 
 #ifdef CACHED
@@ -119,9 +121,55 @@ DEVICE void draw(u32 (&rests)[ROWS], u64 first, u64 row_step, const Draw& d) {
 #endif
 }
 
-// given: amaxes of columns. Tiles are numbered along rows.
+#if GROUPED
+typedef u16 Given;
+DEVICE void load_grouped(Eight& to, const u16* from, float group) {
+  Vectors<BFLOAT16, 8> in;
+  in.load<false>(from);
+#pragma unroll
+  for (int i = 0; i < 8; i++) to.words[i] = __float_as_uint(__fmul_rn(in.get(i), group));
+}
+#else
+typedef Number Given;
+#endif
+
+#if BOTH
+// Casts the rows of a tile under the scales of its rows; half of a warp holds a row.
+DEVICE void cast_rows(
+    u16* y, float* scales, const Eight (&in)[ROWS], const bool (&inside)[ROWS], u64 place, u64 columns, u64 block,
+    u64 across, const Rule& rule, const Grid& grid, const Grid& scale_grid) {
+  u32 mine = 0, share = threadIdx.x % ROWS;
+#pragma unroll
+  for (int j = 0; j < ROWS; j++) {
+    bool clean;
+    u32 top = amax_of_raw(raw_amax_of<1>(in + j, clean));
+#pragma unroll
+    for (int flip = 1; flip < 16; flip *= 2) top = max(top, __shfl_xor_sync(~0u, top, flip));
+    mine = share == j ? top : mine;
+  }
+  const Scale own = scale_of(__uint_as_float(mine), rule, scale_grid);
+#pragma unroll
+  for (int j = 0; j < ROWS; j++) {
+    Scale s = {__shfl_sync(~0u, own.stored, j, ROWS), FOLDS ? __shfl_sync(~0u, own.fold, j, ROWS) : 1.0f,
+               __shfl_sync(~0u, own.factor, j, ROWS), 0.0f};
+    Results out;
+    out.clear();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      u32 passes, value = cast_element<false>(in[j].get(i), s, 0, rule, grid, passes);
+      out.put(i, value, passes);
+    }
+    if (!inside[j]) continue;
+    out.store(y, nullptr, place + 16 * j * columns);
+    if (threadIdx.x % 16 == 0) scales[block + 16 * j * across] = s.stored;
+  }
+}
+#endif
+
+// given: amaxes of columns; GROUPED: the numbers of blocks; BOTH: takes the scales of rows. more: BOTH: takes the
+// values of rows. Tiles are numbered along rows.
 KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS) cast_columns(
-    const Number* x, u16* y, float* scales, u8* masks, const u32* given, u32*, u64 rows, u64 columns, u64 row_step,
+    const Given* x, u16* y, float* scales, u8* masks, void* given, void* more, u64 rows, u64 columns, u64 row_step,
     u64 column_step, u32, u32, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   __shared__ float factors[BLOCKS][WIDTH], folds[FOLDS ? BLOCKS : 1][WIDTH];
@@ -138,7 +186,12 @@ KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS)
   for (int j = 0; j < ROWS; j++) {
     inside[j] = row + 16 * j < rows && column < columns;
     in[j].clear();
+#if GROUPED
+    u64 group = (row + 16 * j) * across + left / WIDTH;
+    if (inside[j]) load_grouped(in[j], x + place + 16 * j * columns, ((const float*)given)[group]);
+#else
     if (inside[j]) in[j].load(x + place + 16 * j * columns);
+#endif
   }
 #if RUN
   for (u32 k = threadIdx.x; k < BLOCKS * WIDTH; k += blockDim.x) tops[0][k] = 0;
@@ -154,11 +207,15 @@ KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS)
   for (u32 k = threadIdx.x; k < BLOCKS * WIDTH; k += blockDim.x) {
     u64 mine = left + column_at(k % WIDTH), block = (u64)tile_row * BLOCKS + k / WIDTH;
     if (mine >= columns) continue;
-    Scale s = scale_of(__uint_as_float(RUN ? tops[0][k] : given[mine]), rule, scale_grid);
+    Scale s = scale_of(__uint_as_float(RUN ? tops[0][k] : ((const u32*)given)[mine]), rule, scale_grid);
     factors[0][k] = s.factor;
     if (FOLDS) folds[0][k] = s.fold;
     if (RUN ? block * RUN < rows : tile_row == 0) scales[(RUN ? block * columns : 0) + mine] = s.stored;
   }
+#if BOTH
+  u64 block = row * across + left / WIDTH;
+  cast_rows((u16*)more, (float*)given, in, inside, place, columns, block, across, rule, grid, scale_grid);
+#endif
   __syncthreads();
   Results out[ROWS];
 #pragma unroll

@@ -28,7 +28,7 @@ from fmtsim.scaling.statistics import block_sizes, statistic
 from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
 from fmtsim.spec.gradient import StraightThrough
-from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, spread
+from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, multiplied, spread
 from fmtsim.spec.quantizer import Quantizer
 
 NO_KEYS = Keys()
@@ -58,7 +58,7 @@ def quantize_operand(
         dim: The inner axis.
         folded: Multiply scales into elements: on a GPU where bfloat16 holds the products (``folds``), else those of
             block formats. Units take them apart.
-        factor: float32, 0-d: what t, bfloat16, is multiplied with first; each product is rounded to float32.
+        factor: What t, bfloat16, is multiplied with first (``multiplied``).
     """
     if quantizer.source == "stored":
         return _stored_operand(t if dim == -1 else t.mT, quantizer, state)
@@ -106,8 +106,8 @@ def _quantized(
     on_gpu = is_on_gpu(t)
     if quantizer.scaling is None and quantizer.is_cast and factor is None:
         return _cast(t, quantizer, keys.elements, dim, folded, on_gpu)
-    x, rest = t if dim == -1 else t.mT, None
-    x = x if factor is None else x.float() * factor
+    t, rest = multiplied(t, factor), None
+    x = t if dim == -1 else t.mT
     for transform in quantizer.transforms:
         x, cut = transformed(x, transform, keys.signs)
         rest = cut if cut is not None else rest
@@ -292,14 +292,20 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 def has_both(t: Tensor, quantizer: Quantizer) -> bool:
     """Say whether a GPU's kernels quantise a matrix along both its axes from one read."""
-    fmt = quantizer.format
+    fmt, scaling = quantizer.format, quantizer.scaling
+    if scaling is not None:  # few rules have such a kernel: ask nobody else about theirs
+        engine = fused_engine(t) if scaling.block == (1, 128) and is_on_gpu(t) else None
+        return engine is not None and engine.has_both(t, quantizer)
     if not quantizer.is_cast or not isinstance(fmt, BlockFormat) or not is_on_gpu(t):
         return False
     return isinstance(fmt.element, FloatFormat) and folds(quantizer) and fused_engine(t) is not None
 
 
 def quantize_both(t: Tensor, quantizer: Quantizer, across: Any, down: Any) -> tuple[Operand, Operand]:
-    """Quantise a matrix that ``has_both`` for sums over its last and over its first dimension, scales folded in."""
+    """Quantise a matrix that ``has_both`` for sums over its last and over its first dimension, scales folded in.
+
+    Those that bfloat16 does not take in lie beside.
+    """
     engine = fused_engine(t)
     both = None if engine is None else engine.quantize_both(t, quantizer, (across, down))
     if both is not None:

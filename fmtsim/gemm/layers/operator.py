@@ -75,6 +75,7 @@ def traced_operand(
     given = [key_tensor(key) for key in keys]
     if passes is None and given == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
         t, dim = t.mT, -1 - dim  # elements lie as the tensor does, on which a library's accumulation order depends
+        factor = factor if factor is None or not factor.dim() else factor.mT
     run = with_keys(torch.ops.fmtsim.quantize_operand, *given)
     found = run(t, dim, text_of(quantizer), folded, *source, factor, *given, passes)
     parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), found, strict=True))
@@ -85,8 +86,14 @@ def traced_operand(
 def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
     """Do what ``quantize_both`` does as one node of a graph."""
     keys = key_tensor(across), key_tensor(down)
-    rows, columns, *scale = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
-    one, other = (Operand(x, quantizer, tensor_scale=scale[0] if scale else None) for x in (rows, columns))
+    rows, columns, *scales = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
+    if len(scales) < 2:
+        one, other = (Operand(x, quantizer, tensor_scale=scales[0] if scales else None) for x in (rows, columns))
+        return one, other
+    one, other = (
+        Operand(x, quantizer, scale, block=block_sizes(block_of(quantizer), x.shape))
+        for x, scale in zip((rows, columns), scales, strict=True)
+    )
     return one, other
 
 
@@ -141,13 +148,23 @@ def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scal
 
 def _both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
     rows, columns = quantize_both(t, _quantizers[quantizer], random_key(across), random_key(down))
-    scale = [] if rows.tensor_scale is None else [rows.tensor_scale]
-    return [rows.elements.contiguous(), columns.elements.mT.contiguous().mT, *scale]
+    scales = [] if rows.tensor_scale is None else [rows.tensor_scale]
+    if rows.scale is not None and columns.scale is not None:
+        scales = [rows.scale.contiguous(), columns.scale.mT.contiguous().mT]
+    return [rows.elements.contiguous(), columns.elements.mT.contiguous().mT, *scales]
 
 
 def _fake_both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
-    scale = [t.new_empty((), dtype=torch.float32)] if _quantizers[quantizer].format.tensor_scale else []  # type: ignore[union-attr]
-    return [t.new_empty(t.shape, dtype=torch.bfloat16), t.new_empty(t.shape, dtype=torch.bfloat16).mT, *scale]
+    q, scales = _quantizers[quantizer], []
+    if q.scaling is None:
+        scales = [t.new_empty((), dtype=torch.float32)] if q.format.tensor_scale else []  # type: ignore[union-attr]
+    elif not folds(q):
+        (rows, columns), run = t.shape, q.scaling.block[1]
+        assert run is not None
+        sizes = (rows, -(-columns // run)), (-(-rows // run), columns)
+        of_rows, of_columns = (t.new_empty(size, dtype=torch.float32) for size in sizes)
+        scales = [of_rows, of_columns.mT]
+    return [t.new_empty(t.shape, dtype=torch.bfloat16), t.new_empty(t.shape, dtype=torch.bfloat16).mT, *scales]
 
 
 define_operator(

@@ -101,8 +101,11 @@ class Pass:
         forward = Operand(elements, before, scale, tensor_scale, block_sizes(block_of(before), elements.shape))
         if quantizer.source == "forward":
             return forward.transposed()
-        if scale is None and elements.dtype == torch.bfloat16:
-            return self.operand(name, elements, 0, tensor_scale)
+        factor = tensor_scale if scale is None else scale
+        blocks = scale is not None and tensor_scale is None and quantizer.scaling is not None
+        whole = blocks and not any(n % size for n, size in zip(elements.shape, forward.block, strict=True))
+        if elements.dtype == torch.bfloat16 and (scale is None or whole):
+            return self.operand(name, elements, 0, factor)
         return self.operand(name, forward.values(torch.float32), 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.scaling.transforms import transformed
-from fmtsim.spec.operand import Keys, Operand
+from fmtsim.spec.operand import Keys, Operand, multiplied
 from fmtsim.spec.quantizer import Quantizer
 
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
         made: What is multiplied.
         keys: Of its random numbers.
         dim: Of the original, along which the product sums.
-        factor: What the original is multiplied with first, float32, 0-d, or None.
+        factor: What the original is multiplied with first (``fmtsim.spec.operand.multiplied``), or None.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Seen(NamedTuple):
         x, values = self.original, self.made.values(wide_dtype(self.original.dtype))
         if self.made.quantizer.is_cast and self.factor is None:
             return x, values if self.dim == -1 else values.mT, self.dim
+        x = multiplied(x, self.factor)
         x = x if self.dim == -1 else x.mT
-        x = x if self.factor is None else x.float() * self.factor
         for transform in self.made.quantizer.transforms:
             x, _ = transformed(x, transform, self.keys.signs)
         return x, values, -1
