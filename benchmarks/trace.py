@@ -11,7 +11,8 @@ import statistics
 import time
 
 import fmtsim
-from fmtsim.bench.layers import GPU_SIZES, Case, Step, wait
+from fmtsim.bench.layers import Case, Step, wait
+from fmtsim.bench.models import GPU_SIZES
 
 
 def seconds(step: Step, traced: bool, level: str) -> float:

@@ -6,63 +6,22 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fmtsim.bench import peers
+from fmtsim.bench import models, peers
+from fmtsim.bench.models import Sizes
 from fmtsim.bench.timing import in_turns
-from fmtsim.errors import FmtsimError
 from fmtsim.nn.convert import convert
 from fmtsim.recipes.registry import get_recipe
-from fmtsim.training.gpt import GPT, GPTConfig, LanguageModel
-from fmtsim.training.llama import LlamaBlock
 
 RECIPES = ("te_current", "te_mxfp8", "te_nvfp4", "mxfp4", "quartet", "deepseek_v3")
 MODES = ("eager", "default", "reduce-overhead")  # without torch.compile, and two of its modes
-STACK = 8  # layers whose host time is measured together: a call of autograd begins once for all of them
+RECIPES_ON_CPU = ("te_current", "te_mxfp8", "te_nvfp4_all", "quartet")  # about two minutes
 _WARM_UP = 3  # steps: reduce-overhead runs, records and replays
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Give the size of a model, and the batch of a step."""
-
-    width: int
-    layers: int
-    batch_size: int
-    context: int
-    vocabulary: int
-    heads: int = 0
-
-    def resized(self, **given: int | None) -> "Sizes":
-        """Return the sizes with those that are given, and heads of 64 features, or a single one."""
-        sizes = replace(self, **{name: size for name, size in given.items() if size is not None})
-        return replace(sizes, heads=max(1, sizes.width // 64))
-
-    def to_dict(self) -> dict[str, int]:
-        """Return plain JSON types."""
-        return asdict(self)
-
-
-GPU_SIZES = {
-    "llama": Sizes(width=1024, layers=8, batch_size=8, context=1024, vocabulary=32000),
-    "gpt": Sizes(width=768, layers=12, batch_size=8, context=1024, vocabulary=50304),
-    "layer": Sizes(width=1024, layers=1, batch_size=8, context=1024, vocabulary=1),
-}
-RECIPES_ON_CPU = ("te_current", "te_mxfp8", "te_nvfp4", "quartet")  # about two minutes
-CPU_SIZES = {
-    "llama": Sizes(width=256, layers=2, batch_size=2, context=128, vocabulary=1024),
-    "gpt": Sizes(width=256, layers=2, batch_size=2, context=128, vocabulary=1024),
-    "layer": Sizes(width=1024, layers=1, batch_size=1, context=256, vocabulary=1),
-}
-
-
-def sizes_of(device: str) -> dict[str, Sizes]:
-    """Return what a device runs by default, by the model's name."""
-    return GPU_SIZES if _is_gpu(device) else CPU_SIZES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +36,11 @@ class Case:
     def name(self) -> str:
         """What ``--only`` matches."""
         return f"{self.model} {self.mode} {self.recipe or 'plain'}"
+
+
+def sizes_of(device: str) -> dict[str, Sizes]:
+    """Return what a device runs by default, by the model's name."""
+    return models.GPU_SIZES if _is_gpu(device) else models.CPU_SIZES
 
 
 def cases(recipes: Sequence[str] | None, device: str) -> list[Case]:
@@ -174,7 +138,7 @@ class Bench:
         return self._plain[1]
 
     def _made(self, case: Case) -> Any:
-        kind = _Layer if case.model == "layer" else Step
+        kind = _Layers if case.model == "layer" else Step
         return kind(case, self.sizes[case.model], self.device, **self.machine)
 
 
@@ -191,11 +155,11 @@ class Step:
     def __init__(self, case: Case, sizes: Sizes, device: str, **machine: Any) -> None:
         self.device = device
         self.steps = 5 if _is_gpu(device) else 1
-        model = (_llama if case.model == "llama" else _gpt)(sizes).to(device)
+        model = (models.llama if case.model == "llama" else models.gpt)(sizes).to(device)
         generator = torch.Generator().manual_seed(0)
         size = (sizes.batch_size, sizes.context + 1)
         tokens = torch.randint(0, sizes.vocabulary, size, generator=generator).to(device)
-        self.batch = _batch(model, tokens)
+        self.batch = models.batch_of(model, tokens)
         if case.recipe is not None:
             _convert(model, case.recipe, machine)
             with torch.no_grad(), _autocast(device):
@@ -239,13 +203,15 @@ class Step:
         return float(self())
 
 
-class _Layer:
-    """Equal linear layers behind each other, by the time in which the host asks the device for their work."""
+class _Layers:
+    """Layers alone, by the time in which the host asks the device for the work of one of them.
+
+    Several are measured together: autograd begins a backward pass once for all of them, as in a model.
+    """
 
     def __init__(self, case: Case, sizes: Sizes, device: str, **machine: Any) -> None:
         self.device = device
-        self.layers = nn.Sequential(*(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(STACK)))
-        self.layers.to(device)
+        self.layers, self.count = models.layers(sizes).to(device), sizes.layers
         dtype = torch.bfloat16 if _is_gpu(device) else torch.float32
         shape = (sizes.batch_size, sizes.context, sizes.width)
         self.x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
@@ -263,14 +229,14 @@ class _Layer:
         torch.autograd.grad(y, (self.x, *self.layers.parameters()), self.grad)
         taken += time.perf_counter() - start
         wait(self.device)
-        return taken / STACK
+        return taken / self.count
 
     def warm_up(self) -> None:
         """Compile kernels."""
         for _ in range(_WARM_UP):
             self.seconds()
 
-    def in_turns_with(self, plain: "_Layer", repeats: int) -> tuple[float, float]:
+    def in_turns_with(self, plain: "_Layers", repeats: int) -> tuple[float, float]:
         """Return the medians of both; a GPU's host needs many rounds, which are short."""
         rounds = [(self.seconds(), plain.seconds()) for _ in range(repeats * (10 if _is_gpu(self.device) else 1))]
         own, base = map(statistics.median, zip(*rounds, strict=True))
@@ -280,50 +246,15 @@ class _Layer:
         """Return nothing: layers alone have none."""
 
 
-def _llama(sizes: Sizes) -> nn.Module:
-    """Return the Llama of transformers with random weights."""
-    try:
-        import transformers
-    except ImportError:
-        raise FmtsimError(
-            "transformers is not installed; pip install 'fmtsim[transformers]', or pass --only 'gpt*' for a model that "
-            "needs none"
-        ) from None
-    with torch.device("meta"):
-        inner = LlamaBlock(GPTConfig(width=sizes.width, heads=sizes.heads)).mlp.up_proj.out_features
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=sizes.width, intermediate_size=inner, num_hidden_layers=sizes.layers, use_cache=False,
-        num_attention_heads=sizes.heads, vocab_size=sizes.vocabulary, max_position_embeddings=sizes.context,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
-
-
-def _gpt(sizes: Sizes) -> nn.Module:
-    """Return the GPT of ``fmtsim train``."""
-    names = ("context", "width", "layers", "heads", "vocabulary")
-    return GPT(GPTConfig(**{name: getattr(sizes, name) for name in names}), seed=0)
-
-
-def _batch(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    if isinstance(model, LanguageModel):
-        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, :-1]}
-
-
-def _without_head(module: nn.Module, name: str) -> bool:
-    return LanguageModel.without_head(module, name) and name != "lm_head"
-
-
 def _convert(model: nn.Module, recipe: str, machine: dict[str, Any]) -> None:
-    """Let a recipe or other software convert a model but for its head; layers alone follow no rules for blocks."""
+    """Let a recipe or other software convert a model but for its head; of layers alone a recipe leaves none out."""
     if recipe in peers.PEERS:
-        peers.PEERS[recipe].convert(model, _without_head)
+        peers.PEERS[recipe].convert(model, models.without_head)
         return
     record = get_recipe(recipe)
     if isinstance(model, nn.Sequential):
         record = replace(record, rules=())
-    convert(model, recipe=record, generator=1, filter_fn=_without_head, total_steps=1000, **machine)
+    convert(model, recipe=record, generator=1, filter_fn=models.without_head, total_steps=1000, **machine)
 
 
 def _autocast(device: str, **options: Any) -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ import torch
 
 from fmtsim.bench import layers, peers
 from fmtsim.bench.layers import Result
+from fmtsim.bench.models import HEAD, Sizes
 from fmtsim.cli.arguments.bench import SIZES
 from fmtsim.cli.info import processor_name
 from fmtsim.cli.options import check_device, check_positive, chosen_cases
@@ -31,6 +32,11 @@ def measured(
     check_device(device)
     if arguments.emulate and arguments.target is None:
         raise ArgumentError("--emulate without --target emulates nothing; pass --target h200, too")
+    if arguments.width is not None and arguments.width % HEAD:
+        near = max(HEAD, arguments.width // HEAD * HEAD)
+        raise ArgumentError(
+            f"--width {arguments.width} is not a multiple of {HEAD}, the features of an attention head; choose {near}"
+        )
     machine = {"target": arguments.target, "native": False if arguments.emulate else None} if arguments.target else {}
     given = {name: getattr(arguments, name) for name in SIZES}
     sizes = {name: size.resized(**given) for name, size in layers.sizes_of(device).items()}
@@ -63,12 +69,16 @@ def _text(record: dict[str, Any], results: list[Result], failed: dict[str, str])
     machine = record["machine"]
     parts = [", ".join([machine["device"], *(f"{name} {machine[name]}" for name in ("torch", "transformers", "date"))])]
     for name in dict.fromkeys(result.case.model for result in results):
-        parts.append(f"{name}: {_size(layers.Sizes(**record['sizes'][name]))}")
-    parts += ["", table(results)] if results else []
+        parts.append(f"{name}: {_size(Sizes(**record['sizes'][name]))}")
+    parts += ["", table(results), "", summary(results), ""] if results else []
     absent = [name for name in peers.PEERS if name not in peers.installed()]
-    parts += [f"not beside: {', '.join(absent)} (not installed)"] if absent else []
+    parts += [f"not measured, because not installed: {', '.join(absent)}"] if absent else []
     parts += [f"{name}: not measured, {reason}" for name, reason in failed.items()]
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip()
+
+
+def _size(size: Sizes) -> str:
+    return f"{size.layers} layers of width {size.width}, {size.batch_size} x {size.context} tokens"
 
 
 def table(results: list[Result]) -> str:
@@ -83,6 +93,9 @@ def _line(result: Result) -> tuple[str, ...]:
     return (result.case.name, *times, f"{result.ratio:.3f}", f"{result.first_seconds:.1f}", loss)
 
 
-def _size(size: layers.Sizes) -> str:
-    blocks = f"{size.layers} layers of {size.width}" if size.layers > 1 else f"{size.width} features"
-    return f"{blocks}, {size.batch_size} x {size.context} tokens"
+def summary(results: list[Result]) -> str:
+    """Return the ratios: a line for each recipe, a column for each model and mode."""
+    ratios = {(str(each.case.recipe), f"{each.case.model} {each.case.mode}"): f"{each.ratio:.2f}" for each in results}
+    recipes, ways = dict.fromkeys(recipe for recipe, _ in ratios), dict.fromkeys(way for _, way in ratios)
+    rows = [(recipe, *(ratios.get((recipe, way), "-") for way in ways)) for recipe in recipes]
+    return format_table(("over plain", *ways), rows)

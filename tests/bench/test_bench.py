@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmtsim.bench import cpu, gemm, gpu, gpu_cases, layers, overheads, timing
+from fmtsim.bench import cpu, gemm, gpu, gpu_cases, layers, models, overheads, timing
 from fmtsim.bench.gemm import CASES, Case, Result, case_named, measure, product_of
 from fmtsim.bench.overheads import Overhead
 from fmtsim.bench.timing import in_turns
@@ -25,7 +25,7 @@ MEASURED = {  # how figures of docs/performance.md came about: another digest as
         gpu_cases.CASES, gpu_cases.UNITS, gpu.ELEMENTS, gpu.FEW, gpu.SIDE, gpu.TOKENS, gpu.WIDTH, gpu._SMALL,
         gpu._CALLS, gpu._AHEAD,
     ),
-    "layers": (layers.RECIPES, layers.MODES, layers.GPU_SIZES, layers.STACK),
+    "layers": (layers.RECIPES, layers.MODES, models.GPU_SIZES),
     "overheads": (
         overheads.FIRST_CASTS, overheads.FIRST_PRODUCTS, overheads.MEMORY_CASTS, overheads.MEMORY_PRODUCTS,
         overheads._IMPORT, overheads._FIRST, overheads._STATUS, overheads._CAST_MEMORY, overheads._PRODUCT_MEMORY,
@@ -35,7 +35,7 @@ DIGESTS = {
     "casts": "e7dc7d304b92f71d",
     "products": "1808ae31669402b8",
     "casts and products of a GPU": "a542ff787a73dd73",
-    "layers": "9aa75f789a74c6e2",
+    "layers": "452971c3f1ffc8ec",
     "overheads": "854c2c8c252ef2c9",
 }
 

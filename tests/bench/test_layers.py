@@ -12,11 +12,12 @@ from torch import nn
 
 import fmtsim
 from fmtsim.bench import layers, peers
-from fmtsim.bench.layers import Bench, Case, Result, Sizes, Step
+from fmtsim.bench.layers import Bench, Case, Result, Step
+from fmtsim.bench.models import Sizes, without_head
 from fmtsim.cli import bench_layers
 from fmtsim.cli.main import BAD_INPUT, main
 
-SMALL = Sizes(width=64, layers=2, batch_size=2, context=16, vocabulary=64).resized()
+SMALL = Sizes(width=64, layers=2, batch_size=2, context=16, vocabulary=64)
 WORDS = ("--width", "64", "--layers", "2", "--batch-size", "2", "--context", "16", "--repeats", "1")
 transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -48,8 +49,8 @@ def test_a_recipe_converts_the_model_but_for_its_head(model):
 
 
 def test_layers_alone_follow_no_rules_for_blocks():
-    layer = layers._Layer(Case(model="layer", mode="eager", recipe="te_nvfp4"), SMALL, "cpu")
-    assert sum(isinstance(m, fmtsim.nn.modules.EmulatedModule) for m in layer.layers.modules()) == layers.STACK
+    layer = layers._Layers(Case(model="layer", mode="eager", recipe="te_nvfp4"), SMALL, "cpu")
+    assert sum(isinstance(m, fmtsim.nn.modules.EmulatedModule) for m in layer.layers.modules()) == SMALL.layers
     assert layer.seconds() > 0 and layer.loss() is None
 
 
@@ -98,8 +99,8 @@ def test_torchao_gets_the_filter_and_emulates_on_a_cpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", float8)
     model = nn.Linear(4, 4)
     layers._convert(model, "torchao_float8", {})
-    assert given == {"module_filter_fn": layers._without_head, "config": ("config", True)}
-    assert [layers._without_head(model, name) for name in ("blocks.0.up", "lm_head")] == [True, False]
+    assert given == {"module_filter_fn": without_head, "config": ("config", True)}
+    assert [without_head(model, name) for name in ("blocks.0.up", "lm_head")] == [True, False]
 
 
 def run(capsys, *words):
@@ -109,12 +110,11 @@ def run(capsys, *words):
 
 def test_the_record_is_what_is_printed_as_json_and_kept_after_every_case(tmp_path, capsys):
     path = tmp_path / "record.json"
-    out = run(capsys, "--only", "[lg]*y* eager *", "--recipes", "te_current", "--json", "--record", str(path))
+    out = run(capsys, "--only", "layer *", "--recipes", "te_current", "--json", "--record", str(path))
     record = json.loads(out)
     assert record == json.loads(path.read_text())
     assert [result["case"] for result in record["results"]] == ["layer eager te_current"]
-    assert record["sizes"]["layer"] == {"width": 64, "layers": 2, "batch_size": 2, "context": 16, "vocabulary": 1,
-                                        "heads": 1}  # fmt: skip
+    assert record["sizes"]["layer"] == {"width": 64, "layers": 2, "batch_size": 2, "context": 16, "vocabulary": 1}
     assert record["failed"] == {} and record["machine"]["torch"] == torch.__version__
 
 
@@ -142,14 +142,15 @@ def test_what_fails_is_said_and_the_others_go_on(capsys, monkeypatch):
     )
 
 
-def test_the_table_to_the_letter():
+def test_the_tables_to_the_letter():
     results = [
         Result(case=Case(model="layer", mode="eager", recipe="te_current"), seconds=6e-5, plain_seconds=3e-5,
                first_seconds=1.25),
         Result(case=Case(model="llama", mode="default", recipe="te_nvfp4"), seconds=0.03, plain_seconds=0.02,
                first_seconds=40.0, loss=10.25),
     ]  # fmt: skip
-    assert [line.rstrip() for line in bench_layers.table(results).splitlines()] == TABLE.splitlines()
+    text = f"{bench_layers.table(results)}\n{bench_layers.summary(results)}"
+    assert [line.rstrip() for line in text.splitlines()] == TABLES.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,7 @@ def test_the_table_to_the_letter():
         (("--only", "nothing"), "--only 'nothing' matches no case; the cases are 'layer eager te_current'"),
         (("--threads", "1"), "--threads belongs to fmtsim bench casts and gemm, not to layers; leave it out"),
         (("--kernels-only",), "--kernels-only belongs to fmtsim bench casts and gemm, not to layers; leave it out"),
+        (("--width", "200"), "--width 200 is not a multiple of 64, the features of an attention head; choose 192"),
         (("--width", "0"), "--width 0 is not possible; choose 1 or more"),
     ],
 )
@@ -176,9 +178,13 @@ def test_other_jobs_refuse_options_of_layers(what, capsys):
         assert f"{words[0]} belongs to fmtsim bench layers, not to {what}; leave it out" in capsys.readouterr().err
 
 
-TABLE = """\
+TABLES = """\
 case                        ms  plain, ms  ratio  first, s     loss
 ----------------------  ------  ---------  -----  --------  -------
 layer eager te_current   0.060      0.030  2.000       1.2        -
 llama default te_nvfp4  30.000     20.000  1.500      40.0  10.2500
+over plain  layer eager  llama default
+----------  -----------  -------------
+te_current         2.00              -
+te_nvfp4              -           1.50
 """
