@@ -39,15 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag(kept, "--dropout", "count dropout masks")
     flag(kept, "--quantize-early", "layers save codes that the forward pass made for the backward product")
-    devices = parser.add_argument_group("devices")
+    _add_devices(parser.add_argument_group("devices"))
+    _add_serving(parser.add_argument_group("serving instead of training (with --weights and --devices)"))
+    flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
+    add_json(parser)
+
+
+def _add_devices(devices: argparse._ArgumentGroup) -> None:
     count(devices, "--devices", "number of devices (default 1)")
     count(devices, "--zero", "ZeRO stage: 1 shards states, 2 gradients too, 3 weights too, as FSDP does (default 0)")
     count(devices, "--tensor-parallel", "devices over which each layer is sharded")
     flag(devices, "--sequence-parallel", "shard activations between layers, too")
-    served = parser.add_argument_group("serving instead of training (with --weights and --devices)")
+
+
+def _add_serving(served: argparse._ArgumentGroup) -> None:
     flag(served, "--serve", "count weights and the KV cache")
     count(served, "--context", "cached tokens per request")
     count(served, "--requests", "concurrent requests (default 1)")
     option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", known=names.formats)
-    flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
-    add_json(parser)
