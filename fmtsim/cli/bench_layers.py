@@ -41,10 +41,11 @@ def measured(
     given = {name: getattr(arguments, name) for name in SIZES}
     sizes = {name: size.resized(**given) for name, size in layers.sizes_of(device).items()}
     cases = chosen_cases(layers.cases(arguments.recipes, device), arguments.only)
+    absent = [] if arguments.recipes else [name for name in peers.PEERS if name not in peers.installed()]
     bench = layers.Bench(device, sizes, arguments.repeats, **machine)
     record: dict[str, Any] = {
         "machine": about(device), "sizes": {name: size.to_dict() for name, size in sizes.items()},
-        "target": arguments.target, "emulated": arguments.emulate,
+        "target": arguments.target, "emulated": arguments.emulate, "not_installed": absent,
     }  # fmt: skip
     results: list[Result] = []
     failed: dict[str, str] = {}
@@ -71,7 +72,7 @@ def _text(record: dict[str, Any], results: list[Result], failed: dict[str, str])
     for name in dict.fromkeys(result.case.model for result in results):
         parts.append(f"{name}: {_size(Sizes(**record['sizes'][name]))}")
     parts += ["", table(results), "", summary(results), ""] if results else []
-    absent = [name for name in peers.PEERS if name not in peers.installed()]
+    absent = record["not_installed"]
     parts += [f"not measured, because not installed: {', '.join(absent)}"] if absent else []
     parts += [f"{name}: not measured, {reason}" for name, reason in failed.items()]
     return "\n".join(parts).rstrip()

@@ -66,6 +66,12 @@ def test_a_model_and_mode_share_one_plain_model(monkeypatch):
     assert results[0].loss is None and 0 < results[-1].loss < 10
 
 
+def test_peers_that_are_absent_are_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(peers, "installed", lambda: ["torchao_float8"])
+    monkeypatch.setattr(layers, "RECIPES_ON_CPU", ("te_current",))
+    assert "not measured, because not installed: microxcaling_mxfp4\n" in run(capsys, "--only", "layer * te_current")
+
+
 def test_a_missing_peer_names_the_next_step():
     assert main(["bench", "layers", "--recipes", "nope"]) == BAD_INPUT
     with pytest.raises(fmtsim.FmtsimError, match="no_such is not installed; pip install it, or leave it out"):
@@ -116,6 +122,7 @@ def test_the_record_is_what_is_printed_as_json_and_kept_after_every_case(tmp_pat
     assert [result["case"] for result in record["results"]] == ["layer eager te_current"]
     assert record["sizes"]["layer"] == {"width": 64, "layers": 2, "batch_size": 2, "context": 16, "vocabulary": 1}
     assert record["failed"] == {} and record["machine"]["torch"] == torch.__version__
+    assert record["not_installed"] == []  # nothing else was asked for
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
