@@ -26,14 +26,14 @@ def _times_power(limit, shift):
 
 
 @device
-def _binary_value(value, shift, g):
+def binary_value(value, shift, g):
     """Quantise one element under the scale whose exponent bits are given."""
     limit, negative = _times_power(g.limit, shift), _times_power(g.limit_negative, shift)
     return saturated(value, int32(g.min_binade + shift), limit, negative, g)
 
 
 @device
-def _real_value(value, scale, factor, p, g):
+def real_value(value, scale, factor, p, g):
     """Quantise one element under a real scale."""
     code_value = saturated(float32(value * factor), g.min_binade, g.limit, g.limit_negative, g)
     return float32(float32(code_value * scale) * p.decode_scale)
@@ -49,10 +49,10 @@ def _binary_row(x, y, inner, ahead, shifts, g):
         shift = shifts[strip]
         for j in range(16):
             k = base + uint64(j)
-            y[k] = _binary_value(x[k], shift, g)
+            y[k] = binary_value(x[k], shift, g)
     width = 16 if inner % 16 == 0 else inner
     for i in range(16 * strips, x.size):
-        y[i] = _binary_value(x[i], shifts[i // width], g)
+        y[i] = binary_value(x[i], shifts[i // width], g)
 
 
 @device
@@ -65,10 +65,10 @@ def _real_row(x, y, inner, ahead, scales, factors, p, g):
         scale, factor = scales[strip], factors[strip]
         for j in range(16):
             k = base + uint64(j)
-            y[k] = _real_value(x[k], scale, factor, p, g)
+            y[k] = real_value(x[k], scale, factor, p, g)
     width = 16 if inner % 16 == 0 else inner
     for i in range(16 * strips, x.size):
-        y[i] = _real_value(x[i], scales[i // width], factors[i // width], p, g)
+        y[i] = real_value(x[i], scales[i // width], factors[i // width], p, g)
 
 
 @kernel

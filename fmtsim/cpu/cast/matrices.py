@@ -3,6 +3,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
 
 _GROUP = 2048  # columns that go through the phases of a kernel together
+_PANEL, _LEAST = 8192, 64  # elements, and columns, of blocks of one column that do
 _SPAN = 4096  # columns a task when one scale covers the tensor
 _NONE = torch.empty((0, 0), dtype=torch.float32)
 
@@ -66,6 +68,8 @@ def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.
     if quantizer(spec) is None or out.dtype == torch.float64:
         decode(encode_blocks(x, spec, random), spec, out)
         return
+    if spec.dim == -2 and x.dim() == 2 and x.is_contiguous():
+        spec = _across(spec)
     matrix = _matrix(x, spec.dim)
     direct = (spec.dim == -1 or x.dim() < 2) and out.is_contiguous() and out.dtype == torch.float32
     target = out.view(matrix.shape) if direct else torch.empty_like(matrix)
@@ -81,6 +85,14 @@ def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.
             return
     if not direct:
         store(_unfold(target, x.shape, spec.dim), out)
+
+
+@lru_cache(maxsize=256)
+def _across(spec: CastSpec) -> CastSpec:
+    """Return a cast of blocks down the columns of a matrix as one of blocks along its rows: the same numbers."""
+    assert isinstance(spec.format, BlockFormat)
+    scaling = replace(spec.format.scaling, block=spec.format.block[::-1])
+    return replace(spec, format=replace(spec.format, scaling=scaling), dim=-1)
 
 
 def encode_blocks(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
@@ -145,7 +157,8 @@ def _cast(job: _Job, fast: Fast) -> bool:
         job = job.as_row()  # rows of whole blocks are one long row
     rows, columns = job.x.shape
     blocks_across = -(-columns // inner)
-    group = max(min(_GROUP // inner, blocks_across), 1)
+    width = _GROUP // inner if inner > 1 else max(_PANEL // outer, _LEAST)
+    group = max(min(width, blocks_across), 1)
     across = -(-blocks_across // group)
     arrays = [array_of(job.x), *(made.numpy() for made in (job.values, job.codes, job.scales))]
     scaling = scaling_of(job.format, job.amax if job.format.tensor_scale else None)

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fmtsim.cpu.cast import blocks, encoding
+from fmtsim.cpu.cast import blocks, columns, encoding
 from fmtsim.cpu.cast.codes import coding_of
 from fmtsim.cpu.cast.elements import grid_for
 from fmtsim.cpu.cast.grid import Grid, grid_of
@@ -33,11 +33,12 @@ def quantizer(spec: CastSpec, words: Words | None = None) -> Fast | None:
     if grids is None:
         return None
     g, sg = grids
+    of = columns if _format(spec).block[1] == 1 else blocks
     if words is not None:
-        return Fast(g, lambda x, y, _, __, p, at, *ends: blocks.quantize_stochastic(x, y, g, p, sg, words, at, *ends))
+        return Fast(g, lambda x, y, _, __, p, at, *ends: of.quantize_stochastic(x, y, g, p, sg, words, at, *ends))
     if _format(spec).power_of_two:
-        return Fast(g, lambda x, y, _, __, p, at, *ends: blocks.quantize_binary(x, y, g, p, at, *ends))
-    return Fast(g, lambda x, y, _, __, p, at, *ends: blocks.quantize_real(x, y, g, p, sg, at, *ends))
+        return Fast(g, lambda x, y, _, __, p, at, *ends: of.quantize_binary(x, y, g, p, at, *ends))
+    return Fast(g, lambda x, y, _, __, p, at, *ends: of.quantize_real(x, y, g, p, sg, at, *ends))
 
 
 def encoder(spec: CastSpec, words: Words | None = None) -> Fast | None:
