@@ -184,6 +184,11 @@ def fused_engine(x: torch.Tensor) -> FusedEngine | None:
     return engine if engine.serves(x.get_device()) else None
 
 
+def cpu_engine(x: torch.Tensor) -> CPUEngine | None:
+    """Return the CPU's engine where its kernels may take a tensor around the dispatcher; None elsewhere."""
+    return load_engine("cpu") if x.is_cpu and not torch.compiler.is_compiling() and is_plain(x) else None
+
+
 @overload
 def load_engine(name: Literal["cuda"]) -> FusedEngine: ...
 @overload

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU engine: numba kernels on the threads of a pool of our own, the same bits as every other engine."""
 
+from fmtsim.cpu.cast.blockwise import finish_, round_blocks, times_blocks, widened
 from fmtsim.cpu.cast.engine import decode, encode, quantize, supports
-from fmtsim.cpu.counting import block_amax, count_cast
+from fmtsim.cpu.cast.rotation import hadamard
+from fmtsim.cpu.cast.statistics import block_amax, block_means
+from fmtsim.cpu.counting import count_cast
 from fmtsim.cpu.gemm.engine import gemm, supports_gemm
 from fmtsim.cpu.optim.elementary import exp, ln
 from fmtsim.cpu.optim.steps import optimizer_steps, supports_optimizer
@@ -12,19 +15,25 @@ from fmtsim.cpu.weighted_sums import weighted_sums
 
 __all__ = [
     "block_amax",
+    "block_means",
     "cache_folder",
     "count_cast",
     "decode",
     "encode",
     "exp",
+    "finish_",
     "gemm",
     "get_num_threads",
+    "hadamard",
     "ln",
     "optimizer_steps",
     "quantize",
+    "round_blocks",
     "set_num_threads",
     "supports",
     "supports_gemm",
     "supports_optimizer",
+    "times_blocks",
     "weighted_sums",
+    "widened",
 ]

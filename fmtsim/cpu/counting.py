@@ -9,31 +9,12 @@ from fmtsim.cpu.runtime import simd
 from fmtsim.cpu.runtime.arrays import array_of
 from fmtsim.cpu.runtime.jit import kernel, subroutine
 from fmtsim.cpu.runtime.pool import run
-from fmtsim.cpu.runtime.scratch import scratch
 
 EXPONENTS = 277  # of float32: -149 to 127
 _SPAN = 4096  # columns that are summed together, whatever thread has them
 _TABLES = 4  # of exponents: neighbours often have the same, and a count would wait for the last
 _INFINITY, _MAGNITUDE, _NORMAL = int32(0x7F800000), int32(0x7FFFFFFF), int32(1 << 23)
 _KEPT, _BEYOND, _STRANGE = int32(1), int32(1 << 10), int32(1 << 20)  # three counters in a word; a lane has _SPAN / 64
-
-
-def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return the largest finite magnitude of each block, 0 where there is none: float32 [blocks, blocks].
-
-    Args:
-        x: A contiguous float32 matrix.
-        block: Rows and columns of a block; those at the edges may have fewer.
-    """
-    rows, columns = block
-    found = torch.zeros(-(-x.shape[0] // rows), -(-x.shape[1] // columns))
-    matrix, out = array_of(x), array_of(found).view(np.int32)
-
-    def part(start: int, stop: int) -> None:
-        _block_amax(matrix.view(np.int32), out, scratch("largest", x.shape[1], np.int32), rows, columns, start, stop)
-
-    run(part, len(out), 1, rows * x.shape[1])
-    return found
 
 
 def count_cast(
@@ -72,22 +53,6 @@ def count_cast(
     amax = np.int32(max(each[3] for each, _ in found)).view(np.float32)
     exponents = np.sum([each for _, each in found], axis=0)
     return torch.tensor([*counts[:3], amax, *sums.sum(0)], dtype=torch.float64), torch.from_numpy(exponents)
-
-
-@kernel
-def _block_amax(x, out, largest, rows, columns, start, stop):  # type: ignore[no-untyped-def]
-    for b in range(start, stop):
-        largest[:] = 0
-        for row in range(b * rows, min((b + 1) * rows, x.shape[0])):
-            line = x[row]
-            for i in range(line.size):
-                size = line[i] & _MAGNITUDE
-                largest[i] = max(largest[i], size if size < _INFINITY else int32(0))
-        for j in range(out.shape[1]):
-            top = int32(0)
-            for i in range(j * columns, min((j + 1) * columns, x.shape[1])):
-                top = max(top, largest[i])
-            out[b, j] = top
 
 
 # In one piece: vectors that go through inlined helpers cost the loop half as much time again.

@@ -2,7 +2,7 @@
 """A matrix in an element format under the scales that a rule makes of it."""
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,15 +21,16 @@ from fmtsim.spec.quantizer import scaling_for
 from fmtsim.spec.scaling import Scaling
 
 Keys = tuple[RandomKey | None, RandomKey | None]
+_OF_KERNELS = (torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Scaled(NamedTuple):
     """A matrix as elements and scales.
 
     Attributes:
-        elements: float32 [M, N], values of the element format.
+        elements: [M, N], values of the element format: float32, or another dtype that holds them.
         scales: What they are multiplied with, block by block.
-        scaled: float32 [M, N]: what was rounded, ``x / scale``.
+        scaled: float32 [M, N]: what was rounded, ``x / scale``; [0, 0] where nobody asked for it.
     """
 
     elements: Tensor
@@ -38,10 +39,7 @@ class Scaled(NamedTuple):
 
     def values(self, block: tuple[int, int]) -> Tensor:
         """Return element times scale, float32, rounded once."""
-        s = spread(self.scales.scale, block, self.elements.shape)
-        if self.scales.tensor is None:
-            return self.elements * s
-        return (float64(self.elements) * s * self.scales.tensor).float()  # element times scale is exact in float64
+        return times_blocks(self.elements, self.scales.scale, block, tensor_scale=self.scales.tensor)
 
 
 def cast(
@@ -52,6 +50,8 @@ def cast(
     overflow: Overflow,
     keys: Keys = (None, None),
     given: Scales | None = None,
+    dtype: torch.dtype = torch.float32,
+    keeps_scaled: bool = True,
 ) -> Scaled:
     """Round a matrix to an element format under the scales that a rule gives it.
 
@@ -64,22 +64,27 @@ def cast(
         overflow: What happens beyond the format's largest value.
         keys: Random words of the elements and of the scales.
         given: Scales that are known already (delayed scaling); None makes them from x.
+        dtype: Of the elements, one that holds them.
+        keeps_scaled: ``Scaled.scaled`` is asked for.
     """
-    dtype, x = x.dtype, x.float()
-    scaling = scaling_for(scaling, dtype)
+    own, x = x.dtype, x.float()
+    scaling = scaling_for(scaling, own)
+    spec = CastSpec(format=element, rounding=rounding, overflow=overflow)
     sizes = block_sizes(scaling.block, x.shape)
     if given is not None:
-        return _rounded(x, given, sizes, element, rounding, overflow, keys[0])
+        return _rounded(x, given, sizes, spec, keys[0], dtype, keeps_scaled)
     rule = scaling if scaling.eden is None else replace(scaling, scale_rounding="nearest_even")  # before correction
     a = statistic(x, scaling.block, scaling.statistic)
     top = float(element.max)
+    compares, kept = len(scaling.candidates) > 1 or scaling.eden is not None, (torch.float32, True)
     best: Scaled | None = None
     for times in scaling.candidates:
-        found = scales(a, rule, top, keys[1], times, dtype)
-        tried = _rounded(x, found, sizes, element, rounding, overflow, keys[0])
+        found = scales(a, rule, top, keys[1], times, own)
+        tried = _rounded(x, found, sizes, spec, keys[0], *(kept if compares else (dtype, keeps_scaled)))
         best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
     assert best is not None  # a rule has a candidate
-    return best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
+    best = best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
+    return best._replace(elements=best.elements.to(dtype))
 
 
 def scales(
@@ -117,24 +122,49 @@ def _in_format(s: Tensor, fmt: FloatFormat, rounding: str, key: RandomKey | None
 
 
 def _rounded(
-    x: Tensor,
-    found: Scales,
-    sizes: tuple[int, int],
-    element: ElementFormat,
-    rounding: Rounding,
-    overflow: Overflow,
-    key: RandomKey | None,
-) -> Scaled:
-    factor = spread(found.factor, sizes, x.shape)
-    y = torch.div(x, factor) if found.divides else x * factor
-    words = key if rounding.mode == "stochastic" else None
-    q = ops.quantize(y, _text(element, rounding, overflow), torch.float32, words, None)
-    return Scaled(q, found, y)
+    x: Tensor, found: Scales, sizes: tuple[int, int], spec: CastSpec, key: RandomKey | None, dtype: torch.dtype,
+    keeps_scaled: bool,
+) -> Scaled:  # fmt: skip
+    words = key if spec.rounding.mode == "stochastic" else None
+    engine = ops.cpu_engine(x) if x.numel() else None
+    if engine is not None and not x.is_contiguous() and x.mT.is_contiguous() and words is None:  # any order will do
+        turned = found._replace(factor=found.factor.mT) if found.factor.numel() > 1 else found
+        made = _rounded(x.mT, turned, sizes[::-1], spec, key, dtype, keeps_scaled)
+        return Scaled(made.elements.mT, found, made.scaled.mT)
+    if engine is not None:
+        q, y = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if keeps_scaled else (0, 0))
+        factor, of = _of_matrix(found.factor, sizes, x)
+        if engine.round_blocks(
+            x, factor, of, spec, words, q, divides=found.divides, scaled=y if keeps_scaled else None
+        ):
+            return Scaled(q, found, y)
+    y = times_blocks(x, found.factor, sizes, divides=found.divides)
+    q = ops.quantize(y, spec.to_json(), torch.float32, words, None)
+    return Scaled(q.to(dtype), found, y)
 
 
-@lru_cache(maxsize=256)
-def _text(element: ElementFormat, rounding: Rounding, overflow: Overflow) -> str:
-    return CastSpec(format=element, rounding=rounding, overflow=overflow).to_json()
+def times_blocks(
+    x: Tensor, s: Tensor, sizes: tuple[int, int], *, divides: bool = False, tensor_scale: Tensor | None = None,
+    buffer: str | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the elements of a matrix times the numbers of their blocks, or divided by them: float32, one rounding.
+
+    With the scale of a tensor products are float64, and rounded to float32 at the end. ``buffer`` names memory of this
+    thread that kernels may write to, and that the next call by its name reuses.
+    """
+    engine = ops.cpu_engine(x)
+    if engine is not None and x.dtype in _OF_KERNELS and x.numel():
+        s, sizes = _of_matrix(s, sizes, x)
+        return engine.times_blocks(x, s, sizes, divides=divides, tensor_scale=tensor_scale, buffer=buffer)
+    each = spread(s, sizes, x.shape)
+    if tensor_scale is not None:
+        return (float64(x) * each * tensor_scale).float()  # element times scale is exact in float64
+    return torch.div(x.float(), each) if divides else x.float() * each
+
+
+def _of_matrix(s: Tensor, sizes: tuple[int, int], x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Return the numbers of blocks as a matrix, and the blocks; one number is that of the whole matrix."""
+    return (s.reshape(1, 1), (x.shape[0], x.shape[1])) if s.numel() == 1 else (s, sizes)
 
 
 def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, int]) -> Scaled:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_dense
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.ops import define_operator, load_engine
 from fmtsim.quantize import quantize
@@ -171,6 +172,10 @@ def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ig
     flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
     if matrix is None and _has_kernels(x) and (engine := load_engine("cuda")).covers_hadamard(size, dim):
         return engine.hadamard(x.detach(), size, flips, inverse)
+    if matrix is None and x.is_cpu and is_dense(x):
+        made = load_engine("cpu").hadamard(x, size, dim, flips, inverse)
+        if made is not None:
+            return made
     base = base_matrix(base_of(size)) if matrix is None else checked_base(matrix)
     return transform(x.detach(), size, dim, base, flips, inverse)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fmtsim.float64 import float64
 from fmtsim.formats.scaling import Block, Statistic
+from fmtsim.ops import cpu_engine
 from fmtsim.scaling.scales import FLT_MAX
 
 
@@ -46,6 +47,12 @@ def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
     if kind == "one":
         counts = [-(-extent // size) for extent, size in zip(x.shape, sizes, strict=True)]
         return torch.ones(counts, device=x.device)
+    engine = cpu_engine(x)
+    if engine is not None and x.dtype != torch.float64 and x.numel():
+        amax = kind == "amax"
+        made = engine.block_amax(x.float(), sizes) if amax else engine.block_means(x.float(), sizes, kind)
+        if made is not None:
+            return made
     finite = x.isfinite()
     if x.device.type != "cpu" or not bool(finite.all()):  # a GPU is not waited for
         x = torch.where(finite, x, 0)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fmtsim.formats.scaling import Statistic
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.operand import Keys, Operand
@@ -99,7 +100,34 @@ class CPUEngine(KernelEngine, Functions, Protocol):
         """
 
     def block_amax(self, x: Tensor, block: tuple[int, int]) -> Tensor:
-        """Return the largest finite magnitude of each block of a contiguous float32 matrix."""
+        """Return the largest finite magnitude of each block of a float32 matrix."""
+
+    def block_means(self, x: Tensor, block: tuple[int, int], kind: Statistic) -> Tensor | None:
+        """Return another statistic of each block of a float32 matrix."""
+
+    def times_blocks(
+        self, x: Tensor, s: Tensor, block: tuple[int, int], *, divides: bool = False,
+        tensor_scale: Tensor | None = None, buffer: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the elements of a float32 or float8 matrix times the numbers of their blocks, or divided by them.
+
+        ``buffer`` names memory of this thread for the result, which the next call by its name reuses.
+        """
+
+    def widened(self, x: Tensor, buffer: str | None = None) -> Tensor:
+        """Return float8 as float32."""
+
+    def round_blocks(
+        self, x: Tensor, factor: Tensor, block: tuple[int, int], spec: CastSpec, random: Random, out: Tensor, *,
+        divides: bool = False, scaled: Tensor | None = None,
+    ) -> bool:  # fmt: skip
+        """Cast a float32 matrix times the numbers of its blocks, or divided by them, and say whether a kernel did."""
+
+    def finish_(self, y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None) -> bool:
+        """Make y ``(y * columns^T) * rows + bias``, one rounding a step, and say whether a kernel did."""
+
+    def hadamard(self, x: Tensor, size: int, dim: int, flips: Tensor | None, inverse: bool) -> Tensor | None:
+        """Return the transform of every group of a matrix by Sylvester's matrix."""
 
     def count_cast(
         self, x: Tensor, q: Tensor, scales: Tensor, block: tuple[int, int], limits: tuple[float, float]

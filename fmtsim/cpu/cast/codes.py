@@ -17,7 +17,7 @@ from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 
 _MAGNITUDE = int32(0x7FFFFFFF)
-_INF = int32(0x7F800000)
+_INF, _NAN = int32(0x7F800000), int32(0x7FC00000)
 _FLT_MAX = 3.4028234663852886e38
 
 
@@ -86,6 +86,22 @@ def code_of_value(value, c):
     twos = sign & c.complement
     code = (int32((code ^ twos) - twos) | (sign & c.sign_code)) & c.mask
     return c.nan_code if magnitude > _INF else code
+
+
+@device
+def value_of_code(code, c):
+    """Return the float32 value of a code of a float format whose codes above Inf, or at ``nan_code``, are NaN."""
+    code = int32(code)
+    magnitude = code & (c.mask >> int32(1))
+    normal = int32((magnitude + c.base) << c.drop)
+    count = bits32(np.float32(float32_of(int32(bits32(c.magic) + magnitude)) - c.magic))
+    bits = normal if normal >= c.smallest else count
+    if c.inf_code != int32(0) and magnitude == c.inf_code:
+        bits = _INF
+    if magnitude > c.inf_code if c.inf_code != int32(0) else magnitude == c.nan_code:
+        bits = _NAN
+    value = float32_of(bits)
+    return -value if code & c.sign_code else value
 
 
 @kernel

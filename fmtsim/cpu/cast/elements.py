@@ -28,7 +28,7 @@ Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
 def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
     source, target = in_one_order(x, out, ordered=random is not None)
-    cast = _quantizer(spec, random, x.shape)
+    cast = caster(spec, random, x.shape)
 
     def part(start: int, stop: int) -> None:
         if source.dtype == target.dtype == torch.float32:
@@ -80,7 +80,7 @@ def grid_for(fmt: ElementFormat, spec: CastSpec) -> Grid | None:
     return grid_of(fmt, spec.overflow, spec.rounding.mode)
 
 
-def _quantizer(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
+def caster(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
     """Return the call of the kernel that rounds float32, or looks values up."""
     fmt: ElementFormat = spec.format  # type: ignore[assignment]
     grid, mode = grid_for(fmt, spec), spec.rounding.mode
@@ -106,7 +106,7 @@ def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
     if coding is None or grid_for(fmt, spec) is None:
         words = table_of(fmt, spec.rounding, spec.overflow)
         return lambda piece, codes, _: look_up(array_of(piece), codes.numpy(), words)
-    cast = _quantizer(spec, random, shape)
+    cast = caster(spec, random, shape)
 
     def code(piece: torch.Tensor, codes: torch.Tensor, start: int) -> None:
         values = torch.from_numpy(scratch("values", piece.numel(), np.float32))

@@ -298,6 +298,26 @@ def join_words(typing_context, low, high):  # type: ignore[no-untyped-def]
     return vector(low, high), generate
 
 
+def _swapping(distance: int) -> Callable:
+    """Return what exchanges the lanes whose numbers differ by a power of two."""
+
+    @intrinsic
+    def swap(typing_context, a):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            order = [lane ^ distance for lane in range(a.lanes)]
+            undefined = ir.Constant(args[0].type, ir.Undefined)
+            return builder.shuffle_vector(
+                args[0], undefined, ir.Constant(ir.VectorType(ir.IntType(32), a.lanes), order)
+            )
+
+        return a(a), generate
+
+    return swap
+
+
+swap1, swap2, swap4, swap8, swap16, swap32 = (_swapping(1 << step) for step in range(6))
+
+
 @intrinsic
 def set_rounding(typing_context, mode):  # type: ignore[no-untyped-def]
     """Set the rounding of this thread's floating-point operations: TOWARD_ZERO or NEAREST_EVEN.

@@ -18,9 +18,9 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.products.operands import own_dtype
-from fmtsim.ops import decode, encode, fused_engine, quantize
+from fmtsim.ops import cpu_engine, decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast
+from fmtsim.scaling.cast import cast, times_blocks
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.scaling.scales import FLT_MIN
 from fmtsim.scaling.slope import slope
@@ -124,7 +124,7 @@ def _cast_twice(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, fold
     bare = made.scale is made.tensor_scale is None and made.elements.dtype == torch.bfloat16  # values already
     elements, scales = (key and RandomKey(key.seed, key.offset + _AGAIN) for key in keys[:2])
     again = keys._replace(elements=elements, scales=scales)
-    values = made.elements if bare else made.values(torch.float32)
+    values = made.elements if bare else values_of(made, torch.float32)
     second = quantize_operand(values, quantizer.then, again, folded=folded)
     return second._replace(quantizer=quantizer, slope=made.slope)
 
@@ -246,11 +246,27 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
         given = state.advance(statistic(x, (None, None), "amax") if x.numel() else nothing)
     overflow = quantizer.overflow or element.default_overflow
     sizes = block_sizes(scaling.block, x.shape)
-    made = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], given)
-    dtype = torch.bfloat16 if on_gpu and is_bfloat16(quantizer, folded) else holder(element)
-    elements = made.elements.to(dtype)  # on the dtype's grid: nothing is rounded
-    slopes = None if isinstance(quantizer.gradient, StraightThrough) else slope(quantizer.gradient, made, element)
-    return Operand(elements, quantizer, made.scales.scale, made.scales.tensor, sizes, slopes)
+    dtype = torch.bfloat16 if on_gpu and is_bfloat16(quantizer, folded) else holder(element)  # nothing is rounded
+    straight = isinstance(quantizer.gradient, StraightThrough)
+    made = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], given, dtype, keeps_scaled=not straight)
+    slopes = None if straight else slope(quantizer.gradient, made, element)
+    return Operand(made.elements, quantizer, made.scales.scale, made.scales.tensor, sizes, slopes)
+
+
+def values_of(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
+    """Do what ``x.values`` does, by a kernel where one serves, into memory by that name that the next call reuses."""
+    if dtype == torch.float64 or not x.elements.is_cpu:
+        return x.values(dtype)
+    if x.scale is not None:
+        return times_blocks(x.elements, x.scale, x.block, tensor_scale=x.tensor_scale, buffer=buffer)
+    y = widened(x.elements, dtype, buffer)
+    return y if x.tensor_scale is None else y * x.tensor_scale
+
+
+def widened(x: Tensor, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
+    """Return elements in a wider dtype, likewise; torch's own conversion of float8 is slow on a CPU."""
+    engine = cpu_engine(x) if dtype == torch.float32 and x.dtype in _FP8 and x.dim() == 2 and x.numel() else None
+    return x.to(dtype) if engine is None else engine.widened(x, buffer)
 
 
 def _folded(made: Operand) -> Operand:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, count_pass, counts_passes, stream_of
-from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand
+from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand, values_of
 from fmtsim.gemm.layers.operator import traced_both, traced_operand
 from fmtsim.gemm.layers.product import (
     multiply,
@@ -106,7 +106,7 @@ class Pass:
         whole = blocks and not any(n % size for n, size in zip(elements.shape, forward.block, strict=True))
         if elements.dtype == torch.bfloat16 and (scale is None or whole):
             return self.operand(name, elements, 0, factor)
-        return self.operand(name, forward.values(torch.float32), 0)
+        return self.operand(name, values_of(forward, torch.float32), 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""

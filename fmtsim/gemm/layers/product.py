@@ -16,7 +16,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.operand import is_on_gpu, multiplier_apart
+from fmtsim.gemm.layers.operand import is_on_gpu, multiplier_apart, values_of, widened
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.layers.route import INT8, Route, element_of
 from fmtsim.gemm.products.native import SCALED_MULTIPLE
@@ -24,7 +24,7 @@ from fmtsim.gemm.products.operands import operand_format, own_dtype
 from fmtsim.gemm.products.resolver import run_product
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key, with_keys
+from fmtsim.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
 from fmtsim.quantize import quantize
 from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.call import UNIT_SCALES, Operation, ScaleKind
@@ -61,13 +61,12 @@ def multiply(
         wide: Of the steps.
         traced: The tensors have no numbers: a compiler wants to see operators.
     """
-    rest = None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
-    integers = is_integer(a) and is_integer(b)
-    columns = rows = None
+    rest = None if a.rest is None else torch.mm(a.rest, values_of(b, torch.float32).mT)
+    integers, columns, rows = is_integer(a) and is_integer(b), None, None
     if not (a.scales_rows and b.scales_rows):
         if wide == torch.float32 and (engine := fused_engine(a.elements)) is not None and engine.covers_groups(a, b):
             return _multiply_groups(a, b, rest, bias, dtype, traced)
-        left, right = a.values(wide), b.values(wide).mT
+        left, right = values_of(a, wide, "left"), values_of(b, wide, "right").mT
     else:
         columns, rows = b.row_scales(), a.row_scales()
         left, right = a.elements, b.elements.mT
@@ -80,7 +79,7 @@ def multiply(
             return _finish(_integer_sums(a, b), columns, rows, rest, bias, dtype, traced)
         if scaled or not halves:
             exact = torch.float64 if integers else wide
-            left, right = left.to(exact), right.to(exact)
+            left, right = widened(left, exact, "left"), widened(right, exact, "right")
     if bias is not None and columns is rows is rest is None and not integers:
         return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
     y = torch.mm(left, right)
@@ -132,10 +131,13 @@ def _finish(
     y: Tensor, columns: Tensor | None, rows: Tensor | None, rest: Tensor | None, bias: Tensor | None,
     dtype: torch.dtype, traced: bool,
 ) -> Tensor:  # fmt: skip
-    """Return ``((y * columns) * rows + rest) + bias`` in a dtype; what is None is left out."""
+    """Return ``((y * columns) * rows + rest) + bias`` in a dtype; what is None is left out. y may be used up."""
     if columns is rows is rest is bias is None:
         return y.to(dtype)
-    run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse these steps
+    engine = cpu_engine(y) if rest is None and dtype == torch.float32 and not traced else None
+    if engine is not None and engine.finish_(y, columns, rows, bias):
+        return y
+    run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse them
     return run(y, columns, rows, rest, bias, dtype)  # type: ignore[no-any-return]
 
 
@@ -184,7 +186,7 @@ def multiply_on_machine(
     else:
         if route.how != "elements":
             wide = torch.float32 if route.how == "numbers" else own
-            a, b = (Operand((x.elements if after else x.values(wide_dtype(wide))).to(wide), _HIGH) for x in (a, b))
+            a, b = (Operand((x.elements if after else values_of(x, wide_dtype(wide))).to(wide), _HIGH) for x in (a, b))
         if columns is rows is rest is None:
             return _multiply_elements(operation, a, b, bias, gemm, route, dtype, generator)
         y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(own), generator)
@@ -208,7 +210,7 @@ def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
     if a.rest is None:
         return None
     unit = gemm.unit if gemm.unit is None or unit_takes(gemm.unit, "fp32") else "fp32_fma"
-    values = b.values(torch.float32)
+    values = values_of(b, torch.float32)
     return run_product(
         "mm", a.rest, values, (FP32, FP32), torch.float32, target=gemm.target, unit=unit, native=gemm.native,
         accumulate="fp32", quantized=True,
