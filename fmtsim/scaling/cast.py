@@ -158,7 +158,7 @@ def times_blocks(
         return engine.times_blocks(x, s, sizes, divides=divides, tensor_scale=tensor_scale, buffer=buffer)
     each = spread(s, sizes, x.shape)
     if tensor_scale is not None:
-        return (float64(x) * each * tensor_scale).float()  # element times scale is exact in float64
+        return (float64(x.float()) * each * tensor_scale).float()  # element times scale is exact in float64
     return torch.div(x.float(), each) if divides else x.float() * each
 
 

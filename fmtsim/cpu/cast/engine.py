@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from fmtsim import torch_engine
-from fmtsim.cpu.cast import decoding, elements, matrices
+from fmtsim.cpu.cast import decoding, elements, logarithmic, matrices
 from fmtsim.cpu.cast.selection import encoder, quantizer
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
@@ -22,13 +22,15 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
 def _covers(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
     """Say whether kernels cover a verb.
 
-    They decode by tables of up to 16 bits. Casts start from float32 or 16 bits; LogFMT tiles, zero points, variants b
-    and c of stochastic rounding and what no kernel rounds are left out, and so are results that must be rounded once
-    more to a narrow output dtype.
+    They decode by tables of up to 16 bits. Casts start from float32 or 16 bits; zero points, variants b and c of
+    stochastic rounding and what no kernel rounds are left out, and so are results that must be rounded once more to a
+    narrow output dtype, but those of LogFMT.
     """
     fmt = spec.format
-    if isinstance(fmt, LogTileFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
+    if not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return False
+    if isinstance(fmt, LogTileFormat):
+        return verb == "decode" or (dtypes[0] != torch.float64 and logarithmic.covers(spec))
     if verb != "encode" and dtypes[-1] not in (torch.float32, torch.float64) and not is_representable(fmt, dtypes[-1]):
         return False
     if verb == "decode":
@@ -45,6 +47,8 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
     """Quantise x into out; see the engine protocol in docs/architecture.md."""
     if not supports("quantize", spec, x, out):
         torch_engine.quantize(x, spec, random, out)
+    elif isinstance(spec.format, LogTileFormat):
+        decode(encode(x, spec, random), spec, out)
     elif isinstance(spec.format, BlockFormat):
         matrices.quantize_blocks(x, spec, random, out)
     else:
@@ -55,6 +59,8 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x, and the scales of a block format."""
     if not supports("encode", spec, x):
         return torch_engine.encode(x, spec, random)
+    if isinstance(spec.format, LogTileFormat):
+        return logarithmic.encode(x, spec, random) if x.numel() else torch_engine.encode(x, spec, random)
     if isinstance(spec.format, BlockFormat):
         return matrices.encode_blocks(x, spec, random)
     return elements.encode_elements(x, spec, random)
@@ -62,4 +68,9 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     """Write the values of codes into out."""
-    (decoding if supports("decode", spec, out) else torch_engine).decode(parts, spec, out)
+    if not supports("decode", spec, out):
+        torch_engine.decode(parts, spec, out)
+    elif not isinstance(spec.format, LogTileFormat):
+        decoding.decode(parts, spec, out)
+    elif out.numel():
+        logarithmic.decode(parts, spec, out)
