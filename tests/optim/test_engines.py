@@ -65,6 +65,8 @@ OURS = (
     ("fp32", fmtsim.optim.Lion),
     ("ao_8bit", fmtsim.optim.SGD),
     ("fp32", nesterov),
+    ("lns_madam", fmtsim.optim.Madam),
+    ("lns_madam", freely),
 )
 
 

@@ -47,8 +47,8 @@ def step_codes(
         block: Numbers that share a scale, a multiple of ALIGNMENT.
         zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
     """
-    arrays = _arrays([parameter, gradient, *(codes.view(torch.int8) for codes, _, _ in moments)])
-    scales, books = _arrays([scales for _, scales, _ in moments]), [book for _, _, book in moments]
+    arrays = arrays_of([parameter, gradient, *(codes.view(torch.int8) for codes, _, _ in moments)])
+    scales, books = arrays_of([scales for _, scales, _ in moments]), [book for _, _, book in moments]
     whole, tail = divmod(arrays[0].size, block)
     counts: list[int] = []
 
@@ -67,7 +67,7 @@ def step_codes(
         for padded, array in zip(last, arrays, strict=True):
             padded[:tail] = array[whole * block :]
         part(last, [each[whole:] for each in scales], 0, 1)
-        _put_back(last, arrays, whole * block)
+        put_back(last, arrays, whole * block)
     return sum(counts)
 
 
@@ -85,7 +85,7 @@ def step_floats(
         rule, numbers, zeroing: As of ``step_codes``.
         parameter, gradient, moments: float32, contiguous, of one size.
     """
-    arrays = _arrays([parameter, gradient, *moments])
+    arrays = arrays_of([parameter, gradient, *moments])
     whole = arrays[0].size // simd.LANES * simd.LANES
     counts: list[int] = []
 
@@ -99,15 +99,16 @@ def step_floats(
         for padded, array in zip(last, arrays, strict=True):
             padded[: array.size - whole] = array[whole:]
         part(last, 0, simd.LANES)
-        _put_back(last, arrays, whole)
+        put_back(last, arrays, whole)
     return sum(counts)
 
 
-def _arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+def arrays_of(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Return flat arrays of contiguous tensors."""
     return [tensor.detach().view(-1).numpy() for tensor in tensors]
 
 
-def _put_back(last: list[np.ndarray], arrays: list[np.ndarray], start: int) -> None:
+def put_back(last: list[np.ndarray], arrays: list[np.ndarray], start: int) -> None:
     """Write what a padded last part has become, but for the gradient."""
     for place, array in enumerate(arrays):
         if place != 1:
@@ -119,15 +120,15 @@ def _floats(p, g, m, v, numbers, rule, zeroing, start, stop):
     bad = 0
     for i in range(start, stop, simd.LANES):
         x, y, m_old = simd.load(p, i), simd.load(g, i), simd.load(m, i)
-        infinite = _is_infinite(y)
-        bad += simd.largest(infinite) and _count(g, i, simd.LANES)
+        infinite = is_infinite(y)
+        bad += simd.largest(infinite) and count_infinite(g, i, simd.LANES)
         if v is None:
             z, m_new = _of_one_moment(x, y, m_old, numbers, rule)
         else:
             z, m_new, v_new = _adam(x, y, m_old, simd.load(v, i), numbers)
-            simd.store(v, i, _dropped(infinite, v_new, zeroing))
+            simd.store(v, i, dropped(infinite, v_new, zeroing))
         simd.store(p, i, _stayed(infinite, z, x, zeroing))
-        simd.store(m, i, _dropped(infinite, m_new, zeroing))
+        simd.store(m, i, dropped(infinite, m_new, zeroing))
     return bad
 
 
@@ -144,21 +145,21 @@ def _codes(
         for i in range(0, block, simd.LANES):
             m_old = _decoded(m_codes, first + i, m_values, m_scales[b])
             x, y = simd.load(p, first + i), simd.load(g, first + i)
-            infinite = _is_infinite(y)
+            infinite = is_infinite(y)
             odd = simd.iadd(odd, infinite)
             if v_codes is None:
                 z, m_new = _of_one_moment(x, y, m_old, numbers, rule)
             else:
                 v_old = _decoded(v_codes, first + i, v_values, v_scales[b])
                 z, m_new, v_new = _adam(x, y, m_old, v_old, numbers)
-                v_kept = _dropped(infinite, v_new, zeroing)
+                v_kept = dropped(infinite, v_new, zeroing)
                 simd.store(v_all, i, v_kept)
                 v_top = simd.smax(v_top, _magnitude(v_kept))
             simd.store(p, first + i, _stayed(infinite, z, x, zeroing))
-            m_kept = _dropped(infinite, m_new, zeroing)
+            m_kept = dropped(infinite, m_new, zeroing)
             simd.store(m_all, i, m_kept)
             m_top = simd.smax(m_top, _magnitude(m_kept))
-        bad += simd.largest(odd) and _count(g, first, block)
+        bad += simd.largest(odd) and count_infinite(g, first, block)
         m_scales[b] = _encode(m_all, simd.largest(m_top), m_codes, first, m_words, m_lowest, m_least)
         if v_codes is not None:
             v_scales[b] = _encode(v_all, simd.largest(v_top), v_codes, first, v_words, v_lowest, v_least)
@@ -166,7 +167,7 @@ def _codes(
 
 
 @device
-def _dropped(infinite, moment, zeroing):
+def dropped(infinite, moment, zeroing):
     """Return moments without those of gradients that are not finite, if these are dropped."""
     return _stayed(infinite, moment, simd.splat(float32(0.0)), zeroing)
 
@@ -182,7 +183,7 @@ def _magnitude(x):
 
 
 @device
-def _is_infinite(x):
+def is_infinite(x):
     """Return 1 for lanes that are NaN or infinite, else 0."""
     below = simd.splat(int32(_INFINITY - 1))
     return simd.where_below(below, _magnitude(x), simd.splat(_ONE), simd.splat(int32(0)))
@@ -260,7 +261,8 @@ def _encode(x, top, codes, first, words, lowest, least):
 
 
 @device
-def _count(g, first, block):
+def count_infinite(g, first, block):
+    """Return how many numbers are NaN or infinite."""
     count = 0
     for i in range(block):
         count += (bits32(g[first + i]) & _MAGNITUDE) >= _INFINITY

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import torch
 
+from fmtsim.cpu.optim.logarithms import BITS, step_logarithms
 from fmtsim.cpu.optim.moments import ALIGNMENT, step_codes, step_floats
-from fmtsim.formats.spec import CodebookFormat
+from fmtsim.formats.spec import CodebookFormat, LogFormat
 from fmtsim.spec.optimizer import Book, Counter, ParameterStep, Scheme, StateFormat, book_of
 
 RULES = {
@@ -16,15 +17,25 @@ RULES = {
     "lion": ("lion", ("first",)),
     "sgd": ("sgd", ("first",)),
     "nesterov": ("nesterov", ("first",)),
+    "madam(base=2, round_update=True)": ("rounded", ("second",)),
+    "madam(base=2, round_update=False)": ("free", ("second",)),
 }
 """The kernels' name of a rule, and the states that it has."""
 
 
 def supports_optimizer(rule: str, scheme: Scheme) -> bool:
-    """Say whether kernels know a rule and the states of a scheme: float32, or codes of codebooks of 8 bits."""
-    if rule not in RULES or scheme.nonfinite == "skip" or scheme.weights is not None:
+    """Say whether kernels know a rule and the states of a scheme: float32, or codes of codebooks of 8 bits.
+
+    Under Madam they know float32 with weights that are logarithms.
+    """
+    if rule not in RULES or scheme.nonfinite == "skip":
         return False
-    moments = [getattr(scheme, name) for name in RULES[rule][1]]
+    kind, names = RULES[rule]
+    moments = [getattr(scheme, name) for name in names]
+    if kind in ("rounded", "free"):
+        return scheme.weights is not None and moments[0].format is None
+    if scheme.weights is not None:
+        return False
     if all(fmt.format is None for fmt in moments):
         return True
     (block, bits), *others = {(fmt.block, fmt.bits) for fmt in moments}
@@ -39,12 +50,16 @@ def optimizer_steps(
         return steps
     left, zeroing = [], scheme.nonfinite == "zero"
     for step in steps:
-        if not _takes(step):
+        if not _takes(rule, step):
             left.append(step)
             continue
         kind, names = RULES[rule]
         p, g, formats, state = step.parameter, step.gradient, step.formats, step.state
-        if formats["first"].format is None:
+        if "weights" in formats:
+            kept, fmt = (state["second"], state["weights"], state["weights_scale"]), formats["weights"].format
+            assert isinstance(fmt, LogFormat)  # _takes asked
+            bad = step_logarithms(kind == "rounded", p, g, *kept, fmt, step.numbers, zeroing)
+        elif formats[names[0]].format is None:
             bad = step_floats(kind, p, g, [state[name] for name in names], step.numbers, zeroing)
         else:
             books, block = [book(formats[name]) for name in names], formats["first"].block
@@ -59,12 +74,16 @@ def optimizer_steps(
     return left
 
 
-def _takes(step: ParameterStep) -> bool:
+def _takes(rule: str, step: ParameterStep) -> bool:
     """Say whether the kernels take a parameter; small ones of a scheme with codes have float32 moments."""
     p, g = step.parameter, step.gradient
     formats = list(step.formats.values())
     if not (p.dtype is g.dtype is torch.float32 and p.is_contiguous() and g.is_contiguous()):
         return False
+    weights = step.formats.get("weights")
+    if rule.startswith("madam"):
+        logs = weights is not None and isinstance(weights.format, LogFormat) and weights.format.bits == BITS
+        return logs and weights is not None and weights.scale == "fixed" and weights.block == "tensor"
     if all(fmt.format is None for fmt in formats):
         return True
     known = all(isinstance(fmt.format, CodebookFormat) and 0.0 in fmt.format.values for fmt in formats)

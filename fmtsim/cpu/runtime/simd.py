@@ -200,7 +200,7 @@ fma = _function("fma", 3)
 popcount = _function("ctpop", 1)
 smax, umax, smin = _function("smax", 2), _function("umax", 2), _function("smin", 2)
 fabs = _function("fabs", 1)
-floor, sqrt = _function("floor", 1), _function("sqrt", 1)
+floor, sqrt, rint = _function("floor", 1), _function("sqrt", 1), _function("rint", 1)
 
 
 def _conversion(name: str, dtype: types.Type) -> Callable:
@@ -221,6 +221,7 @@ sext64, zext64 = _conversion("sext", types.int64), _conversion("zext", types.int
 trunc8, trunc16 = _conversion("trunc", types.int8), _conversion("trunc", types.int16)
 to_f64, to_f32 = _conversion("fpext", types.float64), _conversion("fptrunc", types.float32)
 int_to_f64 = _conversion("sitofp", types.float64)
+to_i32 = _conversion("fptosi", types.int32)  # of numbers within its range
 as_i32, as_f32 = _conversion("bitcast", types.int32), _conversion("bitcast", types.float32)
 as_i64, as_f64 = _conversion("bitcast", types.int64), _conversion("bitcast", types.float64)
 
