@@ -89,10 +89,16 @@ def test_learning_rates_in_tensors(dtype, on_cuda):
 
 
 HYPER = {"lr": 3e-4, "weight_decay": 0.1}
-STEPS = [*range(1, 300), *range(300, 20_000, 97), 10**5, 10**6 + 1, 2**31, 2**40]
+PLAIN = [
+    11585,
+    27154,
+    43818,
+    165676,
+]  # where squares of double precision alone give other scalars to a beta of 0.999999
+STEPS = [*range(1, 300), *range(300, 20_000, 97), *PLAIN, 10**5, 10**6 + 1, 2**31, 2**40]
 
 
-@pytest.mark.parametrize("beta", [0.999, 0.95, 0.9999, 0.0])
+@pytest.mark.parametrize("beta", [0.999, 0.95, 0.999999, 0.0])
 @pytest.mark.parametrize(
     ("rule", "scheme"),
     [("adamw", "bnb8"), ("adamw", "coat"), ("adam", "fp32"), ("lion", "bnb8"), ("sgd", "fp32"),
