@@ -92,6 +92,21 @@ def test_sums_are_those_of_float64_but_for_rounding(shape, blocks, transposed, d
     check(a, b, dtype, device, torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16())
 
 
+def test_a_bias_begins_where_two_numbers_may(emulated, monkeypatch):
+    """The kernel reads two at once, which a GPU does at multiples of 8 bytes alone, and the host anywhere."""
+    seen, real = [], scaled_product.kernel
+
+    def kernel(*given):
+        run = real(*given)
+        return lambda *words, **options: seen.append(words[5]) or run(*words, **options)
+
+    monkeypatch.setattr(scaled_product, "kernel", kernel)
+    a, b, numbers = factor(8, 128, 1, 1), factor(8, 128, 128, 2), torch.randn(9)
+    found = multiply_groups(a, b, numbers[1:], torch.float32)
+    assert torch.equal(seen[0], numbers[1:]) and seen[0].data_ptr() % 8 == 0
+    assert torch.equal(found, multiply_groups(a, b, numbers[1:].clone(), torch.float32))
+
+
 @SLOW
 def test_groups_of_64(device):
     check(*(factor(72, 520, 1, seed, group=64) for seed in (1, 2)), torch.float32, device)

@@ -147,7 +147,7 @@ def _of_rule(
         for fold in {False, rule.folds and not given and scaling.block != (1, None)}:
             yield scaled.variant(layout, rule, dtype, fold, scaling, given, given)
             if layout.run == 128 and matrix is not x:
-                for what in (scaled.GROUPED, scaled.BOTH):
+                for what in (scaled.GROUPED, scaled.BOTH) if dtype == torch.float32 else (scaled.BOTH,):
                     yield scaled.variant(layout, rule, dtype, fold, scaling, given, given, what)
 
 

@@ -71,7 +71,9 @@ def multiply_groups(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dt
     sums = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
     units = _tiles(m, n) * parts
     held = [x if aligned(x.elements) else x._replace(elements=x.elements.clone()) for x in (a, b)]
-    bias = None if bias is None else bias.float().contiguous()
+    if bias is not None:
+        bias = bias.float().contiguous()
+        bias = bias if aligned(bias) else bias.clone()
     task = struct.pack("=iii4x", k, parts, length)
     shared = b.block[0] % _TILE == 0 or b.block[0] >= n
     kernel(_FILE, "multiply_groups", index, _defines(_transposed(a), _transposed(b), group, sums.dtype, shared))(
