@@ -133,6 +133,26 @@ def test_targets_follow_trees_between_rules_and_guesses(tmp_path):
         target_from_dict(record | {"trees": "../a.trees"}, folder=tmp_path)
 
 
+def test_parts_of_cutlass_kernels_are_guesses(tmp_path):
+    """However many of a leaf's held-out answers were right."""
+    group = GROUP._replace(choices=(Choice(66, 3, 2), Choice(24, 3, 2, 0, 13), Choice(24, 1, 0, 0, 13)))
+    write_learned(tmp_path / "a.trees", [(group, TREE._replace(certain=np.ones(4, bool)))])
+    record = target_to_dict(get_target("h200")) | {"book": None, "trees": "a.trees", "rules": []}
+    target = target_from_dict(record, folder=tmp_path)
+    found = [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in (2048, 2564, 4096)]
+    assert [(each.basis, each.plan.split) for each in found] == [("rule", 3), ("rule", 1), ("guess", 3)]
+
+
+def test_single_products_without_tensor_cores_are_guesses(tmp_path):
+    """The signs of their zeros are not those of a chain on an H200."""
+    group = GROUP._replace(choices=(Choice(12), Choice(20), Choice(12)))
+    write_learned(tmp_path / "a.trees", [(group, TREE._replace(certain=np.ones(4, bool)))])
+    record = target_to_dict(get_target("h200")) | {"book": None, "trees": "a.trees", "rules": []}
+    target = target_from_dict(record, folder=tmp_path)
+    found = [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in (1, 2)]
+    assert [(each.basis, each.unit) for each in found] == [("guess", "fp32_fma"), ("rule", "fp32_fma")]
+
+
 def test_trees_that_come_with_fmtsim():
     rule = get_target("h200").trees
     for group in rule.groups():

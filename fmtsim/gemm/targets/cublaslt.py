@@ -25,11 +25,13 @@ class Order(NamedTuple):
     plan: The accumulation order.
     unit: Unit that runs, where it is not the target's for such operands.
     operands: Format in which that unit takes them, where it is not the call's: float32 that is not rounded to TF32.
+    certain: False where results of zeros or subnormal products had other signs on the GPU.
     """
 
     plan: GemmPlan
     unit: str | None = None
     operands: str | None = None
+    certain: bool = True
 
 
 def order_of(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
@@ -336,7 +338,9 @@ def _dot(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | 
 
 def _multiply_adds(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     """One chain of fused multiply-adds for each result."""
-    return _fma(call) if choice.split == 1 and _scalar(call) else None
+    if choice.split != 1 or not _scalar(call):
+        return None
+    return _fma(call)._replace(certain=call.k > 1)
 
 
 TILES: Final = {

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
-from fmtsim.gemm.targets.book import Book
+from fmtsim.gemm.targets.book import CUTLASS, Book
 from fmtsim.gemm.targets.cublaslt import Architecture, order_of
 from fmtsim.gemm.targets.doubts import warn_once
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
@@ -235,9 +235,10 @@ class Target:
         likely = None if self.trees is None else self.trees.find(question)
         if likely is None:
             return None
-        group, certain = likely.group, likely.certain
-        right, held = (group.certain_right, group.certain) if certain else (group.right, group.held_out)
-        others = f"right about {right / held:.1%} of {held:,} others{' like this one' * certain}"
+        group, split = likely.group, likely.choice.split > 1 and likely.choice.algorithm in CUTLASS
+        certain = likely.certain and not split  # whose number of parts jumps from size to size
+        right, held = (group.certain_right, group.certain) if likely.certain else (group.right, group.held_out)
+        others = f"right about {right / held:.1%} of {held:,} others{' like this one' * likely.certain}"
         source = f"a tree learned from {group.learned:,} of {_library(self.library)}'s answers, {others}"
         return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if certain else "guess")
 
@@ -248,6 +249,7 @@ class Target:
         order = order_of(choice, call, self.architecture)
         if order is None:
             return Found(_sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess")
+        basis = basis if order.certain else "guess"
         return Found(_sourced(order.plan, source), basis, None, order.unit, order.operands)
 
     def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
