@@ -9,7 +9,12 @@ from fmtsim.cli.output import format_table
 from fmtsim.errors import ArgumentError
 from fmtsim.records import read_json, shown_path
 
-KEYS = {"casts": {"kernels"}, "gemm": {"products"}, "gpu": {"results", "rows"}, "layers": {"results", "sizes"}}
+KEYS = {
+    "casts": {"kernels"},
+    "gemm": {"products"},
+    "gpu": {"results", "compiling_seconds"},
+    "layers": {"results", "sizes"},
+}
 
 
 def read(path: Path, what: str) -> dict[str, Any]:

@@ -27,16 +27,9 @@ def measured(
 
     A case that fails says why, and the others go on.
     """
-    check_positive(arguments, *SIZES)
+    _check(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    if arguments.emulate and arguments.target is None:
-        raise ArgumentError("--emulate without --target emulates nothing; pass --target h200, too")
-    if arguments.width is not None and arguments.width % HEAD:
-        near = max(HEAD, arguments.width // HEAD * HEAD)
-        raise ArgumentError(
-            f"--width {arguments.width} is not a multiple of {HEAD}, the features of an attention head; choose {near}"
-        )
     machine = {"target": arguments.target, "native": False if arguments.emulate else None} if arguments.target else {}
     given = {name: getattr(arguments, name) for name in SIZES}
     sizes = {name: size.resized(**given) for name, size in layers.sizes_of(device).items()}
@@ -58,6 +51,17 @@ def measured(
         record.update(results=[result.to_dict() for result in results], failed=failed)
         keep(record)
     return record, lambda: _text(record, results, failed)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    check_positive(arguments, *SIZES)
+    if arguments.emulate and arguments.target is None:
+        raise ArgumentError("--emulate without --target emulates nothing; pass --target h200, too")
+    if arguments.width is not None and arguments.width % HEAD:
+        near = max(HEAD, arguments.width // HEAD * HEAD)
+        raise ArgumentError(
+            f"--width {arguments.width} is not a multiple of {HEAD}, the features of an attention head; choose {near}"
+        )
 
 
 def about(device: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ PRODUCTS = {
     "products": [{"case": "fp8", "shape": [1, 2, 3], "threads": {"1": {"ratio_to_sgemm": 0.4}}}],
 }  # fmt: skip
 GPU = {
-    "machine": {"device": "a GPU"}, "rows": [],
+    "machine": {"device": "a GPU"}, "compiling_seconds": 1.0,
     "results": [
         {"case": "cast", "kind": "quantize", "value": 0.9}, {"case": "fp8", "kind": "product", "value": 16.0},
         {"case": "mxfp4", "kind": "layer", "value": 1.5}, {"case": "host", "kind": "call", "value": 12.0},

@@ -51,7 +51,14 @@ def test_a_recipe_converts_the_model_but_for_its_head(model):
 def test_layers_alone_follow_no_rules_for_blocks():
     layer = layers._Layers(Case(model="layer", mode="eager", recipe="te_nvfp4"), SMALL, "cpu")
     assert sum(isinstance(m, fmtsim.nn.modules.EmulatedModule) for m in layer.layers.modules()) == SMALL.layers
-    assert layer.seconds() > 0 and layer.loss() is None
+    assert layer.loss() is None
+
+
+def test_the_time_of_a_layer_is_its_share_of_both_passes(monkeypatch):
+    layer = layers._Layers(Case(model="layer", mode="eager", recipe=None), SMALL, "cpu")
+    clock = iter([0.0, 3.0, 10.0, 15.0])  # forward 3, backward 5
+    monkeypatch.setattr(layers.time, "perf_counter", lambda: next(clock))
+    assert layer.seconds() == 4.0  # of two
 
 
 def test_a_model_and_mode_share_one_plain_model(monkeypatch):
