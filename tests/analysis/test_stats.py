@@ -83,7 +83,7 @@ def hard_numbers(*shape):
     return x
 
 
-@pytest.mark.parametrize("block", [None, (1, 16), (1, 32), (3, 5), (128, 128), (1, None), (None, None)])
+@pytest.mark.parametrize("block", [None, (2, 2), (1, 16), (1, 32), (3, 5), (128, 128), (1, None), (None, None)])
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8", "nf4"])
 @pytest.mark.parametrize("rule", ["floor", "amax"])
 def test_the_engine_counts_what_torch_counts(name, block, rule):

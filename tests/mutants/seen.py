@@ -25,6 +25,7 @@ COMPILED = {
     "fmtsim/cpu/gemm/": ("tests/cpu/test_gemm_bits.py", "tests/cpu/test_gemm_units.py", "tests/cpu/test_gemm.py",
                          "tests/gemm/test_lanes.py", "tests/cpu/test_choices.py", "tests/engines/test_products.py"),
     "fmtsim/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
+    "fmtsim/cpu/counting.py": ("tests/analysis/test_stats.py",),
     "fmtsim/cpu/runtime/": ("tests/cpu", "tests/optim/test_engines.py", "tests/engines"),
 }  # fmt: skip
 # Nor is what a test runs in a process of its own: for the Python of these rooms it comes behind those that see it.
