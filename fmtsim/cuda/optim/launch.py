@@ -13,6 +13,7 @@ from torch import Tensor
 from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.parameters import draw_of
 from fmtsim.cuda.optim.schemes import ENTRIES, RULES, WORDS, Kernels, kernels_of
+from fmtsim.formats.spec import LogFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.optimizer import KIND_BITS, PARAMETER_BITS, Book, Hyperparameters, Numbers, Scheme, book_of, key_of
@@ -106,8 +107,8 @@ def _common(
 ) -> tuple[tuple[bytes, bytes], int]:
     """Return struct Draw and struct Books, and the bytes of shared memory that codebooks take."""
     draw = draw_of(Rounding(mode="stochastic") if kernels.draws else Rounding(), key)
-    if kernels.octave:
-        return (draw, _octave(kernels.octave, device)[0]), 0
+    if kernels.logs is not None:
+        return (draw, _octave(kernels.logs, device)[0]), 0
     if kernels.books:
         books, there = _books(scheme, names, device)
         return (draw, books), 4 * there.numel()
@@ -157,7 +158,7 @@ def _books(scheme: Scheme, names: tuple[str, ...], device: torch.device) -> tupl
 
 
 @lru_cache(maxsize=8)
-def _octave(values: tuple[float, ...], device: torch.device) -> tuple[bytes, Tensor]:
+def _octave(fmt: LogFormat, device: torch.device) -> tuple[bytes, Tensor]:
     """Return struct Books of logarithms, and what it points to."""
-    there = torch.tensor(values, dtype=torch.float32, device=device)
+    there = torch.tensor(fmt.magnitudes[: fmt.gamma], dtype=torch.float32, device=device)
     return struct.pack("<Q24x", there.data_ptr()), there

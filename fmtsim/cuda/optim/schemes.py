@@ -47,8 +47,8 @@ class Kernels(NamedTuple):
     file: Of the kernels. states: Macros of the states. rule: Macros of the rule. resident: Blocks of threads that a
     multiprocessor holds, as the kernels' bounds have it (expanded groups: 92 registers a thread). books: The moments
     are codes of codebooks. by_tensor: There are scales of whole tensors. keeps_weights: The scheme does. rows: Scales
-    of weights are of rows. draws: Weights are rounded stochastically. octave: Weights are logarithms, with the values
-    of an octave.
+    of weights are of rows. draws: Weights are rounded stochastically. logs: The format of weights that are
+    logarithms.
     """
 
     file: str
@@ -60,7 +60,7 @@ class Kernels(NamedTuple):
     keeps_weights: bool = False
     rows: bool = False
     draws: bool = False
-    octave: tuple[float, ...] = ()
+    logs: LogFormat | None = None
 
     def macros(self, dtype: torch.dtype, live: bool = False) -> Defines:
         """Return all macros for parameters of a dtype; live: their steps are counted on the device."""
@@ -85,10 +85,9 @@ def kernels_of(rule: str, scheme: Scheme) -> Kernels | None:
         return None
     kind, names = RULES[rule]
     found = _of_states(scheme, names)
-    if found is None or bool(found.octave) != kind.startswith("MADAM"):
+    if found is None or (found.logs is not None) != kind.startswith("MADAM"):
         return None
-    log = scheme.weights.format if found.octave and scheme.weights is not None else None
-    own = macros(GAMMA=log.gamma, TOP_CODE=log.max_code) if isinstance(log, LogFormat) else ()
+    own = () if found.logs is None else macros(GAMMA=found.logs.gamma, TOP_CODE=found.logs.max_code)
     return found._replace(rule=(("UPDATE", kind), *own))
 
 
@@ -115,13 +114,13 @@ def _of_slots(scheme: Scheme, moments: dict[str, StateFormat], slots: dict[str, 
         return None
     if kept is not None and (kept.format is None or scheme.minimum or scheme.whole_blocks):
         return None
-    weights, octave = _weights_of(kept)
+    weights, logs = _weights_of(kept)
     if weights is None:
         return None
     rows = kept is not None and kept.block == "row" and kept.scale != "none"
     if rows and any(fmt.scale != "none" for fmt in moments.values()):
         return None
-    every = [*moments.values(), FLOAT32 if kept is None or rows or octave else kept]
+    every = [*moments.values(), FLOAT32 if kept is None or rows or logs else kept]
     blocks = {fmt.block for fmt in every if fmt.scale != "none"}
     block = blocks.pop() if blocks else 0
     if blocks or block not in (0, "tensor", *BLOCKS):
@@ -129,17 +128,17 @@ def _of_slots(scheme: Scheme, moments: dict[str, StateFormat], slots: dict[str, 
     draws = kept is not None and kept.stochastic
     states = _states(block if isinstance(block, int) else 0, slots.get("first"), slots.get("second"), weights)
     resident, by_tensor = 2 if rows else 3 if draws else 4, block == "tensor"
-    return Kernels("optimizer.cu", states, (), resident, False, by_tensor, kept is not None, rows, draws, octave)
+    return Kernels("optimizer.cu", states, (), resident, False, by_tensor, kept is not None, rows, draws, logs)
 
 
-def _weights_of(kept: StateFormat | None) -> tuple[str | None, tuple[float, ...]]:
-    """Return the kernels' state of weights, None where they do not know it; of logarithms, the values of an octave."""
+def _weights_of(kept: StateFormat | None) -> tuple[str | None, LogFormat | None]:
+    """Return the kernels' state of weights, None where they do not know it, and the format of logarithms."""
     if kept is None:
-        return _ABSENT, ()
+        return _ABSENT, None
     fmt = kept.format
     if isinstance(fmt, LogFormat) and kept.scale == "fixed" and kept.block == "tensor" and fmt.bits in (8, 16):
-        return f"Logs<{fmt.bits}>", fmt.magnitudes[: fmt.gamma]
-    return integer_of(kept) if isinstance(fmt, IntFormat) else slot_of(kept), ()
+        return f"Logs<{fmt.bits}>", fmt
+    return integer_of(kept) if isinstance(fmt, IntFormat) else slot_of(kept), None
 
 
 def integer_of(state: StateFormat) -> str | None:

@@ -60,7 +60,7 @@ def _takes(step: ParameterStep, kernels: Kernels) -> bool:
     if not plain or (p.data_ptr() | g.data_ptr()) % _ALIGNED:
         return False
     if kernels.keeps_weights and "weights" not in step.formats:
-        return _is_plain(step) and not kernels.octave
+        return _is_plain(step) and kernels.logs is None
     moments = [fmt for slot, fmt in step.formats.items() if slot != "weights"]
     return not kernels.books or all(fmt.format is None or fmt.block in BLOCKS for fmt in moments)
 
