@@ -126,7 +126,9 @@ def _rounded(
     keeps_scaled: bool,
 ) -> Scaled:  # fmt: skip
     words = key if spec.rounding.mode == "stochastic" else None
-    engine = ops.cpu_engine(x) if x.numel() else None
+    element: ElementFormat = spec.format  # type: ignore[assignment]
+    refuses = not element.has_nan and element.nan_policy == "error"  # what ops.quantize looks at data for
+    engine = None if refuses or not x.numel() else ops.cpu_engine(x)
     if engine is not None and not x.is_contiguous() and x.mT.is_contiguous() and words is None:  # any order will do
         turned = found._replace(factor=found.factor.mT) if found.factor.numel() > 1 else found
         made = _rounded(x.mT, turned, sizes[::-1], spec, key, dtype, keeps_scaled)

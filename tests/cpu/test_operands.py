@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels for operands of layers against the torch operations that define them, bit by bit."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -98,6 +100,13 @@ def test_casts_of_scaled_elements(shape, mode, threads, torch_operations):
                 assert_same_bits(found.elements.float().nan_to_num(7), wanted.elements.float().nan_to_num(7))
                 assert_same_bits(found.scaled, wanted.scaled)
                 assert found.elements.dtype == dtype and not cast._rounded(x, *given, False).scaled.numel()
+
+
+def test_nan_that_a_format_refuses():
+    strict = dataclasses.replace(fmtsim.get_format("e2m1"), name="strict", nan_policy="error")
+    x = torch.tensor([[1.0, torch.nan]])
+    with pytest.raises(fmtsim.ArgumentError, match="x holds NaN, which strict lacks and its record forbids"):
+        cast.cast(x, strict, fmtsim.Scaling(), Rounding(), "saturate")
 
 
 @pytest.mark.parametrize("inverse", [False, True])
