@@ -5,11 +5,11 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy import float64
+from numpy import float32, float64, int32
 
-from fmtsim.cpu.cast.output import store, wider
+from fmtsim.cpu.cast.output import narrows, store, wider
 from fmtsim.cpu.runtime import pool
-from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts
@@ -30,8 +30,11 @@ def decode_flat(codes, values, y):
 
 
 @kernel
-def decode_rows(codes, values, scales, offsets, shifted, decode_scale, y, outer, inner, first, last):
-    """Decode rows ``first ... last - 1`` of a matrix of blocks; ``decode_scale`` is 1 without a tensor scale."""
+def decode_rows(codes, values, scales, offsets, shifted, decode_scale, odd, y, outer, inner, first, last):
+    """Decode rows ``first ... last - 1`` of a matrix of blocks; ``decode_scale`` is 1 without a tensor scale.
+
+    ``odd`` asks for float32 rounded to odd: who rounds that to 16 bits gets what one rounding gives.
+    """
     for r in range(first, last):
         for k in range(codes.shape[1]):
             scale = float64(scales[r // outer, k // inner])
@@ -39,17 +42,26 @@ def decode_rows(codes, values, scales, offsets, shifted, decode_scale, y, outer,
             if shifted:
                 value -= offsets[r // outer, k // inner]
             result = value * scale * decode_scale
+            result = float64(_odd(result)) if odd else result
             y[r, k] = result if result == result else np.nan
 
 
+@device
+def _odd(value):
+    """Round a float64 to float32 toward zero, with the lowest bit set where that loses something."""
+    near = float32(value)
+    bits = bits32(near) - int32(abs(float64(near)) > abs(value))
+    return near if float64(near) == value or value != value else float32_of(int32(bits | int32(1)))
+
+
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
-    """Write the values of codes into out (any dtype that holds them, or float32 and float64)."""
+    """Write the values of codes into out, of any of the four dtypes."""
     fmt = spec.format
     target = torch.empty(out.shape, dtype=wider(out.dtype))
     if out.is_contiguous() and out.dtype == target.dtype:
         target = out
     if isinstance(fmt, BlockFormat):
-        target = _decode_blocks(parts, fmt, spec.dim, target)
+        target = _decode_blocks(parts, fmt, spec.dim, target, odd=narrows(fmt, out.dtype))
     else:
         codes, flat = parts.codes.contiguous().view(-1), target.view(-1)
         values = values_of(fmt)  # type: ignore[arg-type]
@@ -62,7 +74,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         store(target, out)
 
 
-def _decode_blocks(parts: EncodedParts, fmt: BlockFormat, dim: int, target: torch.Tensor) -> torch.Tensor:
+def _decode_blocks(parts: EncodedParts, fmt: BlockFormat, dim: int, target: torch.Tensor, *, odd: bool) -> torch.Tensor:
     """Return the values, in ``target`` where its layout is the operand matrix's."""
     codes = parts.codes.reshape(1) if parts.codes.dim() == 0 else parts.codes
     moved = codes.movedim(dim, -1)
@@ -76,8 +88,9 @@ def _decode_blocks(parts: EncodedParts, fmt: BlockFormat, dim: int, target: torc
     offsets = parts.offsets if parts.offsets is not None else torch.zeros((1, 1), dtype=torch.int32)
     tensor_scale = 1.0 if parts.tensor_scale is None else float(parts.tensor_scale)
     arrays = matrix.numpy(), values_of(fmt.element), parts.scales.contiguous().numpy(), offsets.contiguous().numpy()
+    how = fmt.zero_point, tensor_scale, odd, y.numpy(), outer, inner
     pool.run(
-        lambda first, last: decode_rows(*arrays, fmt.zero_point, tensor_scale, y.numpy(), outer, inner, first, last),
+        lambda first, last: decode_rows(*arrays, *how, first, last),
         rows,
         align=1,
         weight=columns,

@@ -7,6 +7,7 @@ import torch
 
 from fmtsim import torch_engine
 from fmtsim.cpu.cast import decoding, elements, logarithmic, matrices
+from fmtsim.cpu.cast.output import narrows
 from fmtsim.cpu.cast.selection import encoder, quantizer
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
@@ -23,24 +24,28 @@ def _covers(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
     """Say whether kernels cover a verb.
 
     They decode by tables of up to 16 bits. Casts start from float32 or 16 bits; zero points, variants b and c of
-    stochastic rounding and what no kernel rounds are left out, and so are results that must be rounded once more to a
-    narrow output dtype, but those of LogFMT.
+    stochastic rounding and what no kernel rounds are left out, and so are values that are rounded once more to 16 bits
+    where float32 does not hold those of the elements.
     """
     fmt = spec.format
     if not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return False
     if isinstance(fmt, LogTileFormat):
         return verb == "decode" or (dtypes[0] != torch.float64 and logarithmic.covers(spec))
-    if verb != "encode" and dtypes[-1] not in (torch.float32, torch.float64) and not is_representable(fmt, dtypes[-1]):
+    element, narrow = (
+        fmt.element if isinstance(fmt, BlockFormat) else fmt,
+        verb != "encode" and narrows(fmt, dtypes[-1]),
+    )
+    if narrow and not is_representable(element, torch.float32):
         return False
     if verb == "decode":
-        return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits <= 16
+        return element.bits <= 16
     if dtypes[0] == torch.float64:
         return False
     if not isinstance(fmt, BlockFormat):
         return elements.covers(verb, spec)
-    rounds = verb == "quantize" and dtypes[-1] != torch.float64 and quantizer(spec) is not None
-    return rounds or encoder(spec) is not None
+    rounds = verb == "quantize" and dtypes[-1] != torch.float64 and not narrow and quantizer(spec) is not None
+    return rounds or encoder(spec) is not None and (not narrow or element.bits <= 16)
 
 
 def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from fmtsim import torch_engine
 from fmtsim.cpu.cast import blocks
 from fmtsim.cpu.cast.decoding import decode
 from fmtsim.cpu.cast.grid import Grid
-from fmtsim.cpu.cast.output import store
+from fmtsim.cpu.cast.output import narrows, store
 from fmtsim.cpu.cast.phases import Layout
 from fmtsim.cpu.cast.scales import Scaling, scaling_of
 from fmtsim.cpu.cast.selection import Fast, encoder, quantizer
@@ -65,7 +65,7 @@ class _Job:
 
 def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
-    if quantizer(spec) is None or out.dtype == torch.float64:
+    if quantizer(spec) is None or out.dtype == torch.float64 or narrows(spec.format, out.dtype):
         decode(encode_blocks(x, spec, random), spec, out)
         return
     if spec.dim == -2 and x.dim() == 2 and x.is_contiguous():
