@@ -15,7 +15,7 @@ from fmtsim.cpu.cast.philox import fill64
 from fmtsim.cpu.gemm.accumulate import FIELD, STOCHASTIC, Grid, end_block, round_lanes
 from fmtsim.cpu.gemm.aligned_truncate import negatives_of, place_of
 from fmtsim.cpu.gemm.operands import pitch_of
-from fmtsim.cpu.runtime.jit import device, kernel
+from fmtsim.cpu.runtime.jit import device, subroutine
 from fmtsim.cpu.runtime.simd import (
     LANES,
     NEAREST_EVEN,
@@ -163,7 +163,7 @@ def round_rows(sums, index, acc, unit, draw, column, buffer):  # type: ignore[no
         store(acc, m * LANES, where_less(fabs(c), infinity, rounded, c))
 
 
-@kernel
+@subroutine
 def round_blocks(a, b, order, sums, acc, block, unit, draw, column):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab for all rows of a and the 64 columns of b.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import end_block
 from fmtsim.cpu.gemm.operands import TOP_BYTE, pitch_of
-from fmtsim.cpu.runtime.jit import device, kernel
+from fmtsim.cpu.runtime.jit import device, subroutine
 from fmtsim.cpu.runtime.simd import (
     LANES,
     NEAREST_EVEN,
@@ -88,7 +88,7 @@ def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
     return slot // group * rows * group + slot % group, group
 
 
-@kernel
+@subroutine
 def truncate64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab through float64 sums, for all rows of a and the 64 columns of b.
 
@@ -143,7 +143,7 @@ def _finish32(s, c, negatives, mask):  # type: ignore[no-untyped-def]
     return as_f32(and_(as_i32(fsub(as_f32(counted), as_f32(constant))), splat(mask)))
 
 
-@kernel
+@subroutine
 def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab through float32 sums: truncate64 for 8-bit inputs and short fractions, twice as fast.
 

@@ -15,7 +15,7 @@ from fmtsim.cpu.gemm.aligned_rounding import constant_of, round_rows
 from fmtsim.cpu.gemm.aligned_truncate import place_of
 from fmtsim.cpu.gemm.operands import EMPTY, Source, pitch_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN, TINY64
-from fmtsim.cpu.runtime.jit import device, kernel
+from fmtsim.cpu.runtime.jit import device, subroutine
 from fmtsim.cpu.runtime.simd import (
     LANES,
     NEAREST_EVEN,
@@ -100,7 +100,7 @@ def _add_groups(a, b, p, m, first, group, size, count, s, c):  # type: ignore[no
     return as_f64(iadd(as_i64(s), zext64(negatives)))
 
 
-@kernel
+@subroutine
 def grouped(a, b, order, sums, acc, block, size, factor, unit, draw, column):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab for all rows of a and the 64 columns of b.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numba import types
 
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, number, pitch_of
-from fmtsim.cpu.runtime.jit import device, kernel, overload
+from fmtsim.cpu.runtime.jit import device, kernel, overload, subroutine
 from fmtsim.cpu.runtime.simd import (
     LANES,
     and_,
@@ -276,7 +276,8 @@ def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-un
     rows = min(LANES, array.shape[0] - first)
     across = array.strides[0] < array.strides[1]  # neighbours along N are nearer in memory
     if rows < LANES:
-        out[: order.size * LANES] = np.float32(0)
+        for at in range(0, order.size * LANES, LANES):
+            store(out, at, splat(np.float32(0)))
     if across:
         for slot in range(order.size):
             k = order[slot]
@@ -285,17 +286,19 @@ def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-un
         return
     run = every == 1 and contiguous(order)
     for start in range(0, order.size, _TILE):
-        stop = min(start + _TILE, order.size)
+        count = min(_TILE, order.size - start)
         for row in range(rows):
-            column = out[start * LANES + row :]
+            at = np.uint64(start * LANES + row)  # unsigned: numba then does not look for negative indices
             if run:
-                line = array[first + row, order[start] : order[start] + stop - start]
-                for slot in range(stop - start):
-                    column[slot * LANES] = number(line[slot], table)
+                line, source = array[first + row], np.uint64(order[start])
+                for slot in range(count):
+                    out[at] = number(line[source + np.uint64(slot)], table)
+                    at += np.uint64(LANES)
                 continue
-            for slot in range(start, stop):
+            for slot in range(start, start + count):
                 k = order[slot]
-                out[slot * LANES + row] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
+                out[at] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
+                at += np.uint64(LANES)
 
 
 @device
@@ -314,7 +317,7 @@ def _spread_panel(raw, scales, slots, block, source, top, tiny, values, exponent
             store(signs, (b * words + w) * LANES, word)
 
 
-@kernel
+@subroutine
 def pack_panel(source, first, order, block, given, tiny, raw, scales, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
     """Pack columns first ... first + 63 of the product, rows of a Source, in slot order.
 

@@ -12,7 +12,7 @@ from fmtsim.cpu.gemm.aligned_truncate import truncate32, truncate64
 from fmtsim.cpu.gemm.block_scaled import grouped
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel
 from fmtsim.cpu.gemm.packing import pack_panel
-from fmtsim.cpu.runtime.jit import kernel, overload
+from fmtsim.cpu.runtime.jit import device, kernel, overload
 from fmtsim.cpu.runtime.simd import LANES
 
 
@@ -68,6 +68,15 @@ def _truncate_of(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
     return run
 
 
+@device
+def _largest(numbers):  # type: ignore[no-untyped-def]
+    """Return the largest of an int32 array, without the iterator that ``max`` of numba compiles."""
+    largest = np.int64(numbers[0])
+    for number in numbers:
+        largest = max(largest, np.int64(number))
+    return largest
+
+
 @kernel
 def truncate_panels(a, low, source, base, start, stop, slots, order, how, state, buffers, done):  # type: ignore[no-untyped-def]
     """Run a slab through panels start ... stop - 1 of a group that begins at panel ``base`` of the product.
@@ -75,7 +84,7 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, state,
     a: Rows with byte exponents, ``low`` the smallest of them. ``done`` (bool [panels]) says where the exponents of a
     panel allowed it; the others are left as they were.
     """
-    top_a = np.int64(a.top.max())
+    top_a = _largest(a.top)
     for p in range(start, stop):
         first, marks = (base + p) * LANES, state.marks[p]
         top, least = pack_panel(
@@ -99,7 +108,7 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, state,
 @kernel
 def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, unit, draw, state, buffers, done):  # type: ignore[no-untyped-def]
     """Run a slab through the rounding kernel, for those panels that are not done."""
-    top_a = np.int64(a.top.max())
+    top_a = _largest(a.top)
     for p in range(start, stop):
         if done[p]:
             continue

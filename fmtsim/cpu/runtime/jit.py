@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 from numba.np import arrayobj
 
 from fmtsim.compilation import compiling
+from fmtsim.cpu.runtime.inlined import Inlined
 from fmtsim.cpu.runtime.kernel_cache import KernelCache, cache_folder, kernel_name
 
 
@@ -36,12 +37,12 @@ def _announced(compile_: Callable, name: str) -> Callable:
 
 def device(function: Callable) -> Callable:
     """Compile a helper that is inlined into the kernels that call it."""
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, pipeline_class=Inlined)(function)
 
 
 def subroutine(function: Callable) -> Callable:
     """Compile a helper that kernels call: long branching code, whose copies would cost more to compile than to call."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
+    return numba.njit(nogil=True, error_model="numpy", pipeline_class=Inlined)(function)
 
 
 def overload(stub: Callable) -> Callable:
@@ -49,7 +50,8 @@ def overload(stub: Callable) -> Callable:
 
     def register(function: Callable) -> Callable:
         stub.overload = function  # type: ignore[attr-defined]
-        return extending.overload(stub)(function)
+        options = {"error_model": "numpy", "pipeline_class": Inlined}
+        return extending.overload(stub, jit_options=options)(function)  # type: ignore[arg-type]
 
     return register
 
