@@ -14,8 +14,6 @@ from fmtsim.cpu.runtime.simd import (
     as_i64,
     fabs,
     fadd,
-    fdiv,
-    floor,
     fma,
     fmul,
     fsub,
@@ -199,9 +197,9 @@ def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-d
         double = fadd(constant, constant)
         up = where_less(zero, rest, where_equal(_even(low, double), low, one, zero), zero)
     elif mode == STOCHASTIC:
-        scale = splat(np.float64(2.0**random_bits))
-        taken = floor(fmul(fdiv(rest, place), scale))
-        up = where_less(fadd(taken, int_to_f64(words)), scale, zero, one)
+        missing = fsub(splat(np.float64(2.0**random_bits)), int_to_f64(words))
+        unit = fmul(place, splat(np.float64(2.0**-random_bits)))  # rest holds floor(rest / unit) of them
+        up = where_less(rest, fmul(missing, unit), zero, one)
     rounded = _finish(x, fma(up, place, low), grid)
     return where_equal(rounded, zero, zero, rounded)
 
