@@ -194,6 +194,21 @@ def test_addends_of_rows_of_zeros(power, device):
     assert check(fp64_tensor_core, a, b, spec, c, device=device) == 0 or power < -8
 
 
+@pytest.mark.parametrize(("kept", "terms"), [(13, "toward_zero"), (9, "toward_zero"), (13, "down")])
+def test_chains_that_the_next_block_need_not_cut_again(kept, terms, device):
+    """A chain keeps what is below the accumulator's last place only where the next block truncates that anyway."""
+    unit = Datapath(block=32, fraction_bits=13, accumulator=custom(8, kept), term_rounding=terms)
+    numbers = fp64_tensor_core.plan_of(definition("e4m3", unit=unit), 32, 100)
+    assert numbers is not None and numbers.single and numbers.kept == kept
+    assert check(fp64_tensor_core, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
+
+
+@pytest.mark.parametrize(("fmt", "eight"), [("e4m3", True), ("fp16", False)])
+def test_spacings_of_powers(fmt, eight):
+    """A spacing of 8 takes a shift; formats of many exponents have no room for it."""
+    assert (fp64_tensor_core.plan_of(definition(fmt), 32, 100).spacing == 8) is eight
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("successive", [False, True])
 def test_scaled_promotion(successive, device):
@@ -248,7 +263,7 @@ def chosen(kind, **change):
     numbers = fp64_tensor_core.plan_of(definition(fmt, unit=unit, plan=plan), block, 4096)
     rest = int(plan != GemmPlan()), numbers.two_words, numbers.wide, numbers.down, numbers.single
     shape = fp64_tensor_core_configurations.fitting(
-        block, block, *rest, numbers.fraction_bits, numbers.kept, limit=227 << 10
+        block, block, *rest, numbers.fraction_bits, numbers.kept, numbers.spacing == 8, limit=227 << 10
     )
     return shape._replace(**change)
 

@@ -10,8 +10,9 @@
 // operand carries 1 + eps; the count of negative products depends on signs alone, one xor and one population count a
 // block; the addend c is one more term. What is left of a block is
 //     E:      a sum of powers 2^(spacing e) on the bf16 tensor core has the largest e in its exponent; a multiplication
-//             of its upper bits by 1 / spacing moves that into the exponent field of M, whose fraction may be
-//             anything that leaves room for the sum; then the maximum with the exponent of c.
+//             of its upper bits by 1 / spacing (a shift, for a spacing of 8) moves that into the exponent field of
+//             M, whose fraction may be anything that leaves room for the sum; then the maximum with the
+//             exponent of c.
 //     start:  M + trunc(c), one fused multiply-add, and the number of negative terms, added to the low word.
 //     chain:  DMMA, rounding toward zero.
 //     finish: take M away, truncate to the accumulator's bits.
@@ -24,7 +25,7 @@
 // Macros: SPAN, BLOCK (places of a block in use), COLUMNS warps along the columns, HALVES (1, 2) of 16 x 32 outputs a
 // warp, STAGES, RESIDENT blocks of a multiprocessor, RECORDS (blocks of a stage: short ones share a barrier),
 // TWO_WORDS, WIDE, PROMOTE (0 no, 1 plain, 2 scaled, 3 scaled successively), DOWN, SINGLE (sums in float32), FRACTION:
-// F; KEPT: bits of the accumulator; DOUBLE_M (fp64_tensor_core_chains.cuh).
+// F; KEPT: bits of the accumulator; EIGHT: the spacing is 8; DOUBLE_M (fp64_tensor_core_chains.cuh).
 #include "common.cuh"
 #include "fp64_tensor_core_layout.cuh"
 
@@ -97,10 +98,16 @@ DEVICE bool unknown(const State& s, i32 least, const u32* a, const u32* b) {
   return bad;
 }
 
-// End the last block of a tile of 16 x 8 outputs; begin the next, for which `powers` are known.
-DEVICE void finish_tile(State& s, const Constants& k, int h, int j) {
+// End a block of a tile of 16 x 8 outputs, the `last` of its chain or not; begin the next, for which `powers` are known.
+DEVICE void finish_tile(State& s, const Constants& k, int h, int j, bool last) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) finish(s, k, h, j, i);
+  for (int i = 0; i < 4; ++i) finish(s, k, h, j, i, last);
+}
+
+// The field of the largest exponent of a block's products.
+DEVICE i32 products_field(const Constants& k, float powers) {
+  const u32 bits = __float_as_uint(powers);
+  return EIGHT ? (i32)add_shifted<26 - FIELD_PLACE>(bits, (u32)k.base) : k.base + (i32)((bits >> 16) * k.factor);
 }
 
 DEVICE void start_tile(State& s, const Constants& k, const float (&powers)[4], int h, int j, i32& smallest,
@@ -111,7 +118,7 @@ DEVICE void start_tile(State& s, const Constants& k, const float (&powers)[4], i
 #pragma unroll
     for (int w = 0; w < WORDS && !DOWN; ++w)
       negative += __popc(a[w * ROWS_A + 2 * h + (i >> 1)] ^ b[w * ROWS_B + 2 * j + (i & 1)]);
-    start(s, k, h, j, i, k.base + (i32)((__float_as_uint(powers[i]) >> 16) * k.factor), negative);
+    start(s, k, h, j, i, products_field(k, powers[i]), negative);
     if (WIDE) smallest = min(smallest, field_in(s, h, j, i));
   }
 }
@@ -215,7 +222,7 @@ DEVICE bool run_block(State& s, const Constants& k, float (&powers)[TILES][4], c
 #pragma unroll
   for (int t = 0; t < TILES + AHEAD; ++t) {
     if (t < TILES) {
-      finish_tile(s, k, t / 4, t % 4);
+      finish_tile(s, k, t / 4, t % 4, ENDED);
       if (ENDED) promote_tile(s, sums, place, outer, t / 4, t % 4, block - 1);
       start_tile(s, k, powers[t], t / 4, t % 4, smallest, stage.a_bits, stage.b_bits);
     }
@@ -235,7 +242,7 @@ DEVICE bool run_block(State& s, const Constants& k, float (&powers)[TILES][4], c
 DEVICE void write_results(State& s, const Constants& k, const Sums& sums, const Place& place, float* outer, i32 last) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    finish_tile(s, k, t / 4, t % 4);
+    finish_tile(s, k, t / 4, t % 4, true);
     if (PROMOTE) promote_tile(s, sums, place, outer, t / 4, t % 4, last);
     write_tile(s, sums, place, outer, t / 4, t % 4);
   }

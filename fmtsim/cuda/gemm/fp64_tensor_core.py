@@ -29,6 +29,7 @@ _FILE, _PACK = "fp64_tensor_core.cu", "fp64_tensor_core_pack.cu"
 DEVICES = ((8, 0), (9, 0), (10, 0))  # with fp64 tensor cores of full width
 LONGEST_BLOCK = 64
 _HIGH_WORD = 21  # bits of a significand that the high word of a double holds
+_EIGHT = 8.0  # a spacing by which the kernels of short sums divide without a multiplication
 _LOWEST_POWER, _HIGHEST_POWER = -126, 127  # exponents of normal bfloat16
 _TINY = (1023 - 300) << 20  # high word of what stands for a zero (fp64_tensor_core_layout.cuh)
 _SLACK = 0.25  # of the spacing above log2(block): M's fraction must leave room for the sum
@@ -126,8 +127,10 @@ def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b
     single = room <= 22 and kept <= 20 and block >= 8  # or fields of a float32 would not do
     place, zero_field = (23, 127) if single else (20, 1075 - f)
     depth = math.log2(max(block, 2))  # or the grid of a block of zeros would lie below what stands for a zero
-    factor = math.floor(2 ** (place - 7) / (depth + _SLACK))
-    spacing, offset = 2 ** (place - 7) / factor, math.floor(_HIGHEST_POWER - depth - 1.1)
+    factor, offset = math.floor(2 ** (place - 7) / (depth + _SLACK)), math.floor(_HIGHEST_POWER - depth - 1.1)
+    spacing = 2 ** (place - 7) / factor
+    if single and spacing < _EIGHT and _fits(a, b, _EIGHT, offset):
+        spacing = _EIGHT
     margin = 0.5 - (depth + 0.14) / (2 * spacing)
     if max(a.bits, b.bits) > _HIGH_WORD or a.bits + eps > 53 or 2.0**room + 2.0**33 > margin * 2.0**52:
         return None
@@ -211,7 +214,7 @@ def _shape_of(job: Job, plan: FloorPlan) -> Shape:
 @lru_cache(maxsize=1024)
 def _shape(plan: FloorPlan, block: int, promote: int, gpu: Gpu) -> Shape:
     flags = plan.two_words and not plan.down, plan.wide, plan.down, plan.single
-    facts = promote, *flags, plan.fraction_bits, plan.kept
+    facts = promote, *flags, plan.fraction_bits, plan.kept, plan.spacing == _EIGHT
     holds = gpu.capability == (9, 0)  # for 10.0 ptxas would spill M (fp64_tensor_core_chains.cuh)
     return fitting(-(-block // 8) * 8, -(-block // 4) * 4, *facts, limit=gpu.shared, holds=holds)
 

@@ -99,10 +99,13 @@ DEVICE void begin_chain(State& s, const Constants& k, int h, int j, int i, doubl
   s.sum[h][j][i] = __hiloint2double(0, __float_as_int(LOW_FLOAT) + ((i32)bits < 0 ? -significand : significand));
 }
 
-DEVICE void finish(State& s, const Constants& k, int h, int j, int i) {
+// Where FRACTION is at most KEPT the next block truncates the chain to a grid that is no finer than the accumulator's;
+// only the last block of a chain has to.
+DEVICE void finish(State& s, const Constants& k, int h, int j, int i, bool last) {
   const float units = __fadd_rn(__int_as_float(__double2loint(s.sum[h][j][i])), -LOW_FLOAT);
-  const u32 bits = __float_as_uint(__fmul_rn(units, s.chain[h][j][i]));
-  s.chain[h][j][i] = __uint_as_float(bits & (0xFFFFFFFFu << (23 - KEPT)));
+  const float chain = __fmul_rn(units, s.chain[h][j][i]);
+  const u32 cut = last || FRACTION > KEPT || DOWN ? 0xFFFFFFFFu << (23 - KEPT) : 0xFFFFFFFFu;
+  s.chain[h][j][i] = __uint_as_float(__float_as_uint(chain) & cut);
 }
 
 DEVICE double chain_of(const State& s, int h, int j, int i) { return (double)s.chain[h][j][i]; }
@@ -158,7 +161,7 @@ DEVICE void begin_chain(State& s, const Constants& k, int h, int j, int i, doubl
   s.sum[h][j][i] = c == 0.0 ? constant_of(k, s.field[h][j][i]) : c;
 }
 
-DEVICE void finish(State& s, const Constants& k, int h, int j, int i) {
+DEVICE void finish(State& s, const Constants& k, int h, int j, int i, bool) {
   const double d = __dadd_rn(s.sum[h][j][i], -constant_of(k, s.field[h][j][i]));
   s.sum[h][j][i] = __longlong_as_double(__double_as_longlong(d) & (-1ll << (52 - KEPT)));
 }

@@ -53,6 +53,7 @@ class Shape(NamedTuple):
     single: bool
     fraction: int
     kept: int
+    eight: bool
     double_m: bool
 
     @property
@@ -86,14 +87,14 @@ class Shape(NamedTuple):
         """The macros."""
         names = (
             "SPAN", "BLOCK", "COLUMNS", "HALVES", "STAGES", "RESIDENT", "RECORDS", "PROMOTE",
-            "TWO_WORDS", "WIDE", "DOWN", "SINGLE", "FRACTION", "KEPT", "DOUBLE_M",
+            "TWO_WORDS", "WIDE", "DOWN", "SINGLE", "FRACTION", "KEPT", "EIGHT", "DOUBLE_M",
         )  # fmt: skip
         return tuple((name, str(int(value))) for name, value in zip(names, self, strict=True))
 
 
 def fitting(
     span: int, block: int, promote: int, two_words: bool, wide: bool, down: bool, single: bool, fraction: int,
-    kept: int, *, limit: int, holds: bool = True,
+    kept: int, eight: bool, *, limit: int, holds: bool = True,
 ) -> Shape:  # fmt: skip
     """Choose the fastest specialisation that shared memory holds, with the kilobyte that each block takes besides.
 
@@ -104,7 +105,7 @@ def fitting(
             continue
         records, double_m = max(1, choice.places // span), choice.double_m
         shape = Shape(
-            span, block, *choice[:4], records, promote, two_words, wide, down, single, fraction, kept, double_m
+            span, block, *choice[:4], records, promote, two_words, wide, down, single, fraction, kept, eight, double_m
         )  # fmt: skip
         if (shape.shared + 1024) * shape.resident <= limit + 1024:
             break
@@ -113,7 +114,7 @@ def fitting(
 
 def _kind(single: bool, promote: int, span: int, wide: bool) -> int:
     """Say which shapes are fast: those of float32 sums, or by promotion, the length of blocks and exponents."""
-    if single or promote:
+    if single or (promote and not (wide and span == 16)):
         return _SINGLE if single else _PROMOTED
     if span < 16:
         return _SHORT_WIDE if wide else _SHORT
