@@ -254,17 +254,31 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
         ArgumentError: The generator is none, or is on another device.
     """
     if generator is None or isinstance(generator, torch.Generator):
-        where = torch.device("cpu") if generator is None else generator.device
-        if where.type not in ("cpu", device.type):
-            raise ArgumentError(
-                f"generator is on {where}, {name} on {device}; pass one on the CPU or on {device}, or an int seed"
-            )
-        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where).cpu()
+        draw = _drawn_seed(generator, device, name)
         return torch.cat([draw, draw.new_zeros(1)])
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={shown(generator)} is not a seed; pass an int of 64 bits or a torch.Generator")
     return RandomKey(signed(seed), signed(offset))
+
+
+def drawn_numbers(generator: Generator, device: torch.device) -> RandomKey:
+    """Return what ``drawn_key`` does as numbers, sooner."""
+    if generator is None or isinstance(generator, torch.Generator):
+        return RandomKey(int(_drawn_seed(generator, device, "x").item()))
+    key = drawn_key(generator, device)
+    assert isinstance(key, RandomKey)
+    return key
+
+
+def _drawn_seed(generator: torch.Generator | None, device: torch.device, name: str) -> torch.Tensor:
+    """Return int64 [1] on the CPU, drawn from a generator."""
+    where = torch.device("cpu") if generator is None else generator.device
+    if where.type not in ("cpu", device.type):
+        raise ArgumentError(
+            f"generator is on {where}, {name} on {device}; pass one on the CPU or on {device}, or an int seed"
+        )
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where).cpu()
 
 
 def random_keys(stochastic: bool, generator: Generator, batch: int | None, device: torch.device) -> torch.Tensor | None:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fmtsim.arguments import drawn_key
+from fmtsim.arguments import drawn_key, drawn_numbers
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.route import Route
-from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor, random_key
+from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
 from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
@@ -99,8 +99,7 @@ class Layer:
         """
         stream = stream_of(self.generator, use)
         if not traced:
-            key = drawn_key(stream, like.device)
-            return key if isinstance(key, RandomKey) else random_key(key)
+            return drawn_numbers(stream, like.device)
         if isinstance(stream, int):
             return key_tensor(drawn_key(stream, _HOST))
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
