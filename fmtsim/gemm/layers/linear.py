@@ -22,6 +22,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.passes import Pass, Saved, saved_of
 from fmtsim.gemm.layers.product import wide_dtype
+from fmtsim.gemm.layers.shared import forget, is_shared, share, shared
 from fmtsim.gemm.layers.watch import Observer, Watchers, watchers_with
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
@@ -173,6 +174,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
+        forget()
         x, w, *saved = ctx.saved_tensors
         with torch.no_grad(), without_autocast(g.device):
             rows = _rows(g)
@@ -205,13 +207,22 @@ def _forward(
     x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool
 ) -> tuple[Tensor | None, ...]:
     """Return y, and what is kept of x and of w."""
-    x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
-    _check(x, w, bias)
+    dtype = _autocast_dtype(x, x)
+    w, bias = autocast_to(w, x), None if bias is None else autocast_to(bias, x)
+    _check(x, dtype, w, bias)
+    shares = not traced and is_shared(x, layer)
+    left = shared(x, dtype, layer) if shares else None
     with without_autocast(x.device):
-        rows, config = _rows(x), layer.config
-        run = Pass(layer, watchers, rows, (rows.shape[0], *w.shape), traced=traced)
-        left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
-        y = run.product("fprop", left, right, bias, x.dtype)
+        config = layer.config
+        run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
+        if left is None:
+            left = run.operand("x_f", _rows(x.to(dtype)), -1)
+        elif watchers:
+            run.show("x_f", _rows(x.to(dtype)), left)
+        if shares:
+            share(x, dtype, layer, left)
+        right = run.operand("w_f", w, -1)
+        y = run.product("fprop", left, right, bias, dtype)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
     return y, *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
@@ -257,10 +268,14 @@ def _gradients(
 
 def autocast_to(t: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the dtype that autocast gives products of ``like``."""
+    return t.to(_autocast_dtype(t, like))
+
+
+def _autocast_dtype(t: Tensor, like: Tensor) -> torch.dtype:
     device = like.device.type
     if t.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return t
-    return t.to(torch.get_autocast_dtype(device))
+        return t.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -270,15 +285,16 @@ def _rows(t: Tensor) -> Tensor:
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
-def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-    for name, t in (("x", x), ("w", w), ("bias", bias)):
-        if t is not None and t.dtype not in _FLOATS:
-            raise DtypeError(f"EmulatedGEMM: {name} has dtype {t.dtype}; pass float16, bfloat16, float32 or float64")
+def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None) -> None:
+    """Refuse what does not fit; ``dtype`` is x's under autocast."""
+    for name, t, own in (("x", x, dtype), ("w", w, w.dtype), ("bias", bias, None if bias is None else bias.dtype)):
+        if t is not None and own not in _FLOATS:
+            raise DtypeError(f"EmulatedGEMM: {name} has dtype {own}; pass float16, bfloat16, float32 or float64")
     check_together(x=x, w=w, bias=bias)
-    others = [t for t in (w, bias) if t is not None and t.dtype != x.dtype]
+    others = [t for t in (w, bias) if t is not None and t.dtype != dtype]
     if others:
         raise DtypeError(
-            f"EmulatedGEMM: x has dtype {x.dtype}, w or bias {others[0].dtype}; "
+            f"EmulatedGEMM: x has dtype {dtype}, w or bias {others[0].dtype}; "
             "cast them to one dtype, or use torch.autocast"
         )
     if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:

@@ -74,6 +74,11 @@ class Pass:
             watcher.operand(Seen(name, t, made, keys, dim, factor))
         return made
 
+    def show(self, name: str, t: Tensor, made: Operand) -> None:
+        """Let watchers see an operand that another layer made of the same tensor."""
+        for watcher in self._watchers:
+            watcher.operand(Seen(name, t, made, NO_KEYS, -1, None))
+
     def gradient_operands(self, g: Tensor) -> tuple[Operand, Operand] | None:
         """Return the gradient quantised for both its products from one read; None where that has no kernel."""
         dgrad, wgrad = self._config.dgrad, self._config.wgrad
