@@ -129,7 +129,8 @@ def _rounded(
     element: ElementFormat = spec.format  # type: ignore[assignment]
     refuses = not element.has_nan and element.nan_policy == "error"  # what ops.quantize looks at data for
     engine = None if refuses or not x.numel() else ops.cpu_engine(x)
-    if engine is not None and not x.is_contiguous() and x.mT.is_contiguous() and words is None:  # any order will do
+    turns = not x.is_contiguous() and x.mT.is_contiguous()
+    if engine is not None and turns and words is None:  # any order will do
         turned = found._replace(factor=found.factor.mT) if found.factor.numel() > 1 else found
         made = _rounded(x.mT, turned, sizes[::-1], spec, key, dtype, keeps_scaled)
         return Scaled(made.elements.mT, found, made.scaled.mT)
@@ -139,7 +140,7 @@ def _rounded(
         if engine.round_blocks(
             x, factor, of, spec, words, q, divides=found.divides, scaled=y if keeps_scaled else None
         ):
-            return Scaled(q, found, y)
+            return Scaled(q.mT.contiguous().mT if turns else q, found, y)  # on layouts a library's order depends
     y = times_blocks(x, found.factor, sizes, divides=found.divides)
     q = ops.quantize(y, spec.to_json(), torch.float32, words, None)
     return Scaled(q.to(dtype), found, y)

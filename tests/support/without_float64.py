@@ -45,6 +45,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch operations serve the CPU, and empty the caches of modules, so that no table is brought along."""
     refuses = dict.fromkeys(("supports", "supports_gemm", "supports_optimizer"), lambda *args: False)
     refuses["optimizer_steps"] = lambda rule, steps, *rest: steps
+    refuses["hadamard"] = lambda *args: None
     kernels = SimpleNamespace(**{name: getattr(torch_engine, name) for name in torch_engine.__all__}, **refuses)
     loads = ops.load_engine
     for name, module in list(sys.modules.items()):
