@@ -6,7 +6,7 @@ from fmtsim.cpu.cast.engine import decode, encode, quantize, supports
 from fmtsim.cpu.cast.rotation import hadamard
 from fmtsim.cpu.cast.statistics import block_amax, block_means
 from fmtsim.cpu.counting import count_cast
-from fmtsim.cpu.gemm.engine import gemm, supports_gemm
+from fmtsim.cpu.gemm.engine import gemm, gemm_batch, supports_gemm
 from fmtsim.cpu.optim.elementary import exp, ln
 from fmtsim.cpu.optim.steps import optimizer_steps, supports_optimizer
 from fmtsim.cpu.runtime.kernel_cache import cache_folder
@@ -23,6 +23,7 @@ __all__ = [
     "exp",
     "finish_",
     "gemm",
+    "gemm_batch",
     "get_num_threads",
     "hadamard",
     "ln",

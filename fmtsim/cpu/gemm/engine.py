@@ -17,12 +17,14 @@ from fmtsim.cpu.cast.words import key_words
 from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8
 from fmtsim.cpu.gemm.accumulate import MODES, Promotion, Reduction, grid_of, promotion_of, reduction_of
 from fmtsim.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Draw, Unit
+from fmtsim.cpu.gemm.batch import is_small, run_batch
 from fmtsim.cpu.gemm.block_scaled import Groups, groups_of
 from fmtsim.cpu.gemm.operands import EMPTY, Source, is_fixed, read_array, source_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN
 from fmtsim.cpu.gemm.panels import Constants
 from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of
 from fmtsim.cpu.gemm.tiles import Job, run_tiles
+from fmtsim.cpu.runtime.pool import get_num_threads
 from fmtsim.cpu.runtime.simd import LANES
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.representable import is_representable
@@ -68,6 +70,44 @@ def gemm(
         out.copy_(torch.zeros_like(out) if c is None else c)
     else:
         method(a, b, c, (scale_a, scale_b), spec, random or _NO_KEY, out)
+    _write_nan(out)
+
+
+def gemm_batch(a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: Tensor) -> list[int]:
+    """Write the products of a batch that are small and that kernels take at once; return the numbers of the others.
+
+    Each has the bits that ``gemm`` gives it.
+
+    Args:
+        a: [products, M, K], as ``gemm`` takes each of them.
+        b: [products, N, K].
+        spec: Of every product.
+        keys: int64 [products, 2], seed and offset of each, or None.
+        out: [products, M, N], contiguous, in the dtype of the sums.
+    """
+    count, m, n, k = *out.shape, a.shape[2]
+    unit, others = spec.datapath, list(range(count))
+    plain = isinstance(unit, Datapath) and unit.scale is None and not spec.plan.scaled_promotion
+    if not plain or not k or not out.numel() or count < get_num_threads():
+        return others
+    if not isinstance(_method(spec.text, k), partial):  # of ``_fused``
+        return others
+    known = prepared(spec.text, k, (False, False), out.dtype == torch.float64)
+    if known.groups is not None or known.unit is None or not is_small(m, n, k, known.slabs):
+        return others
+    draw = known.draw._replace(rows=m, columns=n)
+    words = np.zeros((count, 4), np.uint32) if keys is None else keys.numpy()[:, ::-1].astype("<i8").view("<u4")
+    (x, x_table), (y, y_table) = read_array(a), read_array(b)
+    done = run_batch(
+        known.a._replace(array=x, table=x_table), known.b._replace(array=y, table=y_table), known.slabs, known.fast,
+        known.unit, known.promotion, known.reduction, draw, words, out.numpy(),
+    )  # fmt: skip
+    _write_nan(out)
+    return np.flatnonzero(~done).tolist()
+
+
+def _write_nan(out: Tensor) -> None:
+    """Give every NaN the bits that sums have for it."""
     if out.is_floating_point() and out.sum().isnan():  # Inf of both signs looks the same, and is not touched
         bits = out.view(torch.int32 if out.dtype == torch.float32 else torch.int64)
         bits.masked_fill_(out.isnan(), NAN32 if out.dtype == torch.float32 else NAN64)

@@ -113,10 +113,36 @@ def _gemm(  # type: ignore[no-untyped-def]
         _product(a, b, definition, c, scale_a, scale_b, shared, key, out)
         return out
     out = torch.empty(a.shape[0], a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    for i in range(a.shape[0]):
-        own_c, own_scale_a, own_scale_b, own_key = (None if t is None else t[i] for t in (c, scale_a, scale_b, key))
+    given = (c, scale_a, scale_b)
+    for i in _small_products(a, b, definition, given, shared, key, out):
+        own_c, own_scale_a, own_scale_b, own_key = (None if t is None else t[i] for t in (*given, key))
         _product(a[i], b[i], definition, own_c, own_scale_a, own_scale_b, shared, own_key, out[i])
     return out
+
+
+def _small_products(a, b, spec, given, shared, key, out):  # type: ignore[no-untyped-def]
+    """Write the small products of a batch that the CPU's kernels take at once; return the numbers of the others."""
+    (count, m, n), plan, row, bias = out.shape, spec.plan, shared["row"], shared["bias"]
+    cpu = ops.load_engine("cpu") if a.is_cpu and out.numel() else None
+    if cpu is None or gemm_engine(spec, a[0], b[0]) is not cpu:
+        return range(count)
+    scaled = any(x is not None for x in given) or (row is not None and row.numel() > 1)
+    if scaled or plan.k_end is not None or (bias is not None and plan.reduce == "in_place"):
+        return range(count)
+    left, step = [], max(1, _SUMS // (m * n))
+    for start in range(0, count, step):
+        few = slice(start, start + step)
+        part, keys = out[few], None if key is None else key[few]
+        sums = part if out.dtype == spec.sum_dtype else torch.empty(part.shape, dtype=spec.sum_dtype)
+        rest = cpu.gemm_batch(a[few], b[few], spec, keys, sums)
+        left += [start + i for i in rest]
+        if len(rest) < len(part):
+            finish(
+                sums.view(-1, n), out.dtype, rule=plan.epilogue, row=row, column=shared["column"], bias=bias,
+                bias_after_rounding=plan.bias_after_rounding, result_scale=shared["result_scale"],
+                out=part.view(-1, n),
+            )  # fmt: skip
+    return left
 
 
 def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore[no-untyped-def]
