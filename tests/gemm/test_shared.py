@@ -110,6 +110,13 @@ def test_what_is_remembered_is_not_shared(cast):
     assert inputs_cast(cast) == 3
 
 
+def test_another_stream_has_its_own(cast, monkeypatch):
+    streams = iter((1, 2, 2, 2, 2))  # of q, which shares, of k, which asks and shares, and of v
+    monkeypatch.setattr(shared, "_stream", lambda x: next(streams))
+    forward(fmtsim.convert(Projections(), recipe="te_mxfp8"))
+    assert inputs_cast(cast) == 2
+
+
 def test_stochastic_inputs_are_drawn_each(cast):
     model = fmtsim.convert(Projections(), format="e4m3", rounding="stochastic")
     y = forward(model)

@@ -163,7 +163,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers
     ) -> tuple[Tensor | None, ...]:
         """Return y, and what is kept of x and of w."""
-        return _forward(x, w, bias, layer, watchers, traced=not (is_bare(x) and is_bare(w)))
+        return _forward(x, w, bias, layer, watchers, traced=not (is_bare(x) and is_bare(w)), shares=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -196,7 +196,7 @@ class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Return y."""
-        y, *kept = _forward(*inputs, traced=False)
+        y, *kept = _forward(*inputs, traced=False, shares=is_shared(inputs[0], inputs[3]))
         _keep(ctx, inputs, tuple(kept))
         return y  # type: ignore[return-value]
 
@@ -204,13 +204,12 @@ class _PlainLinear(torch.autograd.Function):
 
 
 def _forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool
+    x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool, shares: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return y, and what is kept of x and of w."""
+    """Return y, and what is kept of x and of w; ``shares``: other layers may take what becomes of x."""
     dtype = _autocast_dtype(x, x)
     w, bias = autocast_to(w, x), None if bias is None else autocast_to(bias, x)
     _check(x, dtype, w, bias)
-    shares = not traced and is_shared(x, layer)
     left = shared(x, dtype, layer) if shares else None
     with without_autocast(x.device):
         config = layer.config

@@ -22,6 +22,7 @@ _NAME = "x_f"
 class _Made(NamedTuple):
     x: "weakref.ref[Tensor]"
     version: int
+    stream: int
     dtype: torch.dtype
     quantizer: Quantizer
     folded: bool
@@ -47,13 +48,20 @@ def shared(x: Tensor, dtype: torch.dtype, layer: Layer) -> Operand | None:
     if made is None or made.x() is not x or made.version != x._version or made.dtype != dtype:
         return None
     same = made.quantizer is layer.quantizers[_NAME] and made.folded == (_NAME in layer.folded)
+    same = same and made.stream == _stream(x)  # another stream would not wait for the elements
     return made.operand if same else None
 
 
 def share(x: Tensor, dtype: torch.dtype, layer: Layer, operand: Operand) -> None:
     """Keep what a layer made of its input, cast to a dtype."""
     global _last
-    _last = _Made(weakref.ref(x), x._version, dtype, layer.quantizers[_NAME], _NAME in layer.folded, operand)
+    quantizer, folded = layer.quantizers[_NAME], _NAME in layer.folded
+    _last = _Made(weakref.ref(x), x._version, _stream(x), dtype, quantizer, folded, operand)
+
+
+def _stream(x: Tensor) -> int:
+    """Return the stream on which kernels of a GPU that read a tensor are started."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
 def forget() -> None:
