@@ -13,12 +13,13 @@ from fmtsim.bench.timing import Timed, bounded_threads, in_turns
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.matmul import int_mm, mm
+from fmtsim.gemm.products.matmul import bmm, int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
 
 SHAPE = (512, 512, 2048)
+BATCH = 256
 _BURST = 32  # float32 products at most between two runs of a case
 Shape = tuple[int, int, int]
 Scaling = Literal["none", "mx", "nvfp4", "block_128"]
@@ -41,6 +42,7 @@ class Case:
         plain: Name of the case without what this one adds, whose cost is then at most ``extra`` more.
         extra: That cost as a share of the plain case.
         shrink: Each side of the shape is divided by this, for what takes long.
+        side: Of small products [side, side] by [side, side], ``BATCH`` of which are one ``bmm``; None is one product.
     """
 
     name: str
@@ -57,9 +59,17 @@ class Case:
     plain: str | None = None
     extra: float | None = None
     shrink: int = 1
+    side: int | None = None
+
+    @property
+    def products(self) -> int:
+        """How many products one run has."""
+        return 1 if self.side is None else BATCH
 
     def shape(self, shape: Shape) -> Shape:
         """Return M, N and K of this case where most cases have ``shape``; whole blocks of 64 where it shrinks."""
+        if self.side is not None:
+            return self.side, self.side, self.side
         if self.shrink == 1:
             return shape
         m, n, k = (max(64, side // self.shrink // 64 * 64) for side in shape)
@@ -85,6 +95,8 @@ CASES: tuple[Case, ...] = (
     _case("bf16 Hopper", "bf16", _HOPPER, _WIDE),
     _case("bf16 Hopper, row-major b", "bf16", _HOPPER, _WIDE, columns_apart=True),
     _case("bf16 Hopper, bf16 out", "bf16", _HOPPER, _WIDE, out_dtype=torch.bfloat16),
+    _case("bf16 Hopper, batch, side 16", "bf16", _HOPPER, side=16),
+    _case("bf16 Hopper, batch, side 64", "bf16", _HOPPER, side=64),
     _case("fp16 Hopper", "fp16", _HOPPER, _WIDE),
     _case("tf32 Hopper", "tf32", _HOPPER, _NARROW),
     _case("nvf4", "e2m1", "blackwell.tcgen05.nvf4", _NARROW, scaling="nvfp4"),
@@ -120,12 +132,14 @@ def product_of(case: Case, shape: Shape, *, device: str = "cpu") -> Callable[[],
     """Return the call of a case, with normally distributed operands of ``shape`` that lie ready in their dtypes."""
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
-    a, w = (_matrix(rows, k, case.operands, generator).to(device) for rows in (m, n))
+    a, w = (_matrix(case.products * rows, k, case.operands, generator).to(device) for rows in (m, n))
     b = w.t().contiguous() if case.columns_apart else w.t()
     if case.operands == "int8":
         return lambda: int_mm(a, b, unit=case.unit)
     which: dict[str, Any] = {"datapath": case.unit} if isinstance(case.unit, Arithmetic) else {"unit": case.unit}
     options: dict[str, Any] = {**which, "plan": case.plan, "accumulate": case.accumulate, "generator": case.seed}
+    if case.side is not None:
+        return lambda: bmm(a.view(-1, m, k), w.view(-1, n, k).mT, out_dtype=case.out_dtype, **options)
     if case.scaling == "none":
         tf32 = case.operands == "tf32"
         return lambda: mm(a, b, out_dtype=case.out_dtype, allow_tf32=tf32, **options)
@@ -136,11 +150,13 @@ def product_of(case: Case, shape: Shape, *, device: str = "cpu") -> Callable[[],
     return lambda: scaled_mm(a, b, scale_a, scale_b, out_dtype=case.out_dtype, **options)
 
 
-def sgemm_of(shape: Shape) -> Callable[[], Tensor]:
-    """Return torch's float32 product of that shape."""
+def sgemm_of(shape: Shape, products: int = 1) -> Callable[[], Tensor]:
+    """Return torch's float32 product of that shape, or as many in a batch."""
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
-    a, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    a, w = (torch.randn(products * rows, k, generator=generator) for rows in (m, n))
+    if products > 1:
+        return lambda: torch.bmm(a.view(-1, m, k), w.view(-1, n, k).mT)
     return lambda: torch.mm(a, w.t())
 
 
@@ -203,7 +219,7 @@ class Result(Timed):
             "case": case.name, "operands": case.operands, "shape": list(self.shape), "target": case.target,
             "stretch": case.stretch, "met": self.met, "stretch_met": self.stretched, "plain": case.plain,
             "extra_cost": self.extra, "extra_limit": case.extra,
-            "threads": self.by_threads("sgemm", "products", math.prod(self.shape)),
+            "threads": self.by_threads("sgemm", "products", case.products * math.prod(self.shape)),
         }  # fmt: skip
 
 
@@ -220,7 +236,7 @@ def measure(case: Case, *, shape: Shape = SHAPE, threads: Sequence[int] = (1, 2)
         repeats: Timed runs of each, after one that compiles the kernel and touches the pages.
     """
     shape = case.shape(shape)
-    sgemm, product = sgemm_of(shape), product_of(case, shape)
+    sgemm, product = sgemm_of(shape, case.products), product_of(case, shape)
     others = [] if case.plain is None else [product_of(case_named(case.plain), shape)]
     seconds, sgemm_seconds, plain_seconds = {}, {}, {}
     for count in threads:

@@ -125,8 +125,10 @@ def _product_row(result: gemm.Result) -> list[str]:
     verdict = "stretch" if result.stretched else {True: "pass", False: "MISS", None: "-"}[result.met]
     shares = ["-" if value is None else f"{value:.2f}" for value in (case.target, case.stretch)]
     costs = ["-" if value is None else f"{100 * value:+.0f} %" for value in (result.extra, case.extra)]
+    shape, work = f"{m}x{n}x{k}", case.products * m * n * k
     return [
-        case.name, f"{m}x{n}x{k}", f"{1e3 * seconds:.1f}", f"{m * n * k / seconds / 1e9:.2f}",
+        case.name, shape if case.side is None else f"{case.products} of {shape}", f"{1e3 * seconds:.1f}",
+        f"{work / seconds / 1e9:.2f}",
         f"{result.ratio():.3g}" if result.ratio() < 0.1 else f"{result.ratio():.2f}", *shares, *costs, verdict,
         *_threads(result),
     ]  # fmt: skip
