@@ -9,7 +9,7 @@ import torch
 import fmtsim
 from fmtsim import ArgumentError, Datapath, GemmPlan, IntegerDatapath, RandomKey, get_format
 from fmtsim.gemm.products import operands as reading
-from fmtsim.gemm.products import operator
+from fmtsim.gemm.products import operator, tf32
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.gemm.products.operands import read_operand
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
@@ -51,6 +51,7 @@ CASES = {
     "scales": lambda a, b: (a, b, spec(SCALED).to_json(), None, None, torch.ones(5, 2), torch.ones(6, 2)),
     "stochastic": lambda a, b: (a, b, spec(STOCHASTIC).to_json(), None, *[None] * 7, KEY),
     "transposed": lambda a, b: (a.mT.contiguous().mT, b[:, ::2].repeat_interleave(2, 1), spec().to_json()),
+    "to TF32": lambda a, b: (a.float(), b.float(), spec(a="tf32", b="tf32").to_json(), *[None] * 9, False, True),
     "batch": lambda a, b: (a.expand(3, 5, 40), b.expand(3, 6, 40), spec().to_json(), torch.bfloat16),
     "empty": lambda a, b: (a[:0], b, spec().to_json()),
     "no products": lambda a, b: (a[:, :0], b[:, :0], spec().to_json()),
@@ -274,3 +275,13 @@ def test_a_compiled_product_of_fp4_has_the_bits_of_a_plain_one():
 
     torch._dynamo.reset()
     assert_same_bits(torch.compile(multiply, backend="eager", fullgraph=True)(a, b), multiply(a, b))
+
+
+@pytest.mark.parametrize("plan", [None, GemmPlan(k_tile=16, split=2, reduce="in_place")])
+def test_operands_rounded_to_tf32_in_pieces_give_the_same_bits(monkeypatch, plan):
+    x, w, c = normal(130, 40, seed=1), normal(150, 40, seed=2), normal(130, 150, seed=3)
+    x[1, 2], x[128, 3], w[149, 0] = torch.inf, 3.4028e38, torch.nan  # the second becomes Inf
+    asked = spec(plan=plan, a="tf32", b="tf32")
+    expected = run_gemm(*(fmtsim.quantize(t, "tf32", overflow="ieee") for t in (x, w)), asked, c=c)
+    monkeypatch.setattr(tf32, "_ROUNDED", 64 * 40)
+    assert_same_bits(run_gemm(x, w, asked, c=c, tf32=True), expected)

@@ -16,7 +16,7 @@ from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.ops import define_operator
-from fmtsim.quantize import decode, quantize
+from fmtsim.quantize import decode
 from fmtsim.spec.call import Layout, OperandFormat, Operation
 
 _PLAIN = {
@@ -193,11 +193,9 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
         x: Floats, a torch float8 or float4 tensor, int8, or integer codes of ``fmt``; K comes last. Values in a dtype
             that engines take are returned as they are.
         fmt: Its format.
-        tf32: How float32 becomes TF32: ``"round"`` to nearest even, as libraries do, ``"truncate"`` as a unit does
-            that ignores the low 13 bits of a word, or ``""`` where the values lie on the format already.
+        tf32: How float32 becomes TF32: ``"truncate"`` as in a unit that ignores the low 13 bits of a word, or ``""``
+            where the values lie on the format already, or ``run_gemm`` rounds them.
     """
-    if tf32 == "round":
-        return quantize(x, "tf32", overflow="ieee", out_dtype=torch.float32)
     if tf32 == "truncate":
         return (x.resolve_neg().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
     if x.dtype in _DIRECT:

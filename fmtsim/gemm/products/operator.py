@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fmtsim.float64 import check_float64
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.products.tf32 import rounded_product, to_tf32
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -58,6 +59,7 @@ def run_gemm(
     result_scale: Tensor | None = None,
     random: RandomKey | Tensor | None = None,
     validated: bool = False,
+    tf32: bool = False,
 ) -> Tensor:
     """Return ``a b^T`` as a GemmSpec defines it: the one way from verbs and layers to the operator.
 
@@ -73,6 +75,7 @@ def run_gemm(
         row, column, bias, result_scale: As in ``finish``.
         random: A key, or int64 [2] or [B, 2] with seed and offset, where the unit rounds stochastically.
         validated: Both operands are known to hold values of their formats alone, which saves looking.
+        tf32: Round float32 operands to TF32 first, to nearest even: a CPU rounds pieces of a matrix as it needs them.
 
     Returns:
         [M, N] or [B, M, N]: ``dtype``, or float32, float64 where the accumulator needs it, int32 for an
@@ -84,7 +87,7 @@ def run_gemm(
     key = ops.key_tensor(random) if isinstance(random, RandomKey) else random
     operator = torch.ops.fmtsim.gemm.default if key is None else torch.ops.fmtsim.gemm.keyed
     return operator(  # type: ignore[no-any-return]
-        a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated
+        a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated, tf32
     )
 
 
@@ -96,12 +99,14 @@ def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
 
 def _gemm(  # type: ignore[no-untyped-def]
     a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
-    key=None, validated=False,
+    key=None, validated=False, tf32=False,
 ):  # fmt: skip
     """Compute a product."""
     definition = gemm_spec_from_json(spec)
     a, b = a.detach(), b.detach()
-    if not validated:
+    if tf32 and (a.dim() == 3 or not a.is_cpu or key is not None):
+        a, b, tf32 = to_tf32(a), to_tf32(b), False
+    elif not validated and not tf32:
         _require_values(("a", a, definition.a), ("b", b, definition.b))
     shared = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
     dtype = dtype or definition.sum_dtype
@@ -110,7 +115,7 @@ def _gemm(  # type: ignore[no-untyped-def]
             check_float64(a.device, what, "choose a unit and an output in float32, or move the operands to the CPU")
     if a.dim() == 2:
         out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-        _product(a, b, definition, c, scale_a, scale_b, shared, key, out)
+        _product(a, b, definition, c, scale_a, scale_b, shared, key, out, tf32)
         return out
     out = torch.empty(a.shape[0], a.shape[1], b.shape[1], dtype=dtype, device=a.device)
     given = (c, scale_a, scale_b)
@@ -145,7 +150,7 @@ def _small_products(a, b, spec, given, shared, key, out):  # type: ignore[no-unt
     return left
 
 
-def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore[no-untyped-def]
+def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # type: ignore[no-untyped-def]
     """Write one product into out, a group of rows at a time where its sums take another dtype than out."""
     m, n = out.shape
     if not out.numel():
@@ -175,7 +180,8 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
                     "parts that are added in place begin with c or with a bias, and both are given; pass one"
                 )
             own_c, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # what an output begins with
-        engine.gemm(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
+        multiply = partial(rounded_product, engine) if tf32 else engine.gemm
+        multiply(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
         if wide != torch.int32:
             finish(
                 sums, out.dtype, rule=spec.plan.epilogue, row=row, column=shared["column"], bias=bias,
@@ -375,7 +381,7 @@ def _gemm_shape(a, b, spec, dtype=None, *_):  # type: ignore[no-untyped-def]
 ops.define_operator(
     "gemm(Tensor a, Tensor b, str spec, ScalarType? dtype=None, Tensor? c=None, Tensor? scale_a=None, "
     "Tensor? scale_b=None, Tensor? row=None, Tensor? column=None, Tensor? bias=None, Tensor? result_scale=None, "
-    "Tensor? key=None, bool validated=False) -> Tensor",
+    "Tensor? key=None, bool validated=False, bool tf32=False) -> Tensor",
     _gemm,
     _gemm_shape,
     keyed=True,

@@ -111,7 +111,7 @@ def run_product(
         target, unit, plan, accumulate, native, strict: As in ``mm``; one of target and unit is given.
         fast_accum: As in GemmCall.
         generator: Random words of a unit that rounds stochastically.
-        tf32: How float32 operands become TF32 (``read_operand``).
+        tf32: ``"round"`` where float32 operands become TF32, to nearest even, else ``""``.
         layouts: How a library sees the operands; None says what they are.
         quantized: A layer quantised both: they are values of their formats in any dtype of engines, their scales
             those of their kind, nothing is looked at again, and the generator may be one that nothing draws from.
@@ -139,17 +139,17 @@ def run_product(
         bias=bias is not None and adds_bias, layouts=layouts, batch=a.shape[0] if a.dim() == 3 else 1,
     )  # fmt: skip
     dtype = _output_dtype(spec, dtype)
-    how = tf32 if spec.a.name == "tf32" else ""  # the unit may take another format than was asked for
-    left, right = read_operand(a, formats[0], tf32=how), read_operand(b, formats[1], tf32=how)
+    left, right = read_operand(a, formats[0]), read_operand(b, formats[1])
     scale_a, scale_b = _block_scales(scales, left, right, spec, quantized)
     key = None
     if spec.stochastic or (generator is not None and not quantized):
         key = random_keys(spec.stochastic, generator, a.shape[0] if a.dim() == 3 else None, a.device)
-    made = left is not a and right is not b  # of codes, or rounded
+    made = left is not a and right is not b  # of codes
     return run_gemm(
         left, right, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,
         bias=bias, result_scale=scale_result if target is None else None, random=key,
         validated=made or (quantized and formats == (spec.a, spec.b)),
+        tf32=bool(tf32) and spec.a.name == "tf32",  # the unit may take another format than was asked for
     )  # fmt: skip
 
 
