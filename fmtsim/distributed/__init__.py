@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised collectives: reductions on processes and in simulation, gathered weights, dispatched tokens."""
+"""Quantised collectives: reductions on processes and in simulation, gathered weights, layers that ranks share out."""
 
 from fmtsim.distributed.arithmetic import Counts
 from fmtsim.distributed.collective import Reduced, all_reduce, reduce_scatter
 from fmtsim.distributed.fsdp import hook_fsdp
 from fmtsim.distributed.gather import all_gather, dispatch, whole_tensors
 from fmtsim.distributed.hook import fp8_hook
+from fmtsim.distributed.parallel import TensorParallel, parallelize
 from fmtsim.distributed.reduction import REDUCTIONS, AutoFactor, Reduction, get_reduction
 from fmtsim.distributed.simulate import Simulated, simulate
 from fmtsim.distributed.state import ReductionState
@@ -18,12 +19,14 @@ __all__ = [
     "Reduction",
     "ReductionState",
     "Simulated",
+    "TensorParallel",
     "all_gather",
     "all_reduce",
     "dispatch",
     "fp8_hook",
     "get_reduction",
     "hook_fsdp",
+    "parallelize",
     "reduce_scatter",
     "simulate",
     "whole_tensors",

@@ -89,6 +89,19 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
     return canonical(scaled.to(x.dtype)).reshape(ranks.size, *x.shape)
 
 
+def simulate_gather(shards: Sequence[Tensor], fmt: Format, scaling: Scaling | None) -> Tensor:
+    """Return in one process what ``all_gather`` gives ranks that hold these shards, [ranks, *shape]."""
+    if scaling is None:
+        return torch.stack([encode(x.detach(), fmt, pad=True).decode(out_dtype=x.dtype) for x in shards])
+    require_whole(fmt, scaling)
+    assert not isinstance(fmt, BlockFormat | LogTileFormat)
+    whole = torch.stack([x.detach() for x in shards])
+    flat = whole.reshape(-1).float()
+    made = _shared_scales([flat], scaling, fmt, None)
+    values = _elements(flat, made, (flat.numel(),), fmt) * made.scale
+    return canonical(values.to(whole.dtype)).reshape(whole.shape)
+
+
 def dispatch(
     x: Tensor,
     counts: Sequence[int] | Tensor,
@@ -157,11 +170,13 @@ def whole_tensors(sizes: Sequence[int], ranks: int) -> list[int]:
     return owner
 
 
-def _shared_scales(parts: Sequence[Tensor], scaling: Scaling, fmt: ElementFormat, ranks: Ranks) -> Scales:
+def _shared_scales(parts: Sequence[Tensor], scaling: Scaling, fmt: ElementFormat, ranks: Ranks | None) -> Scales:
     """Return the scales of tensors from their largest magnitudes on all ranks; NaN where NaN could not travel."""
     own = torch.stack([statistic(part[None], (None, None), "amax").reshape(-1).sum() for part in parts])
     wrong = torch.stack([(~part.isfinite()).any() for part in parts]).float()
-    found = ranks.largest(torch.cat([own, wrong]), "the exchange of largest magnitudes")
+    found = torch.cat([own, wrong])
+    if ranks is not None:
+        found = ranks.largest(found, "the exchange of largest magnitudes")
     made = scales(found[: len(parts)], scaling, float(fmt.max))
     if fmt.has_nan:
         return made

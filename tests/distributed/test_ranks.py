@@ -40,6 +40,7 @@ from tests.support.reduction_checks import (
     factors_agree,
     fsdp_agrees,
     gathers_agree,
+    layers_agree,
     nan_is_refused_and_nothing_written,
     reductions_agree,
     refused,
@@ -165,6 +166,7 @@ def worker(rank, folder):
             check(rank, 4, None)
         for check in (
             disagreement_has_a_name,
+            layers_agree,
             ddp_agrees,
             fsdp_agrees,
             fsdp_refuses,

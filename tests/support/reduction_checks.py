@@ -16,11 +16,13 @@ from fmtsim.distributed import (
     AutoFactor,
     Reduction,
     ReductionState,
+    TensorParallel,
     all_gather,
     all_reduce,
     dispatch,
     fp8_hook,
     hook_fsdp,
+    parallelize,
     reduce_scatter,
     simulate,
 )
@@ -135,6 +137,49 @@ def gathers_agree(rank, size, group, device="cpu"):
     assert bool(first.isnan().all()) and bool((second == 1).all())
     only = all_gather(spoiled, "e4m3", group=group)
     assert int(only.isnan().sum()) == 1 and bool(only[-1, 0].isnan())
+
+
+SHARED = (
+    TensorParallel(),
+    TensorParallel(gradient="e5m2", reduction="msamp"),
+    TensorParallel(gather="mxfp8_e4m3", scaling=None, dim=0),
+    TensorParallel(gather=None),
+    TensorParallel(sequence=False, reduction="msamp"),
+)
+
+
+def shared_out(settings, ranks, recipe):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    net = parallelize(net, column="1", row="3", settings=settings, ranks=ranks)
+    return net if recipe is None else fmtsim.convert(net, recipe=recipe)
+
+
+def layers_agree(rank, size):
+    """Share two layers out, among processes and among ranks that one process plays."""
+    for settings, recipe in itertools.product(SHARED, (None, "te_current")):
+        what = f"{settings} {recipe}"
+
+        def part(t, settings=settings):
+            return t.chunk(size, settings.dim)[rank] if settings.sequence else t
+
+        x = normal(4, 8, 32, seed=3)
+        xs = x.clone().requires_grad_(), part(x).clone().requires_grad_()
+        nets = shared_out(settings, size, recipe), shared_out(settings, None, recipe)
+        every, own = (net(one) for net, one in zip(nets, xs, strict=True))
+        every.square().sum().backward()
+        own.square().sum().backward()
+        assert_same_bits(own, part(every), what=what)
+        assert_same_bits(xs[1].grad, part(xs[0].grad), what=what)
+        assert_same_bits(nets[1][3].bias.grad, nets[0][3].bias.grad, what=what)
+        for layer, name in ((1, "weight"), (1, "bias"), (3, "weight")):
+            found, expected = nets[1][layer].shards[0], nets[0][layer].shards[rank]
+            assert_same_bits(getattr(found, name).grad, getattr(expected, name).grad, what=what)
+    if rank == 0:
+        assert "row parallel over 4 ranks" in repr(nets[1]) and "all in this process" in repr(nets[0])
+    refused(
+        "5 tokens (dim=-2) do not divide among 4 ranks; pad them", shared_out(SHARED[0], None, None)[3], x[0, :5, :16]
+    )
 
 
 def tokens_arrive(rank, size, group, device="cpu"):
