@@ -19,7 +19,7 @@ from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.parameter_products import ParameterProduct
 from fmtsim.recipes.attention import BACKWARD, AttentionConfig
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.transform import Clamp, Hadamard, Sparsity
 
 _MADE_OF = {"w_d": "w_f", "x_w": "x_f", "g_w": "g_d"}  # what an operand with source "forward" is, or is made of
 _REUSED = ("forward", "requantised")
@@ -215,7 +215,9 @@ def _turns(q: Quantizer) -> tuple[Hadamard, ...]:
 def _rounds(config: LinearConfig, operand: str) -> bool:
     """Say whether an operand is not what it would be in high precision."""
     q = _quantizer(config, operand)
-    return q.format is not None or q.then is not None or any(isinstance(each, Clamp) for each in q.transforms)
+    return (
+        q.format is not None or q.then is not None or any(isinstance(each, Clamp | Sparsity) for each in q.transforms)
+    )
 
 
 def _quantizer(config: LinearConfig, operand: str) -> Quantizer:

@@ -5,7 +5,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig, product_of
 from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.transform import Hadamard, Sparsity
 
 
 def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: int) -> str | None:
@@ -28,6 +28,10 @@ def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: i
 
 def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | None:
     for transform in quantizer.transforms:
+        if isinstance(transform, Sparsity):
+            uneven = [n for n in (inner, outer if transform.tiles else None) if n is not None and n % 4]
+            if uneven:
+                return f"2:4 sparsity needs groups of 4, which do not divide {uneven[0]}"
         length = inner if not isinstance(transform, Hadamard) or transform.axis == "inner" else outer
         if not isinstance(transform, Hadamard) or length is None:
             continue

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of recipes of post-training quantisation. Each record names the version of the source that it follows."""
 
+import dataclasses
 from typing import Any
 
 from fmtsim.formats.block import Block
@@ -10,6 +11,7 @@ from fmtsim.ptq.spec import Calibration, Gptq, LearnedRounding, PtqRecipe, Smoot
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.transform import Sparsity
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592 (details unverified)"
 _AGGARWAL = "Aggarwal et al., minifloat post-training quantisation, arXiv:2311.12359; brevitas"
@@ -198,6 +200,16 @@ _BLOCKS = (
     PtqRecipe(name="nvfp4_gptq", x=operand("nvfp4"), w=operand("nvfp4"), weights=Gptq(), source=f"{_GPTQ}; NVFP4"),
 )
 
+_SPARSE = tuple(
+    PtqRecipe(
+        name=f"{name}_token_24", x=operand(name, _TOKEN),
+        w=dataclasses.replace(operand(name, _CHANNEL), transforms=(Sparsity(),)),
+        source=f"torchao 36027d8, {title} dynamic activations, weights by channel, 2:4 sparse",
+        notes="pruned by magnitude without further training, as apply_fake_sparsity of the source does",
+    )
+    for name, title in (("int8", "int8"), ("e4m3", "float8"))
+)  # fmt: skip
+
 _MINIFLOATS = tuple(
     PtqRecipe(
         name=f"minifloat_e{e}m{bits - 1 - e}",
@@ -210,4 +222,4 @@ _MINIFLOATS = tuple(
     for e in range(1, bits)
 )
 
-RECIPES: tuple[PtqRecipe, ...] = (*_FP8, *_INTEGERS, *_BLOCKS, *_gaudis(), *_MINIFLOATS)
+RECIPES: tuple[PtqRecipe, ...] = (*_FP8, *_INTEGERS, *_BLOCKS, *_SPARSE, *_gaudis(), *_MINIFLOATS)

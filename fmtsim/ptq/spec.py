@@ -15,7 +15,7 @@ from fmtsim.records import check_types, located
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.transform import Hadamard, Sparsity
 
 RangeRule = Literal["absmax", "percentile", "mse"]
 Groups = Literal["static", "dynamic", "lazy"]
@@ -235,6 +235,11 @@ class PtqRecipe:
             )
         for where, x, w in self._operands():
             _check_operands(f"PtqRecipe {shown(self.name)}{where}", x, w)
+            if w.transforms and self.weights is not None:
+                raise ArgumentError(
+                    f"PtqRecipe {shown(self.name)}{where}: weights={self.weights} would fill what {w.transforms[0]} "
+                    "made zero; choose weights=None, or leave the transform out"
+                )
         if self.calibration is not None and not any(is_static(x) for _, x, _ in self._operands()):
             raise ArgumentError(
                 f"PtqRecipe {shown(self.name)}: calibration= with x = {self.x}, which has no scale of a tensor; "
@@ -313,7 +318,7 @@ class PtqRecipe:
         apart = w.scaling is not None or keeps_scales(w, folded=False, on_gpu=False)
         moving = isinstance(self.weights, Gptq) and self.weights.groups != "static"
         stored = bool(self.machine) and apart and not moving
-        return self.product(x, dataclasses.replace(w, source="stored") if stored else Quantizer())
+        return self.product(x, dataclasses.replace(w, source="stored", transforms=()) if stored else Quantizer())
 
     @property
     def inference(self) -> Recipe:
@@ -365,8 +370,11 @@ def fixed(x: Quantizer) -> Quantizer:
 def _check_operands(where: str, x: Quantizer, w: Quantizer) -> None:
     if any(q.scaling is not None and q.scaling.history is not None for q in (x, w)):
         raise ArgumentError(f"{where}: a scale with a history is one of training; leave history= out")
-    if w.transforms or w.then is not None or any(isinstance(t, Hadamard) for t in x.transforms):
-        raise ArgumentError(f"{where}: weights are stored as they are rounded; leave transforms= and then= out")
+    pruned = all(isinstance(t, Sparsity) for t in w.transforms)
+    if not pruned or w.then is not None or any(isinstance(t, Hadamard) for t in x.transforms):
+        raise ArgumentError(
+            f"{where}: weights are stored as they are rounded; leave then= out, and transforms= but Sparsity()"
+        )
 
 
 def _one_of(record: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:

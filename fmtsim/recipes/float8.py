@@ -16,6 +16,8 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, PowerOfTwo, Scaling
 
 _TE = "Transformer Engine d0067d0"
+_MX_TRAINING = "Rouhani et al., Microscaling Data Formats for Deep Learning, arXiv:2310.10537 (details unverified)"
+_MX_NOTES = "E3M2 with scales by floor, ties to even, both directions from the original; the head as any layer"
 _AO = "torchao 36027d8"
 _FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313"
 _MSAMP = "MS-AMP 9746ea8"
@@ -106,6 +108,10 @@ def _ao_tensor(name: str) -> Quantizer:
 def _ao_rows_hp() -> LinearConfig:
     tensor = cast("e4m3", Scaling(arithmetic="double", power_of_two="ceil", eps=1e-12))
     return layer(_rows(), _rows(), _rows(), w_back=tensor, g_back=cast(None), x_back=cast(None), fast=True)
+
+
+def _mx6(weights: str) -> LinearConfig:
+    return layer(cast("mxfp6_e3m2"), cast(weights), cast("mxfp6_e3m2"))
 
 
 def _mx(rule: ScaleRule) -> LinearConfig:
@@ -211,6 +217,13 @@ RECIPES = (
         Recipe(name=f"ao_mxfp8_{rule}", machine=BLACKWELL, linear=_mx(rule), source=f"{_AO}, to_mx {rule.upper()}")
         for rule in SCALE_RULES
         if rule != "amax"
+    ),
+    *(
+        Recipe(name=name, machine=BLACKWELL, linear=_mx6(weights), source=f"{_MX_TRAINING}: {what}", notes=_MX_NOTES)
+        for name, weights, what in (
+            ("mxfp6", "mxfp6_e3m2", "every operand in MXFP6"),
+            ("mxfp6_w4", "mxfp4", "weights in MXFP4, the rest in MXFP6"),
+        )
     ),
     Recipe(
         name="unit_scaling",

@@ -2,13 +2,16 @@
 """Recipes of 16 bits and more, and of bfloat16 with fewer mantissa bits."""
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.recipes.build import HOPPER, cast
+from fmtsim.recipes.build import FORWARD, HOPPER, cast
 from fmtsim.recipes.spec import LossScale, Recipe
 from fmtsim.rounding.modes import RoundingName
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Sparsity
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py and the CPU and CUDA kernels behind it"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources; details unverified)"
 _TF32 = "NVIDIA Ampere whitepaper; truncation of raw float32 operands as recorded on an H200 (docs/evidence.md)"
+_SPARSE = Quantizer(transforms=(Sparsity(tiles=True),))
 
 
 def _whole(
@@ -28,6 +31,13 @@ RECIPES = (
         linear=LinearConfig(),
         source="IEEE 754-2019",
         notes="float32 products, sums in no order",
+    ),
+    Recipe(
+        name="ao_sparse24",
+        machine=HOPPER,
+        linear=LinearConfig(fprop=Gemm(b=_SPARSE), dgrad=Gemm(b=FORWARD)),
+        source="torchao 36027d8, sparsity.training: weights 2:4 sparse along both axes, pruned in every forward pass",
+        notes="of magnitudes, while torch's kernel takes its default rule (unverified); activations are dense",
     ),
     Recipe(name="tf32", machine=HOPPER, linear=_whole("tf32", "toward_zero"), source=_TF32),
     Recipe(

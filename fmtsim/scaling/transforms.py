@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to an operand before its scale is taken: rotations and clamps of a matrix."""
+"""What happens to an operand before its scale is taken: rotations, clamps and sparsity of a matrix."""
 
 from typing import Any
 
@@ -9,13 +9,15 @@ from torch import Tensor
 from fmtsim.quantize import quantize
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.signs import random_signs
-from fmtsim.spec.transform import Clamp, Hadamard, Transform
+from fmtsim.spec.transform import Clamp, Hadamard, Sparsity, Transform
 
 
 def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:
     """Return a matrix after a transform, and what was cut off it."""
     if isinstance(transform, Clamp):
         return _clamped(x.float(), transform)
+    if isinstance(transform, Sparsity):
+        return torch.where(_in_tiles(x) if transform.tiles else _in_rows(x), x, 0.0), None
     y = rotated(x, transform, signs)
     if transform.rounded is not None:
         y = quantize(y, transform.rounded, out_dtype=torch.float32)
@@ -39,3 +41,25 @@ def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
     low, high = (ordered[:, place : place + 1] for place in places)
     y = rows.clamp(low, high).reshape(x.shape)
     return y, x - y if transform.compensate else None
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Say which elements are the two largest of four neighbours in a row, the earlier of equal ones."""
+    fours = x.abs().reshape(x.shape[0], -1, 4)
+    places = fours.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+    return torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, places, True).reshape(x.shape)
+
+
+def _in_tiles(x: Tensor) -> Tensor:
+    """Say which elements of tiles of 4 x 4 are kept, largest first, while their row and column have fewer than two."""
+    rows, columns = x.shape[0] // 4, x.shape[1] // 4
+    tiles = x.abs().reshape(rows, 4, columns, 4).transpose(1, 2).reshape(-1, 16)
+    kept, each = torch.zeros_like(tiles, dtype=torch.bool), torch.arange(len(tiles), device=x.device)
+    in_row, in_column = (torch.zeros(len(tiles), 4, dtype=torch.int64, device=x.device) for _ in range(2))
+    for place in tiles.sort(dim=-1, descending=True, stable=True).indices.unbind(-1):
+        row, column = place // 4, place % 4
+        room = (in_row[each, row] < 2) & (in_column[each, column] < 2)
+        kept[each, place] = room
+        in_row[each, row] += room
+        in_column[each, column] += room
+    return kept.reshape(rows, columns, 4, 4).transpose(1, 2).reshape(x.shape)

@@ -73,4 +73,25 @@ class Clamp:
         return f"clamp to {self.level:g} of each {self.per}{', compensated' if self.compensate else ''}"
 
 
-Transform = Hadamard | Clamp
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparsity:
+    """Keep two of every four neighbours, those of largest magnitude, and make the others zero (2:4 sparsity).
+
+    Of equal magnitudes the earlier is kept; NaN counts as larger than any number. The gradient goes to all elements.
+
+    Args:
+        tiles: Keep two of four along both axes, so that the matrix and its transpose are sparse in one way: in a
+            tile of 4 x 4, largest magnitude first, an element is kept where its row and its column have room (the rule
+            of torch's ``_sparse_semi_structured_tile``, of magnitudes). A tile may then keep fewer than eight.
+    """
+
+    tiles: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self, FormatError)
+
+    def __str__(self) -> str:
+        return "2:4 sparse" + (" both ways" if self.tiles else "")
+
+
+Transform = Hadamard | Clamp | Sparsity

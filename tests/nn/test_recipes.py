@@ -302,6 +302,7 @@ def test_rules_that_agree_or_are_optional_pass():
             r"layer 'blocks.0.0' \(w is 96 x 96\): dgrad g_d: Hadamard size=128 does not divide 96; leave",
         ),
         ("quartet", 48, "fprop x_f: Hadamard size=32 does not divide 48"),
+        ("ao_sparse24", 22, "fprop w_f: 2:4 sparsity needs groups of 4, which do not divide 22"),
         ("halo1", 22, "fprop x_f: a Hadamard matrix of the whole axis does not fit: "),
     ],
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records: JSON round trips, names, what they print, what they refuse; ranges and changes that keep a function."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -38,7 +39,7 @@ from fmtsim.recipes.spec import Steps
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.transform import Hadamard, Sparsity
 from tests.support import records
 from tests.support.operands import normal
 from tests.support.ptq_oracle import cast
@@ -99,7 +100,9 @@ BAD = [
     (lambda: PtqRecipe(name="r", x=operand("e4m3", Scaling(block=(1, None))), calibration=Calibration()),
      r"calibration= with x = e4m3, \[amax of each row\], which has no scale of a tensor"),
     (lambda: PtqRecipe(name="r", w=Quantizer(format=get_format("e4m3"), transforms=(Hadamard(),))),
-     r"weights are stored as they are rounded; leave transforms="),
+     r"weights are stored as they are rounded; leave then= out, and transforms= but Sparsity\(\)"),
+    (lambda: PtqRecipe(name="r", w=Quantizer(format="int8_channel", transforms=(Sparsity(),)), weights=Gptq()),
+     r"weights=GPTQ damping 0.01 would fill what 2:4 sparse made zero; choose weights=None, or leave the"),
     (lambda: PtqRecipe(name="r", rules=(Rule(name="fc", steps=Steps(first=3)),)),
      r"a Rule with steps= is one of training; leave steps= out"),
     (lambda: Gptq(groups="fresh"), r"groups='fresh' is unknown; choose one of static, dynamic, lazy"),
@@ -254,3 +257,14 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "bits.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ArgumentError, match="bits.json is not a valid recipe file: 'utf-8' codec can't decode"):
         get_ptq_recipe(tmp_path / "bits.json")
+
+
+@pytest.mark.parametrize("name", ["int8_token_24", "e4m3_token_24"])
+@pytest.mark.parametrize("target", [None, "h200"])
+def test_sparse_weights_have_two_of_four_and_the_scales_of_dense_ones(name, target):
+    exact, x = nn.Linear(64, 32), torch.randn(16, 64)
+    dense, sparse = (fmtsim.ptq(copy.deepcopy(exact), each, [x], target=target) for each in (name[:-3], name))
+    fours = exact.weight.abs().reshape(-1, 4)
+    kept = fours >= fours.sort(1).values[:, 2:3]
+    assert torch.equal(sparse.weight, torch.where(kept.reshape(32, 64), dense.weight, 0.0))
+    assert torch.isfinite(sparse(x)).all()

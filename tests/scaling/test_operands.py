@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.sparse._semi_structured_conversions import _sparse_semi_structured_tile
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
@@ -17,7 +18,7 @@ from fmtsim.scaling.slope import slope
 from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
 from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Clamp
+from fmtsim.spec.transform import Clamp, Sparsity
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 
@@ -135,3 +136,30 @@ def test_groups_whose_scales_are_corrected():
             times = torch.tensor(float((y * y).sum()) / over if over else 1.0)  # sums of few bits, exact enough
             kept = plain.scales.scale[i, 2 * j : 2 * j + 2] * times
             assert found.scales.scale[i, 2 * j : 2 * j + 2].tolist() == kept.to(torch.float8_e4m3fn).float().tolist()
+
+
+def sparse(x, **fields):
+    return transformed(x, Sparsity(**fields), None)[0]
+
+
+def test_sparsity_keeps_the_two_largest_of_four_and_the_earlier_of_equal_ones():
+    few = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, float("nan"), float("inf")])
+    fours = torch.cartesian_prod(few, few, few, few)  # every pattern of ties
+    size = torch.nan_to_num(fours.abs(), nan=torch.finfo(torch.float32).max, posinf=1e30)
+    kept = torch.zeros(fours.shape, dtype=torch.bool)
+    for row, mask in zip(size.tolist(), kept, strict=True):
+        for place in sorted(range(4), key=lambda i: (-row[i], i))[:2]:
+            mask[place] = True
+    assert_same_bits(sparse(fours.reshape(-1, 28)), torch.where(kept, fours, 0.0).reshape(-1, 28))
+    assert sparse(fours.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_sparsity_of_tiles_is_that_of_torch_and_holds_for_the_transpose():
+    x = torch.cat([normal(16, 64, seed=3), normal(16, 64, seed=4).round()])  # the second half has ties
+    y = sparse(x, tiles=True)
+    expected = (
+        _sparse_semi_structured_tile(x.double().abs() + 1.0) != 0
+    )  # its rule takes values, of which zero is dropped
+    assert_same_bits(y, torch.where(expected, x, 0.0))
+    for each in (y, y.mT):
+        assert int((each.reshape(-1, 4) != 0).sum(1).max()) == 2

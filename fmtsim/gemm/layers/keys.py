@@ -27,7 +27,7 @@ from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.transform import Hadamard, Sparsity
 
 Generator = int | torch.Generator | None
 State = Mapping[str, DelayedScale | FrozenScale | StoredScale]
@@ -171,6 +171,8 @@ def _groups_of_rows(name: str, quantizer: Quantizer) -> Iterator[int]:
     for transform in quantizer.transforms:
         if isinstance(transform, Hadamard) and transform.size is not None and transform.axis == along:
             yield transform.size
+        if isinstance(transform, Sparsity) and (along == "inner" or (along == "outer" and transform.tiles)):
+            yield 4
     if along == "inner" and quantizer.scaling is not None and quantizer.scaling.eden:
         yield quantizer.scaling.eden
 
