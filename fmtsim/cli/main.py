@@ -35,6 +35,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "ptq": "quantise a trained model from a few batches, and print the loss before and after",
         "search": "find a format for each layer of a trained model within a budget of bit operations",
         "train": "train a small GPT in full precision and under simulated precision, side by side",
+        "sweep": "train a small model over schemes, learning rates, widths and seeds, and count failed runs",
         "memory": "estimate the memory that training or serving a model needs on each device",
         "reproduce": "reproduce published claims at small scale, and report which hold",
     },

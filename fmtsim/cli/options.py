@@ -224,11 +224,11 @@ def check_device(name: str) -> None:
         ) from None
 
 
-def check_threads(number: int) -> None:
-    """Refuse a number of CPU threads that no machine has."""
+def check_threads(number: int, option: str = "--threads") -> None:
+    """Refuse a number of CPU threads, or of processes, that no machine has."""
     if not 1 <= number <= MOST_THREADS:
         allowed = "1 or more" if number < 1 else f"1 to {MOST_THREADS}"
-        raise ArgumentError(f"--threads {number} is not allowed; choose {allowed}")
+        raise ArgumentError(f"{option} {number} is not allowed; choose {allowed}")
 
 
 def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes of 16 bits and more, and of bfloat16 with fewer mantissa bits."""
+"""Recipes of 16 bits and more, and of bfloat16 with fewer bits of mantissa or exponent."""
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.build import FORWARD, HOPPER, cast
@@ -10,6 +10,12 @@ from fmtsim.spec.transform import Sparsity
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py and the CPU and CUDA kernels behind it"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources; details unverified)"
+_REDUCED = {
+    "operands of a bfloat16 model with their low mantissa bits masked off": ("e8m3", "e8m4", "e8m5"),
+    "operands of a bfloat16 model with fewer exponents: those beyond the range become its largest number": (
+        "e5m7", "e6m7", "e7m7",
+    ),
+}  # fmt: skip
 _TF32 = "NVIDIA Ampere whitepaper; truncation of raw float32 operands as recorded on an H200 (docs/evidence.md)"
 _SPARSE = Quantizer(transforms=(Sparsity(tiles=True),))
 
@@ -77,8 +83,9 @@ RECIPES = (
             machine=HOPPER,
             linear=_whole(name, "toward_zero", dequantized=True),
             source=_BACK,
-            notes="operands of a bfloat16 model with their low mantissa bits masked off",
+            notes=notes,
         )
-        for name in ("e8m3", "e8m4", "e8m5")
+        for notes, names in _REDUCED.items()
+        for name in names
     ),
 )

@@ -8,6 +8,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.training.gpt import GPTConfig, check_size
 from fmtsim.training.schemes import Scheme
 
+CLIP, FINAL_SHARE = 1.0, 0.1  # norm of gradients, share of the peak rate after the last step
 RANKS = 2  # of a low-precision reduction, unless told otherwise
 
 
@@ -25,7 +26,9 @@ class TrainConfig:
         ranks: Simulated ranks that share the windows of a step; None is 2 where the scheme reduces gradients in few
             bits, else 1. The baseline's gradients are reduced over as many, in float32.
         lr: Peak learning rate of AdamW; it warms up over a tenth of the steps (at least 20, or half of
-            a shorter run) and decays to a tenth, as a cosine. Madam's is ``MADAM_RATE`` times as large.
+            a shorter run) and decays to ``final_rate``, as a cosine. Madam's is ``MADAM_RATE`` times as large.
+        final_rate: Share of the peak that is left after the last step.
+        clip: Norm at which gradients are clipped; None clips none.
         seed: Of weights, batches and stochastic rounding.
         device: Where models and batches are.
     """
@@ -38,6 +41,8 @@ class TrainConfig:
     batch_size: int
     ranks: int | None = None
     lr: float
+    final_rate: float = FINAL_SHARE
+    clip: float | None = CLIP
     seed: int
     device: str = "cpu"
 
@@ -46,6 +51,10 @@ class TrainConfig:
             check_size(name, getattr(self, name))
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ArgumentError(f"--lr {self.lr} is not allowed; choose a number above 0, such as 2e-3")
+        if not 0 <= self.final_rate <= 1:
+            raise ArgumentError(f"--final-rate {self.final_rate} is not a share; choose 0 to 1")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ArgumentError(f"--clip {self.clip} is not a norm; choose a number above 0, or 0 for no clipping")
         if not 0 <= self.seed < 1 << 63:
             raise ArgumentError(f"--seed {self.seed} is not allowed; choose 0 to 2**63 - 1")
         self._share()

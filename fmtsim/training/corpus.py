@@ -27,6 +27,7 @@ class Corpus:
         validation: uint8, the last tenth.
         files: Files that were read.
         truncated: Whether reading stopped at MAX_BYTES.
+        tasks: Whether it is questions with answers (``training/tasks.py``).
     """
 
     name: str
@@ -34,6 +35,7 @@ class Corpus:
     validation: Tensor
     files: int
     truncated: bool
+    tasks: bool = False
 
     @property
     def bytes(self) -> int:

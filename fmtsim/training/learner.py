@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fmtsim.nn.scaled_linear import mu_parameter_groups
 from fmtsim.optim import AdamW, Madam
-from fmtsim.training.config import TrainConfig
+from fmtsim.training.config import CLIP as CLIP
+from fmtsim.training.config import FINAL_SHARE, TrainConfig
 from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.models import repeatable
 from fmtsim.training.ranks import RankReduction
 from fmtsim.training.schemes import ADAMW, Scheme
 
-BETAS, WEIGHT_DECAY, CLIP, WARMUP_SHARE, FINAL_SHARE = (0.9, 0.95), 0.1, 1.0, 0.1, 0.1
+BETAS, WEIGHT_DECAY, WARMUP_SHARE = (0.9, 0.95), 0.1, 0.1
 FEWEST_WARMUP_STEPS = 20  # after fewer, AdamW overshoots at the default peak in some seeds, in float32 as well
 MADAM_RATE = 8  # times AdamW's: octaves a unit of the normalised gradient, 1/31 at the default
 SCALED_RATE = 32  # times AdamW's: at a width of 128 weights of unit variance move as those of variance 0.02^2 do
@@ -83,14 +84,15 @@ class Learner:
     def unscale(self) -> bool:
         """Take the factor out of the gradients and clip them; say whether the optimizers may step."""
         taken = self.scaler.unscale(self.model.parameters())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        if self.config.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         return taken
 
     def set_rate(self, step: int) -> None:
         """Set the learning rates of a step, counted from 1."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group[PEAK] * schedule(step, self.config.steps)
+                group["lr"] = group[PEAK] * schedule(step, self.config.steps, self.config.final_rate)
 
     def step(self, *, taken: bool) -> None:
         """Let the optimizers step where the gradients may be taken, and drop these."""
@@ -168,13 +170,13 @@ def _group(parameters: list[Any], peak: float, config: TrainConfig) -> dict[str,
     return {"params": parameters, "lr": peak, PEAK: peak, "weight_decay": decay}
 
 
-def schedule(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate at a step: linear warm-up, then a cosine down to a tenth."""
+def schedule(step: int, steps: int, final: float = FINAL_SHARE) -> float:
+    """Return the share of the peak learning rate at a step: linear warm-up, then a cosine down to ``final``."""
     warm = max(1, round(WARMUP_SHARE * steps), min(FEWEST_WARMUP_STEPS, steps // 2))
     if step <= warm:
         return step / warm
     done = (step - warm) / max(1, steps - warm)
-    return FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def autocast(scheme: Scheme, device: str) -> contextlib.AbstractContextManager[Any]:

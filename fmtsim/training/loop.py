@@ -163,6 +163,9 @@ def train(
     """Train one model under a scheme; a loss that is not finite ends the run and is recorded."""
     parts = begin(scheme, config)
     run, learner = parts.run, parts.learner
+    if scheme.simulated:
+        tokens = torch.zeros(config.batch_size, config.model.context, dtype=torch.long, device=config.device)
+        run.report = report(learner.model, (tokens, tokens))
     if checkpoint is not None:
         checkpoint.restore(parts)
     if run.report is not None:
@@ -170,7 +173,7 @@ def train(
     looks = observed_steps(config.steps) if scheme.simulated else set()
     progress.stage(run.label, config.steps)
     for step in range(len(run.losses) + 1, config.steps + 1):
-        _step(step, parts, scheme, config, corpus, look=step in looks)
+        take_step(step, parts, scheme, config, corpus, look=step in looks)
         if run.stopped is not None:
             break
         progress.step(step, f"loss {run.losses[-1]:.4f}")
@@ -195,15 +198,15 @@ def begin(scheme: Scheme, config: TrainConfig) -> Parts:
     model = build_model(config)
     if scheme.simulated:
         simulate(model, scheme, config, generator)
-        tokens = torch.zeros(config.batch_size, config.model.context, dtype=torch.long, device=config.device)
-        run.report = report(model, (tokens, tokens))
     learner = Learner(model, scheme, config)
     run.optimizer, run.gathered = learner.optimizer, scheme.gathered
     run.ranks, run.reduction = learner.ranks, learner.reduced
     return Parts(run, learner, torch.Generator().manual_seed(config.seed + 1), generator)
 
 
-def _step(step: int, parts: Parts, scheme: Scheme, config: TrainConfig, corpus: Corpus, *, look: bool) -> None:
+def take_step(
+    step: int, parts: Parts, scheme: Scheme, config: TrainConfig, corpus: Corpus, *, look: bool = False
+) -> None:
     """Take a step, counted from 1; ``look`` counts what formats lose in it."""
     run, learner = parts.run, parts.learner
     learner.set_rate(step)
