@@ -3,8 +3,10 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from fmtsim.cli.output import answer, format_table, json_text
 from fmtsim.errors import ArgumentError
@@ -12,66 +14,83 @@ from fmtsim.files import Content, check_folder, write_folder
 from fmtsim.plotting import png
 from fmtsim.progress import make_progress
 from fmtsim.reproduce import Claim, Result, get_claims, run_claim
-from fmtsim.reproduce.report import HEADER, about, markdown, plot_result, rows_of
+from fmtsim.reproduce.claim import Verdict
+from fmtsim.reproduce.report import HEADER, LEFT, about, ending, markdown, plot_result, rows_of
 
-FAILED = 1
+WORSE, BROKE_OFF = 1, 3
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the claims and print their table; 0 where all pass, 1 where one does not."""
+    """Run the claims and print their table.
+
+    Returns 0 where every claim shows at least what is recorded of it, 1 where one shows less, 3 where one broke off.
+    """
     claims = [claim for claim in get_claims(arguments.claims) if not (arguments.quick and claim.slow)]
+    if arguments.seeds is not None and arguments.seeds < 1:
+        raise ArgumentError(f"--seeds {arguments.seeds} runs nothing; choose 1 or more")
     if not claims:
         raise ArgumentError("every claim named with --only is slow; leave --quick out")
     if arguments.list:
-        names = ("name", "says", "source", "notes", "slow")
+        names = ("name", "recorded", "says", "source", "notes", "bounds", "slow")
         record = [{name: getattr(claim, name) for name in names} for claim in claims]
-        rows = [(claim.name, "slow" if claim.slow else "", claim.says) for claim in claims]
-        answer(arguments, record, lambda: format_table(("claim", "", "what it says"), rows, left=(0, 1, 2)))
+        rows = [(claim.name, claim.recorded, "slow" if claim.slow else "", claim.says) for claim in claims]
+        header = ("claim", "recorded", "", "what it says")
+        answer(arguments, record, lambda: format_table(header, rows, left=(0, 1, 2, 3)))
         return 0
     if arguments.out is not None:
         check_folder(arguments.out)
-    results = _run_all(claims, arguments.quiet)
+    results = _run_all(claims, arguments.seeds, arguments.quiet)
     answer(arguments, _record(results), lambda: _text(results, arguments.markdown))
     if arguments.out is not None:
         _write(arguments.out, results)
-    return FAILED if any(not result.passed for result in results) else 0
+    return _status(results)
+
+
+def _status(results: Sequence[Result]) -> int:
+    """Return the exit code: an experiment that broke off is worse than one that shows less."""
+    if any(result.error for result in results):
+        return BROKE_OFF
+    return WORSE if any(result.worse for result in results) else 0
 
 
 def _text(results: Sequence[Result], as_markdown: bool) -> str:
     if as_markdown:
         return markdown(results).removesuffix("\n")
-    parts = [format_table(HEADER, rows_of(results), left=(0, 1, 4))]
-    parts.append("\npublished by: p the paper, c its code, e an independent emulation, f a formula")
+    parts = [format_table(HEADER, rows_of(results), left=LEFT)]
     for result in results:
-        if not result.passed:
+        if result.worse:
             parts.append(f"\n{about(result.claim)}" + (f"\n  broke off: {result.error}" if result.error else ""))
-    return "\n".join([*parts, f"\n{_verdict(results)}"])
+    return "\n".join([*parts, f"\n{_summary(results)}"])
 
 
-def _run_all(claims: Sequence[Claim], quiet: bool) -> list[Result]:
+def _run_all(claims: Sequence[Claim], seeds: int | None, quiet: bool) -> list[Result]:
     """Run claims below a bar on a terminal; elsewhere a line says how each one ended."""
     results = []
     with make_progress(False if quiet else None, transient=True) as progress:
         progress.stage("claims", len(claims))
         for index, claim in enumerate(claims):
             progress.step(index, claim.name)
-            result = run_claim(claim, lambda share, at=index, name=claim.name: progress.step(at + share, name))  # type: ignore[misc]
+            told = lambda share, at=index, name=claim.name: progress.step(at + share, name)  # noqa: E731
+            result = run_claim(claim, told, seeds=seeds)
             results.append(result)
             if not quiet and not sys.stderr.isatty():
-                verdict = "passes" if result.passed else "FAILS"
-                print(f"{claim.name}: {verdict}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
+                print(f"{claim.name}: {ending(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
     return results
 
 
 def _record(results: Sequence[Result]) -> dict[str, object]:
-    return {"pass": all(result.passed for result in results), "claims": [result.to_dict() for result in results]}
+    worse = [result.claim.name for result in results if result.worse]
+    return {"worse": worse, "claims": [result.to_dict() for result in results]}
 
 
-def _verdict(results: Sequence[Result]) -> str:
-    failed = [result.claim.name for result in results if not result.passed]
+def _summary(results: Sequence[Result]) -> str:
+    """Return a line that counts verdicts, and names claims that show less than is recorded."""
+    counts = Counter("broke off" if result.error else result.verdict for result in results)
+    found = ", ".join(f"{counts[word]} {word}" for word in (*get_args(Verdict), "broke off") if counts[word])
+    worse = ", ".join(result.claim.name for result in results if result.worse)
+    recorded = f"WORSE than recorded: {worse}" if worse else "nothing is worse than recorded"
     seconds = sum(result.seconds for result in results)
-    ending = f"{len(failed)} of {len(results)} claims FAIL: {', '.join(failed)}" if failed else "all claims pass"
-    return f"{len(results)} claim{'s' if len(results) > 1 else ''}, {seconds:.0f} s; {ending}"
+    return f"{len(results)} claim{'s' if len(results) > 1 else ''}, {seconds:.0f} s: {found}; {recorded}"
 
 
 def _write(folder: Path, results: Sequence[Result]) -> None:

@@ -184,15 +184,12 @@ CLAIMS = (
         measure=expansion,
         settings=settings(scheme="coat", plain="coat_plain", count=1 << 20, seed=0),
         expected=(
-            near("error of m, plain", 4.9e-4, 0.03),
-            near("error of m, expanded", 1.08e-4, 0.03),
-            near("power of m", 2.2, 0.03),
-            near("power of v", 0.68, 0.03),
-            near("part of v lost, plain", 0.032, 0.03),
-            exactly("part of v lost, expanded", 0.0, "formula"),
+            Expected(name="part of v lost, expanded", high=0.0),
             Expected(name="mean error of an update, plain", low=1e5),
             Expected(name="mean error of an update, expanded", high=2.0),
         ),
+        recorded="shown in part",
+        bounds="after",
         notes="synthetic moments; the paper measures those of a training, where plain E4M3 errs 1.63 times as much",
     ),
     Claim(
@@ -205,6 +202,8 @@ CLAIMS = (
             Expected(name="part of v lost, e4m3_ieee", low=0.2),
             Expected(name="part of v lost, e5m2", high=0.01),
         ),
+        recorded="shown in part",
+        bounds="after",
         notes="E4M3 with the top exponent reserved: 17 binades; E5M2 has 31",
     ),
     Claim(
@@ -221,6 +220,8 @@ CLAIMS = (
             near("bytes, float32", 16.0, 0.0, "paper"),
             near("ratio", 2.6, 0.05, "paper"),
         ),
+        recorded="shown",
+        bounds="source",
         notes="states are measured; the gradient's byte is the paper's",
     ),
     Claim(
@@ -230,9 +231,11 @@ CLAIMS = (
         measure=stall,
         settings=settings(scheme="bf16_sr", steps=100, copies=4096, seed=0),
         expected=(
-            exactly("200 + 100 x 1, to nearest", 256.0, "code"),
-            near("200 + 100 x 1, stochastic", 300.0, 0.01, "code"),
+            exactly("200 + 100 x 1, to nearest", 256.0),
+            near("200 + 100 x 1, stochastic", 300.0, 0.01, "formula"),
         ),
+        recorded="shown",
+        bounds="source",
     ),
     Claim(
         name="madam_logarithms",
@@ -241,10 +244,13 @@ CLAIMS = (
         measure=logarithmic,
         settings=settings(bits=(16, 12), rates=(("Madam", 1 / 64), ("Adam", 1e-3), ("SGD", 1e-2)), steps=300, seed=1),
         expected=(
-            Expected(name="Madam, loss at 12 bits over 16", low=0.97, high=1.03, published=1.0),
+            Expected(name="Madam, loss at 12 bits over 16", low=0.97, high=1.03),
             Expected(name="Adam, loss at 12 bits over 16", low=1.1),
             Expected(name="SGD, loss at 12 bits over 16", low=1.1),
         ),
+        recorded="shown in part",
+        bounds="after",
+        seeds=5,
         notes="a network of three layers learns another one; the paper trains vision and language models",
         slow=True,
     ),
@@ -263,11 +269,13 @@ CLAIMS = (
         ),
         expected=(
             *(
-                Expected(name=f"{name} less fp32, spreads", low=-1.0, high=1.0, published=0.0)
+                Expected(name=f"{name} less fp32, spreads", low=-1.0, high=1.0)
                 for name in ("bnb8", "fp8lm", "coat", "intel_2t")
             ),
             Expected(name="fp8lm_v8 less fp32, spreads", low=3.0),
         ),
+        recorded="shown in part",
+        bounds="after",
         notes="200 steps of a GPT of 120 thousand parameters; a spread is that of float32's losses over three seeds",
         slow=True,
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims about formats of eight bits: signal-to-noise ratios by distribution, and orders of multiplications."""
+"""Claims about formats of eight bits: signal-to-noise ratios by distribution, and under scales of few values."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.ptq.catalogue import minifloat
 from fmtsim.quantize import quantize
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, told
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
@@ -71,6 +71,9 @@ def logarithmic(tell: Tell, *, rows: int, block: int, gammas: tuple[int, ...], s
         ratio = decibels(relative_error(x, quantize(x, rows_of)))
         numbers[f"lns8, gamma {gamma}, dB"] = ratio
         curve.append((float(gamma), ratio))
+    numbers |= {
+        f"logfmt8 over {name}, dB": numbers["logfmt8, dB"] - numbers[f"{name}, dB"] for name in ("e4m3", "e5m2")
+    }
     others = ("logfmt10", "logfmt8", "e4m3", "e5m2")
     curves = {"lns8": curve} | {name: [(float(gamma), numbers[f"{name}, dB"]) for gamma in gammas] for name in others}
     axes = ("steps of lns8 in an octave", "signal to noise, dB")
@@ -94,61 +97,15 @@ def phases(tell: Tell, *, shape: tuple[int, int], decades: float, seed: int) -> 
         q = made.values((1, shape[1]))
         each = (q.double() - x.double()).square().sum(1) / x.double().square().sum(1)
         numbers[f"{name}, dB"] = decibels(float(each.mean()))
+        numbers[f"{name}, dB lost"] = numbers["exact, dB"] - numbers[f"{name}, dB"]
     return Measured(numbers=numbers)
-
-
-def orders(tell: Tell, *, shape: tuple[int, int], blocks: int, seed: int) -> Measured:
-    """Count the codes of E4M3 that depend on how a block's scale meets its elements, for bfloat16 inputs.
-
-    Scales of NVFP4 are of as many ``blocks`` in as many tensors, float32 and bfloat16.
-    """
-    x = normal(*shape, seed).bfloat16().float()
-    codes = {}
-    for arithmetic in ("encode", "reciprocal", "divide"):
-        scaling = Scaling(block=(1, 128), arithmetic=arithmetic)  # type: ignore[arg-type]
-        codes[arithmetic] = cast(x, _element("e4m3"), scaling, Rounding(), "saturate").elements
-
-    def differing(one: str, other: str) -> float:
-        return float((codes[one] != codes[other]).double().mean())
-
-    level = torch.rand(blocks, blocks, generator=generator(seed), dtype=torch.float64) ** (1 / 16)
-    largest = (torch.erfinv(level) * 2**0.5).float()  # of 16 normal numbers, drawn from its distribution
-    return Measured(
-        numbers={
-            "x (448/a) or x (1/(a/448))": differing("encode", "reciprocal"),
-            "x (1/(a/448)) or x / (a/448)": differing("reciprocal", "divide"),
-            "NVFP4 scales, a (S/6) or (a/6) S": _block_scales_differ(largest),
-            "the same, bfloat16": _block_scales_differ(largest.bfloat16().float()),
-        }
-    )
-
-
-def _block_scales_differ(largest: Tensor) -> float:
-    """Return the part of E4M3 scales that two orders of float32 products make different; each row is a tensor."""
-    tensor, sixth = torch.tensor(2688.0) / largest.amax(1, keepdim=True), torch.tensor(1 / 6)
-    first, second = (quantize(t, "e4m3") for t in (largest * (tensor * sixth), (largest * sixth) * tensor))
-    return float((first != second).double().mean())
 
 
 def _element(name: str) -> Any:
     return get_format(name)
 
 
-_PUBLISHED = {  # signal to noise in dB at the best clip: int8, e2m5, e3m4, e4m3, e5m2
-    "uniform": (48.1, 44.4, 38.2, 31.9, 26.3),
-    "gauss": (40.7, 42.7, 37.6, 31.6, 25.6),
-    "laplace": (35.3, 39.6, 37.5, 31.6, 25.6),
-    "t5": (31.0, 35.7, 37.5, 31.5, 25.6),
-}
-_NOT_CLIPPED = {"uniform": (48.1, 44.4), "gauss": (39.2, 42.5), "laplace": (33.4, 38.9)}  # int8, e2m5
 _WINNERS = (("uniform", "int8"), ("gauss", "e2m5"), ("laplace", "e2m5"), ("t5", "e3m4"), ("t3", "e3m4"))
-
-
-def _within(name: str, published: float, decibel: float) -> Expected:
-    return Expected(
-        name=name, low=published - decibel, high=published + decibel, published=published, origin="emulation"
-    )
-
 
 CLAIMS = (
     Claim(
@@ -156,38 +113,26 @@ CLAIMS = (
         says="INT8 is best for uniform numbers, E2M5 for normal ones, more exponent bits only pay with outliers",
         source=_QUALCOMM,
         measure=table,
-        settings=settings(count=200_000, clips=24, distributions=(*_PUBLISHED, "t3"), seed=0),
-        expected=(
-            *(exactly(f"{distribution}: {name} is best", 1.0, "paper") for distribution, name in _WINNERS),
-            *(
-                _within(f"{distribution} {name}, dB", published, 1.0)
-                for distribution, row in _PUBLISHED.items()
-                for name, published in zip(("int8", *_FLOATS), row, strict=True)
-            ),
-            *(
-                _within(f"{distribution} {name}, not clipped, dB", published, 1.0)
-                for distribution, row in _NOT_CLIPPED.items()
-                for name, published in zip(("int8", "e2m5"), row, strict=True)
-            ),
+        settings=settings(
+            count=200_000, clips=24, distributions=tuple(distribution for distribution, _ in _WINNERS), seed=0
         ),
-        notes="the tails of t5 and t3 depend on the sample: a few numbers decide INT8's clip",
+        expected=tuple(Expected(name=f"{distribution}: {name} is best", low=1.0) for distribution, name in _WINNERS),
+        recorded="shown in part",
+        bounds="source",
+        seeds=5,
+        notes="the order by distribution, not the paper's networks; a few numbers in the tails of t5 and t3 decide "
+        "INT8's clip",
     ),
     Claim(
         name="logarithmic",
-        says="LogFMT of 8 bits beats E4M3 and E5M2, of 10 bits it comes near bfloat16; LNS8 is as good as E4M3",
-        source="DeepSeek, Insights into DeepSeek-V3, arXiv:2505.09343; Zhao et al., arXiv:2106.13914",
+        says="LogFMT of 8 bits beats E4M3 and E5M2",
+        source="DeepSeek, Insights into DeepSeek-V3, arXiv:2505.09343",
         measure=logarithmic,
         settings=settings(rows=4096, block=128, gammas=(1, 2, 4, 8, 16, 32), seed=0),
-        expected=(
-            _within("logfmt8, dB", 37.0, 0.2),
-            _within("logfmt10, dB", 49.1, 0.2),
-            _within("e4m3, dB", 31.8, 0.2),
-            _within("e5m2, dB", 25.8, 0.2),
-            *(
-                _within(f"lns8, gamma {gamma}, dB", ratio, 0.2)
-                for gamma, ratio in zip((1, 2, 4, 8, 16, 32), (13.9, 20.2, 26.3, 32.3, 38.3, 27.7), strict=True)
-            ),
-        ),
+        expected=tuple(Expected(name=f"logfmt8 over {name}, dB", low=0.0) for name in ("e4m3", "e5m2")),
+        recorded="shown in part",
+        bounds="source",
+        notes="errors on normal numbers; the paper compares trainings",
     ),
     Claim(
         name="gaudi",
@@ -195,21 +140,9 @@ CLAIMS = (
         source="Intel Neural Compressor 9b47d09, FP8 on Gaudi",
         measure=phases,
         settings=settings(shape=(1024, 1024), decades=3.0, seed=0),
-        expected=tuple(_within(f"{name}, dB", 31.5, 0.2) for name in ("exact", "power of two", "16^k")),
-    ),
-    Claim(
-        name="orders",
-        says="how a scale meets its elements decides some E4M3 codes: in ten thousand bfloat16 inputs, 2 to 5",
-        source="Transformer Engine d0067d0 (448/a), DeepGEMM 54e2261 (1/(a/448)), DeepSeek-V3 9b4e978 (x / (a/448))",
-        measure=orders,
-        settings=settings(shape=(8192, 1024), blocks=4096, seed=0),
-        expected=(
-            near("x (448/a) or x (1/(a/448))", 1.9e-4, 0.15),
-            near("x (1/(a/448)) or x / (a/448)", 5.1e-4, 0.15),
-            near("NVFP4 scales, a (S/6) or (a/6) S", 1e-6, 0.9),
-            Expected(name="the same, bfloat16", low=1e-4, high=2e-3),
-        ),
-        notes="in one tensor of bfloat16 numbers an emulation found no such scale; whether a tensor has exact ties "
-        "depends on its largest number, so there are 4096 tensors",
+        expected=tuple(Expected(name=f"{name}, dB lost", high=0.1) for name in ("power of two", "16^k")),
+        recorded="shown in part",
+        bounds="after",
+        notes="errors on normal numbers; the source's figure is less than 1 % of a model's accuracy",
     ),
 )

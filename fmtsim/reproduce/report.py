@@ -9,35 +9,62 @@ from typing import TYPE_CHECKING, Any
 
 from fmtsim import table
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
-from fmtsim.reproduce.claim import Claim, Expected
+from fmtsim.reproduce.claim import Bounds, Claim, Expected
 from fmtsim.reproduce.run import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DASHES = ("-", "--", "-.", ":")  # what lies on one curve shows below the next
-HEADER = ("claim", "number", "published", "ours", "pass", "seconds")
+HEADER = ("claim", "number", "compared with", "ours", "seeds", "verdict", "seconds")
+LEFT = (0, 1, 5)  # columns of text
+BOUNDS: dict[Bounds, str] = {
+    "source": "Bounds: the source's.",
+    "before": "Bounds: ours, set before a run.",
+    "after": "Bounds: ours, set after numbers were seen.",
+}
+WORDS = """Figures are compared with a **paper**, the source's own **code**, or a **formula**; bounds without a figure
+are directions. A claim is **shown** where every number is and a figure is among them, **shown in part** where the
+direction or a part of a figure is, **not shown** where it was tried and did not come out; native speed is **not ours**
+to show."""
 
 
 def rows_of(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a table: a row for each number, name and seconds of a claim in its first one."""
+    """Yield the cells of a table: a row with the verdict and seconds of each claim, and one for each of its numbers."""
     for result in results:
-        for i, row in enumerate(result.rows):
-            verdict = "yes" if row.passed and not result.error else "NO"
-            verdict = "-" if verdict == "yes" and not row.expected.bounded else verdict  # shown, not judged
-            first = (result.claim.name, f"{result.seconds:.1f}") if i == 0 else ("", "")
+        yield result.claim.name, "", "", "", "", ending(result), f"{result.seconds:.1f}"
+        for row in result.rows:
+            spread = f"{short(min(row.values))} to {short(max(row.values))}" if len(row.values) > 1 else ""
             ours = "-" if math.isnan(row.ours) else short(row.ours)
-            yield first[0], row.expected.name, published(row.expected), ours, verdict, first[1]
+            judged = row.expected.bounded or row.expected.native or math.isnan(row.ours)
+            yield "", row.expected.name, compared(row.expected), ours, spread, row.verdict if judged else "-", ""
 
 
-def published(expected: Expected) -> str:
-    """Return what the source says, with a letter for who that is: p(aper), c(ode), e(mulation), f(ormula)."""
+def ending(result: Result) -> str:
+    """Return how a claim ended, and what is recorded where that is another."""
+    if result.error:
+        return "BROKE OFF"
+    if result.change == 0:
+        return result.verdict
+    return f"{result.verdict} ({'WORSE' if result.worse else 'better'} than recorded: {result.claim.recorded})"
+
+
+def compared(expected: Expected) -> str:
+    """Return the source's figure and whose it is, or the bounds of a direction."""
     if expected.published is not None:
-        return f"{short(expected.published)} {expected.origin[0]}"
+        return f"{short(expected.published)} {expected.origin}"
     low, high = expected.low, expected.high
     if not expected.bounded:
         return "-"
-    return f"> {short(low)}" if high == math.inf else f"< {short(high)}" if low == -math.inf else "-"
+    if low == high:
+        return f"= {short(low)}"
+    return (
+        f">= {short(low)}"
+        if high == math.inf
+        else f"<= {short(high)}"
+        if low == -math.inf
+        else (f"{short(low)} to {short(high)}")
+    )
 
 
 def short(value: float) -> str:
@@ -47,15 +74,14 @@ def short(value: float) -> str:
 
 def markdown(results: Sequence[Result]) -> str:
     """Return the table in Markdown, and a line on each claim below it."""
-    cells = table.markdown([HEADER, *rows_of(results)], left=(0, 1, 4))
-    letters = "Published numbers come from a **p**aper, its **c**ode, an independent **e**mulation, or a **f**ormula."
-    return "\n".join([cells, "", letters, "", *(f"- {about(result.claim)}" for result in results)]) + "\n"
+    cells = table.markdown([HEADER, *rows_of(results)], left=LEFT)
+    return "\n".join([cells, "", WORDS, "", *(f"- {about(result.claim)}" for result in results)]) + "\n"
 
 
 def about(claim: Claim) -> str:
     """Return a claim in a line: what it says, who, and what is different here."""
     notes = f" Here: {claim.notes}." if claim.notes else ""
-    return f"**{claim.name}**: {claim.says} ({claim.source}).{notes}"
+    return f"**{claim.name}**: {claim.says} ({claim.source}).{notes} {BOUNDS[claim.bounds]}"
 
 
 def plot_result(result: Result, path: str | Path | None = None) -> "Figure | None":
@@ -63,7 +89,7 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
 
     Needs matplotlib, which belongs to the extra ``viz``.
     """
-    measured = result.measured
+    measured = result.runs[0] if result.runs else None  # of the first seed
     if measured is None or not measured.curves:
         return None
     figure = new_figure(7.0, 4.4)

@@ -1,29 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run claims: measure, compare with what is expected, and take the time."""
+"""Run claims: measure with each seed, compare with what is expected, and take the time."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from fmtsim.errors import FmtsimError
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, Verdict
+
+_APART = 1000  # seeds lie so far apart: experiments that count up from a seed share no numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Set one number beside what it should be; ``ours`` is NaN where the experiment does not give it."""
+    """Set one number beside what it should be: its value with each seed, NaN where the experiment does not give it."""
 
     expected: Expected
-    ours: float
+    values: tuple[float, ...]
 
     @property
-    def passed(self) -> bool:
-        """Whether the number lies within its bounds."""
-        return self.expected.holds(self.ours)
+    def ours(self) -> float:
+        """Mean of the seeds, infinite or NaN where one of them is."""
+        return sum(self.values) / len(self.values) if self.values else math.nan
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the mean shows."""
+        return self.expected.verdict(self.ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +39,39 @@ class Result:
 
     Args:
         claim: Which.
-        measured: What was measured, None where the experiment broke off.
+        runs: What was measured, by seed; empty where the experiment broke off.
         seconds: How long it took.
         error: Why it broke off, empty where it did not.
     """
 
     claim: Claim
-    measured: Measured | None
+    runs: tuple[Measured, ...]
     seconds: float
     error: str = ""
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The numbers, in the order of the claim."""
-        numbers: Mapping[str, float] = {} if self.measured is None else self.measured.numbers
-        return tuple(Row(expected=one, ours=numbers.get(one.name, math.nan)) for one in self.claim.expected)
+        return tuple(
+            Row(expected=one, values=tuple(run.numbers.get(one.name, math.nan) for run in self.runs))
+            for one in self.claim.expected
+        )
 
     @property
-    def passed(self) -> bool:
-        """Whether every number lies within its bounds."""
-        return not self.error and all(row.passed for row in self.rows)
+    def verdict(self) -> Verdict:
+        """What the means over the seeds show of the claim."""
+        return self.claim.verdict({row.expected.name: row.ours for row in self.rows})
+
+    @property
+    def change(self) -> int:
+        """Steps from the recorded verdict to this one: positive where it got worse, 0 where it is the same."""
+        order = get_args(Verdict)
+        return order.index(self.verdict) - order.index(self.claim.recorded)
+
+    @property
+    def worse(self) -> bool:
+        """Whether less is shown than is recorded, or the experiment broke off."""
+        return bool(self.error) or self.change > 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON types (NaN and infinities as floats)."""
@@ -61,33 +81,53 @@ class Result:
                 "published": row.expected.published,
                 "origin": row.expected.origin,
                 "ours": row.ours,
+                "seeds": list(row.values),
                 "low": row.expected.low,
                 "high": row.expected.high,
-                "pass": row.passed,
+                "part": row.expected.part,
+                "judged": row.expected.bounded or row.expected.native,
+                "verdict": row.verdict,
             }
             for row in self.rows
         ]
-        claim = self.claim
-        about = {"claim": claim.name, "says": claim.says, "source": claim.source, "notes": claim.notes}
-        return about | {"pass": self.passed, "seconds": self.seconds, "error": self.error, "numbers": rows}
+        names = ("says", "source", "notes", "bounds", "recorded")
+        about = {"claim": self.claim.name} | {name: getattr(self.claim, name) for name in names}
+        ending = {"verdict": self.verdict, "worse": self.worse, "seconds": self.seconds, "error": self.error}
+        return about | ending | {"numbers": rows}
 
 
-def run_claim(claim: Claim, tell: Tell = lambda part: None) -> Result:
+def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None = None) -> Result:
     """Run a claim's experiment.
 
     Args:
         claim: Which.
         tell: Called with the part that is done, 0 to 1.
+        seeds: How many seeds, from the first of the claim on; None: as many as it asks for. Without effect where an
+            experiment draws nothing.
 
     Returns:
-        The result; an error of fmtsim in the experiment makes the claim fail and is quoted there. The caller's random
-        generators are left as they were.
+        The result; an error of fmtsim in the experiment ends it and is quoted there. The caller's random generators are
+        left as they were.
     """
-    start = time.perf_counter()
-    measured, error = None, ""
+    start, error = time.perf_counter(), ""
+    found: list[Measured] = []
     with torch.random.fork_rng(devices=[]):
         try:
-            measured = claim.measure(tell, **dict(claim.settings))
+            every = list(_settings(claim, seeds))
+            for done, values in enumerate(every):
+                found.append(claim.measure(lambda part, done=done: tell((done + part) / len(every)), **values))
         except FmtsimError as problem:
-            error = str(problem)
-    return Result(claim=claim, measured=measured, seconds=time.perf_counter() - start, error=error)
+            found, error = [], str(problem)
+    return Result(claim=claim, runs=tuple(found), seconds=time.perf_counter() - start, error=error)
+
+
+def _settings(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each run."""
+    values = dict(claim.settings)
+    if "seeds" in values:
+        yield values if seeds is None else values | {"seeds": tuple(range(seeds))}
+    elif "seed" in values:
+        for run in range(seeds or claim.seeds):
+            yield values | {"seed": values["seed"] + run * _APART}
+    else:
+        yield values

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from fmtsim.cli.main import main
+from fmtsim.errors import ArgumentError
 from fmtsim.reproduce import catalogue
 from fmtsim.reproduce.catalogue import CLAIMS
 
@@ -26,7 +27,7 @@ def run(capsys):
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """Make the claim ``gaudi`` fail, by a format that is another."""
+    """Make the claim ``gaudi`` show less than recorded, by scales that do not reach far enough."""
 
     def change(claim):
         if claim.name != "gaudi":
@@ -47,33 +48,56 @@ def test_list(run):
 def test_one_claim(run):
     status, text, err = run("--only", "gaudi")
     assert status == 0
-    assert err.startswith("gaudi: passes, ")
+    assert err.startswith("gaudi: shown in part, ")
     header, _, *rows = text.splitlines()
-    assert header.split() == ["claim", "number", "published", "ours", "pass", "seconds"]
+    assert header.split() == ["claim", "number", "compared", "with", "ours", "seeds", "verdict", "seconds"]
     assert [row.split()[0] for row in rows[:3]] == ["gaudi", "power", "16^k,"]
-    assert "all claims pass" in text
+    assert "1 shown in part; nothing is worse than recorded" in text
+
+
+def test_seeds(run):
+    status, text, _ = run("--only", "gaudi", "--seeds", "2", "--quiet", "--json")
+    (claim,) = json.loads(text)["claims"]
+    assert status == 0 and [len(number["seeds"]) for number in claim["numbers"]] == [2, 2]
+    status, _, err = run("--only", "gaudi", "--seeds", "0")
+    assert status == 2 and "--seeds 0 runs nothing; choose 1 or more" in err
 
 
 def test_json_and_markdown(run):
     record = json.loads(run("--only", "gaudi", "--json", "--quiet")[1])
-    assert record["pass"] is True
+    assert record["worse"] == []
     (claim,) = record["claims"]
-    assert (claim["claim"], claim["pass"], claim["error"]) == ("gaudi", True, "")
-    assert claim["numbers"][0]["published"] == 31.5
+    assert (claim["claim"], claim["verdict"], claim["recorded"]) == ("gaudi", "shown in part", "shown in part")
+    assert (claim["error"], claim["worse"], claim["numbers"][0]["published"]) == ("", False, None)
     _, text, err = run("--only", "gaudi", "--markdown", "--quiet")
     assert err == ""
-    assert text.startswith(
-        "| claim | number | published | ours | pass | seconds |\n|---|---|--:|--:|---|--:|\n| gaudi |"
-    )
+    header = "| claim | number | compared with | ours | seeds | verdict | seconds |"
+    assert text.startswith(f"{header}\n|---|---|--:|--:|--:|---|--:|\n| gaudi |")
     assert "- **gaudi**: scales of powers of two" in text
 
 
-def test_a_claim_that_fails_is_1(run, wrong):
-    status, text, err = run("--only", "gaudi")
+def test_a_claim_that_shows_less_is_1(run, wrong):
+    status, text, err = run("--only", "gaudi", "--only", "dge")
     assert status == 1
-    assert "gaudi: FAILS" in err
-    assert "1 of 1 claims FAIL: gaudi" in text
-    assert "NO" in text
+    assert "gaudi: not shown (WORSE than recorded: shown in part)" in err
+    assert "1 shown, 1 not shown; WORSE than recorded: gaudi" in text
+
+
+def test_an_experiment_that_breaks_off_is_3(run, monkeypatch):
+    def broken(tell, **settings):
+        raise ArgumentError("no such thing")
+
+    claims = tuple(dataclasses.replace(claim, measure=broken) if claim.name == "dge" else claim for claim in CLAIMS)
+    monkeypatch.setattr(catalogue, "CLAIMS", claims)
+    status, text, err = run("--only", "gaudi", "--only", "dge")
+    assert status == 3
+    assert "dge: BROKE OFF" in err and "broke off: no such thing" in text
+    assert "1 shown in part, 1 broke off; WORSE than recorded: dge" in text
+
+
+def test_a_claim_that_is_not_shown_and_recorded_so_is_0(run):
+    status, text, _ = run("--only", "quest_error", "--quiet", "--seeds", "1")
+    assert status == 0 and "1 not shown; nothing is worse than recorded" in text
 
 
 def test_folder(run, tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every claim comes out as published, and does not where something is wrong; how results are told."""
+"""Every claim shows what is recorded of it, and less where something is wrong."""
 
 import dataclasses
 import math
@@ -7,30 +7,64 @@ import math
 import pytest
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.reproduce import Claim, Expected, Measured, get_claims, run_claim, sequences
+from fmtsim.cli.main import main
+from fmtsim.errors import ArgumentError
+from fmtsim.reproduce import get_claims, run_claim, sequences
 from fmtsim.reproduce.catalogue import CLAIMS
-from fmtsim.reproduce.claim import exactly, near
-from fmtsim.reproduce.report import about, markdown, plot_result, published, rows_of, short
 from fmtsim.reproduce.samples import DISTRIBUTIONS, decibels, draw
 from tests.support import records
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 
-PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
-    ("nvfp4", "formats", (("1x16, %", "mxfp4", None), ("16x16, %", "nvfp4_16x16", None)), "1x16, %"),
-    ("mxfp4", "formats", tuple((f"{rule}, %", "mxfp4", "floor") for rule in ("rceil", "even", "ceil")), "ceil, %"),
-    ("mxfp8", "formats", (("rceil, %", "mxfp8_e4m3", "floor"), ("floor, %", "mxfp8_e4m3", "floor")), "rceil, %"),
-    ("eden", "operand_name", "x_f", "error, EDEN"),
-    ("eden", "headroom", 2.0, "error, stochastic"),
+# What an emulation of ours, which shares no code with fmtsim, gave for the first seed: a figure of nobody's paper.
+NUMBERS = {  # claim: relative tolerance (samples differ), number: value
+    "nvfp4": (0.01, {"1x16, %": 0.905, "MXFP4 floor, %": 1.32, "MXFP4 rceil, %": 1.33, "MXFP4 even, %": 1.25,
+                     "MXFP4 ceil, %": 2.08}),
+    "mxfp8": (0.01, {"rceil, %": 0.0705, "floor, %": 0.0862}),
+    "int8_fp8": (0.03, {
+        "uniform int8, dB": 48.1, "uniform e2m5, dB": 44.4, "uniform e3m4, dB": 38.2, "uniform e4m3, dB": 31.9,
+        "gauss int8, dB": 40.7, "gauss e2m5, dB": 42.7, "gauss e3m4, dB": 37.6, "gauss e4m3, dB": 31.6,
+        "laplace int8, dB": 35.3, "laplace e2m5, dB": 39.6, "laplace e5m2, dB": 25.6, "t5 e3m4, dB": 37.5,
+        "gauss int8, not clipped, dB": 39.2, "laplace int8, not clipped, dB": 33.4,
+    }),
+    "logarithmic": (0.006, {
+        "logfmt8, dB": 37.0, "logfmt10, dB": 49.1, "e4m3, dB": 31.8, "e5m2, dB": 25.8, "lns8, gamma 1, dB": 13.9,
+        "lns8, gamma 4, dB": 26.3, "lns8, gamma 8, dB": 32.3, "lns8, gamma 16, dB": 38.3, "lns8, gamma 32, dB": 27.7,
+    }),
+    "gaudi": (0.005, {"exact, dB": 31.5, "power of two, dB": 31.5, "16^k, dB": 31.5}),
+    "eden": (0.02, {"error, EDEN": 0.0097, "error, stochastic": 0.0236, "slope, stochastic": 1.0}),
+    "clip": (0.01, {"error at it": 0.01268}),
+    "quest": (0.05, {"error, forward": 0.0223, "least over phases": 0.016, "largest over phases": 0.030,
+                     "error, MXFP4 floor": 0.0134, "error, MXFP4 even": 0.0126, "error, backward": 0.0282}),
+    "occ": (0.1, {
+        "t3, not clamped, dB": 11.70, "t3, clamped, rest lost, dB": 10.50,
+        "t3, clamped at 0.999, rest kept, dB": 16.37,
+        "t3, clamped at 0.97, rest kept, dB": 23.09, "rare, not clamped, dB": 9.07,
+        "rare, clamped, rest lost, dB": 1.96, "rare, clamped at 0.999, rest kept, dB": 24.25,
+        "rare, clamped at 0.97, rest kept, dB": 26.03,
+    }),
+    "halo": (0.1, {"channel, level 0": 0.210, "channel, level 1": 0.0107, "other channels, level 0": 0.392,
+                   "other channels, level 1": 0.020}),
+    "smooth_swiglu": (0.03, {"delayed, plain: the spike": 0.906, "current, plain: other tokens": 0.0266,
+                             "current, smooth: other tokens": 0.0264}),
+    "flash_attention_3": (0.15, {"baseline": 1.94e-2, "FlashAttention-3": 8.99e-3, "without blocks": 8.8e-3,
+                                 "without rotation": 1.73e-2}),
+}  # fmt: skip
+
+PLANTED = (  # claim, setting, a value that is wrong, a number that no longer shows
+    ("nvfp4", "formats", (("1x16, %", "mxfp4", "ceil"), ("MXFP4 floor, %", "mxfp4", "floor")),
+     "least of the others over it"),
+    ("mxfp8", "formats", (("rceil, %", "mxfp8_e5m2", "rceil"), ("floor, %", "mxfp8_e4m3", "floor")),
+     "least of the others over it"),
+    ("eden", "operand_name", "x_f", "slope, EDEN"),
     ("stochastic_bits", "random_bits", 16, "mean error, steps"),
     ("clip", "format", "e3m2", "best clip, sigma"),
     ("dge", "cap", 30.0, "mean slope"),
-    ("occ", "recipe", "te_current", "t3, not clamped, dB"),
-    ("halo", "times", 5.0, "channel, level 0"),
+    ("occ", "levels", (0.97, 0.99, 0.999), "in the paper's order"),
+    ("halo", "times", 1.0, "other tokens: level 2 over level 1"),
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
-    ("flash_attention_3", "keys", 256, "baseline / FlashAttention-3"),
-    ("accumulation", "unit", "blackwell.tcgen05", "uniform, never promoted"),
+    ("flash_attention_3", "times", 0.0, "baseline"),
+    ("accumulation", "unit", "blackwell.tcgen05", "normal, never promoted, %"),
     ("delayed_scaling", "length", 8, "steps under it"),
     ("stochastic_sums", "steps", 50, "int8, 10 + 100 x 0.2, stochastic"),
     ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
@@ -40,8 +74,6 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("reductions", "schemes", (("1/N first", "fp8lm_post"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm_post")),
      "mu, N = 64: at the largest"),
     ("reductions", "ranks", (1, 4), "1/N first, N = 64: to zero"),
-    ("coverage", "outliers", (1.0, 2.0), "E4M3 - INT8, points"),
-    ("coverage", "recipes", ("e4m3_static", "int8_smooth"), "E4M3 - INT8, points"),
     ("coat_states", "scheme", "coat_plain", "part of v lost, expanded"),
     ("moment_underflow", "formats", ("e4m3_ieee", "e3m4"), "part of v lost, e5m2"),
     ("fp8lm_memory", "scheme", "bnb8", "bytes, all with the gradient"),
@@ -55,36 +87,44 @@ def test_settings_and_expectations_are_those_that_were_recorded():
 
 @pytest.mark.parametrize("name", [claim.name for claim in CLAIMS if not claim.slow])
 def test_claim(name):
-    result = run_claim(BY_NAME[name])
-    failed = [(row.expected.name, row.expected.published, row.ours) for row in result.rows if not row.passed]
-    assert (result.error, failed) == ("", [])
+    result = run_claim(BY_NAME[name], seeds=1)
+    assert (result.error, result.worse) == ("", False), result.rows
+    tolerance, numbers = NUMBERS.get(name, (0, {}))
+    found = {number: result.runs[0].numbers[number] for number in numbers}
+    assert found == {number: pytest.approx(value, rel=tolerance) for number, value in numbers.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [claim.name for claim in CLAIMS if claim.slow])
 def test_slow_claim(name):
     result = run_claim(BY_NAME[name])
-    failed = [(row.expected.name, row.expected.published, row.ours) for row in result.rows if not row.passed]
-    assert (result.error, failed) == ("", [])
+    assert (result.error, result.worse) == ("", False), result.rows
 
 
 @pytest.mark.parametrize(("name", "setting", "value", "number"), PLANTED)
-def test_a_planted_error_makes_a_claim_fail(name, setting, value, number):
+def test_a_planted_error_makes_a_claim_show_less(name, setting, value, number):
     claim = BY_NAME[name]
     assert setting in dict(claim.settings)
     changed = dataclasses.replace(claim, settings=tuple((dict(claim.settings) | {setting: value}).items()))
-    result = run_claim(changed)
-    assert not result.passed
-    assert number in [row.expected.name for row in result.rows if not row.passed]
+    result = run_claim(changed, seeds=1)
+    assert result.worse and not result.error
+    assert number in [row.expected.name for row in result.rows if row.verdict == "not shown"]
 
 
-def test_a_wrong_quantiser_makes_a_claim_fail(monkeypatch):
-    """The error of one operation inside the experiment shows, not only that of a setting."""
+def test_an_error_in_an_operation_shows_and_the_exit_code_says_so(monkeypatch, capsys):
+    """Not only one in a setting: a cast that truncates makes NVFP4 err more than MXFP4."""
     import fmtsim.reproduce.blocks as blocks
 
+    words = ["reproduce", "--only", "nvfp4", "--quiet"]
+    assert main(words) == 0
     right = blocks.quantize
-    monkeypatch.setattr(blocks, "quantize", lambda x, fmt: right(x, fmt, rounding="toward_zero"))
-    assert not run_claim(BY_NAME["nvfp4"]).passed
+    truncated = {"nvfp4": "toward_zero"}
+    monkeypatch.setattr(
+        blocks, "quantize", lambda x, fmt: right(x, fmt, rounding=truncated.get(fmt.name, "nearest_even"))
+    )
+    assert run_claim(BY_NAME["nvfp4"]).verdict == "not shown"
+    assert main(words) == 1
+    assert "WORSE than recorded: nvfp4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["eden", "occ", "stochastic_bits"])
@@ -94,7 +134,7 @@ def test_equal_settings_give_equal_numbers(name):
     first = run_claim(BY_NAME[name])
     torch.manual_seed(6)
     second = run_claim(BY_NAME[name])
-    assert first.measured.numbers == second.measured.numbers
+    assert first.runs[0].numbers == second.runs[0].numbers
     torch.manual_seed(5)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -109,41 +149,6 @@ def test_the_caller_keeps_its_random_numbers():
     before = torch.random.get_rng_state()
     run_claim(BY_NAME["smooth_swiglu"])
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_an_error_inside_is_a_claim_that_fails():
-    def broken(tell):
-        raise FormatError("a format that does not exist")
-
-    claim = Claim(name="broken", says="", source="", measure=broken, expected=(exactly("n", 1.0),))
-    result = run_claim(claim)
-    assert (result.passed, result.error) == (False, "a format that does not exist")
-    assert math.isnan(result.rows[0].ours)
-
-
-def test_a_number_that_is_missing_or_nan_fails():
-    def measure(tell, value):
-        return Measured(numbers={"n": value})
-
-    claim = Claim(
-        name="c", says="", source="", measure=measure, expected=(Expected(name="n"),), settings=(("value", 1.0),)
-    )
-    assert run_claim(claim).passed
-    assert not run_claim(dataclasses.replace(claim, settings=(("value", math.nan),))).passed
-    assert not run_claim(dataclasses.replace(claim, expected=(Expected(name="m"),))).passed
-
-
-def test_bounds():
-    assert near("n", -2.0, 0.5) == Expected(name="n", low=-3.0, high=-1.0, published=-2.0, origin="emulation")
-    assert exactly("n", 2.0).holds(2.0) and not exactly("n", 2.0).holds(2.0 + 1e-12)
-    with pytest.raises(ArgumentError, match=r"n: nothing lies between low=2 and high=1; exchange them"):
-        Expected(name="n", low=2, high=1)
-    with pytest.raises(ArgumentError, match=r"n: origin='hearsay' is unknown; choose paper, code, emulation, formula"):
-        Expected(name="n", origin="hearsay")
-    with pytest.raises(ArgumentError, match=r"claim 'c' expects \['n', 'n'\]; name at least one number, and each once"):
-        Claim(
-            name="c", says="", source="", measure=lambda tell: None, expected=(Expected(name="n"), Expected(name="n"))
-        )
 
 
 def test_names():
@@ -161,7 +166,7 @@ def test_every_claim_says_who_claims_what():
         assert claim.says and claim.source
         assert hash(claim) is not None
         seeded = any(name in ("seed", "seeds") for name, _ in claim.settings)
-        exact = ("dge", "loss_scaling", "delayed_scaling", "memory", "fp8lm_memory", "optimizer_parity")
+        exact = ("dge", "native_speed", "loss_scaling", "delayed_scaling", "memory", "fp8lm_memory", "optimizer_parity")
         assert seeded or claim.name in exact, f"{claim.name} draws numbers without a seed"
 
 
@@ -177,67 +182,3 @@ def test_distributions_have_the_moments_they_should():
     with pytest.raises(ArgumentError, match=r"distribution 'cauchy' is unknown; choose one of uniform, gauss"):
         draw("cauchy", 10, 0)
     assert decibels(0.0) == math.inf and decibels(0.01) == pytest.approx(20.0)
-
-
-def claim(**more):
-    def measure(tell):
-        tell(0.5)
-        return Measured(numbers={"a | b": 2.0, "n": 0.12345}, curves={"c": [(1.0, 2.0), (2.0, 4.0)]}, ticks=("u", "v"))
-
-    expected = (Expected(name="a | b", low=1.0, published=2.0), Expected(name="n", high=0.1))
-    return Claim(name="mine", says="it is so", source="me", measure=measure, expected=expected, **more)
-
-
-def test_numbers():
-    assert [short(x) for x in (65536.0, 0.5, 0.00123456, 123456.7, -0.0)] == [
-        "65536",
-        "0.5",
-        "0.001235",
-        "1.235e+05",
-        "-0",
-    ]
-    assert published(Expected(name="n", published=0.5, origin="code")) == "0.5 c"
-    assert [published(Expected(name="n", **bound)) for bound in ({"low": 2}, {"high": 0.1}, {"low": 1, "high": 2})] == [
-        "> 2",
-        "< 0.1",
-        "-",
-    ]
-
-
-def test_rows_and_markdown():
-    result = run_claim(claim(notes="smaller"))
-    assert not result.passed
-    rows = list(rows_of([result]))
-    assert rows[0][:5] == ("mine", "a | b", "2 p", "2", "yes")
-    assert rows[1] == ("", "n", "< 0.1", "0.1235", "NO", "")
-    text = markdown([result])
-    assert "| mine | a \\| b | 2 p | 2 | yes |" in text
-    assert text.endswith("- **mine**: it is so (me). Here: smaller.\n")
-    assert about(claim()) == "**mine**: it is so (me)."
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = plot_result(run_claim(claim()), tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["u", "v"]
-    assert axes.lines[0].get_xydata().tolist() == [[1.0, 2.0], [2.0, 4.0]]
-
-
-def test_zeros_are_drawn_on_a_logarithmic_axis():
-    pytest.importorskip("matplotlib")
-    curves = {"some": [(1.0, 0.0), (2.0, 0.001), (4.0, 0.3)], "none": [(1.0, 0.0), (4.0, 0.0)]}
-    drawn = dataclasses.replace(claim(), measure=lambda tell: Measured(numbers={}, curves=curves, logarithmic="xy"))
-    (axes,) = plot_result(run_claim(drawn)).axes
-    low, high = axes.get_ylim()
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog") and low < 0 and high > 0.3
-
-
-def test_a_number_without_bounds_is_shown_and_not_judged():
-    open_ended = Expected(name="n")
-    shown = Claim(
-        name="c", says="s", source="t", measure=lambda tell: Measured(numbers={"n": 2.0}), expected=(open_ended,)
-    )
-    (cells,) = rows_of([run_claim(shown)])
-    assert cells[1:5] == ("n", "-", "2", "-") and not open_ended.bounded and Expected(name="n", low=0).bounded

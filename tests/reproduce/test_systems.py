@@ -9,6 +9,7 @@ import pytest
 
 from fmtsim.cli.main import main
 from fmtsim.recipes.registry import get_recipe
+from fmtsim.reproduce.catalogue import CLAIMS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(encoding="utf-8")
 ROWS = [
@@ -25,6 +26,12 @@ def test_every_row_is_whole():
         assert len(row) == 5 and all(row), row
         assert re.search(r"\b(shown|not tried|not ours)\b", row[3]), row
         assert "`fmtsim " in row[4], row
+
+
+def test_verdicts_are_those_that_are_recorded():
+    found = {name: verdict for row in ROWS for name, verdict in re.findall(r"`(\w+)`: ([a-z ]+)", row[3])}
+    recorded = {claim.name: claim.recorded for claim in CLAIMS}
+    assert found == {name: recorded[name] for name in found} and len(found) > 15
 
 
 @pytest.mark.parametrize("command", COMMANDS)

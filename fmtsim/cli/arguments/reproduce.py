@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 
 from fmtsim.cli import names
-from fmtsim.cli.options import add_json, flag, option, repeated
+from fmtsim.cli.options import add_json, count, flag, option, repeated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag(parser, "--list", "list the claims, and run none")
     repeated(parser, "--only", "run only this claim (default: all)", known=names.claims, dest="claims")
     flag(parser, "--quick", "leave out claims that take more than ten seconds")
+    count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
     flag(parser, "--markdown", "print the table in Markdown, with the sources")
     text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
     option(parser, "--out", text, metavar="DIR", type=Path)
