@@ -3,6 +3,7 @@
 
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports
 from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
+from fmtsim.cuda.cast.reduction import ReductionStages, covers_reduction
 from fmtsim.cuda.gemm.dispatch import gemm, supports_gemm
 from fmtsim.cuda.gemm.scaled_product import covers_groups, multiply_groups
 from fmtsim.cuda.native.calls import NativeCall, NativeScales
@@ -23,10 +24,12 @@ __all__ = [
     "NativeCall",
     "NativeScales",
     "OptimizerBatch",
+    "ReductionStages",
     "available",
     "counts_keys",
     "covers_groups",
     "covers_hadamard",
+    "covers_reduction",
     "cublaslt",
     "cublaslt_version",
     "decode",

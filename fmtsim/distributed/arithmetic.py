@@ -12,14 +12,13 @@ from torch import Tensor
 from fmtsim import ops
 from fmtsim.arguments import check_dense, check_together
 from fmtsim.dispatch import is_readable
-from fmtsim.distributed.reduction import Reduction, float32
+from fmtsim.distributed.reduction import Reduction
 from fmtsim.distributed.wire import from_bytes, to_bytes
 from fmtsim.errors import ArgumentError, DtypeError, shown
-from fmtsim.formats.packing import packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import scales
-from fmtsim.scaling.scales import FLT_MAX, FLT_MIN, reciprocal
+from fmtsim.scaling.scales import FLT_MAX, FLT_MIN, float32, reciprocal
 from fmtsim.spec.cast import CastSpec, RandomKey
 
 MAX_RANKS = 1 << 16
@@ -59,12 +58,16 @@ class Batch:
     """Hold the tensors of one rank that are reduced together.
 
     Args:
-        x: float32 [rows, columns]; the columns are the tensors one behind the other, rows are shards of them.
+        x: [rows, columns], contiguous; the columns are the tensors one behind the other, rows are shards of them.
         sizes: Columns of each tensor, which has a scale of its own.
     """
 
     x: Tensor
     sizes: tuple[int, ...]
+
+    def float(self) -> "Batch":
+        """Return the batch in float32."""
+        return self if self.x.dtype == torch.float32 else Batch(self.x.float(), self.sizes)
 
     def amaxes(self) -> Tensor:
         """Return the largest finite magnitude of each tensor, float32 [tensors], 0 for a tensor without one."""
@@ -92,7 +95,6 @@ class Hop:
         if type(call) is not int or not 0 <= call < MAX_CALLS:
             raise ArgumentError(f"call={shown(call)} is not allowed; choose a whole number from 0 to {MAX_CALLS - 1}")
         self.reduction, self.call = reduction, call
-        self.bits = reduction.format.bits
         self.top = float(reduction.format.max)
         rounding, overflow = reduction.rounding, reduction.overflow_rule
         self.spec = CastSpec(format=reduction.format, rounding=rounding, overflow=overflow)
@@ -108,23 +110,21 @@ class Hop:
         """Return float32 values of the format."""
         return ops.quantize(y, self.text, torch.float32, key, None)
 
-    def round_each(self, y: Tensor, ranks: Sequence[int], step: int) -> Tensor:
-        """Round row i of y as rank ``ranks[i]`` does at a step."""
+    def round_each(self, y: Tensor, ranks: Sequence[int], step: int, start: int = 0) -> Tensor:
+        """Round row i of y as rank ``ranks[i]`` does at a step; random words are those of places from ``start`` on."""
         if not self.draws:
             return self.round(y, None)
-        return torch.stack([self.round(row, self.key(rank, step)) for row, rank in zip(y, ranks, strict=True)])
+        placed = torch.nn.functional.pad(y, (start, 0))
+        rounded = [self.round(row, self.key(rank, step)) for row, rank in zip(placed, ranks, strict=True)]
+        return torch.stack(rounded)[:, start:]
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return values of the format, 1-d, as bytes: uint8 [packed_size(n, bits)]."""
+        """Return values of the format [..., n] as bytes: uint8 [..., packed_size(n, bits)]."""
         return to_bytes(values, self.exact)
 
     def decode(self, wire: Tensor, count: int) -> Tensor:
         """Return the float32 values of bytes."""
         return from_bytes(wire, self.spec, count)
-
-    def bytes(self, count: int) -> int:
-        """Return how many bytes travel for so many elements."""
-        return packed_size(count, self.bits)
 
 
 def each(verb: Callable[[Tensor, Tensor], Tensor], x: Tensor, sizes: Sequence[int], numbers: Tensor) -> Tensor:
@@ -174,8 +174,9 @@ def batch_of(tensors: Sequence[Tensor]) -> Batch:
                 "reduce tensors of one dtype and device at a time"
             )
     check_together(**{f"tensor {i}": x for i, x in enumerate(tensors)})
-    flat = torch.cat([x.detach().reshape(-1) for x in tensors]).float()
-    return Batch(flat.unsqueeze(0), tuple(x.numel() for x in tensors))
+    flat = [x.detach().reshape(-1) for x in tensors]
+    whole = torch.cat(flat) if len(flat) > 1 else flat[0].contiguous()
+    return Batch(whole.unsqueeze(0), tuple(x.numel() for x in tensors))
 
 
 def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | None) -> Factors:
@@ -199,16 +200,11 @@ def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | No
     return Factors(encode, torch.div(decode, torch.full_like(decode, ranks)) if reduction.average else decode)
 
 
-def scaled(batch: Batch, factors: Factors, reduction: Reduction) -> Tensor:
+def scaled(batch: Batch, encode: Tensor, reduction: Reduction) -> Tensor:
     """Return float32 [rows, columns]: what is rounded for the first hop, ``RN(x * e)``."""
     x = batch.x
-    y = each(torch.mul, x, batch.sizes, factors.encode)
+    y = each(torch.mul, x, batch.sizes, encode)
     return torch.where(x.isfinite(), y, torch.nan) if reduction.nonfinite == "propagate" else y
-
-
-def finished(sums: Tensor, batch: Batch, factors: Factors) -> Tensor:
-    """Return float32 [rows, columns]: the result of sums of that shape, ``RN(sum * d)``."""
-    return each(torch.mul, sums, batch.sizes, factors.decode)
 
 
 def own_counts(x: Tensor, y: Tensor, q: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,25 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmtsim.distributed.arithmetic import (
-    Batch,
-    Counts,
-    Factors,
-    Hop,
-    batch_of,
-    canonical,
-    chunked,
-    factors_of,
-    finished,
-    listed,
-    own_counts,
-    require_mu,
-    result_counts,
-    scaled,
-)
+from fmtsim.distributed.arithmetic import Batch, Counts, Hop, batch_of, factors_of, listed, require_mu
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.distributed.simulate import require_finite, split
+from fmtsim.distributed.simulate import require_finite
+from fmtsim.distributed.stages import Stages, stages_of
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.records import checked
 
@@ -78,8 +64,10 @@ def all_reduce(
     factor = require_mu(chosen, mu, batch.x.device)
     shapes = [(tuple(x.shape), str(x.dtype)) for x in given]
     ranks.agree(("all_reduce", chosen, shapes, _settings(mu, call)), batch.x.device)
-    values, counts = reduce_batch(batch, chosen, factor, call, ranks, scatter=False)
-    return Reduced(split(values, batch, given), counts)
+    out = torch.empty_like(batch.x[0])
+    counts = reduce_batch(batch, chosen, factor, call, ranks, out, scatter=False)
+    parts = (out,) if len(given) == 1 else [part.clone() for part in out.split(batch.sizes)]
+    return Reduced([part.reshape(x.shape) for part, x in zip(parts, given, strict=True)], counts)
 
 
 def reduce_scatter(
@@ -117,21 +105,29 @@ def reduce_scatter(
         )
     batch, factor = Batch(flat.reshape(ranks.size, columns), parts), require_mu(chosen, mu, x.device)
     ranks.agree(("reduce_scatter", chosen, (parts, str(x.dtype)), _settings(mu, call)), x.device)
-    values, counts = reduce_batch(batch, chosen, factor, call, ranks, scatter=True)
-    return Reduced([canonical(values.reshape(-1).to(x.dtype))], counts)
+    out = flat.new_empty(columns)
+    return Reduced([out], reduce_batch(batch, chosen, factor, call, ranks, out, scatter=True))
 
 
 def reduce_batch(
-    batch: Batch, reduction: Reduction, mu: Tensor | None, call: int, ranks: Ranks, *, scatter: bool
-) -> tuple[Tensor, Counts]:
-    """Return the reduced matrix of all ranks' batches, or this rank's row of it, float32, and the counts."""
-    hop = Hop(reduction, call)
-    factors = factors_of(_amaxes(batch, reduction, ranks), reduction, ranks.size, mu)
-    y = scaled(batch, factors, reduction).reshape(-1)
-    q = hop.round(y, hop.key(ranks.rank, 0))
-    own = own_counts(batch.x.reshape(-1), y, q, hop.top)
-    sums = _reduced(q, hop, ranks, scatter)
-    return _finish(sums, batch, factors, hop, ranks, scatter, own)
+    batch: Batch, reduction: Reduction, mu: Tensor | None, call: int, ranks: Ranks, out: Tensor, *, scatter: bool
+) -> Counts:
+    """Write the reduced matrix of all ranks' batches, or this rank's row of it, to out, and return the counts.
+
+    Every rank gets its chunk of all ranks' casts, forms the sums of the chunk in the order that the reduction names,
+    and sends them to all: twice the bytes of a part ``(ranks - 1) / ranks`` of the elements, as much as around a ring.
+    """
+    stages = stages_of(batch, Hop(reduction, call), ranks.rank, ranks.size, out)
+    factors = factors_of(_amaxes(stages, batch, reduction, ranks), reduction, ranks.size, mu)
+    wires = stages.cast(factors.encode)
+    if ranks.size > 1 and batch.x.numel():
+        sums = stages.sum(ranks.exchange(wires, "the exchange of casts"))
+        wires = sums[None] if scatter else ranks.gather(sums, "the exchange of sums")
+    counts = Counts._make(stages.finish(wires, factors.decode))
+    if not scatter:
+        return counts
+    totals = ranks.total(torch.stack(counts[:3]), "the counts of a reduce-scatter")
+    return Counts._make((*totals.unbind(), *counts[3:]))
 
 
 def _settings(mu: float | Tensor | None, call: int) -> str:
@@ -141,19 +137,9 @@ def _settings(mu: float | Tensor | None, call: int) -> str:
     return f"mu={mu}, call={shown(call)}"
 
 
-def _finish(
-    sums: Tensor, batch: Batch, factors: Factors, hop: Hop, ranks: Ranks, scatter: bool, own: tuple[Tensor, ...]
-) -> tuple[Tensor, Counts]:
-    totals = torch.stack(result_counts(sums, hop.top))
-    if scatter:
-        totals = ranks.total(totals, "the counts of a reduce-scatter")
-    shape = (1, batch.x.shape[1]) if scatter else batch.x.shape
-    return finished(sums.reshape(shape), batch, factors), Counts(*totals.unbind(), *own)
-
-
-def _amaxes(batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
+def _amaxes(stages: Stages, batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
     """Return the largest finite magnitude of each tensor on all ranks, after a look at NaN and Inf where asked for."""
-    own = batch.amaxes()
+    own = stages.amaxes()
     if reduction.nonfinite != "raise":
         return ranks.largest(own, "the exchange of largest magnitudes")
     wrong = (~batch.x.isfinite()).sum()
@@ -161,61 +147,3 @@ def _amaxes(batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
     if bool(found[-1]):
         require_finite(ranks.gather_objects(int(wrong), "the count of NaN and Inf"))
     return found[:-1]
-
-
-def _reduced(q: Tensor, hop: Hop, ranks: Ranks, scatter: bool) -> Tensor:
-    """Return the sums of the casts [n] of all ranks, or this rank's chunk of them."""
-    if ranks.size == 1 or not q.numel():
-        return q
-    if hop.reduction.algorithm == "tree":
-        return _tree(q, hop, ranks, scatter)
-    chunk = _ring_reduce(chunked(q, ranks.size), hop, ranks)
-    return chunk if scatter else _ring_gather(chunk, q.numel(), hop, ranks)
-
-
-def _ring_reduce(chunks: Tensor, hop: Hop, ranks: Ranks) -> Tensor:
-    """Return chunk ``rank`` of the sum: at hop h a rank gets chunk ``rank - h - 1``, adds its own and passes it on."""
-    n, length = ranks.size, chunks.shape[1]
-    after, before = (ranks.rank + 1) % n, (ranks.rank - 1) % n
-    sums = chunks[before]  # chunk c starts at rank c + 1
-    into = torch.empty(hop.bytes(length), dtype=torch.uint8, device=chunks.device)
-    for step in range(1, n):
-        ranks.pass_on(hop.encode(sums), into, after, before, f"hop {step} of {n - 1} of a ring")
-        own = chunks[(ranks.rank - step - 1) % n]
-        sums = hop.round(hop.decode(into, length) + own, hop.key(ranks.rank, step))
-    return sums
-
-
-def _ring_gather(chunk: Tensor, count: int, hop: Hop, ranks: Ranks) -> Tensor:
-    """Return all chunks [count], each from the rank that summed it; codes go around the ring as they are."""
-    n, length = ranks.size, chunk.numel()
-    after, before = (ranks.rank + 1) % n, (ranks.rank - 1) % n
-    wires = torch.empty(n, hop.bytes(length), dtype=torch.uint8, device=chunk.device)
-    wires[ranks.rank] = hop.encode(chunk)
-    for step in range(n - 1):
-        out, into = wires[(ranks.rank - step) % n], wires[(before - step) % n]
-        ranks.pass_on(out, into, after, before, f"hop {step + 1} of {n - 1} of a ring's gathering")
-    return torch.cat([hop.decode(wire, length) for wire in wires])[:count]
-
-
-def _tree(q: Tensor, hop: Hop, ranks: Ranks, scatter: bool) -> Tensor:
-    """Sum neighbours at distance 1, 2, 4, ... until rank 0 has all, which sends codes back the same way."""
-    n, rank, into = ranks.size, ranks.rank, torch.empty(hop.bytes(q.numel()), dtype=torch.uint8, device=q.device)
-    distances = [1 << i for i in range((n - 1).bit_length())]
-    for step, distance in enumerate(distances, 1):
-        where = f"step {step} of {len(distances)} of a tree"
-        if rank % (2 * distance) == distance:
-            ranks.send(hop.encode(q), rank - distance, where)
-            break
-        if rank + distance < n:
-            ranks.receive(into, rank + distance, where)
-            q = hop.round(q + hop.decode(into, q.numel()), hop.key(rank, step))
-    if rank == 0:
-        into = hop.encode(q)
-    for distance in reversed(distances):
-        if rank % (2 * distance) == distance:
-            ranks.receive(into, rank - distance, "a tree's way back")
-        elif rank % (2 * distance) == 0 and rank + distance < n:
-            ranks.send(into, rank + distance, "a tree's way back")
-    sums = hop.decode(into, q.numel())
-    return sums.reshape(n, -1)[rank] if scatter else sums

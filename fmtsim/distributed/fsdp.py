@@ -50,9 +50,9 @@ class QuantizedReduceScatter(_Comm):
             how = "leave its divide factor alone, in float32 or bfloat16" if average else "choose average=True"
             raise ArgumentError(f"FSDP reduces by {op}, but the reduction has average={average}; {how}")
         sizes = _fitting(self.sizes, output_tensor.numel(), "trainable parameters", "gradients")
-        batch = Batch(input_tensor.reshape(state.ranks.size, -1).float(), sizes)
-        values = state.reduce(batch, ("reduce-scatter", sizes, str(input_tensor.dtype)), scatter=True)
-        output_tensor.copy_(values.reshape(-1).to(output_tensor.dtype))
+        batch = Batch(input_tensor.reshape(state.ranks.size, -1), sizes)
+        facts = ("reduce-scatter", sizes, str(input_tensor.dtype))
+        state.reduce(batch, facts, scatter=True, out=output_tensor)
 
 
 class QuantizedAllGather(_Comm):

@@ -71,7 +71,7 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
     """Do what ``all_gather`` does, for arguments that all ranks agree on."""
     if scaling is None:
         encoded = encode(x.detach(), fmt, pad=True)
-        wires = _gather(to_rows(encoded, 1), ranks)
+        wires = ranks.gather(to_rows(encoded, 1)[0], "an all-gather")
         shards = [from_rows(wire[None], encoded).decode(out_dtype=x.dtype) for wire in wires]
         return torch.stack(shards)
     require_whole(fmt, scaling)
@@ -84,7 +84,7 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
     made = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
     elements = _elements(flat, made, sizes, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
-    values = from_bytes(_gather(to_bytes(elements, spec)[None], ranks), spec, flat.numel())
+    values = from_bytes(ranks.gather(to_bytes(elements, spec), "an all-gather"), spec, flat.numel())
     scaled = each(torch.mul, values, sizes, made.scale)
     return canonical(scaled.to(x.dtype)).reshape(ranks.size, *x.shape)
 
@@ -188,16 +188,6 @@ def _elements(x: Tensor, made: Scales, sizes: Sequence[int], fmt: ElementFormat)
     x = torch.where(x.isfinite(), x, torch.nan if fmt.has_nan else 0.0)
     y = each(torch.div if made.divides else torch.mul, x, sizes, made.factor)
     return quantize(y, fmt, out_dtype=torch.float32)
-
-
-def _gather(wire: Tensor, ranks: Ranks) -> Tensor:
-    """Return the bytes [1, bytes] of all ranks as [ranks, bytes]."""
-    out = wire.new_empty(ranks.size, wire.shape[1])
-    if not wire.numel():
-        return out
-    with ranks.answering("an all-gather"):
-        dist.all_gather(list(out.unbind()), wire[0], group=ranks.group)
-    return out
 
 
 def require_whole(fmt: Format, scaling: Scaling) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between ranks: agreement before a collective, neighbours during it, and errors that name the rank."""
+"""Messages between ranks: agreement before a collective, bytes during it, and errors that name the rank."""
 
 import hashlib
 import json
@@ -43,32 +43,27 @@ class Ranks:
         if self.rank < 0:
             raise ArgumentError("this process is not part of the group; call the collective on the group's ranks only")
         require_ranks(self.size)
-        self._agreed: set[int] = set()
+        self._agreed: set[tuple[Any, ...]] = set()
 
-    def pass_on(self, wire: Tensor, into: Tensor, to: int, source: int, what: str) -> None:
-        """Send bytes to one rank while receiving as many from another; both are counted within the group."""
-        self._messages([(dist.isend, wire, to), (dist.irecv, into, source)], what)
+    def exchange(self, wires: Tensor, what: str) -> Tensor:
+        """Send row r of a matrix to rank r, and return the rows that the ranks sent here, in their order."""
+        if wires.device.type == "cpu":
+            return self._swap(wires, what)
+        received = torch.empty_like(wires)
+        with self.answering(what):
+            dist.all_to_all_single(received, wires, group=self.group)
+        return received
 
-    def send(self, wire: Tensor, to: int, what: str) -> None:
-        """Send bytes to one rank."""
-        self._messages([(dist.isend, wire, to)], what)
-
-    def receive(self, into: Tensor, source: int, what: str) -> None:
-        """Receive bytes from one rank."""
-        self._messages([(dist.irecv, into, source)], what)
-
-    def _messages(self, messages: list[tuple[Any, Tensor, int]], what: str) -> None:
-        """Send and receive together, over the group's one communicator, and wait: on a GPU its stream does."""
-        names = [f"rank {peer}" for _, _, peer in messages]
-        with self.answering(what, " or ".join(names)):
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(verb, x, self._global(peer), self.group) for verb, x, peer in messages]
-            )
-        if len(works) < len(names):  # NCCL has one for all
-            names = [" or ".join(names)]
-        for name, work in zip(reversed(names), reversed(works), strict=True):
-            with self.answering(what, name):
-                work.wait()
+    def gather(self, wire: Tensor, what: str) -> Tensor:
+        """Return the bytes [n] of all ranks as [ranks, n]."""
+        if wire.device.type == "cpu":
+            return self._swap(wire.expand(self.size, -1), what)
+        gathered = wire.new_empty(self.size, len(wire))
+        if not len(wire):
+            return gathered
+        with self.answering(what):
+            dist.all_gather_into_tensor(gathered, wire, group=self.group)
+        return gathered
 
     def largest(self, x: Tensor, what: str) -> Tensor:
         """Return the elementwise maximum over the ranks."""
@@ -94,13 +89,14 @@ class Ranks:
                 f"the tensors are on {device}, but the process group carries {carried}; "
                 "move them, or pass another group"
             )
-        print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
-        if self.size == 1 or (device.type != "cpu" and print_ in self._agreed):
+        known = tuple(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
+        if self.size == 1 or (device.type != "cpu" and known in self._agreed):
             return
+        print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
         found = self._prints(print_)
         if any(other != print_ for other in found):
             raise ArgumentError(self._disagreement(facts, found))
-        self._agreed.add(print_)
+        self._agreed.add(known)
 
     def present(self, what: str) -> None:
         """Make sure that every rank answers; CollectiveError names the one that does not."""
@@ -131,15 +127,21 @@ class Ranks:
             raise self.broken(what, named(error.ranks), error) from error
 
     def _prints(self, own: int, what: str = "the comparison of arguments") -> list[int]:
-        """Return every rank's fingerprint, each received from that rank itself, so that one that is gone has a name."""
+        """Return every rank's fingerprint."""
         if not self._on_cpus:
             return self._notes(own, what)
-        mine = torch.tensor([own])
-        theirs = mine.repeat(self.size, 1)
+        prints: list[int] = self._swap(torch.tensor([own]).repeat(self.size, 1), what)[:, 0].tolist()
+        return prints
+
+    def _swap(self, rows: Tensor, what: str) -> Tensor:
+        """Exchange rows between CPUs, each in a message of its own, so that a rank that is gone has a name."""
+        received = rows.clone(memory_format=torch.contiguous_format)
+        if not rows.numel():
+            return received
         peers = [rank for rank in range(self.size) if rank != self.rank]
         silent: list[tuple[int, RuntimeError]] = []
-        sends = [(rank, self._start(dist.isend, mine, rank, silent)) for rank in peers]
-        receives = [(rank, self._start(dist.irecv, theirs[rank], rank, silent)) for rank in peers]
+        sends = [(rank, self._start(dist.isend, rows[rank], rank, silent)) for rank in peers]
+        receives = [(rank, self._start(dist.irecv, received[rank], rank, silent)) for rank in peers]
         for rank, work in receives + sends:
             try:
                 if work is not None:
@@ -148,7 +150,7 @@ class Ranks:
                 silent.append((rank, error))
         if silent:
             raise self.broken(what, named({rank for rank, _ in silent}), silent[0][1]) from silent[0][1]
-        return theirs[:, 0].tolist()
+        return received
 
     def _start(self, verb: Any, x: Tensor, rank: int, silent: list[tuple[int, RuntimeError]]) -> Any:
         try:

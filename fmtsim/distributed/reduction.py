@@ -16,6 +16,7 @@ from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import OVERFLOWS, FloatFormat, IntFormat, Overflow
 from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.scales import float32
 from fmtsim.spec.scaling import Scaling
 
 Factor = Literal["pre", "post", "sqrt", "auto"]
@@ -147,11 +148,6 @@ class Reduction:
         words += [] if self.rounding == Rounding() else [self.rounding.mode]
         words += ["mean" if self.average else "sum", f"non-finite: {self.nonfinite}"]
         return ", ".join(words)
-
-
-def float32(x: float) -> float:
-    """Return the float32 nearest to a number."""
-    return float(torch.tensor(x, dtype=torch.float64).float())
 
 
 def _require(condition: bool, given: str, allowed: str) -> None:

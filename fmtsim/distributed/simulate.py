@@ -15,8 +15,8 @@ from fmtsim.distributed.arithmetic import (
     batch_of,
     canonical,
     chunked,
+    each,
     factors_of,
-    finished,
     listed,
     own_counts,
     require_mu,
@@ -83,6 +83,7 @@ def simulate_batches(
     batches: Sequence[Batch], reduction: Reduction, mu: Tensor | None, call: int = 0
 ) -> tuple[Tensor, tuple[Counts, ...]]:
     """Return the reduced matrix, float32 [rows, columns], and each rank's counts."""
+    batches = [batch.float() for batch in batches]
     if reduction.nonfinite == "raise":
         require_finite([int((~batch.x.isfinite()).sum()) for batch in batches])
     hop = Hop(reduction, call)
@@ -90,13 +91,13 @@ def simulate_batches(
     factors = factors_of(amaxes, reduction, len(batches), mu)
     flat, own = [], []
     for rank, batch in enumerate(batches):
-        y = scaled(batch, factors, reduction).reshape(-1)
+        y = scaled(batch, factors.encode, reduction).reshape(-1)
         q = hop.round(y, hop.key(rank, 0))
         own.append(own_counts(batch.x.reshape(-1), y, q, hop.top))
         flat.append(q)
     sums = reduced(torch.stack(flat), hop)
     totals = result_counts(sums, hop.top)
-    values = finished(sums.reshape(batches[0].x.shape), batches[0], factors)
+    values = each(torch.mul, sums.reshape(batches[0].x.shape), batches[0].sizes, factors.decode)
     return values, tuple(Counts(*totals, *counts) for counts in own)
 
 
@@ -104,7 +105,10 @@ def reduced(q: Tensor, hop: Hop) -> Tensor:
     """Return the sums [n] of the casts [ranks, n] of all ranks, rounded at every hop."""
     if len(q) == 1:
         return q[0]
-    return _tree(q, hop) if hop.reduction.algorithm == "tree" else _ring(q, hop)
+    if hop.reduction.algorithm == "tree":
+        return tree(q, hop)
+    chunks = torch.stack([chunked(row, len(q)) for row in q])
+    return ring(chunks, torch.arange(len(q), device=q.device), hop).reshape(-1)[: q.shape[1]]
 
 
 def split(values: Tensor, batch: Batch, like: Sequence[Tensor]) -> list[Tensor]:
@@ -123,24 +127,37 @@ def require_finite(counts: Sequence[int]) -> None:
         )
 
 
-def _ring(q: Tensor, hop: Hop) -> Tensor:
-    """Sum chunk c from rank c + 1 on around the ring to rank c; every rank adds its own chunk to what it received."""
-    ranks, n = q.shape
-    chunks = torch.stack([chunked(row, ranks) for row in q])  # [rank, chunk, elements]
-    every = torch.arange(ranks, device=q.device)
-    sums = chunks[(every + 1) % ranks, every]
+def ring(chunks: Tensor, places: Tensor, hop: Hop) -> Tensor:
+    """Sum chunk c from rank c + 1 on around the ring to rank c; every rank adds its own chunk to what it received.
+
+    Args:
+        chunks: The casts of all ranks, [ranks, chunks, elements].
+        places: c of each of these chunks, int64.
+        hop: What rounds.
+
+    Returns:
+        [chunks, elements].
+    """
+    ranks, each = len(chunks), torch.arange(chunks.shape[1], device=chunks.device)
+    sums = chunks[(places + 1) % ranks, each]
     for step in range(1, ranks):
-        place = (every + 1 + step) % ranks
-        sums = hop.round_each(sums + chunks[place, every], place.tolist() if hop.draws else (), step)
-    return sums.reshape(-1)[:n]
+        adding = (places + 1 + step) % ranks
+        sums = hop.round_each(sums + chunks[adding, each], adding.tolist() if hop.draws else (), step)
+    return sums
 
 
-def _tree(q: Tensor, hop: Hop) -> Tensor:
-    """Sum neighbours at distance 1, 2, 4, ...: rank r, a multiple of twice the distance, adds what rank r + d sends."""
+def tree(q: Tensor, hop: Hop, start: int = 0) -> Tensor:
+    """Sum neighbours at distance 1, 2, 4, ...: rank r, a multiple of twice the distance, adds what rank r + d sends.
+
+    Args:
+        q: The casts of all ranks, [ranks, n].
+        hop: What rounds.
+        start: Place of the first element in the whole tensor.
+    """
     sums, distance, step = q, 1, 1
     while distance < len(q):
         left = torch.arange(0, len(q) - distance, 2 * distance, device=q.device)
-        added = hop.round_each(sums[left] + sums[left + distance], left.tolist() if hop.draws else (), step)
+        added = hop.round_each(sums[left] + sums[left + distance], left.tolist() if hop.draws else (), step, start)
         sums = sums.index_copy(0, left, added)
         distance, step = 2 * distance, step + 1
     return sums[0]

@@ -62,19 +62,24 @@ class ReductionState:
         """Start a step: drop counts of one that broke off."""
         self._pending = None
 
-    def reduce(self, batch: Batch, facts: tuple[Any, ...], *, scatter: bool = False) -> Tensor:
+    def reduce(
+        self, batch: Batch, facts: tuple[Any, ...], *, scatter: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """Reduce a batch and keep its counts for the end of the step; facts are what the ranks have to agree on.
 
         Returns:
-            float32 [rows, columns], or this rank's row of it with ``scatter``.
+            out, written when all has arrived; where none is given a new float32 [rows, columns]. With ``scatter`` this
+            rank's row of it.
         """
         self.ranks.agree((self.reduction, *facts, self._origin), batch.x.device)
         if self.mu is not None:
             self.mu = self.mu.to(batch.x.device)
-        values, counts = reduce_batch(batch, self.reduction, self.mu, self.calls, self.ranks, scatter=scatter)
+        if out is None:
+            out = batch.x.new_empty((1, batch.x.shape[1]) if scatter else batch.x.shape, dtype=torch.float32)
+        counts = reduce_batch(batch, self.reduction, self.mu, self.calls, self.ranks, out, scatter=scatter)
         self.calls += 1
         self._pending = counts if self._pending is None else self._pending.plus(counts)
-        return values
+        return out
 
     def step(self) -> None:
         """Finish a step: move mu, keep the counts."""

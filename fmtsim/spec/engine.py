@@ -152,6 +152,7 @@ class FusedEngine(KernelEngine, Protocol):
         cublaslt, cublaslt_version, other_gpu, other_settings, other_versions: The library, and what differs from the
             machine of a target (fmtsim/cuda/native/gpu.py).
         OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/steps.py).
+        ReductionStages: What a rank computes in a reduction (fmtsim/cuda/cast/reduction.py).
     """
 
     available: Callable[..., bool]
@@ -166,6 +167,7 @@ class FusedEngine(KernelEngine, Protocol):
     other_settings: Callable[[int], str | None]
     other_versions: Callable[[str], list[str]]
     OptimizerBatch: Callable[..., Any]
+    ReductionStages: Callable[..., Any]
 
     def serves(self, index: int) -> bool:
         """Say whether the engine runs on a GPU; where it does not, one warning says why."""
@@ -181,6 +183,9 @@ class FusedEngine(KernelEngine, Protocol):
 
     def encode_packed(self, x: Tensor, spec: CastSpec, random: Random) -> EncodedParts:
         """Return codes and scales as an encoded tensor keeps them."""
+
+    def covers_reduction(self, spec: CastSpec, x: Tensor, ranks: int, out: Tensor) -> bool:
+        """Say whether ``ReductionStages`` reduces x over so many ranks in a cast's format into out."""
 
     def quantize_operand(
         self, t: Tensor, quantizer: Quantizer, keys: Keys, state: Any = None, dim: int = -1, folded: bool = False,

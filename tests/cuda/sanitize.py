@@ -9,7 +9,8 @@ The driver is asked for functions that it may lack when its bindings are loaded;
 Nothing is compared here: that is what the tests do. Calls run in an order that does not change; sizes are such that
 rows, vectors, tiles and warps are cut off in their middle, and operands begin where no vector does. At the end the
 script names the kernels that no call has reached and exits with status 1 where there are any. ``--few`` leaves out
-repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks,products,steps`` some parts.
+repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks`` some of
+casts, blocks, products, steps and reductions.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from tests.cuda.emulator.patching import replaced
 from tests.support.gemm_engine import addend, gemm_spec, operand, unit_scales
 
 CASTS = importlib.import_module("fmtsim.cuda.cast.casts")
+REDUCTION = importlib.import_module("fmtsim.cuda.cast.reduction")
 DISPATCH = importlib.import_module("fmtsim.cuda.gemm.dispatch")
 
 ELEMENTS = (
@@ -256,7 +258,23 @@ def compile_all() -> None:
             pass
 
 
-PARTS = {"casts": casts, "blocks": blocks, "products": products, "steps": steps}
+def reductions(device: torch.device, few: bool) -> None:
+    """Run the stages of a reduction on the last of its ranks, which all have the same casts."""
+    for name, ranks, mode, tree in (("e4m3", 2, "nearest_even", False), ("e5m2", 3, "stochastic", True)):
+        spec = CastSpec(format=fmtsim.get_format(name), rounding=Rounding(mode=mode), overflow="saturate")
+        for sizes in ((2048 * ranks,), (1030, 0, 7)):
+            for x in itertools.islice(layouts((1, sum(sizes)), DTYPES[few], device), 2):
+                key = RandomKey(3, 5 << 32) if mode == "stochastic" else None
+                out = torch.empty(x.numel(), device=device)
+                stages = REDUCTION.ReductionStages(
+                    x, sizes, spec, ranks - 1, ranks, key, out, tree=tree, propagates=True
+                )
+                stages.amaxes()
+                ones = torch.ones(len(sizes), device=device)
+                stages.finish(stages.sum(stages.cast(ones)).expand(ranks, -1).contiguous(), ones)
+
+
+PARTS = {"casts": casts, "blocks": blocks, "products": products, "steps": steps, "reductions": reductions}
 
 
 @contextlib.contextmanager

@@ -216,11 +216,9 @@ def mourner(rank, folder):
                 "msamp", group=late, error=CollectiveError)  # fmt: skip
         refused("torch says: no note of rank 2 after 0.5 s", Ranks(late).gather_objects, 1, "a count",
                 error=CollectiveError)  # fmt: skip
-    wire = torch.zeros(4, dtype=torch.uint8)
-    refused("rank 2 did not answer in hop 1 of 2", state.ranks.pass_on, wire, wire.clone(), 2, 2, "hop 1 of 2",
-            error=CollectiveError)  # fmt: skip
-    refused("rank 2 did not answer in a tree", state.ranks.receive, wire, 2, "a tree", error=CollectiveError)
-    refused("rank 2 did not answer in a tree", state.ranks.send, wire, 2, "a tree", error=CollectiveError)
+    wires = torch.zeros(3, 4, dtype=torch.uint8)
+    refused("rank 2 did not answer in the casts", state.ranks.exchange, wires, "the casts", error=CollectiveError)
+    refused("rank 2 did not answer in the sums", state.ranks.gather, wires[0], "the sums", error=CollectiveError)
     refused("a rank did not answer in the maxima", state.ranks.largest, x, "the maxima", error=CollectiveError)
     memory = DelayedScale(Quantizer(format=E4M3, scaling=Scaling(history=History(length=4))))
     memory.group = dist.group.WORLD
