@@ -132,18 +132,15 @@ def unrotate(y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None,
 
 
 def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None) -> Operand | None:
-    if not rotated.covers(x, quantizer):
-        if keys.passes is None:
-            return None
-        x = x.contiguous()  # what counts on the device is covered then
-    return rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
+    made = rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
+    if made is None and keys.passes is not None:  # what counts on the device is covered then
+        made = rotated.cast_rotated(x.contiguous(), quantizer, keys[:2], keys.signs, factor, keys.passes)
+    return made
 
 
 def _scaled(
     x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: bool, factor: Tensor | None = None
 ) -> Operand | None:
-    if not scaled.covers(x, quantizer, factor):
-        return None
     return scaled.cast_scaled(x, quantizer, keys[:2], folded and _facts(quantizer).folds, state, factor)
 
 

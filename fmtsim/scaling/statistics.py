@@ -16,8 +16,8 @@ from fmtsim.scaling.scales import FLT_MAX
 
 def block_sizes(block: Block, shape: torch.Size) -> tuple[int, int]:
     """Return the elements of a block along the outer and inner axis of a matrix, at least 1 each."""
-    outer, inner = (max(extent if size is None else size, 1) for size, extent in zip(block, shape, strict=True))
-    return outer, inner
+    (outer, inner), (rows, columns) = block, shape
+    return max(rows if outer is None else outer, 1), max(columns if inner is None else inner, 1)
 
 
 def blocked(x: Tensor, sizes: tuple[int, int]) -> Tensor:

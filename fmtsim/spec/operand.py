@@ -55,7 +55,7 @@ class Operand(NamedTuple):
     def transposed(self) -> "Operand":
         """Return the transposed matrix, with the same elements and scales."""
         scale = None if self.scale is None else self.scale.mT
-        return self._replace(elements=self.elements.mT, scale=scale, block=self.block[::-1], slope=None, rest=None)
+        return Operand(self.elements.mT, self.quantizer, scale, self.tensor_scale, self.block[::-1])
 
     @property
     def scales_rows(self) -> bool:

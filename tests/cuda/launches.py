@@ -58,7 +58,9 @@ class Recorder:
     def __call__(self, grid: Any, block: Any, *arguments: Any, shared: int = 0) -> None:
         self._lines.append(f"{self._name} grid={grid} block={block} shared={shared} {' '.join(map(said, arguments))}")
 
-    def bound(self, block: Any, leading: int, *rest: Any) -> Any:
+    def bound(self, block: Any, leading: Any, *rest: Any) -> Any:
+        if isinstance(leading, tuple):
+            return lambda grid, *structures: self(grid, block, *structures, *rest)
         return lambda grid, *words: self(grid, block, f"{leading} of {len(words)}", *rest)
 
 

@@ -236,8 +236,9 @@ def test_division_by_four_thirds_is_exact():
 
 
 def test_planted_errors_are_caught(emulated, monkeypatch):
-    mask_of = rotated._mask_of
-    monkeypatch.setattr(rotated, "_mask_of", lambda plan, signs: mask_of(plan, signs) ^ 1)
+    signs_of = rotated._signs_of
+    flipped = lambda *given: bytes([signs_of(*given)[0] ^ 1]) + signs_of(*given)[1:]  # noqa: E731
+    monkeypatch.setattr(rotated, "_signs_of", flipped)
     with pytest.raises(AssertionError):
         test_signs_may_be_a_mask(torch.device("cpu"))
     monkeypatch.undo()

@@ -264,6 +264,22 @@ def test_bound_launches_are_whole_ones(monkeypatch):
     ]
     with pytest.raises(TypeError, match=r"trial takes arguments of \[8, 4\] bytes, not of \[8, 8\]"):
         kernel.bound(64, 2)
+    with pytest.raises(TypeError, match=r"trial takes arguments of \[8, 4\] bytes, not of \[8, 12\]"):
+        kernel.bound(64, (8, 12))
+
+
+def test_bound_launches_take_structures(monkeypatch):
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_raw_stream", lambda index: 99)
+    launches = []
+    bound = bare_kernel([8, 20], launches).bound(64, (8, 20))
+    first, second = bytes(range(8)), bytes(range(20))
+    bound((3, 2, 1), first, second)
+    bound(4, second[:8], second[::-1])
+    assert launches == [
+        ((3, 2, 1, 64, 1, 1, 0, 99), [first, second]),
+        ((4, 1, 1, 64, 1, 1, 0, 99), [second[:8], second[::-1]]),
+    ]
 
 
 def on(device=0):

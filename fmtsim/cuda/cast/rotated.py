@@ -8,6 +8,7 @@ which bfloat16 holds exactly; a scale that all blocks share stays outside.
 
 import struct
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ _POINTERS, _SIZES, _MASK = struct.Struct("<7q"), struct.Struct("<3q"), struct.St
 _MOST = 512  # layouts of a plan
 _WORD = Rounding(mode="stochastic")  # draws whole words
 _RANDOM = struct.Struct("<I12x")
+_JOB = _POINTERS.size + _SIZES.size + _MASK.size + len(NO_DRAW) + _RANDOM.size  # bytes of the kernels' first argument
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -62,8 +64,8 @@ def cast_rotated(
     signs: Signs = None,
     factor: Tensor | None = None,
     count: Tensor | None = None,
-) -> Operand:
-    """Rotate and quantise a matrix that ``covers`` takes.
+) -> Operand | None:
+    """Rotate and quantise a matrix; None where ``covers`` says that it is not taken.
 
     Args:
         x: bfloat16 ``[rows, inner]``, contiguous or a transposed view.
@@ -83,8 +85,15 @@ def cast_rotated(
 
     NaN, Inf and -0 come out as ``quantize_operand`` has them, NaN canonical. Nothing waits for the device.
     """
-    plan = plan_of(quantizer)
-    assert plan is not None  # covers has said so
+    plan, index = plan_of(quantizer), device_index(x)
+    if plan is None:
+        return None
+    where = x.dtype, x.shape, x.stride(), factor is not None, count is not None, index
+    how = plan.launches.get(where)
+    if how is None:
+        if not covers(x, quantizer):
+            return None
+        how = plan.launches[where] = _prepared(plan, *where[1:])
     scale = None if plan.outside is None else constant(plan.outside, x.device)
     if plan.two_level:
         scale = torch.empty((), device=x.device)
@@ -92,40 +101,47 @@ def cast_rotated(
     assert plan.drawn.mode != "stochastic" or key is not None
     values = torch.empty_like(x)  # with its strides
     mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
-    x, index = x if x.data_ptr() % 16 == 0 else x.clone(), device_index(x)
-    where = x.shape, x.is_contiguous(), factor is not None, count is not None, index
-    how = plan.launches.get(where) or _prepared(plan, *where)
+    x = x if x.data_ptr() % 16 == 0 else x.clone()
     parts = None if how.find is None else torch.empty(how.parts, dtype=torch.int32, device=x.device)
-    pointers = (0 if t is None else t.data_ptr() for t in (x, values, mask, parts, scale, factor, count))
-    job = _POINTERS.pack(*pointers) + how.sizes + (how.signs or _signs_of(plan, signs))
+    pointers = [0 if t is None else t.data_ptr() for t in (x, values, mask, parts, scale, factor, count)]
+    job = _POINTERS.pack(*pointers) + how.sizes + (how.signs or _signs_of(plan.signs, plan.size, signs))
     if how.find is not None:
-        how.find(how.parts, _THREADS, job)
-    how.cast(how.grid, _THREADS, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
+        how.find(how.parts, job)
+    how.cast(how.grid, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
     return Operand(values, quantizer, tensor_scale=scale, slope=mask)
 
 
 def _prepared(
-    plan: Plan, shape: tuple[int, ...], contiguous: bool, multiplies: bool, counts: bool, index: int
+    plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], multiplies: bool, counts: bool, index: int
 ) -> Launch:
     """Return how matrices of a shape and layout are cast; worked out once, for it takes longer than a launch."""
+    contiguous = strides[1] == 1
     defines = kernel_macros(plan, not contiguous, multiplies, counts)
-    find = kernel(_FILE, "rotated_amax", index, defines) if plan.two_level else None
+    finds = kernel(_FILE, "rotated_amax", index, defines).bound(_THREADS, (_JOB,)) if plan.two_level else None
+    casts = kernel(_FILE, "cast_rotated", index, defines).bound(_THREADS, (_JOB, plan.cast_size))
     rows, columns = shape if contiguous else shape[::-1]
     height = 2 * _PER_LANE if contiguous else plan.lanes * _PER_LANE
     grid = -(-columns * height // _TILE), -(-rows // height)
-    parts = 0 if find is None else min(grid[0] * grid[1], _PARTS * multiprocessors(index))
-    signs = b"" if plan.signs == "random" else _signs_of(plan, None)
+    parts = 0 if finds is None else min(grid[0] * grid[1], _PARTS * multiprocessors(index))
+    signs = b"" if plan.signs == "random" else _signs_of(plan.signs, plan.size, None)
     if len(plan.launches) >= _MOST:
         plan.launches.clear()
-    found = plan.launches[shape, contiguous, multiplies, counts, index] = Launch(
-        find, kernel(_FILE, "cast_rotated", index, defines), grid, parts, _SIZES.pack(rows, columns, parts), signs
-    )
-    return found
+    return Launch(finds, casts, grid, parts, _SIZES.pack(rows, columns, parts), signs)
 
 
-def _signs_of(plan: Plan, signs: Signs) -> bytes:
-    """Return the bytes of the signs of a lane's elements, and of the key that draws more of them."""
-    bits, key = _mask_of(plan, signs), signs if plan.signs == "random" and isinstance(signs, RandomKey) else None
+@lru_cache(maxsize=64)
+def _signs_of(own: Signs | Literal["random"], size: int, signs: Signs) -> bytes:
+    """Return the bytes of the signs of a lane's elements, and of the key that draws more of them.
+
+    Args:
+        own: Those of the transform, or where they come from.
+        size: Of the transform.
+        signs: What is drawn from, or the mask, where they are random.
+    """
+    given = signs if own == "random" else own
+    key = given if isinstance(given, RandomKey) else None
+    mask = _drawn(size, key) if key is not None else given if isinstance(given, int) else 0
+    bits = mask * 0x10001 if size == 16 else mask  # groups of fewer are repeated
     words = (bits >> 32 * place & 0xFFFFFFFF for place in range(4))
     draw = NO_DRAW if key is None else draw_of(_WORD, key)
     return _MASK.pack(*words) + draw + _RANDOM.pack(key is not None)
@@ -136,14 +152,6 @@ def _is_matrix(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _PER_LANE
 
 
-def _mask_of(plan: Plan, signs: Signs) -> int:
-    """Return the signs of a lane's elements or more, groups of fewer repeated."""
-    given = plan.signs if plan.signs != "random" else signs
-    mask = given if isinstance(given, int) else 0 if given is None else _drawn(plan.size, given)
-    return mask * 0x10001 if plan.size == 16 else mask
-
-
-@lru_cache(maxsize=64)
 def _drawn(size: int, key: RandomKey) -> int:
     """Return the mask of random signs: bit j of word w of a key turns element 32 w + j of a group."""
     return sum(random_word(key, word) << 32 * word for word in range(-(-size // 32))) & ((1 << size) - 1)

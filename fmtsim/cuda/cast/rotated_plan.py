@@ -17,7 +17,8 @@ import torch
 from fmtsim.cuda.cast.block_macros import BFLOAT16, fast_macros, float_bits
 from fmtsim.cuda.cast.general import cast_bytes
 from fmtsim.cuda.cast.parameters import NO_DRAW, macros
-from fmtsim.cuda.runtime import Defines, Kernel
+from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.runtime.launch import Bound
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import block_scaling
@@ -46,15 +47,15 @@ class Launch(NamedTuple):
     """How matrices of one shape and layout are cast.
 
     Attributes:
-        find, cast: The kernels that find the amaxes of a tensor, where its scale needs them, and that cast.
+        find, cast: Launches of the kernels that find the amaxes of a tensor, where its scale needs them, and that cast.
         grid: Of the second.
         parts: Blocks of threads of the first, and numbers that it leaves.
         sizes: Bytes of rows, columns and parts.
         signs: Bytes of the signs of a rotation, empty where each call has its own.
     """
 
-    find: Kernel | None
-    cast: Kernel
+    find: Bound | None
+    cast: Bound
     grid: tuple[int, int]
     parts: int
     sizes: bytes
@@ -75,7 +76,7 @@ class Plan(NamedTuple):
         draws_scales: of the scales.
         defines: Macros of the cast.
         head, tail: A ``Cast`` before and behind its ``Draw``.
-        launches: By shape, contiguity, whether a call multiplies first, whether it counts, and device.
+        launches: By dtype, shape, strides, whether a call multiplies first, whether it counts, and device.
     """
 
     size: int
@@ -89,7 +90,12 @@ class Plan(NamedTuple):
     defines: Defines
     head: bytes
     tail: bytes
-    launches: dict[tuple[tuple[int, ...], bool, bool, bool, int], Launch]
+    launches: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, int], Launch]
+
+    @property
+    def cast_size(self) -> int:
+        """Bytes of a ``Cast``."""
+        return len(self.head) + len(NO_DRAW) + len(self.tail)
 
     @property
     def lanes(self) -> int:

@@ -55,10 +55,7 @@ def covers(x: Tensor, quantizer: Quantizer, factor: Tensor | None = None) -> boo
     have a multiple of eight elements. Transforms and ``then`` of the quantiser are not looked at. A factor goes with
     the transpose of a bfloat16 matrix of whole blocks of 128 columns, under blocks of 128 of its rows.
     """
-    if factor is not None and not (factor.is_contiguous() and factor.shape == (x.shape[1], x.shape[0] // _GROUP)):
-        return False
-    found = _plan_of(x, quantizer, False, ALONE if factor is None else GROUPED)
-    return found is not None and x.data_ptr() % _ALIGNED == 0
+    return _plan_for(x, quantizer, False, factor) is not None
 
 
 def covers_both(x: Tensor, quantizer: Quantizer) -> bool:
@@ -82,8 +79,8 @@ def cast_scaled(
     fold: bool = False,
     delayed: Any = None,
     factor: Tensor | None = None,
-) -> Operand:
-    """Quantise a matrix that ``covers``, blocks along its last axis.
+) -> Operand | None:
+    """Quantise a matrix, blocks along its last axis; None where ``covers`` says that it is not taken.
 
     Args:
         x: [rows, inner]; float32, bfloat16 or float16.
@@ -103,9 +100,8 @@ def cast_scaled(
 
     Nothing waits for the device, and results do not depend on the run.
     """
-    plan = _plan_of(x, quantizer, fold, ALONE if factor is None else GROUPED)
-    assert plan is not None  # the caller asked covers
-    return plan.cast(x, quantizer, keys[0], delayed, factor)
+    plan = _plan_for(x, quantizer, fold, factor)
+    return None if plan is None else plan.cast(x, quantizer, keys[0], delayed, factor)
 
 
 def cast_both(x: Tensor, quantizer: Quantizer, fold: bool) -> tuple[Operand, Operand]:
@@ -117,6 +113,19 @@ def cast_both(x: Tensor, quantizer: Quantizer, fold: bool) -> tuple[Operand, Ope
 
 _plans: dict[tuple[Any, ...], "_Plan | None"] = {}
 _quantizers: dict[int, Quantizer] = {}
+
+
+def _plan_for(x: Tensor, quantizer: Quantizer, fold: bool, factor: Tensor | None) -> "_Plan | None":
+    if x.data_ptr() % _ALIGNED:
+        return None
+    if factor is None:
+        return _plan_of(x, quantizer, fold, ALONE)
+    return _plan_of(x, quantizer, fold, GROUPED) if covers_grouped(x, factor) else None
+
+
+def covers_grouped(x: Tensor, factor: Tensor) -> bool:
+    """Say whether factors of blocks of 128 columns of x.mT fit x."""
+    return factor.is_contiguous() and factor.shape == (x.shape[1], x.shape[0] // _GROUP)
 
 
 def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool, what: int) -> "_Plan | None":

@@ -37,24 +37,32 @@ def finish_sums(
     NaN becomes the canonical one. Nothing waits for the device.
     """
     m, n = y.shape
-    out = torch.empty(m, n, dtype=dtype, device=y.device)
-    bias = None if bias is None else bias.float().contiguous()
-    columns, rows = (None if s is None else s.contiguous() for s in (columns, rows))
-    steps = [s is not None and s.shape[0] > 1 for s in (columns, rows)]
-    grid, launch = _prepared(m, n, *steps, dtype, device_index(y))
-    launch(grid, *(0 if t is None else t.data_ptr() for t in (y, columns, rows, bias, out)))
+    out = torch.empty_like(y, dtype=dtype)
+    by_column = by_row = False
+    first = second = third = 0
+    if columns is not None:
+        columns = columns.contiguous()
+        by_column, first = columns.shape[0] > 1, columns.data_ptr()
+    if rows is not None:
+        rows = rows.contiguous()
+        by_row, second = rows.shape[0] > 1, rows.data_ptr()
+    if bias is not None:
+        bias = bias.float().contiguous()
+        third = bias.data_ptr()
+    grid, launch = _prepared(m, n, by_column, by_row, dtype, device_index(y))
+    launch(grid, y.data_ptr(), first, second, third, out.data_ptr())
     return out
 
 
 @lru_cache(maxsize=4096)
 def _prepared(
     m: int, n: int, by_column: bool, by_row: bool, dtype: torch.dtype, index: int
-) -> tuple[tuple[int, int], Bound]:
+) -> tuple[tuple[int, int, int], Bound]:
     """Return the grid for sums of a size, and a launch that takes it and the addresses."""
     threads = min(_THREADS, -(-n // 128) * 32)
     rest = np.uint32(by_column), np.uint32(by_row), np.uint64(m), np.uint64(n // 4)
     launch = kernel("finish.cu", "finish_sums", index, _defines(dtype)).bound(threads, 5, *rest)
-    return (-(-m // 4), -(-n // (4 * threads))), launch
+    return (-(-m // 4), -(-n // (4 * threads)), 1), launch
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:

@@ -76,12 +76,13 @@ class Kernel:
         self._start(_three(grid), _three(block), shared, memory.address)
         layout.free.append(memory)
 
-    def bound(self, block: Layers, leading: int, *rest: Any) -> Bound:
+    def bound(self, block: Layers, leading: int | tuple[int, ...], *rest: Any) -> Bound:
         """Return a launch of which only the grid and the first arguments are still to be said, for calls that repeat.
 
         Args:
             block: As in a call.
-            leading: How many arguments come with each launch: addresses or integers of 64 bits, as Python ints.
+            leading: How many arguments come with each launch: addresses or integers of 64 bits, as Python ints; or the
+                sizes of as many structures, which come as bytes.
             rest: The arguments behind them, as in a call.
 
         Returns:
@@ -90,17 +91,20 @@ class Kernel:
         Raises:
             TypeError: The arguments are not what the kernel takes.
         """
-        layout = self._held(_Layout((*[_WORD] * leading, *rest)))
-        threads, pack = _three(block), struct.Struct("=" + leading * "Q8x").pack_into
+        words = isinstance(leading, int)
+        first = [_WORD] * leading if isinstance(leading, int) else [bytes(size) for size in leading]
+        layout = self._held(_Layout((*first, *rest)))
+        codes = "".join("Q8x" if words else f"{size}s{-size % SLOT}x" for size in layout.sizes[: len(first)])
+        threads, pack, free = _three(block), struct.Struct(f"={codes}").pack_into, layout.free
 
-        def launch(grid: Layers, *words: int) -> None:
+        def launch(grid: Layers, *given: Any) -> None:
             try:
-                memory = layout.free.pop()
+                memory = free.pop()
             except IndexError:  # the first launch, or as many at once as never before
-                memory = layout.fill((*[_WORD] * leading, *rest))
-            pack(memory.bytes, 0, *words)
-            self._start(_three(grid), threads, 0, memory.address)
-            layout.free.append(memory)
+                memory = layout.fill((*first, *rest))
+            pack(memory.bytes, 0, *given)
+            self._start((grid, 1, 1) if isinstance(grid, int) else _three(grid), threads, 0, memory.address)
+            free.append(memory)
 
         return launch
 

@@ -127,13 +127,16 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
-    check_dense("x", x)
-    check_dense("w", w)
-    if bias is not None:
-        check_dense("bias", bias)
+    plain, watchers = _is_plain(x, w, bias), watchers_with(observer)
+    if not plain:
+        check_dense("x", x)
+        check_dense("w", w)
+        if bias is not None:
+            check_dense("bias", bias)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
-    watchers = watchers_with(observer)
+    if plain and not watchers:
+        return _PlainLinear.apply(x, w, bias, layer, ())  # type: ignore[no-any-return]
     with without_own_modes() if torch._C._len_torch_function_stack() else nullcontext():
         run: Callable[[Tensor, Tensor], Tensor] = partial(_run, bias, layer, watchers)
         for watcher in watchers:
@@ -142,9 +145,13 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
 
 
 def _run(bias: Tensor | None, layer: Layer, watchers: Watchers, x: Tensor, w: Tensor) -> Tensor:
-    if is_bare(x) and is_dense(w):
+    if _is_plain(x, w, bias):
         return _PlainLinear.apply(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
     return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
+
+
+def _is_plain(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    return is_bare(x) and is_dense(w) and (bias is None or is_dense(bias))
 
 
 @constant_in_graphs
@@ -208,14 +215,16 @@ def _forward(
 ) -> tuple[Tensor | None, ...]:
     """Return y, and what is kept of x and of w; ``shares``: other layers may take what becomes of x."""
     dtype = _autocast_dtype(x, x)
-    w, bias = autocast_to(w, x), None if bias is None else autocast_to(bias, x)
+    if w.dtype != dtype:
+        w = autocast_to(w, x)
+    bias = None if bias is None else autocast_to(bias, x)
     _check(x, dtype, w, bias)
     left = shared(x, dtype, layer) if shares else None
     with without_autocast(x.device):
         config = layer.config
         run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
         if left is None:
-            left = run.operand("x_f", _rows(x.to(dtype)), -1)
+            left = run.operand("x_f", _rows(x if x.dtype == dtype else x.to(dtype)), -1)
         elif watchers:
             run.show("x_f", _rows(x.to(dtype)), left)
         if shares:
@@ -286,15 +295,16 @@ def _rows(t: Tensor) -> Tensor:
 
 def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None) -> None:
     """Refuse what does not fit; ``dtype`` is x's under autocast."""
-    for name, t, own in (("x", x, dtype), ("w", w, w.dtype), ("bias", bias, None if bias is None else bias.dtype)):
-        if t is not None and own not in _FLOATS:
-            raise DtypeError(f"EmulatedGEMM: {name} has dtype {own}; pass float16, bfloat16, float32 or float64")
-    check_together(x=x, w=w, bias=bias)
-    others = [t for t in (w, bias) if t is not None and t.dtype != dtype]
-    if others:
+    own = None if bias is None else bias.dtype
+    for name, found in (("x", dtype), ("w", w.dtype), ("bias", own)):
+        if found is not None and found not in _FLOATS:
+            raise DtypeError(f"EmulatedGEMM: {name} has dtype {found}; pass float16, bfloat16, float32 or float64")
+    if bias is not None or w.device != x.device or not (is_dense(x) and is_dense(w)):
+        check_together(x=x, w=w, bias=bias)
+    other = w.dtype if w.dtype != dtype else own
+    if other is not None and other != dtype:
         raise DtypeError(
-            f"EmulatedGEMM: x has dtype {dtype}, w or bias {others[0].dtype}; "
-            "cast them to one dtype, or use torch.autocast"
+            f"EmulatedGEMM: x has dtype {dtype}, w or bias {other}; cast them to one dtype, or use torch.autocast"
         )
     if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
         raise ArgumentError(

@@ -115,16 +115,17 @@ class Pass:
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
+        if not self._watchers:
+            return self._product(name, a, b, bias, dtype)
         run = partial(self._product, name, a, b, bias, dtype)
         for watcher in self._watchers:
             run = partial(watcher.product, name, a, b, bias, run)
         return run()
 
     def _product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        index, gemm = PRODUCTS.index(name), getattr(self._config, name)
-        rounds = gemm.out.format is not None
+        gemm, wide = getattr(self._config, name), wide_dtype(dtype)
+        rounds, index = gemm.out.format is not None, PRODUCTS.index(name)
         if gemm.unit is None and gemm.target is None:
-            wide = wide_dtype(dtype)
             y = multiply(a, b, bias, wide if rounds else dtype, wide, traced=self._traced)
             return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index)) if rounds else y
         y = multiply_on_machine(

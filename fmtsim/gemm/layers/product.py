@@ -133,8 +133,8 @@ def _finish(
 ) -> Tensor:  # fmt: skip
     """Return ``((y * columns) * rows + rest) + bias`` in a dtype; what is None is left out. y may be used up."""
     if columns is rows is rest is bias is None:
-        return y.to(dtype)
-    engine = cpu_engine(y) if rest is None and dtype == torch.float32 and not traced else None
+        return y if y.dtype == dtype else y.to(dtype)
+    engine = cpu_engine(y) if y.is_cpu and rest is None and dtype == torch.float32 and not traced else None
     if engine is not None and engine.finish_(y, columns, rows, bias):
         return y
     run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse them
@@ -353,6 +353,8 @@ def unrotated(
 
 def rotations_to_undo(first: Quantizer, before: Quantizer, turned: bool) -> tuple[list[Hadamard], list[Hadamard]]:
     """Return which rotations of the outer and of the inner axis ``unrotated`` undoes, in the order of their doing."""
+    if not first.transforms and not before.transforms:
+        return [], []
     outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
     inner = [t for t in before.transforms if isinstance(t, Hadamard) and t.axis == "inner"]
     return outer, inner if turned else []

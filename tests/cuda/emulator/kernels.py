@@ -84,9 +84,11 @@ class HostKernel:
         if error is not None:
             raise EmulatorError(f"{self._name}: {error.decode()}")
 
-    def bound(self, block: int | tuple[int, ...], leading: int, *rest: Any) -> Callable[..., None]:
+    def bound(self, block: int | tuple[int, ...], leading: int | tuple[int, ...], *rest: Any) -> Callable[..., None]:
         """Return what ``Kernel.bound`` of the engine returns."""
-        return lambda grid, *words: self(grid, block, *map(np.uint64, words), *rest)
+        return lambda grid, *given: self(
+            grid, block, *(v if isinstance(v, bytes) else np.uint64(v) for v in given), *rest
+        )
 
     def _buffer(self, place: int, value: Any, width: int, kind: int) -> Any:
         """Return an argument as bytes in memory, held to the parameter's width and kind."""
