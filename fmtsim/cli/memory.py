@@ -10,6 +10,8 @@ from fmtsim.cli.output import answer
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.memory.serving import serving_memory
 from fmtsim.memory.training import training_memory
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.spec import Recipe
 
 TRAINING = (
     "recipe", "optimizer", "master", "gradients", "activations", "loss_format", "batch", "tokens", "checkpointing",
@@ -27,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     verb, allowed, refused = (
         (serving_memory, SERVING, TRAINING) if arguments.serve else (training_memory, TRAINING, SERVING)
     )
-    wrong = next(iter(_given(arguments, refused)), None)
+    wrong = next(iter(_given(arguments, (*refused, "level") if arguments.serve else refused)), None)
     if wrong is not None:
         why = "training; leave it or --serve out" if arguments.serve else "serving; add --serve, or leave it out"
         raise ArgumentError(f"--{wrong.replace('_', '-')} is about {why}")
@@ -35,11 +37,19 @@ def run(arguments: argparse.Namespace) -> int:
     if given.get("master") == "none":
         given["master"] = None
     try:
+        if arguments.level is not None:
+            given["recipe"] = _at_level(given.get("recipe"), arguments.level)
         found = verb(model, **given)
     except FmtsimError as error:
         raise type(error)(_in_options(str(error), arguments.model is None)) from error
     answer(arguments, found.to_dict(), lambda: f"{found}\n\n{found.formulas()}" if arguments.formulas else str(found))
     return 0
+
+
+def _at_level(recipe: str | None, level: str) -> Recipe:
+    if recipe is None:
+        raise ArgumentError(f"--level {level} is a recipe's; pass --recipe fp8lm as well")
+    return get_recipe(recipe).at_level(level)
 
 
 def _in_options(message: str, by_number: bool) -> str:

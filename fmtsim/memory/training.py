@@ -64,11 +64,13 @@ def training_memory(
         optimizer: A rule with float32 states (``"adamw"``, ``"lion"``), AdamW under a scheme of
             ``fmtsim.optim.list_schemes()`` (``"bnb8"``), or both (``"lion:bnb8"``). None is the recipe's, else AdamW.
         weights: Format of the weights. None is bfloat16; float32 under autocast and where products take float32; what
-            the optimizer's scheme keeps them in where it does. Formats below 16 bits are those of linear layers, and
-            embeddings, head and vectors are bfloat16.
+            the optimizer's scheme keeps them in where it does; with ``zero`` that in which a recipe's level gathers
+            them (``get_recipe("fp8lm").at_level("O3")``), beside the optimizer's own. Formats below 16 bits are those
+            of linear layers, and embeddings, head and vectors are bfloat16.
         master: Format of the copy that the optimizer updates. ``"auto"`` is float32 where weights are narrower and the
             scheme keeps none of its own; None is not a copy.
-        gradients: Format of the gradients. None is float32 beside float32 weights, else bfloat16.
+        gradients: Format of the gradients. None is what the recipe rounds them to (``fp8lm``), else float32 beside
+            float32 weights, else bfloat16.
         activations: Format of what no recipe quantises. None is float32 or bfloat16, as of ``weights``.
         loss_format: Format in which the loss is computed from the logits: transformers and autocast make them float32.
             One number of each logit is saved, and the backward pass begins with two more.
@@ -111,6 +113,8 @@ def training_memory(
     size, all_weights = _model(model, scheme)
     _check(size, scheme, positive("tokens", tokens, 0), positive("lora", lora, 0))
     adapters = _adapters(all_weights, lora, lora_layers)
+    if weights is None and scheme is not None and at.zero:
+        weights = scheme.gathered
     formats = _precision(scheme, optimizer, weights, master, gradients)
     lines = list(weight_lines(all_weights, adapters, formats, at, early=quantize_early))
     saved: tuple[SavedTensor, ...] = ()
@@ -192,10 +196,17 @@ def _precision(
     copy = checked_format("master", None if master == "auto" else master)
     if master == "auto" and chosen.scheme.weights is None and bits_per_element(stored) < 32:
         copy = "fp32"
+    usual = _rounded(recipe) or ("fp32" if stored == "fp32" else "bf16")
     return Precision(
         weights=None if own else stored, master=copy, optimizer=chosen,
-        gradients=checked_format("gradients", gradients) or ("fp32" if stored == "fp32" else "bf16"),
+        gradients=checked_format("gradients", gradients) or usual,
     )  # fmt: skip
+
+
+def _rounded(recipe: Recipe | None) -> str | None:
+    """Return the format below 16 bits to which layers of a recipe round the gradients of weights, None without one."""
+    out = None if recipe is None or recipe.linear is None else recipe.linear.wgrad.out.format
+    return None if out is None or bits_per_element(out) >= 16 else out.name
 
 
 def _in_float32(recipe: Recipe | None) -> bool:

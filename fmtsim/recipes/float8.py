@@ -3,13 +3,13 @@
 
 from dataclasses import replace
 
-from fmtsim.formats.block import FP32, with_block
+from fmtsim.formats.block import FP32, scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import flash_attention_3
-from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, FORWARD, HOPPER, STOCHASTIC, cast, layer
+from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, E4M3, FORWARD, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule
 from fmtsim.recipes.system import Level, OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer
@@ -56,7 +56,9 @@ def _te_block() -> LinearConfig:
 def _fp8lm() -> LinearConfig:
     history = History(length=16, immediate=16)
     delayed = Scaling(power_of_two="ceil", history=history, empty="previous")
-    return _same_codes(cast("e4m3", delayed), cast("e4m3", _POWER), cast("e5m2", delayed))
+    config = _same_codes(cast("e4m3", delayed), cast("e4m3", _POWER), cast("e5m2", delayed))
+    gradient = Quantizer(format=scaled(E4M3, (None, None), "rceil"))  # a power of two from the gradient itself
+    return replace(config, wgrad=replace(config.wgrad, out=gradient))
 
 
 def _intel() -> LinearConfig:

@@ -341,6 +341,11 @@ class Recipe:
         )  # fmt: skip
 
     @property
+    def gathered(self) -> str | None:
+        """Format in which ranks that share out weights send them, at the chosen level; else None."""
+        return self.levels[0].gather if len(self.levels) == 1 else None
+
+    @property
     def left_to_training(self) -> tuple[str, ...]:
         """What of it ``convert`` does not do, as one writes it: autocast, scaling the loss, optimizer and reduction."""
         parts = [f"torch.autocast in {self.autocast}"] if self.autocast is not None else []

@@ -17,12 +17,15 @@ _SOURCES = {"original": "the tensor", "forward": "the forward codes", "requantis
 
 
 def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:
-    """Return one row for each of the six operands, its cells in the order of ``HEADINGS``."""
+    """Return a row for each operand, and for each product that is rounded, cells in the order of ``HEADINGS``."""
     rows: list[tuple[str, ...]] = []
     for name, quantizer in config.operands.items():
         product = FORMULAS[product_of(name)]
         shown = product if not rows or rows[-1][0] != product and all(row[0] != product for row in rows) else ""
         rows.append((shown, name[0], *_cells(quantizer)))
+        out = getattr(config, product_of(name)).out
+        if name in ("w_f", "w_d", "x_w") and out.format is not None:
+            rows.append(("", product.partition(" ")[0], "the product", *_cells(out)[1:]))
     return rows
 
 
@@ -84,4 +87,6 @@ def briefly(config: LinearConfig) -> tuple[str, str]:
     first, second = brief["g_w"], brief["g_d"]
     pairs = [(second, brief["w_d"]), (second if first == _KEPT else first, brief["x_w"])]
     texts = [a if a == b else f"{a} with {b}" for a, b in pairs]
+    if config.wgrad.out not in (Quantizer(), config.fprop.out):
+        texts[1] += f", to {config.wgrad.out}"
     return forward, texts[0] if texts[0] == texts[1] else "; ".join(texts)

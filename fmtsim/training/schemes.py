@@ -104,8 +104,7 @@ class Scheme:
     @property
     def gathered(self) -> str:
         """The format in which the chosen level of a recipe gathers weights, else empty."""
-        levels = () if self.recipe is None else self.recipe.levels
-        return (levels[0].gather or "") if len(levels) == 1 else ""
+        return (self.recipe and self.recipe.gathered) or ""
 
     @property
     def gradient(self) -> str:

@@ -75,6 +75,26 @@ def test_every_recipe_changes_no_weight_and_goes_away_again():
         )
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weight_gradients_of_fp8lm_are_tensors_in_fp8(compiled):
+    """E4M3 under the largest power of two that does not clip the gradient; biases keep theirs."""
+    recipe = get_recipe("fp8lm")
+    high = dataclasses.replace(recipe.linear.wgrad, out=Quantizer())
+    exact = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, wgrad=high))
+    found, plain = (convert(nn.Linear(48, 32), recipe=one) for one in (recipe, exact))
+    plain.load_state_dict(found.state_dict())
+    call = torch.compile(found, backend="aot_eager", fullgraph=True) if compiled else found
+    x = normal(16, 48, seed=1)
+    for model in (call, plain):
+        model(x).square().sum().backward()
+    dw = plain.weight.grad
+    scale = 2.0 ** torch.floor(torch.log2(448 / dw.abs().max()))
+    wanted = fmtsim.quantize(dw * scale, "e4m3", out_dtype=torch.float32) / scale
+    assert torch.equal(found.weight.grad, wanted) and not torch.equal(wanted, dw)
+    assert torch.equal(found.bias.grad, plain.bias.grad)
+    assert "dw       the product        e4m3_tensor_rceil  one block, e8m0 by rceil" in str(recipe)
+
+
 def test_state_dicts_travel_between_plain_and_converted_models():
     plain, model = net(seed=1), convert(net(seed=2), recipe="te_delayed")
     model.load_state_dict(plain.state_dict(), strict=True)

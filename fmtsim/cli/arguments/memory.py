@@ -16,13 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights = parser.add_argument_group("weights and optimizer")
     option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME",
            known=names.recipes)  # fmt: skip
+    option(weights, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
     option(weights, "--optimizer", "adamw, lion, ..., AdamW's states as in bnb8, coat, ..., or both: lion:bnb8",
            metavar="NAME", known=names.optimizers_and_states)  # fmt: skip
     option(weights, "--weights", "format of the weights (default: bf16, or what the recipe needs)", metavar="FORMAT",
            known=names.formats)  # fmt: skip
     option(weights, "--master", "format of the master weights, or none (default: fp32 beside narrower weights)",
            metavar="FORMAT", known=names.formats)  # fmt: skip
-    option(weights, "--gradients", "format of the gradients (default: fp32 beside fp32 weights, else bf16)",
+    option(weights, "--gradients", "format of the gradients (default: the recipe's, fp32 beside fp32 weights, or bf16)",
            metavar="FORMAT", known=names.formats)  # fmt: skip
     count(weights, "--lora", "rank of LoRA adapters; only these are trained")
     option(weights, "--lora-layers", "a regular expression: layers with adapters", metavar="PATTERN")
