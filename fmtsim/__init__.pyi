@@ -29,6 +29,9 @@ from fmtsim.errors import NativeWarning as NativeWarning
 from fmtsim.errors import PlanUnknownWarning as PlanUnknownWarning
 from fmtsim.explain import explain as explain
 from fmtsim.explain.product import explain_mm as explain_mm
+from fmtsim.export import Export as Export
+from fmtsim.export import export as export
+from fmtsim.export import read_export as read_export
 from fmtsim.formats.block import BlockFormat as BlockFormat
 from fmtsim.formats.block import LogTileFormat as LogTileFormat
 from fmtsim.formats.registry import get_format as get_format

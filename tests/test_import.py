@@ -24,7 +24,7 @@ LAYERS = (
     {"scaling"},
     {"gemm"},
     {"recipes"},
-    {"nn", "optim", "distributed", "ptq", "search"},
+    {"nn", "optim", "distributed", "ptq", "search", "export"},
     {"memory"},
     {"analysis"},
     {"training", "explain", "verify", "bench", "calibration", "reproduce", "integrations"},

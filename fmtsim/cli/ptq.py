@@ -15,11 +15,14 @@ from fmtsim.cli.model_options import load_model, machine_given
 from fmtsim.cli.options import check_positive
 from fmtsim.cli.output import answer, format_table, json_text, origin
 from fmtsim.errors import ArgumentError
+from fmtsim.export import export
 from fmtsim.files import check_folder, write_folder
 from fmtsim.ptq import get_ptq_recipe, list_ptq_recipes, ptq, ptq_report, ptq_state
 from fmtsim.ptq.calibrate import call, evaluating
 from fmtsim.search.switching import relative_noise
 from fmtsim.training.loading import Loaded
+
+_EXPORTS = {"compressed-tensors": ".", "torchao": "model.safetensors", "gguf": "model.gguf"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     if out is not None:
         check_folder(out)
+    elif arguments.export is not None:
+        raise ArgumentError(f"--export {arguments.export} without --out; name the folder that it goes to")
     loaded = load_model(arguments, count=arguments.batches, held_out=True)
     loss = loaded.measured()
     exact = _outputs(loaded) if loss is None else []
@@ -48,6 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     record |= {"report": dataclasses.asdict(report), "files": []}
     if out is not None:
         record["files"] = _write(out, loaded, {**origin(), **record})
+        if arguments.export is not None:
+            found = export(loaded.model, out / _EXPORTS[arguments.export], arguments.export)
+            record["files"] += map(str, found.files)
     wrote = [f"wrote {', '.join(record['files'])}"] if out is not None else []
     answer(arguments, record, lambda: "\n".join([str(report), "", *_found(loaded, record), *wrote]))
     return 0

@@ -19,6 +19,8 @@ _INC = "Intel Neural Compressor 9b47d09"
 _GPTQ = "Frantar et al., arXiv:2210.17323"
 _OWN = "this package: a usual combination, no single source"
 
+_HALF = get_format("fp16")
+assert isinstance(_HALF, FloatFormat)
 _TENSOR, _CHANNEL, _TOKEN = Scaling(), Scaling(block=(1, None)), Scaling(block=(1, None))
 _ABSMAX = Calibration()
 
@@ -171,6 +173,15 @@ _INTEGERS = (
               smooth=Smooth(), aliases=("smoothquant",), source="Xiao et al., SmoothQuant, arXiv:2211.10438, O3"),
     PtqRecipe(name="int4_g32", w=operand("int4", _groups(32)), source=_OWN),
     PtqRecipe(name="int4_g128", w=operand("int4", _groups(128)), aliases=("w4a16",), source=_OWN),
+    *(
+        PtqRecipe(name=name, w=operand(fmt, Scaling(block=(1, 32), scale=_HALF)), source=f"llama.cpp, ggml's {kind}",
+                  notes="elements are rounded to even under the stored scale; ggml rounds ties away from zero, under "
+                  f"the scale before it is float16{more}")
+        for name, fmt, kind, more in (
+            ("q8_0", "int8", "block_q8_0", ""),
+            ("q4_0", "int4", "block_q4_0", ", from -8 to 7, the largest magnitude at -8; here from -7 to 7"),
+        )
+    ),
     PtqRecipe(name="int4_channel", w=operand("int4", _CHANNEL), source=_OWN),
     PtqRecipe(name="int4_token", x=operand("int8", _TOKEN), w=operand("int4", _groups(32)), aliases=("w4a8",),
               source="torchao 36027d8, 8da4w: weights in groups of 32",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save a quantised model, and put it into a fresh one without calibrating again."""
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -12,14 +12,39 @@ from fmtsim.nn.attention_mode import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import load_recipe_state, recipe_state
+from fmtsim.ptq.calibrate import Products
 from fmtsim.ptq.registry import ptq_recipe_from_dict, ptq_recipe_to_dict
 from fmtsim.ptq.report import ptq_report
 from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
-from fmtsim.records import check_items
+from fmtsim.ptq.steps import scales_of
+from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.records import check_items, record_of
+from fmtsim.spec.quantizer import Quantizer
 
 Model = TypeVar("Model", bound=nn.Module)
 RECIPE = "_fmtsim_ptq_recipe"  # on the root: the record
-_KEYS = {"recipe", "layers", "tensors", "scales"}
+WEIGHTS = "_fmtsim_ptq_weights"  # on the root: a RoundedWeight of each layer with one matrix, by its name
+_KEYS = {"recipe", "layers", "tensors", "scales"}  # and "weights", which older files lack
+_SCALES = ("scale", "tensor_scale")
+
+
+class RoundedWeight(NamedTuple):
+    """What a stored weight was rounded with, for exports: its quantiser, that of the inputs, and its scales."""
+
+    w: Quantizer
+    x: Quantizer
+    scale: torch.Tensor | None
+    tensor_scale: torch.Tensor | None
+
+
+def rounded_weights(products: Products) -> dict[str, RoundedWeight]:
+    """Return what the weights of layers with one matrix are rounded with, before they are overwritten."""
+    found = {}
+    for slot in products.slots.values():
+        for part in slot.parts:
+            if not part.part and slot.quantizer.format is not None:
+                found[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot))
+    return found
 
 
 def ptq_state(model: nn.Module) -> dict[str, Any]:
@@ -31,13 +56,27 @@ def ptq_state(model: nn.Module) -> dict[str, Any]:
     >>> import torch, fmtsim
     >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int8_static", [torch.ones(8, 64)])
     >>> sorted(fmtsim.ptq_state(model))
-    ['layers', 'recipe', 'scales', 'tensors']
+    ['layers', 'recipe', 'scales', 'tensors', 'weights']
     """
     ptq_report(model)
     layers = [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
     tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
     recipe = ptq_recipe_to_dict(model.__dict__[RECIPE])
-    return {"recipe": recipe, "layers": layers, "tensors": tensors, "scales": recipe_state(model)}
+    return {
+        "recipe": recipe, "layers": layers, "tensors": tensors, "scales": recipe_state(model),
+        "weights": {name: _plain(rounded) for name, rounded in model.__dict__[WEIGHTS].items()},
+    }  # fmt: skip
+
+
+def _plain(rounded: RoundedWeight) -> dict[str, Any]:
+    scales = {name: t.cpu().clone() for name, t in zip(_SCALES, rounded[2:], strict=True) if t is not None}
+    return {"w": recipe_to_dict(rounded.w), "x": recipe_to_dict(rounded.x), "scales": scales}
+
+
+def _rounded(value: dict[str, Any], path: str) -> RoundedWeight:
+    check_items(value, {"w": dict[str, Any], "x": dict[str, Any], "scales": dict[str, torch.Tensor]}, path)
+    quantizers = [record_of(Quantizer, value[name], f"{path}.{name}") for name in "wx"]
+    return RoundedWeight(*quantizers, *(value["scales"].get(name) for name in _SCALES))
 
 
 def load_ptq(model: Model, state: dict[str, Any]) -> Model:
@@ -55,11 +94,12 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
     >>> torch.equal(fresh(torch.ones(8, 64)), model(torch.ones(8, 64)))
     True
     """
-    if not isinstance(state, dict) or set(state) != _KEYS:
+    if not isinstance(state, dict) or set(state) - {"weights"} != _KEYS:
         raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")
     check_items(state, {"layers": list[str], "tensors": dict[str, torch.Tensor], "scales": dict[str, Any]}, "the state")
     check_module("load_ptq", model)
     recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
+    weights = {name: _rounded(value, f"the state's weights.{name}") for name, value in state.get("weights", {}).items()}
     absent = sorted(layers - {name for name, _ in model.named_modules()})
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if empty is not None:
@@ -76,6 +116,7 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
         unsmooth({name: model.get_submodule(name) for name in layers})
         revert(model)
         raise ArgumentError(f"the state does not fit {type(model).__name__}: {error}") from None
+    model.__dict__[WEIGHTS] = weights
     if (attention := recipe.serving_attention) is not None:
         convert_attention(model, attention)
     return model

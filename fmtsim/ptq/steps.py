@@ -112,11 +112,11 @@ def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
     if part.top is not None:
         state["x_f"] = static_scale(part.x, part.top).to(slot.w.device).frozen()
     if gemm.b.source == "stored":
-        state["w_f"] = StoredScale(*_scales_of(slot))
+        state["w_f"] = StoredScale(*scales_of(slot))
     return Layer(LinearConfig(fprop=gemm), None, state)
 
 
-def _scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
+def scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
     """Return the scales of blocks and of the tensor that a weight is rounded with, before it is overwritten."""
     made = quantize_operand(slot.w, slot.quantizer)
     return tuple(None if s is None else s.clone() for s in (made.scale, made.tensor_scale))  # type: ignore[return-value]
@@ -160,7 +160,7 @@ def install(products: Products, correct_bias: bool) -> set[str]:
         for part in slot.parts:
             memory = _memory(part.module).get(f"{part.part}_w_f" if part.part else "w_f")
             if isinstance(memory, StoredScale):
-                for name, found in zip(("scale", "tensor_scale"), _scales_of(slot), strict=True):
+                for name, found in zip(("scale", "tensor_scale"), scales_of(slot), strict=True):
                     if found is not None:
                         setattr(memory, name, found)
         slot.w.copy_(slot.quantised)

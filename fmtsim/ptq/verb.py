@@ -25,7 +25,7 @@ from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
-from fmtsim.ptq.state import RECIPE
+from fmtsim.ptq.state import RECIPE, WEIGHTS, rounded_weights
 from fmtsim.ptq.steps import bias_corrects, calibrated, install, measure, measure_batch_norm, round_weights
 from fmtsim.spec.plan import GemmPlan
 
@@ -100,13 +100,13 @@ def ptq(
             products, smoothed = calibrated(model, recipe, configs, batches, show)
             round_weights(products, recipe.weights, show)
             measure(products, recipe, batches, show)
-            rows = _rows(products, recipe, smoothed)
+            rows, weights = _rows(products, recipe, smoothed), rounded_weights(products)
             install(products, recipe.bias_correction)
             _finish(model, recipe, batches, show)
     except BaseException:
         _undo(model, before)
         raise
-    model.__dict__[RECIPE] = recipe
+    model.__dict__[RECIPE], model.__dict__[WEIGHTS] = recipe, weights
     model.__dict__[REPORT] = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
         left=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),

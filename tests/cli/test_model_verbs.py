@@ -235,6 +235,11 @@ def test_ptq_without_a_loss_and_on_a_machine(run):
     status, text = run("ptq --model models.py:silent --scheme e4m3_token --target h200")
     assert status == 0 and "by e4m3_token on h200" in text and "outputs relative to their squares, on 3 batches" in text
     assert "w4a4" in run("ptq --scheme list")[1]
+    for layout, name in (("compressed-tensors", ""), ("torchao", "/model.safetensors"), ("gguf", "/model.gguf")):
+        status, text = run(f"ptq --model models.py:silent --scheme q4_0 --out {layout} --export {layout}")
+        values, state = fmtsim.read_export(f"{layout}{name}"), torch.load(f"{layout}/model.pt")["tensors"]
+        assert status == 0 and f"{layout}/model.pt" in text and values
+        assert all(torch.equal(values[name], state[name]) for name in values)
 
 
 def test_ptq_of_one_batch_says_that_it_measured_there(run, tmp_path):
@@ -317,6 +322,7 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ),
         ("attribute --model models.py:build --recipe te_current --by kl", "the model's logits are not known"),
         ("ptq --scheme int8_static", "--model is missing"),
+        ("ptq --scheme q4_0 --model models.py:build --export gguf", "--export gguf without --out; name the folder"),
         ("ptq --scheme int8 --model models.py:build", "there are 'int8_token', 'int8_static', 'int8_smooth'"),
         ("ptq --scheme w4a4 --model models.py:build --out models.py", "--out models.py is a file; choose a folder"),
         ("search --model models.py:build", "pass exactly one of --bits (of both operands) and --budget"),

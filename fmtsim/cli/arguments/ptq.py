@@ -17,5 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
     result = parser.add_argument_group("result")
     option(result, "--out", "folder for the quantised model (model.pt), its scheme and report", metavar="DIR")
+    layouts = ("compressed-tensors", "torchao", "gguf")
+    option(result, "--export", "also write it to --out for another library", choices=layouts)
     add_quiet(result)
     add_json(result)
