@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over NCCL on two GPUs: the bits are those of the simulation on the CPU."""
+"""Collectives over NCCL on 2, 4 and 8 GPUs: the bits are those of the simulation on the CPU."""
 
 import dataclasses
 import os
@@ -17,49 +17,41 @@ from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch,
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.errors import CollectiveError
 from tests.support.operands import normal
-from tests.support.reduction_checks import (
-    ddp_agrees,
-    edges_agree,
-    factors_agree,
-    fsdp_agrees,
-    gathers_agree,
-    inputs,
-    nan_is_refused_and_nothing_written,
-    reductions_agree,
-    refused,
-    same_bits,
-    scales_are_shared,
-    tokens_arrive,
-)
+from tests.support.reduction_checks import HOOKS, VERBS, inputs, refused, same_bits
 from tests.support.reductions import BASE, CASES, gradients
+from tests.support.sharded_training import SHARDED
 
-GPUS = 2
 LIMIT = 60  # seconds, of all processes of a test
-needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} GPUs")
+ON_GPUS = [
+    pytest.param(count, marks=pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"))
+    for count in (2, 4, 8)
+]
+on_gpus = pytest.mark.parametrize("size", ON_GPUS)
 
 
-def start(rank, folder, seconds):
+def start(rank, size, folder, seconds):
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums of a switch have orders of their own
     torch.set_num_threads(1)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     wait = timedelta(seconds=seconds)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=GPUS, timeout=wait)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=wait)
     return device
 
 
-def worker(rank, folder, names):
-    device = start(rank, folder, LIMIT / 2)
+def worker(rank, size, folder, names):
+    device = start(rank, size, folder, LIMIT / 2)
     for name in names:
         began = time.perf_counter()
-        CHECKS[name](rank, device)
+        CHECKS[name](rank, size, device)
         if rank == 0:
             print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
     dist.destroy_process_group()
 
 
-def run(target, *arguments, limit=LIMIT):
+def run(target, size, *arguments, limit=LIMIT):
     """Start a process a GPU; all of them end in time, or the test fails."""
-    processes = mp.spawn(target, args=arguments, nprocs=GPUS, join=False)
+    processes = mp.spawn(target, args=(size, *arguments), nprocs=size, join=False)
     deadline = time.monotonic() + limit
     try:
         while not processes.join(1):
@@ -69,19 +61,25 @@ def run(target, *arguments, limit=LIMIT):
             process.kill()
 
 
-def disagreement_has_a_name(rank, device):
-    refused("rank 0 has [((3,), 'torch.float32')], rank 1 has [((4,), 'torch.float32')]", all_reduce,
-            torch.ones(3 + rank, device=device), "msamp")  # fmt: skip
-    refused("rank 0 has ring of e4m3, factor sqrt", all_reduce, torch.ones(3, device=device), ("msamp", "bf16")[rank])
-    refused("rank 0 has IntFormat('int8'", all_gather, torch.ones(3, device=device), ("int8", "e4m3")[rank])
-    refused("rank 0 has 16, rank 1 has 32", dispatch, torch.ones(2, 16 + 16 * rank, device=device), [1, 1])
-    assert all_reduce(torch.ones(4, device=device), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
+def disagreement_has_a_name(rank, size, device):
+    """The last rank differs; all say so, and the group still works."""
+    last = size - 1
+    other, one = rank == last, torch.ones(3, device=device)
+    began = time.monotonic()
+    refused(f"rank 0 has [((3,), 'torch.float32')], rank {last} has [((4,), 'torch.float32')]", all_reduce,
+            torch.ones(3 + other, device=device), "msamp")  # fmt: skip
+    refused("rank 0 has ring of e4m3, factor sqrt", all_reduce, one, "bf16" if other else "msamp")
+    refused("rank 0 has IntFormat('int8'", all_gather, one, "e4m3" if other else "int8")
+    refused(f"rank 0 has 16, rank {last} has 32", dispatch, torch.ones(size, 16 + 16 * other, device=device),
+            [1] * size)  # fmt: skip
+    assert all_reduce(torch.ones(4, device=device), "bf16").values[0].tolist() == [1.0] * 4
+    assert time.monotonic() - began < 30
 
 
-def groups_are_apart(rank, device):
-    """A second group of both ranks in between, and groups of one rank."""
-    second, singles = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(GPUS)]
-    each = gradients(GPUS, 100_003, 4)
+def groups_are_apart(rank, size, device):
+    """A second group of all ranks in between, and groups of one rank."""
+    second, singles = dist.new_group([*range(size)]), [dist.new_group([r]) for r in range(size)]
+    each = gradients(size, 100_003, 4)
     expected, mine = simulate(each, "msamp").values[0], each[rank].to(device)
     found = [all_reduce(mine, "msamp", group=group).values[0] for group in (None, second, None, second)]
     assert all(same_bits(x, expected) for x in found)
@@ -91,10 +89,10 @@ def groups_are_apart(rank, device):
                 fmtsim.quantize(each[rank][:64].reshape(4, 16), "e4m3"))  # fmt: skip
 
 
-def a_large_bucket_agrees(rank, device):
+def a_large_bucket_agrees(rank, size, device):
     """Train on layers whose reductions are long enough that the backward pass overtakes them; the hook never waits."""
     for name in ("fp8lm", "bf16"):
-        _large_bucket_agrees(rank, device, name)
+        _large_bucket_agrees(rank, size, device, name)
     torch.cuda.set_sync_debug_mode("error")
     raising = dataclasses.replace(BASE, nonfinite="raise")
     refused("synchronizing", all_reduce, torch.ones(3, device=device), raising, error=RuntimeError)  # a planted wait
@@ -109,12 +107,12 @@ def quiet_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _large_bucket_agrees(rank, device, name):
+def _large_bucket_agrees(rank, size, device, name):
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6))).to(device)
     state, parallel = ReductionState(name), DistributedDataParallel(net, bucket_cap_mb=4)
     parallel.register_comm_hook(state, quiet_hook)
-    xs = [normal(64, 1024, seed=r).to(device) for r in range(GPUS)]
+    xs = [normal(64, 1024, seed=r).to(device) for r in range(size)]
     for _ in range(3):  # buckets are made anew behind the first pass
         net.zero_grad()
         mu = None if state.mu is None else state.mu.cpu()
@@ -125,46 +123,40 @@ def _large_bucket_agrees(rank, device, name):
 
 
 CHECKS = {
-    "factors": lambda rank, device: factors_agree(rank, GPUS, None, device),
-    "formats": lambda rank, device: reductions_agree(rank, GPUS, None, device),
-    "edges": lambda rank, device: edges_agree(rank, GPUS, None, device),
-    "gathers": lambda rank, device: gathers_agree(rank, GPUS, None, device),
-    "tokens": lambda rank, device: tokens_arrive(rank, GPUS, None, device),
+    **SHARDED,
     "groups": groups_are_apart,
-    "shared scales": lambda rank, device: scales_are_shared(rank, GPUS, device),
-    "ddp": lambda rank, device: ddp_agrees(rank, GPUS, device),
+    **VERBS,
     "large buckets": a_large_bucket_agrees,
-    "fsdp": lambda rank, device: fsdp_agrees(rank, GPUS, device),
     "disagreement": disagreement_has_a_name,
-    "nan": lambda rank, device: nan_is_refused_and_nothing_written(rank, GPUS, device),
+    **HOOKS,
 }
 
 
-def mourner(rank, folder):
-    """Rank 1 ends between two collectives."""
-    device = start(rank, folder, 5)
+def mourner(rank, size, folder):
+    """The last rank ends between two collectives."""
+    device, last = start(rank, size, folder, 5), size - 1
     x = torch.ones(6, device=device)
-    assert same_bits(all_reduce(x, "msamp").values[0], simulate([x.cpu()] * GPUS, "msamp").values[0])
+    assert same_bits(all_reduce(x, "msamp").values[0], simulate([x.cpu()] * size, "msamp").values[0])
     torch.cuda.synchronize()
-    if rank == 1:
+    if rank == last:
         os._exit(0)
     began = time.monotonic()
-    refused("rank 1 did not answer in the comparison of arguments; such a rank has ended", all_reduce, x, "msamp",
+    refused(f"rank {last} did not answer in the comparison of arguments; such a rank has ended", all_reduce, x, "msamp",
             error=CollectiveError)  # fmt: skip
-    refused("rank 1 did not answer in the exchange of row counts", ReductionState("msamp").ranks.gather_objects, 3,
-            "the exchange of row counts", error=CollectiveError)  # fmt: skip
+    refused(f"rank {last} did not answer in the exchange of row counts", ReductionState("msamp").ranks.gather_objects,
+            3, "the exchange of row counts", error=CollectiveError)  # fmt: skip
     assert time.monotonic() - began < 20
     os._exit(0)  # NCCL cannot say goodbye to a rank that is gone
 
 
-def widow(rank, folder):
-    """Rank 1 ends when the ranks have agreed: rank 0 is in the midst of a reduction."""
-    device = start(rank, folder, 5)
+def widow(rank, size, folder):
+    """The last rank ends when the ranks have agreed: the others are in the midst of a reduction."""
+    device = start(rank, size, folder, 5)
     state, x = ReductionState("fp8lm"), torch.ones(1, 6, device=device)
     state.reduce(Batch(x, (6,)), ("x",))
     state.step()
     torch.cuda.synchronize()
-    if rank == 1:
+    if rank == size - 1:
         os._exit(0)
     state.reduce(Batch(x, (6,)), ("x",))
     torch.cuda.synchronize()
@@ -183,20 +175,27 @@ def test_gpu_simulation_has_the_bits_of_the_cpu(case):
     assert [c.to_dict() for c in found.counts] == [c.to_dict() for c in expected.counts]
 
 
-@needs_gpus
-@pytest.mark.parametrize("names", [tuple(CHECKS)[:6], tuple(CHECKS)[6:]], ids=["verbs", "hooks"])
-def test_gpu_ranks_and_the_simulation_give_the_same_bits(names, tmp_path):
-    run(worker, str(tmp_path), names)
+@on_gpus
+@pytest.mark.parametrize(
+    "names", [(*VERBS, "groups"), (*HOOKS, "large buckets", "disagreement")], ids=["verbs", "hooks"]
+)
+def test_gpu_ranks_and_the_simulation_give_the_same_bits(names, size, tmp_path):
+    run(worker, size, str(tmp_path), names)
 
 
-@needs_gpus
-def test_gpu_a_rank_that_ends_is_named(tmp_path):
-    run(mourner, str(tmp_path))
+@on_gpus
+def test_gpu_sharded_training_under_recipes_is_that_of_one_process(size, tmp_path):
+    run(worker, size, str(tmp_path), tuple(SHARDED)[: 1 + (size > 2)], limit=4 * LIMIT)
+
+
+@on_gpus
+def test_gpu_a_rank_that_ends_is_named(size, tmp_path):
+    run(mourner, size, str(tmp_path))
 
 
 @pytest.mark.slow  # torch 2.11's watchdog takes a minute to write down what ran
-@needs_gpus
-def test_gpu_a_rank_that_ends_in_a_reduction_ends_the_others(tmp_path):
+@on_gpus
+def test_gpu_a_rank_that_ends_in_a_reduction_ends_the_others(size, tmp_path):
     """NCCL's watchdog ends the process when the group's timeout is over and it has written down what ran."""
-    with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException), match="rocess 0 terminated"):
-        run(widow, str(tmp_path), limit=2 * LIMIT)
+    with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException), match=r"rocess \d terminated"):
+        run(widow, size, str(tmp_path), limit=2 * LIMIT)

@@ -35,6 +35,8 @@ from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling
 from tests.support.reduction_checks import (
+    HOOKS,
+    VERBS,
     ddp_agrees,
     edges_agree,
     factors_agree,
@@ -49,6 +51,7 @@ from tests.support.reduction_checks import (
     tokens_arrive,
 )
 from tests.support.reductions import BASE, E4M3
+from tests.support.sharded_training import SHARDED, recipes_agree
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
@@ -175,12 +178,29 @@ def worker(rank, folder):
             store_carries_words,
         ):
             check(rank, 4)
+        recipes_agree(rank, 4, steps=2, recipes=("te_delayed", "te_nvfp4"), replicas=2)
     finally:
         dist.destroy_process_group()
 
 
 def test_processes_and_the_simulation_give_the_same_bits(tmp_path):
     mp.start_processes(worker, args=(str(tmp_path),), nprocs=4, start_method="forkserver")
+
+
+def one_of_eight(rank, folder, names):
+    start(rank, 8, folder)
+    for name in names:
+        (VERBS | HOOKS | SHARDED)[name](rank, 8, "cpu")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "names", [("factors", "ddp", "fsdp"), pytest.param((*VERBS, *HOOKS, *SHARDED), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)  # fmt: skip
+def test_eight_processes(names, tmp_path):
+    """What test_gpu.py does with as many GPUs; all of it takes two minutes on two cores."""
+    mp.start_processes(one_of_eight, args=(str(tmp_path), names), nprocs=8, start_method="forkserver")
 
 
 def mourner(rank, folder):

@@ -353,3 +353,19 @@ def scales_are_shared(rank, size, device="cpu"):
     recipe = Recipe(name="mine", attention=flash_attention_3(unit=None, rotate=rank == 1))
     said = "layer 'attention' runs recipe 'mine' on rank 0 and 'mine' on rank 1 as another config; convert with one"
     refused(said, fmtsim.share_scales, convert(attention, recipe=recipe))
+
+
+# What ranks do alone, and with models: of a rank, the number of ranks, and their devices.
+VERBS = {
+    "factors": lambda rank, size, device: factors_agree(rank, size, None, device),
+    "formats": lambda rank, size, device: reductions_agree(rank, size, None, device),
+    "edges": lambda rank, size, device: edges_agree(rank, size, None, device),
+    "gathers": lambda rank, size, device: gathers_agree(rank, size, None, device),
+    "tokens": lambda rank, size, device: tokens_arrive(rank, size, None, device),
+}
+HOOKS = {
+    "shared scales": scales_are_shared,
+    "ddp": ddp_agrees,
+    "fsdp": fsdp_agrees,
+    "nan": nan_is_refused_and_nothing_written,
+}
