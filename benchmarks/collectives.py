@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the FP8 all-reduce beside torch's, and a backward pass of DistributedDataParallel with its hook.
+"""Hold reductions over ranks to their simulation, and time the FP8 all-reduce beside torch's, and a backward pass of
+DistributedDataParallel with its hook.
 
-python benchmarks/collectives.py [--device cuda] [--ranks 2] [--megabytes 1 10 100 500] [--width 2048] [--layers 24]
+python benchmarks/collectives.py [--device cuda] [--ranks 8] [--megabytes 1 10 100 1000] [--width 2048] [--layers 24]
+    [--record FILE]
 """
 
 import argparse
+import itertools
+import os
+import platform
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +27,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fmtsim.distributed import ReductionState, all_reduce, fp8_hook, get_reduction
+import fmtsim
+from fmtsim.cli.output import versions_of, write_json
+from fmtsim.distributed import AutoFactor, Reduction, ReductionState, all_reduce, fp8_hook, get_reduction, simulate
 from fmtsim.distributed.arithmetic import Batch
+from fmtsim.rounding.modes import Rounding
+
+BYTES = {"torch fp32": 4, "torch bf16": 2, "all_reduce": 1, "hook's": 1, "hook's tree": 1}  # of an element that travels
 
 
 def milliseconds(verb: Callable[[], object], repeat: int, device: torch.device) -> tuple[float, float]:
@@ -43,9 +57,39 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def reductions(megabytes: list[float], repeat: int, device: torch.device, rank: int) -> None:
-    names = ("torch fp32", "torch bf16", "all_reduce", "hook's", "hook's tree")
-    show(rank, f"{'MB of fp32':>12s}" + "".join(f" {name:>18s}" for name in names) + "   ms (host)")
+def differing(device: torch.device, rank: int, ranks: int) -> dict[str, int]:
+    """Return how many reductions ran, on how many elements, and how many results differ from the simulation's: both
+    orders, all factors, two formats, two roundings, and sizes that ranks do not divide.
+    """
+    kinds = itertools.product(("ring", "tree"), ("pre", "post", "sqrt", "auto"), ("e4m3", "e5m2"),
+                              ("nearest_even", "stochastic"))  # fmt: skip
+    runs = elements = wrong = 0
+    for i, (algorithm, factor, name, mode) in enumerate(kinds):
+        reduction = Reduction(
+            format=fmtsim.get_format(name), factor=factor, auto=AutoFactor() if factor == "auto" else None,
+            algorithm=algorithm, rounding=Rounding(mode=mode), seed=i,
+        )  # fmt: skip
+        for size in (3, 1003, 1 << 16, 1_000_003 if device.type == "cuda" else 10_007):
+            each = [torch.randn(size, generator=torch.Generator().manual_seed(100 * i + r)) for r in range(ranks)]
+            each = [(x * 2.0 ** (10 * r)).to(device) for r, x in enumerate(each)]
+            expected = simulate(each, reduction, call=i).values[0]
+            found = all_reduce(each[rank], reduction, call=i).values[0]
+            wrong += int((found.view(torch.int32) != expected.view(torch.int32)).sum())
+            runs, elements = runs + 1, elements + size
+    total = torch.tensor(wrong, device=device)
+    dist.all_reduce(total)
+    return {"reductions": runs, "elements": elements, "differing": int(total)}
+
+
+def reductions(
+    megabytes: list[float], repeat: int, device: torch.device, rank: int, ranks: int
+) -> list[dict[str, Any]]:
+    """Time sums of as many elements, and return a row a size.
+
+    busbw is NCCL's: the bytes that travel an element times 2 (ranks - 1) / ranks, over the time.
+    """
+    show(rank, f"{'MB of fp32':>12s}" + "".join(f" {name:>26s}" for name in BYTES) + "   ms (host), GB/s busbw")
+    rows = []
     for size in megabytes:
         x = torch.randn(max(int(size * 2**20) // 4, 1), generator=torch.Generator().manual_seed(rank)).to(device)
         copies = [x.clone(), x.bfloat16()]
@@ -53,18 +97,28 @@ def reductions(megabytes: list[float], repeat: int, device: torch.device, rank: 
         verbs.append(partial(all_reduce, x, "msamp"))
         for reduction in (ReductionState("msamp"), ReductionState(replace(get_reduction("msamp"), algorithm="tree"))):
             verbs.append(partial(reduction.reduce, Batch(x.unsqueeze(0), (x.numel(),)), ("x", x.numel())))
-        times = [milliseconds(verb, repeat, device) for verb in verbs]
-        show(rank, f"{size:12g}" + "".join(f" {total:9.3f} ({host:6.3f})" for total, host in times))
-        del x, copies, verbs
+        row: dict[str, Any] = {"megabytes": size, "elements": x.numel()}
+        for (name, width), verb in zip(BYTES.items(), verbs, strict=True):
+            total, host = milliseconds(verb, repeat, device)
+            busbw = width * x.numel() * 2 * (ranks - 1) / ranks / total / 1e6
+            row[name] = {"ms": total, "host_ms": host, "busbw": busbw}
+        row["hook's over torch fp32"] = row["hook's"]["ms"] / row["torch fp32"]["ms"]
+        row["hook's over torch bf16"] = row["hook's"]["ms"] / row["torch bf16"]["ms"]
+        told = (f" {row[n]['ms']:9.3f} ({row[n]['host_ms']:6.3f}) {row[n]['busbw']:7.1f}" for n in BYTES)
+        show(rank, f"{size:12g}" + "".join(told))
+        rows.append(row)
+        del x, copies, verbs, verb
+    return rows
 
 
-def backward(width: int, layers: int, repeat: int, device: torch.device, rank: int) -> None:
+def backward(width: int, layers: int, repeat: int, device: torch.device, rank: int) -> dict[str, dict[str, float]]:
     """Time forward and backward of a stack of linear layers, with gradients summed in several ways, also in buckets
     of another size than torch's.
     """
     x = torch.randn(2048 if device.type == "cuda" else 64, width, device=device)
     runs = {"no sum": None, "torch fp32": None, "fp16 hook": None, "fp8 hook": 25, "fp8, 100 MB": 100}
-    times = []
+    times = {}
+    show(rank, f"forward and backward, {layers} layers of {width} x {width}, {layers * width**2 * 4 / 2**20:g} MB")
     for name, bucket in runs.items():
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device)
@@ -78,10 +132,21 @@ def backward(width: int, layers: int, repeat: int, device: torch.device, rank: i
             parallel.require_backward_grad_sync = not alone
             parallel(x).square().mean().backward()
 
-        times.append(milliseconds(step, repeat, device))
-    show(rank, f"forward and backward, {layers} layers of {width} x {width}, {layers * width**2 * 4 / 2**20:g} MB")
-    for name, (total, host) in zip(runs, times, strict=True):
+        total, host = milliseconds(step, repeat, device)
+        times[name] = {"ms": total, "host_ms": host}
         show(rank, f"{name:>12s} {total:9.3f} ({host:6.3f})   ms (host)")
+    return times
+
+
+def machine(device: torch.device, ranks: int) -> dict[str, Any]:
+    """Return what a measurement depends on, and how to make it again."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(), "ranks": ranks,
+        "backend": f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if cuda else "gloo",
+        "nvls": os.environ["NCCL_NVLS_ENABLE"], "cuda": torch.version.cuda, **versions_of(("fmtsim", "torch")),
+        "command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
 
 
 def show(rank: int, line: str) -> None:
@@ -89,7 +154,7 @@ def show(rank: int, line: str) -> None:
         print(line, flush=True)
 
 
-def work(rank: int, options: argparse.Namespace, port: int) -> None:
+def work(rank: int, options: argparse.Namespace, port: int, about: dict[str, Any]) -> None:
     cuda = options.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -99,26 +164,41 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks
     )
-    where = torch.cuda.get_device_name() if cuda else "CPU"
-    show(rank, f"{options.ranks} ranks, {where}, torch {torch.__version__}")
-    reductions(options.megabytes, options.repeat, device, rank)
-    backward(options.width, options.layers, options.repeat, device, rank)
+    record: dict[str, Any] = {"machine": about}
+
+    def keep(name: str, found: Any) -> None:
+        record[name] = found
+        if rank == 0 and options.record is not None:
+            write_json(options.record, record)  # what there is: a run may be cut short
+
+    show(rank, ", ".join(f"{name} {value}" for name, value in about.items() if name not in ("command", "date")))
+    keep("bits", differing(device, rank, options.ranks))
+    show(rank, "{differing} of {elements} elements of {reductions} reductions differ".format(**record["bits"]))
+    keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
+    keep("backward", backward(options.width, options.layers, options.repeat, device, rank))
     dist.destroy_process_group()
+    if record["bits"]["differing"]:
+        sys.exit(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=float, nargs="*", default=[1, 10, 100, 500])
+    parser.add_argument("--megabytes", type=float, nargs="*", default=[1, 10, 100, 1000])
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--record", type=Path, help="write what was measured as JSON")
     options = parser.parse_args()
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums of a switch have an order of their own
+    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
+        parser.error(f"--ranks {options.ranks} needs as many GPUs; there are {torch.cuda.device_count()}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(work, args=(options, port), nprocs=options.ranks)
+    about = machine(torch.device(options.device), options.ranks)
+    mp.spawn(work, args=(options, port, about), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 """Collectives on four processes, and on two of them, against the simulation; hooks of DDP and FSDP2; errors."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -201,6 +205,19 @@ def one_of_eight(rank, folder, names):
 def test_eight_processes(names, tmp_path):
     """What test_gpu.py does with as many GPUs; all of it takes two minutes on two cores."""
     mp.start_processes(one_of_eight, args=(str(tmp_path), names), nprocs=8, start_method="forkserver")
+
+
+@pytest.mark.slow
+def test_the_benchmark_holds_eight_processes_to_the_simulation(tmp_path):
+    record, script = tmp_path / "record.json", Path(__file__).parents[2] / "benchmarks" / "collectives.py"
+    words = ["--ranks", "8", "--megabytes", "0.01", "--width", "16", "--layers", "1", "--repeat", "1"]
+    subprocess.run([sys.executable, script, *words, "--record", record], check=True)
+    found = json.loads(record.read_text())
+    assert found["bits"] == {"reductions": 128, "elements": 32 * (3 + 1003 + 65536 + 10007), "differing": 0}
+    assert found["machine"]["ranks"] == 8 and found["machine"]["nvls"] == "0"
+    (row,) = found["reductions"]
+    assert row["elements"] == 2621 and row["hook's"]["busbw"] == 2621 * 1.75 / row["hook's"]["ms"] / 1e6
+    assert found["backward"]["fp8 hook"]["ms"] > 0
 
 
 def mourner(rank, folder):
