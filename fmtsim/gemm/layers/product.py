@@ -353,8 +353,6 @@ def unrotated(
 
 def rotations_to_undo(first: Quantizer, before: Quantizer, turned: bool) -> tuple[list[Hadamard], list[Hadamard]]:
     """Return which rotations of the outer and of the inner axis ``unrotated`` undoes, in the order of their doing."""
-    if not first.transforms and not before.transforms:
-        return [], []
     outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
     inner = [t for t in before.transforms if isinstance(t, Hadamard) and t.axis == "inner"]
     return outer, inner if turned else []

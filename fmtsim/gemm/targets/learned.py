@@ -13,7 +13,7 @@ import numpy as np
 
 from fmtsim.errors import DataError
 from fmtsim.files import StrPath, write_file
-from fmtsim.gemm.targets.book import kind_from_list, kind_to_list
+from fmtsim.gemm.targets.book import CUTLASS, kind_from_list, kind_to_list
 from fmtsim.gemm.targets.packing import LARGEST
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 
@@ -138,6 +138,17 @@ class Guess(NamedTuple):
     choice: Choice
     certain: bool
     group: Group
+
+    @property
+    def known(self) -> bool:
+        """Whether the order is known: also a certain split of a CUTLASS kernel is not, whose parts jump with sizes."""
+        return self.certain and not (self.choice.split > 1 and self.choice.algorithm in CUTLASS)
+
+    def said(self) -> str:
+        """Return how often the tree was right."""
+        group = self.group
+        right, held = (group.certain_right, group.certain) if self.certain else (group.right, group.held_out)
+        return f"right about {right / held:.1%} of {held:,} others{' like this one' * self.certain}"
 
 
 class Learned:

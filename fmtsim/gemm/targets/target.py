@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
-from fmtsim.gemm.targets.book import CUTLASS, Book
+from fmtsim.gemm.targets.book import Book
 from fmtsim.gemm.targets.cublaslt import Architecture, order_of
 from fmtsim.gemm.targets.doubts import warn_once
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
@@ -235,12 +235,8 @@ class Target:
         likely = None if self.trees is None else self.trees.find(question)
         if likely is None:
             return None
-        group, split = likely.group, likely.choice.split > 1 and likely.choice.algorithm in CUTLASS
-        certain = likely.certain and not split  # whose number of parts jumps from size to size
-        right, held = (group.certain_right, group.certain) if likely.certain else (group.right, group.held_out)
-        others = f"right about {right / held:.1%} of {held:,} others{' like this one' * likely.certain}"
-        source = f"a tree learned from {group.learned:,} of {_library(self.library)}'s answers, {others}"
-        return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if certain else "guess")
+        source = f"a tree learned from {likely.group.learned:,} of {_library(self.library)}'s answers, {likely.said()}"
+        return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if likely.known else "guess")
 
     def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> Found:
         """Return the order behind a choice; a guess where that is not known."""
