@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_dense
 from fmtsim.errors import DtypeError
-from fmtsim.ops import load_engine
+from fmtsim.ops import fused_engine, load_engine
 
 _RUN = 1 << 16  # words of one sum: their multipliers fit a processor's second-level cache
 _SHORTEST = 256  # words of a row: shorter ones are taken together, but for the first dimension
@@ -27,6 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 Largest = tuple[torch.dtype, int] | tuple[Tensor, Tensor] | None  # bits of a magnitude, or least and greatest element
+_NUMBERS = 1 << 16  # of a buffer on a GPU, which has room for the fingerprints of thousands of tensors
 
 
 class Fingerprint(NamedTuple):
@@ -52,30 +54,42 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self.batch = 0
-        self._sums: list[Tensor] = []
-        self._largest: list[Largest] = []
-        self._shared: list[bool] = []
+        self._found: list[_Sums | _Place] = []
         self._known: dict[Any, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._buffers: dict[torch.device, _Buffer] = {}
 
     def add(self, x: Tensor) -> int:
         """Read a tensor; return the place of its fingerprint."""
         version = -1 if x.is_inference() else x._version
-        shared = self.batch > 1 and x.dim() > 1 and x.shape[0] % self.batch == 0
+        shape, plain = x.shape, x.is_contiguous()
+        shared = self.batch > 1 and len(shape) > 1 and shape[0] % self.batch == 0
+        width = _width(shape, x.element_size())
         # Views of the same numbers in the same rows, as long as a tensor of them lives.
-        plain = x.is_contiguous()
-        key = (x.data_ptr(), _width(x.shape, x.element_size()), x.numel(), x.dtype, shared) if plain else id(x)
+        key = (x.data_ptr(), width, x.numel(), x.dtype, shared) if plain else id(x)
         known = self._known.get(key)
         if known is not None and known[1] == version >= 0:
             other = known[0]()
-            if other is not None and other._version == version and (other is x or type(key) is tuple):
+            if other is not None and other._version == version and (other is x or plain):
                 return known[2]
-        place = len(self._sums)
-        found, largest = _read(x.detach())
-        self._sums.append(found)
-        self._largest.append(largest)
-        self._shared.append(shared)
+        found = self._read_by_kernel(x, width, shared) if plain else None
+        place = len(self._found)
+        self._found.append(_Sums(*_read(x.detach()), shared) if found is None else found)
         self._known[key] = (weakref.ref(x), version, place)
         return place
+
+    def _read_by_kernel(self, x: Tensor, width: int, shared: bool) -> "_Place | None":
+        """Read a tensor by a kernel, None where none takes it."""
+        engine = fused_engine(x)
+        if engine is None or not x.numel() or x.is_complex() or x.dtype == torch.float64 or not is_dense(x):
+            return None  # of float64 the kernel finds no largest magnitude
+        members = self.batch if shared else 1
+        buffer = self._buffers.get(x.device)
+        if buffer is None:
+            buffer = self._buffers[x.device] = _Buffer(x.device)
+        numbers, first = buffer.room(2 + members)
+        if not engine.fingerprint(x, width, members, _multipliers(x.device), numbers, first):
+            return None
+        return _Place(numbers, first, 2 + members, x.dtype, shared)
 
     def forget(self) -> None:
         """Read every tensor anew from here on."""
@@ -83,22 +97,73 @@ class Fingerprints:
 
     def finish(self) -> list[Fingerprint]:
         """Return all fingerprints; they are computed where the tensors lie, and copied at once."""
-        if not self._sums:
-            return []
-        together = self._sums if len({x.device for x in self._sums}) == 1 else [x.cpu() for x in self._sums]
-        mixed = _mixed(torch.cat(together))
-        lengths, shares = [len(each) for each in together], [self.batch if each else 1 for each in self._shared]
-        members = iter(
-            _totals(mixed, [n // many for n, many in zip(lengths, shares, strict=True) for _ in range(many)])
-        )
-        found = [
-            (own, [next(members) for _ in range(many)])
-            for own, many in zip(_totals(mixed, lengths), shares, strict=True)
-        ]
-        return [
-            Fingerprint(own, tuple(parts) if apart else (), amax)
-            for (own, parts), apart, amax in zip(found, self._shared, _magnitudes(self._largest), strict=True)
-        ]
+        copies = {id(numbers): numbers.tolist() for each in self._buffers.values() for numbers in each.all}
+        places = [each for each in self._found if isinstance(each, _Place)]
+        amaxes = _magnitudes([each.largest(copies[id(each.numbers)]) for each in places])
+        by_kernel = (each.print(copies[id(each.numbers)], amax) for each, amax in zip(places, amaxes, strict=True))
+        by_sums = iter(_prints_of([each for each in self._found if isinstance(each, _Sums)], self.batch))
+        return [next(by_kernel if isinstance(each, _Place) else by_sums) for each in self._found]
+
+
+class _Sums(NamedTuple):
+    """A tensor's sums of runs, int64, where it lies, what tells its largest magnitude, and whether members count."""
+
+    sums: Tensor
+    largest: Largest
+    shared: bool
+
+
+class _Place(NamedTuple):
+    """Where a kernel writes a tensor's hash, the bits of its largest magnitude, and the hashes of its shares."""
+
+    numbers: Tensor
+    first: int
+    count: int
+    dtype: torch.dtype
+    shared: bool
+
+    def largest(self, copy: list[int]) -> Largest:
+        """Return what tells the largest magnitude."""
+        return (self.dtype, copy[self.first + 1]) if self.dtype in _MASKS else None
+
+    def print(self, copy: list[int], amax: float | None) -> Fingerprint:
+        """Return the fingerprint."""
+        own, _, *parts = (number % 2**64 for number in copy[self.first : self.first + self.count])
+        return Fingerprint(own, tuple(parts) if self.shared else (), amax)
+
+
+class _Buffer:
+    """Zeros on a GPU for the numbers of many tensors: one copy brings all to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._used = device, 0
+        self.all: list[Tensor] = []
+
+    def room(self, count: int) -> tuple[Tensor, int]:
+        """Return a tensor, and where so many of its numbers are free."""
+        if not self.all or self._used + count > len(self.all[-1]):
+            self.all.append(torch.zeros(max(_NUMBERS, count), dtype=torch.int64, device=self._device))
+            self._used = 0
+        self._used += count
+        return self.all[-1], self._used - count
+
+
+def _prints_of(read: list[_Sums], batch: int) -> list[Fingerprint]:
+    if not read:
+        return []
+    sums = [each.sums for each in read]
+    together = sums if len({x.device for x in sums}) == 1 else [x.cpu() for x in sums]
+    mixed = _mixed(torch.cat(together))
+    lengths, shares = [len(each) for each in together], [batch if each.shared else 1 for each in read]
+    members = iter(_totals(mixed, [n // many for n, many in zip(lengths, shares, strict=True) for _ in range(many)]))
+    found = [
+        (own, [next(members) for _ in range(many)])
+        for own, many in zip(_totals(mixed, lengths), shares, strict=True)
+    ]
+    return [
+        Fingerprint(own, tuple(parts) if each.shared else (), amax)
+        for (own, parts), each, amax in zip(found, read, _magnitudes([each.largest for each in read]), strict=True)
+    ]
 
 
 def _read(x: Tensor) -> tuple[Tensor, Largest]:

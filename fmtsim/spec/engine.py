@@ -204,6 +204,9 @@ class FusedEngine(KernelEngine, Protocol):
     def counts_keys(self, quantizer: Quantizer) -> bool:
         """Say whether kernels add a counter on the device to the keys of a quantiser."""
 
+    def fingerprint(self, x: Tensor, width: int, members: int, multipliers: Tensor, found: Tensor, place: int) -> bool:
+        """Add the fingerprint of a contiguous tensor with rows of ``width`` elements to numbers, if a kernel does."""
+
     def covers_groups(self, a: Operand, b: Operand) -> bool:
         """Say whether ``multiply_groups`` takes two operands; looks at no data."""
 
