@@ -35,13 +35,13 @@ class Fingerprint(NamedTuple):
     """What is kept of a tensor.
 
     Attributes:
-        hash: Of all its bits.
+        hash: 16 hexadecimal digits, of all its bits.
         parts: Hashes of its shares, where its first dimension is a multiple of the batch's.
         amax: Largest magnitude of floating-point tensors of 16 bits and more, NaN where there is a NaN; else None.
     """
 
-    hash: int
-    parts: tuple[int, ...]
+    hash: str
+    parts: tuple[str, ...]
     amax: float | None
 
 
@@ -55,41 +55,42 @@ class Fingerprints:
     def __init__(self) -> None:
         self.batch = 0
         self._found: list[_Sums | _Place] = []
+        self._kinds: dict[Any, _Kind] = {}
         self._known: dict[Any, tuple[weakref.ref[Tensor], int, int]] = {}
-        self._buffers: dict[torch.device, _Buffer] = {}
 
     def add(self, x: Tensor) -> int:
         """Read a tensor; return the place of its fingerprint."""
+        kind = self._kinds.get((x.shape, x.dtype, x.device, self.batch)) or self._kind_of(x)
         version = -1 if x.is_inference() else x._version
-        shape, plain = x.shape, x.is_contiguous()
-        shared = self.batch > 1 and len(shape) > 1 and shape[0] % self.batch == 0
-        width = _width(shape, x.element_size())
+        plain = x.is_contiguous()
         # Views of the same numbers in the same rows, as long as a tensor of them lives.
-        key = (x.data_ptr(), width, x.numel(), x.dtype, shared) if plain else id(x)
+        key = (x.data_ptr(), kind.rows) if plain else id(x)
         known = self._known.get(key)
         if known is not None and known[1] == version >= 0:
             other = known[0]()
             if other is not None and other._version == version and (other is x or plain):
                 return known[2]
-        found = self._read_by_kernel(x, width, shared) if plain else None
-        place = len(self._found)
-        self._found.append(_Sums(*_read(x.detach()), shared) if found is None else found)
-        self._known[key] = (weakref.ref(x), version, place)
-        return place
+        place = kind.read(x) if plain and kind.buffer is not None and is_dense(x) else None
+        self._found.append(_Sums(*_read(x.detach()), kind.shared) if place is None else place)
+        last = len(self._found) - 1
+        self._known[key] = weakref.ref(x), version, last
+        return last
 
-    def _read_by_kernel(self, x: Tensor, width: int, shared: bool) -> "_Place | None":
-        """Read a tensor by a kernel, None where none takes it."""
-        engine = fused_engine(x)
-        if engine is None or not x.numel() or x.is_complex() or x.dtype == torch.float64 or not is_dense(x):
-            return None  # of float64 the kernel finds no largest magnitude
-        members = self.batch if shared else 1
-        buffer = self._buffers.get(x.device)
-        if buffer is None:
-            buffer = self._buffers[x.device] = _Buffer(x.device)
-        numbers, first = buffer.room(2 + members)
-        if not engine.fingerprint(x, width, members, _multipliers(x.device), numbers, first):
-            return None
-        return _Place(numbers, first, 2 + members, x.dtype, shared)
+    def _kind_of(self, x: Tensor) -> "_Kind":
+        """Return what tensors of a shape, dtype and device have in common."""
+        shape, engine = x.shape, fused_engine(x)
+        shared = self.batch > 1 and len(shape) > 1 and shape[0] % self.batch == 0
+        width = _width(shape, x.element_size())
+        # Of no numbers there is nothing to launch, and of float64 the kernel finds no largest magnitude.
+        by_kernel = engine is not None and x.numel() and not x.is_complex() and x.dtype != torch.float64
+        buffer = None
+        if by_kernel:
+            others = (each.buffer for each in self._kinds.values() if each.buffer is not None)
+            buffer = next((each for each in others if each.device == x.device), None) or _Buffer(x.device, engine)
+        rows = width, x.numel(), x.dtype, shared
+        kind = _Kind(width, self.batch if shared else 1, x.dtype, shared, rows, buffer)
+        self._kinds[shape, x.dtype, x.device, self.batch] = kind
+        return kind
 
     def forget(self) -> None:
         """Read every tensor anew from here on."""
@@ -97,10 +98,8 @@ class Fingerprints:
 
     def finish(self) -> list[Fingerprint]:
         """Return all fingerprints; they are computed where the tensors lie, and copied at once."""
-        copies = {id(numbers): numbers.tolist() for each in self._buffers.values() for numbers in each.all}
         places = [each for each in self._found if isinstance(each, _Place)]
-        amaxes = _magnitudes([each.largest(copies[id(each.numbers)]) for each in places])
-        by_kernel = (each.print(copies[id(each.numbers)], amax) for each, amax in zip(places, amaxes, strict=True))
+        by_kernel = iter(_prints_at(places))
         by_sums = iter(_prints_of([each for each in self._found if isinstance(each, _Sums)], self.batch))
         return [next(by_kernel if isinstance(each, _Place) else by_sums) for each in self._found]
 
@@ -118,37 +117,65 @@ class _Place(NamedTuple):
 
     numbers: Tensor
     first: int
-    count: int
+    kind: "_Kind"
+
+
+class _Kind(NamedTuple):
+    """What is known of tensors of a shape, dtype and device: elements of a row, shares, and where a kernel writes.
+
+    ``rows`` is equal for tensors whose words lie in the same rows.
+    """
+
+    width: int
+    members: int
     dtype: torch.dtype
     shared: bool
+    rows: tuple[Any, ...]
+    buffer: "_Buffer | None"
 
-    def largest(self, copy: list[int]) -> Largest:
-        """Return what tells the largest magnitude."""
-        return (self.dtype, copy[self.first + 1]) if self.dtype in _MASKS else None
-
-    def print(self, copy: list[int], amax: float | None) -> Fingerprint:
-        """Return the fingerprint."""
-        own, _, *parts = (number % 2**64 for number in copy[self.first : self.first + self.count])
-        return Fingerprint(own, tuple(parts) if self.shared else (), amax)
+    def read(self, x: Tensor) -> _Place | None:
+        """Read a plain contiguous tensor by the kernel, None where it does not take it."""
+        assert self.buffer is not None
+        numbers, first = self.buffer.room(2 + self.members)
+        buffer, factors = self.buffer, self.buffer.multipliers
+        done = buffer.engine.fingerprint(x, self.width, self.members, factors, numbers, first)
+        return _Place(numbers, first, self) if done else None
 
 
 class _Buffer:
     """Zeros on a GPU for the numbers of many tensors: one copy brings all to the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._used = device, 0
-        self.all: list[Tensor] = []
+    def __init__(self, device: torch.device, engine: Any) -> None:
+        self.device, self.engine, self.multipliers = device, engine, _multipliers(device)
+        self._used, self._size, self._numbers = 0, 0, torch.empty(0)
 
     def room(self, count: int) -> tuple[Tensor, int]:
         """Return a tensor, and where so many of its numbers are free."""
-        if not self.all or self._used + count > len(self.all[-1]):
-            self.all.append(torch.zeros(max(_NUMBERS, count), dtype=torch.int64, device=self._device))
-            self._used = 0
-        self._used += count
-        return self.all[-1], self._used - count
+        first, self._used = self._used, self._used + count
+        if self._used > self._size:
+            first, self._used, self._size = 0, count, max(_NUMBERS, count)
+            self._numbers = torch.zeros(self._size, dtype=torch.int64, device=self.device)
+        return self._numbers, first
+
+
+def _prints_at(places: list[_Place]) -> list[Fingerprint]:
+    """Return the fingerprints that kernels have written."""
+    copies = {id(numbers): numbers.cpu().numpy() for numbers in {id(p.numbers): p.numbers for p in places}.values()}
+    texts = {key: numbers.astype(">i8").tobytes().hex() for key, numbers in copies.items()}
+    largest: list[Largest] = [
+        (kind.dtype, int(copies[id(numbers)][first + 1])) if kind.dtype in _MASKS else None
+        for numbers, first, kind in places
+    ]
+    found = []
+    for (numbers, first, kind), amax in zip(places, _magnitudes(largest), strict=True):
+        text, start = texts[id(numbers)], 16 * first
+        parts = range(start + 32, start + 16 * (2 + kind.members), 16) if kind.shared else ()
+        found.append(Fingerprint(text[start : start + 16], tuple([text[at : at + 16] for at in parts]), amax))
+    return found
 
 
 def _prints_of(read: list[_Sums], batch: int) -> list[Fingerprint]:
+    """Return the fingerprints of sums."""
     if not read:
         return []
     sums = [each.sums for each in read]
@@ -258,10 +285,10 @@ def _mixed(z: Tensor) -> Tensor:
     return z
 
 
-def _totals(mixed: Tensor, lengths: list[int]) -> list[int]:
+def _totals(mixed: Tensor, lengths: list[int]) -> list[str]:
     """Return the sums of groups of these lengths, each number times an odd one of its place in its group."""
     if not len(mixed):
-        return [0] * len(lengths)
+        return ["0" * 16] * len(lengths)
     count, device = torch.tensor(lengths), mixed.device
     ends = count.cumsum(0).to(device)
     starts, places = ends - count.to(device), torch.arange(len(mixed), device=device)
@@ -269,7 +296,8 @@ def _totals(mixed: Tensor, lengths: list[int]) -> list[int]:
     products = _multipliers(device, 1 << max(10, (max(lengths) - 1).bit_length())).index_select(0, places)
     products *= mixed
     sums = torch.nn.functional.pad(products.cumsum(0), (1, 0))
-    return [total % 2**64 for total in (sums[ends] - sums[starts]).tolist()]
+    text = (sums[ends] - sums[starts]).cpu().numpy().astype(">i8").tobytes().hex()
+    return [text[at : at + 16] for at in range(0, len(text), 16)]
 
 
 def _magnitudes(largest: list[Largest]) -> list[float | None]:

@@ -30,6 +30,7 @@ from fmtsim.spec.call import GemmCall
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.operand import Operand
+from fmtsim.spec.quantizer import Quantizer
 
 _LEAF = 1 << 62  # sequence numbers above are of nodes that accumulate into a leaf
 Named = list[tuple[str, int, tuple[int, ...], str]]  # tensors: name, place of the fingerprint, shape and dtype
@@ -70,8 +71,10 @@ class Recorder(Watcher):
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._counts: dict[tuple[str, str, str], int] = {}
         self._calls: list[_Call] = []
-        self._owners: dict[int, _Call] = {}
+        self._spans: list[tuple[range, _Call]] = []  # sequence numbers of a call's nodes, inner calls first
+        self._owners: dict[int, _Call] = {}  # what was looked up of them
         self._outside: dict[Any, list[tuple[Any, int, Any]]] = {}
+        self._quantizers: dict[int, tuple[Quantizer, str]] = {}
         self._hooks: list[Any] = []
         self._active, self.busy = False, False
         self._loss: Tensor | None = None
@@ -89,16 +92,18 @@ class Recorder(Watcher):
         self._active = False
         for hook in self._hooks:
             hook.remove()
+        self._spans.clear()
         self._owners.clear()
         self._outside.clear()
 
     def finish(self, loss: Tensor | None, level: Level) -> Trace:
         """Return the trace."""
-        gradients = [
-            (name, self._print(p.grad) if place is None else place, tuple(p.grad.shape), _dtype(p.grad))
-            for name, p, place in self._gradients()
-            if _has_bits(p.grad)
-        ]
+        gradients = []
+        for name, p, place in self._gradients():
+            if place is not None and p.grad is not None:
+                gradients.append((name, place, tuple(p.grad.shape), _dtype(p.grad)))
+            else:
+                gradients += self.read(_readable((name, p.grad)))
         found = [_figures(each) for each in self._prints.finish()]
 
         def bits(each: Named) -> tuple[TensorBits, ...]:
@@ -149,15 +154,13 @@ class Recorder(Watcher):
             self._kept[index] = {name: x.detach().clone() for name, x in outputs}
         self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
 
-    def read(self, tensors: Iterable[tuple[str, Tensor | None]]) -> Named:
-        """Take the fingerprints of tensors."""
-        return [(name, self._print(x), tuple(x.shape), _dtype(x)) for name, x in tensors if _has_bits(x)]
-
-    def _print(self, x: Tensor) -> int:
-        busy, self.busy = self.busy, True
-        place = self._prints.add(x)
+    def read(self, tensors: Iterable[tuple[str, Tensor]]) -> Named:
+        """Take the fingerprints of tensors that have bits, unseen by torch function modes."""
+        add, busy, self.busy = self._prints.add, self.busy, True
+        with torch._C.DisableTorchFunction():
+            found = [(name, add(x), tuple(x.shape), _dtype(x)) for name, x in tensors]
         self.busy = busy
-        return place
+        return found
 
     # Modules.
 
@@ -167,6 +170,7 @@ class Recorder(Watcher):
         layer, again = self._names[module], torch._C._current_autograd_node() is not None
         if not self._calls and not again:
             self._prints.forget()  # optimizers' kernels may have written to parameters
+            self._spans.clear()
             self._owners.clear()
             self._outside.clear()
         key = (layer, "again" if again else "forward", "")
@@ -178,7 +182,7 @@ class Recorder(Watcher):
             self._prints.batch = next((x.shape[0] for _, x in inputs if x.dim()), 0)
             self._fresh = {p for p in module.parameters() if p.grad is None}
         buffers = ((f"buffer {name}", x) for name, x in module._buffers.items())
-        call.inputs = self.read((*inputs, *module._parameters.items(), *buffers))
+        call.inputs = self.read((*inputs, *_readable(*module._parameters.items(), *buffers)))
         if torch.is_grad_enabled():
             call.sources = {x if x.grad_fn is None else (x.grad_fn, x.output_nr): n for n, x in inputs}
         call.begin = _next_number()
@@ -199,8 +203,7 @@ class Recorder(Watcher):
 
     def _follow(self, call: _Call, outputs: list[tuple[str, Tensor]]) -> None:
         """Watch the nodes through which gradients enter and leave a module."""
-        for number in range(call.begin, _next_number()):
-            self._owners.setdefault(number, call)
+        self._spans.append((range(call.begin, _next_number()), call))
         seen: set[Any] = set()
         leaving: dict[str, list[tuple[Any, int]]] = {}
         for name, y in outputs:
@@ -264,6 +267,9 @@ class Recorder(Watcher):
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return "", "forward"
+        while self._spans:  # those of inner calls last, which stay
+            numbers, call = self._spans.pop()
+            self._owners.update(dict.fromkeys(numbers, call))
         owner = self._owners.get(node._sequence_nr())
         return "" if owner is None else owner.layer, "backward"
 
@@ -271,9 +277,12 @@ class Recorder(Watcher):
         """See an operand."""
         if not self._active:
             return
-        inputs = self.read([("input", seen.original)])
-        outputs = [(label, x) for label, x in _parts("output", seen.made) if x is not None]
-        facts = [("quantizer", str(seen.made.quantizer))]
+        inputs = self.read(_readable(("input", seen.original)))
+        outputs = list(_readable(*_parts("output", seen.made)))
+        quantizer = seen.made.quantizer
+        _, text = self._quantizers.get(id(quantizer)) or (None, str(quantizer))
+        self._quantizers[id(quantizer)] = quantizer, text  # kept, so that no other takes its identity
+        facts = [("quantizer", text)]
         facts += [("random key", _key(key)) for key in seen.keys[:3] if key is not None]
         self.record(*self.where(), seen.name, inputs, outputs, lambda: facts)
 
@@ -281,11 +290,11 @@ class Recorder(Watcher):
         """Run a product and see it."""
         if not self._active:
             return run()
-        inputs = self.read((*_parts("a", a), *_parts("b", b), ("bias", bias)))
+        inputs = self.read(_readable(*_parts("a", a), *_parts("b", b), ("bias", bias)))
         with seen_calls() as calls:
             y = run()
         sizes = y.shape[0], y.shape[1], a.elements.shape[1]
-        self.record(*self.where(), name, inputs, [("output", y)], partial(_product_facts, calls, sizes))
+        self.record(*self.where(), name, inputs, list(_readable(("output", y))), partial(_product_facts, calls, sizes))
         return y
 
 
@@ -324,6 +333,11 @@ def _has_bits(x: Any) -> TypeGuard[Tensor]:
     )
 
 
+def _readable(*tensors: tuple[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yield those that have bits."""
+    return ((name, x) for name, x in tensors if _has_bits(x))
+
+
 def _parts(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:
     others = (("scale of the tensor", x.tensor_scale), ("scale", x.scale), ("rest", x.rest))
     return *((f"{name}, {label}", t) for label, t in others), (name, x.elements)
@@ -335,8 +349,7 @@ def _figures(found: Fingerprint) -> dict[str, Any]:
     if amax is not None and not math.isfinite(amax):
         special = "nan" if math.isnan(amax) else "inf"
         amax = None
-    parts = tuple(f"{x:016x}" for x in found.parts)
-    return {"hash": f"{found.hash:016x}", "parts": parts, "amax": amax, "special": special}
+    return {"hash": found.hash, "parts": found.parts, "amax": amax, "special": special}
 
 
 def _kind(module: nn.Module) -> str:

@@ -59,7 +59,7 @@ def test_signs_of_all_zeros_and_nan_payloads_count():
     zeros = torch.zeros(64, 256)
     nan = torch.tensor([[0x7FC00000, 0x7FC00001]], dtype=torch.int32).view(torch.float32)
     hashes = [printed(x).hash for x in (zeros, -zeros, zeros.bfloat16(), -zeros.bfloat16(), nan, nan.flip(1))]
-    assert len(set(hashes)) == 5 and hashes[0] == hashes[2] == 0  # the shape and dtype stand beside the hash
+    assert len(set(hashes)) == 5 and hashes[0] == hashes[2] == "0" * 16  # the shape and dtype stand beside the hash
 
 
 def test_strides_do_not_count_and_order_does():
@@ -104,7 +104,7 @@ def test_the_largest_magnitude_is_counted_with_the_hash(dtype, shape):
 
 def test_the_hash_is_defined():
     """Files are compared across machines and versions of this package."""
-    assert f"{printed(torch.arange(6.0).view(2, 3)).hash:016x}" == "90bcd05ec9c7d7df"
+    assert printed(torch.arange(6.0).view(2, 3)).hash == "90bcd05ec9c7d7df"
 
 
 def test_a_tensor_is_read_once_until_it_changes():
@@ -141,7 +141,7 @@ def test_tracing_changes_no_bit(level, options):
         assert_same_bits(p.grad, q.grad)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in traced.modules())
     hashes = {x.name: x.hash for x in run.trace.gradients}
-    assert hashes == {name: f"{printed(p.grad).hash:016x}" for name, p in plain.named_parameters()}
+    assert hashes == {name: printed(p.grad).hash for name, p in plain.named_parameters()}
 
 
 def test_operations_stand_in_their_order():
@@ -270,7 +270,7 @@ def test_gradients_are_those_at_the_end():
         with fmtsim.tracing(made) as run:
             made(x).sum().backward()
         hashes = {x.name: x.hash for x in run.trace.gradients}
-        assert hashes == {name: f"{printed(p.grad).hash:016x}" for name, p in made.named_parameters()}
+        assert hashes == {name: printed(p.grad).hash for name, p in made.named_parameters()}
 
 
 def test_every_output_has_one_gradient_in_every_pass():
@@ -296,7 +296,7 @@ def test_kept_tensors_and_files(tmp_path):
         for name, x in each.items():
             assert_same_bits(read.tensors[index][name], x)
             (bits,) = (out for out in found.operations[index].outputs if out.name == name)
-            assert f"{printed(x, found.batch).hash:016x}" == bits.hash
+            assert printed(x, found.batch).hash == bits.hash
     everything = fmtsim.trace(nn.Linear(4, 2), torch.ones(1, 4), tensors=True)
     assert set(everything.tensors) == set(range(len(everything.operations)))
 

@@ -73,7 +73,7 @@ def test_what_lies_otherwise_in_memory_or_is_read_otherwise(device, by_kernel):
     prints.add(odd), prints.add(x.bfloat16().to(device))
     found = prints.finish()
     assert found[0] == found[1] == found[2] == on_host(x, 0) and found[3] == on_host(x.double(), 0)
-    assert found[4] == fingerprint.Fingerprint(0, (), None) and found[5] == found[6]
+    assert found[4] == fingerprint.Fingerprint("0" * 16, (), None) and found[5] == found[6]
     assert by_kernel[:3] == [(6, 260), (6, 260), (0, 4)]  # strides, float64, nothing; words between words
 
 
@@ -84,5 +84,5 @@ def test_many_tensors_have_room(device, by_kernel, monkeypatch):
     tensors = [tensor((8, n), torch.float32).to(device) for n in range(1, 6)]
     for x in tensors:
         prints.add(x)
-    assert len(prints._buffers[tensors[0].device].all) == 3
+    assert len({id(each.numbers) for each in prints._found}) == 3
     assert [each.parts for each in prints.finish()] == [on_host(x.cpu(), 8).parts for x in tensors]
