@@ -12,7 +12,7 @@ from fmtsim.dispatch import is_plain
 from fmtsim.float64 import capable
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
-from fmtsim.ops import encode, load_engine
+from fmtsim.ops import encode, fused_engine, load_engine
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 
@@ -25,7 +25,7 @@ FIGURES = ("elements", "nonzero", "underflowed", "saturated", "nonfinite", "amax
 def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> Tensor:
     """Return the FIGURES of a tensor and its exponents, plain and as its elements' format sees them, as one tensor.
 
-    On the CPU its engine counts. ``signal`` and ``noise`` are sums in float64, whose last bits depend on the order of
+    Engines count on the CPU and on GPUs. ``signal`` and ``noise`` are sums in float64, whose last bits depend on the order of
     elements in memory and on what counts; no number of threads changes them.
 
     Args:
@@ -34,11 +34,24 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> Tensor:
         fmt: Their format, None for high precision.
         dim: Along which its blocks lie.
     """
+    found = _measure_by_kernel(x.detach(), q.detach(), fmt, dim)
+    if found is not None:
+        return found
     x, q = _plain(x), _plain(q)
     if x.numel() == 0:
         return torch.zeros(len(FIGURES) + 2 * BINS, dtype=torch.float64, device=x.device)
     by_engine = x.is_cpu and x.dtype == torch.float32 and is_plain(x) and is_plain(q)
     return (_measure_by_engine if by_engine else measure_by_torch)(x, q.to(x.dtype), fmt, dim)
+
+
+def _measure_by_kernel(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor | None:
+    """Do what ``measure`` does by one kernel of a GPU, None where none does it."""
+    engine = fused_engine(x)
+    if engine is None or not x.numel() or x.shape != q.shape or not (is_plain(x) and is_plain(q)):
+        return None
+    x, q, block = _matrices(x, q, fmt, dim)
+    scaled = fmt if isinstance(fmt, BlockFormat) and not fmt.zero_point else None
+    return engine.count_cast(x, q, scaled, block, _limits_of(fmt))
 
 
 def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor:
@@ -70,14 +83,10 @@ def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tens
 def _measure_by_engine(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor:
     """Do what ``measure_by_torch`` does for float32 tensors on the CPU."""
     engine = load_engine("cpu")
-    limits = (-math.inf, math.inf) if window_of(fmt) is None else _limits(_element(fmt))  # type: ignore[arg-type]
-    if isinstance(fmt, BlockFormat) and not fmt.zero_point:
-        x, q, block = _matrices(x, q, fmt, dim)
-        scales = _scales_of(engine.block_amax(x, block), fmt).float()
-    else:
-        order = sorted(range(x.dim()), key=x.stride, reverse=True)  # as memory lies
-        x, q = (t.permute(order).contiguous().view(1, -1) for t in (x, q))
-        block, scales = (1, x.shape[1]), torch.ones(1, 1)
+    x, q, block = _matrices(x, q, fmt, dim)
+    scaled = isinstance(fmt, BlockFormat) and not fmt.zero_point
+    scales = _scales_of(engine.block_amax(x, block), fmt).float() if scaled else torch.ones(1, 1)  # type: ignore[arg-type]
+    limits = _limits_of(fmt)
     found, exponents = engine.count_cast(x, q, scales, block, limits)
     nonzero = exponents[0].sum()
     own = torch.tensor([x.numel(), nonzero, _underflowed(nonzero, found[0])], dtype=torch.float64)
@@ -86,11 +95,17 @@ def _measure_by_engine(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Te
     return torch.cat([own, found[1:].nan_to_num(math.inf, math.inf), bins])
 
 
-def _matrices(x: Tensor, q: Tensor, fmt: BlockFormat, dim: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+def _matrices(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Return both tensors as contiguous operand matrices, or transposed as x lies, and the rows and columns of a block.
 
-    What lies in no order of the two is copied.
+    Where blocks have no scales of their own, all is one row in x's order in memory. What lies in no order of the two is
+    copied.
     """
+    if not isinstance(fmt, BlockFormat) or fmt.zero_point:
+        if not (x.is_contiguous() and q.is_contiguous()):
+            order = sorted(range(x.dim()), key=x.stride, reverse=True)
+            x, q = (t.permute(order).contiguous() for t in (x, q))
+        return x.view(1, -1), q.view(1, -1), (1, x.numel())
     x, q = _matrix(x, dim), _matrix(q, dim)
     rows, columns = (min(size or extent, extent) for size, extent in zip(fmt.block, x.shape, strict=True))
     if x.stride(0) < x.stride(1):
@@ -165,6 +180,10 @@ def _squares(x: Tensor) -> Tensor:
 def _in_memory_order(x: Tensor) -> Tensor:
     """Return the elements of a tensor that an operation has just made, which is dense whatever its strides are."""
     return x.as_strided((x.numel(),), (1,))
+
+
+def _limits_of(fmt: Format | None) -> tuple[float, float]:
+    return (-math.inf, math.inf) if window_of(fmt) is None else _limits(_element(fmt))  # type: ignore[arg-type]
 
 
 def _limits(element: ElementFormat) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA engine: kernels in CUDA C++, compiled when they are needed, the same bits as every other engine."""
 
+from fmtsim.cuda.analysis.counting import count_cast
 from fmtsim.cuda.analysis.fingerprint import fingerprint
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports
 from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
@@ -27,6 +28,7 @@ __all__ = [
     "OptimizerBatch",
     "ReductionStages",
     "available",
+    "count_cast",
     "counts_keys",
     "covers_groups",
     "covers_hadamard",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.scaling import Statistic
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -203,6 +204,11 @@ class FusedEngine(KernelEngine, Protocol):
 
     def counts_keys(self, quantizer: Quantizer) -> bool:
         """Say whether kernels add a counter on the device to the keys of a quantiser."""
+
+    def count_cast(
+        self, x: Tensor, q: Tensor, fmt: BlockFormat | None, block: tuple[int, int], limits: tuple[float, float]
+    ) -> Tensor | None:
+        """Return what ``fmtsim.analysis.measure`` does of contiguous matrices, blocks under the scales of a format."""
 
     def fingerprint(self, x: Tensor, width: int, members: int, multipliers: Tensor, found: Tensor, place: int) -> bool:
         """Add the fingerprint of a contiguous tensor with rows of ``width`` elements to numbers, if a kernel does."""

@@ -247,10 +247,10 @@ class Rows:
     def __call__(self, x: Tensor, parts: EncodedParts, random: Random = None) -> None:
         """Cast x into parts."""
         run, across, outer = self._how
-        total, given = x.numel(), None if self.one_pass else _amax(x, run, across, outer)
+        total, given = x.numel(), None if self.one_pass else amax_of_blocks(x, run, across, outer)
         tensor = given if run == total else None
         if tensor is None and self._two_level:
-            tensor = _amax(x, total)
+            tensor = amax_of_blocks(x, total)
         tensors = x, parts.codes, parts.scales, given, tensor, parts.tensor_scale
         words = (*(0 if t is None else t.data_ptr() for t in tensors), total)
         grid, backwards = -(-total // self._together), np.uint32(tensor is not None)
@@ -283,7 +283,7 @@ def rows_of(
     return Rows(spec, macros, how, 4 * vector * THREADS, index)
 
 
-def _amax(x: Tensor, run: int, across: int = 1, outer: int = 1) -> Tensor:
+def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1) -> Tensor:
     """Return the amaxes of blocks, and what else is in them: uint32 [blocks, 2]."""
     total, vector, index = x.numel(), 16 // x.element_size(), device_index(x)
     found = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=x.device)
@@ -330,7 +330,7 @@ def _columns(
         return False
     if both[0] is not None and (trailing % run or run > 8 * vector):
         return False
-    tensor = _amax(x, x.numel()) if fmt.tensor_scale else None
+    tensor = amax_of_blocks(x, x.numel()) if fmt.tensor_scale else None
     tensors = x, parts.codes, parts.scales, both[0], None, tensor, parts.tensor_scale
     pointers = (0 if t is None else t.data_ptr() for t in tensors)
     job = struct.pack("<9q8x", *pointers, inner, trailing) + both[1]

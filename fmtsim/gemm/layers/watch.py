@@ -45,8 +45,13 @@ class Seen(NamedTuple):
     factor: Tensor | None = None
 
     def rounded(self) -> tuple[Tensor, Tensor, int]:
-        """Return what was rounded, what became of it, and the dimension along which both lie in blocks."""
-        x, values = self.original, self.made.values(wide_dtype(self.original.dtype))
+        """Return what was rounded, what became of it, and the dimension along which both lie in blocks.
+
+        The second is in a dtype that holds it.
+        """
+        x, made = self.original, self.made
+        scaled = made.scale is not None or made.tensor_scale is not None or made.elements.element_size() == 1
+        values = made.values(wide_dtype(x.dtype)) if scaled else made.elements
         if self.made.quantizer.is_cast and self.factor is None:
             return x, values if self.dim == -1 else values.mT, self.dim
         x = multiplied(x, self.factor)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What casts did, counted by a kernel: the figures and exponents that torch operations count."""
+
+import importlib
+import math
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.analysis.measure import BINS, FIGURES, measure_by_torch
+from fmtsim.cuda.analysis.counting import across_of
+from fmtsim.formats.block import BlockFormat
+from fmtsim.ops import load_engine
+
+MODULE = importlib.import_module("fmtsim.analysis.measure")
+FORMATS = (
+    "mxfp8_e4m3", "mxfp4", "nvfp4", "nvfp4_16x16", "e4m3_1x128", "int8", "e4m3", "uint4_g32_zp", "nf4_g64", None,
+)  # fmt: skip
+SUMS = [FIGURES.index(name) for name in ("signal", "noise")]
+
+
+@pytest.fixture
+def by_kernel(device, monkeypatch):
+    """Let the device's kernel count; return what it could not."""
+    left = []
+    monkeypatch.setattr(MODULE, "fused_engine", lambda x: load_engine("cuda"))
+    for name in ("measure_by_torch", "_measure_by_engine"):
+        monkeypatch.setattr(MODULE, name, lambda *given, real=getattr(MODULE, name): left.append(1) or real(*given))
+    return left
+
+
+def tensors(shape, dtype, fmt, dim):
+    """Return numbers over many binades with zeros, subnormals, NaN and infinities, and their quantised values."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=g) * torch.exp2(torch.randint(-20, 12, shape, generator=g).float())
+    flat = x.view(-1)
+    flat[::37] = 0
+    flat[5::501] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40, -3e-45, -0.0, 3e-38, 1e30]).repeat(99)[: len(flat[5::501])]
+    x = x.to(dtype)
+    if fmt is None:
+        return x, x
+    finite = torch.where(x.isfinite(), x, torch.zeros_like(x))
+    blocks = {"dim": dim, "pad": True} if isinstance(fmtsim.get_format(fmt), BlockFormat) else {}
+    return x, fmtsim.quantize(finite.float(), fmt, **blocks)
+
+
+def assert_counted(found, wanted):
+    exact = [i for i in range(len(wanted)) if i not in SUMS]
+    assert torch.equal(found[exact], wanted[exact])
+    for i in SUMS:  # sums in another order: a last bit of float64 for each of some thousand additions
+        assert found[i] == wanted[i] or abs(found[i] - wanted[i]) <= 1e-12 * wanted[i]
+
+
+@pytest.mark.parametrize("dim", (-1, 0))
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernel_counts_what_torch_counts(name, dim, device, by_kernel):
+    fmt = None if name is None else fmtsim.get_format(name)
+    for shape, dtypes in (((160, 1160), (torch.bfloat16,)), ((256, 128), (torch.float32, torch.float16))):
+        for dtype in dtypes:
+            x, q = tensors(shape, dtype, name, dim)
+            wanted = measure_by_torch(x.float(), q.float(), fmt, dim)
+            by_kernel.clear()
+            found = MODULE.measure(x.to(device), q.to(device), fmt, dim).cpu()
+            assert len(found) == len(FIGURES) + 2 * BINS and not by_kernel
+            assert_counted(found, wanted)
