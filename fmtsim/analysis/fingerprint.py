@@ -184,8 +184,7 @@ def _prints_of(read: list[_Sums], batch: int) -> list[Fingerprint]:
     lengths, shares = [len(each) for each in together], [batch if each.shared else 1 for each in read]
     members = iter(_totals(mixed, [n // many for n, many in zip(lengths, shares, strict=True) for _ in range(many)]))
     found = [
-        (own, [next(members) for _ in range(many)])
-        for own, many in zip(_totals(mixed, lengths), shares, strict=True)
+        (own, [next(members) for _ in range(many)]) for own, many in zip(_totals(mixed, lengths), shares, strict=True)
     ]
     return [
         Fingerprint(own, tuple(parts) if each.shared else (), amax)

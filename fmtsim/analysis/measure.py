@@ -25,8 +25,8 @@ FIGURES = ("elements", "nonzero", "underflowed", "saturated", "nonfinite", "amax
 def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> Tensor:
     """Return the FIGURES of a tensor and its exponents, plain and as its elements' format sees them, as one tensor.
 
-    Engines count on the CPU and on GPUs. ``signal`` and ``noise`` are sums in float64, whose last bits depend on the order of
-    elements in memory and on what counts; no number of threads changes them.
+    Kernels count on the CPU and on GPUs. ``signal`` and ``noise`` are sums in float64, whose last bits depend on the
+    order of elements in memory and on what counts; no number of threads changes them.
 
     Args:
         x: A tensor of floats.
@@ -118,6 +118,7 @@ def _underflowed(nonzero: Tensor, kept: Tensor) -> Tensor:
     return (nonzero - kept).clamp_min(0)
 
 
+@lru_cache(maxsize=256)
 def window_of(fmt: Format | None) -> tuple[float, float] | None:
     """Return the smallest and largest magnitude of a format's elements, None where they are laid over a range."""
     if fmt is None or isinstance(fmt, LogTileFormat) or (isinstance(fmt, BlockFormat) and fmt.zero_point):
@@ -182,6 +183,7 @@ def _in_memory_order(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
+@lru_cache(maxsize=256)
 def _limits_of(fmt: Format | None) -> tuple[float, float]:
     return (-math.inf, math.inf) if window_of(fmt) is None else _limits(_element(fmt))  # type: ignore[arg-type]
 

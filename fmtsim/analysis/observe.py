@@ -27,6 +27,8 @@ from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.quantizer import Quantizer
 
+_UNREAD = 1024  # operands whose counts stay on their devices, some 20 KB each: a step waits for no device
+
 
 class ModelObservation(Observation):
     """The statistics of a model, which collects them while it runs inside the ``with``; ``fmtsim.observe`` makes it."""
@@ -100,7 +102,8 @@ class ModelObservation(Observation):
 
     def _begin(self, *_: Any) -> None:
         """Begin a step, before the model's forward."""
-        self._read()
+        if len(self._unread) > _UNREAD:
+            self._read()
         if self._shadow is not None:
             self._shadow.begin(self.steps)
         skipped = self.steps % self.every != 0

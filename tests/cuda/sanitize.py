@@ -10,7 +10,7 @@ Nothing is compared here: that is what the tests do. Calls run in an order that 
 rows, vectors, tiles and warps are cut off in their middle, and operands begin where no vector does. At the end the
 script names the kernels that no call has reached and exits with status 1 where there are any. ``--few`` leaves out
 repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks`` some of
-casts, blocks, products, steps and reductions.
+casts, blocks, products, steps, reductions and counts.
 """
 
 import argparse
@@ -249,6 +249,24 @@ def steps(device: torch.device, few: bool) -> None:
             optimizer.step()
 
 
+def counts(device: torch.device, few: bool) -> None:
+    """Take fingerprints of tensors, and count what casts did to them."""
+    engine = importlib.import_module("fmtsim.cuda")
+    multipliers = torch.arange(1 << 16, device=device) | 1
+    for shape, dtype in itertools.product(((1,), (37, 129), (8, 3, 520), (3, 66000)), (*DTYPES[:3], torch.int64)):
+        for x in layouts(shape, dtype, device):
+            members = shape[0] if len(shape) == 3 else 1
+            found = torch.zeros(2 + members, dtype=torch.int64, device=device)
+            if x.is_contiguous():
+                engine.fingerprint(x, shape[-1], members, multipliers, found, 0)
+    blocks = (None, (1, 1)), ("mxfp8_e4m3", (1, 32)), ("mxfp4", (32, 1)), ("nvfp4", (1, 16)), ("e4m3_1x128", (128, 1))
+    for (name, block), dtype in itertools.product(blocks, DTYPES[:3]):
+        for q in {dtype, torch.bfloat16, torch.float32}:
+            x = next(layouts((256, 1032) if name != "e4m3_1x128" else (256, 72), dtype, device))
+            fmt = None if name is None else fmtsim.get_format(name)
+            assert engine.count_cast(x, x.to(q), fmt, block, (-448.0, 448.0)) is not None
+
+
 def compile_all() -> None:
     """Compile what the calls need at once, so that the disk has it: one by one takes minutes."""
     arch, chosen = runtime.architecture(0), variants(runtime.capability(0))
@@ -273,7 +291,9 @@ def reductions(device: torch.device, few: bool) -> None:
                 stages.finish(stages.sum(stages.cast(ones)).expand(ranks, -1).contiguous(), ones)
 
 
-PARTS = {"casts": casts, "blocks": blocks, "products": products, "steps": steps, "reductions": reductions}
+PARTS = {
+    "casts": casts, "blocks": blocks, "products": products, "steps": steps, "reductions": reductions, "counts": counts,
+}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.measure import BINS, FIGURES, measure_by_torch
-from fmtsim.cuda.analysis.counting import across_of
 from fmtsim.formats.block import BlockFormat
 from fmtsim.ops import load_engine
 
@@ -26,7 +25,8 @@ def by_kernel(device, monkeypatch):
     left = []
     monkeypatch.setattr(MODULE, "fused_engine", lambda x: load_engine("cuda"))
     for name in ("measure_by_torch", "_measure_by_engine"):
-        monkeypatch.setattr(MODULE, name, lambda *given, real=getattr(MODULE, name): left.append(1) or real(*given))
+        real = getattr(MODULE, name)
+        monkeypatch.setattr(MODULE, name, lambda *given, real=real: left.append(1) or real(*given))
     return left
 
 
@@ -36,7 +36,9 @@ def tensors(shape, dtype, fmt, dim):
     x = torch.randn(shape, generator=g) * torch.exp2(torch.randint(-20, 12, shape, generator=g).float())
     flat = x.view(-1)
     flat[::37] = 0
-    flat[5::501] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40, -3e-45, -0.0, 3e-38, 1e30]).repeat(99)[: len(flat[5::501])]
+    flat[5::501] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40, -3e-45, -0.0, 3e-38, 1e30]).repeat(99)[
+        : len(flat[5::501])
+    ]
     x = x.to(dtype)
     if fmt is None:
         return x, x
@@ -64,3 +66,28 @@ def test_the_kernel_counts_what_torch_counts(name, dim, device, by_kernel):
             found = MODULE.measure(x.to(device), q.to(device), fmt, dim).cpu()
             assert len(found) == len(FIGURES) + 2 * BINS and not by_kernel
             assert_counted(found, wanted)
+
+
+def test_what_does_not_fit_tiles_is_counted_by_torch(device, by_kernel):
+    """Rows that no vectors fill, blocks of a whole tensor or of few elements, float64."""
+    cases = [
+        ("e4m3", (5, 7), torch.float32),
+        ("e4m3_tensor", (16, 4096), torch.float32),
+        ("e4m3", (8, 64), torch.float64),
+    ]
+    cases += [("e4m3_1x8", (8, 64), torch.float32)]
+    for name, shape, dtype in cases:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        q = fmtsim.quantize(x, name)
+        by_kernel.clear()
+        found = MODULE.measure(x.to(device), q.to(device), fmtsim.get_format(name)).cpu()
+        assert by_kernel, name
+        assert_counted(found, measure_by_torch(x, q, fmtsim.get_format(name), -1))
+
+
+def test_an_error_that_is_not_finite_is_infinite(device, by_kernel):
+    x = torch.ones(8, 64, device=device)
+    for value in (math.nan, math.inf):
+        q = torch.where(torch.arange(64, device=device) == 7, torch.full_like(x, value), x)
+        assert float(MODULE.measure(x, q, None)[SUMS[1]]) == math.inf
+    assert not by_kernel

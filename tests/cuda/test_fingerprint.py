@@ -67,7 +67,13 @@ def test_what_lies_otherwise_in_memory_or_is_read_otherwise(device, by_kernel):
     x = tensor((6, 260), torch.float32)
     late = torch.zeros(6 * 260 + 1, device=device)[1:].view(6, 260).copy_(x)
     prints = Fingerprints()
-    for t in (x.to(device), late, x.t().contiguous().to(device).t(), x.double().to(device), torch.zeros(0, 4).to(device)):
+    for t in (
+        x.to(device),
+        late,
+        x.t().contiguous().to(device).t(),
+        x.double().to(device),
+        torch.zeros(0, 4).to(device),
+    ):
         prints.add(t)
     odd = torch.zeros(6 * 260 + 1, dtype=torch.bfloat16, device=device)[1:].view(6, 260).copy_(x)
     prints.add(odd), prints.add(x.bfloat16().to(device))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fmtsim.gemm.layers.product import wide_dtype
@@ -50,8 +51,9 @@ class Seen(NamedTuple):
         The second is in a dtype that holds it.
         """
         x, made = self.original, self.made
-        scaled = made.scale is not None or made.tensor_scale is not None or made.elements.element_size() == 1
-        values = made.values(wide_dtype(x.dtype)) if scaled else made.elements
+        scaled = made.scale is not None or made.tensor_scale is not None
+        plain = not scaled and made.elements.element_size() > 1 and x.dtype != torch.float64
+        values = made.elements if plain else made.values(wide_dtype(x.dtype))
         if self.made.quantizer.is_cast and self.factor is None:
             return x, values if self.dim == -1 else values.mT, self.dim
         x = multiplied(x, self.factor)
