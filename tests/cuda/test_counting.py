@@ -36,9 +36,9 @@ def tensors(shape, dtype, fmt, dim):
     x = torch.randn(shape, generator=g) * torch.exp2(torch.randint(-20, 12, shape, generator=g).float())
     flat = x.view(-1)
     flat[::37] = 0
-    flat[5::501] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40, -3e-45, -0.0, 3e-38, 1e30]).repeat(99)[
-        : len(flat[5::501])
-    ]
+    flat[5::501] = torch.tensor(
+        [math.nan, math.inf, -math.inf, 1e-40, -3e-45, -0.0, 3e-38, 1e30, 464.0, -464.0]
+    ).repeat(99)[: len(flat[5::501])]
     x = x.to(dtype)
     if fmt is None:
         return x, x
@@ -85,9 +85,10 @@ def test_what_does_not_fit_tiles_is_counted_by_torch(device, by_kernel):
         assert_counted(found, measure_by_torch(x, q, fmtsim.get_format(name), -1))
 
 
-def test_an_error_that_is_not_finite_is_infinite(device, by_kernel):
+def test_a_value_that_is_not_finite_is_kept_and_its_error_infinite(device, by_kernel):
     x = torch.ones(8, 64, device=device)
     for value in (math.nan, math.inf):
         q = torch.where(torch.arange(64, device=device) == 7, torch.full_like(x, value), x)
-        assert float(MODULE.measure(x, q, None)[SUMS[1]]) == math.inf
+        found = dict(zip(FIGURES, MODULE.measure(x, q, None).tolist(), strict=False))
+        assert found["noise"] == math.inf and found["underflowed"] == 0
     assert not by_kernel
