@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 
+import fmtsim
 from fmtsim.errors import CoverageWarning
-from fmtsim.nn import convert
+from fmtsim.nn import convert, report
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.parameter_products import ParameterProduct
 from fmtsim.recipes import Rule, get_recipe
@@ -125,3 +126,41 @@ def test_inductor_trains_architectures(name):
     other, _ = train(model, batch, torch.compile(model))
     torch.testing.assert_close(losses, other, rtol=1e-3, atol=0)
     assert not without_gradient(model)
+
+
+def test_deepseek_v3_as_its_recipe_says():
+    """Latent attention and experts are converted, head and gating stay, and every multiply-add is counted."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    width, latent, head, tokens, active = 256, 128, 64, 128, 2
+    sizes = {"hidden_size": width, "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": latent, "kv_lora_rank": latent,
+             "qk_rope_head_dim": head, "qk_nope_head_dim": head, "v_head_dim": head, "n_routed_experts": 4,
+             "n_group": 2, "topk_group": 1, "num_experts_per_tok": active, "n_shared_experts": 1,
+             "first_k_dense_replace": 1,
+             "vocab_size": 64}  # fmt: skip
+    torch.manual_seed(0)
+    model = convert(DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).bfloat16(), recipe="deepseek_v3")
+    batch = {"input_ids": torch.randint(0, 64, (1, tokens))}
+    left = {weight.layer for weight in report(model, batch).coverage.raw}
+    assert left == {"lm_head", "model.layers.1.mlp.gate"}
+    products = model.model.layers[1].mlp.experts.fmtsim_products
+    assert {name: type(each) for name, each in products.items()} == dict.fromkeys(
+        ("gate_up_proj", "down_proj"), ParameterProduct
+    )
+
+    queries = width * latent + latent * 2 * 2 * head  # down, and up to two heads of two parts
+    keys = width * (latent + head) + latent * 2 * (head + head)
+    attention = queries + keys + 2 * head * width
+    experts = (active + 1) * 3 * width * 128
+    found = report(model, batch).coverage
+    assert found.simulated == tokens * (2 * attention + 3 * width * 512 + experts)
+    assert found.total - found.simulated == tokens * (width * 64 + width * 4)
+
+    fmtsim.revert(model)
+    convert(model, recipe="deepseek_v3", target="recipe")
+    layer = model.model.layers[1].mlp.shared_experts
+    assert "a fresh chain every 128 products" in str(fmtsim.explain_mm(layer.up_proj, tokens).fprop)
+    assert "e5m6" in str(report(model)) and report(model, batch).coverage.share == 1
+    loss_of(model(**batch)).backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
