@@ -2,6 +2,7 @@
 """Recipes of eight bits in floating point."""
 
 from dataclasses import replace
+from typing import Literal
 
 from fmtsim.formats.block import FP32, scaled, with_block
 from fmtsim.formats.registry import get_format
@@ -32,6 +33,11 @@ _BEHIND_ATTENTION = r"(o_proj|out_proj|attn\.c_proj|attention\.(out|output\.dens
 _DELAYED = Scaling(history=History(length=1024), empty="previous")
 _TENSOR = Scaling()
 _POWER = Scaling(power_of_two="ceil", empty="one")
+
+_INTEL = "Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf"
+_SMOOTHED: tuple[tuple[str, Literal["token", "channel"], Literal["paper", "code"]], ...] = (
+    ("intel_2t", "token", "code"), ("intel_2t_paper", "channel", "paper"),
+)  # fmt: skip
 
 _FP8LM_STATES = OptimizerConfig(state="fp8lm")
 
@@ -160,13 +166,17 @@ RECIPES = (
         "Level O2 unless another is asked for. Weights that O3 gathers in E4M3 are the codes that O2's products make "
         "of the master weights, so both train with the same bits; the bytes on each rank are others",
     ),
-    Recipe(
-        name="intel_2t",
-        machine=CHAIN,
-        linear=_intel(),
-        replace=(Replacement(kind="swiglu", by="SmoothSwiGLU", optional=True),),
-        optimizer=OptimizerConfig(state="intel_2t"),
-        source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf: window of 1024, refreshed once a window",
+    *(
+        Recipe(
+            name=name,
+            machine=CHAIN,
+            linear=_intel(),
+            replace=(Replacement(kind="swiglu", by="SmoothSwiGLU", per=per, optional=True),),
+            optimizer=OptimizerConfig(state="intel_2t"),
+            variant=variant,
+            source=f"{_INTEL}: window of 1024, refreshed once a window",
+        )
+        for name, per, variant in _SMOOTHED
     ),
     Recipe(
         name="coat",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.reproduce import (
     accumulation,
+    alignment,
     attention,
     blocks,
     estimators,
@@ -22,8 +23,8 @@ from fmtsim.reproduce import (
 from fmtsim.reproduce.claim import Claim
 
 _MODULES = (
-    blocks, ratios, estimators, outliers, attention, accumulation, sequences, training, widths, gpts, wire, quantised,
-    optimizers,
+    blocks, ratios, estimators, outliers, alignment, attention, accumulation, sequences, training, widths, gpts, wire,
+    quantised, optimizers,
 )  # fmt: skip
 CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 

@@ -56,7 +56,10 @@ def test_optimizers_reductions_and_levels_have_names_that_exist():
         assert one.optimizer is None or get_scheme(one.optimizer.state).name == one.optimizer.state
         assert one.reduction is None or get_reduction(one.reduction)
     systems = {name for name, one in found if one.optimizer}
-    assert systems == {"fp8lm", "intel_2t", "coat", "deepseek_v3", "lns"} and get_recipe("lns_madam").name == "lns"
+    assert (
+        systems == {"fp8lm", "intel_2t", "intel_2t_paper", "coat", "deepseek_v3", "lns"}
+        and get_recipe("lns_madam").name == "lns"
+    )
 
 
 def test_a_recipe_at_one_of_its_levels():
