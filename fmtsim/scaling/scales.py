@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.float64 import float64, floor_log2
+from fmtsim.float64 import float64, floor_log2, has_float64
 from fmtsim.formats.scaling import ExponentRule, Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 
@@ -95,21 +95,21 @@ def two_levels(a: Tensor, scaling: Scaling, top: float, store: Store, times: flo
     c = float32(scaling.scale.max if scaling.tensor.top is None else scaling.tensor.top)
     amax = a.amax() if a.numel() else a.new_zeros(())
     if scaling.tensor.order == "te":  # docs/semantics.md, section 6
-        encode = torch.div(torch.full_like(amax, float32(c * m)), amax).clamp(max=FLT_MAX)
+        encode = quotient(torch.full_like(amax, float32(c * m)), amax).clamp(max=FLT_MAX)
         encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
         tensor = reciprocal(encode)
         stored = store(_times(a * (encode * float32(1.0 / m)), times).clamp(max=FLT_MAX))
         return Scales(stored, reciprocal(stored * tensor), tensor=tensor)
     if scaling.tensor.order == "torchao":
-        tensor = torch.div(amax, torch.full_like(amax, float32(c * m)))
+        tensor = quotient(amax, torch.full_like(amax, float32(c * m)))
         tensor = torch.where(tensor == 0, 1.0, tensor)
-        s = torch.div(torch.div(a, torch.full_like(a, m)), tensor)
+        s = quotient(quotient(a, torch.full_like(a, m)), tensor)
         stored = store(_times(s, times).clamp(_TORCHAO_LEAST, c))
-        factor = torch.div(reciprocal(tensor).expand_as(stored), stored).clamp(max=FLT_MAX)
+        factor = quotient(reciprocal(tensor).expand_as(stored), stored).clamp(max=FLT_MAX)
         return Scales(stored, factor, tensor=tensor)
-    tensor = torch.div(torch.div(amax, torch.full_like(amax, c)), torch.full_like(amax, m))  # Quartet II
+    tensor = quotient(quotient(amax, torch.full_like(amax, c)), torch.full_like(amax, m))  # Quartet II
     tensor = torch.where(tensor == 0, 1.0, tensor)
-    stored = store(torch.div(_times(torch.div(a, torch.full_like(a, m)), times), tensor))
+    stored = store(quotient(_times(quotient(a, torch.full_like(a, m)), times), tensor))
     stored = torch.where(stored == 0, 1.0, stored)
     return Scales(stored, stored * tensor, divides=True, tensor=tensor)
 
@@ -146,15 +146,29 @@ def range_scales(low: Tensor, high: Tensor, max_code: int) -> Scales:
     """Return the scales and zero points of blocks that reach from ``-low`` to ``high``, both magnitudes."""
     below, above = low.float().clamp(max=FLT_MAX), high.float().clamp(max=FLT_MAX)
     extent = (above + below).clamp(max=FLT_MAX)
-    s = torch.div(extent, torch.full_like(extent, max_code)).clamp(min=FLT_MIN)
+    s = quotient(extent, torch.full_like(extent, max_code)).clamp(min=FLT_MIN)
     s = torch.where(extent == 0, 1.0, s)
-    zero = torch.round(torch.div(below, s)).clamp(0, max_code).to(torch.int32)
+    zero = torch.round(quotient(below, s)).clamp(0, max_code).to(torch.int32)
     return Scales(s, reciprocal(s), offsets=zero)
+
+
+def quotient(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``RN32(a / b)`` of float32 numbers, also in compiled code."""
+    return quotient64(a, b) if torch.compiler.is_compiling() and has_float64(a.device) else torch.div(a, b)
+
+
+def quotient64(a: Tensor, b: Tensor) -> Tensor:
+    """Do what ``quotient`` does by a quotient of float64: compilers for GPUs approximate those of float32.
+
+    Rounding it once more changes nothing: no quotient of numbers of 24 bits lies nearer to the middle of two float32
+    numbers, without being it, than float64 tells.
+    """
+    return (a.double() / b.double()).float()
 
 
 def reciprocal(s: Tensor) -> Tensor:
     """Return ``RN32(1 / s)``, at most the largest float32."""
-    return torch.div(torch.ones_like(s), s).clamp(max=FLT_MAX)
+    return quotient(torch.ones_like(s), s).clamp(max=FLT_MAX)
 
 
 def power_of_two(s: Tensor, up: bool) -> Tensor:
@@ -168,7 +182,7 @@ def power_of_two(s: Tensor, up: bool) -> Tensor:
 def _power_by_log2(a: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     """Return ``2**floor(log2((1 / a) * top))``, each step rounded to a dtype; between 2**-126 and 2**127."""
     dtype = torch.float32 if dtype == torch.float64 else dtype
-    r = (torch.div(torch.ones_like(a), a).to(dtype).float() * top).to(dtype)
+    r = (quotient(torch.ones_like(a), a).to(dtype).float() * top).to(dtype)
     significand, exponent, _ = _significands(r)
     carries = _carries(dtype, r.device)[exponent + 149]
     exponent = torch.where(r == 0, -126, exponent + (significand >= carries).long()).clamp(-126, 127).to(torch.int32)
@@ -211,7 +225,7 @@ def _raised(a: Tensor, scaling: Scaling) -> Tensor:
 
 def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return s and the r = top / a that it is the reciprocal of."""
-    r = (top / float64(a)).float() if scaling.arithmetic == "double" else torch.div(torch.full_like(a, top), a)
+    r = (top / float64(a)).float() if scaling.arithmetic == "double" else quotient(torch.full_like(a, top), a)
     r = torch.where(empty, 1.0, r.clamp(max=FLT_MAX))
     if scaling.power_of_two == "log2":
         r = torch.where(empty, 1.0, _power_by_log2(a, top, dtype))
@@ -230,7 +244,7 @@ def _decoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor) -> Tensor:
     elif scaling.arithmetic == "multiply":
         s = a * float32(1.0 / top)
     else:
-        s = torch.div(a, torch.full_like(a, top))
+        s = quotient(a, torch.full_like(a, top))
     if scaling.offset:
         s = s + float32(scaling.offset)
     s = s.clamp(min=max(FLT_MIN, scaling.eps if scaling.eps_rule == "scale" else 0.0), max=FLT_MAX)

@@ -2,11 +2,13 @@
 """The torch operators of operands: what a compiler sees of ``quantize_operand``.
 
 One node is never looked into, so that nothing is fused into steps whose roundings count. What it returns follows from
-records (``layout_of``). A quantiser goes by the digest of its text, a layer by its name.
+records (``layout_of``). A quantiser goes by the digest of its text, a layer by its name. On a GPU some quantisers are
+no such node, but steps that no compiler can change (``fmtsim.scaling.inlined``).
 """
 
 import hashlib
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.keys import find_layer
 from fmtsim.gemm.layers.operand import (
+    NO_KEYS,
     elements_dtype,
     is_on_gpu,
     keeps_scales,
@@ -21,6 +24,7 @@ from fmtsim.gemm.layers.operand import (
     quantize_operand,
 )
 from fmtsim.ops import Key, define_operator, key_tensor, random_key, with_keys
+from fmtsim.scaling.inlined import inlined
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import Differentiable, StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast
@@ -76,6 +80,10 @@ def traced_operand(
     if passes is None and given == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
         t, dim = t.mT, -1 - dim  # elements lie as the tensor does, on which a library's accumulation order depends
         factor = factor if factor is None or not factor.dim() else factor.mT
+    if folded and passes is factor is None and given == [None] * 3 and not any(source):
+        made = _inlined(t, quantizer, dim)
+        if made is not None:
+            return made
     run = with_keys(torch.ops.fmtsim.quantize_operand, *given)
     found = run(t, dim, text_of(quantizer), folded, *source, factor, *given, passes)
     parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), found, strict=True))
@@ -85,6 +93,8 @@ def traced_operand(
 
 def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
     """Do what ``quantize_both`` does as one node of a graph."""
+    if across is down is None and (one := _inlined(t, quantizer, -1)) and (other := _inlined(t, quantizer, 0)):
+        return one, other
     keys = key_tensor(across), key_tensor(down)
     rows, columns, *scales = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
     if len(scales) < 2:
@@ -95,6 +105,11 @@ def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tupl
         for x, scale in zip((rows, columns), scales, strict=True)
     )
     return one, other
+
+
+def _inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
+    """Return an operand in operations that a compiler for a GPU fuses into its kernels, None where there are none."""
+    return inlined(t, quantizer, dim) if torch.compiler.is_compiling() and is_on_gpu(t) else None
 
 
 @lru_cache(maxsize=4096)
@@ -110,27 +125,52 @@ def quantizer_of(text: str) -> Quantizer:
     return _quantizers[text]
 
 
+class _Call(NamedTuple):
+    """What the text of a quantiser stands for in a call.
+
+    Attributes:
+        quantizer: The quantiser.
+        layout: The tensors of its operands: their names in Operand, and whether they are transposed.
+        copied: Names of those that may be constants or a layer's own: compiled code may write there.
+    """
+
+    quantizer: Quantizer
+    layout: tuple[tuple[str, bool], ...]
+    copied: tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def _call_of(text: str, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> _Call:
+    """Return what a text stands for; a call hashes no quantiser."""
+    q = _quantizers[text]
+    layout, scaling, stored = layout_of(q, dtype, on_gpu, dim, folded), last_cast(q).scaling, q.source == "stored"
+    constant = scaling is not None and scaling.multiplier != 1
+    copied = ("scale", "tensor_scale") if stored else ("tensor_scale",) if constant else ()
+    transposed = tuple((name, part[1]) for name, part in layout.items())
+    return _Call(q, transposed, tuple(name for name in copied if name in layout))
+
+
 def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]
-    q, found = _quantizers[quantizer], find_layer(layer) if layer else None
-    keys = Keys(random_key(elements), random_key(scales), random_key(signs))
+    call, found, keys = _call_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), None, NO_KEYS
+    if layer:
+        found = find_layer(layer)
     if passes is not None:
         assert found is not None
         keys = found.counted_keys(name, passes)
+    elif elements is not None or scales is not None or signs is not None:
+        keys = Keys(random_key(elements), random_key(scales), random_key(signs))
     state = None if found is None else found.state.get(name)
-    made = quantize_operand(t, q, keys, state, dim=dim, folded=folded, factor=factor)
-    layout, scaling = layout_of(q, t.dtype, is_on_gpu(t), dim, folded), last_cast(q).scaling
-    constant = q.source == "stored" or (scaling is not None and scaling.multiplier != 1)
-    if made.tensor_scale is not None and constant:  # compiled code may write there
-        made = made._replace(tensor_scale=made.tensor_scale.clone())
-    if made.scale is not None and q.source == "stored":
-        made = made._replace(scale=made.scale.clone())
-    return [_own(getattr(made, field), part, t) for field, part in layout.items()]
+    made = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
+    return [_own(getattr(made, part), turned, part in call.copied, t) for part, turned in call.layout]
 
 
-def _own(x: Tensor, part: Part, t: Tensor) -> Tensor:
+def _own(x: Tensor, turned: bool, copied: bool, t: Tensor) -> Tensor:
     """Return a tensor in the layout that the compiler was told, and never the operand itself."""
-    whole = x.mT.contiguous().mT if part[1] else x.contiguous()
-    return whole.clone() if whole.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() else whole
+    if turned:
+        whole = x if x.stride() == (1, x.shape[0]) else x.mT.contiguous().mT
+    else:
+        whole = x if x.is_contiguous() else x.contiguous()
+    return whole.clone() if copied or whole.data_ptr() == t.data_ptr() else whole
 
 
 def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]

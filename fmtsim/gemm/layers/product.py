@@ -26,6 +26,7 @@ from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
 from fmtsim.quantize import quantize
+from fmtsim.scaling.inlined import inlined_product
 from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.call import UNIT_SCALES, Operation, ScaleKind
 from fmtsim.spec.operand import Operand, last_cast
@@ -137,7 +138,9 @@ def _finish(
     engine = cpu_engine(y) if y.is_cpu and rest is None and dtype == torch.float32 and not traced else None
     if engine is not None and engine.finish_(y, columns, rows, bias):
         return y
-    run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse them
+    if traced and rest is bias is None and is_on_gpu(y) and torch.compiler.is_compiling():
+        return inlined_product(y, columns, rows, dtype)
+    run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse sums
     return run(y, columns, rows, rest, bias, dtype)  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands as a few ordinary operations each, which a compiler fuses into the kernels around them.
+
+Bits are those of every engine, whatever the compiler does with the operations:
+
+- x is read by its bits. What computes it may be part of the same kernel, and would hand over float32 instead.
+- Magnitudes and their largest are integers: equal in any order.
+- A number is rounded by adding a power of two and subtracting it again. It was an integer before that, so that it is no
+  product that a compiler may contract with the sum. Other products are added to nothing.
+- Quotients, of scales alone, are those of float64 rounded to float32 (``quotient`` of scales.py).
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
+from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.scaling.scales import Scales, exponent_scales, one_level
+from fmtsim.scaling.statistics import block_sizes
+from fmtsim.spec.gradient import StraightThrough
+from fmtsim.spec.operand import Operand, folds
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
+
+_SIGN, _MAGNITUDE, _INFINITY = -1 << 31, (1 << 31) - 1, 0xFF << 23  # of a float32
+_NAN: Final = float("nan")
+_NAN_BITS: Final = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_PLACES: Final = 23
+_USUAL: Final = Scaling()
+
+
+def inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
+    """Return what a GPU's kernels make of a matrix whose scales may be folded, in operations that a compiler may fuse.
+
+    Args:
+        t: [M, N]; bfloat16 or float32.
+        quantizer: What to do.
+        dim: The inner axis, 0 or -1, which the operand has last.
+
+    Returns:
+        The operand in bfloat16, NaN with bits of the device's own. None where t is not contiguous or does not consist
+        of whole blocks, and for quantisers that are no cast to nearest even under scales of largest magnitudes.
+    """
+    scaling = _scaling_of(quantizer)
+    if scaling is None or t.dtype not in (torch.bfloat16, torch.float32) or not t.is_contiguous() or not t.numel():
+        return None
+    outer, inner = block_sizes(scaling.block, t.shape if dim == -1 else t.shape[::-1])
+    rows, columns = (outer, inner) if dim == -1 else (inner, outer)
+    if t.shape[0] % rows or t.shape[1] % columns:
+        return None
+    fmt = quantizer.format
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    assert isinstance(element, FloatFormat)
+    bits = t.view(torch.int16).to(torch.int32) << 16 if t.dtype == torch.bfloat16 else t.view(torch.int32)
+    bits = bits.reshape(t.shape[0] // rows, rows, t.shape[1] // columns, columns)
+    magnitude = bits & _MAGNITUDE
+    amax = torch.where(magnitude < _INFINITY, magnitude, 0).amax((1, 3), keepdim=True).view(torch.float32)
+    found = _scales(amax, scaling, element)
+    x = _on_grid((magnitude.view(torch.float32) * found.factor).view(torch.int32), element)
+    largest = magnitude if element.has_nan else magnitude.amax((1, 3), keepdim=True)  # or the whole block is NaN
+    x = x * found.scale if folds(quantizer) else x
+    x = torch.where(largest > _INFINITY, _NAN, (x.view(torch.int32) | (bits & _SIGN)).view(torch.float32))
+    values = x.to(torch.bfloat16).reshape(t.shape)
+    scale = None if folds(quantizer) else found.scale.squeeze((1, 3))
+    if dim == 0:
+        values, scale = values.mT, None if scale is None else scale.mT
+    return Operand(values, quantizer, scale, block=(outer, inner))
+
+
+def inlined_product(y: Tensor, columns: Tensor | None, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``(y * columns^T) * rows`` in a dtype, three roundings that no compiler leaves out; None is left out.
+
+    Args:
+        y: [M, N], float32.
+        columns: [N, 1] or [1, 1], float32.
+        rows: [M, 1] or [1, 1], float32.
+        dtype: float32, or one of 16 bits.
+    """
+    for s in (None if columns is None else columns.mT, rows):
+        y = y if s is None else y * s
+    if dtype == torch.float32:
+        return y
+    # A compiler leaves out a conversion whose result the same kernel goes on with, but not one whose bits it looks at.
+    bits = y.to(dtype).view(torch.int16)
+    return torch.where((y.view(torch.int32) & _MAGNITUDE) > _INFINITY, _NAN_BITS[dtype], bits).view(dtype)
+
+
+def _scales(amax: Tensor, scaling: Scaling, element: FloatFormat) -> Scales:
+    """Return what elements are multiplied with, and the scales of their blocks, for amaxes of any shape."""
+    if scaling.exponent_rule is None:
+        return one_level(amax, scaling, float(element.max), lambda s: s)
+    found = exponent_scales(amax, scaling.exponent_rule, element)
+    assert found.exponent is not None
+    exponent = found.exponent.to(torch.int32)
+    inverse, scale = (
+        torch.where(each == -127, 1 << 22, (each + 127) << _PLACES).view(torch.float32)  # a subnormal, normal numbers
+        for each in (-exponent, exponent)
+    )
+    return Scales(scale, inverse)
+
+
+def _on_grid(bits: Tensor, fmt: FloatFormat) -> Tensor:
+    """Round magnitudes, float32 by their bits, to a format: nearest even, saturating; NaN becomes the largest value."""
+    top, least = (_bits(x) for x in (float(fmt.max), fmt.min_normal))
+    bits = bits.clamp(max=top)
+    step = (bits & _INFINITY).clamp(min=least) + (_PLACES - fmt.mantissa_bits << _PLACES)
+    anchor = step.view(torch.float32)  # the last place of numbers from here on is the format's for this exponent
+    return (bits.view(torch.float32) + anchor) - anchor
+
+
+def _bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))
+
+
+@lru_cache(maxsize=256)
+def _scaling_of(quantizer: Quantizer) -> Scaling | None:
+    """Return the scale rule of a quantiser that is covered, None of others."""
+    fmt, plain = quantizer.format, quantizer.rounding.mode == "nearest_even" and quantizer.then is None
+    if not plain or fmt is None or isinstance(fmt, LogTileFormat) or quantizer.source in ("forward", "stored"):
+        return None
+    if quantizer.transforms or quantizer.gradient != StraightThrough():
+        return None
+    blocks = isinstance(fmt, BlockFormat)
+    element, scaling = (fmt.element, fmt.scaling) if isinstance(fmt, BlockFormat) else (fmt, quantizer.scaling)
+    if scaling is None or not _is_usual(scaling) or (quantizer.overflow or fmt.default_overflow) != "saturate":
+        return None
+    if not isinstance(element, FloatFormat) or not is_representable(element, torch.bfloat16):
+        return None
+    if not element.signed or not element.has_negative_zero or not _has_grid(element):
+        return None
+    nan = element.has_nan or (blocks and element.nan_policy != "error" and folds(quantizer))
+    return scaling if nan else None
+
+
+def _is_usual(scaling: Scaling) -> bool:
+    """Say whether the steps of a scale rule are those that ``_scales`` may leave to a compiler."""
+    usual = replace(
+        _USUAL, block=scaling.block, exponent_rule=scaling.exponent_rule, top=scaling.top, margin=scaling.margin,
+        eps=scaling.eps, eps_rule=scaling.eps_rule, arithmetic=scaling.arithmetic, power_of_two=scaling.power_of_two,
+        scale=FP32 if scaling.exponent_rule is None else scaling.scale,
+    )  # fmt: skip
+    rounds = scaling.arithmetic == "divide" or scaling.power_of_two == "log2" or scaling.eps_rule == "sum"
+    return scaling == usual and not (rounds and scaling.exponent_rule is None)
+
+
+def _has_grid(fmt: FloatFormat) -> bool:
+    """Say whether ``_on_grid`` rounds to a format: it has subnormals, and float32 the anchors that it needs."""
+    return fmt.has_zero and fmt.has_subnormals and fmt.max_exponent - fmt.mantissa_bits + _PLACES < 128

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands that a compiler fuses into its kernels: the bits of those that kernels make, on the host and on a GPU."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers import operand
+from fmtsim.gemm.layers.keys import Layer
+from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.recipes import get_recipe
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling import scales
+from fmtsim.scaling.inlined import inlined, inlined_product
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.transform import Hadamard
+from tests.support.bits import assert_same_bits
+from tests.support.operands import bfloat16s, normal
+
+SIDE = 256
+CASES = [
+    ("te_mxfp8", "x_f"), ("ao_mxfp8_floor", "x_f"), ("ao_mxfp8_even", "x_f"), ("mxfp4", "x_f"), ("te_current", "g_d"),
+    ("ao_tensorwise", "x_f"), ("ao_rowwise", "x_f"), ("deepseek_v3", "x_f"), ("deepseek_v3", "w_f"),
+    ("te_block", "w_f"),
+]  # fmt: skip
+E4M3, MXFP8 = get_format("e4m3"), get_format("mxfp8_e4m3")
+OTHERS = [
+    Quantizer(),
+    Quantizer(format="e4m3"),
+    Quantizer(format="int8", scaling=Scaling()),
+    Quantizer(format="nvfp4"),
+    Quantizer(format=MXFP8, rounding=Rounding(mode="stochastic")),
+    Quantizer(format=MXFP8, overflow="ieee"),
+    Quantizer(format=MXFP8, transforms=(Hadamard(size=32),)),
+    Quantizer(format=MXFP8, then=Quantizer(format=MXFP8)),
+    Quantizer(format="e2m1", scaling=Scaling()),
+    *(Quantizer(format=E4M3, scaling=Scaling(**rule)) for rule in (
+        {"arithmetic": "divide"}, {"offset": 1.0}, {"eps": 1.0, "eps_rule": "sum"}, {"power_of_two": "log2"},
+        {"statistic": "std"}, {"scale": get_format("e4m3")}, {"candidates": (1.0, 0.5)}, {"multiplier": 3.0},
+    )),
+]  # fmt: skip
+
+
+def quantizer_of(recipe, name):
+    return get_recipe(recipe).linear.operands[name]
+
+
+@pytest.fixture
+def on_gpu(device, monkeypatch):
+    """Let a CPU give what a GPU does, by the casts of its own engine."""
+    if device.type == "cpu":
+        monkeypatch.setattr(operand, "is_on_gpu", lambda t: t.dtype != torch.float64)
+    return device
+
+
+def matrices(device):
+    """Yield all numbers of bfloat16, numbers of float32 of all sizes, and blocks of zeros, Inf and NaN."""
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(SIDE * SIDE, generator=generator)
+    yield torch.arange(SIDE * SIDE).to(torch.int16)[order].view(torch.bfloat16).view(SIDE, SIDE).float().to(device)
+    patterns = torch.randint(-(2**31), 2**31, (SIDE, SIDE), generator=generator).to(torch.int32)
+    yield patterns.view(torch.float32).nan_to_num(1.0).to(device)
+    for power in (-140, -120, 0, 120):
+        yield (normal(SIDE, SIDE, seed=power + 200) * 2.0**power).to(device)
+    special = normal(SIDE, SIDE, seed=3)
+    special[:128, :128], special[128:160], special[160:192, :32], special[:, 200] = -0.0, torch.inf, torch.nan, 0.0
+    special[0, 0], special[1, 40], special[2, 70] = torch.inf, -torch.inf, -torch.nan
+    yield special.to(device)
+    yield (torch.randint(-480, 481, (SIDE, SIDE), generator=generator) / 16).to(device)  # ties
+
+
+def parts(made):
+    """Return the tensors of an operand; every NaN is the same one."""
+    found = [t for t in (made.elements, made.scale, made.tensor_scale) if t is not None]
+    return [torch.where(t.isnan(), torch.nan, t) for t in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize(("recipe", "name"), CASES)
+def test_operands_are_those_of_kernels(recipe, name, dim, dtype, on_gpu):
+    quantizer = quantizer_of(recipe, name)
+    for x in matrices(on_gpu):
+        x = x.to(dtype)
+        found, expected = inlined(x, quantizer, dim), operand.quantize_operand(x, quantizer, dim=dim, folded=True)
+        assert found.block == expected.block or expected.scale is None
+        for one, other in zip(parts(found), parts(expected), strict=True):
+            assert one.stride() == other.stride()
+            assert_same_bits(one, other)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compilers_change_no_bits(on_gpu, monkeypatch):
+    """Whatever computes a matrix is part of the same kernels, and what multiplies a product."""
+    chosen = [quantizer_of(*case) for case in CASES[:1] + CASES[4:5] + CASES[7:8]]
+
+    def run(x, y, column, row):
+        t = (x * y).to(torch.bfloat16)
+        made = [parts(inlined(t, quantizer, dim)) for quantizer in chosen for dim in (-1, 0)]
+        products = [inlined_product(x, column, row, dtype) * y for dtype in (torch.bfloat16, torch.float32)]
+        return [*made, [scales.quotient(x, y), *products]]
+
+    y = 1 + normal(SIDE, SIDE, seed=9, device=on_gpu).abs()
+    rest = y, y[:1].mT.contiguous(), y[:, :1].contiguous()
+    with monkeypatch.context() as patch:  # as below the tracer of torch.compile
+        patch.setattr(scales, "quotient", scales.quotient64)
+        graph = make_fx(run)(y.clone(), *rest)
+    compiled = torch.compile(graph, fullgraph=True)
+    for x in matrices(on_gpu):
+        given = x, *rest
+        for found, expected in zip(compiled(*given), run(*given), strict=True):
+            for one, other in zip(found, expected, strict=True):
+                assert_same_bits(one.nan_to_num(0.5), other.nan_to_num(0.5))
+
+
+def test_quotients_of_compiled_code_are_rounded_once():
+    generator = torch.Generator().manual_seed(4)
+    bits = torch.randint(0, 0x7F800000, (2, 1 << 20), generator=generator).to(torch.int32)
+    bits[1, ::2] = (bits[0, ::2] + bits[1, ::2] % 5 - 2).clamp(min=1)  # quotients next to one
+    a, b = bits.clamp(min=1).view(torch.float32)
+    assert_same_bits(scales.quotient64(a, b), torch.div(a, b))
+
+
+@pytest.mark.parametrize("quantizer", OTHERS, ids=str)
+def test_other_quantisers_are_left_to_kernels(quantizer):
+    assert inlined(bfloat16s(SIDE, SIDE), quantizer, -1) is None
+
+
+def test_other_matrices_are_left_to_kernels():
+    quantizer, x = quantizer_of("te_mxfp8", "x_f"), bfloat16s(SIDE, SIDE)
+    assert inlined(x, quantizer, 0) is not None
+    for other in (x[:, :48].contiguous(), x.mT, x[:0], x.half(), x.double()):
+        assert inlined(other, quantizer, -1) is None
+    assert inlined(x[:48], quantizer, 0) is None and inlined(x[:48], quantizer, -1) is not None
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
+@pytest.mark.parametrize(
+    ("recipe", "left"), [("te_mxfp8", set()), ("te_current", set()), ("mxfp4", {"quantize_operand"})]
+)
+def test_compiled_layers_have_operators_for_other_quantisers_alone(recipe, left, on_card):
+    """And the bits of eager ones."""
+    from torch._dynamo.backends.common import aot_autograd  # late: it imports much
+
+    called = set()
+
+    def noted(graph, _):
+        names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        called.update(name.split(".")[1] for name in names if name.startswith("fmtsim."))
+        return graph.forward
+
+    layer = Layer(get_recipe(recipe).linear, 3)
+    x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 64), (96, 64), (128, 96))))
+    leaves = x.requires_grad_(), w.requires_grad_()
+    run = torch.compile(
+        lambda x, w: run_layer(x, w, None, layer), fullgraph=True, backend=aot_autograd(fw_compiler=noted)
+    )
+    torch._dynamo.reset()
+    expected, found = ([y := f(*leaves), *torch.autograd.grad(y, leaves, g)] for f in (
+        lambda x, w: run_layer(x, w, None, layer), run))  # fmt: skip
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+    assert called == left
