@@ -3,7 +3,6 @@
 
 import json
 import multiprocessing
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +15,7 @@ import torch
 import fmtsim
 from fmtsim.analysis.deterministic import deterministic
 from fmtsim.errors import ArgumentError, DataError, DeviceError
-from fmtsim.files import write_folder
+from fmtsim.files import write_file, write_folder
 from fmtsim.interrupts import unheard
 from fmtsim.progress import Progress
 from fmtsim.recipes.serialization import recipe_to_dict
@@ -34,7 +33,7 @@ def run_sweep(
 ) -> list[SweepRun]:
     """Train all points that a folder does not hold yet, and return the runs of all points, in their order.
 
-    Each run is a line of ``runs.jsonl``, written when it ends. Every run has a CPU thread of its own, so that its bits
+    Each run is a line of ``runs.jsonl``, there as soon as it ends. Every run has a CPU thread of its own, so that its bits
     do not depend on how many processes share the work.
 
     Raises:
@@ -51,11 +50,10 @@ def run_sweep(
             with collected_guesses(), deterministic(config.device):
                 rehearse(config.train_config(point._replace(steps=1)))
         progress.stage("runs", len(waiting))
-        with _Lines(out / RUNS) as lines:
-            for done, run in enumerate(_trained(config, waiting, corpus, workers), 1):
-                lines.add(run.to_line())
-                found[run.point] = run
-                progress.step(done, f"{run.point.scheme} lr {run.point.lr:g}: {run.final_loss:.3f}")
+        for done, run in enumerate(_trained(config, waiting, corpus, workers), 1):
+            found[run.point] = run
+            write_file(out / RUNS, "".join(each.to_line() for each in found.values()))
+            progress.step(done, f"{run.point.scheme} lr {run.point.lr:g}: {run.final_loss:.3f}")
     return [found[point] for point in points]
 
 
@@ -79,36 +77,6 @@ def read_runs(folder: Path) -> list[SweepRun]:
                 f"{path}, line {number} is no run ({error}); delete the line, or choose another --out"
             ) from None
     return runs
-
-
-class _Lines:
-    """Append lines to a file, each on the disk before the next one; a torn last line is cut off first."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> "_Lines":
-        try:
-            self._file = open(self._path, "ab+")  # noqa: SIM115
-        except OSError as error:
-            raise DataError(f"cannot write {self._path}: {error.strerror}; choose another --out") from error
-        self._file.seek(0)
-        text = self._file.read()
-        self._file.truncate(text.rfind(b"\n") + 1)
-        return self
-
-    def add(self, line: str) -> None:
-        try:
-            self._file.write(line.encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise DataError(
-                f"cannot write {self._path}: {error.strerror}; make room, and run the command again"
-            ) from error
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
 
 def _check_settings(out: Path, config: SweepConfig, corpus: Corpus, schemes: Iterable[str]) -> None:
