@@ -33,8 +33,8 @@ def run_sweep(
 ) -> list[SweepRun]:
     """Train all points that a folder does not hold yet, and return the runs of all points, in their order.
 
-    Each run is a line of ``runs.jsonl``, there as soon as it ends. Every run has a CPU thread of its own, so that its bits
-    do not depend on how many processes share the work.
+    Each run is a line of ``runs.jsonl``, there as soon as it ends. Every run has a CPU thread of its own, so that its
+    bits do not depend on how many processes share the work.
 
     Raises:
         ArgumentError: The folder holds a sweep of other settings; the message has the first one that differs.
