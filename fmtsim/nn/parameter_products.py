@@ -52,9 +52,12 @@ class ParameterProduct(EmulatedModule):
         """The Parameter."""
         return getattr(self.owner, self.parameter)  # type: ignore[no-any-return]
 
-    def named_parameters(self, prefix: str = "", *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the Parameter, which is the owner's in its model."""
-        yield f"{prefix}.{self.parameter}" if prefix else self.parameter, self.weight
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the Parameter, which is the owner's in its model; without ``recurse`` nothing, as FSDP1 asks."""
+        if recurse:
+            yield f"{prefix}.{self.parameter}" if prefix else self.parameter, self.weight
 
     @staticmethod
     def matrices(module: Any) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,7 @@
 """What a recipe remembers of a model's training, to be saved beside its weights and loaded again."""
 
 import hashlib
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.nn.swaps import swap_details
 from fmtsim.records import check_items
 from fmtsim.scaling.history import DelayedScale
+
+_FSDP1: Final = "_fsdp_wrapped_module"  # what torch's FullyShardedDataParallel calls the module in it
 
 
 def recipe_state(model: nn.Module) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
     >>> recipe_state(model)["recipe"]
     'te_delayed'
     """
-    modules = converted_modules(model, "recipe_state")
+    modules = _unwrapped(model, "recipe_state")
     layers = {
         name: {
             operand: {field: tensor.detach().cpu().clone() for field, tensor in memory.named_buffers()}
@@ -41,7 +43,16 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
         for name, module in modules
         if STATE in module._modules
     }
-    return {"recipe": model.__dict__.get(RECIPE), "layers": layers}
+    return {"recipe": _recipe_of(model), "layers": layers}
+
+
+def _unwrapped(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
+    """Return the converted layers under the names that they have without the wrappers of FSDP1."""
+    return [(name.replace(f"{_FSDP1}.", ""), module) for name, module in converted_modules(model, verb)]
+
+
+def _recipe_of(model: nn.Module) -> str | None:
+    return getattr(model, _FSDP1, model).__dict__.get(RECIPE)
 
 
 def _is_state(value: Any, depth: int = 3) -> bool:
@@ -63,8 +74,8 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     >>> one(torch.ones(32, 64)).sum().backward()
     >>> load_recipe_state(other, recipe_state(one))
     """
-    modules = dict(converted_modules(model, "load_recipe_state"))
-    own = model.__dict__.get(RECIPE)
+    modules = dict(_unwrapped(model, "load_recipe_state"))
+    own = _recipe_of(model)
     if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
         raise ArgumentError(f"load_recipe_state takes what fmtsim.recipe_state returned, not {type(state).__name__}")
     check_items(state, {"recipe": str | None, "layers": dict[str, dict[str, dict[str, torch.Tensor]]]}, "the state")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted models on two processes, under FSDP2 and DistributedDataParallel, against one process that plays both."""
+"""Converted models on two processes, under FSDP2, FSDP1 and DistributedDataParallel, against one that plays both."""
 
 import dataclasses
 
@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from fmtsim.nn import convert, flash_attention_3, recipe_state, share_scales
+from fmtsim.nn import convert, flash_attention_3, load_recipe_state, recipe_state, share_scales
 from fmtsim.nn.modules import STATE
 from fmtsim.recipes import get_recipe
 from tests.support.models import gpt
@@ -26,6 +27,7 @@ RECIPES = {name: get_recipe(name) for name in ("te_delayed", "te_nvfp4", "quarte
 RECIPES["attention"] = dataclasses.replace(
     RECIPES["te_delayed"], name="attention", attention=flash_attention_3(unit=None)
 )
+HOW = ("fsdp", "fsdp1", "ddp")
 STEPS, LR = 3, 0.1
 MOVED = 1e-3  # 5e-7 without a code that flips; one of 64 x 64 that does, by 2^-4 of itself, costs about this much
 
@@ -54,7 +56,7 @@ def worker(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     try:
         for name in RECIPES:
-            for how in ("fsdp", "ddp"):
+            for how in HOW:
                 torch.save(trained(name, how, rank), f"{folder}/{name} {how} {rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -70,6 +72,10 @@ def trained(name, how, rank):
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif how == "fsdp1":
+        blocks = ModuleWrapPolicy({type(model.blocks[0])})
+        cpu = torch.device("cpu")
+        model = call = FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=cpu, use_orig_params=True)
     else:
         call = DistributedDataParallel(model)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
@@ -124,11 +130,11 @@ def runs(tmp_path_factory):
     return {
         (name, how): [torch.load(folder / f"{name} {how} {rank}.pt") for rank in range(2)]
         for name in RECIPES
-        for how in ("fsdp", "ddp")
+        for how in HOW
     }
 
 
-@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_ranks_have_the_bits_of_one_process_that_plays_both(name, how, runs):
     """Sums of two gradients do not depend on their order, and a half of them is exact: every bit is defined."""
@@ -138,6 +144,7 @@ def test_two_ranks_have_the_bits_of_one_process_that_plays_both(name, how, runs)
         assert all(torch.equal(run["weights"][key], weights[key]) for key in weights)
         assert run["losses"] == [pair[rank] for pair in losses]
         assert str(run["state"]) == str(states[rank])
+    load_recipe_state(ours(name, 0), runs[name, how][0]["state"])
     plain = gpt(context=16)
     plain.load_state_dict(runs[name, how][0]["weights"], strict=True)
     assert not torch.equal(plain.blocks[0].up.weight, gpt(context=16).blocks[0].up.weight)
@@ -162,7 +169,7 @@ def test_shared_scales_are_those_of_the_whole_batch(runs):
         optimizer.step()
         optimizer.zero_grad()
     first = gpt(context=16).state_dict()
-    for how in ("fsdp", "ddp"):
+    for how in HOW:
         run = runs["te_delayed", how][0]
         for key, weight in weights_of(model).items():
             off, moved = (weight - run["weights"][key]).norm(), (weight - first[key]).norm()
