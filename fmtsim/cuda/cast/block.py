@@ -132,9 +132,11 @@ def quantize_without_tensor_scale(x: Tensor, spec: CastSpec, random: Random) -> 
     The values are bfloat16, the products of elements and block scales; ``holds_without_tensor_scale`` says whether it
     holds them.
     """
-    out, scale = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device), torch.ones((), device=x.device)
-    made = EncodedParts(out, None, scale)
-    if x.numel() and not _cast_fast(x, made, spec, random, BFLOAT16, without_tensor_scale=True):
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    if not x.numel():
+        return out, torch.ones((), device=x.device)
+    scale = torch.empty((), device=x.device)  # the cast writes it: ones would be a launch more
+    if not _cast_fast(x, EncodedParts(out, None, scale), spec, random, BFLOAT16, without_tensor_scale=True):
         parts = encode_blocks(x, spec, random)
         assert parts.tensor_scale is not None
         decode(parts._replace(tensor_scale=None), spec, out)
