@@ -5,8 +5,8 @@ Bits are those of every engine, whatever the compiler does with the operations:
 
 - x is read by its bits. What computes it may be part of the same kernel, and would hand over float32 instead.
 - Magnitudes and their largest are integers: equal in any order.
-- A number is rounded by adding a power of two and subtracting it again. It was an integer before that, so that it is no
-  product that a compiler may contract with the sum. Other products are added to nothing.
+- A number is rounded by adding a power of two and subtracting it again.
+- Between a product and a sum that follows lies an operation of integers, so that no compiler contracts the two.
 - Quotients, of scales alone, are those of float64 rounded to float32 (``quotient`` of scales.py).
 """
 
@@ -30,7 +30,11 @@ from fmtsim.spec.scaling import Scaling
 
 _SIGN, _MAGNITUDE, _INFINITY = -1 << 31, (1 << 31) - 1, 0xFF << 23  # of a float32
 _NAN: Final = float("nan")
-_NAN_BITS: Final = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_CANONICAL_NAN: Final = {
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+}
 _PLACES: Final = 23
 _USUAL: Final = Scaling()
 
@@ -74,21 +78,23 @@ def inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
 
 
 def inlined_product(y: Tensor, columns: Tensor | None, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``(y * columns^T) * rows`` in a dtype, three roundings that no compiler leaves out; None is left out.
+    """Return ``(y * columns^T) * rows`` in a dtype, each step rounded, whatever a compiler does; None is left out.
 
     Args:
         y: [M, N], float32.
         columns: [N, 1] or [1, 1], float32.
         rows: [M, 1] or [1, 1], float32.
         dtype: float32, or one of 16 bits.
+
+    Every NaN is the canonical one.
     """
     for s in (None if columns is None else columns.mT, rows):
         y = y if s is None else y * s
-    if dtype == torch.float32:
-        return y
-    # A compiler leaves out a conversion whose result the same kernel goes on with, but not one whose bits it looks at.
-    bits = y.to(dtype).view(torch.int16)
-    return torch.where((y.view(torch.int32) & _MAGNITUDE) > _INFINITY, _NAN_BITS[dtype], bits).view(dtype)
+    # A compiler leaves out a conversion whose result the same kernel goes on with, and contracts a product with a sum
+    # that follows; but not where an integer operation lies between.
+    integer, nan = _CANONICAL_NAN[dtype]
+    is_nan = (y.view(torch.int32) & _MAGNITUDE) > _INFINITY
+    return torch.where(is_nan, nan, y.to(dtype).view(integer)).view(dtype)
 
 
 def _scales(amax: Tensor, scaling: Scaling, element: FloatFormat) -> Scales:

@@ -99,7 +99,7 @@ def test_compilers_change_no_bits(on_gpu, monkeypatch):
     def run(x, y, column, row):
         t = (x * y).to(torch.bfloat16)
         made = [parts(inlined(t, quantizer, dim)) for quantizer in chosen for dim in (-1, 0)]
-        products = [inlined_product(x, column, row, dtype) * y for dtype in (torch.bfloat16, torch.float32)]
+        products = [inlined_product(x, column, row, dtype) + y for dtype in (torch.bfloat16, torch.float32)]
         return [*made, [scales.quotient(x, y), *products]]
 
     y = 1 + normal(SIDE, SIDE, seed=9, device=on_gpu).abs()
