@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("notebooks/*.md"), *ROOT.glob("benchmarks/*.md")]
 )
-HOW_TO = ("cast", "memory", "observe", "product", "ptq", "search", "train")
+HOW_TO = ("cast", "loss_scaling", "memory", "observe", "product", "ptq", "search", "train")
 
 
 def headings(page):
