@@ -4,7 +4,7 @@
 import torch
 import torch.distributed as dist
 
-from fmtsim.distributed.arithmetic import Batch, batch_of
+from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.state import ReductionState
 from fmtsim.errors import ArgumentError, shown
 
@@ -52,14 +52,8 @@ def fp8_hook(
 def _reduce(state: ReductionState, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
     if bucket.index() == 0:
         state.begin()
-    gradients, buffer = bucket.gradients(), bucket.buffer()  # views of it, one behind the other
+    gradients, buffer = bucket.gradients(), bucket.buffer()  # contiguous views of it, one behind the other
     facts = ("a bucket of gradients", [(tuple(x.shape), str(x.dtype)) for x in gradients])
-    if all(gradient.is_contiguous() for gradient in gradients):
-        state.reduce(Batch(buffer.unsqueeze(0), tuple(x.numel() for x in gradients)), facts, out=buffer)
-    else:  # elements are counted in their tensors' order, not in that of memory
-        batch = batch_of(gradients)
-        values = state.reduce(batch, facts, out=torch.empty_like(buffer)).split(batch.sizes)
-        for gradient, value in zip(gradients, values, strict=True):
-            gradient.copy_(value.reshape(gradient.shape))
+    state.reduce(Batch(buffer.unsqueeze(0), tuple(x.numel() for x in gradients)), facts, out=buffer)
     if bucket.is_last():
         state.step()

@@ -47,7 +47,7 @@ class Ranks:
 
     def exchange(self, wires: Tensor, what: str) -> Tensor:
         """Send row r of a matrix to rank r, and return the rows that the ranks sent here, in their order."""
-        if wires.device.type == "cpu":
+        if self._by_messages(wires):
             return self._swap(wires, what)
         received = torch.empty_like(wires)
         with self.answering(what):
@@ -56,13 +56,14 @@ class Ranks:
 
     def gather(self, wire: Tensor, what: str) -> Tensor:
         """Return the bytes [n] of all ranks as [ranks, n]."""
-        if wire.device.type == "cpu":
+        if self._by_messages(wire):
             return self._swap(wire.expand(self.size, -1), what)
         gathered = wire.new_empty(self.size, len(wire))
         if not len(wire):
             return gathered
+        verb = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name from torch 2.13 on
         with self.answering(what):
-            dist.all_gather_into_tensor(gathered, wire, group=self.group)
+            verb(gathered.view(-1), wire, group=self.group)
         return gathered
 
     def largest(self, x: Tensor, what: str) -> Tensor:
@@ -132,6 +133,11 @@ class Ranks:
             return self._notes(own, what)
         prints: list[int] = self._swap(torch.tensor([own]).repeat(self.size, 1), what)[:, 0].tolist()
         return prints
+
+    @staticmethod
+    def _by_messages(x: Tensor) -> bool:
+        """Whether each rank gets a message of its own, which names one that is gone; a device has one call for all."""
+        return x.device.type == "cpu"
 
     def _swap(self, rows: Tensor, what: str) -> Tensor:
         """Exchange rows between CPUs, each in a message of its own, so that a rank that is gone has a name."""

@@ -91,7 +91,8 @@ class Operators:
     def finish(self, wires: Tensor, decode: Tensor) -> tuple[Tensor, ...]:
         """Write the result, and count."""
         sums = self._decode(wires).reshape(-1)[: self.out.numel()]
-        rows = sums.reshape(-1, self.batch.x.shape[1]) if sums.numel() else sums
-        values = each(torch.mul, rows, self.batch.sizes, decode) if sums.numel() else sums
+        values = sums
+        if sums.numel():
+            values = each(torch.mul, sums.reshape(-1, self.batch.x.shape[1]), self.batch.sizes, decode)
         self.out.copy_(canonical(values.reshape(self.out.shape).to(self.out.dtype)))
         return *result_counts(sums, self.hop.top), *self.own

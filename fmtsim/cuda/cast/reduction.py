@@ -102,6 +102,8 @@ class ReductionStages:
             (_blocks(self._stride), len(wires)), _THREADS, wires, self._out, self._values, decode, self._counts,
             *sizes, self._largest, self._parts,
         )  # fmt: skip
+        if not self._out.is_inference():
+            torch.autograd.graph.increment_version(self._out)  # autograd must notice where it was saved for a backward
         return self._counts.unbind()
 
 
