@@ -11,6 +11,7 @@ import fmtsim
 from fmtsim.analysis.measure import BINS, FIGURES, measure_by_torch
 from fmtsim.formats.block import BlockFormat
 from fmtsim.ops import load_engine
+from tests.cuda import emulator
 
 MODULE = importlib.import_module("fmtsim.analysis.measure")
 FORMATS = (
@@ -92,3 +93,21 @@ def test_a_value_that_is_not_finite_is_kept_and_its_error_infinite(device, by_ke
         found = dict(zip(FIGURES, MODULE.measure(x, q, None).tolist(), strict=False))
         assert found["noise"] == math.inf and found["underflowed"] == 0
     assert not by_kernel
+
+
+def test_the_order_of_threads_changes_nothing():
+    """On the host threads run one after the other, and backwards: a missing barrier would show."""
+    if emulator.COMPILER is None:
+        pytest.skip("needs a C++ compiler (g++)")
+    x, _ = tensors((192, 1160), torch.bfloat16, None, -1)
+    found = []
+    for backwards in (False, True):
+        with emulator.emulated(reversed_order=backwards):
+            for name, block in ((None, (1, 1)), ("nvfp4", (1, 16)), ("mxfp4", (32, 1)), ("nvfp4_16x16", (16, 16))):
+                fmt = None if name is None else fmtsim.get_format(name)
+                found.append(load_engine("cuda").count_cast(x, x.float(), fmt, block, (-448.0, 448.0)))
+            multipliers, prints = torch.arange(1 << 16) | 1, torch.zeros(10, dtype=torch.int64)
+            assert load_engine("cuda").fingerprint(x, 24 * 1160, 8, multipliers, prints, 0)
+            found.append(prints)
+    for forwards, backwards in zip(found[:5], found[5:], strict=True):
+        assert torch.equal(forwards, backwards)

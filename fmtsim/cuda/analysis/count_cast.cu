@@ -32,6 +32,7 @@ struct Shared {
   u32 fields[WARPS][TABLES][256];
   u32 small[TABLES][23];
   u32 kept, saturated, nonfinite, top, last;
+  u64 nonzero;
   double sums[2][WARPS];
 #if SCALED
   u32 amax[MOST_BLOCKS];
@@ -55,6 +56,18 @@ DEVICE double sum_of_warp(double x) {
   return x;
 }
 
+// The sums of all threads in one order: those of warps first, which a thread adds behind a barrier.
+DEVICE void put_sums(Shared& s, double signal, double noise) {
+  signal = sum_of_warp(signal), noise = sum_of_warp(noise);
+  if (threadIdx.x % 32 == 0) s.sums[0][threadIdx.x / 32] = signal, s.sums[1][threadIdx.x / 32] = noise;
+}
+
+DEVICE void take_sums(const Shared& s, double& signal, double& noise) {
+  double all[2] = {};
+  for (u32 w = 0; w < WARPS; ++w) all[0] = __dadd_rn(all[0], s.sums[0][w]), all[1] = __dadd_rn(all[1], s.sums[1][w]);
+  signal = all[0], noise = all[1];
+}
+
 #if SCALED
 DEVICE u32 finite_bits(const Elements& x, int i) {
   u32 magnitude = as_bits(x.get(i)) & MAGNITUDE;
@@ -67,8 +80,8 @@ DEVICE void find_scales(
     Shared& s, const Elements (&x)[ROWS], u32 first, u32 block_rows, u32 block_columns, u32 blocks, u32 wide,
     TensorScale tensor, const Cast& c) {
   for (u32 i = threadIdx.x; i < blocks; i += THREADS) s.amax[i] = 0;
+  __syncthreads();  // the factors of the tile before are read, too
   if (threadIdx.x == 0) s.slow = 0;
-  __syncthreads();
   if (block_columns == 1) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -154,19 +167,26 @@ DEVICE void look_at_eight(
 }
 
 // out [8 + 2 * 321]: elements, nonzero, underflowed, saturated, nonfinite, amax, signal, noise, and exponents from -160.
+// The last block of threads writes it, all of its threads at once: one alone would wait for memory a thousand times.
 DEVICE void finish(Shared& s, double* out, Counters* counters, const double* sums, u64 elements) {
   u64 nonzero = 0;
+  double signal = 0.0, noise = 0.0;
   for (u32 i = threadIdx.x; i < 2 * BINS; i += THREADS) {
     u32 which = i / BINS, bin = i % BINS;
-    out[8 + which * 321 + 11 + bin] = (double)atomicAdd(&counters->exponents[SCALED ? which : 0][bin], 0);
+    u64 count = atomicAdd(&counters->exponents[SCALED ? which : 0][bin], 0);
+    out[8 + which * 321 + 11 + bin] = (double)count;
+    if (which == 0) nonzero += count;
   }
-  if (threadIdx.x) return;
-  for (u32 bin = 0; bin < BINS; ++bin) nonzero += atomicAdd(&counters->exponents[0][bin], 0);
-  double signal = 0.0, noise = 0.0;
-  for (u32 b = 0; b < gridDim.x; ++b) {
+  for (u32 b = threadIdx.x; b < gridDim.x; b += THREADS) {
     signal = __dadd_rn(signal, __ldcg(sums + 2 * b)), noise = __dadd_rn(noise, __ldcg(sums + 2 * b + 1));
   }
+  atomicAdd(&s.nonzero, nonzero);
+  put_sums(s, signal, noise);
+  __syncthreads();
+  if (threadIdx.x) return;
+  take_sums(s, signal, noise);
   u64 kept = atomicAdd(&counters->kept, 0);
+  nonzero = s.nonzero;
   out[0] = (double)elements, out[1] = (double)nonzero, out[2] = nonzero > kept ? (double)(nonzero - kept) : 0.0;
   out[3] = (double)atomicAdd(&counters->saturated, 0), out[4] = (double)atomicAdd(&counters->nonfinite, 0);
   out[5] = (double)as_float((u32)atomicAdd(&counters->top, 0)), out[6] = signal;
@@ -185,7 +205,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
   __shared__ Shared s;
   for (u32 i = threadIdx.x; i < WARPS * TABLES * 256; i += THREADS) (&s.fields[0][0][0])[i] = 0;
   for (u32 i = threadIdx.x; i < TABLES * 23; i += THREADS) (&s.small[0][0])[i] = 0;
-  if (threadIdx.x == 0) s.kept = s.saturated = s.nonfinite = s.top = s.last = 0;
+  if (threadIdx.x == 0) s.kept = s.saturated = s.nonfinite = s.top = s.last = 0, s.nonzero = 0;
   __syncthreads();
   u32 high_tile = ROWS * THREADS / across, row = threadIdx.x / across * ROWS, column = threadIdx.x % across * 8;
   u64 wide_tiles = (columns + across * 8 - 1) / (across * 8), tiles = (rows + high_tile - 1) / high_tile * wide_tiles;
@@ -222,15 +242,11 @@ KERNEL __launch_bounds__(THREADS) count_cast(
       u64 at = (top + r) * columns + left;
       look_at_eight(s, f, v[r], to[r], x, q, at, factors, block_columns == 1, slow, low, high);
     }
-#if SCALED
-    __syncthreads();  // the scales are read
-#endif
   }
 
-  f.signal = sum_of_warp(f.signal), f.noise = sum_of_warp(f.noise);
+  put_sums(s, f.signal, f.noise);
   atomicAdd(&s.kept, f.kept), atomicAdd(&s.saturated, f.saturated), atomicAdd(&s.nonfinite, f.nonfinite);
   atomicMax(&s.top, f.top);
-  if (threadIdx.x % 32 == 0) s.sums[0][threadIdx.x / 32] = f.signal, s.sums[1][threadIdx.x / 32] = f.noise;
   __syncthreads();
   for (u32 i = threadIdx.x; i < TABLES * BINS; i += THREADS) {
     u32 which = i / BINS, bin = i % BINS, count = 0;
@@ -239,9 +255,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
     if (count) atomicAdd(&counters->exponents[which][bin], (u64)count);
   }
   if (threadIdx.x == 0) {
-    double signal = 0.0, noise = 0.0;
-    for (u32 w = 0; w < WARPS; ++w) signal = __dadd_rn(signal, s.sums[0][w]), noise = __dadd_rn(noise, s.sums[1][w]);
-    sums[2 * blockIdx.x] = signal, sums[2 * blockIdx.x + 1] = noise;
+    take_sums(s, sums[2 * blockIdx.x], sums[2 * blockIdx.x + 1]);
     atomicAdd(&counters->kept, (u64)s.kept), atomicAdd(&counters->saturated, (u64)s.saturated);
     atomicAdd(&counters->nonfinite, (u64)s.nonfinite), atomicMax(&counters->top, (u64)s.top);
   }
