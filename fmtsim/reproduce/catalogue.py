@@ -13,9 +13,11 @@ from fmtsim.reproduce import (
     gpts,
     optimizers,
     outliers,
+    qat,
     quantised,
     ratios,
     sequences,
+    speeds,
     training,
     widths,
     wire,
@@ -24,7 +26,7 @@ from fmtsim.reproduce.claim import Claim
 
 _MODULES = (
     blocks, ratios, estimators, outliers, alignment, attention, accumulation, sequences, training, widths, gpts, wire,
-    quantised, optimizers,
+    quantised, optimizers, qat, speeds,
 )  # fmt: skip
 CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 

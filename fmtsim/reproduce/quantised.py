@@ -7,12 +7,12 @@ from itertools import product
 from math import ceil
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fmtsim.memory import bits_per_element, serving_memory, training_memory
 from fmtsim.memory.estimate import GB
 from fmtsim.ptq import ptq
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, settings
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.samples import generator, told
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592, abstract"
@@ -25,22 +25,20 @@ def coverage(
     loss: float,
     seed: int,
 ) -> Measured:  # fmt: skip
-    """Quantise classifiers whose inputs have a channel of outliers; a workload passes where few answers change.
+    """Quantise trained classifiers whose inputs have a channel of outliers; a workload passes where accuracy stays.
 
-    A workload is a random network and inputs, one channel ``outliers`` times as large as the others and its weights as
-    much smaller: the function is one that a normalisation's gains could have made. Its answers in high precision are
-    the labels.
+    ``loss`` is the part of its accuracy on other inputs that a workload may lose. One channel is ``outliers`` times as
+    large as it was in training, and its weights as much smaller: a function that a normalisation's gains make.
     """
     passed: dict[str, list[list[bool]]] = {name: [] for name in recipes}
     for times, place in told(tell, list(product(outliers, range(workloads)))):
-        model, data, test = _workload(width, classes, times, seed + place)
-        labels = model(test).argmax(1)
+        model, data, test, labels = _workload(width, classes, times, seed + place)
+        accuracy = _accuracy(model, test, labels)
         for name in recipes:
             quantised = ptq(copy.deepcopy(model), name, [data], progress=False)
-            agreement = float((quantised(test).argmax(1) == labels).double().mean())
             if place == 0:
                 passed[name].append([])
-            passed[name][-1].append(agreement >= 1 - loss)
+            passed[name][-1].append(_accuracy(quantised, test, labels) >= (1 - loss) * accuracy)
     numbers = {f"{name}, workloads %": 100 * _share(sum(found, [])) for name, found in passed.items()}
     first, second = recipes[:2]
     numbers["E4M3 - INT8, points"] = numbers[f"{first}, workloads %"] - numbers[f"{second}, workloads %"]
@@ -52,17 +50,35 @@ def coverage(
     return Measured(numbers=numbers, curves=curves, axes=("outliers, times", "workloads, %"), logarithmic="x")
 
 
-def _workload(width: int, classes: int, times: float, seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def _accuracy(model: nn.Module, x: Tensor, labels: Tensor) -> float:
+    return float((model(x).argmax(1) == labels).double().mean())
+
+
+def _workload(width: int, classes: int, times: float, seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """Return a classifier that learned the answers of a random network, inputs to calibrate, others, and answers."""
     source = generator(seed)
-    weights = [torch.randn(n, k, generator=source) / k**0.5 for n, k in ((width, width), (classes, width))]
-    weights[0][:, seed % width] /= times
-    layers = [nn.Linear(width, width, bias=False), nn.Linear(width, classes, bias=False)]
-    model = nn.Sequential(layers[0], nn.ReLU(), layers[1]).requires_grad_(False)
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.weight.copy_(weight)
-    x = torch.randn(1024, width, generator=source)
+
+    def network() -> list[nn.Linear]:
+        layers = [nn.Linear(width, width, bias=False), nn.Linear(width, classes, bias=False)]
+        for layer in layers:
+            layer.weight.data = torch.randn(layer.weight.shape, generator=source) / width**0.5
+        return layers
+
+    teacher, layers = network(), network()
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    x = torch.randn(6144, width, generator=source)
+    with torch.no_grad():
+        labels = teacher[1](teacher[0](x).relu()).argmax(1)
+    for step in range(100):
+        picked = slice(256 * (step % 8), 256 * (step % 8) + 256)  # of the first 2048
+        torch.nn.functional.cross_entropy(model(x[picked]), labels[picked]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    model.requires_grad_(False)
+    layers[0].weight[:, seed % width] /= times
     x[:, seed % width] *= times
-    return model, x[:256], x[256:]
+    return model, x[:256], x[2048:], labels[2048:]
 
 
 def _share(rows: Sequence[bool]) -> float:
@@ -101,18 +117,19 @@ CLAIMS = (
         measure=coverage,
         settings=settings(
             recipes=("e4m3_static", "int8_static"), outliers=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
-            workloads=4, width=64, classes=4, loss=0.01, seed=0,
+            workloads=6, width=64, classes=4, loss=0.01, seed=0,
         ),
         expected=(
-            Expected(name="e4m3_static, workloads %", low=90.0, published=92.64, origin="paper"),
-            Expected(name="int8_static, workloads %", high=75.0, published=65.87, origin="paper"),
-            Expected(name="E4M3 - INT8, points", low=20.0, published=26.77, origin="paper"),
-            Expected(name="int8_static without outliers, %", low=90.0),
+            near("e4m3_static, workloads %", 92.64, 0.07, "paper", part=(80.0, 100.0)),
+            Expected(name="int8_static, workloads %", published=65.87, origin="paper"),
+            near("E4M3 - INT8, points", 26.77, 0.5, "paper", part=(1.0, 100.0)),
         ),
-        recorded="not shown",
+        recorded="shown in part",
         bounds="before",
-        notes="the source's 75 networks are trained ones; these are random, and 1 % of answers may change. Where 5 % "
-        "may, E4M3 keeps all of them",
+        seeds=5,
+        notes="48 classifiers of two layers that learned a random network's answers, and may lose 1 % of their "
+        "accuracy; the source has 75 networks, and theirs are the outliers that decide INT8's share. Bounds: two "
+        "standard errors of 48",
     ),
     Claim(
         name="memory",
