@@ -14,13 +14,14 @@ from fmtsim.errors import ArgumentError
 from fmtsim.files import check_folder
 from fmtsim.progress import make_progress
 from fmtsim.training.corpus import Corpus, load_corpus
-from fmtsim.training.sweep import Point, SweepConfig, points_of
+from fmtsim.training.scaling_law import Choice, ScalingLaw, fit_law
+from fmtsim.training.sweep import Point, SweepConfig, points_of, speed_of
 from fmtsim.training.sweep_folder import read_runs, run_sweep
 from fmtsim.training.sweep_result import SweepResult, byte_entropy
 from fmtsim.training.tasks import task_corpus
 
 T = TypeVar("T")
-HEATMAP = "heatmap.png"
+HEATMAP, LAW = "heatmap.png", "law.png"
 MOST_RUNS = 100_000
 
 
@@ -29,6 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     points, config = _points(arguments), _config(arguments)
     for point in points:
         config.train_config(point)  # what does not fit fails here
+    if arguments.law is not None and arguments.law not in {point.scheme for point in points}:
+        raise ArgumentError(
+            f"--law {arguments.law} is none of --schemes {arguments.schemes}; add it, or choose one of them"
+        )
     check_device(arguments.device)
     workers = _cores() if arguments.workers is None else arguments.workers
     check_threads(workers, "--workers")
@@ -42,13 +47,25 @@ def run(arguments: argparse.Namespace) -> int:
         done = len({run.point for run in read_runs(out)} & set(points))
         raise KeyboardInterrupt(f"{done} of {len(points)} runs are in {out}; the same command goes on") from None
     result = SweepResult(runs=tuple(runs), entropy=byte_entropy(corpus.train), limit=arguments.failed)
-    files = _draw(result, out)
+    law = None if arguments.law is None else fit_law(result.trained(), arguments.law)
+    files = _draw(result, law, out)
     record = {**origin(), "runs": len(runs), "corpus": corpus.name, **result.to_dict(), "files": files}
-    answer(arguments, record, lambda: f"text: {corpus.name}\n{result}\n\nwritten: {', '.join(files)}")
+    if law is not None:
+        record["law"] = {name: getattr(law, name) for name in ("constants", "base", "eff_n", "eff_d")}
+    tables = "\n\n".join(str(part) for part in (result, law) if part is not None)
+    answer(arguments, record, lambda: f"text: {corpus.name}\n{tables}\n\nwritten: {', '.join(files)}")
     return 0
 
 
-def _draw(result: SweepResult, out: Path) -> list[str]:
+def _choices(law: ScalingLaw) -> list[Choice]:
+    """Return every forward with every backward precision, as many times faster as operands have fewer bits than 16."""
+    return [
+        Choice(first, second, speed_of(first, backward=False), speed_of(second, backward=True))
+        for first in law.eff_n for second in law.eff_d
+    ]  # fmt: skip
+
+
+def _draw(result: SweepResult, law: ScalingLaw | None, out: Path) -> list[str]:
     """Draw what there is where matplotlib is installed; return the files of the sweep."""
     try:
         import matplotlib  # noqa: F401
@@ -56,6 +73,8 @@ def _draw(result: SweepResult, out: Path) -> list[str]:
         print("no heatmap: matplotlib is not installed (pip install 'fmtsim[viz]')", file=sys.stderr)
     else:
         result.plot(out / HEATMAP)
+        if law is not None:
+            law.plot(_choices(law), out / LAW)
     return sorted(str(path) for path in out.iterdir() if path.suffix in (".json", ".jsonl", ".png"))
 
 

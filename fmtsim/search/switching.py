@@ -108,7 +108,7 @@ class SwitchingModel:
             assert slot.quantised is not None
             form.weights.append(slot.quantised)
             adds = slot.parts[0].rows * slot.w.numel() // len(self._batches)
-            form.cost += adds * _bits(slot.quantizer) * _bits(slot.parts[0].x)
+            form.cost += adds * bits_of(slot.quantizer) * bits_of(slot.parts[0].x)
             adds_of_all += adds
             for part in slot.parts:
                 layer = serving_layer(recipe, part, slot)
@@ -177,7 +177,8 @@ def _owner(products: Products, slot: Any) -> str:
     return next(name for name, module in products.modules.items() if module is slot.parts[0].module)
 
 
-def _bits(quantizer: Quantizer) -> int:
+def bits_of(quantizer: Quantizer) -> int:
+    """Return the bits of an operand's elements, without scales; high precision counts as 16."""
     fmt = quantizer.format
     if fmt is None:
         return HIGH_BITS

@@ -22,6 +22,7 @@ from fmtsim.errors import ArgumentError, FmtsimError, did_you_mean, shown
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.recipes import Recipe, get_recipe, list_recipes
+from fmtsim.search.switching import bits_of
 from fmtsim.training.config import CLIP, FINAL_SHARE, TrainConfig
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.gpt import GPTConfig
@@ -137,7 +138,7 @@ def scheme_of(text: str) -> Scheme:
     if not slash or text.endswith(".json"):
         recipe = _recipe(text)
         return Scheme(format=text) if recipe is None else Scheme(format=HIGH_PRECISION, recipe=recipe)
-    first, second = (_linear(word) for word in (forward, backward))
+    first, second = (linear_of(word) for word in (forward, backward))
     linear = dataclasses.replace(second, fprop=first.fprop)
     return Scheme(format=HIGH_PRECISION, recipe=Recipe(name=text, linear=linear, source="a pair of two schemes"))
 
@@ -161,7 +162,8 @@ def _recipe(word: str) -> Recipe | None:
     return None
 
 
-def _linear(word: str) -> LinearConfig:
+def linear_of(word: str) -> LinearConfig:
+    """Return how linear layers run under a recipe or format; ArgumentError where a recipe has none."""
     recipe = _recipe(word)
     if word == HIGH_PRECISION:
         return LinearConfig()
@@ -169,6 +171,13 @@ def _linear(word: str) -> LinearConfig:
     if not isinstance(linear, LinearConfig):
         raise ArgumentError(f"{word!r} has no linear layers to pair; choose another recipe, or a format")
     return linear
+
+
+def speed_of(word: str, *, backward: bool) -> float:
+    """Return how many times faster than in 16 bits a scheme's products are: 16 over the bits of their wider operand."""
+    linear = linear_of(word)
+    gemms = (linear.dgrad, linear.wgrad) if backward else (linear.fprop,)
+    return 16 / max(bits_of(operand) for gemm in gemms for operand in (gemm.a, gemm.b))
 
 
 def points_of(

@@ -13,6 +13,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.plotting import new_figure, saved
 from fmtsim.table import Rows, Tabular
+from fmtsim.training.scaling_law import Trained
 from fmtsim.training.sweep import SweepRun
 
 if TYPE_CHECKING:
@@ -182,6 +183,15 @@ class SweepResult(Tabular):
             Predictor(name, len(runs), sum(failed), roc_area(x, failed), spearman(x, last))
             for name, x in columns.items()
         ]
+
+    def trained(self) -> list[Trained]:
+        """Return the median held-out loss at the best rate of each scheme and shape, for ``fit_law``."""
+        found = []
+        for (scheme, _), (_, runs) in self.best().items():
+            forward, _, backward = scheme.partition("/")
+            loss = statistics.median(run.validation for run in runs)
+            found.append(Trained(runs[0].parameters, runs[0].tokens, loss, forward, backward or forward))
+        return found
 
     def groups(self) -> list[dict[str, Any]]:
         """Return a record for each scheme and shape, as JSON types."""

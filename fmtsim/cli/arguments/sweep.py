@@ -45,8 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_device(how)
     count(how, "--workers", "processes that share the runs, a CPU thread each (default: one a core)")
+    law = "fit Quartet's scaling law to widths, steps and schemes; this scheme is the baseline, such as bf16"
+    option(how, "--law", law, metavar="SCHEME")
     output = parser.add_argument_group("output")
-    out = "folder for the runs and heatmap.png; the same command goes on where it was stopped"
+    out = "folder for the runs and pictures; the same command goes on where it was stopped"
     option(output, "--out", out, "fmtsim-sweep", "DIR")
     flag(output, "--quiet", "show no progress")
     add_json(parser)
