@@ -100,7 +100,7 @@ class ScalingLaw(Tabular):
     def _content(self) -> tuple[Rows | Facts | str, ...]:
         names = ("A", "alpha", "B", "beta", "E", "gamma")
         facts = [(name, f"{value:.4g}") for name, value in zip(names, self.constants, strict=True)]
-        rows = [("precision", "eff_N forward", "eff_D backward")]
+        rows: list[tuple[str, ...]] = [("precision", "eff_N forward", "eff_D backward")]
         for name in dict.fromkeys((*self.eff_n, *self.eff_d)):
             rows.append((name, *(f"{eff[name]:.3f}" if name in eff else "-" for eff in (self.eff_n, self.eff_d))))
         told = f"L = (A / (N eff_N)^alpha + B / (D eff_D)^beta)^gamma + E, fitted to {len(self.runs)} losses"

@@ -60,6 +60,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that no longer sh
     ("stochastic_bits", "random_bits", 16, "mean error, steps"),
     ("clip", "format", "e3m2", "best clip, sigma"),
     ("dge", "cap", 30.0, "mean slope"),
+    ("scaling_law", "tokens_a_step", 512, "B"),
     ("occ", "levels", (0.97, 0.99, 0.999), "in the paper's order"),
     ("halo", "times", 1.0, "other tokens: level 2 over level 1"),
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
@@ -170,7 +171,8 @@ def test_every_claim_says_who_claims_what():
         assert claim.says and claim.source
         assert hash(claim) is not None
         seeded = any(name in ("seed", "seeds") for name, _ in claim.settings)
-        exact = ("dge", "native_speed", "loss_scaling", "delayed_scaling", "memory", "fp8lm_memory", "optimizer_parity")
+        exact = ("dge", "native_speed", "loss_scaling", "delayed_scaling", "memory", "fp8lm_memory", "optimizer_parity",
+                 "scaling_law")  # fmt: skip
         assert seeded or claim.name in exact, f"{claim.name} draws numbers without a seed"
 
 
