@@ -27,11 +27,7 @@ from fmtsim.reproduce.claim import Claim
 
 _MODULES = (
     blocks, ratios, estimators, outliers, alignment, attention, accumulation, sequences, training, widths, gpts, wire,
-<<<<<<< HEAD
-    quantised, optimizers, qat, speeds,
-=======
-    quantised, optimizers, laws,
->>>>>>> 8f4408b (Systems and claims have the scaling law, and what a sweep of fewer bits and of FP8's tasks showed)
+    quantised, optimizers, qat, speeds, laws,
 )  # fmt: skip
 CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 
