@@ -128,6 +128,16 @@ _FP8 = (
     ),
     *(
         PtqRecipe(
+            name=f"{name}_extended", x=operand(fmt, _TENSOR), w=operand(fmt, _CHANNEL), calibration=_ABSMAX,
+            extended=operand(fmt, _TENSOR),
+            source=f"{_SHEN}: as static, with the extended operators",
+            notes="normalisation, softmax and embeddings that are modules, under the scale of the tensor at hand; the "
+            "source calibrates them, and quantises additions and products of activations as well",
+        )
+        for name, fmt in (("e4m3", "e4m3"), ("e3m4", "e3m4fn"))
+    ),
+    *(
+        PtqRecipe(
             name=f"{name}_dynamic", x=operand(fmt, _TENSOR), w=operand(fmt, _CHANNEL),
             source=f"{_SHEN}: activations by the tensor at hand",
         )

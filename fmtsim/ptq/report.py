@@ -67,6 +67,7 @@ class PtqReport(Tabular):
         left: Modules with weights that stay in high precision, and why.
         tied: Modules of those that share a weight with a quantised layer, and so have it quantised, and the layer.
         attention: Its quantisers, "" where it runs as it did.
+        extended: Normalisations and softmaxes whose inputs are rounded, and embeddings that were.
         machine: Where the quantised layers multiply, "" where that is float32 in no particular order.
     """
 
@@ -77,6 +78,7 @@ class PtqReport(Tabular):
     left: tuple[tuple[str, str], ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     attention: str = ""
+    extended: tuple[str, ...] = ()
     machine: str = ""
 
     def __getitem__(self, name: str) -> PtqRow:
@@ -112,13 +114,18 @@ class PtqReport(Tabular):
         total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
         lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
         lines += [f"attention: {self.attention}"] if self.attention else []
+        lines += [f"rounded, too: {_some(self.extended)}"] if self.extended else []
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left:
-            reasons.setdefault(reason, []).append(name)
+            if name not in self.extended:
+                reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
-            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            lines.append(f"left in high precision: {', '.join(names[:6])}{more} ({reason})")
+            lines.append(f"left in high precision: {_some(names)} ({reason})")
         return lines + [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -185,6 +185,8 @@ class PtqRecipe:
         batch_norm: Measure the statistics of batch normalisation anew in the quantised model.
         attention: Quantisers of attention, for models that call torch's scaled_dot_product_attention; those of k and
             v stand for a quantised cache.
+        extended: Quantiser of the inputs of normalisation and softmax modules, at every call, and of embeddings, once;
+            scales are made of the tensor at hand. Functions that no module calls, and additions, stay as they are.
         rules: Layers that run otherwise; the first that fits counts. Only ``a`` and ``b`` of a rule's ``use.fprop``
             count.
         target, unit, plan, native: The machine that the quantised layers multiply on, as in Gemm; without one products
@@ -202,6 +204,7 @@ class PtqRecipe:
     bias_correction: bool = False
     batch_norm: bool = False
     attention: AttentionConfig | None = None
+    extended: Quantizer | None = None
     rules: tuple[Rule, ...] = ()
     target: Any = None
     unit: Any = None
@@ -222,6 +225,7 @@ class PtqRecipe:
         kinds: dict[str, Any] = {
             "calibration": Calibration | None, "smooth": Smooth | None, "equalise": Equalise | None,
             "weights": Gptq | LearnedRounding | None, "attention": AttentionConfig | None,
+            "extended": Quantizer | None,
         }  # fmt: skip
         for name, kind in ({"x": Quantizer, "w": Quantizer} | kinds).items():
             if not isinstance(getattr(self, name), kind):
@@ -229,6 +233,10 @@ class PtqRecipe:
                     f"PtqRecipe {name}={shown(getattr(self, name))} is not a {getattr(kind, '__name__', kind)}"
                 )
         check_types(self)
+        if self.extended is not None and (self.extended.format is None or self.extended.is_random):
+            raise ArgumentError(
+                f"PtqRecipe {shown(self.name)} extended={self.extended}: choose a format, rounded to nearest"
+            )
         if any(rule.steps is not None for rule in self.rules):
             raise ArgumentError(
                 f"PtqRecipe {shown(self.name)}: a Rule with steps= is one of training; leave steps= out"
@@ -347,6 +355,7 @@ class PtqRecipe:
         methods += ["bias correction"] * self.bias_correction + ["batch norm measured anew"] * self.batch_norm
         lines += [f"with: {', '.join(methods)}"] if methods else []
         lines += [f"attention: {self.attention}"] if self.attention is not None else []
+        lines += [f"normalisation, softmax, embeddings: {self.extended}"] if self.extended is not None else []
         for rule in self.rules:
             how = "high precision" if rule.use is None else f"x: {rule.use.fprop.a}; w: {rule.use.fprop.b}"
             lines.append(f"rule: {rule.where}: {how}")

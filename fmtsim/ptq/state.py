@@ -13,6 +13,7 @@ from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.ptq.calibrate import Products
+from fmtsim.ptq.extended import extend
 from fmtsim.ptq.registry import ptq_recipe_from_dict, ptq_recipe_to_dict
 from fmtsim.ptq.report import ptq_report
 from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
@@ -117,6 +118,8 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
         revert(model)
         raise ArgumentError(f"the state does not fit {type(model).__name__}: {error}") from None
     model.__dict__[WEIGHTS] = weights
+    if recipe.extended is not None:
+        extend(model, recipe.extended, weights=False)
     if (attention := recipe.serving_attention) is not None:
         convert_attention(model, attention)
     return model

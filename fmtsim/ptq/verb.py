@@ -21,6 +21,7 @@ from fmtsim.nn.own_products import own_matrices
 from fmtsim.nn.planning import machine_of
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
+from fmtsim.ptq.extended import contract, extend
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
@@ -102,6 +103,7 @@ def ptq(
             measure(products, recipe, batches, show)
             rows, weights = _rows(products, recipe, smoothed), rounded_weights(products)
             install(products, recipe.bias_correction)
+            extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)
     except BaseException:
         _undo(model, before)
@@ -110,6 +112,7 @@ def ptq(
     model.__dict__[REPORT] = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
         left=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),
+        extended=extended,
     )  # fmt: skip
     return model
 
@@ -183,6 +186,7 @@ def _undo(model: nn.Module, before: list[Any]) -> None:
     """Give a model back as it was before a failure."""
     known = {id(t) for t, _ in before}
     unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
+    contract(model)
     revert(model)
     for module in model.modules():  # biases that correction made
         bias = module._parameters.get("bias")

@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.build import CHAIN, FORWARD, HIGH, HOPPER, cast, layer
+from fmtsim.recipes.build import BLACKWELL, CHAIN, FORWARD, HIGH, HOPPER, cast, layer
 from fmtsim.recipes.spec import Recipe
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer
@@ -52,12 +52,16 @@ RECIPES = (
     *(
         Recipe(
             name=f"halo{level}{suffix}",
-            machine=HOPPER,
+            machine=machine,
             linear=_halo(level, element),
             source=f"{_HALO}: {title}, level {level}",
             notes=_HALO_NOTES,
         )
-        for suffix, element, title in (("", "int8", "INT8"), ("_fp8", "e4m3", "FP8"))
+        for suffix, element, title, machine in (
+            ("", "int8", "INT8", HOPPER),
+            ("_fp8", "e4m3", "FP8", HOPPER),
+            ("_fp6", "e3m2", "FP6 (E3M2, unverified)", BLACKWELL),
+        )
         for level in range(3)
     ),
     Recipe(

@@ -11,6 +11,7 @@ from fmtsim.reproduce import (
     blocks,
     estimators,
     gpts,
+    multipliers,
     laws,
     optimizers,
     outliers,
@@ -18,6 +19,7 @@ from fmtsim.reproduce import (
     quantised,
     ratios,
     sequences,
+    served,
     speeds,
     training,
     widths,
@@ -27,7 +29,7 @@ from fmtsim.reproduce.claim import Claim
 
 _MODULES = (
     blocks, ratios, estimators, outliers, alignment, attention, accumulation, sequences, training, widths, gpts, wire,
-    quantised, optimizers, qat, speeds, laws,
+    quantised, multipliers, served, optimizers, qat, speeds, laws,
 )  # fmt: skip
 CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 

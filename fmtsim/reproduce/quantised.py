@@ -101,12 +101,19 @@ def memory(tell: Tell) -> Measured:
         numbers["70B training, mixed, GB"] / numbers["70B training, fp8_lm, GB"]
     )
     numbers["bits, nvfp4"], numbers["bits, mxfp4"] = bits_per_element("nvfp4"), bits_per_element("mxfp4")
+    one = serving_memory("nemotron4-340b", weights="e4m3", kv_format="e4m3", context=4096, devices=8)
+    room = 80 * GB - one["weights"]  # of each device
+    numbers["340B in e4m3 on 8 x 80 GB, requests of 4096 tokens"] = float(room // one["KV cache"])
+    numbers["340B cache of 4096 tokens, e4m3, GB"] = 8 * one["KV cache"] / GB
     for fmt in ("bf16", "e4m3"):
         cache = serving_memory("llama-70b", kv_format=fmt, context=131072)["KV cache"]
         numbers[f"70B cache of 131072 tokens, {fmt}, GB"] = cache / GB
     return Measured(numbers=numbers)
 
 
+# Nemotron-4 340B: 341,025,638,400 parameters in a byte each, embedding and head (256000 x 18432) in two; a device has
+# one of eight heads of keys and values.
+_SERVED = 341_025_638_400 + 2 * 256_000 * 18_432
 _WEIGHTS = {"bf16": 2.0, "e4m3": 1.0, "mxfp8_e4m3": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
 
 CLAIMS = (
@@ -146,6 +153,10 @@ CLAIMS = (
             *(exactly(f"{size}B training, fp8_lm, GB", size * 6.0) for size in _SIZES),
             exactly("340B in bf16 fits 8 x 80 GB", 0.0),
             exactly("340B in e4m3 fits 8 x 80 GB", 1.0),
+            exactly("340B cache of 4096 tokens, e4m3, GB", 96 * 2 * 8 * 192 * 4096 / GB),
+            exactly(
+                "340B in e4m3 on 8 x 80 GB, requests of 4096 tokens", (80 * GB - _SERVED / 8) // (96 * 2 * 192 * 4096)
+            ),
             exactly("70B training, mixed, devices of 80 GB", 14.0),
             Expected(name="bytes a parameter, mixed / fp8_lm", low=2.6, high=2.7, published=2.6, origin="paper"),
             exactly("bits, nvfp4", 4.5),

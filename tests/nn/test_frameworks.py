@@ -145,12 +145,13 @@ def test_fsdp2(recipe, mesh):
     assert list(whole) == list(expected) and all_same_bits(list(whole.values()), list(expected.values()))
 
 
-def test_peft_trains_adapters_alone():
+@pytest.mark.parametrize(("recipe", "operand"), [("te_mxfp8", "x_w"), ("halo2_fp6", "g_w")])
+def test_peft_trains_adapters_alone(recipe, operand):
     package("transformers")
     peft = package("peft")
     torch.manual_seed(0)
     adapted = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-    model = convert(peft.get_peft_model(hugging_face("llama", layers=1), adapted), recipe="te_mxfp8").train()
+    model = convert(peft.get_peft_model(hugging_face("llama", layers=1), adapted), recipe=recipe).train()
     before = {name: p.clone() for name, p in model.named_parameters()}
     with fmtsim.observe(model) as seen:
         plain_loop(model)
@@ -158,7 +159,7 @@ def test_peft_trains_adapters_alone():
     assert moved and moved == {name for name in before if "lora_" in name}
     layers = {name for name, module in model.named_modules() if isinstance(module, EmulatedModule)}
     learns = {name for name in layers if "lora_" in name}
-    assert learns and all(("x_w" in seen[name]) == (name in learns) and "x_f" in seen[name] for name in layers)
+    assert learns and all((operand in seen[name]) == (name in learns) and "x_f" in seen[name] for name in layers)
 
 
 def test_the_lines_of_the_readme(tmp_path, monkeypatch):

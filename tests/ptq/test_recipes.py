@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import importlib
 import json
 import math
 
@@ -105,6 +106,10 @@ BAD = [
      r"weights=GPTQ damping 0.01 would fill what 2:4 sparse made zero; choose weights=None, or leave the"),
     (lambda: PtqRecipe(name="r", rules=(Rule(name="fc", steps=Steps(first=3)),)),
      r"a Rule with steps= is one of training; leave steps= out"),
+    (lambda: PtqRecipe(name="r", extended=Quantizer()),
+     r"extended=high precision: choose a format, rounded to nearest"),
+    (lambda: PtqRecipe(name="r", extended=Quantizer(format=get_format("e4m3"), rounding="stochastic")),
+     r"extended=e4m3 stochastic: choose a format, rounded to nearest"),
     (lambda: Gptq(groups="fresh"), r"groups='fresh' is unknown; choose one of static, dynamic, lazy"),
 ]  # fmt: skip
 
@@ -268,3 +273,51 @@ def test_sparse_weights_have_two_of_four_and_the_scales_of_dense_ones(name, targ
     kept = fours >= fours.sort(1).values[:, 2:3]
     assert torch.equal(sparse.weight, torch.where(kept.reshape(32, 64), dense.weight, 0.0))
     assert torch.isfinite(sparse(x)).all()
+
+
+class Tokens(nn.Module):
+    """An embedding, a norm, a layer, a softmax, and a head that shares the weight of another embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.other, self.norm = nn.Embedding(11, 32), nn.Embedding(7, 32), nn.LayerNorm(32)
+        self.layer, self.softmax, self.head = nn.Linear(32, 32), nn.Softmax(-1), nn.Linear(32, 7, bias=False)
+        self.head.weight = self.other.weight
+
+    def forward(self, x):
+        return self.head(self.softmax(self.layer(self.norm(self.embedding(x)))))
+
+
+def test_extended_operators_round_their_inputs_and_embeddings():
+    torch.manual_seed(0)
+    exact, x = Tokens(), torch.randint(11, (4, 5))
+    model = fmtsim.ptq(copy.deepcopy(exact), "e4m3_extended", [x])
+    report, e4m3 = fmtsim.ptq_report(model), get_ptq_recipe("e4m3_extended").extended
+    assert report.extended == ("embedding", "norm", "softmax")
+    assert "rounded, too: embedding, norm, softmax" in str(report) and "left in high precision" not in str(report)
+
+    def rounded(t):
+        return quantize_operand(t.reshape(-1, t.shape[-1]), e4m3, Keys()).values(torch.float32).reshape(t.shape)
+
+    assert torch.equal(model.embedding.weight, rounded(exact.embedding.weight))
+    seen = {}
+    for name in ("norm", "softmax"):
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda m, args, y, name=name: seen.update({name: (args[0], y)}))
+    y = model(x)
+    assert torch.equal(seen["norm"][0], rounded(model.embedding(x)))
+    assert torch.equal(seen["norm"][1], exact.norm(seen["norm"][0]))
+    assert torch.equal(seen["softmax"][0], rounded(model.layer(seen["norm"][1])))
+    fresh = fmtsim.load_ptq(Tokens(), fmtsim.ptq_state(model))
+    assert torch.equal(fresh(x), y)
+    again = fmtsim.ptq(fmtsim.revert(fresh), "e4m3_extended", [x])
+    assert len(again.norm._forward_pre_hooks) == 1
+
+
+def test_a_failure_leaves_extended_operators_as_they_were(monkeypatch):
+    exact, x = Tokens(), torch.randint(11, (4, 5))
+    model = copy.deepcopy(exact)
+    monkeypatch.setattr(importlib.import_module("fmtsim.ptq.verb"), "_finish", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fmtsim.ptq(model, "e4m3_extended", [x])
+    assert torch.equal(model(x), exact(x)) and not model.norm._forward_pre_hooks

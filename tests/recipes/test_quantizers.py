@@ -102,6 +102,8 @@ CASES = [
     ("halo2", "g_w", lambda x: oracle.halo(x, "int8", 127.0)),
     ("halo0_fp8", "x_f", lambda x: oracle.halo(x, "e4m3", 448.0)),
     ("halo1_fp8", "w_f", lambda x: oracle.halo(oracle.rotate(x, 256), "e4m3", 448.0)),
+    *(("halo0_fp6", o, lambda x: oracle.halo(x, "e3m2", 28.0)) for o in ("x_f", "w_f", "g_d")),
+    ("halo2_fp6", "x_f", lambda x: oracle.halo(oracle.rotate(x, 256), "e3m2", 28.0)),
     *(("int8_mixed", o, oracle.int8_rows) for o in ("x_f", "w_f", "g_d", "w_d", "g_w", "x_w")),
     *(("switchback", o, oracle.int8_rows) for o in ("x_f", "g_d")),
     ("switchback", "w_f", lambda x: oracle.halo(x, "int8", 127.0)),
@@ -131,7 +133,7 @@ def test_a_quantiser_is_its_sources(name, operand, source, shape):
     check(made(name, operand, x), source(x))
 
 
-OF_THE_DTYPE = ("ao_int4_qat", "coat", "fp4_ms_code", "halo0", "halo0_fp8", "int8_mixed")
+OF_THE_DTYPE = ("ao_int4_qat", "coat", "fp4_ms_code", "halo0", "halo0_fp6", "halo0_fp8", "int8_mixed")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

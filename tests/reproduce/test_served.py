@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a multiplier's parts are, and the data of claims about models that are quantised after training."""
+
+import pytest
+import torch
+
+from fmtsim.formats.registry import get_format
+from fmtsim.quantize import decode
+from fmtsim.reproduce.multipliers import gates, luts, multiplier
+from fmtsim.reproduce.served import _front, formats, images
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "e2m1", "e3m2", "e4m3", "e5m2_finite", "e2m5_finite"])
+def test_a_sum_holds_256_products_exactly_and_in_no_fewer_bits(name):
+    fmt = get_format(name)
+    codes = torch.arange(1 << fmt.bits)
+    values = decode(codes, fmt, out_dtype=torch.float64)
+    values = values[values.isfinite()].abs().unique()
+    step = float(values[values > 0].min()) ** 2
+    products = torch.outer(values, values) / step
+    assert torch.equal(products, products.round())
+    top = int(products.max()) * 256
+    assert top.bit_length() <= multiplier(fmt).accumulator <= top.bit_length() + 2  # a sign, and a carry
+
+
+def test_costs_by_hand():
+    # INT4: 16 ANDs, 12 full adders, a sum of 16 bits; E2M1: 4 ANDs, 2 + 2 + 16 adders, 3 levels of choices
+    assert gates(get_format("int4")) == 16 + 5 * (12 + 16) and luts(get_format("int4")) == 12 + 16
+    assert gates(get_format("e2m1")) == 4 + 5 * (2 + 2 + 16) + 3 * 3 * 16
+    assert luts(get_format("e2m1")) == 2 + 2 + 16 * (1 + 2)
+
+
+def test_images_differ_by_seed_and_kinds_can_be_told_apart():
+    (x, kinds), (again, _), (other, _) = images(64, 1), images(64, 1), images(64, 2)
+    assert torch.equal(x, again) and not torch.equal(x, other) and kinds.unique().numel() == 8
+    assert set(formats((4,))) == {"int4", "e2m1", "e3m0"}
+
+
+def test_the_front_is_what_nothing_beats():
+    points = {"int3": (1.0, 9.0), "int4": (2.0, 5.0), "e2m1": (2.0, 6.0), "e3m2": (3.0, 5.0), "e4m3": (4.0, 1.0)}
+    assert _front(points) == ["int3", "int4", "e4m3"]
