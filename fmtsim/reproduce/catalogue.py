@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.reproduce import (
     accumulation,
+    adder_tree,
     alignment,
     attention,
     blocks,
@@ -28,8 +29,8 @@ from fmtsim.reproduce import (
 from fmtsim.reproduce.claim import Claim
 
 _MODULES = (
-    blocks, ratios, estimators, outliers, alignment, attention, accumulation, sequences, training, widths, gpts, wire,
-    quantised, multipliers, served, optimizers, qat, speeds, laws,
+    blocks, ratios, estimators, outliers, alignment, attention, accumulation, adder_tree, sequences, training,
+    widths, gpts, wire, quantised, multipliers, served, optimizers, qat, speeds, laws,
 )  # fmt: skip
 CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 

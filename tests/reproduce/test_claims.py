@@ -64,6 +64,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that no longer sh
     ("occ", "levels", (0.97, 0.99, 0.999), "in the paper's order"),
     ("halo", "times", 1.0, "other tokens: level 2 over level 1"),
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
+    ("lns_adder_tree", "fraction_bits", 2, "error of 8 constants over the format's"),
     ("swiglu_alignment", "decay", 0.0, "mean |cosine| at the end"),
     ("swiglu_clipped", "recipe", "te_current", "aligned, plain"),
     ("flash_attention_3", "times", 0.0, "baseline"),
