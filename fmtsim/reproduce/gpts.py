@@ -23,7 +23,7 @@ from fmtsim.training.gpt import GPT, GPTConfig
 
 _NVFP4 = "NVIDIA, Pretraining LLMs with NVFP4, arXiv:2509.25149, sections 3 and 4, figure 4"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources)"
-_FP4 = "Wang et al., arXiv:2501.17116, section 4.2 and figure 6"
+_FP4 = "Wang et al., arXiv:2501.17116, section 4.2 (its losses unverified)"
 _LENGTH = 32
 _HOW = {"lr": 4e-3, "steps": 100, "batch": 4, "layers": 4, "decay": 0.9, "clip": 1.0}
 _SIZE = "100 steps of 128 tokens of a GPT of width 64 with four blocks, on a made language"

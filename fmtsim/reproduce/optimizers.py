@@ -216,7 +216,7 @@ CLAIMS = (
         bounds="before",
         seeds=5,
         notes="moments of matrices after 100 steps of a GPT of 120 thousand parameters; the paper's are of a larger "
-        "one",
+        "one, and its figure is unverified",
     ),
     Claim(
         name="moment_underflow",
