@@ -98,6 +98,7 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
     if not isinstance(state, dict) or set(state) - {"weights"} != _KEYS:
         raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")
     check_items(state, {"layers": list[str], "tensors": dict[str, torch.Tensor], "scales": dict[str, Any]}, "the state")
+    check_items({"weights": {}, **state}, {"weights": dict[str, dict[str, Any]]}, "the state")
     check_module("load_ptq", model)
     recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
     weights = {name: _rounded(value, f"the state's weights.{name}") for name, value in state.get("weights", {}).items()}

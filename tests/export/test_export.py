@@ -187,3 +187,17 @@ def test_a_type_of_ggml_that_is_not_known_is_named(tmp_path):
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
     with pytest.raises(DataError, match=r"'w' is of type Q4_K; read_export knows Q8_0, Q4_0 and MXFP4"):
         fmtsim.read_export(tmp_path / "k.gguf")
+
+
+def test_a_state_says_what_weights_were_rounded_with_and_older_ones_do_not():
+    state = fmtsim.ptq_state(quantised("int4_g32"))
+    for weights, message in (
+        (3, r"the state has 'weights': 3; it should be a dict"),
+        ({"0": {"w": {}}}, r"the state's weights.0 has no 'x'"),
+        ({"0": {"w": {"format": "e9"}, "x": {}, "scales": {}}}, r"the state's weights.0.w.format: unknown format 'e9'"),
+    ):
+        with pytest.raises(FmtsimError, match=message):
+            fmtsim.load_ptq(net(), {**state, "weights": weights})
+    older = fmtsim.load_ptq(net(), {name: value for name, value in state.items() if name != "weights"})
+    with pytest.raises(ArgumentError, match=r"no linear layer with a quantised weight; call fmtsim.ptq"):
+        fmtsim.export(older, "never", "torchao")
