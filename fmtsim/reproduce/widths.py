@@ -190,7 +190,7 @@ CLAIMS = (
         bounds="before",
         seeds=5,
         notes="60 steps of 256 tokens; rates lie an octave apart, in the paper too, and their grid was moved once, "
-        "after every best rate had been its last. The paper's long trainings end at the same losses in FP8 and bfloat16",
+        "after every best rate had been its last. The paper's trainings end at the same losses in FP8 and bfloat16",
         slow=True,
     ),
 )  # fmt: skip
