@@ -55,14 +55,14 @@ def products(
     fmt = get_format(format)
     assert isinstance(fmt, LogFormat)
     x, w = normal(*shape, seed), normal(*shape, seed + 1)
-    coded = [encode(t * (fmt.max / t.abs().max()), fmt).codes for t in (x, w)]
-    values = [decode(codes, fmt, out_dtype=torch.float64) for codes in coded]
-    exact, plain = values[0] @ values[1].T, x.double() @ w.double().T
+    a, b = (encode(t * (fmt.max / t.abs().max()), fmt).codes for t in (x, w))
+    left, right = (decode(codes, fmt, out_dtype=torch.float64) for codes in (a, b))
+    exact, plain = left @ right.T, x.double() @ w.double().T
     back = (x.abs().max().double() / fmt.max) * (w.abs().max().double() / fmt.max)
     numbers = {"error of the format, %": 100 * math.sqrt(relative_error(plain, exact * back))}
     unit = fmt.gamma << fraction_bits
     for entries in told(tell, tables):
-        found = adder_tree(*coded, fmt, entries, fraction_bits).double() / unit
+        found = adder_tree(a, b, fmt, entries, fraction_bits).double() / unit
         numbers[f"error of {entries} constants, %"] = 100 * math.sqrt(relative_error(exact, found))
     error = numbers["error of the format, %"]
     for entries in tables:
