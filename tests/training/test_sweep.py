@@ -166,6 +166,8 @@ def test_schemes():
     assert scheme_of("fp32/bf16").recipe.linear.fprop.a.format is None
     with pytest.raises(ArgumentError, match="scheme 'e4m33x' is neither a recipe nor a format; .* have the names"):
         scheme_of("e4m33x")
+    with pytest.raises(ArgumentError, match="'fa3' has no linear layers to pair; choose another recipe, or a format"):
+        scheme_of("fa3/bf16")
     with pytest.raises(ArgumentError, match="did you mean 'e8m3'"):
         scheme_of("bf16/e8m3x")
 
