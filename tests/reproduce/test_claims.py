@@ -173,7 +173,7 @@ def test_every_claim_says_who_claims_what():
         assert claim.says and claim.source
         assert hash(claim) is not None
         seeded = any(name in ("seed", "seeds") for name, _ in claim.settings)
-        exact = ("dge", "native_speed", "fp8_hardware", "loss_scaling", "delayed_scaling", "memory", "fp8lm_memory", "optimizer_parity",
+        exact = ("dge", "native_speed", "fp8_hardware", "loss_scaling", "delayed_scaling", "memory", "fp8lm_memory",
                  "scaling_law")  # fmt: skip
         assert seeded or claim.name in exact, f"{claim.name} draws numbers without a seed"
 
