@@ -22,7 +22,7 @@ BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 FIGURES = ("elements", "nonzero", "underflowed", "saturated", "nonfinite", "amax", "signal", "noise")
 
 
-def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> Tensor:
+def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1, scales: Tensor | None = None) -> Tensor:
     """Return the FIGURES of a tensor and its exponents, plain and as its elements' format sees them, as one tensor.
 
     Kernels count on the CPU and on GPUs. ``signal`` and ``noise`` are sums in float64, whose last bits depend on the
@@ -33,7 +33,14 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> Tensor:
         q: Its quantised values.
         fmt: Their format, None for high precision.
         dim: Along which its blocks lie.
+        scales: What elements are divided by before they are cast, where the format itself has no such.
     """
+    if scales is not None:
+        plain, seen = (measure(each, q, fmt, dim) for each in (x, x.detach().to(scales.dtype) / scales))
+        place = FIGURES.index("saturated")
+        plain[place] = seen[place]
+        plain[-BINS:] = seen[len(FIGURES) : len(FIGURES) + BINS]
+        return plain
     found = _measure_by_kernel(x.detach(), q.detach(), fmt, dim)
     if found is not None:
         return found

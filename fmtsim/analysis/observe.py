@@ -20,12 +20,11 @@ from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.watch import Observer
+from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.nn.attention_call import AttentionCall
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.spec.quantizer import Quantizer
 
 _UNREAD = 1024  # operands whose counts stay on their devices, some 20 KB each: a step waits for no device
 
@@ -135,14 +134,14 @@ class ModelObservation(Observation):
         notes += [f"no attention seen, not called or of another kind: {_some(unseen)}"] if unseen else []
         return [*self._shadow.notes, *notes]
 
-    def _observer(self, step: int, module: str, part: str) -> Observer:
-        layer = _named(module, part)
+    def _observer(self, step: int, module: str, part: str) -> Watcher:
+        return _Layer(self, step, _named(module, part))
 
-        def record(operand: str, x: Tensor, q: Tensor, quantizer: Quantizer, dim: int) -> None:
-            if self._active:
-                self._unread.append((step, layer, operand, quantizer.format, measure(x, q, quantizer.format, dim)))
-
-        return record
+    def see(self, step: int, layer: str, seen: Seen) -> None:
+        """Count an operand of a layer in a step."""
+        if self._active:
+            fmt, (x, q, dim) = seen.made.quantizer.format, seen.rounded()
+            self._unread.append((step, layer, seen.name, fmt, measure(x, q, fmt, dim, seen.scales())))
 
     def _read(self) -> None:
         """Take what was counted from its devices, each asked once."""
@@ -153,6 +152,17 @@ class ModelObservation(Observation):
             numbers |= zip(places, torch.stack([unread[i][-1] for i in places]).cpu(), strict=True)
         for i, (step, layer, operand, fmt, _) in enumerate(unread):
             self.count(step, layer, operand, OperandStats().read(numbers[i], fmt))
+
+
+class _Layer(Watcher):
+    """Let an observation see the operands of a layer in a step."""
+
+    def __init__(self, observation: ModelObservation, step: int, name: str) -> None:
+        self._observation, self._step, self._name = observation, step, name
+
+    def operand(self, seen: Seen) -> None:
+        """See one."""
+        self._observation.see(self._step, self._name, seen)
 
 
 def observe(

@@ -17,7 +17,7 @@ from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs, is_readable, without_autocast
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.watch import Observer, Watchers, watchers_with
+from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash
 from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.ops import define_operator
@@ -50,7 +50,7 @@ class AttentionCall:
             )
         self.config, self.generator = config, generator
         self.draws: Calls[Tensor] = Calls()  # states of the generator under activation checkpointing
-        self.observer: Callable[[str], Observer] | None = None  # as of a converted module, which has parts
+        self.observer: Callable[[str], Observer | Watcher] | None = None  # as of a converted module, which has parts
         self.name = f"{_PROCESS}.{next(_numbers)}"
         _calls[self.name] = self
 

@@ -17,7 +17,7 @@ from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.product import wide_dtype
-from fmtsim.gemm.layers.watch import Observer
+from fmtsim.gemm.layers.watch import Observer, Watcher
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.plan import LayerPlan
@@ -50,7 +50,7 @@ class Emulation:
     config: LinearConfig
     recipe: str | None = None
     generator: Generator = None
-    observer: Callable[[str], Observer] | None = None
+    observer: Callable[[str], Observer | Watcher] | None = None
     plan: LayerPlan | None = None
     layers: list[tuple[LinearConfig, dict[str, Layer]]] = dataclasses.field(default_factory=list)
     products: dict[str, Layer] = dataclasses.field(default_factory=dict)

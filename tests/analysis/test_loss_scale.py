@@ -49,8 +49,9 @@ def test_what_underflows_at_the_scale_by_hand():
     assert (found.underflow_percent, found.underflow_percent_scaled) == (75.0, 50.0)  # 1.5 * 2**-17 becomes 2**-16
 
 
-def test_gradients_with_scales_of_their_own_need_none():
-    found = observed(1.0, recipe="te_mxfp8").loss_scale()
+@pytest.mark.parametrize("recipe", ["te_mxfp8", "te_current", "te_delayed", "deepseek_v3"])
+def test_gradients_with_scales_of_their_own_need_none(recipe):
+    found = observed(1.0, recipe=recipe).loss_scale()
     assert found.scale is None and str(found) == "gradients have scales of their own: they need no loss scale"
     assert found.to_dict()["headroom"] is None
 

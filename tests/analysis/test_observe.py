@@ -4,19 +4,24 @@
 import json
 import math
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 from fmtsim.analysis.losses import losses_of
+from fmtsim.analysis.measure import LOWEST_EXPONENT
 from fmtsim.analysis.observation import Observation
 from fmtsim.analysis.observe import ModelObservation, observe
 from fmtsim.analysis.page.data import observation_data
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.nn import convert, revert
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 
 
 @pytest.fixture
@@ -117,6 +122,25 @@ def test_observing_changes_no_result(model):
     plain = model(x)
     with observe(model):
         assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("columns", [None, 32])
+def test_elements_are_counted_as_their_format_sees_them(columns):
+    """Under a scale rule x / scale is what saturates, and has the exponents that a format's window is drawn for."""
+    block = (None if columns is None else 1, columns)
+    quantizer = Quantizer(format=get_format("e4m3"), scaling=Scaling(block=block))
+    net = convert(nn.Linear(64, 8, bias=False), recipe=LinearConfig(fprop=Gemm(a=quantizer)))
+    x = 1e-9 * torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    x[3, 5] = 1e-6
+    with observe(net) as stats, torch.no_grad():
+        net(x)
+    blocks = x.double().reshape((1, -1) if columns is None else (-1, columns))
+    scaled = blocks * (448 / blocks.abs().amax(1, keepdim=True))
+    seen = stats[""]["x_f"]
+    found = {i + LOWEST_EXPONENT: n for i, n in enumerate(seen.scaled_exponents.tolist()) if n}
+    assert found == Counter((torch.frexp(scaled)[1] - 1).flatten().tolist())
+    assert seen.saturated == 0 and max(found) == 8 and seen.exponents.sum() == x.numel()
+    assert not torch.equal(seen.exponents, seen.scaled_exponents)
 
 
 def test_the_table_and_the_record(model):

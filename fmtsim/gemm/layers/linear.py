@@ -23,7 +23,7 @@ from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting
 from fmtsim.gemm.layers.passes import Pass, Saved, saved_of
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.gemm.layers.shared import forget, is_shared, share, shared
-from fmtsim.gemm.layers.watch import Observer, Watchers, watchers_with
+from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
 
@@ -120,7 +120,9 @@ class EmulatedGEMM:
         return run_layer(x, w, bias, Layer(config, generator, state), observer)
 
 
-def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None = None) -> Tensor:
+def run_layer(
+    x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | Watcher | None = None
+) -> Tensor:
     """Return ``x w^T + bias`` under a layer's definition; torch.compile sees one operator.
 
     Below its own tracer that operator is what ``EmulatedGEMM`` does: matrix products and opaque operands.

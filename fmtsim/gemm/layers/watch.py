@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.scaling.transforms import transformed
-from fmtsim.spec.operand import Keys, Operand, multiplied
+from fmtsim.spec.operand import Keys, Operand, multiplied, spread
 from fmtsim.spec.quantizer import Quantizer
 
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
@@ -61,6 +62,18 @@ class Seen(NamedTuple):
         for transform in self.made.quantizer.transforms:
             x, _ = transformed(x, transform, self.keys.signs)
         return x, values, -1
+
+    def scales(self) -> Tensor | None:
+        """Return what ``rounded``'s first tensor is divided by where a scale rule gave that: a number an element."""
+        made, quantizer = self.made, self.made.quantizer
+        if quantizer.scaling is None:
+            return None
+        if made.scale is None and quantizer.scaling.history is None:  # kernels multiplied it in
+            made = quantize_operand(self.original, quantizer, self.keys, dim=self.dim, factor=self.factor)
+        if made.scale is None:
+            return made.tensor_scale
+        scale = spread(made.scale, made.block, made.elements.shape)
+        return scale if made.tensor_scale is None else scale * made.tensor_scale
 
 
 class Watcher:
@@ -108,6 +121,8 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
         _watching.reset(token)
 
 
-def watchers_with(observer: Observer | None) -> Watchers:
+def watchers_with(observer: Observer | Watcher | None) -> Watchers:
     """Return the watchers of this thread, and a layer's observer beside them."""
-    return _watching.get() if observer is None else (*_watching.get(), Told(observer))
+    if observer is None:
+        return _watching.get()
+    return *_watching.get(), observer if isinstance(observer, Watcher) else Told(observer)
