@@ -30,6 +30,7 @@ from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
 from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, multiplied, spread
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Sparsity
 
 NO_KEYS = Keys()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -214,7 +215,8 @@ def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folde
     last = last_cast(quantizer)
     fmt, only_cast = last.format, not quantizer.transforms and quantizer.then is None and quantizer.scaling is None
     if fmt is None:
-        return dtype if only_cast else torch.float32
+        keeps = only_cast or (quantizer.then is None and all(isinstance(t, Sparsity) for t in quantizer.transforms))
+        return dtype if keeps else torch.float32
     if on_gpu and is_bfloat16(last, folded):
         return torch.bfloat16
     if last.scaling is not None or keeps_scales(last, folded, on_gpu):
