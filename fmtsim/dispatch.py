@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
@@ -49,6 +50,14 @@ def constant_in_graphs(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def is_compiled() -> bool:
+    """Say whether a compiler looks at what runs here, also below torch.compile's own tracer.
+
+    There ``torch.compiler.is_compiling()`` of torch before 2.12 says no.
+    """
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_compiled
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.keys import find_layer
 from fmtsim.gemm.layers.operand import (
@@ -109,7 +110,7 @@ def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tupl
 
 def _inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
     """Return an operand in operations that a compiler for a GPU fuses into its kernels, None where there are none."""
-    return inlined(t, quantizer, dim) if torch.compiler.is_compiling() and is_on_gpu(t) else None
+    return inlined(t, quantizer, dim) if is_on_gpu(t) and is_compiled() else None
 
 
 @lru_cache(maxsize=4096)

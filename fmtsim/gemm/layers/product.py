@@ -10,6 +10,7 @@ from itertools import product as pairs
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_compiled
 from fmtsim.float64 import has_float64
 from fmtsim.formats.block import FP32
 from fmtsim.formats.representable import is_representable
@@ -138,7 +139,7 @@ def _finish(
     engine = cpu_engine(y) if y.is_cpu and rest is None and dtype == torch.float32 and not traced else None
     if engine is not None and engine.finish_(y, columns, rows, bias):
         return y
-    if traced and rest is bias is None and is_on_gpu(y) and torch.compiler.is_compiling():
+    if traced and rest is bias is None and is_on_gpu(y) and is_compiled():
         return inlined_product(y, columns, rows, dtype)
     run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse sums
     return run(y, columns, rows, rest, bias, dtype)  # type: ignore[no-any-return]
