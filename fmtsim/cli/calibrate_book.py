@@ -11,15 +11,7 @@ from typing import cast, get_args
 import torch
 
 from fmtsim.calibration.arithmetic import family_of
-from fmtsim.calibration.book import (
-    Made,
-    book_target,
-    choose_kinds,
-    families_of,
-    lattice,
-    make_book,
-    similar_kinds,
-)
+from fmtsim.calibration.book import Made, book_target, choose_kinds, families_of, lattice, make_book, similar_kinds
 from fmtsim.calibration.gpu import TorchGPU, open_gpu
 from fmtsim.calibration.learn import check_learner, learn
 from fmtsim.calibration.planfile import write_plan

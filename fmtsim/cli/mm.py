@@ -16,11 +16,7 @@ from fmtsim.analysis.comparison import Comparison
 from fmtsim.cli.arguments.mm import SLOW_EVERY
 from fmtsim.cli.mm_report import check_text, record_of, text_of
 from fmtsim.cli.operands import Operands, make_operands
-from fmtsim.cli.options import (
-    check_device,
-    read_target,
-    target_given,
-)
+from fmtsim.cli.options import check_device, read_target, target_given
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.explain.product import explain_mm

@@ -11,12 +11,7 @@ from typing import Any
 
 from fmtsim.bench.timing import bounded_threads
 from fmtsim.cli.arguments.train import EVERY
-from fmtsim.cli.options import (
-    check_device,
-    check_threads,
-    read_target,
-    target_given,
-)
+from fmtsim.cli.options import check_device, check_threads, read_target, target_given
 from fmtsim.cli.output import MISMATCH, answer, format_table, json_text, print_text
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError, FmtsimError

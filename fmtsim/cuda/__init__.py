@@ -11,14 +11,7 @@ from fmtsim.cuda.gemm.scaled_product import covers_groups, multiply_groups
 from fmtsim.cuda.native.calls import NativeCall, NativeScales
 from fmtsim.cuda.native.calls import run as run_native
 from fmtsim.cuda.native.gpu import cublaslt, cublaslt_version, other_gpu, other_settings, other_versions
-from fmtsim.cuda.operand import (
-    counts_keys,
-    finish,
-    has_both,
-    quantize_both,
-    quantize_operand,
-    unrotate,
-)
+from fmtsim.cuda.operand import counts_keys, finish, has_both, quantize_both, quantize_operand, unrotate
 from fmtsim.cuda.optim.steps import OptimizerBatch, optimizer_steps, supports_optimizer
 from fmtsim.cuda.runtime import available, serves, warmup, why_unavailable
 

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim import ops
-from fmtsim.distributed.arithmetic import (
-    Batch,
-    Hop,
-    canonical,
-    chunked,
-    each,
-    own_counts,
-    result_counts,
-    scaled,
-)
+from fmtsim.distributed.arithmetic import Batch, Hop, canonical, chunked, each, own_counts, result_counts, scaled
 from fmtsim.distributed.simulate import ring, tree
 from fmtsim.formats.packing import packed_size
 

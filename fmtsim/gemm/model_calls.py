@@ -22,10 +22,7 @@ def check_dtypes(dtypes: Iterable[str]) -> None:
 
 
 def model_calls(
-    shapes: Iterable[Shape],
-    tokens: Iterable[int],
-    dtypes: Sequence[str] = DTYPES,
-    passes: Sequence[str] = PASSES,
+    shapes: Iterable[Shape], tokens: Iterable[int], dtypes: Sequence[str] = DTYPES, passes: Sequence[str] = PASSES
 ) -> list[GemmCall]:
     """Return the calls of linear layers in training, each once, those with equal K together.
 

@@ -20,13 +20,7 @@ NOT_COUNTED = (
 
 
 def serving_memory(
-    model: Any,
-    *,
-    weights: str = "bf16",
-    kv_format: str = "bf16",
-    context: int = 0,
-    requests: int = 1,
-    devices: int = 1,
+    model: Any, *, weights: str = "bf16", kv_format: str = "bf16", context: int = 0, requests: int = 1, devices: int = 1
 ) -> MemoryEstimate:
     """Estimate the memory that serving a model needs on each device, by arithmetic.
 

@@ -24,15 +24,7 @@ from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.dry_run import running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.scaled_operations import (
-    ADDITIONS,
-    FORWARD,
-    MULTIPLICATIONS,
-    SCALED,
-    Operations,
-    ScaledModel,
-    base_of,
-)
+from fmtsim.nn.scaled_operations import ADDITIONS, FORWARD, MULTIPLICATIONS, SCALED, Operations, ScaledModel, base_of
 from fmtsim.nn.unit_scaling import Factors
 from fmtsim.nn.wrapped import unwrap_parts, wrap_parts
 

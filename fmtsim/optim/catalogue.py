@@ -44,14 +44,7 @@ def _ao(name: str, first: str, second: str, block: int) -> Scheme:
     for fmt in (first, second):
         ties = "even" if fmt == "e4m3" else "up"  # a cast of torch's, and a search of torchao's own
         states.append(_blocks(fmt, block, least=1e-12, ties=ties))
-    return Scheme(
-        name=name,
-        source=_AO,
-        first=states[0],
-        second=states[1],
-        minimum=_SMALL,
-        whole_blocks=True,
-    )
+    return Scheme(name=name, source=_AO, first=states[0], second=states[1], minimum=_SMALL, whole_blocks=True)
 
 
 def _tensor(name: str, scale: str) -> StateFormat:
@@ -83,10 +76,7 @@ _SCHEMES = (
         weights=_tensor("fp16", "reciprocal"),
     ),
     Scheme(
-        name="coat",
-        source=_COAT,
-        first=_blocks("e4m3", 128, expand=True),
-        second=_blocks("e4m3", 128, expand=True),
+        name="coat", source=_COAT, first=_blocks("e4m3", 128, expand=True), second=_blocks("e4m3", 128, expand=True)
     ),
     Scheme(
         name="coat_plain",

@@ -33,12 +33,7 @@ class QuantisedCache:
     """
 
     def __init__(
-        self,
-        key: str | Format,
-        value: str | Format | None = None,
-        *,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        self, key: str | Format, value: str | Format | None = None, *, key_scale: float = 1.0, value_scale: float = 1.0
     ) -> None:
         self._formats = tuple(get_format(f) for f in (key, key if value is None else value))
         self._factors = (key_scale, value_scale)

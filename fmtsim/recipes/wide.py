@@ -79,11 +79,7 @@ RECIPES = (
     ),
     *(
         Recipe(
-            name=name,
-            machine=HOPPER,
-            linear=_whole(name, "toward_zero", dequantized=True),
-            source=_BACK,
-            notes=notes,
+            name=name, machine=HOPPER, linear=_whole(name, "toward_zero", dequantized=True), source=_BACK, notes=notes
         )
         for notes, names in _REDUCED.items()
         for name in names

@@ -60,10 +60,7 @@ def integral(y: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def round_value(
-    x: torch.Tensor,
-    fmt: FloatFormat,
-    rounding: Rounding = NEAREST,
-    words: torch.Tensor | None = None,
+    x: torch.Tensor, fmt: FloatFormat, rounding: Rounding = NEAREST, words: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Round float64 elements to values of a format, once.
 

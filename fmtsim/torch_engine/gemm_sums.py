@@ -76,11 +76,7 @@ class Summation:
         self._promote = Adder(self._promotion, [accumulator, self._promotion]) if self._promotion else None
 
     def __call__(
-        self,
-        rows: Rows,
-        c: torch.Tensor | None,
-        draw: Draw,
-        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, rows: Rows, c: torch.Tensor | None, draw: Draw, scales: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Return the reduced sums, float64, of the shape that ``rows.a[0]`` and ``rows.b[0]`` broadcast to.
 

@@ -190,10 +190,7 @@ def run_lockstep(
     end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     first, second = (side.model for side in sides)
     learners = [Learner(side.model, config.simulated, config) for side in sides]
-    result = Lockstep(
-        labels=(sides[0].label, sides[1].label),
-        parameters=sum(p.numel() for p in first.parameters()),
-    )
+    result = Lockstep(labels=(sides[0].label, sides[1].label), parameters=sum(p.numel() for p in first.parameters()))
     batches = torch.Generator().manual_seed(config.seed + 1)
     label = f"{sides[0].label} and {sides[1].label}"
     progress.stage(label, config.steps)

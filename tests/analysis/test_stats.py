@@ -177,11 +177,7 @@ def test_real_scales_saturate_nothing(name):
 
 
 @pytest.mark.parametrize(
-    "fmt",
-    [
-        LogFormat(name="lns", bits=8, gamma=8),
-        IntFormat(name="half", bits=4, symmetric=False, half_offset=True),
-    ],
+    "fmt", [LogFormat(name="lns", bits=8, gamma=8), IntFormat(name="half", bits=4, symmetric=False, half_offset=True)]
 )
 def test_formats_without_zero_never_underflow(fmt):
     assert stats_of([0.0, 1e-3, -1e-3, 2.0], fmt).underflowed == 0

@@ -11,8 +11,7 @@ from tests.support.jobs import JOBS
 
 
 @pytest.mark.parametrize(
-    ("jobs", "count"),
-    [(("train",), 1), *(pytest.param((name,), 50, marks=pytest.mark.faults) for name in JOBS)],
+    ("jobs", "count"), [(("train",), 1), *(pytest.param((name,), 50, marks=pytest.mark.faults) for name in JOBS)]
 )
 def test_a_job_that_was_killed_ends_as_an_undisturbed_one(tmp_path, jobs, count):
     command = [sys.executable, "-m", "tests.support.jobs", str(tmp_path), str(count), "1", *jobs]

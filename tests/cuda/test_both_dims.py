@@ -167,11 +167,7 @@ def test_a_linear_layer_multiplies_on_bfloat16_units():
                 for t in (x, w, g)
                 for dim in (-1, 0)
             }
-            for found, wanted in (
-                (y, q[x, -1] @ q[w, -1].t()),
-                (dx, q[g, -1] @ q[w, 0]),
-                (dw, q[g, 0].t() @ q[x, 0]),
-            ):
+            for found, wanted in ((y, q[x, -1] @ q[w, -1].t()), (dx, q[g, -1] @ q[w, 0]), (dw, q[g, 0].t() @ q[x, 0])):
                 # float32 sums of the unit, one rounding to the dtype
                 scale = wanted.abs().max()
                 assert found.dtype == dtype

@@ -65,16 +65,7 @@ def _trained(model: Any, recipe: Any, x: Any, **options: Any) -> Any:
     return y
 
 
-@target(
-    "convert",
-    24,
-    failed=(
-        12197491323643380526,
-        7176390565075237793,
-        7701471196422413632,
-        2616203623287572904,
-    ),
-)
+@target("convert", 24, failed=(12197491323643380526, 7176390565075237793, 7701471196422413632, 2616203623287572904))
 def _convert(r: Random) -> tuple[Any, list[Any], Values]:
     model = either(r, _net(r), 0.05)
     x = either(r, tensors.tensor(r, dtypes=(torch.float32,), of=(*r.choice(((3,), (2, 3), (0,), ())), 64)), 0.05)
@@ -127,16 +118,7 @@ def _models(r: Random) -> tuple[Any, list[Any], Values]:
     return run, arguments, {}
 
 
-@target(
-    "optim",
-    60,
-    failed=(
-        5967740723652819025,
-        7456155837302684848,
-        9507376488933642206,
-        13344685260146688598,
-    ),
-)
+@target("optim", 60, failed=(5967740723652819025, 7456155837302684848, 9507376488933642206, 13344685260146688598))
 def _optim(r: Random) -> tuple[Any, list[Any], Values]:
     cls = r.choice((fmtsim.optim.AdamW, fmtsim.optim.SGD, fmtsim.optim.Lion, fmtsim.optim.Madam, fmtsim.optim.Adam))
     count = r.randint(1, 2)

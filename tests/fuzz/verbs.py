@@ -187,15 +187,7 @@ def _mma(r: Random) -> tuple[Any, list[Any], Values]:
     return fmtsim.mma, operands, options
 
 
-@target(
-    "explain",
-    60,
-    failed=(
-        17784353442611218000,
-        10910207247614510596,
-        979473696259143546,
-    ),
-)
+@target("explain", 60, failed=(17784353442611218000, 10910207247614510596, 979473696259143546))
 def _explain(r: Random) -> tuple[Any, list[Any], Values]:
     x = r.choice((0.1, -3e5, float("nan"), float("inf"), 5e-324, 7, [1.0, 2.0], tensors.tensor(r), tensors.junk(r)))
     options = _cast(r, x)

@@ -188,11 +188,7 @@ def with_rule(**fields):
 def test_a_rule_may_name_a_unit_of_its_own():
     target = with_rule(unit="fp32_fma", operands="fp32")
     found = target.resolve(mm(64, 1, 128, "tf32"))
-    assert (found.unit, found.a.name, found.datapath) == (
-        "fp32_fma",
-        "fp32",
-        get_unit("fp32_fma").mode("fp32", "fp32"),
-    )
+    assert (found.unit, found.a.name, found.datapath) == ("fp32_fma", "fp32", get_unit("fp32_fma").mode("fp32", "fp32"))
     assert resolve(mm(64, 64, 128, "tf32")).b.name == "tf32"
     assert target_to_dict(target)["rules"][0]["operands"] == "fp32" and "unit" not in target_to_dict(target)["rules"][1]
     a, b, _ = operands("fp32", m=64, n=1)

@@ -5,15 +5,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import (
-    ArgumentError,
-    Datapath,
-    FmtsimError,
-    GemmPlan,
-    RandomKey,
-    get_format,
-    get_unit,
-)
+from fmtsim import ArgumentError, Datapath, FmtsimError, GemmPlan, RandomKey, get_format, get_unit
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import definition as spec
 from tests.support.gemm_oracle import finished, sums

@@ -10,14 +10,7 @@ import pytest
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.oracle_units import (
-    Product,
-    exact,
-    fused_block,
-    pairwise_block,
-    round_exact,
-    two_stage_block,
-)
+from fmtsim.gemm.products.oracle_units import Product, exact, fused_block, pairwise_block, round_exact, two_stage_block
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.datapath import Datapath, PairwiseDatapath, TwoStageDatapath

@@ -92,10 +92,7 @@ def test_sums_beside_a_product():
 
 
 def test_arguments_that_no_rule_takes_are_left_to_torch():
-    for how in (
-        lambda x, w: torch.mm(x, w.T, torch.float32),
-        lambda x, w: torch.mm(x, w.T, out_dtype=torch.float32),
-    ):
+    for how in (lambda x, w: torch.mm(x, w.T, torch.float32), lambda x, w: torch.mm(x, w.T, out_dtype=torch.float32)):
         with pytest.raises(NotImplementedError, match="aten::mm.dtype"):  # a CPU has none
             convert(Written(how, normal(32, 16, seed=1)), config=CURRENT)(normal(8, 16))
 

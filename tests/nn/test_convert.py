@@ -341,8 +341,7 @@ def test_an_emulated_layer_without_config_says_how_to_make_one():
 
 def test_a_filter_is_a_function():
     with pytest.raises(
-        ArgumentError,
-        match="filter_fn='mlp' is not a function of a module and its name; write filter_fn=",
+        ArgumentError, match="filter_fn='mlp' is not a function of a module and its name; write filter_fn="
     ):
         convert(nn.Linear(4, 4), format="e4m3", filter_fn="mlp")
 

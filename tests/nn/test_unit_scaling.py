@@ -12,14 +12,7 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.nn import unit_scaling as unit
-from fmtsim.nn.scaled_linear import (
-    MuLinear,
-    MuReadout,
-    MuResidual,
-    UnitLinear,
-    UnitReadout,
-    mu_parameter_groups,
-)
+from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups
 from tests.support.operands import float64s
 
 

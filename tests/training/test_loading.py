@@ -182,10 +182,7 @@ def test_files_that_hold_no_weights(tmp_path, name, content, said):
         ("own.py:none", "--model own.py:none returned no batches; return one or more"),
         ("own.py:text", "returned 'batches' as batches; return one batch, which is a tensor, a tuple of arguments or"),
         ("own.py:model", "--data is missing: --model own.py:model comes without batches; pass a text file"),
-        (
-            "own.py",
-            "--model own.py is neither a function nor a local Hugging Face model (a file); pass FILE.py:fun",
-        ),
+        ("own.py", "--model own.py is neither a function nor a local Hugging Face model (a file); pass FILE.py:fun"),
         ("nowhere", "nowhere is neither a function nor a local Hugging Face model (no folder and not in the cache"),
         ("package", "--model package is neither a function nor a local Hugging Face model (Unrecognized model in"),
     ],
@@ -233,11 +230,7 @@ def test_folders_that_do_not_do(saved, tmp_path):
             "has no tokenizer that transformers can read; pass --tokenizer with a folder that has one",
         ),
         (saved["llama"], {"tokenizer": "own.py"}, "--tokenizer own.py has no tokenizer that"),
-        (
-            saved["bert"],
-            {"tokenizer": "bytes"},
-            "is a BertForMaskedLM and not a causal language model; load it in a",
-        ),
+        (saved["bert"], {"tokenizer": "bytes"}, "is a BertForMaskedLM and not a causal language model; load it in a"),
         (saved["llama"], {"tokenizer": "bytes", "context": 4000}, "--context 4000 is beyond the 2048 positions"),
     ):
         with pytest.raises(ArgumentError) as caught:

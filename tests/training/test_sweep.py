@@ -23,16 +23,7 @@ from fmtsim.training.learner import schedule
 from fmtsim.training.loop import begin, take_step
 from fmtsim.training.sweep import Point, SweepConfig, SweepRun, points_of, scheme_of, train_point
 from fmtsim.training.sweep_folder import RUNS, read_runs, run_sweep
-from fmtsim.training.sweep_result import (
-    Shape,
-    SweepResult,
-    byte_entropy,
-    interval,
-    ranks,
-    roc_area,
-    spearman,
-    spikes,
-)
+from fmtsim.training.sweep_result import Shape, SweepResult, byte_entropy, interval, ranks, roc_area, spearman, spikes
 from fmtsim.training.tasks import TASKS, score, task_corpus
 
 CONFIG = SweepConfig(layers=1, heads=2, context=16, batch_size=2)

@@ -38,11 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = parser.add_argument_group("comparing a GPU with the emulation of its matrix unit, instead of measuring it")
     all_kinds = "run every kind of call that reaches this unit on the GPU and in emulation, compare, and write evidence"
     option(one, "--unit", f"{all_kinds} (hopper.wgmma, blackwell.tcgen05)", metavar="NAME", known=names.units)
-    option(
-        one,
-        "--evidence",
-        "check such a file on any machine: emulate its calls again and compare",
-        metavar="FILE",
-    )
+    option(one, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE")
     add_device(parser, "cuda")
     add_json(parser)

@@ -89,10 +89,5 @@ def _decode_blocks(parts: EncodedParts, fmt: BlockFormat, dim: int, target: torc
     tensor_scale = 1.0 if parts.tensor_scale is None else float(parts.tensor_scale)
     arrays = matrix.numpy(), values_of(fmt.element), parts.scales.contiguous().numpy(), offsets.contiguous().numpy()
     how = fmt.zero_point, tensor_scale, odd, y.numpy(), outer, inner
-    pool.run(
-        lambda first, last: decode_rows(*arrays, *how, first, last),
-        rows,
-        align=1,
-        weight=columns,
-    )
+    pool.run(lambda first, last: decode_rows(*arrays, *how, first, last), rows, align=1, weight=columns)
     return target if dim == -1 else y.view(moved.shape).movedim(-1, dim)

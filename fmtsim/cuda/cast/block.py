@@ -231,14 +231,7 @@ class Rows:
         index: Of the device.
     """
 
-    def __init__(
-        self,
-        spec: CastSpec,
-        macros: Defines,
-        how: tuple[int, int, int],
-        together: int,
-        index: int,
-    ) -> None:
+    def __init__(self, spec: CastSpec, macros: Defines, how: tuple[int, int, int], together: int, index: int) -> None:
         assert isinstance(spec.format, BlockFormat)
         self._spec, self._how, self._together = spec, how, together
         self.one_pass, self._two_level = ("RUN", "0") not in macros, spec.format.tensor_scale

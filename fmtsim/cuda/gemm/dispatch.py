@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda import runtime
-from fmtsim.cuda.gemm import (
-    block_scaled,
-    fma_chain,
-    fp32_aligned,
-    fp64_aligned,
-    fp64_tensor_core,
-    general,
-    self_test,
-)
+from fmtsim.cuda.gemm import block_scaled, fma_chain, fp32_aligned, fp64_aligned, fp64_tensor_core, general, self_test
 from fmtsim.cuda.gemm.job import TILE, Job, accumulation_order, gpu_of
 from fmtsim.cuda.gemm.problem import TYPES
 from fmtsim.spec.cast import RandomKey

@@ -9,13 +9,7 @@ from torch import Tensor
 from fmtsim.arguments import check_flags, check_saved, check_together
 from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError, shown
-from fmtsim.gemm.products.operands import (
-    FLOATS,
-    asked_product,
-    check_matrices,
-    check_tensor,
-    inner_length,
-)
+from fmtsim.gemm.products.operands import FLOATS, asked_product, check_matrices, check_tensor, inner_length
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import Operation
