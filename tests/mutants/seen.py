@@ -129,25 +129,31 @@ def _write(seen: dict[tuple[str, str], dict[str, int]], seconds: dict[str, float
 
     most = {place: MOST_TESTS if place[0].endswith(".py") else MOST_OF_KERNELS for place in seen}
     chosen = {place: list(dict.fromkeys(rank(tests)))[: most[place]] for place, tests in sorted(seen.items())}
-    names = sorted({test for tests in chosen.values() for test in tests})
-    numbers = {test: i for i, test in enumerate(names)}
-    lines = [f"{test} {seconds[test]:.1f}" for test in names]
-    lines += ["", *(f"{file}:{function} {' '.join(str(numbers[t]) for t in tests)}"
-                    for (file, function), tests in chosen.items())]  # fmt: skip
-    MAP.write_text("\n".join(lines) + "\n")
+    MAP.write_text(_text(chosen, seconds))
     return len(chosen)
+
+
+def _text(chosen: dict[tuple[str, str], list[str]], seconds: dict[str, float]) -> str:
+    """Return the tests, a line each, and below the places by file: functions that the same tests see share a line."""
+    names = sorted({test for tests in chosen.values() for test in tests})
+    numbers = {test: str(i) for i, test in enumerate(names)}
+    functions: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for (file, function), tests in chosen.items():
+        functions[file, *(numbers[test] for test in tests)].append(function)
+    rows = [f"{file}:{','.join(named)} {' '.join(tests)}" for (file, *tests), named in functions.items()]
+    return "\n".join([*(f"{test} {seconds[test]:.1f}" for test in names), "", *rows]) + "\n"
 
 
 def read_map() -> tuple[dict[str, list[str]], dict[str, float]]:
     """Return the tests of each ``file:function``, and how many seconds each takes."""
     tests, _, places = MAP.read_text().partition("\n\n")
     named = [line.rsplit(" ", 1) for line in tests.splitlines()]
-    seconds = {name: float(spent) for name, spent in named}
     found = {}
     for line in places.splitlines():
         place, *numbers = line.split(" ")
-        found[place] = [named[int(i)][0] for i in numbers]
-    return found, seconds
+        file, functions = place.split(":")
+        found |= {f"{file}:{function}": [named[int(i)][0] for i in numbers] for function in functions.split(",")}
+    return found, {name: float(spent) for name, spent in named}
 
 
 def _with_headers(file: str, found: frozenset[str] = frozenset()) -> set[str]:

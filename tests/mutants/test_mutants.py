@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.mutants import seen
 from tests.mutants.__main__ import draw, equivalents, package_files
 from tests.mutants.seen import COMPILED, read_map
 from tests.mutants.sites import ROOT, Mutant, mutants_of
@@ -58,12 +59,20 @@ def test_equivalent_errors_stand_in_the_tree():
 
 
 def test_the_map_names_tests_that_exist():
-    seen, seconds = read_map()
-    assert len(seen) > 2000 and seen[f"{PLACES}:require"]
+    places, seconds = read_map()
+    assert len(places) > 2000 and places[f"{PLACES}:require"]
     assert all((ROOT / test).exists() for tests in COMPILED.values() for test in tests)
     files = {test.split("::")[0] for test in seconds}
     missing = [file for file in files if not (ROOT / file).exists()]
     assert len(missing) < len(files) / 20, missing  # a few may have moved since it was recorded
+
+
+def test_functions_that_the_same_tests_see_share_a_line_of_the_map(tmp_path, monkeypatch):
+    places = {("a.py", ""): ["t::2", "t::1"], ("a.py", "f"): ["t::2", "t::1"], ("b.py", "C.g"): ["t::1"]}
+    monkeypatch.setattr(seen, "MAP", tmp_path / "seen.txt")
+    seen.MAP.write_text(seen._text(places, {"t::1": 0.5, "t::2": 1.0}))
+    assert seen.MAP.read_text().splitlines()[-2:] == ["a.py:,f 1 0", "b.py:C.g 0"]
+    assert read_map() == ({":".join(place): tests for place, tests in places.items()}, {"t::1": 0.5, "t::2": 1.0})
 
 
 @pytest.mark.slow
