@@ -19,8 +19,6 @@ import torch
 import fmtsim
 from fmtsim import files
 from fmtsim.analysis.page import write_page
-from fmtsim.analysis.plots import plot_exponents
-from fmtsim.analysis.stats import OperandStats
 from fmtsim.calibration.planfile import write_plan
 from fmtsim.cli import mm
 from fmtsim.cli.main import BAD_INPUT, main
@@ -43,7 +41,7 @@ WRITERS = {
     "recipe.json": lambda path: save_recipe(get_recipe("te_nvfp4"), path),
     "ptq.json": lambda path: save_ptq_recipe(get_ptq_recipe("w4a4"), path),
     "plan.json": lambda path: write_plan(get_target("h200"), path),
-    "e.png": lambda path: plot_exponents({"x_f": OperandStats()}, path),
+    "ulps.png": lambda path: fmtsim.compare(torch.ones(4), torch.ones(4)).plot(path),
     "report.html": lambda path: write_page(path, title="t"),
     "record.json": lambda path: write_json(path, {"x": ["word"] * 100}),
     "check.json": lambda path: write_check(path.parent, {"x": ["word"] * 100}, "text", json.dumps),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats as others know them: torch dtypes, ml_dtypes, safetensors tags, and tensors of those as codes."""
+"""Formats as others know them: torch dtypes, ml_dtypes, safetensors tags, and codes as tensors of those."""
 
 import dataclasses
 from functools import lru_cache
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fmtsim.errors import DtypeError, FormatError
-from fmtsim.formats.packing import code_dtype, pack, unpack
+from fmtsim.formats.packing import pack
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
 
@@ -52,9 +52,6 @@ _VIEWS = (
     _View("uint2", None, "uint2", None),
 )
 
-_PACKED = ("float4_e2m1fn_x2",)  # two codes an element
-_SIGNED_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a torch dtype's name as numpy, files and tables have it: ``"bfloat16"``."""
@@ -89,31 +86,6 @@ def safetensors_tag(fmt: ElementFormat) -> str | None:
     return view.safetensors if view else None
 
 
-def codes_from_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, ElementFormat]:
-    """Read a tensor of a low-precision or ordinary dtype as codes and their format, without changing a bit.
-
-    Args:
-        tensor: Any dtype that ``torch_dtype`` returns for some format.
-
-    Returns:
-        The codes in ``code_dtype(format.bits)``, of the tensor's shape (its last dimension doubled for
-        ``float4_e2m1fn_x2``), and the format.
-
-    Raises:
-        FormatError: No format has that dtype.
-    """
-    fmt = get_format(tensor.dtype)
-    if not isinstance(fmt, ElementFormat) or torch_dtype(fmt) != tensor.dtype:
-        raise FormatError(f"dtype {tensor.dtype} has no format whose codes it holds")
-    if dtype_name(tensor.dtype) in _PACKED:
-        packed = tensor.view(torch.uint8)
-        return unpack(packed, fmt.bits, packed.shape[-1] * 8 // fmt.bits), fmt
-    raw = tensor.view(_SIGNED_BITS[tensor.element_size()])
-    if fmt.bits in (8, 64):
-        return raw, fmt
-    return raw.to(code_dtype(fmt.bits)) & ((1 << fmt.bits) - 1), fmt
-
-
 def codes_to_tensor(codes: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     """Return codes as a tensor of the torch dtype whose bit patterns they are, without changing a bit.
 
@@ -137,33 +109,6 @@ def codes_to_tensor(codes: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     packed = pack(codes.reshape(1) if codes.dim() == 0 else codes, fmt.bits)
     tensor = packed.view(dtype)
     return tensor.reshape(codes.shape) if fmt.bits >= 8 else tensor
-
-
-def codes_from_numpy(array: Any) -> tuple[torch.Tensor, ElementFormat]:
-    """Read a numpy or ml_dtypes array as codes and their format, without changing a bit.
-
-    Raises:
-        FormatError: No format has that dtype.
-    """
-    import numpy
-
-    fmt = get_format(array.dtype)
-    if not isinstance(fmt, ElementFormat):
-        raise FormatError(f"dtype {array.dtype} has no format whose codes it holds")
-    raw = torch.from_numpy(numpy.array(array, order="C").view(f"i{array.dtype.itemsize}"))
-    return (raw if fmt.bits == 64 else raw.to(code_dtype(fmt.bits)) & ((1 << fmt.bits) - 1)), fmt
-
-
-def codes_to_numpy(codes: torch.Tensor, fmt: ElementFormat) -> Any:
-    """Return codes as an array of the numpy or ml_dtypes dtype whose bit patterns they are.
-
-    Raises:
-        DtypeError: Neither library has a dtype for the format.
-    """
-    dtype = numpy_dtype(fmt)
-    if dtype is None:
-        raise DtypeError(f"numpy and ml_dtypes have no dtype for {fmt.name}; keep the codes, or decode them")
-    return codes.cpu().numpy().astype(f"u{dtype.itemsize}").view(dtype)
 
 
 @lru_cache(maxsize=512)

@@ -58,11 +58,6 @@ def from_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return float64.from_bits(codes) if dtype == torch.float64 else codes.view(dtype)
 
 
-def magnitudes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Return the codes without their sign bits; they grow with the magnitude, Inf and then NaN at the top."""
-    return codes & fmt.magnitude_mask
-
-
 def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise: bool) -> Parts:
     """Split codes into sign, significand and exponent.
 

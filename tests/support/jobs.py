@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.analysis.plots import plot_exponents
-from fmtsim.analysis.stats import OperandStats
+from fmtsim.analysis.comparison import plot_ulps
 from fmtsim.cli import calibrate, train  # noqa: F401
 from fmtsim.cli.main import main
 from fmtsim.files import TEMPORARY, write_file
@@ -147,6 +146,6 @@ def campaign(name: str, place: Path, count: int, seed: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    png(plot_exponents({"loaded": OperandStats()}, title="before the fork"))
+    png(plot_ulps({"loaded": fmtsim.compare(torch.ones(1), torch.ones(1))}, title="before the fork"))
     place, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     print(json.dumps({name: campaign(name, place / name, count, seed) for name in sys.argv[4:]}))
