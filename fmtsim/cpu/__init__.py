@@ -14,27 +14,8 @@ from fmtsim.cpu.runtime.pool import get_num_threads, set_num_threads
 from fmtsim.cpu.weighted_sums import weighted_sums
 
 __all__ = [
-    "block_amax",
-    "block_means",
-    "cache_folder",
-    "count_cast",
-    "decode",
-    "encode",
-    "exp",
-    "finish_",
-    "gemm",
-    "gemm_batch",
-    "get_num_threads",
-    "hadamard",
-    "ln",
-    "optimizer_steps",
-    "quantize",
-    "round_blocks",
-    "set_num_threads",
-    "supports",
-    "supports_gemm",
-    "supports_optimizer",
-    "times_blocks",
-    "weighted_sums",
+    "block_amax", "block_means", "cache_folder", "count_cast", "decode", "encode", "exp", "finish_", "gemm",
+    "gemm_batch", "get_num_threads", "hadamard", "ln", "optimizer_steps", "quantize", "round_blocks",
+    "set_num_threads", "supports", "supports_gemm", "supports_optimizer", "times_blocks", "weighted_sums",
     "widened",
-]
+]  # fmt: skip

@@ -12,22 +12,7 @@ from fmtsim.distributed.simulate import Simulated, simulate
 from fmtsim.distributed.state import ReductionState
 
 __all__ = [
-    "REDUCTIONS",
-    "AutoFactor",
-    "Counts",
-    "Reduced",
-    "Reduction",
-    "ReductionState",
-    "Simulated",
-    "TensorParallel",
-    "all_gather",
-    "all_reduce",
-    "dispatch",
-    "fp8_hook",
-    "get_reduction",
-    "hook_fsdp",
-    "parallelize",
-    "reduce_scatter",
-    "simulate",
-    "whole_tensors",
-]
+    "REDUCTIONS", "AutoFactor", "Counts", "Reduced", "Reduction", "ReductionState", "Simulated", "TensorParallel",
+    "all_gather", "all_reduce", "dispatch", "fp8_hook", "get_reduction", "hook_fsdp", "parallelize",
+    "reduce_scatter", "simulate", "whole_tensors",
+]  # fmt: skip

@@ -8,14 +8,8 @@ from fmtsim.formats.integer import IntFormat
 from fmtsim.formats.logarithmic import LogFormat
 
 __all__ = [
-    "OVERFLOWS",
-    "CodebookFormat",
-    "ElementFormat",
-    "FloatFormat",
-    "IntFormat",
-    "LogFormat",
-    "NanPolicy",
+    "OVERFLOWS", "CodebookFormat", "ElementFormat", "FloatFormat", "IntFormat", "LogFormat", "NanPolicy",
     "Overflow",
-]
+]  # fmt: skip
 
 ElementFormat = FloatFormat | IntFormat | CodebookFormat | LogFormat

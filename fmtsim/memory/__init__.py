@@ -9,13 +9,6 @@ from fmtsim.memory.sizes import Latent, ModelSize
 from fmtsim.memory.training import training_memory
 
 __all__ = [
-    "Latent",
-    "MemoryEstimate",
-    "MemoryLine",
-    "ModelSize",
-    "SavedTensor",
-    "bits_per_element",
-    "model_size",
-    "serving_memory",
-    "training_memory",
-]
+    "Latent", "MemoryEstimate", "MemoryLine", "ModelSize", "SavedTensor", "bits_per_element", "model_size",
+    "serving_memory", "training_memory",
+]  # fmt: skip

@@ -8,16 +8,6 @@ from fmtsim.optim.optimizers import SGD, Adam, AdamW, Lion, Madam
 from fmtsim.spec.optimizer import Scheme, StateFormat
 
 __all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Lion",
-    "Madam",
-    "Memory",
-    "QuantizedOptimizer",
-    "Scheme",
-    "StateFormat",
-    "get_scheme",
-    "list_schemes",
-    "memory",
-]
+    "SGD", "Adam", "AdamW", "Lion", "Madam", "Memory", "QuantizedOptimizer", "Scheme", "StateFormat", "get_scheme",
+    "list_schemes", "memory",
+]  # fmt: skip

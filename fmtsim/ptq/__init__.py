@@ -17,24 +17,7 @@ from fmtsim.ptq.state import load_ptq, ptq_state
 from fmtsim.ptq.verb import ptq
 
 __all__ = [
-    "Calibration",
-    "Equalise",
-    "Gptq",
-    "LearnedRounding",
-    "PtqRecipe",
-    "PtqReport",
-    "PtqRow",
-    "QuantisedCache",
-    "Smooth",
-    "get_ptq_recipe",
-    "list_ptq_recipes",
-    "load_ptq",
-    "load_ptq_recipe",
-    "ptq",
-    "ptq_recipe_from_dict",
-    "ptq_recipe_to_dict",
-    "ptq_report",
-    "ptq_state",
-    "register_ptq_recipe",
-    "save_ptq_recipe",
-]
+    "Calibration", "Equalise", "Gptq", "LearnedRounding", "PtqRecipe", "PtqReport", "PtqRow", "QuantisedCache",
+    "Smooth", "get_ptq_recipe", "list_ptq_recipes", "load_ptq", "load_ptq_recipe", "ptq", "ptq_recipe_from_dict",
+    "ptq_recipe_to_dict", "ptq_report", "ptq_state", "register_ptq_recipe", "save_ptq_recipe",
+]  # fmt: skip

@@ -10,22 +10,7 @@ from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
 from fmtsim.recipes.system import Level, OptimizerConfig
 
 __all__ = [
-    "AttentionConfig",
-    "Level",
-    "LossScale",
-    "OptimizerConfig",
-    "Recipe",
-    "Replacement",
-    "Rule",
-    "SavedActivations",
-    "Steps",
-    "diff",
-    "flash_attention_3",
-    "get_recipe",
-    "list_recipes",
-    "load_recipe",
-    "recipe_from_dict",
-    "recipe_to_dict",
-    "register_recipe",
-    "save_recipe",
-]
+    "AttentionConfig", "Level", "LossScale", "OptimizerConfig", "Recipe", "Replacement", "Rule", "SavedActivations",
+    "Steps", "diff", "flash_attention_3", "get_recipe", "list_recipes", "load_recipe", "recipe_from_dict",
+    "recipe_to_dict", "register_recipe", "save_recipe",
+]  # fmt: skip

@@ -25,24 +25,7 @@ from fmtsim.cuda.runtime.program import (
 from fmtsim.cuda.runtime.warmup import warmup
 
 __all__ = [
-    "KERNELS",
-    "Defines",
-    "Kernel",
-    "Program",
-    "Programs",
-    "architecture",
-    "available",
-    "cache_folder",
-    "capability",
-    "compiled",
-    "device_index",
-    "finished",
-    "index_of",
-    "kernel",
-    "multiprocessors",
-    "serves",
-    "shared_limit",
-    "source_of",
-    "warmup",
-    "why_unavailable",
-]
+    "KERNELS", "Defines", "Kernel", "Program", "Programs", "architecture", "available", "cache_folder",
+    "capability", "compiled", "device_index", "finished", "index_of", "kernel", "multiprocessors", "serves",
+    "shared_limit", "source_of", "warmup", "why_unavailable",
+]  # fmt: skip
