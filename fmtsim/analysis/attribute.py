@@ -120,7 +120,7 @@ def _attribute(
         if exact:
             noise = _exact_noise(runs, probe, sites, loss, plain, show)
         else:
-            costs, noise = _estimates(runs, probe, sites, loss, logits, seed, show)
+            costs, noise = _estimates(runs, probe, sites, logits, seed, show)
     reference = None if logits is None else logits.detach()
     if exact:
         costs = _exact_costs(runs, sites, start, reference, show)
@@ -137,7 +137,7 @@ def _attribute(
 
 
 def _estimates(
-    runs: Runs, probe: Probe, sites: list[Site], loss: Tensor, logits: Tensor | None, seed: int, show: Progress
+    runs: Runs, probe: Probe, sites: list[Site], logits: Tensor | None, seed: int, show: Progress
 ) -> tuple[dict[Key, Cost], dict[Key, float]]:
     """Return estimates of loss and KL, and of the squared errors of all gradients."""
     if logits is not None:

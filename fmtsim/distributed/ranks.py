@@ -188,12 +188,12 @@ class Ranks:
         return dist.get_global_rank(self.group, rank)
 
     @contextmanager
-    def answering(self, what: str, who: str = "a rank") -> Iterator[None]:
+    def answering(self, what: str) -> Iterator[None]:
         """Raise CollectiveError where torch says that ranks do not answer."""
         try:
             yield
         except RuntimeError as error:
-            raise self.broken(what, who, error) from error
+            raise self.broken(what, "a rank", error) from error
 
     def broken(self, what: str, who: str, error: RuntimeError) -> CollectiveError:
         """Return the error of a collective that a rank did not answer."""

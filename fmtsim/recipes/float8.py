@@ -105,8 +105,8 @@ def _gaudi() -> LinearConfig:
     return layer(cast("e4m3_ieee", tensor(0.25)), cast("e4m3_ieee", tensor(0.5)), cast("e5m2", Scaling(top=57344.0)))
 
 
-def _rows(name: str = "e4m3") -> Quantizer:
-    return cast(name, Scaling(block=(1, None), arithmetic="double", power_of_two="ceil", eps=1e-12))
+def _rows() -> Quantizer:
+    return cast("e4m3", Scaling(block=(1, None), arithmetic="double", power_of_two="ceil", eps=1e-12))
 
 
 def _ao_tensor(name: str) -> Quantizer:

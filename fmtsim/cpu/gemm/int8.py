@@ -62,7 +62,7 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, _: Scales, spec: GemmSpec, __: 
         if given is not None:
             tile.part_of(total if promote else acc)[:] = given[tile.row, tile.column]
         add_integers(tile.rows, tile.panel, blocks, unit.saturate, promote, acc, total, sums)
-        result[tile.row, tile.column] = tile.part_of(_reduced(sums.reshape(parts, size), plan, unit.saturate))
+        result[tile.row, tile.column] = tile.part_of(_reduced(sums.reshape(parts, size), plan))
 
     each_tile(a, b, np.float32, compute)
 
@@ -83,7 +83,7 @@ def _blocks(k: int, unit: IntegerDatapath, plan: GemmPlan) -> tuple[np.ndarray, 
     return np.stack([first, first + (slots >= 0).sum(1), order.ends, order.parts], 1), slabs.parts
 
 
-def _reduced(parts: np.ndarray, plan: GemmPlan, saturate: bool) -> np.ndarray:
+def _reduced(parts: np.ndarray, plan: GemmPlan) -> np.ndarray:
     """Add the parts [parts][.] as a plan says; only sums that saturate come in more than one."""
 
     def plus(x: np.ndarray, y: np.ndarray) -> np.ndarray:
