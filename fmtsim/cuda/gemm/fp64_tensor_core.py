@@ -139,23 +139,10 @@ def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b
     top = 0 if wide else a.top + b.top
     field = zero_field + top - (127 + offset) / spacing + 0.5 - (depth - 0.1) / (2 * spacing)
     return FloorPlan(
-        a=a,
-        b=b,
-        wide=wide,
-        two_words=two_words,
-        single=single,
-        down=down,
-        eps=eps,
-        base=round(field * 2**place),
-        factor=factor,
-        fraction_bits=f,
-        found=-math.floor((offset / 2 - _LOWEST_POWER) / spacing),
-        lowest=lowest,
-        highest=highest,
-        kept=kept,
-        spacing=spacing,
-        offset=offset,
-    )
+        a=a, b=b, wide=wide, two_words=two_words, single=single, down=down, eps=eps, base=round(field * 2**place),
+        factor=factor, fraction_bits=f, found=-math.floor((offset / 2 - _LOWEST_POWER) / spacing), lowest=lowest,
+        highest=highest, kept=kept, spacing=spacing, offset=offset,
+    )  # fmt: skip
 
 
 def _is_floor(unit: Datapath) -> bool:
