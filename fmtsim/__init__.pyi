@@ -88,6 +88,7 @@ from fmtsim.search import search as search
 from fmtsim.spec.cast import RandomKey as RandomKey
 from fmtsim.spec.datapath import Datapath as Datapath
 from fmtsim.spec.datapath import IntegerDatapath as IntegerDatapath
+from fmtsim.spec.datapath import LogDatapath as LogDatapath
 from fmtsim.spec.datapath import PairwiseDatapath as PairwiseDatapath
 from fmtsim.spec.datapath import TwoStageDatapath as TwoStageDatapath
 from fmtsim.spec.plan import GemmPlan as GemmPlan

@@ -108,7 +108,8 @@ def add_target(parser: Parser) -> None:
     )
     option(parser, "--unit", "an MMA unit alone, such as hopper.wgmma or exact", metavar="NAME", known=names.units)
     record = "FIELD=VALUE,..."
-    option(parser, "--datapath", "a unit of your own, such as block=32,fraction_bits=10", metavar=record)
+    own = "a unit of your own, such as block=32,fraction_bits=10 or logarithms,entries=4"
+    option(parser, "--datapath", own, metavar=record)
     option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar=record)
 
 
@@ -133,14 +134,17 @@ def target_given(arguments: argparse.Namespace) -> list[str]:
 
 def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit, datapath and plan as given, records of the last two."""
-    from fmtsim.spec.datapath import Datapath
+    from fmtsim.spec.datapath import Datapath, LogDatapath
     from fmtsim.spec.plan import GemmPlan
 
-    records = {"datapath": Datapath, "plan": GemmPlan}
-    found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit}
-    for name, record in records.items():
-        text = getattr(arguments, name)
-        found[name] = None if text is None else parse_record(text, record, f"--{name}")
+    found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit, "datapath": None, "plan": None}
+    if arguments.datapath is not None:
+        first, _, rest = arguments.datapath.partition(",")
+        logarithms = first.strip() == "logarithms"
+        text, record = (rest, LogDatapath) if logarithms else (arguments.datapath, Datapath)
+        found["datapath"] = parse_record(text, record, "--datapath")
+    if arguments.plan is not None:
+        found["plan"] = parse_record(arguments.plan, GemmPlan, "--plan")
     return found
 
 

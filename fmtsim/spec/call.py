@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.plan import GemmPlan
 
 Operation = Literal["mm", "bmm", "linear", "scaled_mm", "int_mm"]
 ScaleKind = Literal["none", "tensor", "row", "block_128", "row_block_128", "mx", "nvfp4"]
 Layout = Literal["row", "column"]
-OperandFormat = FloatFormat | IntFormat
+OperandFormat = FloatFormat | IntFormat | LogFormat
 
 
 class ScaleExtent(NamedTuple):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a matrix unit adds products: block length, alignment, rounding and accumulator, as plain records."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,7 +10,7 @@ import torch
 from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.spec import FloatFormat, LogFormat
 from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding, get_rounding
 
@@ -157,17 +158,78 @@ class IntegerDatapath:
         check_types(self)
 
 
-Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | IntegerDatapath
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogDatapath:
+    """Describe a unit for logarithms: exponents are added, a shift and a table make integers of them, which are summed.
+
+    docs/matmul.md, section 3. Both operands have a LogFormat of the same gamma. Source: Zhao et al., LNS-Madam,
+    arXiv:2106.13914, whose structure this is; the widths are yours.
+
+    Args:
+        entries: Constants ``2^(i / entries)`` in the table, a power of two up to gamma. Logarithms between two of them
+            become Mitchell's ``1 + f``.
+        fraction_bits: Bits of a constant behind its point.
+        block: Products whose shifted terms are added before the constants multiply their sums.
+        accumulator_bits: Width of the running sum with its sign; it saturates.
+        guard_bits: Bits of the running sum above the largest product. What a shift moves below its last is lost.
+    """
+
+    entries: int = 8
+    fraction_bits: int = 8
+    block: int = 32
+    accumulator_bits: int = 24
+    guard_bits: int = 5
+
+    def __post_init__(self) -> None:
+        lowest = (("entries", 1), ("fraction_bits", 0), ("block", 1), ("accumulator_bits", 2), ("guard_bits", 0))
+        for name, least in lowest:
+            _check_count(name, getattr(self, name), least)
+        check_types(self)
+        if self.entries & (self.entries - 1):
+            raise ArgumentError(f"entries={self.entries} does not divide an octave's steps; choose a power of two")
+        if not self.guard_bits + 2 <= self.accumulator_bits <= 54:
+            raise ArgumentError(
+                f"accumulator_bits={self.accumulator_bits} is not possible beside guard_bits={self.guard_bits}; "
+                f"choose {self.guard_bits + 2} to 54: a sign, the guard bits, and a bit of the product or more"
+            )
+        width = self.accumulator_bits + self.fraction_bits + self.block.bit_length()
+        if width > 62:
+            raise ArgumentError(
+                f"a block's sum of accumulator_bits + fraction_bits + log2(block) = {width} bits does not fit an "
+                "int64; choose at most 62 together"
+            )
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """The table: integers of units of ``2^-fraction_bits`` nearest to ``2^(i / entries)``."""
+        return tuple(_power(i, self.entries, self.fraction_bits) for i in range(self.entries))
+
+    def lowest_exponent(self, a: LogFormat, b: LogFormat) -> int:
+        """Return u: the running sum counts units of ``2^u``, for elements before their scales."""
+        return (a.max_code + b.max_code) // a.gamma + self.guard_bits + 2 - self.accumulator_bits
+
+
+Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | IntegerDatapath | LogDatapath
 
 
 def sum_dtype(arithmetic: Arithmetic) -> torch.dtype:
     """Return the dtype of a unit's sums: float32, float64 where its accumulator or outer sum needs it, or int32."""
     if isinstance(arithmetic, IntegerDatapath):
         return torch.int32
+    if isinstance(arithmetic, LogDatapath):
+        return torch.float32 if arithmetic.accumulator_bits <= 25 else torch.float64
     if not isinstance(arithmetic, Datapath):
         return torch.float32
     formats = (arithmetic.accumulator, arithmetic.promotion or arithmetic.accumulator)
     return torch.float32 if all(is_representable(fmt, torch.float32) for fmt in formats) else torch.float64
+
+
+def _power(i: int, entries: int, fraction_bits: int) -> int:
+    """Return the integer nearest to ``2^(i / entries + fraction_bits)``: half of a root's floor, rounded up."""
+    twice = 1 << (i + (fraction_bits + 1) * entries)
+    for _ in range(entries.bit_length() - 1):  # floors of square roots of floors are floors of the whole root
+        twice = math.isqrt(twice)
+    return (twice + 1) >> 1
 
 
 def _float_format(name: str, given: object) -> FloatFormat | None:

@@ -10,11 +10,19 @@ import torch
 
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.records import READERS, at, record_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
-from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
+from fmtsim.spec.datapath import (
+    Arithmetic,
+    Datapath,
+    IntegerDatapath,
+    LogDatapath,
+    PairwiseDatapath,
+    TwoStageDatapath,
+    sum_dtype,
+)
 from fmtsim.spec.plan import GemmPlan
 
 Basis = Literal["recorded", "reported", "rule", "guess"]
@@ -31,6 +39,7 @@ _KINDS: dict[str, type] = {
     "two_stage": TwoStageDatapath,
     "pairwise": PairwiseDatapath,
     "integer": IntegerDatapath,
+    "logarithmic": LogDatapath,
     "plan": GemmPlan,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
@@ -94,7 +103,7 @@ def gemm_spec_from_json(text: str) -> GemmSpec:
     """Read back what ``GemmSpec.to_json`` wrote."""
     record = json.loads(text)
     a, b = format_from_dict(record["a"]), format_from_dict(record["b"])
-    assert isinstance(a, FloatFormat | IntFormat) and isinstance(b, FloatFormat | IntFormat)
+    assert isinstance(a, FloatFormat | IntFormat | LogFormat) and isinstance(b, FloatFormat | IntFormat | LogFormat)
     return GemmSpec(datapath=record_from_dict(record["datapath"]), plan=record_from_dict(record["plan"]), a=a, b=b)
 
 

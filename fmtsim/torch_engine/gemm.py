@@ -13,9 +13,10 @@ import torch
 from fmtsim.float64 import from_bits, has_float64
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import Datapath, IntegerDatapath
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import Part, combination, schedule
+from fmtsim.torch_engine.gemm_logarithms import logarithmic_sums
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
 from fmtsim.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
 from fmtsim.torch_engine.gemm_units import integer_sums, wrapped
@@ -62,6 +63,9 @@ def gemm(
     """
     if isinstance(spec.datapath, IntegerDatapath):
         _integers(a, b, c, spec, out)
+        return
+    if isinstance(spec.datapath, LogDatapath):
+        logarithmic_sums(a, b, spec, out)
         return
     rows, columns, k = a.shape[0], b.shape[0], a.shape[1]
     unit = unit_of(spec, k, has_float64(out.device))

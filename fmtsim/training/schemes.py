@@ -15,7 +15,7 @@ from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.rounding.modes import RoundingName
-from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.datapath import Datapath, LogDatapath
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
 
@@ -35,7 +35,7 @@ class Scheme:
         rounding: Rounding of activations and weights.
         grad_rounding: Rounding of gradients.
         target: A GPU with its library that multiplies, by name or path; None multiplies in float32.
-        unit: An MMA unit alone instead, by name or as a Datapath.
+        unit: An MMA unit alone instead, by name, or as a Datapath or LogDatapath.
         plan: Accumulation order instead of the target's own.
         fast_accum: use_fast_accum of the target's forward products.
         fast_backward: use_fast_accum of the products of gradients as well.
@@ -54,7 +54,7 @@ class Scheme:
     rounding: RoundingName = "nearest_even"
     grad_rounding: RoundingName = "nearest_even"
     target: str | None = None
-    unit: str | Datapath | None = None
+    unit: str | Datapath | LogDatapath | None = None
     plan: GemmPlan | None = None
     fast_accum: bool = False
     fast_backward: bool = False
@@ -168,6 +168,6 @@ class Scheme:
         if self.recipe is not None:
             fields["recipe"] = recipe_to_dict(self.recipe)
         return {
-            name: record_to_dict(value) if isinstance(value, Datapath | GemmPlan) else value
+            name: record_to_dict(value) if isinstance(value, Datapath | LogDatapath | GemmPlan) else value
             for name, value in fields.items()
         } | {"optimizer": dataclasses.asdict(self.states), "reduction": self.reduced_by}

@@ -111,10 +111,11 @@ def _plans(mode: Mode) -> tuple[GemmPlan, ...]:
 
 
 def _case(mode: Mode, a: str, b: str, plan: GemmPlan, kind: str, seed: int) -> Case:
-    spec = GemmSpec(datapath=mode.datapath, plan=plan, a=_element(a), b=_element(b))
+    formats = _element(a), _element(b)
+    spec = GemmSpec(datapath=mode.datapath, plan=plan, a=formats[0], b=formats[1])
     k = DEPTH * (mode.datapath.block or 32) + 3
     generator = torch.Generator().manual_seed(zlib.crc32(f"{mode} {a} {b} {kind} {seed}".encode()))
-    left, right = (_operand(fmt, rows, k, kind, generator) for fmt, rows in zip((spec.a, spec.b), SHAPE, strict=True))
+    left, right = (_operand(fmt, rows, k, kind, generator) for fmt, rows in zip(formats, SHAPE, strict=True))
     rest: dict[str, Tensor | RandomKey] = {}
     every = plan.promote_every if plan.scaled_promotion else 0
     if isinstance(spec.datapath, Datapath) and spec.datapath.scale is not None:

@@ -2,6 +2,7 @@
 """``fmtsim mm``: one product, explained, on every kind of machine, and beside a made-up card."""
 
 import json
+from argparse import Namespace
 
 import numpy
 import pytest
@@ -13,10 +14,10 @@ from fmtsim import cuda
 from fmtsim.cli.arguments.mm import DATA
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.cli.operands import make_operands
-from fmtsim.cli.options import parse_record
+from fmtsim.cli.options import parse_record, read_target
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products import native
-from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.datapath import Datapath, LogDatapath
 
 
 @pytest.fixture
@@ -127,6 +128,12 @@ def test_data(kind):
 def test_records_on_the_command_line():
     path = parse_record("block=none, fraction_bits=10,accumulator=bf16,signed_zero=true,rounding=down", Datapath, "-")
     assert path == Datapath(block=None, fraction_bits=10, accumulator="bf16", signed_zero=True, rounding="down")
+    given = {"target": None, "unit": None, "plan": None}
+    for text, found in (("logarithms", LogDatapath()), (" logarithms ,entries=4", LogDatapath(entries=4)),
+                        ("block=8", Datapath(block=8))):  # fmt: skip
+        assert read_target(Namespace(**given, datapath=text))["datapath"] == found
+    with pytest.raises(ArgumentError, match="--datapath 'block' is not FIELD=VALUE; fields are entries, fraction_bits"):
+        read_target(Namespace(**given, datapath="logarithms,block"))
     with pytest.raises(ArgumentError, match="--datapath 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
         parse_record("bits=3", Datapath, "--datapath")
 

@@ -12,7 +12,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.search import Policy
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.cast import CastSpec
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.gradient import Differentiable, StraightThrough, TrustMask
 from fmtsim.spec.optimizer import FLOAT32, Scheme, StateFormat
@@ -45,6 +45,7 @@ DEFAULTS = {  # all but None, False, "" and (), which the other fields have
     TwoStageDatapath: {"fraction_bits": 24, "sum_bits": 31},
     PairwiseDatapath: {},
     IntegerDatapath: {"block": 32},
+    LogDatapath: {"entries": 8, "fraction_bits": 8, "block": 32, "accumulator_bits": 24, "guard_bits": 5},
     GemmPlan: {"split": 1, "lanes": 1, "lane_reduce": "serial", "owner": "contiguous", "reduce": "serial",
                "epilogue": "scale"},
     GemmCall: {"accumulate": "fp32", "fast_accum": True, "scaling": "none", "a_layout": "row", "b_layout": "row",

@@ -16,7 +16,7 @@ from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, scale_kind
 from fmtsim.spec.cast import CastSpec, block_counts, matrix_shape, spec_from_json
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
 from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
 from fmtsim.spec.operand import Operand, block_of, folds, last_cast, spread
@@ -55,6 +55,14 @@ REFUSED = [
     (lambda: PairwiseDatapath(block=0), "block=0 is not possible; choose 1 or more"),
     (lambda: PairwiseDatapath(block=6), "block=6 cannot be added in pairs; choose a power of two"),
     (lambda: IntegerDatapath(block=0), "block=0 is not possible; choose 1 or more"),
+    *((lambda name=name, value=value: LogDatapath(**{name: value}), f"{name}={value} is not possible; choose")
+      for name, value in (("entries", 0), ("fraction_bits", -1), ("block", 0), ("accumulator_bits", 1),
+                          ("guard_bits", -1))),
+    (lambda: LogDatapath(block=None), "block=None is not possible; choose 1 or more"),
+    (lambda: LogDatapath(entries=6), "entries=6 does not divide an octave's steps; choose a power of two"),
+    (lambda: LogDatapath(accumulator_bits=6), "accumulator_bits=6 is not possible beside guard_bits=5; choose 7 to 54"),
+    (lambda: LogDatapath(accumulator_bits=55), "accumulator_bits=55 is not possible beside guard_bits=5; choose 7 to"),
+    (lambda: LogDatapath(accumulator_bits=48, fraction_bits=9), "a block's sum of accumulator_bits + fra"),
     *((lambda name=name, value=value: GemmPlan(**{name: value}), f"GemmPlan {name}={value!r} is not possible; choose 1")
       for name in ("k_tile", "part_k", "instruction_k", "promote_every", "split", "k_end", "lanes")
       for value in (0, True, 2.0)),
@@ -129,6 +137,8 @@ def test_allowed_at_the_limits():
         lambda: TwoStageDatapath(block=2, parity=True),
         lambda: PairwiseDatapath(block=1),
         lambda: IntegerDatapath(block=1, saturate=True),
+        lambda: LogDatapath(entries=1, fraction_bits=0, block=1, accumulator_bits=2, guard_bits=0),
+        lambda: LogDatapath(accumulator_bits=54, fraction_bits=2),
         lambda: GemmPlan(k_tile=1, part_k=1, instruction_k=1, promote_every=1, scaled_promotion=True,
                          successive_scales=True, partial="bf16", round_trip=True),
         lambda: GemmPlan(split=1, reduce="in_place"),
@@ -321,16 +331,17 @@ def test_dtypes_of_sums():
         Datapath(accumulator="fp64"): torch.float64,
         Datapath(promotion="fp64", promote_every=16): torch.float64, IntegerDatapath(): torch.int32,
         TwoStageDatapath(block=4): torch.float32, PairwiseDatapath(block=4): torch.float32,
+        LogDatapath(accumulator_bits=25): torch.float32, LogDatapath(accumulator_bits=26): torch.float64,
     }  # fmt: skip
     assert {path: sum_dtype(path) for path in dtypes} == dtypes
 
 
 def test_products_as_json():
     paths = (Datapath(rounding=STOCHASTIC, accumulator="bf16", scale="e8m0", scale_block=32), IntegerDatapath(block=4),
-             TwoStageDatapath(block=4, parity=True), PairwiseDatapath(block=2))  # fmt: skip
+             TwoStageDatapath(block=4, parity=True), PairwiseDatapath(block=2), LogDatapath(entries=4))  # fmt: skip
+    own = {IntegerDatapath: get_format("int8"), LogDatapath: get_format("lns8_g8")}
     for path in paths:
-        int8 = get_format("int8")
-        a = int8 if isinstance(path, IntegerDatapath) else E4M3
+        a = own.get(type(path), E4M3)
         spec = GemmSpec(datapath=path, plan=GemmPlan(k_tile=8, partial="bf16"), a=a, b=a, unit="u", basis="guess")
         back = gemm_spec_from_json(spec.to_json())
         assert back == spec and hash(back) == hash(spec) and (back.unit, back.basis) == (None, "rule")

@@ -30,7 +30,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath
+from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import adds_in_order
@@ -120,6 +120,8 @@ def _method(text: str, k: int) -> Method | None:
     unit = spec.datapath
     if isinstance(unit, IntegerDatapath):
         return int8.gemm if int8.covers(spec, k) else None
+    if isinstance(unit, LogDatapath):
+        return None
     fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()
     sums = (*fused_sums, spec.plan.partial)
     if not all(fmt is None or _rounds(fmt) for fmt in sums):

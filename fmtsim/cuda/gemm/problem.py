@@ -11,8 +11,9 @@ from fmtsim.cuda.cast.parameters import draw_of
 from fmtsim.cuda.gemm.job import Job, promotes
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import (
     FP32,
     Arithmetic,
@@ -63,7 +64,7 @@ class Range(NamedTuple):
     top: int
 
 
-def range_of(fmt: FloatFormat | IntFormat | None) -> Range:
+def range_of(fmt: OperandFormat | None) -> Range:
     """Return the bits and exponents of a format, zeros for anything but floating-point formats."""
     if not isinstance(fmt, FloatFormat):
         return Range(0, 0, 0)
@@ -194,7 +195,7 @@ def accumulator_of(unit: Arithmetic) -> FloatFormat:
     return unit.accumulator if isinstance(unit, Datapath) else FP32
 
 
-def _lowest_exponent(fmt: FloatFormat | IntFormat, unit: Datapath) -> int:
+def _lowest_exponent(fmt: OperandFormat, unit: Datapath) -> int:
     given = unit.operand or fmt
     return given.min_exponent if isinstance(given, FloatFormat) else 0
 

@@ -25,7 +25,8 @@ from fmtsim.cuda.gemm.job import TILE, Job, accumulation_order
 from fmtsim.cuda.gemm.problem import accumulator_of
 from fmtsim.cuda.runtime import Programs
 from fmtsim.errors import DeviceError, KernelWarning
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.plan import GemmPlan
@@ -225,7 +226,7 @@ def sample(job: Job, place: int, k: int) -> Job:
 
 
 def _operand(
-    like: Tensor, fmt: FloatFormat | IntFormat, shape: tuple[int, int], reach: tuple[int, ...], sign: int,
+    like: Tensor, fmt: OperandFormat, shape: tuple[int, int], reach: tuple[int, ...], sign: int,
     generator: torch.Generator,
 ) -> Tensor:  # fmt: skip
     """Return values as another operand lies in memory: rows of zeros, and rows whose products cancel, among others.
@@ -254,12 +255,13 @@ def _operand(
     return _laid_out(x, like)
 
 
-def _drawn(fmt: FloatFormat | IntFormat, shape: tuple[int, int], reach: int, generator: torch.Generator) -> Tensor:
+def _drawn(fmt: OperandFormat, shape: tuple[int, int], reach: int, generator: torch.Generator) -> Tensor:
     """Return float64 values of a format, one in eight a zero, the others from ``2**-reach`` to ``2**reach``."""
 
     def uniform(low: int, high: int) -> Tensor:
         return torch.randint(low, high + 1, shape, generator=generator, device="cpu", dtype=torch.int64)
 
+    assert not isinstance(fmt, LogFormat)  # no kernel takes them
     if isinstance(fmt, IntFormat):
         return (uniform(fmt.min_code, fmt.max_code).double() + 0.5 * fmt.half_offset) * fmt.eps
     lowest = fmt.min_exponent - fmt.mantissa_bits * fmt.has_subnormals

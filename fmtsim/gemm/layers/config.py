@@ -18,7 +18,7 @@ from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import machine_name
 from fmtsim.records import check_types, located
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
-from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.datapath import Arithmetic, LogDatapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 
@@ -83,7 +83,10 @@ class Gemm:
 
     def route(self, a: Quantizer, b: Quantizer, turned: tuple[bool, bool] = (False, False)) -> Route:
         """Return what the machine is handed of two operands; arguments and errors are those of ``route_of``."""
-        return route_of(a, b, turned, dequantized=self.dequantized, declared=isinstance(self.unit, Arithmetic))
+        return route_of(
+            a, b, turned, dequantized=self.dequantized, declared=isinstance(self.unit, Arithmetic),
+            logarithms=isinstance(self.unit, LogDatapath),
+        )  # fmt: skip
 
     def check_route(self, route: Route) -> None:
         """Raise ArgumentError or FormatError where the machine does not multiply what it is handed."""

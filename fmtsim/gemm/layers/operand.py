@@ -16,7 +16,7 @@ from fmtsim.dispatch import is_bare
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.ops import cpu_engine, decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
@@ -26,6 +26,7 @@ from fmtsim.scaling.scales import FLT_MIN
 from fmtsim.scaling.slope import slope
 from fmtsim.scaling.statistics import block_sizes, statistic
 from fmtsim.scaling.transforms import transformed
+from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
 from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, multiplied, spread
@@ -186,7 +187,7 @@ def _cast_text(quantizer: Quantizer, dim: int) -> str:
     return CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim).to_json()
 
 
-def _elements(parts: EncodedParts, element: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+def _elements(parts: EncodedParts, element: OperandFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of codes in a dtype that holds them."""
     own = own_dtype(element)
     if own is not None and own in _FP8:
@@ -230,7 +231,7 @@ def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
     fmt = quantizer.format
     if not isinstance(fmt, BlockFormat) or fmt.zero_point:
         return False
-    if isinstance(fmt.element, IntFormat):
+    if isinstance(fmt.element, IntFormat | LogFormat):
         return not folded
     return isinstance(fmt.element, FloatFormat) and (on_gpu or not folded)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.scales import product_kind
 from fmtsim.spec.call import OperandFormat, ScaleKind, scale_kind
 from fmtsim.spec.operand import last_cast
@@ -36,7 +36,7 @@ class Route(NamedTuple):
 @lru_cache(maxsize=4096)
 def route_of(
     a: Quantizer, b: Quantizer, turned: tuple[bool, bool] = (False, False), *, dequantized: bool = False,
-    declared: bool = False,
+    declared: bool = False, logarithms: bool = False,
 ) -> Route:  # fmt: skip
     """Return what a machine is handed of two operands.
 
@@ -45,6 +45,7 @@ def route_of(
         turned: Which of them is the transpose of what its quantiser made.
         dequantized: As in Gemm.
         declared: The machine is a datapath that somebody declared, which takes any numbers.
+        logarithms: It takes logarithms alone.
 
     Raises:
         FormatError: No unit multiplies elements or blocks of that kind, or not together.
@@ -55,6 +56,9 @@ def route_of(
         return Route("elements")
     elements = [element_of(each.format) for each in last]
     bare = all(each.scaling is None and element is each.format for each, element in zip(last, elements, strict=True))
+    if logarithms and not dequantized and all(isinstance(element, LogFormat) for element in elements):
+        kinds = [_kind(each, flipped) for each, flipped in zip((a, b), turned, strict=True)]
+        return Route("elements", (elements[0], elements[1]), product_kind(*kinds))  # type: ignore[arg-type]
     if dequantized or (any(high) and not (declared and bare)):
         return Route("values")
     if declared and not all(isinstance(element, FloatFormat | IntFormat) for element in elements):
@@ -75,19 +79,24 @@ def kind_of(quantizer: Quantizer, turned: bool = False) -> ScaleKind:
     Raises:
         FormatError: No unit multiplies its elements (codebooks, logarithms, zero points) or takes such scales.
     """
+    fmt = last_cast(quantizer).format
+    if fmt is not None and not isinstance(element_of(fmt), FloatFormat) and not _is_plain(fmt):
+        raise FormatError(f"no unit multiplies {fmt.name}; {_HINT}")
+    return _kind(quantizer, turned)
+
+
+def _kind(quantizer: Quantizer, turned: bool) -> ScaleKind:
     last = last_cast(quantizer)
     fmt = last.format
     if fmt is None:
         return "none"
     element = element_of(fmt)
-    if not isinstance(element, FloatFormat) and not _is_plain(fmt):
-        raise FormatError(f"no unit multiplies {fmt.name}; {_HINT}")
     scaling = last.scaling or (fmt.scaling if isinstance(fmt, BlockFormat) else None)
     if scaling is None:
         return "none"
     outer, inner = scaling.block[::-1] if turned else scaling.block
     kind = scale_kind(outer, inner, "e8m0" if scaling.power_of_two else scaling.scale.name)
-    if kind is None or (isinstance(element, IntFormat) and kind not in ("tensor", "row")):
+    if kind is None or (not isinstance(element, FloatFormat) and kind not in ("tensor", "row")):
         raise FormatError(
             f"no unit multiplies {element.name} in blocks of {(outer, inner)} with {scaling.scale.name} scales; units "  # type: ignore[union-attr]
             "and libraries take one scale a tensor or row, and for floating point E8M0 for 1x32 (MX), E4M3 for 1x16 or "

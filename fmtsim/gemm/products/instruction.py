@@ -21,7 +21,7 @@ from fmtsim.ops import define_operator, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, OperandFormat, ScaleKind
 from fmtsim.spec.cast import CastSpec
-from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
+from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 
 
@@ -168,6 +168,8 @@ def _addend(c: Tensor, text: str) -> Tensor:
     path = gemm_spec_from_json(text).datapath
     if isinstance(path, IntegerDatapath):
         return c
+    if isinstance(path, LogDatapath):
+        raise ArgumentError("a LogDatapath starts its sums at zero; leave c out, and add it to the result")
     wide = c.to(sum_dtype(path))  # exact
     if not isinstance(path, Datapath) or is_exactly(path.accumulator, c.dtype):
         return wide

@@ -13,7 +13,7 @@ from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.ops import define_operator
 from fmtsim.quantize import decode
@@ -92,7 +92,7 @@ _FORMATS: dict[torch.dtype, OperandFormat] = {dtype: get_format(name) for dtype,
 
 
 def _known(name: str, fmt: Any) -> OperandFormat:
-    if not isinstance(fmt, FloatFormat | IntFormat):
+    if not isinstance(fmt, FloatFormat | IntFormat | LogFormat):
         raise FormatError(
             f"{name}_format={shown(getattr(fmt, 'name', fmt))} is not a plain number format; "
             "multiply its decoded values, or pass scales to scaled_mm or mma"

@@ -17,7 +17,7 @@ from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
 from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_operand
 from fmtsim.gemm.products.operator import finish, output_format, run_gemm
@@ -28,7 +28,7 @@ from fmtsim.gemm.targets.library_bug import warn_of_bug
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation, ScaleKind
-from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
+from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import adds_in_order, schedule
@@ -273,14 +273,35 @@ def _of_unit(call: GemmCall) -> GemmSpec:
         mode = unit.find(a, b, call.accumulate or None, extent and extent.unit_scale)
         return GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)
     path = call.unit
-    if isinstance(path, IntegerDatapath) == all(isinstance(fmt, FloatFormat) for fmt in formats):
+    kind, words = _TAKES.get(type(path), (FloatFormat, "floating-point formats"))
+    if not all(isinstance(fmt, kind) for fmt in formats):
         raise FormatError(
-            f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose "
-            f"{'integer' if isinstance(path, IntegerDatapath) else 'floating-point'} formats, or another datapath"
+            f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose {words}, or another datapath"
         )
+    if isinstance(path, LogDatapath):
+        _check_logarithms(path, a, b)
     if call.accumulate not in ("", _accumulates(path)):
         raise ArgumentError(f"accumulate={shown(call.accumulate)} is not what the datapath sums in; leave it out")
     return GemmSpec(datapath=path, plan=plan, a=a, b=b, accumulate=_accumulates(path))
+
+
+_TAKES: dict[type, tuple[type, str]] = {
+    IntegerDatapath: (IntFormat, "integer formats"),
+    LogDatapath: (LogFormat, "logarithmic formats (a_format='lns8_g8', b_format='lns8_g8'; recipe='lns')"),
+}
+
+
+def _check_logarithms(path: LogDatapath, a: LogFormat, b: LogFormat) -> None:
+    """Refuse formats whose exponents cannot be added, or whose sums float32 does not hold."""
+    if a.gamma != b.gamma:
+        raise FormatError(f"{a.name} has {a.gamma} steps an octave, {b.name} {b.gamma}; choose formats of one gamma")
+    if path.entries > a.gamma:
+        raise ArgumentError(f"entries={path.entries} is more than the {a.gamma} steps of {a.name}; choose {a.gamma}")
+    if path.lowest_exponent(a, b) + path.accumulator_bits > 128 and sum_dtype(path) == torch.float32:
+        raise FormatError(
+            f"sums of products of {a.name} x {b.name} leave float32; choose formats of fewer octaves, or "
+            "accumulator_bits=26 or more, whose sums are float64"
+        )
 
 
 def _accumulates(path: Arithmetic) -> str:
@@ -291,6 +312,8 @@ def _accumulates(path: Arithmetic) -> str:
 
 def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
     """Refuse an accumulation order that the unit or the call cannot follow."""
+    if isinstance(path, LogDatapath) and plan != _ONE_CHAIN:
+        raise ArgumentError("a LogDatapath adds its blocks one after another; leave plan= out")
     schedule(1, path, plan)  # promotions of unit and plan that disagree
     if isinstance(path, IntegerDatapath) and (plan.scaled_promotion or plan.partial or plan.reduce == "in_place"):
         raise ArgumentError(

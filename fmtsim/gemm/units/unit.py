@@ -12,9 +12,16 @@ from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.spec import FloatFormat, LogFormat
 from fmtsim.records import check_types
-from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import (
+    Arithmetic,
+    Datapath,
+    IntegerDatapath,
+    LogDatapath,
+    PairwiseDatapath,
+    TwoStageDatapath,
+)
 from fmtsim.table import Row, aligned, filled, html
 
 Accumulate = Literal["fp32", "fp16", "fp64", "int32"]
@@ -181,7 +188,8 @@ def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | N
     )  # fmt: skip
     if names:
         return f"units that do: {', '.join(names)}"
-    return "no unit does; pass datapath= (a Datapath of your own)"
+    own = "a LogDatapath" if isinstance(a, LogFormat) and isinstance(b, LogFormat) else "a Datapath of your own"
+    return f"no unit does; pass datapath= ({own})"
 
 
 _units: dict[str, Unit] = {}  # the catalogue's first, which the package registers
@@ -253,6 +261,9 @@ def describe(datapath: Arithmetic) -> str:
     match datapath:
         case IntegerDatapath():
             return f"exact, int32 {f'clamped every {datapath.block}' if datapath.saturate else 'modulo 2^32'}"
+        case LogDatapath():
+            table = f"{datapath.entries} constants of {datapath.fraction_bits} bits"
+            return f"logarithms in blocks of {datapath.block}, {table}, clamped to {datapath.accumulator_bits} bits"
         case PairwiseDatapath():
             return f"products in pairs of {datapath.block}, each sum rounded and flushed"
         case TwoStageDatapath():
