@@ -11,8 +11,9 @@ from math import ceil, log2
 from typing import Any
 
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near, settings
+from fmtsim.spec.datapath import LogDatapath
 
 _AND, _ADDER, _CHOICE = 1, 5, 3  # two-input gates of an AND, of a full adder, of a choice between two bits
 _GUARD = 8  # bits for 256 products
@@ -72,6 +73,51 @@ def hardware(tell: Tell, *, formats: tuple[str, ...]) -> Measured:
     return Measured(numbers=numbers)
 
 
+# Energies in pJ at 45 nm and 0.9 V (Horowitz, ISSCC 2014), beside the gates that are counted for the part.
+_INTEGERS = {
+    "add, 8 bits": (0.03, 8 * _ADDER),
+    "add, 16 bits": (0.05, 16 * _ADDER),
+    "add, 32 bits": (0.1, 32 * _ADDER),
+    "multiply, 8 bits": (0.2, 8 * 8 * _AND + 8 * 7 * _ADDER),
+    "multiply, 32 bits": (3.1, 32 * 32 * _AND + 32 * 31 * _ADDER),
+}
+_FP32_MULTIPLY, _FP32_ADD, _FP16_ADD = 3.7, 0.9, 0.4
+
+
+def logarithm_gates(fmt: LogFormat, path: LogDatapath) -> float:
+    """Return the two-input gates of a product of logarithms: a block shares the constants and the sum of their terms.
+
+    A constant is fixed: it is an adder for each bit that is one, but the first.
+    """
+    width, levels = path.accumulator_bits, ceil(log2(2 * fmt.max_code // fmt.gamma + 1))
+    routed = path.entries * width * _AND if path.entries > 1 else 0
+    product = _ADDER * (fmt.bits - 1 + width) + _CHOICE * width * levels + routed
+    shared = sum(constant.bit_count() for constant in path.constants)  # their adders, and those of their sums
+    return product + _ADDER * width * shared / path.block
+
+
+def energy(tell: Tell, *, format: str, rival: str, tables: tuple[int, ...]) -> Measured:
+    """Estimate the energy of a multiply-accumulate: of float32 by a table, of others by gates that the table weighs."""
+    fmt, other = get_format(format), get_format(rival)
+    assert isinstance(fmt, LogFormat) and isinstance(other, FloatFormat)
+    each = [1000 * energy / gates for energy, gates in _INTEGERS.values()]
+    gate = sum(each) / len(each) / 1000
+    single, p = _FP32_MULTIPLY + _FP32_ADD, other.mantissa_bits + 1
+    product = gate * (p * p * _AND + p * (p - 1) * _ADDER + _ADDER * other.exponent_bits)
+    sums = {
+        "integer sums": gate * gates(other),
+        "float16 sums": product + _FP16_ADD,
+        "float32 sums": product + _FP32_ADD,
+    }
+    numbers = {"fJ a gate, least": min(each), "fJ a gate, most": max(each), "fp32, pJ": single}
+    numbers |= {f"{rival}, {name}, pJ": value for name, value in sums.items()}
+    for entries in tables:
+        mine, table = gate * logarithm_gates(fmt, LogDatapath(entries=entries)), f"{entries} constants"
+        numbers |= {f"{table}, pJ": mine, f"{table}: below fp32, %": 100 * (1 - mine / single)}
+        numbers |= {f"{table}: below {rival}, {name}, %": 100 * (1 - mine / value) for name, value in sums.items()}
+    return Measured(numbers=numbers)
+
+
 CLAIMS = (
     Claim(
         name="fp8_hardware",
@@ -89,5 +135,37 @@ CLAIMS = (
         notes="gates counted part by part with an exact sum of 256 products, not synthesised: an AND is one gate, a "
         "full adder five, a choice three. The source compares several accumulators; with an exact one E5M2 lies beyond "
         "its range",
+    ),
+    Claim(
+        name="lns_energy",
+        says="a multiply-accumulate of logarithms takes 90 % less energy than float32's and 55 % less than FP8's",
+        source="Zhao et al., LNS-Madam, arXiv:2106.13914, abstract; energies of parts at 45 nm: Horowitz, Computing's "
+        "energy problem, ISSCC 2014 (as others quote it)",
+        measure=energy,
+        settings=settings(format="lns8_g8", rival="e4m3", tables=(8, 4, 2, 1)),
+        expected=(
+            near("8 constants: below fp32, %", 90.0, 0.05, "paper"),
+            Expected(
+                name="8 constants: below e4m3, integer sums, %",
+                low=50.0,
+                high=60.0,
+                published=55.0,
+                origin="paper",
+                part=(0.0, 100.0),
+            ),
+            Expected(name="8 constants: below e4m3, float16 sums, %"),
+            Expected(name="8 constants: below e4m3, float32 sums, %"),
+            Expected(name="1 constants: below fp32, %"),
+            Expected(name="1 constants: below e4m3, integer sums, %"),
+            Expected(name="fJ a gate, least"),
+            Expected(name="fJ a gate, most"),
+            Expected(name="fp32, pJ"),
+            Expected(name="8 constants, pJ"),
+        ),
+        recorded="shown in part",
+        bounds="after",
+        notes="float32 by the table; others by gates, counted as in fp8_hardware, of the mean energy of the table's "
+        "integer parts. The source simulates a circuit; memory and registers are not in it here. What an FP8 unit "
+        "sums in decides the second figure",
     ),
 )

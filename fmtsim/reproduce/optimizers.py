@@ -5,6 +5,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -163,27 +164,29 @@ def logarithmic(
         for width in bits:
             fmt = LogFormat(name=f"lns{width}", bits=width, gamma=1 << (width - 5))
             state = Scheme(name=fmt.name, weights=StateFormat(format=fmt, scale="fixed"))
-            weights = _weights(seed)
-            ends.append(_regressed(OPTIMIZERS[name](weights, lr=lr, state=state), weights, steps, seed))
+            weights = start(seed)
+            optimizer = OPTIMIZERS[name](weights, lr=lr, state=state)
+            ends.append(regressed(optimizer, partial(_network, weights), steps, seed))
         numbers[f"{name}, loss at {bits[1]} bits over {bits[0]}"] = ends[1] / ends[0]
     return Measured(numbers=numbers)
 
 
-def _weights(seed: int) -> list[nn.Parameter]:
+def start(seed: int) -> list[nn.Parameter]:
+    """Return the weights of three layers, [outputs, inputs] each."""
     source = generator(seed)
     shapes = ((64, 32), (64, 64), (8, 64))
     return [nn.Parameter(torch.randn(shape, generator=source) * 1.4 / shape[1] ** 0.5) for shape in shapes]
 
 
-def _regressed(optimizer: QuantizedOptimizer, weights: list[nn.Parameter], steps: int, seed: int) -> float:
+def regressed(optimizer: QuantizedOptimizer, network: Callable[[Tensor], Tensor], steps: int, seed: int) -> float:
     """Return the relative squared error behind another network of the same shape, over the last tenth of the steps."""
-    source, teacher = generator(seed + 2), _weights(seed + 1)
+    source, teacher = generator(seed + 2), start(seed + 1)
 
     def loss_of(step: int) -> Tensor:
         x = torch.randn(128, 32, generator=source)
         with torch.no_grad():
             y = _network(teacher, x)
-        return (_network(weights, x) - y).square().mean() / y.square().mean()
+        return (network(x) - y).square().mean() / y.square().mean()
 
     def update(step: int) -> None:
         optimizer.step()

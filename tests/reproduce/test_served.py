@@ -6,8 +6,9 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.quantize import decode
-from fmtsim.reproduce.multipliers import gates, luts, multiplier
+from fmtsim.reproduce.multipliers import gates, logarithm_gates, luts, multiplier
 from fmtsim.reproduce.served import _front, formats, images
+from fmtsim.spec.datapath import LogDatapath
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "e2m1", "e3m2", "e4m3", "e5m2_finite", "e2m5_finite"])
@@ -28,6 +29,11 @@ def test_costs_by_hand():
     assert gates(get_format("int4")) == 16 + 5 * (12 + 16) and luts(get_format("int4")) == 12 + 16
     assert gates(get_format("e2m1")) == 4 + 5 * (2 + 2 + 16) + 3 * 3 * 16
     assert luts(get_format("e2m1")) == 2 + 2 + 16 * (1 + 2)
+    # Logarithms of 7 bits, 31 octaves of products, a sum of 24 bits; one constant is 256, of four 256, 304, 362 and 431
+    lns8 = get_format("lns8_g8")
+    assert logarithm_gates(lns8, LogDatapath(entries=1)) == 5 * (7 + 24) + 3 * 24 * 5 + 5 * 24 / 32
+    ones = 1 + 3 + 5 + 7
+    assert logarithm_gates(lns8, LogDatapath(entries=4)) == 5 * 31 + 360 + 4 * 24 + 5 * 24 * ones / 32
 
 
 def test_images_differ_by_seed_and_kinds_can_be_told_apart():
