@@ -10,13 +10,15 @@ near 2**-64 otherwise. The definition names no device: fingerprints of two machi
 
 import weakref
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fmtsim.dispatch import is_dense
+from fmtsim.dispatch import is_dense, is_readable
 from fmtsim.errors import DtypeError
+from fmtsim.formats.interop import dtype_name
 from fmtsim.ops import fused_engine, load_engine
 
 _RUN = 1 << 16  # words of one sum: their multipliers fit a processor's second-level cache
@@ -56,27 +58,35 @@ class Fingerprints:
         self.batch = 0
         self._found: list[_Sums | _Place] = []
         self._kinds: dict[Any, _Kind] = {}
+        self._rows: dict[Any, int] = {}
         self._known: dict[Any, tuple[weakref.ref[Tensor], int, int]] = {}
 
-    def add(self, x: Tensor) -> int:
-        """Read a tensor; return the place of its fingerprint."""
+    def add(self, x: Any) -> tuple[int, "_Kind"] | None:
+        """Read a tensor; return the place of its fingerprint, and what tensors like it have in common; or None."""
+        dense = is_dense(x)
+        if not dense and not has_bits(x):
+            return None
+        plain = dense and x.is_contiguous()
         kind = self._kinds.get((x.shape, x.dtype, x.device, self.batch)) or self._kind_of(x)
         version = -1 if x.is_inference() else x._version
-        plain = x.is_contiguous()
+        address = x.data_ptr() if plain else 0
         # Views of the same numbers in the same rows, as long as a tensor of them lives.
-        key = (x.data_ptr(), kind.rows) if plain else id(x)
+        key = (address, kind.rows) if plain else id(x)
         known = self._known.get(key)
         if known is not None and known[1] == version >= 0:
             other = known[0]()
             if other is not None and other._version == version and (other is x or plain):
-                return known[2]
+                return known[2], kind
         place = None
-        if kind.buffer is not None and is_dense(x):
-            place = kind.read(x if plain else x.detach().contiguous())
+        if kind.buffer is not None and plain:
+            place = kind.read(x, address)
+        elif kind.buffer is not None and dense:
+            copy = x.detach().contiguous()
+            place = kind.read(copy, copy.data_ptr())
         self._found.append(_Sums(*_read(x.detach()), kind.shared) if place is None else place)
         last = len(self._found) - 1
         self._known[key] = weakref.ref(x), version, last
-        return last
+        return last, kind
 
     def _kind_of(self, x: Tensor) -> "_Kind":
         """Return what tensors of a shape, dtype and device have in common."""
@@ -89,8 +99,8 @@ class Fingerprints:
         if by_kernel:
             others = (each.buffer for each in self._kinds.values() if each.buffer is not None)
             buffer = next((each for each in others if each.device == x.device), None) or _Buffer(x.device, engine)
-        rows = width, x.numel(), x.dtype, shared
-        kind = _Kind(width, self.batch if shared else 1, x.dtype, shared, rows, buffer)
+        rows = self._rows.setdefault((width, x.numel(), x.dtype, shared), len(self._rows))
+        kind = _Kind(shape, dtype_name(x.dtype), width, self.batch if shared else 1, x.dtype, shared, rows, buffer)
         self._kinds[shape, x.dtype, x.device, self.batch] = kind
         return kind
 
@@ -128,36 +138,54 @@ class _Kind(NamedTuple):
     ``rows`` is equal for tensors whose words lie in the same rows.
     """
 
+    shape: tuple[int, ...]
+    name: str
     width: int
     members: int
     dtype: torch.dtype
     shared: bool
-    rows: tuple[Any, ...]
+    rows: int
     buffer: "_Buffer | None"
 
-    def read(self, x: Tensor) -> _Place | None:
+    def read(self, x: Tensor, address: int) -> _Place | None:
         """Read a plain contiguous tensor by the kernel, None where it does not take it."""
-        assert self.buffer is not None
-        numbers, first = self.buffer.room(2 + self.members)
-        buffer, factors = self.buffer, self.buffer.multipliers
-        done = buffer.engine.fingerprint(x, self.width, self.members, factors, numbers, first)
-        return _Place(numbers, first, self) if done else None
+        buffer = self.buffer
+        assert buffer is not None
+        launch = buffer.engine.fingerprint(x, self.width, self.members, address)
+        if launch is None:
+            return None
+        numbers, first = buffer.room(2 + self.members)
+        launch(address, buffer.address + 8 * first, buffer.multipliers)
+        return _Place(numbers, first, self)
 
 
 class _Buffer:
     """Zeros on a GPU for the numbers of many tensors: one copy brings all to the host."""
 
     def __init__(self, device: torch.device, engine: Any) -> None:
-        self.device, self.engine, self.multipliers = device, engine, _multipliers(device)
-        self._used, self._size, self._numbers = 0, 0, torch.empty(0)
+        self.device, self.engine, self._factors = device, engine, _multipliers(device)
+        self.multipliers = self._factors.data_ptr()
+        self._used, self._size, self._numbers, self.address = 0, 0, torch.empty(0), 0
 
     def room(self, count: int) -> tuple[Tensor, int]:
-        """Return a tensor, and where so many of its numbers are free."""
+        """Return a tensor, which lies at ``address``, and where so many of its numbers are free."""
         first, self._used = self._used, self._used + count
         if self._used > self._size:
             first, self._used, self._size = 0, count, max(_NUMBERS, count)
             self._numbers = torch.zeros(self._size, dtype=torch.int64, device=self.device)
+            self.address = self._numbers.data_ptr()
         return self._numbers, first
+
+
+def has_bits(x: Any) -> TypeGuard[Tensor]:
+    """Say whether this is a tensor whose elements lie in one order in memory: not sparse, distributed, fake or None."""
+    return is_dense(x) or (
+        isinstance(x, Tensor)
+        and x.layout == torch.strided
+        and not x.is_quantized
+        and is_readable(x)
+        and not is_traceable_wrapper_subclass(x)
+    )
 
 
 def _prints_at(places: list[_Place]) -> list[Fingerprint]:

@@ -7,20 +7,19 @@ layers themselves.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fmtsim
-from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints
+from fmtsim.analysis.fingerprint import Fingerprint, Fingerprints, has_bits
 from fmtsim.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace
-from fmtsim.dispatch import is_dense, is_readable
 from fmtsim.formats.interop import dtype_name
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
@@ -96,20 +95,26 @@ class Recorder(Watcher):
         self._owners.clear()
         self._outside.clear()
 
-    def finish(self, loss: Tensor | None, level: Level) -> Trace:
-        """Return the trace."""
+    def finish(self, loss: Tensor | None, level: Level) -> Callable[[], Trace]:
+        """Return what makes the trace, of what is there now."""
         gradients = []
         for name, p, place in self._gradients():
             if place is not None and p.grad is not None:
                 gradients.append((name, place, tuple(p.grad.shape), _dtype(p.grad)))
             else:
-                gradients += self.read(_readable((name, p.grad)))
-        found = [_figures(each) for each in self._prints.finish()]
+                gradients += self.read([(name, p.grad)])
+        loss = self._loss if loss is None else loss
+        return partial(self._trace, level, gradients, None if loss is None else loss.detach().clone())
+
+    def _trace(self, level: Level, gradients: Named, loss: Tensor | None) -> Trace:
+        found, known = self._prints.finish(), dict[Any, TensorBits]()
 
         def bits(each: Named) -> tuple[TensorBits, ...]:
-            return tuple(
-                TensorBits(name=name, shape=shape, dtype=dtype, **found[place]) for name, place, shape, dtype in each
-            )
+            for one in each:
+                if one not in known:
+                    name, place, shape, dtype = one
+                    known[one] = _bits(name, shape, dtype, found[place])
+            return tuple([known[one] for one in each])
 
         operations = tuple(
             Operation(
@@ -118,12 +123,11 @@ class Recorder(Watcher):
             )
             for index, one in enumerate(self._events)
         )  # fmt: skip
-        loss = self._loss if loss is None else loss
         made = Trace(
             operations=operations, level=level, model=type(self._model).__name__, batch=self._prints.batch,
             parameters=tuple((n, "x".join(map(str, p.shape)), _dtype(p)) for n, p in self._model.named_parameters()),
             device=_device(self._model), versions=_versions(), gradients=bits(gradients),
-            loss="" if loss is None else float(loss.detach().double().reshape(())).hex(),
+            loss="" if loss is None else float(loss.double().reshape(())).hex(),
         )  # fmt: skip
         made.tensors.update(self._kept)
         return made
@@ -141,7 +145,7 @@ class Recorder(Watcher):
             yield name, p, own[0] if len(own) == 1 and p in self._fresh else None
 
     def record(
-        self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: list[tuple[str, Tensor]],
+        self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: Sequence[tuple[str, Any]],
         facts: Callable[[], Any] = tuple, call: int | None = None,
     ) -> None:  # fmt: skip
         """Add an event; ``call`` counts itself where it is None."""
@@ -151,14 +155,18 @@ class Recorder(Watcher):
         wanted = self._wanted
         index = len(self._events)
         if wanted is True or (wanted and (index in wanted or layer in wanted)):  # type: ignore[operator]
-            self._kept[index] = {name: x.detach().clone() for name, x in outputs}
+            self._kept[index] = {name: x.detach().clone() for name, x in outputs if has_bits(x)}
         self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
 
-    def read(self, tensors: Iterable[tuple[str, Tensor]]) -> Named:
-        """Take the fingerprints of tensors that have bits, unseen by torch function modes."""
+    def read(self, tensors: Iterable[tuple[str, Any]]) -> Named:
+        """Take the fingerprints of those that are tensors with bits, unseen by torch function modes."""
         add, busy, self.busy = self._prints.add, self.busy, True
+        found = []
         with torch._C.DisableTorchFunction():
-            found = [(name, add(x), tuple(x.shape), _dtype(x)) for name, x in tensors]
+            for name, x in tensors:
+                if (made := add(x)) is not None:
+                    place, kind = made
+                    found.append((name, place, kind.shape, kind.name))
         self.busy = busy
         return found
 
@@ -182,7 +190,7 @@ class Recorder(Watcher):
             self._prints.batch = next((x.shape[0] for _, x in inputs if x.dim()), 0)
             self._fresh = {p for p in module.parameters() if p.grad is None}
         buffers = ((f"buffer {name}", x) for name, x in module._buffers.items())
-        call.inputs = self.read((*inputs, *_readable(*module._parameters.items(), *buffers)))
+        call.inputs = self.read((*inputs, *module._parameters.items(), *buffers))
         if torch.is_grad_enabled():
             call.sources = {x if x.grad_fn is None else (x.grad_fn, x.output_nr): n for n, x in inputs}
         call.begin = _next_number()
@@ -193,9 +201,11 @@ class Recorder(Watcher):
         call = self._calls.pop()
         if output is None:  # or an error ended it
             return
-        outputs = list(named("output", output))
+        outputs = [each for each in named("output", output) if has_bits(each[1])]
         kind = f"{AGAIN}{_kind(module)}" if call.again else _kind(module)
-        self.record(call.layer, "forward", kind, call.inputs, outputs, partial(_facts_of, module), call.number)
+        how = module.emulation if isinstance(module, EmulatedModule) else None
+        facts = tuple if how is None else partial(_facts_of, how.recipe, how.config)
+        self.record(call.layer, "forward", kind, call.inputs, outputs, facts, call.number)
         if module is self._model:
             self._loss = next((y.detach() for _, y in outputs if y.numel() == 1 and y.requires_grad), self._loss)
         if torch.is_grad_enabled():
@@ -248,13 +258,13 @@ class Recorder(Watcher):
         return found
 
     def _comes(self, call: _Call, name: str, index: int, gradients: Any) -> None:
-        if self._active and _has_bits(gradients[index]):
+        if self._active and has_bits(gradients[index]):
             named = f"gradient of {name}"
             call.gradients = [each for each in call.gradients if each[0] != named]
             call.gradients += self.read([(named, gradients[index])])
 
     def _leaves(self, call: _Call, index: int, operation: str, gradients: Any, _: Any) -> None:
-        if self._active and _has_bits(gradients[index]):
+        if self._active and has_bits(gradients[index]):
             made = [("output", gradients[index])]
             self.record(call.layer, "backward", operation, list(call.gradients), made, call=call.number)
 
@@ -277,8 +287,8 @@ class Recorder(Watcher):
         """See an operand."""
         if not self._active:
             return
-        inputs = self.read(_readable(("input", seen.original)))
-        outputs = list(_readable(*_parts("output", seen.made)))
+        inputs = self.read([("input", seen.original)])
+        outputs = _parts("output", seen.made)
         quantizer = seen.made.quantizer
         _, text = self._quantizers.get(id(quantizer)) or (None, str(quantizer))
         self._quantizers[id(quantizer)] = quantizer, text  # kept, so that no other takes its identity
@@ -290,11 +300,11 @@ class Recorder(Watcher):
         """Run a product and see it."""
         if not self._active:
             return run()
-        inputs = self.read(_readable(*_parts("a", a), *_parts("b", b), ("bias", bias)))
+        inputs = self.read((*_parts("a", a), *_parts("b", b), ("bias", bias)))
         with seen_calls() as calls:
             y = run()
         sizes = y.shape[0], y.shape[1], a.elements.shape[1]
-        self.record(*self.where(), name, inputs, list(_readable(("output", y))), partial(_product_facts, calls, sizes))
+        self.record(*self.where(), name, inputs, [("output", y)], partial(_product_facts, calls, sizes))
         return y
 
 
@@ -310,10 +320,9 @@ def inputs_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in tuples, lists and dicts with names; those without numbers in order are left out."""
+    """Yield the tensors in tuples, lists and dicts with names."""
     if isinstance(x, Tensor):
-        if _has_bits(x):
-            yield name, x
+        yield name, x
     elif isinstance(x, list | tuple):
         for index, item in enumerate(x):
             yield from named(f"{name} {index}", item)
@@ -322,43 +331,27 @@ def named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
             yield from named(f"{name} {key}", item)
 
 
-def _has_bits(x: Any) -> TypeGuard[Tensor]:
-    """Say whether this is a tensor whose elements lie in one order in memory: not sparse, distributed, fake or None."""
-    return (isinstance(x, Tensor) and is_dense(x)) or (
-        isinstance(x, Tensor)
-        and x.layout == torch.strided
-        and not x.is_quantized
-        and is_readable(x)
-        and not is_traceable_wrapper_subclass(x)
-    )
-
-
-def _readable(*tensors: tuple[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield those that have bits."""
-    return ((name, x) for name, x in tensors if _has_bits(x))
-
-
 def _parts(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:
     others = (("scale of the tensor", x.tensor_scale), ("scale", x.scale), ("rest", x.rest))
     return *((f"{name}, {label}", t) for label, t in others), (name, x.elements)
 
 
-def _figures(found: Fingerprint) -> dict[str, Any]:
-    """Return the fields of TensorBits that a fingerprint has."""
+def _bits(name: str, shape: tuple[int, ...], dtype: str, found: Fingerprint) -> TensorBits:
     amax, special = found.amax, ""
     if amax is not None and not math.isfinite(amax):
         special = "nan" if math.isnan(amax) else "inf"
         amax = None
-    return {"hash": found.hash, "parts": found.parts, "amax": amax, "special": special}
+    return TensorBits(
+        name=name, shape=shape, dtype=dtype, hash=found.hash, parts=found.parts, amax=amax, special=special
+    )
 
 
 def _kind(module: nn.Module) -> str:
     return (module.original_class if isinstance(module, EmulatedModule) else type(module)).__name__
 
 
-def _facts_of(module: nn.Module) -> list[tuple[str, str]]:
-    how = module.emulation if isinstance(module, EmulatedModule) else None
-    return [] if how is None else [("runs", ": ".join(filter(None, (how.recipe, str(how.config)))))]
+def _facts_of(recipe: str | None, config: LinearConfig) -> list[tuple[str, str]]:
+    return [("runs", ": ".join(filter(None, (recipe, str(config)))))]
 
 
 def _product_facts(calls: dict[GemmCall, GemmSpec], sizes: tuple[int, int, int]) -> list[tuple[str, str]]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """trace: record every operation of a step, forward and backward, with hashes of what it read and returned."""
 
+import gc
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fmtsim.analysis.fingerprint import has_bits
 from fmtsim.analysis.one_step import batch_of, check_loss, run_step, unchanged
 from fmtsim.analysis.recorder import Recorder, inputs_of, named
 from fmtsim.analysis.trace import Level, Trace
@@ -74,7 +76,7 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
     """Record what a model does inside a ``with``, forward and backward, for steps of one's own.
 
     ``with fmtsim.tracing(model) as run: ...`` and then ``run.trace``. Several calls of the model follow each other in
-    one trace. Backward passes run in the calling thread meanwhile.
+    one trace. Backward passes run in the calling thread meanwhile, and Python's garbage collector is off.
 
     Args:
         model: The model, which is not copied.
@@ -83,7 +85,6 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
     Attributes:
         model: The model.
         loss: The number that was differentiated: by itself that of the model's output, where it is one.
-        trace: What was recorded, once the ``with`` is left.
 
     Raises:
         ArgumentError: The model is compiled, or ``level`` or ``tensors`` is not allowed.
@@ -106,6 +107,7 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
         self.loss: Tensor | None = None
         self._tensors, self._level = tensors, level
         self._stack = ExitStack()
+        self._made: Callable[[], Trace] | None = None
 
     def __enter__(self) -> "tracing":
         self._recorder = Recorder(self.model, self._tensors)
@@ -113,6 +115,9 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(watching(recorder))
         stack.callback(recorder.stop)
+        if gc.isenabled():  # it would look again and again at what a trace holds until its end
+            stack.callback(gc.enable)
+            gc.disable()
         recorder.start()
         if self._level == "aten":
             stack.enter_context(_Operators(recorder))
@@ -120,7 +125,14 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
-        self.trace = self._recorder.finish(self.loss, self._level)
+        self._made = self._recorder.finish(self.loss, self._level)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What was recorded, once the ``with`` is left; made when it is first asked for."""
+        if self._made is None:
+            raise AttributeError("a trace is there once its `with` is left; ask for it behind the block")
+        return self._made()
 
 
 def _is_name(value: Any) -> bool:
@@ -151,7 +163,7 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = self._recorder.read(inputs_of(args, kwargs))
         y = func(*args, **kwargs)
-        outputs = list(named("output", y))
+        outputs = [each for each in named("output", y) if has_bits(each[1])]
         if outputs:
             facts = partial(_gemm_facts, args[2]) if name == "fmtsim::gemm" else tuple
             self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts)

@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import math
 
@@ -109,12 +110,12 @@ def test_the_hash_is_defined():
 
 def test_a_tensor_is_read_once_until_it_changes():
     prints, x = Fingerprints(), torch.ones(4, 512)
-    places = [prints.add(x), prints.add(x.view(2, 2, 512)), prints.add(x.view(512, 4))]
+    places = [prints.add(each)[0] for each in (x, x.view(2, 2, 512), x.view(512, 4))]
     assert places == [0, 0, 1]
     x[0, 0] = 2
-    assert prints.add(x) == 2
+    assert prints.add(x)[0] == 2
     prints.forget()
-    assert prints.add(x) == 3
+    assert prints.add(x)[0] == 3
 
 
 def model(**options):
@@ -128,6 +129,25 @@ BATCH = numbers(torch.bfloat16, 4, 8, 32) / 50
 
 def loss(y):
     return y.float().square().mean()
+
+
+def test_a_trace_is_there_behind_the_with_and_shows_what_was_there_then():
+    layer = nn.Linear(4, 4)
+    with fmtsim.tracing(layer) as run:
+        run.loss = layer(torch.ones(2, 4)).sum()
+        run.loss.backward()
+        assert not gc.isenabled()
+        with pytest.raises(AttributeError, match="once its `with` is left"):
+            _ = run.trace
+    assert gc.isenabled()
+    loss, grad = run.loss.item(), layer.weight.grad.clone()
+    with torch.no_grad():
+        run.loss.mul_(2)
+        layer.weight.grad.mul_(2)
+    assert float.fromhex(run.trace.loss) == loss and run.trace is run.trace
+    prints = Fingerprints()
+    prints.add(grad)
+    assert run.trace.gradients[0].hash == prints.finish()[0].hash
 
 
 @pytest.mark.parametrize("level", ("modules", "aten"))

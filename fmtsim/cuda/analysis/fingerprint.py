@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fingerprints of tensors (fmtsim/analysis/fingerprint.py) in one launch each; nothing waits for the device."""
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import BYTES_AT_ONCE, NARROW, macros
 from fmtsim.cuda.runtime import Defines, device_index, kernel
-from fmtsim.cuda.runtime.launch import Bound
 
 _FILE, _THREADS, _WARP = "fingerprint.cu", 256, 32
 _ROWS, _RUN = 4, 1 << 16  # of a team of threads; words of a sum
@@ -18,32 +17,29 @@ _LONG = 1024  # words of a row that a whole block of threads shares
 _WORD = 4  # bytes
 
 
-def fingerprint(x: Tensor, width: int, members: int, multipliers: Tensor, found: Tensor, place: int) -> bool:
-    """Add the fingerprint of a tensor to numbers on its device, and say whether a kernel does that.
+Launch = Callable[[int, int, int], None]
+
+
+def fingerprint(x: Tensor, width: int, members: int, address: int) -> Launch | None:
+    """Return what adds the fingerprint of a tensor to numbers on its device, None where no kernel does that.
 
     Args:
         x: A plain contiguous tensor of real numbers that is not empty.
         width: Elements of a row.
         members: Into how many equal shares its rows are divided.
-        multipliers: int64 [65536], on its device: of the words of a run.
-        found: int64, zeros, on its device.
-        place: Where in ``found``: the hash, the bits of the largest magnitude of float32, bfloat16 and float16, in
-            their own dtype, and the hashes of the shares.
+        address: Of x.
+
+    Returns:
+        A function of three addresses on the device: of x; of zeros, int64, for the hash, the bits of the largest
+        magnitude of float32, bfloat16 and float16 in their own dtype, and the hashes of the shares; and of the
+        multipliers of the words of a run, int64 [65536].
     """
-    address = x.data_ptr()
-    launch = _prepared(x.numel(), width, x.dtype, members, address % BYTES_AT_ONCE, device_index(x))
-    if launch is None:
-        return False
-    grid, start = launch
-    start(grid, address, found.data_ptr() + 8 * place, multipliers.data_ptr())
-    return True
+    return _prepared(x.numel(), width, x.dtype, members, address % BYTES_AT_ONCE, device_index(x))
 
 
 @lru_cache(maxsize=4096)
-def _prepared(
-    numel: int, width: int, dtype: torch.dtype, members: int, offset: int, index: int
-) -> tuple[int, Bound] | None:
-    """Return the grid, and a launch that takes it and three addresses; None where words begin between others."""
+def _prepared(numel: int, width: int, dtype: torch.dtype, members: int, offset: int, index: int) -> Launch | None:
+    """Return a launch; None where words begin between others."""
     size, rows = dtype.itemsize, numel // width
     word = _WORD if width * size % _WORD == 0 else size
     if offset % word:
@@ -55,7 +51,7 @@ def _prepared(
     grid = -(-(-(-rows // _ROWS) * runs * team) // _THREADS)
     numbers = (np.uint64(n) for n in (rows, words, runs, rows * runs // members))
     start = kernel(_FILE, "fingerprint", index, _defines(dtype, word, vector))
-    return grid, start.bound(_THREADS, 3, *numbers, np.uint32(team))
+    return partial(start.bound(_THREADS, 3, *numbers, np.uint32(team)), grid)
 
 
 @lru_cache(maxsize=64)
