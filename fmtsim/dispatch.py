@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch._guards import TracingContext
 from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -52,12 +52,9 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
-def is_compiled() -> bool:
-    """Say whether a compiler looks at what runs here, also below torch.compile's own tracer.
-
-    There ``torch.compiler.is_compiling()`` of torch before 2.12 says no.
-    """
-    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+def is_recorded() -> bool:
+    """Say whether a compiler sees what runs here as operations, to make code of its own of them."""
+    return torch.compiler.is_compiling() or proxy_tensor.get_proxy_mode() is not None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -342,8 +342,9 @@ def _bits(name: str, shape: tuple[int, ...], dtype: str, found: Fingerprint) -> 
         special = "nan" if math.isnan(amax) else "inf"
         amax = None
     return TensorBits(
-        name=name, shape=shape, dtype=dtype, hash=found.hash, parts=found.parts, amax=amax, special=special
-    )
+        name=name, shape=shape, dtype=dtype, hash=found.hash, parts=found.parts, amax=amax,
+        special=special,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _kind(module: nn.Module) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.scaling.scales import Scales, exponent_scales, one_level
+from fmtsim.scaling.scales import Scales, one_level
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import Operand, folds
@@ -29,6 +29,7 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 
 _SIGN, _MAGNITUDE, _INFINITY = -1 << 31, (1 << 31) - 1, 0xFF << 23  # of a float32
+_LEAST_SCALE: Final = 1 << 22  # the bits of 2**-127
 _NAN: Final = float("nan")
 _CANONICAL_NAN: Final = {
     torch.float32: (torch.int32, 0x7FC00000),
@@ -39,32 +40,48 @@ _PLACES: Final = 23
 _USUAL: Final = Scaling()
 
 
-def inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
+def covers(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
+    """Say whether ``inlined`` quantises a matrix.
+
+    It must be bfloat16 or float32, contiguous and of whole blocks, and the quantiser a cast to nearest even under
+    scales of largest magnitudes.
+    """
+    scaling = _scaling_of(quantizer)
+    if scaling is None or t.dtype not in (torch.bfloat16, torch.float32) or not t.is_contiguous():
+        return False
+    if not all(isinstance(size, int) and size for size in t.shape):  # a compiler may not know it
+        return False
+    rows, columns = _block_of(t, scaling, dim)
+    return not (t.shape[0] % rows or t.shape[1] % columns)
+
+
+def _block_of(t: Tensor, scaling: Scaling, dim: int) -> tuple[int, int]:
+    """Return rows and columns of a block of the matrix as it lies."""
+    outer, inner = block_sizes(scaling.block, t.shape if dim == -1 else t.shape[::-1])
+    return (outer, inner) if dim == -1 else (inner, outer)
+
+
+def inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
     """Return what a GPU's kernels make of a matrix whose scales may be folded, in operations that a compiler may fuse.
 
     Args:
-        t: [M, N]; bfloat16 or float32.
+        t: [M, N]; what ``covers`` says.
         quantizer: What to do.
         dim: The inner axis, 0 or -1, which the operand has last.
 
     Returns:
-        The operand in bfloat16, NaN with bits of the device's own. None where t is not contiguous or does not consist
-        of whole blocks, and for quantisers that are no cast to nearest even under scales of largest magnitudes.
+        The operand in bfloat16, NaN with bits of the device's own.
     """
     scaling = _scaling_of(quantizer)
-    if scaling is None or t.dtype not in (torch.bfloat16, torch.float32) or not t.is_contiguous() or not t.numel():
-        return None
-    outer, inner = block_sizes(scaling.block, t.shape if dim == -1 else t.shape[::-1])
-    rows, columns = (outer, inner) if dim == -1 else (inner, outer)
-    if t.shape[0] % rows or t.shape[1] % columns:
-        return None
+    assert scaling is not None
+    rows, columns = _block_of(t, scaling, dim)
     fmt = quantizer.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     assert isinstance(element, FloatFormat)
     bits = t.view(torch.int16).to(torch.int32) << 16 if t.dtype == torch.bfloat16 else t.view(torch.int32)
     bits = bits.reshape(t.shape[0] // rows, rows, t.shape[1] // columns, columns)
     magnitude = bits & _MAGNITUDE
-    amax = torch.where(magnitude < _INFINITY, magnitude, 0).amax((1, 3), keepdim=True).view(torch.float32)
+    amax = torch.where(magnitude < _INFINITY, magnitude, 0).amax((1, 3), keepdim=True)
     found = _scales(amax, scaling, element)
     x = _on_grid((magnitude.view(torch.float32) * found.factor).view(torch.int32), element)
     largest = magnitude if element.has_nan else magnitude.amax((1, 3), keepdim=True)  # or the whole block is NaN
@@ -74,7 +91,7 @@ def inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
     scale = None if folds(quantizer) else found.scale.squeeze((1, 3))
     if dim == 0:
         values, scale = values.mT, None if scale is None else scale.mT
-    return Operand(values, quantizer, scale, block=(outer, inner))
+    return Operand(values, quantizer, scale, block=(rows, columns) if dim == -1 else (columns, rows))
 
 
 def inlined_product(y: Tensor, columns: Tensor | None, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -97,17 +114,19 @@ def inlined_product(y: Tensor, columns: Tensor | None, rows: Tensor | None, dtyp
     return torch.where(is_nan, nan, y.to(dtype).view(integer)).view(dtype)
 
 
-def _scales(amax: Tensor, scaling: Scaling, element: FloatFormat) -> Scales:
-    """Return what elements are multiplied with, and the scales of their blocks, for amaxes of any shape."""
-    if scaling.exponent_rule is None:
-        return one_level(amax, scaling, float(element.max), lambda s: s)
-    found = exponent_scales(amax, scaling.exponent_rule, element)
-    assert found.exponent is not None
-    exponent = found.exponent.to(torch.int32)
-    inverse, scale = (
-        torch.where(each == -127, 1 << 22, (each + 127) << _PLACES).view(torch.float32)  # a subnormal, normal numbers
-        for each in (-exponent, exponent)
-    )
+def _scales(bits: Tensor, scaling: Scaling, element: FloatFormat) -> Scales:
+    """Return what elements are multiplied with, and the scales of their blocks, for amaxes by their bits."""
+    rule = scaling.exponent_rule
+    if rule is None:
+        return one_level(bits.view(torch.float32), scaling, float(element.max), lambda s: s)
+    # As exponent_scales of scales.py, in few steps: adding to the bits carries into the exponent where it is to grow.
+    top = element.max_exponent
+    if rule == "rceil":
+        bits, top = (bits.view(torch.float32) * float(np.float32(1.0 / element.max))).view(torch.int32), 0
+        bits = torch.where(bits > _LEAST_SCALE, bits, 0)
+    carry = {"floor": 0, "even": 1 << _PLACES - 1 - element.mantissa_bits}.get(rule, (1 << _PLACES) - 1)
+    code = ((bits + carry >> _PLACES) - top).clamp(0, 254)
+    scale, inverse = ((each << _PLACES).clamp(min=_LEAST_SCALE).view(torch.float32) for each in (code, 254 - code))
     return Scales(scale, inverse)
 
 
@@ -139,6 +158,8 @@ def _scaling_of(quantizer: Quantizer) -> Scaling | None:
     if not isinstance(element, FloatFormat) or not is_representable(element, torch.bfloat16):
         return None
     if not element.signed or not element.has_negative_zero or not _has_grid(element):
+        return None
+    if scaling.exponent_rule is not None and min(element.max_exponent, element.mantissa_bits) < 1:
         return None
     nan = element.has_nan or (blocks and element.nan_policy != "error" and folds(quantizer))
     return scaling if nan else None

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_compiled
+from fmtsim.dispatch import is_recorded
 from fmtsim.float64 import float64, floor_log2, has_float64
 from fmtsim.formats.scaling import ExponentRule, Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
@@ -155,7 +155,7 @@ def range_scales(low: Tensor, high: Tensor, max_code: int) -> Scales:
 
 def quotient(a: Tensor, b: Tensor) -> Tensor:
     """Return ``RN32(a / b)`` of float32 numbers, also in compiled code."""
-    return quotient64(a, b) if is_compiled() and has_float64(a.device) else torch.div(a, b)
+    return quotient64(a, b) if is_recorded() and has_float64(a.device) else torch.div(a, b)
 
 
 def quotient64(a: Tensor, b: Tensor) -> Tensor:

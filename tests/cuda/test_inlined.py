@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands that a compiler fuses into its kernels: the bits of those that kernels make, on the host and on a GPU."""
 
-import contextlib
-
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers import operand, operator, product
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.gemm.layers.operator import text_of
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling import scales
-from fmtsim.scaling.inlined import inlined, inlined_product
+from fmtsim.scaling.inlined import _scales, covers, inlined
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard
@@ -99,27 +97,41 @@ def test_operands_are_those_of_kernels(recipe, name, dim, dtype, on_gpu):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compilers_change_no_bits(on_gpu, monkeypatch):
+def test_compilers_change_no_bits(on_gpu):
     """Whatever computes a matrix is part of the same kernels, and what multiplies a product."""
-    chosen = [quantizer_of(*case) for case in CASES[:1] + CASES[4:5] + CASES[7:8]]
+    from torch._inductor.utils import run_and_get_code  # late: it imports much
+
+    texts = [text_of(quantizer_of(*case)) for case in CASES[:1] + CASES[4:5] + CASES[8:9]]
+    fused, finish = torch.ops.fmtsim.fused_operand, torch.ops.fmtsim.fused_finish
 
     def run(x, y, column, row):
         t = (x * y).to(torch.bfloat16)
-        made = [parts(inlined(t, quantizer, dim)) for quantizer in chosen for dim in (-1, 0)]
-        products = [inlined_product(x, column, row, dtype) + y for dtype in (torch.bfloat16, torch.float32)]
-        return [*made, [scales.quotient(x, y), *products]]
+        products = [finish(x, column, row, dtype) + y for dtype in (torch.bfloat16, torch.float32)]
+        return [*(part for text in texts for dim in (-1, 0) for part in fused(t, dim, text)), *products]
 
     y = 1 + normal(SIDE, SIDE, seed=9, device=on_gpu).abs()
     rest = y, y[:1].mT.contiguous(), y[:, :1].contiguous()
-    with monkeypatch.context() as patch:  # as below the tracer of torch.compile
-        patch.setattr(scales, "quotient", scales.quotient64)
-        graph = make_fx(run)(y.clone(), *rest)
-    compiled = torch.compile(graph, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(run, fullgraph=True)
+        _, code = run_and_get_code(compiled, y.clone(), *rest)
+    assert "torch.ops.aten" in "".join(code) or "async_compile" in "".join(code)
+    assert "torch.ops.fmtsim" not in "".join(code)  # neither operator is called
     for x in matrices(on_gpu):
-        given = x, *rest
-        for found, expected in zip(compiled(*given), run(*given), strict=True):
-            for one, other in zip(found, expected, strict=True):
-                assert_same_bits(one.nan_to_num(0.5), other.nan_to_num(0.5))
+        for one, other in zip(compiled(x, *rest), run(x, *rest), strict=True):
+            assert_same_bits(one.nan_to_num(0.5), other.nan_to_num(0.5))
+
+
+def test_scales_of_exponents_are_those_of_all_engines():
+    bits = torch.arange(0x7F800000 >> 21).to(torch.int32) << 21
+    bits = torch.cat([bits + near for near in range(-3, 4)] + [torch.arange(1, 1 << 12, dtype=torch.int32)])
+    bits = bits.clamp(0, 0x7F7FFFFF)
+    for rule in ("floor", "ceil", "rceil", "even"):
+        for name in ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2"):
+            element = get_format(name)
+            found = _scales(bits, Scaling(exponent_rule=rule), element)
+            expected = scales.exponent_scales(bits.view(torch.float32), rule, element)
+            assert_same_bits(found.scale, expected.scale)
+            assert_same_bits(found.factor, torch.exp2(-expected.exponent.double()).float())
 
 
 def test_quotients_of_compiled_code_are_rounded_once():
@@ -132,25 +144,27 @@ def test_quotients_of_compiled_code_are_rounded_once():
 
 @pytest.mark.parametrize("quantizer", OTHERS, ids=str)
 def test_other_quantisers_are_left_to_kernels(quantizer):
-    assert inlined(bfloat16s(SIDE, SIDE), quantizer, -1) is None
+    assert not covers(bfloat16s(SIDE, SIDE), quantizer, -1)
 
 
 def test_other_matrices_are_left_to_kernels():
     quantizer, x = quantizer_of("te_mxfp8", "x_f"), bfloat16s(SIDE, SIDE)
-    assert inlined(x, quantizer, 0) is not None
+    assert covers(x, quantizer, 0)
     for other in (x[:, :48].contiguous(), x.mT, x[:0], x.half(), x.double()):
-        assert inlined(other, quantizer, -1) is None
-    assert inlined(x[:48], quantizer, 0) is None and inlined(x[:48], quantizer, -1) is not None
+        assert not covers(other, quantizer, -1)
+    assert not covers(x[:48], quantizer, 0) and covers(x[:48], quantizer, -1)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
 @pytest.mark.parametrize(
-    ("recipe", "left"), [("te_mxfp8", set()), ("te_current", set()), ("mxfp4", {"quantize_operand"})]
-)
-def test_compiled_layers_have_operators_for_other_quantisers_alone(recipe, left, on_gpu, monkeypatch):
+    ("recipe", "called_are"),
+    [
+        ("te_mxfp8", {"fused_operand"}), ("te_current", {"fused_operand", "fused_finish"}),
+        ("mxfp4", {"fused_operand", "quantize_operand"}),
+    ],
+)  # fmt: skip
+def test_compiled_layers_have_fused_operators_where_they_can(recipe, called_are, on_gpu):
     """And the bits of eager ones."""
-    if hasattr(torch.compiler, "_compile_session_context"):  # torch before 2.12 says so to its tracer alone
-        monkeypatch.setattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
     from torch._dynamo.backends.common import aot_autograd  # late: it imports much
 
     called = set()
@@ -171,4 +185,4 @@ def test_compiled_layers_have_operators_for_other_quantisers_alone(recipe, left,
         lambda x, w: run_layer(x, w, None, layer), run))  # fmt: skip
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
-    assert called == left
+    assert called == called_are

@@ -7,15 +7,17 @@ no such node, but steps that no compiler can change (``fmtsim.scaling.inlined``)
 """
 
 import hashlib
+import inspect
+import sys
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_compiled
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.keys import find_layer
+from fmtsim.gemm.layers.lowering import announce, lower
 from fmtsim.gemm.layers.operand import (
     NO_KEYS,
     elements_dtype,
@@ -25,7 +27,7 @@ from fmtsim.gemm.layers.operand import (
     quantize_operand,
 )
 from fmtsim.ops import Key, define_operator, key_tensor, random_key, with_keys
-from fmtsim.scaling.inlined import inlined
+from fmtsim.scaling.inlined import covers, inlined
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import Differentiable, StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast
@@ -82,7 +84,7 @@ def traced_operand(
         t, dim = t.mT, -1 - dim  # elements lie as the tensor does, on which a library's accumulation order depends
         factor = factor if factor is None or not factor.dim() else factor.mT
     if folded and passes is factor is None and given == [None] * 3 and not any(source):
-        made = _inlined(t, quantizer, dim)
+        made = _fused(t, quantizer, dim)
         if made is not None:
             return made
     run = with_keys(torch.ops.fmtsim.quantize_operand, *given)
@@ -94,7 +96,7 @@ def traced_operand(
 
 def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
     """Do what ``quantize_both`` does as one node of a graph."""
-    if across is down is None and (one := _inlined(t, quantizer, -1)) and (other := _inlined(t, quantizer, 0)):
+    if across is down is None and (one := _fused(t, quantizer, -1)) and (other := _fused(t, quantizer, 0)):
         return one, other
     keys = key_tensor(across), key_tensor(down)
     rows, columns, *scales = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
@@ -108,17 +110,27 @@ def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tupl
     return one, other
 
 
-def _inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
-    """Return an operand in operations that a compiler for a GPU fuses into its kernels, None where there are none."""
-    return inlined(t, quantizer, dim) if is_on_gpu(t) and is_compiled() else None
+def _fused(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
+    """Return an operand by the operator that a compiler for a GPU fuses into its kernels, None where it cannot."""
+    if not is_on_gpu(t) or not covers(t, quantizer, dim):
+        return None
+    values, *scales = torch.ops.fmtsim.fused_operand(t, dim, text_of(quantizer))
+    sizes = block_sizes(block_of(quantizer), t.shape if dim == -1 else t.shape[::-1])
+    return Operand(values, quantizer, scales[0] if scales else None, block=sizes)
 
 
 @lru_cache(maxsize=4096)
 def text_of(quantizer: Quantizer) -> str:
     """Return the text by which an operator finds a quantiser: the same in every process."""
-    text = hashlib.sha256(repr(quantizer).encode()).hexdigest()[:24]
+    text = hashlib.sha256(f"{quantizer!r} {_steps()}".encode()).hexdigest()[:24]
     _quantizers[text] = quantizer
     return text
+
+
+@lru_cache(maxsize=1)
+def _steps() -> str:
+    """Return the steps of fused operands as text: a compiler keeps its code by the texts of calls."""
+    return inspect.getsource(sys.modules[inlined.__module__])
 
 
 def quantizer_of(text: str) -> Quantizer:
@@ -187,6 +199,23 @@ def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scal
     return made
 
 
+def _fused_operand(t, dim, quantizer):  # type: ignore[no-untyped-def]
+    return _operand(t, dim, quantizer, True, "", "", None, None, None, None, None)
+
+
+def _fake_fused(t, dim, quantizer):  # type: ignore[no-untyped-def]
+    announce()
+    return _fake_operand(t, dim, quantizer, True, "", "", None, None, None, None, None)
+
+
+def _fused_steps(dim, quantizer):  # type: ignore[no-untyped-def]
+    def run(t: Tensor) -> list[Tensor]:
+        made = inlined(t, _quantizers[quantizer], dim)
+        return [made.elements] if made.scale is None else [made.elements, made.scale]
+
+    return run
+
+
 def _both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
     rows, columns = quantize_both(t, _quantizers[quantizer], random_key(across), random_key(down))
     scales = [] if rows.tensor_scale is None else [rows.tensor_scale]
@@ -218,3 +247,5 @@ define_operator(
     _fake_operand,
     keyed=True,
 )
+define_operator("fused_operand(Tensor t, int dim, str quantizer) -> Tensor[]", _fused_operand, _fake_fused)
+lower(torch.ops.fmtsim.fused_operand.default, _fused_steps)

@@ -10,13 +10,13 @@ from itertools import product as pairs
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_compiled
 from fmtsim.float64 import has_float64
 from fmtsim.formats.block import FP32
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.layers.lowering import announce, lower
 from fmtsim.gemm.layers.operand import is_on_gpu, multiplier_apart, values_of, widened
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.layers.route import INT8, Route, element_of
@@ -139,8 +139,8 @@ def _finish(
     engine = cpu_engine(y) if y.is_cpu and rest is None and dtype == torch.float32 and not traced else None
     if engine is not None and engine.finish_(y, columns, rows, bias):
         return y
-    if traced and rest is bias is None and is_on_gpu(y) and is_compiled():
-        return inlined_product(y, columns, rows, dtype)
+    if traced and rest is bias is None and is_on_gpu(y):
+        return torch.ops.fmtsim.fused_finish(y, columns, rows, dtype)  # type: ignore[no-any-return]
     run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse sums
     return run(y, columns, rows, rest, bias, dtype)  # type: ignore[no-any-return]
 
@@ -380,6 +380,11 @@ def _multiply_group_parts(a, a_scale, a_block, b, b_scale, b_block, bias, dtype)
     return fused_engine(a).multiply_groups(left, right, bias, dtype)  # type: ignore[union-attr]
 
 
+def _fake_fused_finish(y, columns, rows, dtype):  # type: ignore[no-untyped-def]
+    announce()
+    return y.new_empty(y.shape, dtype=dtype)
+
+
 def _unrotated(y, first, before, slope, signs, dtype, turned):  # type: ignore[no-untyped-def]
     how = quantizer_of(first), quantizer_of(before), slope, random_key(signs), dtype
     return unrotated(y, *how, turned=turned, traced=False).contiguous()  # something is undone: never y itself
@@ -395,6 +400,15 @@ define_operator(
     "finish(Tensor y, Tensor? columns, Tensor? rows, Tensor? rest, Tensor? bias, ScalarType dtype) -> Tensor",
     _finished,
     lambda y, columns, rows, rest, bias, dtype: y.new_empty(y.shape, dtype=dtype),
+)
+define_operator(
+    "fused_finish(Tensor y, Tensor? columns, Tensor? rows, ScalarType dtype) -> Tensor",
+    lambda y, columns, rows, dtype: _finished(y, columns, rows, None, None, dtype),
+    _fake_fused_finish,
+)
+lower(
+    torch.ops.fmtsim.fused_finish.default,
+    lambda dtype: lambda y, columns, rows: inlined_product(y, columns, rows, dtype),
 )
 define_operator(
     "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool turned) -> Tensor",

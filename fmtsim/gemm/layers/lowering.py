@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that torch.compile's inductor fuses into the kernels around them, each one node of its graph.
+
+A node stands for a few dozen ordinary operations (``fmtsim.scaling.inlined``), of which a graph of a model would hold
+tens of thousands. Inductor is given them when it comes to the node, by a lowering of its own kind. Other compilers run
+an operator, and so does an inductor that takes no such lowering.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Steps = Callable[..., list[Tensor] | Tensor]
+Facts = tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]  # of tensors; None where there is none
+_lowered: dict[Any, Any] = {}
+
+
+def lower(operator: Any, steps: Callable[..., Steps]) -> None:
+    """Say what an operator stands for; inductor is told once it is loaded (``announce``).
+
+    Args:
+        operator: An overload. Its tensors come first.
+        steps: Given the arguments behind the tensors, returns a function of the tensors, in operations of torch.
+    """
+    _lowered[operator] = steps
+
+
+def announce() -> None:
+    """Tell inductor, where it is loaded, of the operators."""
+    inductor = sys.modules.get("torch._inductor.lowering")
+    if inductor is None or not hasattr(inductor, "lowerings"):
+        return
+    for operator, steps in _lowered.items():
+        if operator not in inductor.lowerings:
+            inductor.register_lowering(operator, type_promotion_kind=None)(partial(_lower, steps))
+
+
+def _lower(steps: Callable[..., Steps], *arguments: Any) -> Any:
+    """Return what inductor makes of an operator's steps."""
+    count = next((i for i, x in enumerate(arguments) if x is not None and not _is_box(x)), len(arguments))
+    boxes, rest = arguments[:count], arguments[count:]
+    for box in boxes:
+        if box is not None:
+            box.realize()  # several steps read it
+    facts = tuple(None if x is None else (tuple(map(int, x.get_size())), x.get_dtype(), x.get_device()) for x in boxes)
+    return _Inductor(_graph_of(steps, facts, rest)).run(*(x for x in boxes if x is not None))
+
+
+def _is_box(x: Any) -> bool:
+    return hasattr(x, "get_size")
+
+
+@lru_cache(maxsize=4096)
+def _graph_of(steps: Callable[..., Steps], facts: Facts, rest: tuple[Any, ...]) -> fx.GraphModule:
+    """Return the steps for tensors of some shapes, dtypes and devices, in operations that inductor has lowerings of."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    run = steps(*rest)
+
+    def call(*given: Tensor) -> Any:
+        left = iter(given)
+        return run(*(None if each is None else next(left) for each in facts))
+
+    with torch.no_grad(), FakeTensorMode():
+        empty = [torch.empty(f[0], dtype=f[1], device=f[2]) for f in facts if f is not None]
+        graph = make_fx(call, decomposition_table=select_decomp_table())(*empty)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+class _Inductor(fx.Interpreter):
+    """Run a graph by inductor's lowerings; what a larger tensor is computed from is computed once."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Return inductor's tensor for a node."""
+        found = super().run_node(n)
+        if _is_box(found) and any(_is_larger(user, n) for user in n.users):
+            found.realize()
+        return found
+
+    def call_function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the lowering of an operation."""
+        return sys.modules["torch._inductor.lowering"].lowerings[target](*args, **kwargs)
+
+
+def _is_larger(user: fx.Node, node: fx.Node) -> bool:
+    one, other = user.meta.get("val"), node.meta.get("val")
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.numel() > max(1, other.numel())
