@@ -12,7 +12,8 @@ from fmtsim.analysis import scan_gemm
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.cli.output import MISMATCH, version_of
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.targets.target import target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import target_to_dict
+from tests.support.targets import hopper
 
 SHAPE = (64, 1000, True)
 
@@ -25,11 +26,7 @@ def target():
         {"when": {"k": {"min": 49}}, "kernel": "adds all", "split": 1, "basis": "reported", "reason": "a test"},
     ]
     kernels = {"drops": {"k_tile": 64, "k_end": 960}, "adds all": {"k_tile": 64}}
-    units = [[["bf16"], "fp32", "hopper.wgmma"]]
-    return target_from_dict(
-        {"name": "drops", "library": "a test", "source": "a test", "units": units, "kernels": kernels, "splits": {},
-         "rules": rules}
-    )  # fmt: skip
+    return hopper("drops", kernels, rules)
 
 
 @pytest.fixture

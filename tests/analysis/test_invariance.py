@@ -15,11 +15,10 @@ from fmtsim.analysis.invariance import batch_invariance, same_bits
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import without_doubts
-from fmtsim.gemm.targets.target import target_from_dict
 from fmtsim.spec.plan import GemmPlan
 from tests.cuda import batch_rows
 from tests.support.fake_gpu import FakeGPU
-from tests.support.targets import linear, mm
+from tests.support.targets import hopper, linear, mm
 
 SIZES = range(1, 15)
 SHAPE = (640, 1024, False)
@@ -44,11 +43,7 @@ def target():
         rule(13, 13, "rounded", 3),
         rule(14, 14, "tile32", 1),
     ]
-    units = [[["bf16"], "fp32", "hopper.wgmma"]]
-    return target_from_dict(
-        {"name": "six", "library": "a test", "source": "a test", "units": units, "kernels": kernels, "splits": {},
-         "rules": rules}
-    )  # fmt: skip
+    return hopper("six", kernels, rules)
 
 
 @pytest.fixture(scope="module")

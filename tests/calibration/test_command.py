@@ -56,6 +56,13 @@ def units(call):
         (["--out", "nowhere/plan.json"], "there is no folder nowhere"),
         (["--base", "h300"], "unknown target 'h300'"),
         (["--shapes", "missing.txt"], "missing.txt: No such file"),
+        (["--book", "x.json"], "--book x.json is the name of the plan file, which is written beside it"),
+        (["--book", "nowhere/x.book"], "there is no folder nowhere"),
+        (["--book", "--kinds", "fp4"], "--kinds 'fp4' is not possible; choose from bf16"),
+        (["--book", "--lattice", "-1"], "--lattice -1 is not possible; choose 0 or more sizes"),
+        (["--book", "--workers", "0"], "--workers 0 is not possible"),
+        (["--book", "--model", "gpt9"], "unknown model 'gpt9'"),
+        (["--book", "--check", "h200"], "--book and --check are different jobs; give one of them"),
     ],
 )
 def test_bad_input(words, message, capsys, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from fmtsim.calibration.book import (
     sizes_of,
 )  # fmt: skip
 from fmtsim.cli import calibrate_book
-from fmtsim.cli.main import BAD_INPUT, main
+from fmtsim.cli.main import main
 from fmtsim.cli.output import MISMATCH
 from fmtsim.errors import ArgumentError, DeviceError
 from fmtsim.gemm.targets.book import Book, write_book
@@ -334,21 +334,3 @@ def test_the_same_gpu_keeps_its_rules(tmp_path):
 
 
 FAMILIES_WITH_RUNS = [FAMILIES[0]._replace(runs=((1, Choice(66)),))]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--book", "x.json"], "--book x.json is the name of the plan file, which is written beside it"),
-        (["--book", "nowhere/x.book"], "there is no folder nowhere"),
-        (["--book", "--kinds", "fp4"], "--kinds 'fp4' is not possible; choose from bf16"),
-        (["--book", "--lattice", "-1"], "--lattice -1 is not possible; choose 0 or more sizes"),
-        (["--book", "--workers", "0"], "--workers 0 is not possible"),
-        (["--book", "--model", "gpt9"], "unknown model 'gpt9'"),
-        (["--book", "--check", "h200"], "--book and --check are different jobs; give one of them"),
-    ],
-)
-def test_bad_input(words, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", *words]) == BAD_INPUT
-    assert message in capsys.readouterr().err

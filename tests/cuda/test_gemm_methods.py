@@ -9,8 +9,8 @@ import torch
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import block_scaled, fma_chain, fp64_aligned, fp64_tensor_core, fp64_tensor_core_configurations
-from fmtsim.formats.spec import FloatFormat
 from tests.support.bits import assert_same_bits
+from tests.support.cuda_cases import custom
 from tests.support.cuda_gemm import check, expected, job_of, product_of
 from tests.support.gemm_engine import DTYPES, gemm_spec, operand, unit_scales
 from tests.support.gemm_oracle import definition
@@ -24,11 +24,6 @@ NEAREST = Datapath(
 BFLOAT_SUMS = replace(NEAREST, term_rounding="toward_zero", accumulator="bf16")
 MXF4 = Datapath(block=64, fraction_bits=35, group=16, scale="e8m0", scale_block=32)
 SLOW = GemmPlan(promote_every=64)
-
-
-def custom(exponent_bits: int, mantissa_bits: int) -> FloatFormat:
-    name = f"e{exponent_bits}m{mantissa_bits}"
-    return FloatFormat(name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits)
 
 
 def operands(fmt, m=70, n=140, k=100):

@@ -35,9 +35,6 @@ def ones(*shape):
     return torch.ones(shape)
 
 
-# --- What is called --------------------------------------------------------------------------------------------------
-
-
 def built(call, left, right, bias=None, **scales):
     return torch_call(call, left, right, bias, NativeScales(**scales))
 
@@ -234,9 +231,6 @@ def test_switches_are_restored_after_an_error(restored):
 def test_a_refused_call_says_what_torch_said():
     with pytest.raises(DeviceError, match=r"torch.mm refused \[2, 3\] torch.float32 x \[4, 2\] torch.float32 -> "):
         unit.run(NativeCall(function="mm", out_dtype=FP32), torch.ones(2, 3), torch.ones(4, 2))
-
-
-# --- On a GPU --------------------------------------------------------------------------------------------------------
 
 
 def on_the_gpu():

@@ -40,9 +40,6 @@ def odd(*shape):
     return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape) / 3
 
 
-# --- When it is taken ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def ran(hopper):
     """Let native calls return zeros and be kept."""
@@ -227,9 +224,6 @@ def test_compiled_code_runs_natively(ran):
     torch._dynamo.reset()
 
 
-# --- Quantised layers ------------------------------------------------------------------------------------------------
-
-
 def layer(ran, **options):
     config = fmtsim.linear_config(**{"x": "e4m3", "w": "e4m3", "g": "e5m2", "target": "h200", **options})
     x, w = (torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (1, 2))
@@ -286,9 +280,6 @@ def test_configs_check_native():
     assert model.emulation.config.fprop.native is False and model.emulation.config.fprop.fast_accum
     with pytest.raises(ArgumentError, match="convert needs a target or a unit; pass one of target="):
         fmtsim.convert(torch.nn.Linear(16, 16), config=model.emulation.config, native=False)
-
-
-# --- Bugs of the library ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

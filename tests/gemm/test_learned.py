@@ -133,23 +133,24 @@ def test_targets_follow_trees_between_rules_and_guesses(tmp_path):
         target_from_dict(record | {"trees": "../a.trees"}, folder=tmp_path)
 
 
+def found_by(folder, choices, ks):
+    """Return what h200 finds for sums of some lengths where it has a tree of certain choices and no rule."""
+    write_learned(folder / "a.trees", [(GROUP._replace(choices=choices), TREE._replace(certain=np.ones(4, bool)))])
+    record = target_to_dict(get_target("h200")) | {"book": None, "trees": "a.trees", "rules": []}
+    target = target_from_dict(record, folder=folder)
+    return [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in ks]
+
+
 def test_parts_of_cutlass_kernels_are_guesses(tmp_path):
     """However many of a leaf's held-out answers were right."""
-    group = GROUP._replace(choices=(Choice(66, 3, 2), Choice(24, 3, 2, 0, 13), Choice(24, 1, 0, 0, 13)))
-    write_learned(tmp_path / "a.trees", [(group, TREE._replace(certain=np.ones(4, bool)))])
-    record = target_to_dict(get_target("h200")) | {"book": None, "trees": "a.trees", "rules": []}
-    target = target_from_dict(record, folder=tmp_path)
-    found = [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in (2048, 2564, 4096)]
+    choices = Choice(66, 3, 2), Choice(24, 3, 2, 0, 13), Choice(24, 1, 0, 0, 13)
+    found = found_by(tmp_path, choices, (2048, 2564, 4096))
     assert [(each.basis, each.plan.split) for each in found] == [("rule", 3), ("rule", 1), ("guess", 3)]
 
 
 def test_single_products_without_tensor_cores_are_guesses(tmp_path):
     """The signs of their zeros are not those of a chain on an H200."""
-    group = GROUP._replace(choices=(Choice(12), Choice(20), Choice(12)))
-    write_learned(tmp_path / "a.trees", [(group, TREE._replace(certain=np.ones(4, bool)))])
-    record = target_to_dict(get_target("h200")) | {"book": None, "trees": "a.trees", "rules": []}
-    target = target_from_dict(record, folder=tmp_path)
-    found = [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in (1, 2)]
+    found = found_by(tmp_path, (Choice(12), Choice(20), Choice(12)), (1, 2))
     assert [(each.basis, each.unit) for each in found] == [("guess", "fp32_fma"), ("rule", "fp32_fma")]
 
 

@@ -14,9 +14,9 @@ from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.gemm.targets.book import Book, Family, book_bytes
 from fmtsim.gemm.targets.library_bug import padded_k, products_left_out
 from fmtsim.gemm.targets.question import Choice, Kind
-from fmtsim.gemm.targets.target import get_target, target_from_dict
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.spec.plan import GemmPlan
-from tests.support.targets import mm
+from tests.support.targets import hopper, mm
 
 K, END = 1000, 960
 
@@ -32,11 +32,7 @@ def library(fixed=1024):
         )
     ]
     kernels = {"drops": {"k_tile": 64, "k_end": END}, "adds all": {"k_tile": 64}}
-    units = [[["bf16"], "fp32", "hopper.wgmma"]]
-    return target_from_dict(
-        {"name": "drops", "library": "a test", "source": "a test", "units": units, "kernels": kernels, "splits": {},
-         "rules": rules}
-    )  # fmt: skip
+    return hopper("drops", kernels, rules)
 
 
 def operands(m, k=K):
@@ -120,9 +116,6 @@ def test_a_gradient_warns_of_its_own_product():
     y = fmtsim.linear(x, w, target=library(), plan=None)
     with pytest.warns(LibraryBugWarning, match="mm M=16 N=8 K=1000"):
         y.sum().backward()
-
-
-# --- The bug of cuBLASLt: parts share whole tiles evenly, and are more than the products left over ---
 
 
 @pytest.fixture(scope="module")

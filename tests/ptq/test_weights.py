@@ -165,16 +165,21 @@ def test_learned_rounding_comes_close_to_the_best_of_all_choices(seed):
     assert error.sum() <= best.sum() + 0.35 * (plain.sum() - best.sum())
 
 
-def test_gradients_alone_decide():
-    """Without the passes afterwards; too weak a regularisation leaves choices between, which nearest then decides."""
+def correlated():
+    """Return a weight, the Hessian of inputs that depend on each other, and the weight's grid."""
     source = torch.Generator().manual_seed(0)
     w, mix = torch.randn(32, 64, generator=source), torch.randn(64, 64, generator=source)
     x = (torch.randn(500, 64, generator=source) @ mix).double()
-    grid = grid_of(w, Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, 32))))
-    plain, errors = output_error(w, grid.round(w.double(), slice(None)), x.mT @ x).sum(), []
+    return w, x.mT @ x, grid_of(w, Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, 32))))
+
+
+def test_gradients_alone_decide():
+    """Without the passes afterwards; too weak a regularisation leaves choices between, which nearest then decides."""
+    w, h, grid = correlated()
+    plain, errors = output_error(w, grid.round(w.double(), slice(None)), h).sum(), []
     for weight in (100.0, 0.01):
         settings = LearnedRounding(sweeps=0, regularisation=weight)
-        errors.append(output_error(w, learned_rounding(w, x.mT @ x, grid, settings), x.mT @ x).sum() / plain)
+        errors.append(output_error(w, learned_rounding(w, h, grid, settings), h).sum() / plain)
     assert errors[0] < 0.8 < 0.9 < errors[1] <= 1
 
 
@@ -197,11 +202,8 @@ def by_autograd(w, low, high, h, settings):
 
 def test_gradients_are_those_of_autograd():
     """The first step follows the regularisation: without it gradients begin at zero, and Adam makes steps of noise."""
-    source = torch.Generator().manual_seed(0)
-    w, mix = torch.randn(32, 64, generator=source), torch.randn(64, 64, generator=source)
-    x = (torch.randn(500, 64, generator=source) @ mix).double()
-    grid = grid_of(w, Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, 32))))
-    w, h = w.double(), x.mT @ x
+    w, h, grid = correlated()
+    w = w.double()
     low, high, plain = (grid.round(w, slice(None), mode) for mode in ("down", "up", "nearest_even"))
     h = h / output_error(w, plain, h).sum()
     settings = LearnedRounding(steps=30, rate=0.1, regularisation=1.0, beta=(2.0, 4.0), warmup=0.0, sweeps=0)

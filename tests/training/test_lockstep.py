@@ -213,9 +213,6 @@ def test_calls_and_their_plans_are_kept(corpus):
     assert record.name == "h200" and "RecordingTarget" in type(record).__name__
 
 
-# --- The command -----------------------------------------------------------------------------------------------------
-
-
 def test_records_say_what_was_found(corpus, tmp_path):
     setting = config()
     target = recording(get_target("h200"))
