@@ -42,7 +42,6 @@ def _encoded(model: nn.Module) -> torch.Tensor:
 
 
 def _write(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Save the name."""
     if prefix + NAME in state:
         state[prefix + NAME] = _encoded(model)
 

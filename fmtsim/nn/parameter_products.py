@@ -116,8 +116,6 @@ class ParameterMode(OwnMode):
         elif func is F.multi_head_attention_forward:  # torch runs it as a whole, without asking about what it calls
             with self:
                 return _MULTI_HEAD(*args, **kwargs)
-        if func is Tensor.unflatten:  # torch.compile does not trace this method under a mode
-            func = torch.unflatten
         y = func(*args, **kwargs)
         if (func is torch.unflatten or func in _VIEWS) and (found := self.find(args[0])) is not None:
             for view in (y,) if isinstance(y, Tensor) else y:

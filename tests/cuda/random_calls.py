@@ -74,7 +74,6 @@ def attention(rng: random.Random) -> tuple[tuple[int, int, int], tuple[str, str]
 
 
 def random_call(rng: random.Random, shapes: list[tuple[int, int]]) -> GemmCall:
-    """Return a call."""
     kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     (m, n, k), (first, second) = attention(rng) if kind == "bmm" else sizes(rng, shapes)
     if kind == "vector":
@@ -163,7 +162,6 @@ def kept(x: torch.Tensor) -> torch.Tensor:
 
 
 def bits(x: torch.Tensor) -> bytes:
-    """Return the bits of results."""
     return x.flatten().view(torch.uint8).numpy().tobytes()
 
 

@@ -70,7 +70,6 @@ class Report:
         generate()
 
     def call(self, target: Target, value: Any) -> None:
-        """Call a target with one input."""
         shown = _shown(value)
         try:
             with _limited(), warnings.catch_warnings(action="ignore"):

@@ -86,7 +86,6 @@ def draw(count: int | None, seed: int | None, area: str | None, file: str | None
 
 
 def package_files() -> list[str]:
-    """Return the package's sources."""
     found = (path for path in (ROOT / "fmtsim").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 

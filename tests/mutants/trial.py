@@ -150,7 +150,6 @@ class _Copy:
 
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
-        """Hold the mutant."""
         path = self._tree / mutant.file
         before = path.read_bytes()
         path.write_bytes(mutant.applied(self._tree))
@@ -171,7 +170,6 @@ class _Copy:
         return int(answer), self._output.read_text(errors="replace")
 
     def close(self) -> None:
-        """End the server."""
         _running.discard(self._server)
         self._server.communicate()
 

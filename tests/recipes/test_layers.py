@@ -48,7 +48,6 @@ def element_key(operand):
 
 
 def signs(size):
-    """The signs of the backward pass."""
     return torch.where(sign_bits(random_signs(size, key(19)), size), -1.0, 1.0)
 
 

@@ -25,7 +25,6 @@ def f32(x: float) -> float:
 
 
 def row(values: list[float], name: str, **options: object) -> Quantized:
-    """Quantise one row."""
     return quantize_matrix([values], get_format(name), **options)  # type: ignore[arg-type]
 
 

@@ -113,7 +113,6 @@ def coverage(name: str) -> Coverage:
 
 
 def table() -> str:
-    """Return the table of the page."""
     rows = ["| Architecture | Simulated | Left, and why |", "|---|---|---|"]
     for name in ARCHITECTURES:
         found = coverage(name)

@@ -72,5 +72,4 @@ def made_report(observation=None, **parts):
 
 
 def data_of(page):
-    """Return the data of a report."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])

@@ -3,6 +3,8 @@
 
 import pytest
 
+from fmtsim.training.corpus import load_corpus
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -10,3 +12,9 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     return path
+
+
+@pytest.fixture(scope="module")
+def corpus(text):
+    """Return that text in windows of 16 bytes."""
+    return load_corpus(text, 16)

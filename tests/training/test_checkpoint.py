@@ -22,7 +22,6 @@ from fmtsim.training import learner, loop
 from fmtsim.training.artifacts import make_record, settings
 from fmtsim.training.checkpoint import Checkpoint
 from fmtsim.training.config import TrainConfig
-from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.loop import compare_schemes
 from fmtsim.training.schemes import Scheme
@@ -48,11 +47,6 @@ SCHEMES = {
         "baseline": Scheme(format="bf16"),
     },
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(text):
-    return load_corpus(text, 16)
 
 
 @pytest.fixture(autouse=True)

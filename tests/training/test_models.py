@@ -13,7 +13,6 @@ from fmtsim.progress import Progress
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.training.artifacts import settings
 from fmtsim.training.config import TrainConfig
-from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPTConfig, LanguageModel
 from fmtsim.training.llama import Llama
 from fmtsim.training.lockstep import build_side, run_lockstep
@@ -83,11 +82,6 @@ def empty(): return nn.Flatten()
 def broken(): raise KeyError("weights")
 value = 5
 """
-
-
-@pytest.fixture(scope="module")
-def corpus(text):
-    return load_corpus(text, 16)
 
 
 @pytest.fixture

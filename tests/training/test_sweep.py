@@ -18,7 +18,7 @@ from fmtsim.errors import ArgumentError, DataError, DeviceError
 from fmtsim.progress import Progress
 from fmtsim.recipes import get_recipe
 from fmtsim.training import sweep_folder
-from fmtsim.training.corpus import load_corpus, sample
+from fmtsim.training.corpus import sample
 from fmtsim.training.learner import schedule
 from fmtsim.training.loop import begin, take_step
 from fmtsim.training.sweep import Point, SweepConfig, SweepRun, points_of, scheme_of, train_point
@@ -29,11 +29,6 @@ from fmtsim.training.tasks import TASKS, score, task_corpus
 CONFIG = SweepConfig(layers=1, heads=2, context=16, batch_size=2)
 POINTS = points_of(["fp32", "e8m3"], [1e-3, 1e-2], [16], [4], [0, 1])
 SMALL = ["--layers", "1", "--heads", "2", "--context", "16", "--batch-size", "2", "--widths", "16", "--quiet"]
-
-
-@pytest.fixture(scope="module")
-def corpus(text):
-    return load_corpus(text, 16)
 
 
 @pytest.fixture(scope="module")

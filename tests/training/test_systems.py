@@ -20,7 +20,7 @@ from fmtsim.recipes import OptimizerConfig, get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.training import learner
 from fmtsim.training.config import TrainConfig
-from fmtsim.training.corpus import load_corpus, sample
+from fmtsim.training.corpus import sample
 from fmtsim.training.evidence import make_check_record
 from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.learner import BETAS, CLIP, MADAM_RATE, WEIGHT_DECAY, Learner, schedule
@@ -32,11 +32,6 @@ from tests.support.bits import same_bits
 SMALL = ["--steps", "3", "--batch-size", "4", "--context", "16", "--width", "32", "--layers", "1", "--heads", "2"]
 MODEL = GPTConfig(context=16, width=32, layers=1, heads=2)
 RATE = 1e-2
-
-
-@pytest.fixture(scope="module")
-def corpus(text):
-    return load_corpus(text, 16)
 
 
 def scheme(name, **changes):

@@ -25,7 +25,6 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.training import learner, loop
 from fmtsim.training.artifacts import make_record, write_artifacts
 from fmtsim.training.config import TrainConfig
-from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig, check_size
 from fmtsim.training.learner import schedule
 from fmtsim.training.loop import Run, compare_schemes, observed_steps, train
@@ -36,11 +35,6 @@ from tests.support.reports import data_of
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
 FILES = ["layers.txt", "record.json", "report.html"]
 MODEL = GPTConfig(context=16, width=16, layers=1, heads=2)
-
-
-@pytest.fixture(scope="module")
-def corpus(text):
-    return load_corpus(text, 16)
 
 
 def config(scheme=None, **changes):
