@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,17 +288,9 @@ def _bands(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
 
 def _joined(bands: Iterable[Band]) -> Iterator[Band]:
     """Join neighbours with the same result."""
-    last: Band | None = None
-    for band in bands:
-        if last is None or band.group != last.group:
-            if last is not None:
-                yield last
-            last = band
-        else:
-            last = Band(first=last.first, last=band.last, sizes=last.sizes + 1, group=last.group, call=last.call,
-                        found=last.found)  # fmt: skip
-    if last is not None:
-        yield last
+    for _, run in groupby(bands, key=lambda band: band.group):
+        alike = list(run)
+        yield replace(alike[0], last=alike[-1].last, sizes=len(alike))
 
 
 def same_bits(call: GemmCall, first: GemmSpec, second: GemmSpec) -> bool:

@@ -39,10 +39,8 @@ class Bench(NamedTuple):
 
     def ask(self, probes: Sequence[Iterable[Product]]) -> Tensor:
         """Return the results of some probes, one each, as the output's own dtype."""
-        found = []
-        for first in range(0, len(probes), self.call.m):
-            found.append(self._ask(probes[first : first + self.call.m]))
-        return torch.cat(found)
+        m = self.call.m
+        return torch.cat([self._ask(probes[first : first + m]) for first in range(0, len(probes), m)])
 
     def _ask(self, probes: Sequence[Iterable[Product]]) -> Tensor:
         a, b = (torch.zeros(len(probes), self.call.k, dtype=torch.float64) for _ in range(2))
