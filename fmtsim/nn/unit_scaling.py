@@ -169,6 +169,13 @@ def silu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
     return scale_forward(x * torch.sigmoid(x * mult), out)
 
 
+def silu_glu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
+    """Return ``x gate sigmoid(mult gate)``, scaled; both gradients have the output's factor."""
+    factor = interpolated(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
+    x, gate = scale_backward(x, factor), scale_backward(gate, factor)
+    return scale_forward(x * gate * torch.sigmoid(gate * mult), factor)
+
+
 def softmax(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
     """Return the softmax of ``mult x`` over the last dimension of n, scaled between ``n`` (flat) and ``sqrt(n)``."""
     n, weight = x.shape[-1], 1 / (1 + 4 / mult**2)

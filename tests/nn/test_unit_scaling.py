@@ -12,7 +12,14 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.nn import unit_scaling as unit
-from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups
+from fmtsim.nn.scaled_linear import (
+    MuLinear,
+    MuReadout,
+    MuResidual,
+    UnitLinear,
+    UnitReadout,
+    mu_parameter_groups,
+)
 from tests.support.operands import float64s
 
 
@@ -53,8 +60,8 @@ def test_nonlinearities(name):
     torch.testing.assert_close(dx, dz * back, rtol=1e-12, atol=1e-12)
 
 
-def test_softmax():
-    x, g = (float64s(2, 8, N, seed=seed) for seed in (0, 1))
+def test_softmax_and_gated_product():
+    x, gate, g = (float64s(2, 8, N, seed=seed) for seed in (0, 2, 1))
     for mult in (1.0, 4.0):
         out = logarithmic(1 / (1 + 4 / mult**2), N, N**0.5)
         back = logarithmic(1 / (1 + 4 / mult**2), N / mult, (N / mult) ** 0.5)
@@ -63,6 +70,10 @@ def test_softmax():
         torch.testing.assert_close([y, dx], [z * out, dz * out], rtol=1e-12, atol=1e-12)
         _, dx = pulled(lambda x, m=mult: unit.softmax(x, m, constrained=False), [x], g)
         torch.testing.assert_close(dx, dz * back, rtol=1e-12, atol=1e-12)
+        factor = logarithmic(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
+        ours = pulled(lambda x, gate, m=mult: unit.silu_glu(x, gate, m), [x, gate], g)
+        plain = pulled(lambda x, gate, m=mult: x * gate * torch.sigmoid(m * gate), [x, gate], g)
+        torch.testing.assert_close(ours, [t * factor for t in plain], rtol=1e-12, atol=1e-12)
 
 
 def test_products():
