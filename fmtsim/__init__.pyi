@@ -85,6 +85,7 @@ from fmtsim.recipes import list_recipes as list_recipes
 from fmtsim.recipes import register_recipe as register_recipe
 from fmtsim.rounding.modes import Rounding as Rounding
 from fmtsim.search import search as search
+from fmtsim.search import search_while_training as search_while_training
 from fmtsim.spec.cast import RandomKey as RandomKey
 from fmtsim.spec.datapath import Datapath as Datapath
 from fmtsim.spec.datapath import IntegerDatapath as IntegerDatapath

@@ -19,6 +19,7 @@ from fmtsim.reproduce import (
     qat,
     quantised,
     ratios,
+    searched,
     sequences,
     served,
     speeds,
@@ -30,7 +31,7 @@ from fmtsim.reproduce.claim import Claim
 
 _MODULES = (
     blocks, ratios, estimators, outliers, alignment, attention, accumulation, adder_tree, sequences, training,
-    widths, gpts, wire, quantised, multipliers, served, optimizers, qat, speeds, laws,
+    widths, gpts, wire, quantised, multipliers, served, searched, optimizers, qat, speeds, laws,
 )  # fmt: skip
 CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 

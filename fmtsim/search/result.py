@@ -21,17 +21,19 @@ HIGH_BITS = 16  # what an operand that stays in high precision counts as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Describe the search by a policy, as in FLIQS (Dotzel et al., arXiv:2308.03290; details unverified).
+    """Describe the search by a policy, as in FLIQS (Dotzel et al., arXiv:2308.03290; the paper's settings unverified).
 
     A softmax over formats for each layer; assignments are sampled from it and run, and REINFORCE follows the reward
-    ``quality - penalty * |cost / budget - 1|`` with entropy regularisation that falls as a cosine.
+    ``quality - penalty * |cost / budget - 1|`` with entropy regularisation along a cosine.
 
     Args:
-        steps: Assignments that are tried.
+        steps: Assignments that are tried; while training, the steps in which the policy learns.
         rate: Step size of the logits.
         penalty: Weight of the cost in the reward.
-        entropy: Weight of the entropy at the start.
+        entropy: Weight of the entropy at the start, from which it falls to 0.
         seed: Of the samples.
+        sharpen: Weight of the entropy at the end, as a penalty that rises from 0, as in the authors' code: chances
+            become sharp.
     """
 
     steps: int = 200
@@ -39,12 +41,17 @@ class Policy:
     penalty: float = 0.5
     entropy: float = 0.05
     seed: int = 0
+    sharpen: float = 0.0
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or self.steps < 1 or not (self.rate > 0 and self.penalty >= 0):
             raise ArgumentError(
                 f"Policy steps={shown(self.steps)}, rate={shown(self.rate)}, penalty={shown(self.penalty)}; "
                 "choose 1 step or more, a rate above 0 and a penalty from 0"
+            )
+        if not (self.entropy >= 0 and self.sharpen >= 0):
+            raise ArgumentError(
+                f"Policy entropy={shown(self.entropy)}, sharpen={shown(self.sharpen)}; choose weights from 0"
             )
 
 
@@ -53,7 +60,7 @@ class Point(NamedTuple):
 
     Attributes:
         cost: Bit operations of a batch.
-        loss: Sum of the losses of its layers alone.
+        loss: Sum of the losses of its layers alone, above the result's ``reference``.
         formats: Recipe by layer.
     """
 
@@ -76,6 +83,9 @@ class SearchResult(Tabular):
         recipes: The records, by name.
         tried: Assignments that were run, beside those of one layer.
         left_out: Recipes that the machine does not run, and why.
+        widths: Channels that each layer kept, where a search while training chose them.
+        chances: What the policy of a search while training ended with, by layer and recipe.
+        reference: Loss in high precision, which ``losses`` are counted from; 0 where a loss compares with it already.
     """
 
     formats: dict[str, str]
@@ -87,6 +97,9 @@ class SearchResult(Tabular):
     recipes: dict[str, PtqRecipe]
     tried: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)
+    chances: dict[str, dict[str, float]] = field(default_factory=dict)
+    reference: float = 0.0
 
     def recipe(self, name: str = "searched") -> PtqRecipe:
         """Return the recipe that gives each layer its format, for ``fmtsim.ptq``."""
@@ -111,7 +124,7 @@ class SearchResult(Tabular):
         costs = [[self.costs[layer][name] for name in names] for layer in self.formats]
         losses = [[self.losses[layer][name] for name in names] for layer in self.formats]
         return [
-            Point(cost, loss, dict(zip(self.formats, (names[o] for o in path), strict=True)))
+            Point(cost, self.reference + loss, dict(zip(self.formats, (names[o] for o in path), strict=True)))
             for cost, loss, path in front(costs, losses)[0]
         ]
 
@@ -120,7 +133,7 @@ class SearchResult(Tabular):
         return {
             name: Point(
                 sum(self.costs[layer][name] for layer in self.formats),
-                sum(self.losses[layer][name] for layer in self.formats),
+                self.reference + sum(self.losses[layer][name] for layer in self.formats),
                 dict.fromkeys(self.formats, name),
             )
             for name in self.recipes
@@ -151,11 +164,13 @@ class SearchResult(Tabular):
         return saved(figure, path)
 
     def _content(self) -> tuple[Rows | str, ...]:
-        cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen")]
+        more = ("channels",) if self.widths else ()
+        cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen", *more)]
         for layer, chosen in self.formats.items():
-            row = self.losses[layer]
-            cells.append((layer or "(model)", *(f"{row[name]:.2e}" for name in self.recipes), chosen))
+            row, channels = self.losses[layer], (str(self.widths.get(layer, "all")),) if self.widths else ()
+            cells.append((layer or "(model)", *(f"{row[name]:.2e}" for name in self.recipes), chosen, *channels))
         share = 100 * self.cost / self.budget
+        high = f", {self.reference:.3e} in high precision" if self.reference else ""
         where = f" {machine}" if (machine := next(iter(self.recipes.values())).machine) else ""
-        total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}{where}"
+        total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}{high}{where}"
         return Rows(cells), total, *(f"left out: {name}: {reason}" for name, reason in self.left_out.items())

@@ -16,6 +16,7 @@ from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
 from fmtsim.search.choice import least_loss
 from fmtsim.search.result import Policy, SearchResult
+from fmtsim.search.sampler import Sampler
 from fmtsim.search.switching import Loss, SwitchingModel, relative_noise, require_some
 from fmtsim.spec.plan import GemmPlan
 
@@ -82,8 +83,8 @@ def search(
     True
     """
     check_model("search", model)
-    _check_options(budget, bits, policy, loss_fn)
-    recipes, left_out = _recipes(formats, machine_of(target, unit, datapath, plan, native, "search"))
+    check_options(budget, bits, policy, loss_fn)
+    recipes, left_out = recipes_of(formats, machine_of(target, unit, datapath, plan, native, "search"))
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
         switching = SwitchingModel(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
@@ -91,7 +92,7 @@ def search(
         recipes = {name: recipe for name, recipe in recipes.items() if name not in left_out}
         layers, names = list(switching.forms), list(recipes)
         costs = [[switching.forms[layer][name].cost for name in names] for layer in layers]
-        allowed = _budget(budget, bits, switching, costs)
+        allowed = budget_of(budget, bits, switching.adds, costs, costs)
         alone = sensitivity is None
         losses = _each_alone(switching, layers, names, show) if alone else _attributed(sensitivity, layers, names)
         picked, _ = least_loss(costs, losses, allowed)
@@ -138,26 +139,19 @@ class _Found:
 
 
 def _sample(found: _Found, policy: Policy, show: Progress) -> None:
-    """Follow REINFORCE from equal chances: quality is one minus the root of the loss."""
-    layers, count = len(found._layers), len(found._names)
-    source = torch.Generator().manual_seed(policy.seed)
-    logits, mean = torch.zeros(layers, count, dtype=torch.float64), 0.0
+    """Follow REINFORCE: quality is one minus the root of the loss."""
+    sampler = Sampler(
+        policy, len(found._layers), len(found._names), torch.Generator().manual_seed(policy.seed), adam=False
+    )
     show.stage("policy", policy.steps)
     for step in range(policy.steps):
-        chances = logits.softmax(1)
-        picked = torch.multinomial(chances, 1, generator=source)[:, 0]
-        loss = found.offer(picked.tolist())
-        over = abs(found.cost(picked.tolist()) / found.budget - 1)
+        picked = sampler.draw()
+        loss = found.offer(picked)
+        over = abs(found.cost(picked) / found.budget - 1)
         root = math.copysign(math.sqrt(abs(loss)), loss)  # a loss of one's own may be negative
-        reward = 1 - root - policy.penalty * over if math.isfinite(loss) else -1.0
-        mean = reward if step == 0 else 0.9 * mean + 0.1 * reward
-        taken = torch.nn.functional.one_hot(picked, count).double()
-        logs = chances.clamp(min=1e-12).log()
-        spread = -chances * (logs - (chances * logs).sum(1, keepdim=True))  # the gradient of the entropy
-        weight = policy.entropy * 0.5 * (1 + math.cos(math.pi * step / policy.steps))
-        logits += policy.rate * ((reward - mean) * (taken - chances) + weight * spread)
+        sampler.learn(1 - root - policy.penalty * over if math.isfinite(loss) else -1.0, step)
         show.step(step + 1)
-    found.offer(logits.argmax(1).tolist())
+    found.offer(sampler.logits.argmax(1).tolist())
 
 
 def _each_alone(switching: SwitchingModel, layers: list[str], names: list[str], show: Progress) -> list[list[float]]:
@@ -191,7 +185,8 @@ def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[l
     return [[found[layer, name] for name in names] for layer in layers]
 
 
-def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
+def check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
+    """Refuse budgets, policies and losses that are none."""
     if (budget is None) == (bits is None):
         raise ArgumentError("pass exactly one of budget= (bit operations of a batch) and bits= (of both operands)")
     name, value = ("budget", budget) if bits is None else ("bits", bits)
@@ -207,9 +202,11 @@ def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
         raise ArgumentError(f"loss_fn={shown(loss_fn)} is not a function; write loss_fn=lambda output, reference: ...")
 
 
-def _budget(budget: float | None, bits: float | None, switching: SwitchingModel, costs: list[list[int]]) -> int:
-    least, most = (sum(pick(row) for row in costs) for pick in (min, max))
-    adds = switching.adds
+def budget_of(
+    budget: float | None, bits: float | None, adds: int, cheapest: list[list[int]], dearest: list[list[int]]
+) -> int:
+    """Return the bit operations that are allowed; raise ArgumentError where no assignment has so few."""
+    least, most = sum(map(min, cheapest)), sum(map(max, dearest))
     allowed = int(adds * min(bits, 64) ** 2 if bits is not None else budget)  # type: ignore[arg-type]  # one is there
     if allowed < least:
         raise ArgumentError(
@@ -220,7 +217,7 @@ def _budget(budget: float | None, bits: float | None, switching: SwitchingModel,
     return allowed
 
 
-def _recipes(
+def recipes_of(
     formats: Sequence[str | PtqRecipe], machine: dict[str, Any] | None
 ) -> tuple[dict[str, PtqRecipe], dict[str, str]]:
     """Return the recipes by name, on a machine where one is given, and why it does not run others."""

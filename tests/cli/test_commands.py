@@ -291,7 +291,7 @@ DEFAULTS = {
     "observe": {"by": "underflow", "every": 1, "steps": 8, "worst": 10, **MODEL},
     "attribute": {"by": "loss", "share": 0.5, **MODEL},
     "ptq": {"batches": 8, **MODEL},
-    "search": {"batches": 8, **MODEL},
+    "search": {"batches": 8, "lr": 1e-3, **MODEL},
     "trace": {"level": "modules", **MODEL},
     "bisect": MODEL,
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},

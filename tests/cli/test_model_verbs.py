@@ -14,6 +14,7 @@ import fmtsim
 from fmtsim.cli import observe as observe_command
 from fmtsim.cli.main import main
 from fmtsim.recipes.serialization import load_rules
+from fmtsim.search import Policy
 from tests.support.models import hugging_face
 from tests.support.reports import data_of
 
@@ -261,6 +262,34 @@ def test_search_writes_what_ptq_and_rules_take(run, tmp_path):
     }
 
 
+def test_search_takes_attributions(run):
+    words = "search --model models.py:build --bits 6 --schemes w4a4,int8_token --json"
+    found = run(f"{words} --sensitivity")[1]
+    model, batches, loss = built()
+    for name in ("w4a4", "int8_token"):
+        rows = fmtsim.attribute(model, batches[0], loss, fmtsim.get_ptq_recipe(name).linear, generator=0).rows
+        for layer in ("0", "2", "4"):
+            assert found["losses"][layer][name] == sum(row.loss for row in rows if row.module == layer)
+    assert found["losses"] != run(words)[1]["losses"]
+
+
+def test_search_trains_a_model_and_keeps_its_weights(run, tmp_path):
+    words = "search --model models.py:build --bits 5 --while-training 12 --lr 1e-2 --weights w.pt --out s.json --json"
+    found = run(words)[1]
+    model, batches, loss = built()
+    policy = Policy(steps=9, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1, seed=0)
+    own = fmtsim.search_while_training(
+        model, lambda step: loss(model(batches[step % 6])), torch.optim.AdamW(model.parameters(), lr=1e-2), bits=5,
+        policy=policy, warmup=3,
+    )  # fmt: skip
+    assert (found["formats"], found["loss"], found["chances"]) == (own.formats, own.loss, own.chances)
+    assert found["files"] == ["s.json", "w.pt"]
+    saved, again = torch.load("w.pt"), model.state_dict()
+    assert all(torch.equal(saved[name], again[name]) for name in ("0.weight", "2.bias"))
+    status, text = run("ptq --model models.py:build --checkpoint w.pt --scheme s.json")
+    assert status == 0 and "by searched" in text
+
+
 def test_the_examples_of_the_page_run(run, llama, tmp_path):
     page = (Path(fmtsim.__file__).parents[1] / "docs" / "howto" / "cli.md").read_text(encoding="utf-8")
     (tmp_path / "model.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
@@ -328,6 +357,23 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
             "'w4a5' is unknown to ptq; did you mean 'w4a8' or 'w4a4' or",
         ),
         ("search --model models.py:build --bits 1", "no assignment meets a budget of"),
+        ("search --model models.py:build --bits 6 --while-training 0", "--while-training 0 is not possible; choose 1"),
+        (
+            "search --model models.py:build --bits 6 --weights w.pt",
+            "--weights are those of a search while training; pass --while-training STEPS as well",
+        ),
+        (
+            "search --model models.py:build --bits 6 --sensitivity --while-training 9",
+            "--sensitivity is of a search without training; leave it or --while-training out",
+        ),
+        (
+            "search --model models.py:build --bits 6 --samples 9 --while-training 9",
+            "--samples is of a search without training; leave it or --while-training out",
+        ),
+        (
+            "search --model models.py:build --bits 6 --lr 0 --while-training 9",
+            "--lr 0.0 is not a learning rate; choose a number above 0",
+        ),
     ],
 )
 def test_words_that_are_wrong(run, words, said):

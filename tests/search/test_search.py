@@ -248,6 +248,8 @@ def test_policies_that_there_are_not(fields):
     message = f"^Policy .*{name}={value!r}.*; choose 1 step or more, a rate above 0 and a penalty from 0$"
     with pytest.raises(ArgumentError, match=message):
         Policy(**fields)
+    with pytest.raises(ArgumentError, match=r"^Policy entropy=0.05, sharpen=-1; choose weights from 0$"):
+        Policy(sharpen=-1)
     assert Policy(steps=1, penalty=0.0).steps == 1
 
 

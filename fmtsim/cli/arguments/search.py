@@ -4,7 +4,7 @@
 import argparse
 
 from fmtsim.cli.model_options import add_model, add_quiet
-from fmtsim.cli.options import add_json, add_target, count, option
+from fmtsim.cli.options import add_json, add_target, count, flag, option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schemes = "schemes of fmtsim ptq to choose from, JSON files too (default w4a4,minifloat_e3m2,e4m3_static)"
     option(what, "--schemes", schemes, metavar="LIST")
     count(what, "--samples", "also try this many assignments, sampled from a policy that is trained on their results")
+    flag(
+        what,
+        "--sensitivity",
+        "estimate what layers lose by fmtsim attribute, on the first batch and the model's own loss",
+    )
+    train = parser.add_argument_group("search while training (instead of the search of a trained model)")
+    steps = "train the model for this many steps on its batches (--batches) in turn, and search in the same steps"
+    count(train, "--while-training", steps)
+    option(train, "--lr", "learning rate, of AdamW", 1e-3)
+    weights = "write the trained weights (.pt), for --checkpoint"
+    option(train, "--weights", weights, metavar="FILE")
     add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
     result = parser.add_argument_group("result")
     out = "write the chosen formats (.json), for ptq --scheme, --rules and convert(rules=)"
