@@ -26,15 +26,22 @@ def logarithmic_sums(a: Tensor, b: Tensor, spec: GemmSpec, out: Tensor) -> None:
     signs = torch.cat([table, -table, table])  # of 0, 1 and 2 minus signs
     left, right = _exponents(a, first, len(table)), _exponents(b, second, len(table))
     top, unit = 1 << (path.accumulator_bits - 1), 2.0 ** path.lowest_exponent(first, second)
-    rows = max(1, (_ON_GPUS if a.is_cuda else _AT_ONCE) // (max(1, b.shape[0]) * path.block))
+    outputs = max(1, (_ON_GPUS if a.is_cuda else _AT_ONCE) // max(1, b.shape[0]))  # times products of each
+    span = min(path.block, outputs)
+    rows = outputs // span
     for start in range(0, a.shape[0], rows):
         piece = left[start : start + rows, None]
         total = torch.zeros(len(piece), b.shape[0], dtype=torch.int64, device=a.device)
         for x, y in zip(piece.split(path.block, -1), right.split(path.block, -1), strict=True):
-            places = x + y
-            terms = signs.index_select(0, places.flatten()).view(places.shape).sum(-1)
+            pieces = zip(x.split(span, -1), y.split(span, -1), strict=True)
+            terms = sum((_looked_up(signs, u + v) for u, v in pieces), start=torch.zeros_like(total))
             total = (total + (terms >> path.fraction_bits)).clamp_(-top, top - 1)
         out[start : start + rows] = total.to(out.dtype) * unit  # exact
+
+
+def _looked_up(table: Tensor, places: Tensor) -> Tensor:
+    """Return the sums of a table's numbers at places along the last axis."""
+    return table.index_select(0, places.flatten()).view(places.shape).sum(-1)
 
 
 def _exponents(x: Tensor, fmt: LogFormat, count: int) -> Tensor:
