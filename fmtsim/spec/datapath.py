@@ -165,6 +165,9 @@ class LogDatapath:
     docs/matmul.md, section 3. Both operands have a LogFormat of the same gamma. Source: Zhao et al., LNS-Madam,
     arXiv:2106.13914, whose structure this is; the widths are yours.
 
+    The sum has a fixed point: products far below the largest that the format has are lost, so that operands are scaled
+    to their format's range first, as layers do. There is no zero, NaN or infinity, and a sum of zero is +0.
+
     Args:
         entries: Constants ``2^(i / entries)`` in the table, a power of two up to gamma. Logarithms between two of them
             become Mitchell's ``1 + f``.
@@ -172,6 +175,15 @@ class LogDatapath:
         block: Products whose shifted terms are added before the constants multiply their sums.
         accumulator_bits: Width of the running sum with its sign; it saturates.
         guard_bits: Bits of the running sum above the largest product. What a shift moves below its last is lost.
+
+    Raises:
+        ArgumentError: A number of bits or entries that is not possible.
+
+    >>> import torch, fmtsim
+    >>> a = fmtsim.quantize(torch.tensor([[60000.0, -4096.0]]), "lns8_g8")
+    >>> path = LogDatapath(entries=1)  # 2^31.75 is taken for 2^31 (1 + 3/4)
+    >>> fmtsim.mm(a, a.T, datapath=path, a_format="lns8_g8", b_format="lns8_g8").item() / 2**24
+    225.0
     """
 
     entries: int = 8

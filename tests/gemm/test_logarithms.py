@@ -13,6 +13,8 @@ from torch import nn
 import fmtsim
 from fmtsim import ArgumentError, FormatError, GemmPlan, LogDatapath
 from fmtsim.formats.spec import LogFormat
+from fmtsim.gemm.units import unit as units
+from fmtsim.gemm.units.unit import Mode, Unit
 from fmtsim.spec.operand import Operand
 from tests.support.without_float64 import WithoutFloat64, without_kernels
 
@@ -201,6 +203,21 @@ REFUSED = (
 def test_what_the_unit_does_not_take_is_refused(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_a_registered_unit_is_the_same_by_its_name(monkeypatch):
+    monkeypatch.setattr(units, "_units", dict(units._units))
+    mode = Mode(inputs=("lns8_g8",), accumulate="fp32", datapath=LogDatapath(), evidence="none", strength="defined")
+    fmtsim.register_unit(Unit(name="test.logarithms", modes=(mode,)))
+    a = values(codes(LNS8, 4, 24), LNS8)
+    same = [fmtsim.mm(a, a.T, unit=unit, **FORMATS) for unit in ("test.logarithms", LogDatapath())]
+    assert torch.equal(*same)
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(12, 5), nn.Linear(12, 5)], torch.randn(7, 12)
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, unit in zip(layers, ("test.logarithms", LogDatapath()), strict=True):
+        fmtsim.convert(layer, recipe="lns", unit=unit)
+    assert torch.equal(layers[0](x), layers[1](x))
 
 
 def test_the_unit_is_described_and_explained():

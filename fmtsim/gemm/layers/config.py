@@ -15,10 +15,10 @@ from fmtsim.gemm.layers.scalings import SCALINGS, ScalingName, usual_scaling
 from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import machine_name
+from fmtsim.gemm.units.unit import machine_name, takes_logarithms
 from fmtsim.records import check_types, located
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
-from fmtsim.spec.datapath import Arithmetic, LogDatapath
+from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 
@@ -85,7 +85,7 @@ class Gemm:
         """Return what the machine is handed of two operands; arguments and errors are those of ``route_of``."""
         return route_of(
             a, b, turned, dequantized=self.dequantized, declared=isinstance(self.unit, Arithmetic),
-            logarithms=isinstance(self.unit, LogDatapath),
+            logarithms=takes_logarithms(self.unit),
         )  # fmt: skip
 
     def check_route(self, route: Route) -> None:

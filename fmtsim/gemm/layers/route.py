@@ -45,7 +45,7 @@ def route_of(
         turned: Which of them is the transpose of what its quantiser made.
         dequantized: As in Gemm.
         declared: The machine is a datapath that somebody declared, which takes any numbers.
-        logarithms: It takes logarithms alone.
+        logarithms: It multiplies logarithms.
 
     Raises:
         FormatError: No unit multiplies elements or blocks of that kind, or not together.

@@ -251,6 +251,12 @@ def unit_takes(unit: str | Unit | Arithmetic, *formats: str | Format) -> bool:
     return isinstance(unit, Arithmetic) or any(mode.takes(*formats) for mode in get_unit(unit).modes)
 
 
+def takes_logarithms(unit: str | Unit | Arithmetic | None) -> bool:
+    """Say whether a unit by name or record, or an arithmetic, multiplies logarithms."""
+    modes = () if unit is None or isinstance(unit, Arithmetic) else get_unit(unit).modes
+    return any(isinstance(path, LogDatapath) for path in (unit, *(mode.datapath for mode in modes)))
+
+
 def machine_name(machine: object) -> str:
     """Return what to call a target, a unit (both by name or record) or an arithmetic."""
     return describe(machine) if isinstance(machine, Arithmetic) else getattr(machine, "name", None) or str(machine)
