@@ -23,6 +23,7 @@ from fmtsim.reproduce import (
     sequences,
     served,
     speeds,
+    sweeps,
     training,
     widths,
     wire,
@@ -31,7 +32,7 @@ from fmtsim.reproduce.claim import Claim
 
 _MODULES = (
     blocks, ratios, estimators, outliers, alignment, attention, accumulation, adder_tree, sequences, training,
-    widths, gpts, wire, quantised, multipliers, served, searched, optimizers, qat, speeds, laws,
+    widths, gpts, wire, quantised, multipliers, served, searched, optimizers, qat, speeds, sweeps, laws,
 )  # fmt: skip
 CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 
