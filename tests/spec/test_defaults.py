@@ -53,7 +53,7 @@ DEFAULTS = {  # all but None, False, "" and (), which the other fields have
     GemmSpec: {"accumulate": "fp32", "basis": "rule"},
     StateFormat: {"block": "tensor", "scale": "none", "least": 0.0, "ties": "even"},
     Scheme: {"first": FLOAT32, "second": FLOAT32, "minimum": 0, "decay": "before", "nonfinite": "propagate"},
-    Policy: {"steps": 200, "rate": 0.5, "penalty": 0.5, "entropy": 0.05, "seed": 0},
+    Policy: {"steps": 200, "rate": 0.5, "penalty": 0.5, "entropy": 0.05, "sharpen": 0.0, "seed": 0},
 }  # fmt: skip
 
 
