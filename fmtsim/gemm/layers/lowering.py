@@ -76,12 +76,12 @@ def _graph_of(steps: Callable[..., Steps], facts: Facts, rest: tuple[Any, ...]) 
 
 
 class _Inductor(fx.Interpreter):
-    """Run a graph by inductor's lowerings; what a larger tensor is computed from is computed once."""
+    """Run a graph by inductor's lowerings; what is computed for a larger tensor to read is computed once."""
 
     def run_node(self, n: fx.Node) -> Any:
         """Return inductor's tensor for a node."""
         found = super().run_node(n)
-        if _is_box(found) and any(_is_larger(user, n) for user in n.users):
+        if _is_box(found) and n.all_input_nodes and any(_is_larger(user, n) for user in n.users):
             found.realize()
         return found
 
