@@ -176,7 +176,7 @@ def test_every_claim_says_who_claims_what():
         assert hash(claim) is not None
         seeded = any(name in ("seed", "seeds") for name, _ in claim.settings)
         exact = ("dge", "native_speed", "fp8_hardware", "loss_scaling", "delayed_scaling", "memory", "fp8lm_memory",
-                 "scaling_law")  # fmt: skip
+                 "scaling_law", "lns_energy")  # fmt: skip
         assert seeded or claim.name in exact, f"{claim.name} draws numbers without a seed"
 
 
