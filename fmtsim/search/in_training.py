@@ -115,16 +115,17 @@ def search_while_training(
     with make_progress(progress, verb="search_while_training") as show:
         search = _Search(model, loss_of, recipes, links, fractions, filter_fn)
         try:
-            lowest = search.costs([min(fractions)] * len(links))
-            full = search.costs([max(fractions)] * len(links))
-            allowed = budget_of(budget, bits, sum(search.adds.values()), lowest, full)
+            least, most = (
+                search.costs(search.channels([fractions.index(pick(fractions))] * len(links))) for pick in (min, max)
+            )
+            allowed = budget_of(budget, bits, sum(search.adds.values()), least, most)
             search.train(optimizer, policy, warmup, allowed, show)
             picked, counts = search.likeliest(allowed)
             narrow(links, counts)
             reference, losses = search.each_alone(warmup + policy.steps)
         finally:
             revert(model)
-    layers, names, costs = list(search.modules), list(recipes), search.costs_at(counts)
+    layers, names, costs = list(search.modules), list(recipes), search.costs(counts)
     found = SearchResult(
         formats={layer: names[i] for layer, i in zip(layers, picked, strict=True)},
         cost=sum(row[i] for row, i in zip(costs, picked, strict=True)), budget=allowed, loss=math.nan,
@@ -204,11 +205,11 @@ class _Search:
             )
         return dict(found)
 
-    def costs(self, widths: Sequence[float]) -> list[list[int]]:
-        """Return bit operations by layer and recipe where links have these widths."""
-        return self.costs_at([counted(link, width) for link, width in zip(self._links, widths, strict=True)])
+    def channels(self, wide: Sequence[int]) -> list[int]:
+        """Return how many channels each link has under these options."""
+        return [counted(link, self._fractions[i]) for link, i in zip(self._links, wide, strict=True)]
 
-    def costs_at(self, counts: Sequence[int]) -> list[list[int]]:
+    def costs(self, counts: Sequence[int]) -> list[list[int]]:
         """Return bit operations by layer and recipe where links have so many channels."""
         share: dict[nn.Module, list[int]] = {}
         for link, full, n in zip(self._links, self._full, counts, strict=True):
@@ -234,7 +235,7 @@ class _Search:
             seen.add((*picked, *wide))
             loss = self._step(optimizer, picked, wide, warmup + step)
             if step >= 0:
-                cost = sum(row[i] for row, i in zip(self._costs_of(wide), picked, strict=True))
+                cost = sum(row[i] for row, i in zip(self.costs(self.channels(wide)), picked, strict=True))
                 reward = -loss - policy.penalty * abs(cost / budget - 1)
                 self._formats.learn(reward, step)
                 if self._links:
@@ -242,13 +243,9 @@ class _Search:
             show.step(step + 1 + (warmup if step < 0 else 0))
         self.tried = len(seen)
 
-    def _costs_of(self, wide: Sequence[int]) -> list[list[int]]:
-        return self.costs([self._fractions[i] for i in wide])
-
     def _step(self, optimizer: Any, picked: list[int], wide: list[int], step: int) -> float:
         self._assign(picked)
-        counts = [counted(link, self._fractions[i]) for link, i in zip(self._links, wide, strict=True)]
-        with narrowed(self._links, counts):
+        with narrowed(self._links, self.channels(wide)):
             loss = _checked(self._loss_of(step), step, learns=True)
             if not math.isfinite(loss.item()):
                 raise ArgumentError(
@@ -267,7 +264,7 @@ class _Search:
         """
         chances = self._widths.logits.log_softmax(1).tolist()
         wide = [max(range(len(row)), key=row.__getitem__) for row in chances]
-        while sum(map(min, self._costs_of(wide))) > budget:
+        while sum(map(min, self.costs(self.channels(wide)))) > budget:
             falls = [
                 (row[now] - row[i], link, i)
                 for link, (row, now) in enumerate(zip(chances, wide, strict=True))
@@ -277,8 +274,8 @@ class _Search:
             _, link, option = min(falls)
             wide[link] = option
         unlikely = (-self._formats.logits.log_softmax(1)).tolist()
-        picked, _ = least_loss(self._costs_of(wide), unlikely, budget)
-        return picked, [counted(link, self._fractions[i]) for link, i in zip(self._links, wide, strict=True)]
+        picked, _ = least_loss(self.costs(self.channels(wide)), unlikely, budget)
+        return picked, self.channels(wide)
 
     def chances(self) -> dict[str, dict[str, float]]:
         """Return the policy's chances, by layer and recipe."""

@@ -83,9 +83,9 @@ def test_the_cost_counts_the_multiply_adds_that_remain():
     full = {"0.0": 10 * 64 * 18 * 8, "2": 10 * 4 * 72 * 4, "5": 10 * 16 * 6, "7": 10 * 6 * 3}
     assert search.adds == full
     halves = {"0.0": full["0.0"] // 2, "2": full["2"] // 4, "5": full["5"] // 4, "7": full["7"] // 2}
-    assert search.costs([0.5] * 3) == [[n * BITS[name] for name in FLOATS] for n in halves.values()]
+    assert search.costs(search.channels([0] * 3)) == [[n * BITS[name] for name in FLOATS] for n in halves.values()]
     one = {"0.0": full["0.0"], "2": full["2"] // 2, "5": full["5"] // 2, "7": full["7"]}
-    assert search.costs([1.0, 0.5, 1.0]) == [[n * BITS[name] for name in FLOATS] for n in one.values()]
+    assert search.costs([8, 2, 6]) == [[n * BITS[name] for name in FLOATS] for n in one.values()]
 
 
 def run(seed=0, bits=6, widths=(0.5, 1.0), **how):
@@ -280,3 +280,18 @@ def test_a_machine_multiplies_and_what_it_does_not_run_is_left_out():
         fmtsim.revert(copy.deepcopy(model)), get_ptq_recipe("e4m3_token").on(target="h200").prescribed
     )
     assert torch.equal(model(x), again(x)) and found.loss == float(model(x).square().mean())
+
+
+def test_the_link_goes_narrower_that_likes_it_best_until_the_budget_holds():
+    model, x = plain(), torch.randn(1, 8)
+    model = nn.Sequential(*model, nn.ReLU(), nn.Linear(8, 8))
+    recipes = {name: get_ptq_recipe(name) for name in FLOATS}
+    search = _Search(model, lambda step: model(x).sum(), recipes, links_of(model), (1.0, 0.25, 0.5), None)
+    source = torch.Generator()
+    search._formats, search._widths = Sampler(SHORT, 3, 3, source, True), Sampler(SHORT, 2, 3, source, True)
+    search._formats.logits += torch.tensor([[0.0, 1.0, 3.0], [0.0, 0.0, 2.5], [5.0, 0.0, 0.0]])
+    search._widths.logits += torch.tensor([[3.0, 1.0, 0.0], [3.0, 0.0, 1.5]])
+    most = 64 * (64 + 64 + 16)
+    assert search.likeliest(most) == ([2, 2, 0], [8, 8])
+    assert search.likeliest(most - 1) == ([1, 2, 0], [8, 8])  # recipes that fit, the likeliest
+    assert search.likeliest(16 * 3 * 64 - 1) == ([0, 0, 0], [8, 4])  # four bits everywhere are one too many
