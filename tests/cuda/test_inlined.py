@@ -114,8 +114,9 @@ def test_compilers_change_no_bits(on_gpu):
     with torch._inductor.config.patch(force_disable_caches=True):
         compiled = torch.compile(run, fullgraph=True)
         _, code = run_and_get_code(compiled, y.clone(), *rest)
-    assert "torch.ops.aten" in "".join(code) or "async_compile" in "".join(code)
-    assert "torch.ops.fmtsim" not in "".join(code)  # neither operator is called
+    lines = [line for line in "".join(code).splitlines() if not line.lstrip().startswith("#")]
+    assert any("async_compile" in line for line in lines)
+    assert not any("torch.ops.fmtsim" in line for line in lines)  # neither operator is called
     for x in matrices(on_gpu):
         for one, other in zip(compiled(x, *rest), run(x, *rest), strict=True):
             assert_same_bits(one.nan_to_num(0.5), other.nan_to_num(0.5))
