@@ -23,7 +23,7 @@ from fmtsim.spec.call import GemmCall
 
 TESTED = 50  # calls that a rule must have predicted
 FACTS = ("operation", "a", "b", "out", "accumulate", "fast_accum", "scaling", "bias", "a_layout", "b_layout")
-_ANSWERS = ("architecture", "book")  # what a target knows of the library's own choices
+_ANSWERS = ("architecture", "book", "trees")  # what a target knows of the library's own choices
 FLOAT_UNITS = ((("fp32",), "fp32", "fp32_fma"),)
 
 Facts = tuple[tuple[str, Any], ...]
@@ -231,7 +231,7 @@ def write_plan(target: Target, path: str | Path) -> None:
 def plan_text(target: Target) -> str:
     """Return a target as JSON, one line for each rule, kernel, and size of results."""
     record = target_to_dict(target)
-    texts = ("name", "library", "source", "architecture", "book")
+    texts = ("name", "library", "source", *_ANSWERS)
     lines = ["{", *(f" {json.dumps(key)}: {json.dumps(record[key])}," for key in texts if key in record)]
     lines += [' "units": [', ",\n".join(f"  {json.dumps(unit)}" for unit in record["units"]), " ],"]
     for key in ("kernels", "splits"):

@@ -15,7 +15,7 @@ from fmtsim.calibration.kernels import cover, entries_of, kernels_of
 from fmtsim.calibration.planfile import merged, plan_file, plan_text, write_plan
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm.targets.kernel import Kernel
-from fmtsim.gemm.targets.target import get_target, target_from_dict
+from fmtsim.gemm.targets.target import get_target, list_targets, target_from_dict, target_to_dict
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.order import same_order
@@ -58,6 +58,14 @@ def found():
 def measured():
     modes = ("bf16", "e4m3")
     return [measure(FakeGPU(units(fp8(1, 1, 1) if mode == "e4m3" else mm(1, 1, 1))), mode, "hopper") for mode in modes]
+
+
+@pytest.mark.parametrize("name", list_targets())
+def test_texts_of_plans_hold_all_of_a_target(name):
+    """Trees as well as the book."""
+    target = get_target(name)
+    assert json.loads(plan_text(target)) == target_to_dict(target)
+
 
 
 def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
