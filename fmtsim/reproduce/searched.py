@@ -132,12 +132,13 @@ _SETTINGS = settings(
     integers=(3, 4, 6, 8), floats=((2, 0), (2, 1), (3, 2), (4, 3)), widths=(0.5, 0.75, 1.0), steps=1200,
     lr=4e-3, policy=0.03, seed=100,
 )  # fmt: skip
-_LOW = 0.8  # two standard errors of three times 4096 images of which 90 % are right
+_LOW = 1.5  # two standard errors of the mean of five trainings, which scatter by 1.7 points
 _SOURCE = "Dotzel et al., FLIQS, arXiv:2308.03290, abstract"
 _NOTES = (
     "a network of four layers and eight kinds of drawn strokes, 1200 steps each, at the cost of four bits everywhere; "
-    "settings were chosen on the first two seeds. Bounds are two standard errors of the images alone, and trainings "
-    "scatter more. The source's points are over earlier searches"
+    "settings are the last of some seven that were tried on other seeds, without integers of two bits, which diverged. "
+    "Bounds are two standard errors of five trainings, which scatter by 1.7 points. The source's points are over "
+    "earlier searches"
 )
 
 CLAIMS = (
@@ -156,9 +157,9 @@ CLAIMS = (
             Expected(name="floats: in flight - uniform, points", low=_LOW),
             Expected(name="floats: in flight - search afterwards, points", low=_LOW),
         ),
-        recorded="shown in part",
+        recorded="not shown",
         bounds="after",
-        seeds=3,
+        seeds=5,
         notes=f"directions: {_NOTES}. Afterwards come fmtsim's own search and calibration; uniform is trained in it",
         slow=True,
     ),
@@ -174,7 +175,7 @@ CLAIMS = (
         ),
         recorded="not shown",
         bounds="after",
-        seeds=3,
+        seeds=5,
         notes=f"a half to all channels of a network twice as wide, in integers: {_NOTES}",
         slow=True,
     ),
