@@ -21,7 +21,7 @@ from torch import Tensor
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.scaling.scales import Scales, one_level
+from fmtsim.scaling.scales import Scales, one_level, two_levels
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import Operand, folds
@@ -91,7 +91,7 @@ def inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
     scale = None if folds(quantizer) else found.scale.squeeze((1, 3))
     if dim == 0:
         values, scale = values.mT, None if scale is None else scale.mT
-    return Operand(values, quantizer, scale, block=(rows, columns) if dim == -1 else (columns, rows))
+    return Operand(values, quantizer, scale, found.tensor, block=(rows, columns) if dim == -1 else (columns, rows))
 
 
 def inlined_product(y: Tensor, columns: Tensor | None, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -116,7 +116,11 @@ def inlined_product(y: Tensor, columns: Tensor | None, rows: Tensor | None, dtyp
 
 def _scales(bits: Tensor, scaling: Scaling, element: FloatFormat) -> Scales:
     """Return what elements are multiplied with, and the scales of their blocks, for amaxes by their bits."""
-    rule = scaling.exponent_rule
+    rule, fmt = scaling.exponent_rule, scaling.scale
+    if scaling.tensor is not None:
+        return two_levels(
+            bits.view(torch.float32), scaling, float(element.max), lambda s: _on_grid(s.view(torch.int32), fmt)
+        )
     if rule is None:
         return one_level(bits.view(torch.float32), scaling, float(element.max), lambda s: s)
     # As exponent_scales of scales.py, in few steps: adding to the bits carries into the exponent where it is to grow.
@@ -167,6 +171,9 @@ def _scaling_of(quantizer: Quantizer) -> Scaling | None:
 
 def _is_usual(scaling: Scaling) -> bool:
     """Say whether the steps of a scale rule are those that ``_scales`` may leave to a compiler."""
+    if scaling.tensor is not None:
+        usual = replace(_USUAL, block=scaling.block, top=scaling.top, tensor=scaling.tensor, scale=scaling.scale)
+        return scaling == usual and scaling.tensor.order == "te" and _has_grid(scaling.scale)
     usual = replace(
         _USUAL, block=scaling.block, exponent_rule=scaling.exponent_rule, top=scaling.top, margin=scaling.margin,
         eps=scaling.eps, eps_rule=scaling.eps_rule, arithmetic=scaling.arithmetic, power_of_two=scaling.power_of_two,

@@ -67,7 +67,6 @@ def test_texts_of_plans_hold_all_of_a_target(name):
     assert json.loads(plan_text(target)) == target_to_dict(target)
 
 
-
 def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
     path = tmp_path / "my_plan.json"
     write_plan(plan_file("my_plan", "a test", found, units, measured=measured, date="2026-11-21"), path)

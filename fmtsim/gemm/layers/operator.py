@@ -83,21 +83,23 @@ def traced_operand(
     if passes is None and given == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
         t, dim = t.mT, -1 - dim  # elements lie as the tensor does, on which a library's accumulation order depends
         factor = factor if factor is None or not factor.dim() else factor.mT
-    if folded and passes is factor is None and given == [None] * 3 and not any(source):
-        made = _fused(t, quantizer, dim)
-        if made is not None:
-            return made
+    if folded and passes is factor is None and given == [None] * 3 and not any(source) and _fuses(t, quantizer, dim):
+        return _fused(t, quantizer, dim)
     run = with_keys(torch.ops.fmtsim.quantize_operand, *given)
-    found = run(t, dim, text_of(quantizer), folded, *source, factor, *given, passes)
-    parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), found, strict=True))
-    shape = t.shape if dim == -1 else t.shape[::-1]
-    return Operand(quantizer=quantizer, block=block_sizes(block_of(quantizer), torch.Size(shape)), **parts)
+    return _made(t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *given, passes))
+
+
+def _made(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors: list[Tensor]) -> Operand:
+    """Return the operand that consists of an operator's tensors."""
+    parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), tensors, strict=True))
+    sizes = block_sizes(block_of(quantizer), t.shape if dim == -1 else t.shape[::-1])
+    return Operand(quantizer=quantizer, block=sizes, **parts)
 
 
 def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
     """Do what ``quantize_both`` does as one node of a graph."""
-    if across is down is None and (one := _fused(t, quantizer, -1)) and (other := _fused(t, quantizer, 0)):
-        return one, other
+    if across is down is None and _fuses(t, quantizer, -1) and _fuses(t, quantizer, 0):
+        return _fused(t, quantizer, -1), _fused(t, quantizer, 0)
     keys = key_tensor(across), key_tensor(down)
     rows, columns, *scales = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
     if len(scales) < 2:
@@ -110,13 +112,13 @@ def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tupl
     return one, other
 
 
-def _fused(t: Tensor, quantizer: Quantizer, dim: int) -> Operand | None:
-    """Return an operand by the operator that a compiler for a GPU fuses into its kernels, None where it cannot."""
-    if not is_on_gpu(t) or not covers(t, quantizer, dim):
-        return None
-    values, *scales = torch.ops.fmtsim.fused_operand(t, dim, text_of(quantizer))
-    sizes = block_sizes(block_of(quantizer), t.shape if dim == -1 else t.shape[::-1])
-    return Operand(values, quantizer, scales[0] if scales else None, block=sizes)
+def _fuses(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
+    """Say whether a compiler for a GPU may fuse the steps of an operand into its kernels."""
+    return is_on_gpu(t) and covers(t, quantizer, dim)
+
+
+def _fused(t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
+    return _made(t, quantizer, dim, True, torch.ops.fmtsim.fused_operand(t, dim, text_of(quantizer)))
 
 
 @lru_cache(maxsize=4096)
@@ -211,7 +213,7 @@ def _fake_fused(t, dim, quantizer):  # type: ignore[no-untyped-def]
 def _fused_steps(dim, quantizer):  # type: ignore[no-untyped-def]
     def run(t: Tensor) -> list[Tensor]:
         made = inlined(t, _quantizers[quantizer], dim)
-        return [made.elements] if made.scale is None else [made.elements, made.scale]
+        return [part for part in (made.elements, made.scale, made.tensor_scale) if part is not None]
 
     return run
 
