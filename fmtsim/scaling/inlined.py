@@ -47,9 +47,7 @@ def covers(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
     scales of largest magnitudes.
     """
     scaling = _scaling_of(quantizer)
-    if scaling is None or t.dtype not in (torch.bfloat16, torch.float32) or not t.is_contiguous():
-        return False
-    if not all(isinstance(size, int) and size for size in t.shape):  # a compiler may not know it
+    if scaling is None or t.dtype not in (torch.bfloat16, torch.float32) or not t.is_contiguous() or not t.numel():
         return False
     rows, columns = _block_of(t, scaling, dim)
     return not (t.shape[0] % rows or t.shape[1] % columns)

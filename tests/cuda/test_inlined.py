@@ -158,17 +158,8 @@ def test_other_matrices_are_left_to_kernels():
     assert not covers(x[:48], quantizer, 0) and covers(x[:48], quantizer, -1)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
-@pytest.mark.parametrize(
-    ("recipe", "called_are"),
-    [
-        ("te_mxfp8", {"fused_operand"}), ("te_current", {"fused_operand", "fused_finish"}),
-        ("mxfp4", {"fused_operand", "quantize_operand"}),
-        ("te_nvfp4", {"fused_operand", "fused_finish", "quantize_operand"}),
-    ],
-)  # fmt: skip
-def test_compiled_layers_have_fused_operators_where_they_can(recipe, called_are, on_gpu):
-    """And the bits of eager ones."""
+def check_compiled_layer(recipe, device, rows):
+    """Compare a compiled layer with an eager one for some numbers of rows; return the operators that it calls."""
     from torch._dynamo.backends.common import aot_autograd  # late: it imports much
 
     called = set()
@@ -179,14 +170,33 @@ def test_compiled_layers_have_fused_operators_where_they_can(recipe, called_are,
         return graph.forward
 
     layer = Layer(get_recipe(recipe).linear, 3)
-    x, w, g = (bfloat16s(*size, seed=i, device=on_gpu) for i, size in enumerate(((128, 64), (96, 64), (128, 96))))
-    leaves = x.requires_grad_(), w.requires_grad_()
-    run = torch.compile(
-        lambda x, w: run_layer(x, w, None, layer), fullgraph=True, backend=aot_autograd(fw_compiler=noted)
-    )
+    eager = lambda x, w: run_layer(x, w, None, layer)  # noqa: E731
     torch._dynamo.reset()
-    expected, found = ([y := f(*leaves), *torch.autograd.grad(y, leaves, g)] for f in (
-        lambda x, w: run_layer(x, w, None, layer), run))  # fmt: skip
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bits(one, other)
-    assert called - {"draw_key", "count_pass"} == called_are
+    compiled = torch.compile(eager, fullgraph=True, backend=aot_autograd(fw_compiler=noted))
+    for count in rows:
+        sizes = (count, 64), (96, 64), (count, 96)
+        x, w, g = (bfloat16s(*size, seed=i, device=device) for i, size in enumerate(sizes))
+        leaves = x.requires_grad_(), w.requires_grad_()
+        expected, found = ([y := f(*leaves), *torch.autograd.grad(y, leaves, g)] for f in (eager, compiled))
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
+    return called - {"draw_key", "count_pass"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
+@pytest.mark.parametrize(
+    ("recipe", "called"),
+    [
+        ("te_mxfp8", {"fused_operand"}), ("te_current", {"fused_operand", "fused_finish"}),
+        ("mxfp4", {"fused_operand", "quantize_operand"}),
+        ("te_nvfp4", {"fused_operand", "fused_finish", "quantize_operand"}),
+    ],
+)  # fmt: skip
+def test_compiled_layers_have_fused_operators_where_they_can(recipe, called, on_gpu):
+    assert check_compiled_layer(recipe, on_gpu, [128]) == called
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
+def test_sizes_that_a_compiler_does_not_know_are_left_to_kernels(on_gpu):
+    """Steps are made for sizes; the second number of rows is any."""
+    assert "finish" in check_compiled_layer("te_current", on_gpu, [128, 64, 96])

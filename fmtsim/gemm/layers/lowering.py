@@ -29,6 +29,11 @@ def lower(operator: Any, steps: Callable[..., Steps]) -> None:
     _lowered[operator] = steps
 
 
+def has_known_sizes(t: Tensor) -> bool:
+    """Say whether a compiler knows the sizes of a tensor, which steps are made for."""
+    return all(isinstance(size, int) for size in t.shape)
+
+
 def announce() -> None:
     """Tell inductor, where it is loaded, of the operators."""
     inductor = sys.modules.get("torch._inductor.lowering")

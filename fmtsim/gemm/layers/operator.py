@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.keys import find_layer
-from fmtsim.gemm.layers.lowering import announce, lower
+from fmtsim.gemm.layers.lowering import announce, has_known_sizes, lower
 from fmtsim.gemm.layers.operand import (
     NO_KEYS,
     elements_dtype,
@@ -114,7 +114,7 @@ def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tupl
 
 def _fuses(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
     """Say whether a compiler for a GPU may fuse the steps of an operand into its kernels."""
-    return is_on_gpu(t) and covers(t, quantizer, dim)
+    return is_on_gpu(t) and has_known_sizes(t) and covers(t, quantizer, dim)
 
 
 def _fused(t: Tensor, quantizer: Quantizer, dim: int) -> Operand:

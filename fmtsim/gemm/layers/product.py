@@ -16,7 +16,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.lowering import announce, lower
+from fmtsim.gemm.layers.lowering import announce, has_known_sizes, lower
 from fmtsim.gemm.layers.operand import is_on_gpu, multiplier_apart, values_of, widened
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.layers.route import INT8, Route, element_of
@@ -139,7 +139,7 @@ def _finish(
     engine = cpu_engine(y) if y.is_cpu and rest is None and dtype == torch.float32 and not traced else None
     if engine is not None and engine.finish_(y, columns, rows, bias):
         return y
-    if traced and rest is bias is None and is_on_gpu(y):
+    if traced and rest is bias is None and is_on_gpu(y) and has_known_sizes(y):
         return torch.ops.fmtsim.fused_finish(y, columns, rows, dtype)  # type: ignore[no-any-return]
     run = torch.ops.fmtsim.finish if traced else _finished  # no compiler may fuse sums
     return run(y, columns, rows, rest, bias, dtype)  # type: ignore[no-any-return]
