@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import fnmatch
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -246,3 +247,8 @@ def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:
         names = ", ".join(repr(case.name) for case in cases)
         raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
     return found
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

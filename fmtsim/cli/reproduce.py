@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from fmtsim.cli.options import check_threads, usable_cores
 from fmtsim.cli.output import answer, format_table, json_text
 from fmtsim.errors import ArgumentError
 from fmtsim.files import Content, check_folder, write_folder
 from fmtsim.plotting import png
 from fmtsim.progress import make_progress
-from fmtsim.reproduce import Claim, Result, get_claims, run_claim
+from fmtsim.reproduce import Claim, Result, get_claims, run_claim, run_claims
 from fmtsim.reproduce.claim import Verdict
 from fmtsim.reproduce.report import HEADER, LEFT, about, ending, markdown, plot_result, rows_of
 
@@ -39,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.out is not None:
         check_folder(arguments.out)
-    results = _run_all(claims, arguments.seeds, arguments.quiet)
+    workers = usable_cores() if arguments.workers is None else arguments.workers
+    check_threads(workers, "--workers")
+    results = _run_all(claims, arguments.seeds, arguments.quiet, workers)
     answer(arguments, _record(results), lambda: _text(results, arguments.markdown))
     if arguments.out is not None:
         _write(arguments.out, results)
@@ -63,19 +66,24 @@ def _text(results: Sequence[Result], as_markdown: bool) -> str:
     return "\n".join([*parts, f"\n{_summary(results)}"])
 
 
-def _run_all(claims: Sequence[Claim], seeds: int | None, quiet: bool) -> list[Result]:
+def _run_all(claims: Sequence[Claim], seeds: int | None, quiet: bool, workers: int) -> list[Result]:
     """Run claims below a bar on a terminal; elsewhere a line says how each one ended."""
-    results = []
+    results = {}
     with make_progress(False if quiet else None, transient=True) as progress:
         progress.stage("claims", len(claims))
-        for index, claim in enumerate(claims):
-            progress.step(index, claim.name)
-            told = lambda share, at=index, name=claim.name: progress.step(at + share, name)  # noqa: E731
-            result = run_claim(claim, told, seeds=seeds)
-            results.append(result)
+        if workers > 1 and sum(claim.slow for claim in claims) > 1:
+            every = run_claims(claims, workers, seeds=seeds)
+        else:
+            every = (
+                run_claim(claim, lambda share, at=at, name=claim.name: progress.step(at + share, name), seeds=seeds)
+                for at, claim in enumerate(claims)
+            )
+        for done, result in enumerate(every, 1):
+            results[result.claim.name] = result
+            progress.step(done, result.claim.name)
             if not quiet and not sys.stderr.isatty():
-                print(f"{claim.name}: {ending(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
-    return results
+                print(f"{result.claim.name}: {ending(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
+    return [results[claim.name] for claim in claims]
 
 
 def _record(results: Sequence[Result]) -> dict[str, object]:

@@ -2,13 +2,12 @@
 """``fmtsim sweep``: train a small model under many schemes, learning rates and seeds, and count what fails."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from fmtsim.cli.options import check_device, check_threads, parse_number
+from fmtsim.cli.options import check_device, check_threads, parse_number, usable_cores
 from fmtsim.cli.output import answer, origin
 from fmtsim.errors import ArgumentError
 from fmtsim.files import check_folder
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--law {arguments.law} is none of --schemes {arguments.schemes}; add it, or choose one of them"
         )
     check_device(arguments.device)
-    workers = _cores() if arguments.workers is None else arguments.workers
+    workers = usable_cores() if arguments.workers is None else arguments.workers
     check_threads(workers, "--workers")
     out = Path(arguments.out).expanduser()
     check_folder(out)
@@ -125,7 +124,3 @@ def _integers(text: str, option: str) -> list[int]:
             raise ArgumentError(f"{option} {word} has no numbers, or too many; write the smaller one first")
         found += range(low, high + 1)
     return found
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,5 +7,6 @@ from fmtsim.reproduce.claim import Expected as Expected
 from fmtsim.reproduce.claim import Measured as Measured
 from fmtsim.reproduce.run import Result as Result
 from fmtsim.reproduce.run import run_claim as run_claim
+from fmtsim.reproduce.run import run_claims as run_claims
 
-__all__ = ["Claim", "Expected", "Measured", "Result", "get_claims", "run_claim"]
+__all__ = ["Claim", "Expected", "Measured", "Result", "get_claims", "run_claim", "run_claims"]

@@ -3,14 +3,16 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
 from fmtsim.errors import FmtsimError
+from fmtsim.reproduce.catalogue import get_claims
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, Verdict
+from fmtsim.verify.workers import as_done
 
 _APART = 1000  # seeds lie so far apart: experiments that count up from a seed share no numbers
 
@@ -119,6 +121,35 @@ def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None
         except FmtsimError as problem:
             found, error = [], str(problem)
     return Result(claim=claim, runs=tuple(found), seconds=time.perf_counter() - start, error=error)
+
+
+def run_claims(claims: Sequence[Claim], workers: int, *, seeds: int | None = None) -> Iterator[Result]:
+    """Run claims in processes, a CPU thread each, slow ones first; yield results as they are there.
+
+    Claims that read the same runs share a process. Other arguments are those of ``run_claim``.
+    """
+    alike: dict[Any, list[Claim]] = {}
+    for claim in claims:
+        alike.setdefault((claim.measure, claim.settings), []).append(claim)
+    groups = sorted(alike.values(), key=lambda group: not any(claim.slow for claim in group))
+    known = {claim.name: claim for claim in claims}
+    for found in as_done(_run_group, [[claim.name for claim in group] for group in groups], workers, _begin, seeds):
+        for name, runs, seconds, error in found:
+            yield Result(claim=known[name], runs=runs, seconds=seconds, error=error)
+
+
+_seeds: list[int | None] = [None]  # of a process that is one of several
+
+
+def _begin(seeds: int | None) -> None:
+    torch.set_num_threads(1)
+    _seeds[0] = seeds
+
+
+def _run_group(names: list[str]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
+    """Return names, and of results what another process may be sent."""
+    done = [run_claim(claim, seeds=_seeds[0]) for claim in get_claims(names)]
+    return [(each.claim.name, each.runs, each.seconds, each.error) for each in done]
 
 
 def _settings(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:

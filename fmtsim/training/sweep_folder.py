@@ -2,10 +2,7 @@
 """A folder of runs: what a sweep has done is there as soon as it is done, and the rest is trained by many processes."""
 
 import json
-import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,16 +11,15 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.deterministic import deterministic
-from fmtsim.errors import ArgumentError, DataError, DeviceError
+from fmtsim.errors import ArgumentError, DataError
 from fmtsim.files import write_file, write_folder
-from fmtsim.interrupts import unheard
 from fmtsim.progress import Progress
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.loop import collected_guesses, rehearse
 from fmtsim.training.models import source_digest
 from fmtsim.training.sweep import Point, SweepConfig, SweepRun, scheme_of, train_point
-from fmtsim.verify.workers import pool_of
+from fmtsim.verify.workers import as_done
 
 RUNS, SETTINGS = "runs.jsonl", "sweep.json"
 
@@ -117,19 +113,7 @@ def _trained(config: SweepConfig, points: Sequence[Point], corpus: Corpus, worke
         finally:
             torch.set_num_threads(before)
         return
-    pool = pool_of(min(workers, len(points)), _begin, config, corpus)
-    try:
-        with unheard():
-            waiting = [pool.submit(_run, point) for point in points]
-        yield from (future.result() for future in as_completed(waiting))
-    except BrokenProcessPool as error:
-        raise DeviceError("a process of the sweep died, from lack of memory perhaps; pass fewer --workers") from error
-    except BaseException:
-        for child in multiprocessing.active_children():
-            child.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    yield from as_done(_run, points, workers, _begin, config, corpus)
 
 
 _shared: list[Any] = []  # of a process that is one of several: the config and the text

@@ -132,6 +132,29 @@ def pool_of(workers: int, begin: Callable[..., None], *arguments: Any) -> Proces
     return ProcessPoolExecutor(workers, spawn, _follow, (begin, *arguments))
 
 
+def as_done(
+    run: Callable[[Any], Any], tasks: Sequence[Any], workers: int, begin: Callable[..., None], *arguments: Any
+) -> Iterator[Any]:
+    """Yield what a function returns for tasks, in the order in which processes end them.
+
+    Raises:
+        DeviceError: A process died.
+    """
+    pool = pool_of(min(workers, len(tasks)), begin, *arguments)
+    try:
+        with unheard():
+            waiting = [pool.submit(run, task) for task in tasks]
+        yield from (future.result() for future in as_completed(waiting))
+    except BrokenProcessPool as error:
+        raise DeviceError("a process died, from lack of memory perhaps; pass fewer --workers") from error
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def _follow(begin: Callable[..., None], *arguments: Any) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None

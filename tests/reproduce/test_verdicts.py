@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.reproduce import Claim, Expected, Measured, run_claim
+from fmtsim.reproduce import Claim, Expected, Measured, get_claims, run_claim, run_claims
 from fmtsim.reproduce.claim import exactly, native, near
 from fmtsim.reproduce.report import about, compared, ending, markdown, plot_result, rows_of, short
 
@@ -149,3 +149,10 @@ def test_zeros_are_drawn_on_a_logarithmic_axis():
     (axes,) = plot_result(run_claim(drawn)).axes
     low, high = axes.get_ylim()
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog") and low < 0 and high > 0.3
+
+
+def test_claims_in_processes_are_those_of_one():
+    claims = get_claims(["dge", "gaudi", "stochastic_sums"])
+    found = {result.claim.name: result for result in run_claims(claims, 2, seeds=1)}
+    assert len(found) == 3 and not any(result.error for result in found.values())
+    assert all(found[claim.name].runs == run_claim(claim, seeds=1).runs for claim in claims)

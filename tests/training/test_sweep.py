@@ -108,7 +108,7 @@ def test_a_process_that_dies_is_told(tmp_path, corpus, monkeypatch):
             pass
 
     monkeypatch.setattr(sweep_folder, "pool_of", Broken)
-    with pytest.raises(DeviceError, match="a process of the sweep died, .* pass fewer --workers"):
+    with pytest.raises(DeviceError, match="a process died, .* pass fewer --workers"):
         run_sweep(CONFIG, POINTS, corpus, tmp_path, Progress(), workers=2)
 
 

@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeated(parser, "--only", "run only this claim (default: all)", known=names.claims, dest="claims")
     flag(parser, "--quick", "leave out claims that take more than ten seconds")
     count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
+    count(parser, "--workers", "processes that share slow claims, a CPU thread each (default: one a core)")
     flag(parser, "--markdown", "print the table in Markdown, with the sources")
     text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
     option(parser, "--out", text, metavar="DIR", type=Path)
