@@ -5,6 +5,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +14,7 @@ from fmtsim.cli.output import answer, format_table, json_text
 from fmtsim.errors import ArgumentError
 from fmtsim.files import Content, check_folder, write_folder
 from fmtsim.plotting import png
-from fmtsim.progress import make_progress
+from fmtsim.progress import Progress, make_progress
 from fmtsim.reproduce import Claim, Result, get_claims, run_claim, run_claims
 from fmtsim.reproduce.claim import Verdict
 from fmtsim.reproduce.report import HEADER, LEFT, about, ending, markdown, plot_result, rows_of
@@ -75,7 +76,7 @@ def _run_all(claims: Sequence[Claim], seeds: int | None, quiet: bool, workers: i
             every = run_claims(claims, workers, seeds=seeds)
         else:
             every = (
-                run_claim(claim, lambda share, at=at, name=claim.name: progress.step(at + share, name), seeds=seeds)
+                run_claim(claim, partial(_tell, progress, at, claim.name), seeds=seeds)
                 for at, claim in enumerate(claims)
             )
         for done, result in enumerate(every, 1):
@@ -84,6 +85,10 @@ def _run_all(claims: Sequence[Claim], seeds: int | None, quiet: bool, workers: i
             if not quiet and not sys.stderr.isatty():
                 print(f"{result.claim.name}: {ending(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
     return [results[claim.name] for claim in claims]
+
+
+def _tell(progress: Progress, done: int, name: str, share: float) -> None:
+    progress.step(done + share, name)
 
 
 def _record(results: Sequence[Result]) -> dict[str, object]:

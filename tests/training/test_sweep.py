@@ -25,6 +25,7 @@ from fmtsim.training.sweep import Point, SweepConfig, SweepRun, points_of, schem
 from fmtsim.training.sweep_folder import RUNS, read_runs, run_sweep
 from fmtsim.training.sweep_result import Shape, SweepResult, byte_entropy, interval, ranks, roc_area, spearman, spikes
 from fmtsim.training.tasks import TASKS, score, task_corpus
+from fmtsim.verify import workers
 
 CONFIG = SweepConfig(layers=1, heads=2, context=16, batch_size=2)
 POINTS = points_of(["fp32", "e8m3"], [1e-3, 1e-2], [16], [4], [0, 1])
@@ -102,12 +103,12 @@ def test_a_process_that_dies_is_told(tmp_path, corpus, monkeypatch):
             pass
 
         def submit(self, *given):
-            raise sweep_folder.BrokenProcessPool
+            raise workers.BrokenProcessPool
 
         def shutdown(self, **given):
             pass
 
-    monkeypatch.setattr(sweep_folder, "pool_of", Broken)
+    monkeypatch.setattr(workers, "pool_of", Broken)
     with pytest.raises(DeviceError, match="a process died, .* pass fewer --workers"):
         run_sweep(CONFIG, POINTS, corpus, tmp_path, Progress(), workers=2)
 
