@@ -137,6 +137,7 @@ CLAIMS = (
         notes="48 classifiers of two layers that learned a random network's answers, and may lose 1 % of their "
         "accuracy; the source has 75 networks, and theirs are the outliers that decide INT8's share. Bounds: two "
         "standard errors of 48",
+        slow=True,
     ),
     Claim(
         name="memory",

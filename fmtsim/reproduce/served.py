@@ -272,5 +272,6 @@ CLAIMS = (
         seeds=5,
         notes="a convolutional network of eight kinds of drawn strokes, without the source's ImageNet models; the part "
         "about language was not tried",
+        slow=True,
     ),
 )
