@@ -133,22 +133,16 @@ def run_claims(claims: Sequence[Claim], workers: int, *, seeds: int | None = Non
         alike.setdefault((claim.measure, claim.settings), []).append(claim)
     groups = sorted(alike.values(), key=lambda group: not any(claim.slow for claim in group))
     known = {claim.name: claim for claim in claims}
-    for found in as_done(_run_group, [[claim.name for claim in group] for group in groups], workers, _begin, seeds):
+    tasks = [([claim.name for claim in group], seeds) for group in groups]
+    for found in as_done(_run_group, tasks, workers, torch.set_num_threads, 1):
         for name, runs, seconds, error in found:
             yield Result(claim=known[name], runs=runs, seconds=seconds, error=error)
 
 
-_seeds: list[int | None] = [None]  # of a process that is one of several
-
-
-def _begin(seeds: int | None) -> None:
-    torch.set_num_threads(1)
-    _seeds[0] = seeds
-
-
-def _run_group(names: list[str]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
-    """Return names, and of results what another process may be sent."""
-    done = [run_claim(claim, seeds=_seeds[0]) for claim in get_claims(names)]
+def _run_group(task: tuple[list[str], int | None]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
+    """Run claims, by names and the number of seeds; return names, and of results what another process may be sent."""
+    names, seeds = task
+    done = [run_claim(claim, seeds=seeds) for claim in get_claims(names)]
     return [(each.claim.name, each.runs, each.seconds, each.error) for each in done]
 
 
