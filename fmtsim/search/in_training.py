@@ -22,7 +22,7 @@ from fmtsim.ptq.calibrate import check_model, evaluating
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.search.channels import Link, check_widths, counted, links_of, narrow, narrowed
 from fmtsim.search.choice import least_loss
-from fmtsim.search.result import Policy, SearchResult
+from fmtsim.search.result import Policy, SearchResult, result_of
 from fmtsim.search.sampler import Sampler
 from fmtsim.search.switching import bits_of
 from fmtsim.search.verb import DEFAULT, budget_of, check_options, recipes_of
@@ -125,15 +125,10 @@ def search_while_training(
             reference, losses = search.each_alone(warmup + policy.steps)
         finally:
             revert(model)
-    layers, names, costs = list(search.modules), list(recipes), search.costs(counts)
-    found = SearchResult(
-        formats={layer: names[i] for layer, i in zip(layers, picked, strict=True)},
-        cost=sum(row[i] for row, i in zip(costs, picked, strict=True)), budget=allowed, loss=math.nan,
-        losses={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, losses, strict=True)},
-        costs={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, costs, strict=True)},
-        recipes=recipes, tried=search.tried, left_out=left_out,
+    found = result_of(
+        list(search.modules), recipes, picked, losses, search.costs(counts), budget=allowed, loss=math.nan,
+        tried=search.tried, left_out=left_out, reference=reference,
         widths={link.name: n for link, n in zip(links, counts, strict=True)}, chances=search.chances(),
-        reference=reference,
     )  # fmt: skip
     convert(model, found.recipe().prescribed, filter_fn=lambda module, name: name in found.formats)
     return replace(found, loss=_measured(model, loss_of, warmup + policy.steps))

@@ -2,9 +2,10 @@
 """What a search is told and what it finds."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
@@ -174,3 +175,18 @@ class SearchResult(Tabular):
         where = f" {machine}" if (machine := next(iter(self.recipes.values())).machine) else ""
         total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}{high}{where}"
         return Rows(cells), total, *(f"left out: {name}: {reason}" for name, reason in self.left_out.items())
+
+
+def result_of(
+    layers: Sequence[str], recipes: dict[str, PtqRecipe], picked: Sequence[int], losses: Sequence[Sequence[float]],
+    costs: Sequence[Sequence[int]], **more: Any,
+) -> SearchResult:  # fmt: skip
+    """Return the result of one recipe for each layer, of losses and costs by layer and recipe; ``more`` are fields."""
+    names = list(recipes)
+    return SearchResult(
+        formats={layer: names[i] for layer, i in zip(layers, picked, strict=True)},
+        cost=sum(row[i] for row, i in zip(costs, picked, strict=True)),
+        losses={layer: dict(zip(names, row, strict=True)) for layer, row in zip(layers, losses, strict=True)},
+        costs={layer: dict(zip(names, row, strict=True)) for layer, row in zip(layers, costs, strict=True)},
+        recipes=recipes, **more,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from fmtsim.ptq.calibrate import batches_of, check_model
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
 from fmtsim.search.choice import least_loss
-from fmtsim.search.result import Policy, SearchResult
+from fmtsim.search.result import Policy, SearchResult, result_of
 from fmtsim.search.sampler import Sampler
 from fmtsim.search.switching import Loss, SwitchingModel, relative_noise, require_some
 from fmtsim.spec.plan import GemmPlan
@@ -101,11 +101,9 @@ def search(
         if policy is not None:
             _sample(found, policy, show)
     assert found.best is not None
-    return SearchResult(
-        formats=found.named(found.best), cost=found.cost(found.best), budget=allowed, loss=found.loss,
-        losses={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, losses, strict=True)},
-        costs={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, costs, strict=True)},
-        recipes=recipes, tried=len(found.known), left_out=left_out,
+    return result_of(
+        layers, recipes, found.best, losses, costs, budget=allowed, loss=found.loss, tried=len(found.known),
+        left_out=left_out,
     )  # fmt: skip
 
 
