@@ -140,10 +140,7 @@ def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit, "datapath": None, "plan": None}
     if arguments.datapath is not None:
-        first, _, rest = arguments.datapath.partition(",")
-        logarithms = first.strip() == "logarithms"
-        text, record = (rest, LogDatapath) if logarithms else (arguments.datapath, Datapath)
-        found["datapath"] = parse_record(text, record, "--datapath")
+        found["datapath"] = parse_record(arguments.datapath, Datapath, "--datapath", logarithms=LogDatapath)
     if arguments.plan is not None:
         found["plan"] = parse_record(arguments.plan, GemmPlan, "--plan")
     return found
@@ -190,12 +187,17 @@ def parse_int(text: str) -> int:
         raise ArgumentError(f"{text.strip()!r} is not an integer; write 17, 0x11 or 0b10001") from None
 
 
-def parse_record(text: str, record: type, option: str) -> Any:
+def parse_record(text: str, record: type, option: str, **others: type) -> Any:
     """Build a record from ``field=value,...``: integers, none, true, false, and names.
+
+    A first word without a value names one of the other records.
 
     Raises:
         ArgumentError: a field is unknown, lacks a value, or has one that is not possible.
     """
+    first, _, rest = text.partition(",")
+    if first.strip() in others:
+        text, record = rest, others[first.strip()]
     known = [field.name for field in dataclasses.fields(record)]
     words = {"none": None, "true": True, "false": False}
     values: dict[str, Any] = {}
