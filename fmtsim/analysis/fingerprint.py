@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fmtsim.dispatch import is_dense, is_readable
 from fmtsim.errors import DtypeError
-from fmtsim.formats.interop import dtype_name
 from fmtsim.ops import fused_engine, load_engine
 
 _RUN = 1 << 16  # words of one sum: their multipliers fit a processor's second-level cache
@@ -100,7 +99,7 @@ class Fingerprints:
             others = (each.buffer for each in self._kinds.values() if each.buffer is not None)
             buffer = next((each for each in others if each.device == x.device), None) or _Buffer(x.device, engine)
         rows = self._rows.setdefault((width, x.numel(), x.dtype, shared), len(self._rows))
-        kind = _Kind(shape, dtype_name(x.dtype), width, self.batch if shared else 1, x.dtype, shared, rows, buffer)
+        kind = _Kind(shape, width, self.batch if shared else 1, x.dtype, shared, rows, buffer)
         self._kinds[shape, x.dtype, x.device, self.batch] = kind
         return kind
 
@@ -139,7 +138,6 @@ class _Kind(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    name: str
     width: int
     members: int
     dtype: torch.dtype

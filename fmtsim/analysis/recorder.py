@@ -32,7 +32,7 @@ from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 
 _LEAF = 1 << 62  # sequence numbers above are of nodes that accumulate into a leaf
-Named = list[tuple[str, int, tuple[int, ...], str]]  # tensors: name, place of the fingerprint, shape and dtype
+Named = list[tuple[str, int, tuple[int, ...], torch.dtype]]  # tensors: name, place of the fingerprint, shape and dtype
 _next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
@@ -96,17 +96,23 @@ class Recorder(Watcher):
         self._outside.clear()
 
     def finish(self, loss: Tensor | None, level: Level) -> Callable[[], Trace]:
-        """Return what makes the trace, of what is there now."""
+        """Return what makes the trace, of what is there now: the model is not looked at again."""
         gradients = []
         for name, p, place in self._gradients():
             if place is not None and p.grad is not None:
-                gradients.append((name, place, tuple(p.grad.shape), _dtype(p.grad)))
+                gradients.append((name, place, tuple(p.grad.shape), p.grad.dtype))
             else:
                 gradients += self.read([(name, p.grad)])
         loss = self._loss if loss is None else loss
-        return partial(self._trace, level, gradients, None if loss is None else loss.detach().clone())
+        about = {
+            "level": level, "model": type(self._model).__name__, "device": _device(self._model),
+            "parameters": tuple(
+                (name, "x".join(map(str, p.shape)), _name_of(p.dtype)) for name, p in self._model.named_parameters()
+            ),
+        }  # fmt: skip
+        return partial(self._trace, gradients, None if loss is None else loss.detach().clone(), about)
 
-    def _trace(self, level: Level, gradients: Named, loss: Tensor | None) -> Trace:
+    def _trace(self, gradients: Named, loss: Tensor | None, about: dict[str, Any]) -> Trace:
         found, known = self._prints.finish(), dict[Any, TensorBits]()
 
         def bits(each: Named) -> tuple[TensorBits, ...]:
@@ -124,10 +130,8 @@ class Recorder(Watcher):
             for index, one in enumerate(self._events)
         )  # fmt: skip
         made = Trace(
-            operations=operations, level=level, model=type(self._model).__name__, batch=self._prints.batch,
-            parameters=tuple((n, "x".join(map(str, p.shape)), _dtype(p)) for n, p in self._model.named_parameters()),
-            device=_device(self._model), versions=_versions(), gradients=bits(gradients),
-            loss="" if loss is None else float(loss.double().reshape(())).hex(),
+            operations=operations, batch=self._prints.batch, versions=_versions(), gradients=bits(gradients),
+            loss="" if loss is None else float(loss.double().reshape(())).hex(), **about,
         )  # fmt: skip
         made.tensors.update(self._kept)
         return made
@@ -166,7 +170,7 @@ class Recorder(Watcher):
             for name, x in tensors:
                 if (made := add(x)) is not None:
                     place, kind = made
-                    found.append((name, place, kind.shape, kind.name))
+                    found.append((name, place, kind.shape, kind.dtype))
         self.busy = busy
         return found
 
@@ -336,13 +340,13 @@ def _parts(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:
     return *((f"{name}, {label}", t) for label, t in others), (name, x.elements)
 
 
-def _bits(name: str, shape: tuple[int, ...], dtype: str, found: Fingerprint) -> TensorBits:
+def _bits(name: str, shape: tuple[int, ...], dtype: torch.dtype, found: Fingerprint) -> TensorBits:
     amax, special = found.amax, ""
     if amax is not None and not math.isfinite(amax):
         special = "nan" if math.isnan(amax) else "inf"
         amax = None
     return TensorBits(
-        name=name, shape=shape, dtype=dtype, hash=found.hash, parts=found.parts, amax=amax,
+        name=name, shape=shape, dtype=_name_of(dtype), hash=found.hash, parts=found.parts, amax=amax,
         special=special,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -369,10 +373,6 @@ def _explained(call: GemmCall, spec: GemmSpec) -> tuple[tuple[str, str], ...]:
 def _key(key: Key) -> str:
     seed, offset = key if isinstance(key, RandomKey) else key.tolist()  # type: ignore[union-attr]
     return f"seed {seed}, offset {offset}"
-
-
-def _dtype(x: Tensor) -> str:
-    return _name_of(x.dtype)
 
 
 _name_of = lru_cache(maxsize=64)(dtype_name)

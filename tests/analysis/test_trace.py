@@ -150,6 +150,14 @@ def test_a_trace_is_there_behind_the_with_and_shows_what_was_there_then():
     assert run.trace.gradients[0].hash == prints.finish()[0].hash
 
 
+def test_a_trace_names_the_model_as_it_ran_whatever_becomes_of_it():
+    layer = nn.Sequential(nn.Linear(4, 2, bias=False))
+    with fmtsim.tracing(layer) as run:
+        layer(torch.ones(2, 4)).sum().backward()
+    layer.to("meta", torch.bfloat16).append(nn.Linear(2, 2))
+    assert run.trace.parameters == (("0.weight", "2x4", "float32"),) and run.trace.device == "cpu"
+
+
 @pytest.mark.parametrize("level", ("modules", "aten"))
 @pytest.mark.parametrize("options", ({}, {"format": "e4m3", "unit": "hopper.wgmma"}), ids=("plain", "converted"))
 def test_tracing_changes_no_bit(level, options):
