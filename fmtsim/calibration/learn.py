@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from fmtsim.calibration.asking import asker, pool_that_ends, processes, shared
+from fmtsim.calibration.asking import asker, processes, shared
 from fmtsim.calibration.book import KINDS, similar_kinds
 from fmtsim.calibration.grow import Numbers, Topic, grow
 from fmtsim.errors import ArgumentError
@@ -23,6 +23,7 @@ from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.interrupts import unheard
 from fmtsim.progress import Progress
 from fmtsim.spec.call import LARGE_BLOCKS
+from fmtsim.verify.workers import pool_that_ends
 
 FEWEST: Final = 20  # questions about a topic
 AT_ONCE: Final = 5_000  # questions that a process is handed

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from fmtsim.verify.outcome import PlantedError, Task, engines
 from fmtsim.verify.plan import default_tasks, exhaustive_tasks
 from fmtsim.verify.units import planted, unit_tasks
 
+T = TypeVar("T")
+R = TypeVar("R")
 MOST = 16
 PRODUCTS = 8  # of a task: units have up to 65, and the last task should not keep all others waiting
 CONTEXT_BYTES = 2 << 30  # of a device's memory, for each process
@@ -104,55 +107,61 @@ def _alone(tasks: Sequence[Task], show: Callable[[str, float], None]) -> Iterato
 
 def _shared(job: Job, tasks: Sequence[Task], workers: int, show: Callable[[str, float], None]) -> list[Any]:
     """Run the tasks in new processes, the last ones first: products take longest, and small tasks fill the end."""
-    pool = pool_of(min(workers, len(tasks)), _begin, job, workers)
-    try:
-        with unheard():
-            waiting = {pool.submit(_run, index): index for index in reversed(range(len(tasks)))}
-        results: dict[int, Any] = {}
-        for future in as_completed(waiting):
-            index = waiting[future]
-            results[index] = future.result()
+    died = "a process of the checks died, from lack of memory perhaps; --workers 1 shows at which check"
+    results: dict[int, Any] = {}
+    with pool_that_ends(min(workers, len(tasks)), _begin, job, workers, died=died) as pool:
+        for index, found in each_done(pool, _run, range(len(tasks))[::-1]):
+            results[index] = found
             show(tasks[index].name, len(results))
-    except KeyboardInterrupt:
+    return [results[index] for index in range(len(tasks))]
+
+
+def as_done(
+    run: Callable[[T], R], tasks: Sequence[T], workers: int, begin: Callable[..., None], *arguments: Any
+) -> Iterator[R]:
+    """Yield what a function returns for tasks, in the order in which processes end them.
+
+    Raises:
+        DeviceError: A process died.
+    """
+    died = "a process died, from lack of memory perhaps; pass fewer --workers"
+    with pool_that_ends(min(workers, len(tasks)), begin, *arguments, died=died) as pool:
+        yield from (found for _, found in each_done(pool, run, tasks))
+
+
+def each_done(pool: ProcessPoolExecutor, run: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
+    """Yield tasks and what a function returns for them, in the order in which a pool ends them."""
+    with unheard():
+        waiting = {pool.submit(run, task): task for task in tasks}
+    for future in as_completed(waiting):
+        yield waiting.pop(future), future.result()
+
+
+@contextmanager
+def pool_that_ends(workers: int, begin: Callable[..., None], *arguments: Any, died: str) -> Iterator[Any]:
+    """Give processes that call ``begin`` first; any error, and Ctrl-C, ends them at once, whatever they work on.
+
+    Raises:
+        DeviceError: One died; ``died`` says so.
+    """
+    others, pool = multiprocessing.active_children(), pool_of(workers, begin, *arguments)
+    try:
+        yield pool
+    except BaseException as error:
         for child in multiprocessing.active_children():
-            child.terminate()
+            if child not in others:
+                child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise DeviceError(died) from error
         raise
-    except BrokenProcessPool as error:
-        raise DeviceError(
-            "a process of the checks died, from lack of memory perhaps; --workers 1 shows at which check"
-        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-    return [results[index] for index in range(len(tasks))]
 
 
 def pool_of(workers: int, begin: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
     """Return a pool of new processes that call ``begin`` first and end with this one, even when it is killed."""
     spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     return ProcessPoolExecutor(workers, spawn, _follow, (begin, *arguments))
-
-
-def as_done(
-    run: Callable[[Any], Any], tasks: Sequence[Any], workers: int, begin: Callable[..., None], *arguments: Any
-) -> Iterator[Any]:
-    """Yield what a function returns for tasks, in the order in which processes end them.
-
-    Raises:
-        DeviceError: A process died.
-    """
-    pool = pool_of(min(workers, len(tasks)), begin, *arguments)
-    try:
-        with unheard():
-            waiting = [pool.submit(run, task) for task in tasks]
-        yield from (future.result() for future in as_completed(waiting))
-    except BrokenProcessPool as error:
-        raise DeviceError("a process died, from lack of memory perhaps; pass fewer --workers") from error
-    except BaseException:
-        for child in multiprocessing.active_children():
-            child.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _follow(begin: Callable[..., None], *arguments: Any) -> None:

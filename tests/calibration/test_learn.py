@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from fmtsim.calibration import grow, learn
-from fmtsim.calibration.asking import pool_that_ends
 from fmtsim.calibration.grow import Nodes, Topic
 from fmtsim.calibration.learn import TOPICS, draw
 from fmtsim.cli import calibrate_book
@@ -25,6 +24,7 @@ from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DeviceError
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Question, call_of, question_of
+from fmtsim.verify.workers import pool_that_ends
 from tests.support.cublaslt import chosen, library_file, open_stand_in
 
 BF16 = next(topic for topic in TOPICS if topic.kinds[0].a == "bf16" and not topic.batched)
