@@ -158,8 +158,8 @@ def test_what_follows_a_product(threads, torch_operations):
         (None, None, bias),
     ):
         y = specials(64, 96)
-        wanted = torch_operations(product._finish, y.clone(), *given[:2], None, given[2], torch.float32, False)
-        assert_same_bits(product._finish(y, *given[:2], None, given[2], torch.float32, False), wanted)
+        wanted = torch_operations(product.finish, y.clone(), *given[:2], None, given[2], torch.float32, False)
+        assert_same_bits(product.finish(y, *given[:2], None, given[2], torch.float32, False), wanted)
 
 
 @pytest.mark.parametrize("name", [name for name in list_recipes() if get_recipe(name).linear is not None])

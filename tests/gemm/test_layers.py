@@ -8,9 +8,10 @@ from fmtsim import Gemm, LinearConfig, Quantizer, get_format
 from fmtsim.gemm.layers import product
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.gemm.layers.machine import _asked
 from fmtsim.gemm.layers.operand import elements_dtype
 from fmtsim.gemm.layers.passes import Pass
-from fmtsim.gemm.layers.product import _asked, multiply
+from fmtsim.gemm.layers.product import multiply
 from fmtsim.gemm.layers.watch import Told
 from fmtsim.quantize import quantize
 from fmtsim.spec.operand import Operand

@@ -17,6 +17,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.ops import cpu_engine, decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
@@ -34,7 +35,6 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Sparsity
 
 NO_KEYS = Keys()
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first
 
 Memory = DelayedScale | FrozenScale | StoredScale | None
@@ -190,7 +190,7 @@ def _cast_text(quantizer: Quantizer, dim: int) -> str:
 def _elements(parts: EncodedParts, element: OperandFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of codes in a dtype that holds them."""
     own = own_dtype(element)
-    if own is not None and own in _FP8:
+    if own is not None and own in FP8_DTYPES:
         return parts.codes.view(own).to(dtype)
     spec = CastSpec(format=element, rounding=Rounding(), overflow=element.default_overflow)
     return decode(EncodedParts(parts.codes), spec, torch.float32).to(dtype)
@@ -202,7 +202,7 @@ def holder(fmt: Format) -> torch.dtype:
     if not isinstance(fmt, FloatFormat):
         return torch.float32
     own = own_dtype(fmt)
-    if own in (torch.bfloat16, torch.float16, torch.float64, *_FP8):
+    if own in (torch.bfloat16, torch.float16, torch.float64, *FP8_DTYPES):
         return own
     return torch.float8_e4m3fn if is_representable(fmt, torch.float8_e4m3fn) else torch.float32
 
@@ -268,7 +268,7 @@ def values_of(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tens
 
 def widened(x: Tensor, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
     """Return elements in a wider dtype, likewise; torch's own conversion of float8 is slow on a CPU."""
-    engine = cpu_engine(x) if dtype == torch.float32 and x.dtype in _FP8 and x.dim() == 2 and x.numel() else None
+    engine = cpu_engine(x) if dtype == torch.float32 and x.dtype in FP8_DTYPES and x.dim() == 2 and x.numel() else None
     return x.to(dtype) if engine is None else engine.widened(x, buffer)
 
 

@@ -9,16 +9,10 @@ from torch import Tensor
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, count_pass, counts_passes, stream_of
+from fmtsim.gemm.layers.machine import multiply_on_machine
 from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand, values_of
 from fmtsim.gemm.layers.operator import traced_both, traced_operand
-from fmtsim.gemm.layers.product import (
-    multiply,
-    multiply_on_machine,
-    rotations_to_undo,
-    round_output,
-    unrotated,
-    wide_dtype,
-)
+from fmtsim.gemm.layers.product import multiply, rotations_to_undo, round_output, unrotated, wide_dtype
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes

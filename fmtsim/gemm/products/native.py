@@ -32,7 +32,7 @@ _LIBRARY_SUMS = {
     "fp64": (torch.float64,),
     "int32": (torch.int8,),
 }
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.float4_e2m1fn_x2
 _BLOCK = 128
 SCALED_MULTIPLE = 16
@@ -220,7 +220,7 @@ def unsupported_reason(
     """
     for name, given, fmt in zip("ab", dtypes, formats, strict=True):
         own = own_dtype(fmt)
-        if operation == "scaled_mm" and (own not in (*_FP8, _FP4) or not (converted or given == own)):
+        if operation == "scaled_mm" and (own not in (*FP8_DTYPES, _FP4) or not (converted or given == own)):
             return f"torch does not multiply {name} of dtype {given} with {fmt.name} numbers"
         if operation != "scaled_mm" and given != (torch.float32 if converted and fmt.name == "tf32" else own):
             return f"torch does not multiply {given} tensors as {name}_format={fmt.name!r}"
@@ -248,7 +248,7 @@ def _unsupported_scales(operands: list[Any], kind: ScaleKind, dtype: torch.dtype
         return "torch.nn.functional.scaled_mm multiplies e4m3 alone with 1x128 and 128x128 scales"
     if kind in ("row", *LARGE_BLOCKS) and dtype is not None and dtype.itemsize == 1:
         return f"cuBLASLt gives no {dtype} results with {kind} scales"
-    allowed = {"mx": (_FP8, (_FP4,)), "nvfp4": ((_FP4,),)}.get(kind, (_FP8,))
+    allowed = {"mx": (FP8_DTYPES, (_FP4,)), "nvfp4": ((_FP4,),)}.get(kind, (FP8_DTYPES,))
     if not any(set(operands) <= set(dtypes) for dtypes in allowed):
         return f"torch does not multiply {operands[0]} by {operands[1]} with {kind} scales"
     return None

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The product of two quantised operands as a target or a unit computes it, in the calls that a library takes."""
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.block import FP32
+from fmtsim.formats.representable import is_representable
+from fmtsim.gemm.layers.config import Gemm
+from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.layers.operand import multiplier_apart, values_of
+from fmtsim.gemm.layers.product import HALVES, finish, unit_dtype, wide_dtype
+from fmtsim.gemm.layers.route import INT8, Route, element_of
+from fmtsim.gemm.products.native import FP8_DTYPES, SCALED_MULTIPLE
+from fmtsim.gemm.products.operands import operand_format
+from fmtsim.gemm.products.resolver import run_product
+from fmtsim.gemm.products.scales import Scales
+from fmtsim.gemm.units.unit import unit_takes
+from fmtsim.spec.call import UNIT_SCALES, Operation, ScaleKind
+from fmtsim.spec.operand import Operand, last_cast
+from fmtsim.spec.quantizer import Quantizer
+
+_HIGH = Quantizer()
+
+
+def multiply_on_machine(
+    operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, route: Route, dtype: torch.dtype,
+    own: torch.dtype, generator: Generator, *, traced: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return ``a b^T + bias`` as a target or a unit computes it: the bits of fmtsim.mm, linear, scaled_mm or int_mm.
+
+    Args:
+        operation: ``"mm"`` or ``"linear"``: which function of torch this is where the operands have no scales.
+        a: [M, K].
+        b: [N, K].
+        bias: [N]. Where the library does not add it in such a call it is added to the float32 result.
+        gemm: The product.
+        route: What the machine is handed.
+        dtype: Of the result.
+        own: That of the layer's tensors.
+        generator: Random words of a unit that rounds stochastically.
+        traced: The tensors have no numbers: a compiler wants to see operators.
+
+    Returns:
+        [M, N]: the output format's own dtype where the unit writes that, else ``dtype``, or float32 where the library
+        has no such output; ``round_output`` does the rest.
+
+    Raises:
+        ArgumentError, DtypeError, FormatError: These operands are not multiplied together there.
+    """
+    rest = _rest_on_machine(a, b, gemm)
+    after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, own))
+    columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
+    if route.how == "integers":
+        y = _multiply_integers(a.elements, b.elements, gemm)
+    else:
+        if route.how != "elements":
+            wide = torch.float32 if route.how == "numbers" else own
+            a, b = (Operand((x.elements if after else values_of(x, wide_dtype(wide))).to(wide), _HIGH) for x in (a, b))
+        if columns is rows is rest is None:
+            return _multiply_elements(operation, a, b, bias, gemm, route, dtype, generator)
+        y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(own), generator)
+    y = y if y.dtype == torch.float64 else y.float()
+    return finish(y, columns, rows, rest, bias, y.dtype if gemm.out.format is not None else dtype, traced)
+
+
+def _scaled_after(a: Operand, b: Operand, gemm: Gemm, dtype: torch.dtype) -> bool:
+    """Say whether sums are scaled instead of values: rows have one scale at most, and a dtype holds the elements."""
+    if gemm.dequantized or not (a.scales_rows and b.scales_rows):
+        return False
+    elements = [element_of(last_cast(x.quantizer).format) for x in (a, b)]
+    return all(fmt is None or is_representable(fmt, dtype) for fmt in elements)
+
+
+def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
+    """Return what ``Clamp`` cut off the first operand, times the second, in float32; None without.
+
+    A unit that takes no float32 leaves it to a chain of float32 multiply-adds.
+    """
+    if a.rest is None:
+        return None
+    unit = gemm.unit if gemm.unit is None or unit_takes(gemm.unit, "fp32") else "fp32_fma"
+    values = values_of(b, torch.float32)
+    return run_product(
+        "mm", a.rest, values, (FP32, FP32), torch.float32, target=gemm.target, unit=unit, native=gemm.native,
+        accumulate="fp32", quantized=True,
+    )  # fmt: skip
+
+
+def _multiply_integers(a: Tensor, b: Tensor, gemm: Gemm) -> Tensor:
+    """Return the exact sums of products of integers, int32 [M, N], of elements [M, K] and [N, K]."""
+    rows, columns = a.shape[0], b.shape[0]
+    a, b = a.to(torch.int8), b.to(torch.int8)
+    if gemm.target is not None:  # libraries take such sizes alone; zeros add nothing
+        a, b = _padded(a, max(rows, 17), 8), _padded(b, -(-columns // 8) * 8, 8)
+    y = run_product(
+        "int_mm", a, b, (INT8, INT8), torch.int32, target=gemm.target, unit=gemm.unit, plan=gemm.plan,
+        accumulate="int32", native=gemm.native, quantized=True,
+    )  # fmt: skip
+    return y[:rows, :columns]
+
+
+def _padded(x: Tensor, rows: int, multiple: int) -> Tensor:
+    """Return a matrix with rows of zeros up to so many, and columns of zeros up to a multiple."""
+    if x.shape[0] == rows and not x.shape[1] % multiple:
+        return x
+    made = x.new_zeros(rows, -(-x.shape[1] // multiple) * multiple)
+    made[: x.shape[0], : x.shape[1]] = x
+    return made
+
+
+def _multiply_elements(
+    operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, route: Route, dtype: torch.dtype,
+    generator: Generator,
+) -> Tensor:  # fmt: skip
+    """Return the product of elements and their scales."""
+    first, second = (fmt or operand_format("operand", x.elements)
+                     for fmt, x in zip(route.formats, (a, b), strict=True))  # fmt: skip
+    kind = route.kind if a.scale is not None or b.scale is not None else "none"
+    scaled, own = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
+    operation, asked, adds = _asked("scaled_mm" if scaled else operation, own, bias, gemm, dtype)
+    scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
+    left, right, columns = a.elements, b.elements, b.elements.shape[0]
+    if gemm.target is not None:
+        sums = sums or ("fp64" if own == torch.float64 else "fp32")
+        if scaled and (columns % SCALED_MULTIPLE or right.shape[1] % SCALED_MULTIPLE):
+            rows = -(-columns // SCALED_MULTIPLE) * SCALED_MULTIPLE
+            left, right = _padded(left, left.shape[0], SCALED_MULTIPLE), _padded(right, rows, SCALED_MULTIPLE)
+            scales, bias = (
+                scales.padded(columns, rows),
+                None if bias is None else _padded(bias[None], 1, SCALED_MULTIPLE)[0],
+            )
+    y = run_product(
+        operation, left, right, (first, second), asked, scales, bias=bias, adds_bias=adds,
+        target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
+        native=gemm.native, generator=generator, layouts=("row", "row") if scaled else None, quantized=True,
+    )  # fmt: skip
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
+
+
+def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
+    """Return the scales of two operands as products take them."""
+    if kind == "none" or a.scale is b.scale is None:
+        return Scales(kind)
+    if kind in ("tensor", "row"):
+        one = torch.ones((), device=a.elements.device)
+        row, column = (one if x.scale is None else x.scale for x in (a, b))
+        if kind == "row":
+            row, column = (s.reshape(-1).expand(x.elements.shape[0]) for s, x in ((row, a), (column, b)))
+        return Scales(kind, row, column)
+    rows = a.block[0], b.block[0]
+    kind = "row_block_128" if kind == "block_128" and rows == (1, 1) else kind
+    if kind in UNIT_SCALES:
+        a, b = multiplier_apart(a), multiplier_apart(b)
+    return Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows)
+
+
+def _asked(
+    operation: Operation, own: torch.dtype, bias: Tensor | None, gemm: Gemm, dtype: torch.dtype
+) -> tuple[Operation, torch.dtype, bool]:
+    """Return the function of a library, the dtype of its result, and whether it adds the bias.
+
+    A unit alone gives every dtype and adds every bias.
+    """
+    wide = torch.float64 if torch.float64 in (own, dtype) else torch.float32
+    asked = dtype if gemm.out.format is None else unit_dtype(gemm.out) or wide
+    if gemm.target is None:
+        return operation, asked, bias is not None
+    wide = torch.float64 if own == torch.float64 else torch.float32
+    given = (torch.float32, *HALVES, *FP8_DTYPES) if operation == "scaled_mm" else (own, wide)
+    asked = asked if asked in given else wide
+    if bias is None:
+        return operation if operation == "scaled_mm" or asked == own else "mm", asked, False
+    if operation == "scaled_mm":
+        adds = bias.dtype in HALVES and asked in (bias.dtype, *FP8_DTYPES)
+    else:
+        adds = asked == bias.dtype == own
+    if adds:
+        return operation, asked, True
+    return operation if operation == "scaled_mm" else "mm", wide, False
