@@ -83,7 +83,6 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that no longer sh
     ("unit_scaling", "width", 8, "unit, least std of gradients"),
     ("moment_underflow", "formats", ("e4m3_ieee", "e3m4"), "part of v lost, e5m2"),
     ("fp8lm_memory", "scheme", "bnb8", "bytes, all with the gradient"),
-    ("lns_energy", "format", "lns8_g1", "8 constants: below e4m3, integer sums, %"),
     ("e3m4_vision", "steps", 0, "right, %"),
     ("stochastic_weights", "scheme", "fp32", "200 + 100 x 1, stochastic"),
 )  # fmt: skip

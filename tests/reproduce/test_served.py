@@ -6,7 +6,7 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.quantize import decode
-from fmtsim.reproduce.multipliers import gates, least_gates, logarithm_gates, luts, multiplier
+from fmtsim.reproduce.multipliers import gates, logarithm_gates, luts, multiplier
 from fmtsim.reproduce.served import _front, formats, images
 from fmtsim.spec.datapath import LogDatapath
 
@@ -30,10 +30,16 @@ def test_costs_by_hand():
     assert gates(get_format("e2m1")) == 4 + 5 * (2 + 2 + 16) + 3 * 3 * 16
     assert luts(get_format("e2m1")) == 2 + 2 + 16 * (1 + 2)
     # a product of 4 bits grows to 5, 7 and 8 bits: 3, 3 and 6 choices, and 2, 4 and 2 bits that have one source
-    assert least_gates(get_format("e2m1")) == 4 + 5 * (2 + 2 + 16) + 3 * (3 + 3 + 6) + 2 + 4 + 2
+    assert gates(get_format("e2m1"), least=True) == 4 + 5 * (2 + 2 + 16) + 3 * (3 + 3 + 6) + 2 + 4 + 2
+    # with choices of four: to 7 and 8 bits
+    assert luts(get_format("e2m1"), least=True) == 2 + 2 + 16 + 7 + 8
     # Logarithms of 7 bits, 31 octaves of products, a sum of 24 bits; one constant is 256, of four 256, 304, 362 and 431
     lns8 = get_format("lns8_g8")
     assert logarithm_gates(lns8, LogDatapath(entries=1)) == 5 * (7 + 24) + 3 * 24 * 5 + 5 * 24 / 32
+    # one bit grows to 2, 4, 8, 16 and 24: 8 choices in the last level, else bits that have one source
+    assert (
+        logarithm_gates(lns8, LogDatapath(entries=1), least=True) == 5 * 31 + 2 + 4 + 8 + 16 + 16 + 3 * 8 + 5 * 24 / 32
+    )
     ones = 1 + 3 + 5 + 7
     assert logarithm_gates(lns8, LogDatapath(entries=4)) == 5 * 31 + 360 + 4 * 24 + 5 * 24 * ones / 32
 
