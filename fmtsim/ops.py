@@ -54,19 +54,24 @@ def define_operator(
 def _each(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Run an operator for each tensor of a batch: blocks, and the places of random words, do not cross it."""
     given = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
-    count, rows = info.batch_size, []
-    for value, dim in zip(arguments, given, strict=True):
-        if not isinstance(value, torch.Tensor) or dim is None:
-            rows.append([value] * max(count, 1))
-        elif count:
-            rows.append(list(value.movedim(dim, 0)))
-        else:  # one of zeros tells what the result of none looks like
-            rows.append([value.new_zeros(value.movedim(dim, 0).shape[1:])])
+    count = info.batch_size
+    rows = [_of_each(value, dim, count) for value, dim in zip(arguments, given, strict=True)]
     results = [operator(*row) for row in zip(*rows, strict=True)]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results)[:count], 0
     parts = [torch.stack(each)[:count] for each in zip(*results, strict=True)]
     return type(results[0])(parts), type(results[0])(0 for _ in parts)
+
+
+def _of_each(value: Any, dim: Any, count: int) -> list[Any]:
+    """Return an argument, or a list of them, for each tensor of a batch."""
+    if isinstance(value, list) and isinstance(dim, list):
+        return [list(each) for each in zip(*map(_of_each, value, dim, [count] * len(value)), strict=True)]
+    if not isinstance(value, torch.Tensor) or dim is None:
+        return [value] * max(count, 1)
+    if count:
+        return list(value.movedim(dim, 0))
+    return [value.new_zeros(value.movedim(dim, 0).shape[1:])]  # one of zeros tells what the result of none looks like
 
 
 def with_keys(operator: Any, *keys: Any) -> Any:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers on a card: operands by fused kernels, outer scales, keys that are counted there; on the host and on a GPU."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import has_both, quantize_both, quantize_operand
+from fmtsim.gemm.layers.operator import Asked, text_of, traced_draws
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.history import DelayedScale
@@ -131,6 +134,80 @@ def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
         torch.testing.assert_close(passes[2][0].float().cpu(), g_d @ w_f, rtol=1e-2, atol=1e-1)  # rounded to bfloat16
         other = values_of(g, config, "g_d", False, seeded(layer.seed, "g_d", config, count - 1)) @ w_f
         assert not torch.allclose(passes[2][0].float().cpu(), other, rtol=1e-2, atol=1e-1)
+
+
+def drawn(name, on_card):
+    """What a pass draws at once of all operands of the backward products of a layer, and what it is made of."""
+    layer = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
+    x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
+    factor = torch.tensor(0.75, device=on_card)
+    asked = Asked("g_d", g, -1), Asked("g_w", g, 0), Asked("w_d", w, 0, factor), Asked("x_w", x, 0, factor)
+    asked = [each for each in asked if each.name in layer.random]
+    if layer.quantizers["x_w"].source == "original":
+        asked = [each._replace(factor=None) for each in asked]
+    return layer, asked, lambda: traced_draws(layer, asked)
+
+
+@pytest.mark.parametrize("name", ["te_nvfp4", "quartet", "mxfp4", pytest.param("quartet2", marks=SLOW)])
+def test_operands_of_a_pass_are_those_that_are_drawn_one_by_one(name, on_card):
+    layer, asked, run = drawn(name, on_card)
+    run()  # the first pass
+    for each, made in zip(asked, run(), strict=True):
+        keys, quantizer = seeded(layer.seed, each.name, layer.config, 2), layer.quantizers[each.name]
+        alone = quantize_operand(each.t, quantizer, keys, dim=each.dim, folded=True, factor=each.factor)
+        assert made.scale is alone.scale is made.slope is alone.slope is None
+        assert made.elements.stride() == alone.elements.stride()
+        assert_same_bits(made.elements, alone.elements)
+        assert (made.tensor_scale is None) == (alone.tensor_scale is None)
+        if made.tensor_scale is not None:
+            assert_same_bits(made.tensor_scale, alone.tensor_scale)
+
+
+def test_draws_of_another_pass_are_seen(on_card, monkeypatch):
+    """The planted error: keys that are those of the first pass in every pass."""
+    monkeypatch.setattr(Layer, "counter", lambda self, device: torch.ones((), dtype=torch.int64, device=device))
+    with pytest.raises(AssertionError):
+        test_operands_of_a_pass_are_those_that_are_drawn_one_by_one("te_nvfp4", on_card)
+
+
+def test_each_tensor_of_a_batch_counts_as_a_pass(on_card):
+    layer, asked, run = drawn("quartet", on_card)
+    texts = [text_of(layer.quantizers[each.name]) for each in asked]
+    (names, tensors, dims, factors), batched = zip(*asked, strict=True), asked[0].t[None].repeat(2, 1, 1)
+
+    def draw(g):
+        given = [g, *tensors[1:]], list(factors), list(dims), list(names), texts
+        return torch.ops.fmtsim.draw_operands(layer.name, *given)
+
+    found = torch.vmap(draw)(batched)
+    layer.counter(batched.device).zero_()
+    for expected, each in zip((run(), run()), range(2), strict=True):
+        for made, parts in zip(expected, found, strict=True):
+            assert_same_bits(parts[each], made.elements)
+
+
+def test_code_of_inductor_calls_functions_and_no_operators(on_card):
+    """The bits are those of operators; nothing of a layer is left to torch's dispatcher."""
+    from torch._inductor.utils import run_and_get_code  # late: it imports much
+
+    layer, asked, _ = drawn("quartet", on_card)
+    names = ["g_d", "g_w", "x_f"]
+    g, texts = asked[0].t, [text_of(layer.quantizers[name]) for name in names]
+
+    def step(g):
+        elements, passes = torch.ops.fmtsim.quantize_operand(g, -1, texts[2], True, "", "", None, None, None, None)
+        y = torch.ops.fmtsim.unrotate(elements.float() * 2, texts[0], texts[2], passes, None, torch.bfloat16, True)
+        draws = torch.ops.fmtsim.draw_operands(layer.name, [g * 2, g], [None, None], [-1, 0], names[:2], texts[:2])
+        return [elements, passes, y, *draws]
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, code = run_and_get_code(torch.compile(step, fullgraph=True), g)
+    called = re.findall(r"^ +\w+ = torch\.ops\.fmtsim\.([\w.]+)", "".join(code), re.MULTILINE)
+    assert sorted(called) == ["call_draw_operands", "call_quantize_operand", "call_unrotate"]
+    layer.counter(g.device).zero_()
+    for one, other in zip(found, step(g), strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("te_block", marks=SLOW)])

@@ -155,7 +155,7 @@ def test_the_operators_pass_torchs_own_check(name):
         keys = [key if wanted else None for wanted in (quantizer.is_stochastic, True, quantizer.has_random_signs)]
         for dim, folded in ((-1, False), (0, False), (0, True)):
             run = with_keys(torch.ops.fmtsim.quantize_operand, *keys)
-            arguments = (x, dim, text_of(quantizer), folded, layer.name, operand, None, *keys, None)
+            arguments = (x, dim, text_of(quantizer), folded, layer.name, operand, None, *keys)
             float8 = any(t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in run(*arguments))
             utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[float8 : 3 - float8]
             torch.library.opcheck(run, arguments, test_utils=utils)  # some check cannot sum float8

@@ -172,7 +172,7 @@ def draw_of(rounding: Rounding, random: Random) -> bytes:
     return _round_keys(key.seed) + _DRAW.pack(*_halves(key.offset), rounding.bits, source)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # layers of a model have a dozen seeds each
 def _round_keys(seed: int) -> bytes:
     """Return the two keys of each of Philox's ten rounds."""
     return (_ROUNDS + np.array(_halves(seed), dtype=np.uint32)).tobytes()

@@ -129,7 +129,7 @@ def _prepared(
     return Launch(finds, casts, grid, parts, _SIZES.pack(rows, columns, parts), signs)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # layers of a model have keys of their own
 def _signs_of(own: Signs | Literal["random"], size: int, signs: Signs) -> bytes:
     """Return the bytes of the signs of a lane's elements, and of the key that draws more of them.
 

@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.arguments import drawn_key, drawn_numbers
 from fmtsim.errors import ArgumentError
@@ -78,6 +77,7 @@ class Layer:
         self.name = f"{_PROCESS}.{next(_numbers)}"
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = _facts_of(config)
         self._counters: dict[torch.device, Tensor] = {}
+        self._counted: dict[tuple[str, torch.device], Keys] = {}
         _layers[self.name] = self
 
     @cached_property
@@ -104,12 +104,15 @@ class Layer:
             return key_tensor(drawn_key(stream, _HOST))
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
 
-    def counted_keys(self, name: str, passes: Tensor) -> Keys:
-        """Return the keys of an operand in a pass that is counted on the device."""
-        index = OPERANDS.index(name)
-        uses = index, SCALES + index, SIGNS + (name not in FORWARD)
-        elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]
-        return Keys(elements, scales, signs, passes)
+    def counted_keys(self, name: str, device: torch.device) -> Keys:
+        """Return the keys of an operand in the passes that are counted on a device."""
+        found = self._counted.get((name, device))
+        if found is None:
+            index = OPERANDS.index(name)
+            uses = index, SCALES + index, SIGNS + (name not in FORWARD)
+            elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]
+            found = self._counted[name, device] = Keys(elements, scales, signs, self.counter(device))
+        return found
 
     def __reduce__(self) -> Any:
         return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own
@@ -192,31 +195,14 @@ def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
     return engine is not None and all(map(engine.counts_keys, random))
 
 
-def count_pass(layer: Layer, like: Tensor) -> Tensor:
-    """Return the number of a traced pass over a layer, int64, 0-d, on the GPU of a tensor of that pass."""
-    with _disable_current_modes():
-        layer.counter(like.device)  # made here, outside of the memory of CUDA graphs
-    return torch.ops.fmtsim.count_pass(like, layer.name)  # type: ignore[no-any-return]
-
-
 def _draw_key(like: Tensor, layer: str, use: int) -> Tensor:
     return torch.as_tensor(drawn_key(stream_of(find_layer(layer).generator, use), _HOST))
 
 
-def _count_pass(like: Tensor, layer: str) -> Tensor:
-    return find_layer(layer).counter(like.device).add_(1).clone()
-
-
-_SEEDED: Any = (torch.Tag.nondeterministic_seeded,)
+SEEDED: Final[Any] = (torch.Tag.nondeterministic_seeded,)
 define_operator(
     "draw_key(Tensor like, str layer, int use) -> Tensor",
     _draw_key,
     lambda like, layer, use: torch.empty(2, dtype=torch.int64, device="cpu"),
-    tags=(*_SEEDED, *READS_HOST),
-)
-define_operator(
-    "count_pass(Tensor like, str layer) -> Tensor",
-    _count_pass,
-    lambda like, layer: like.new_empty((), dtype=torch.int64),
-    tags=_SEEDED,
+    tags=(*SEEDED, *READS_HOST),
 )

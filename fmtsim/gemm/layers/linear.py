@@ -20,6 +20,7 @@ from fmtsim.dispatch import constant_in_graphs, is_bare, is_dense, without_autoc
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
+from fmtsim.gemm.layers.operator import Asked
 from fmtsim.gemm.layers.passes import Pass, Saved, saved_of
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.gemm.layers.shared import forget, is_shared, share, shared
@@ -226,7 +227,9 @@ def _forward(
         config = layer.config
         run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
         if left is None:
-            left = run.operand("x_f", _rows(x if x.dtype == dtype else x.to(dtype)), -1)
+            rows = _rows(x if x.dtype == dtype else x.to(dtype))
+            run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
+            left = run.operand("x_f", rows, -1)
         elif watchers:
             run.show("x_f", _rows(x.to(dtype)), left)
         if shares:
@@ -257,6 +260,7 @@ def _gradients(
     wgrad = ctx.layer.config.wgrad
     needs_x, needs_w = ctx.needs_input_grad[:2]
     run = Pass(ctx.layer, ctx.watchers, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=not is_bare(g))
+    run.draw_gradients(g, w, x, saved, (needs_x, needs_w))
     both = run.gradient_operands(g) if needs_x and needs_w else None
     first = both[0] if both is not None else None
     if first is None and (needs_x or wgrad.a.source == "forward"):

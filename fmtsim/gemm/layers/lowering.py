@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that torch.compile's inductor fuses into the kernels around them, each one node of its graph.
+"""What torch.compile's inductor does with operators of layers: fuse them into kernels, or call them as functions.
 
-A node stands for a few dozen ordinary operations (``fmtsim.scaling.inlined``), of which a graph of a model would hold
-tens of thousands. Inductor is given them when it comes to the node, by a lowering of its own kind. Other compilers run
-an operator, and so does an inductor that takes no such lowering.
+A node that is fused stands for a few dozen ordinary operations (``fmtsim.scaling.inlined``), of which a graph of a
+model would hold tens of thousands. Inductor is given them when it comes to the node, by a lowering of its own kind. A
+call of any other operator goes through torch's dispatcher, which takes the host as long as half of what follows;
+inductor's code calls the function below it. Other compilers run operators, and so does an inductor that takes no such
+lowering.
 """
 
 import sys
@@ -17,6 +19,7 @@ from torch import Tensor, fx
 Steps = Callable[..., list[Tensor] | Tensor]
 Facts = tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]  # of tensors; None where there is none
 _lowered: dict[Any, Any] = {}
+_called: dict[Any, str] = {}
 
 
 def lower(operator: Any, steps: Callable[..., Steps]) -> None:
@@ -27,6 +30,18 @@ def lower(operator: Any, steps: Callable[..., Steps]) -> None:
         steps: Given the arguments behind the tensors, returns a function of the tensors, in operations of torch.
     """
     _lowered[operator] = steps
+
+
+def call(operator: Any, function: Callable[..., Any]) -> None:
+    """Let code of inductor's call a function instead of an operator, one that looks at no mode, key or transform.
+
+    Args:
+        operator: An overload.
+        function: What computes it.
+    """
+    name = "call_" + operator.name().partition("::")[2].replace(".", "_")
+    setattr(torch.ops.fmtsim, name, function)
+    _called[operator] = f"torch.ops.fmtsim.{name}"
 
 
 def has_known_sizes(t: Tensor) -> bool:
@@ -42,6 +57,23 @@ def announce() -> None:
     for operator, steps in _lowered.items():
         if operator not in inductor.lowerings:
             inductor.register_lowering(operator, type_promotion_kind=None)(partial(_lower, steps))
+    for operator, name in _called.items():
+        if operator not in inductor.lowerings:
+            inductor.make_fallback(operator, inductor.constrain_to_fx_strides, warn=False)
+            inductor.lowerings[operator] = partial(_call, inductor.lowerings[operator], operator, name)
+
+
+def _call(lowering: Callable[..., Any], operator: Any, name: str, *arguments: Any) -> Any:
+    """Return what inductor makes of an operator, whose call is one of the function by a name."""
+    from torch._inductor.virtualized import V
+
+    before = len(V.graph.operations)
+    made = lowering(*arguments)
+    made_of: list[Any] = V.graph.operations[before:]
+    for node in made_of:
+        if getattr(node, "op_overload", None) is operator and not V.graph.cpp_wrapper:
+            node.python_kernel_name = name
+    return made
 
 
 def _lower(steps: Callable[..., Steps], *arguments: Any) -> Any:
@@ -49,8 +81,8 @@ def _lower(steps: Callable[..., Steps], *arguments: Any) -> Any:
     count = next((i for i, x in enumerate(arguments) if x is not None and not _is_box(x)), len(arguments))
     boxes, rest = arguments[:count], arguments[count:]
     for box in boxes:
-        if box is not None:
-            box.realize()  # several steps read it
+        if box is not None and box.get_read_names():
+            box.realize()  # several steps read it; constants are part of each
     facts = tuple(None if x is None else (tuple(map(int, x.get_size())), x.get_dtype(), x.get_device()) for x in boxes)
     return _Inductor(_graph_of(steps, facts, rest)).run(*(x for x in boxes if x is not None))
 
@@ -86,7 +118,7 @@ class _Inductor(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Return inductor's tensor for a node."""
         found = super().run_node(n)
-        if _is_box(found) and n.all_input_nodes and any(_is_larger(user, n) for user in n.users):
+        if _is_box(found) and any(_is_larger(user, n) for user in n.users) and found.get_read_names():
             found.realize()
         return found
 

@@ -9,17 +9,20 @@ no such node, but steps that no compiler can change (``fmtsim.scaling.inlined``)
 import hashlib
 import inspect
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.formats.block import BlockFormat
-from fmtsim.gemm.layers.keys import find_layer
-from fmtsim.gemm.layers.lowering import announce, has_known_sizes, lower
+from fmtsim.gemm.layers.keys import SEEDED, Layer, find_layer
+from fmtsim.gemm.layers.lowering import announce, call, has_known_sizes, lower
 from fmtsim.gemm.layers.operand import (
     NO_KEYS,
+    Memory,
     elements_dtype,
     is_on_gpu,
     keeps_scales,
@@ -42,15 +45,18 @@ Part = tuple[torch.dtype, bool]  # of a tensor of an operand: whether it is the 
 
 @lru_cache(maxsize=4096)
 def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> dict[str, Part]:
-    """Return the tensors that ``quantize_operand`` makes of one of a dtype, by their names in Operand."""
+    """Return the tensors that ``quantize_operand`` makes of one of a dtype, by their names in Operand.
+
+    A rule's ``multiplier`` is none of them where it is all that ``tensor_scale`` stands for.
+    """
     last, turns = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
     fmt, scaling = last.format, last.scaling
-    keeps, folds_here = keeps_scales(last, folded, on_gpu), on_gpu and folded and folds(last)
+    keeps, folds_here = keeps_scales(last, folded, on_gpu), _folds_here(last, on_gpu, folded)
     found = {"elements": (elements_dtype(quantizer, dtype, on_gpu, folded), turns)}
     if (scaling is not None or keeps) and not folds_here:
         found["scale"] = (torch.float32, turns)
     two_level = fmt.tensor_scale if keeps and isinstance(fmt, BlockFormat) else scaling and scaling.tensor
-    if two_level or (folds_here and scaling is not None and scaling.multiplier != 1):
+    if two_level:
         found["tensor_scale"] = (torch.float32, False)
     if not isinstance(quantizer.gradient, StraightThrough):
         smooth = isinstance(quantizer.gradient, Differentiable)
@@ -58,6 +64,10 @@ def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, 
     if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
         found["rest"] = (torch.float32, turns)
     return found
+
+
+def _folds_here(last: Quantizer, on_gpu: bool, folded: bool) -> bool:
+    return on_gpu and folded and folds(last)
 
 
 def traced_operand(
@@ -69,29 +79,54 @@ def traced_operand(
     dim: int,
     folded: bool,
     factor: Tensor | None,
-    passes: Tensor | None = None,
 ) -> Operand:
     """Do what ``quantize_operand`` does as one node of a graph.
 
     Args:
         keys: Of elements, scales and signs.
-        source: The layer's name and the operand's, where scales are remembered or passes are counted; else empty.
-        passes: The number of the pass, int64, 0-d, on the device, that all keys follow from; None takes ``keys``.
+        source: The layer's name and the operand's, where scales are remembered; else empty.
         t, quantizer, dim, folded, factor: As there.
     """
     given = [key_tensor(key) for key in keys]
-    if passes is None and given == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
+    if given == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
         t, dim = t.mT, -1 - dim  # elements lie as the tensor does, on which a library's accumulation order depends
         factor = factor if factor is None or not factor.dim() else factor.mT
-    if folded and passes is factor is None and given == [None] * 3 and not any(source) and _fuses(t, quantizer, dim):
+    if folded and factor is None and given == [None] * 3 and not any(source) and _fuses(t, quantizer, dim):
         return _fused(t, quantizer, dim)
     run = with_keys(torch.ops.fmtsim.quantize_operand, *given)
-    return _made(t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *given, passes))
+    return _made(t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *given))
+
+
+class Asked(NamedTuple):
+    """An operand that is asked for: its name, a tensor, the dimension that products sum over, the tensor's factor."""
+
+    name: str
+    t: Tensor
+    dim: int
+    factor: Tensor | None = None
+
+
+def traced_draws(layer: Layer, asked: Sequence[Asked]) -> list[Operand]:
+    """Quantise the operands of a pass that draw by its number, which the device counts, as one node of a graph."""
+    with _disable_current_modes():
+        layer.counter(asked[0].t.device)  # made here, outside of the memory of CUDA graphs
+    names, tensors, dims, factors = (list(each) for each in zip(*asked, strict=True))
+    texts = [text_of(layer.quantizers[name]) for name in names]
+    parts, made = iter(torch.ops.fmtsim.draw_operands(layer.name, tensors, factors, dims, names, texts)), []
+    for name, t, dim, _ in asked:
+        quantizer, folded = layer.quantizers[name], name in layer.folded
+        layout = layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded)
+        made.append(_made(t, quantizer, dim, folded, [next(parts) for _ in layout]))
+    return made
 
 
 def _made(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors: list[Tensor]) -> Operand:
-    """Return the operand that consists of an operator's tensors."""
+    """Return the operand that consists of an operator's tensors, and of what follows from the quantiser alone."""
     parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), tensors, strict=True))
+    last = last_cast(quantizer)
+    times = 1.0 if last.scaling is None else last.scaling.multiplier
+    if times != 1 and "tensor_scale" not in parts and _folds_here(last, is_on_gpu(t), folded):
+        parts["tensor_scale"] = torch.full((), times, dtype=torch.float32, device=t.device)
     sizes = block_sizes(block_of(quantizer), t.shape if dim == -1 else t.shape[::-1])
     return Operand(quantizer=quantizer, block=sizes, **parts)
 
@@ -146,7 +181,7 @@ class _Call(NamedTuple):
     Attributes:
         quantizer: The quantiser.
         layout: The tensors of its operands: their names in Operand, and whether they are transposed.
-        copied: Names of those that may be constants or a layer's own: compiled code may write there.
+        copied: Names of those that are a layer's own: compiled code may write there.
     """
 
     quantizer: Quantizer
@@ -158,23 +193,33 @@ class _Call(NamedTuple):
 def _call_of(text: str, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> _Call:
     """Return what a text stands for; a call hashes no quantiser."""
     q = _quantizers[text]
-    layout, scaling, stored = layout_of(q, dtype, on_gpu, dim, folded), last_cast(q).scaling, q.source == "stored"
-    constant = scaling is not None and scaling.multiplier != 1
-    copied = ("scale", "tensor_scale") if stored else ("tensor_scale",) if constant else ()
+    layout, copied = layout_of(q, dtype, on_gpu, dim, folded), ("scale", "tensor_scale") * (q.source == "stored")
     transposed = tuple((name, part[1]) for name, part in layout.items())
     return _Call(q, transposed, tuple(name for name in copied if name in layout))
 
 
-def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]
-    call, found, keys = _call_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), None, NO_KEYS
-    if layer:
-        found = find_layer(layer)
-    if passes is not None:
-        assert found is not None
-        keys = found.counted_keys(name, passes)
-    elif elements is not None or scales is not None or signs is not None:
+def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs):  # type: ignore[no-untyped-def]
+    keys = NO_KEYS
+    if elements is not None or scales is not None or signs is not None:
         keys = Keys(random_key(elements), random_key(scales), random_key(signs))
-    state = None if found is None else found.state.get(name)
+    state = find_layer(layer).state.get(name) if layer else None
+    return _tensors(t, dim, quantizer, folded, keys, state, factor)
+
+
+def _draws(layer, tensors, factors, dims, names, quantizers):  # type: ignore[no-untyped-def]
+    found, made = find_layer(layer), []
+    found.counter(tensors[0].device).add_(1)
+    for t, factor, dim, name, text in zip(tensors, factors, dims, names, quantizers, strict=True):
+        keys, state = found.counted_keys(name, t.device), found.state.get(name)
+        made += _tensors(t, dim, text, name in found.folded, keys, state, factor)
+    return made
+
+
+def _tensors(
+    t: Tensor, dim: int, text: str, folded: bool, keys: Keys, state: Memory, factor: Tensor | None
+) -> list[Tensor]:
+    """Return the tensors of an operand, as the compiler was told of them."""
+    call = _call_of(text, t.dtype, is_on_gpu(t), dim, folded)
     made = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
     return [_own(getattr(made, part), turned, part in call.copied, t) for part, turned in call.layout]
 
@@ -188,7 +233,8 @@ def _own(x: Tensor, turned: bool, copied: bool, t: Tensor) -> Tensor:
     return whole.clone() if copied or whole.data_ptr() == t.data_ptr() else whole
 
 
-def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]
+def _fake_operand(t, dim, quantizer, folded, *_):  # type: ignore[no-untyped-def]
+    announce()
     q = _quantizers[quantizer]
     rows, columns = t.shape if dim == -1 else t.shape[::-1]
     outer, inner = block_of(q)
@@ -201,13 +247,18 @@ def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scal
     return made
 
 
+def _fake_draws(layer, tensors, factors, dims, names, quantizers):  # type: ignore[no-untyped-def]
+    folded = find_layer(layer).folded
+    given = zip(tensors, dims, quantizers, names, strict=True)
+    return [x for t, dim, text, name in given for x in _fake_operand(t, dim, text, name in folded)]
+
+
 def _fused_operand(t, dim, quantizer):  # type: ignore[no-untyped-def]
-    return _operand(t, dim, quantizer, True, "", "", None, None, None, None, None)
+    return _tensors(t, dim, quantizer, True, NO_KEYS, None, None)
 
 
 def _fake_fused(t, dim, quantizer):  # type: ignore[no-untyped-def]
-    announce()
-    return _fake_operand(t, dim, quantizer, True, "", "", None, None, None, None, None)
+    return _fake_operand(t, dim, quantizer, True)
 
 
 def _fused_steps(dim, quantizer):  # type: ignore[no-untyped-def]
@@ -244,10 +295,19 @@ define_operator(
 )
 define_operator(
     "quantize_operand(Tensor t, int dim, str quantizer, bool folded, str layer, str name, Tensor? factor, "
-    "Tensor? elements, Tensor? scales, Tensor? signs, Tensor? passes) -> Tensor[]",
+    "Tensor? elements, Tensor? scales, Tensor? signs) -> Tensor[]",
     _operand,
     _fake_operand,
     keyed=True,
 )
+define_operator(
+    "draw_operands(str layer, Tensor[] tensors, Tensor?[] factors, int[] dims, str[] names, str[] quantizers) "
+    "-> Tensor[]",
+    _draws,
+    _fake_draws,
+    tags=SEEDED,
+)
 define_operator("fused_operand(Tensor t, int dim, str quantizer) -> Tensor[]", _fused_operand, _fake_fused)
 lower(torch.ops.fmtsim.fused_operand.default, _fused_steps)
+call(torch.ops.fmtsim.quantize_operand.default, _operand)
+call(torch.ops.fmtsim.draw_operands.default, _draws)

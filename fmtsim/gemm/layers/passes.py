@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
-from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, count_pass, counts_passes, stream_of
+from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, counts_passes, stream_of
 from fmtsim.gemm.layers.machine import multiply_on_machine
 from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand, values_of
-from fmtsim.gemm.layers.operator import traced_both, traced_operand
+from fmtsim.gemm.layers.operator import Asked, traced_both, traced_draws, traced_operand
 from fmtsim.gemm.layers.product import multiply, rotations_to_undo, round_output, unrotated, wide_dtype
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.ops import Key
@@ -50,7 +50,7 @@ class Pass:
         self._backward, self._traced, self._dtype = backward, traced, t.dtype
         self._counted = traced and counts_passes(layer, t, sizes)
         self._signs: Key = None
-        self._passes: Tensor | None = None
+        self._drawn: dict[str, Operand] = {}
         self._watchers = () if traced else watchers
 
     def operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None = None) -> Operand:
@@ -60,7 +60,7 @@ class Pass:
         if is_untouched(quantizer) and factor is None:
             made, keys = Operand(t if dim == -1 else t.mT, quantizer), NO_KEYS
         elif self._traced:
-            return self._traced_operand(name, t, dim, factor)
+            return self._drawn.get(name) or self._traced_operand(name, t, dim, factor)
         else:
             keys = self._keys(name, quantizer, t) if name in layer.random else NO_KEYS
             made = quantize_operand(t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor)
@@ -89,12 +89,34 @@ class Pass:
                 watcher.operand(Seen(name, g, made, Keys(key), dim))  # type: ignore[arg-type]
         return both
 
-    def _second(self, name: str, original: Tensor | None, saved: Saved, before: Quantizer) -> Operand:
-        """Return the second operand of a backward product, which sums over the rows of the tensor."""
+    def draw(self, *asked: Asked) -> None:
+        """Quantise operands whose keys are counted, all as one node of the graph; ``operand`` returns them then."""
+        drawn = [each for each in asked if self._counted and each.name in self._layer.random]
+        if drawn:
+            self._drawn = dict(zip([each.name for each in drawn], traced_draws(self._layer, drawn), strict=True))
+
+    def draw_gradients(
+        self, g: Tensor, w: Tensor | None, x: Tensor | None, saved: tuple[Saved, Saved], needs: tuple[bool, bool]
+    ) -> None:
+        """Do so for a backward pass: the operands that the gradients of x and of w (``needs``) are made of."""
+        if not self._counted:
+            return
+        asked: list[Asked | Operand] = []
+        if needs[0]:
+            asked += [Asked("g_d", g, -1), self._second("w_d", w, saved[1])]
+        elif self._layer.quantizers["g_w"].source == "forward":
+            asked += [Asked("g_d", g, -1)]
+        if needs[1]:
+            asked += [Asked("g_w", g, 0), self._second("x_w", x, saved[0])]
+        self.draw(*(each for each in asked if isinstance(each, Asked)))
+
+    def _second(self, name: str, original: Tensor | None, saved: Saved) -> Operand | Asked:
+        """Return the second operand of a backward product, summed over the rows of the tensor, or what becomes it."""
         quantizer = self._layer.quantizers[name]
         if quantizer.source == "original":
             assert original is not None
-            return self.operand(name, original, 0)
+            return Asked(name, original, 0)
+        before = self._config.fprop.b if name == "w_d" else self._config.fprop.a
         elements, scale, tensor_scale, _ = saved
         assert elements is not None
         forward = Operand(elements, before, scale, tensor_scale, block_sizes(block_of(before), elements.shape))
@@ -104,8 +126,8 @@ class Pass:
         blocks = scale is not None and tensor_scale is None and quantizer.scaling is not None
         whole = blocks and not any(n % size for n, size in zip(elements.shape, forward.block, strict=True))
         if elements.dtype == torch.bfloat16 and (scale is None or whole):
-            return self.operand(name, elements, 0, factor)
-        return self.operand(name, values_of(forward, torch.float32), 0)
+            return Asked(name, elements, 0, factor)
+        return Asked(name, values_of(forward, torch.float32), 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
@@ -141,7 +163,8 @@ class Pass:
             dtype: Of the result.
         """
         gemm, fprop, of_x = getattr(self._config, name), self._config.fprop, name == "dgrad"
-        right = self._second("w_d" if of_x else "x_w", original, saved[1], fprop.b if of_x else fprop.a)
+        second = self._second("w_d" if of_x else "x_w", original, saved[1])
+        right = self.operand(*second) if isinstance(second, Asked) else second
         first, before = gemm.a, fprop.a if of_x else fprop.b
         turned, slope = saved[0][0] is not None, saved[0][3]
         outer, inner = rotations_to_undo(first, before, turned)
@@ -172,11 +195,8 @@ class Pass:
         return self._signs
 
     def _traced_operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None) -> Operand:
-        layer, keys, passes = self._layer, NO_KEYS, None
+        layer = self._layer
         quantizer, folded = layer.quantizers[name], name in layer.folded
-        if name in layer.random and self._counted:
-            passes = self._passes = count_pass(layer, t) if self._passes is None else self._passes
-        elif name in layer.random:
-            keys = self._keys(name, quantizer, t)
-        source = (layer.name, name) if name in layer.state or passes is not None else ("", "")
-        return traced_operand(t, quantizer, keys[:3], source, dim=dim, folded=folded, factor=factor, passes=passes)
+        keys = self._keys(name, quantizer, t) if name in layer.random else NO_KEYS
+        source = (layer.name, name) if name in layer.state else ("", "")
+        return traced_operand(t, quantizer, keys[:3], source, dim=dim, folded=folded, factor=factor)

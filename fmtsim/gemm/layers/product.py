@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.float64 import has_float64
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.lowering import announce, has_known_sizes, lower
+from fmtsim.gemm.layers.lowering import announce, call, has_known_sizes, lower
 from fmtsim.gemm.layers.operand import is_on_gpu, values_of, widened
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.products.native import FP8_DTYPES
@@ -249,3 +249,5 @@ define_operator(
     lambda y, first, before, slope, signs, dtype, turned: y.new_empty(y.shape, dtype=dtype),
     keyed=True,
 )
+call(torch.ops.fmtsim.unrotate.default, _unrotated)
+call(torch.ops.fmtsim.multiply_groups.default, _multiply_group_parts)
