@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast import block, casts, hadamard, rotated, scaled
+from fmtsim.cuda.cast.hadamard import Scales
 from fmtsim.cuda.gemm import finish as products
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
@@ -123,12 +124,17 @@ def finish(
     return products.finish_sums(y, columns, rows, bias, dtype)
 
 
-def unrotate(y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return ``y``, times a mask where there is one, rotated back along its last axis; None where no kernel does it."""
+def unrotate(
+    y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None, dtype: torch.dtype, scales: Scales
+) -> Tensor | None:
+    """Return ``y``, times scales and a mask where there are any, rotated back along its last axis.
+
+    None where no kernel does it.
+    """
     masks = slope is None or slope.dtype == torch.bool
-    if not masks or not hadamard.covers_finish(y, transforms):
+    if not masks or not hadamard.covers_finish(y, transforms) or any(s is not None and s.numel() > 1 for s in scales):
         return None
-    return hadamard.finish_rotated(y, slope, transforms, dtype)
+    return hadamard.finish_rotated(y, slope, transforms, dtype, scales)
 
 
 def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None) -> Operand | None:

@@ -225,6 +225,7 @@ class FusedEngine(KernelEngine, Protocol):
         """Return ``(y * columns^T) * rows + bias`` in another dtype, one rounding a step."""
 
     def unrotate(
-        self, y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Return y, times a mask where there is one, rotated back along its last axis."""
+        self, y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None, dtype: torch.dtype,
+        scales: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor | None:  # fmt: skip
+        """Return y, times scales and a mask where there are any, rotated back along its last axis."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmtsim import EmulatedGEMM, get_format, quantize
-from fmtsim.cuda.cast import scaled
+from fmtsim.cuda.cast import hadamard, scaled
 from fmtsim.gemm.layers import passes
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
@@ -168,6 +168,23 @@ def test_draws_of_another_pass_are_seen(on_card, monkeypatch):
     monkeypatch.setattr(Layer, "counter", lambda self, device: torch.ones((), dtype=torch.int64, device=device))
     with pytest.raises(AssertionError):
         test_operands_of_a_pass_are_those_that_are_drawn_one_by_one("te_nvfp4", on_card)
+
+
+def test_gradients_are_scaled_and_turned_back_in_one_step(on_card, monkeypatch):
+    """Observed products are scaled by themselves: the same bits, which a scale that is left out is not among."""
+    layer = Layer(get_recipe("quartet").linear, 3)
+    x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((64, 128), (192, 128), (64, 192))))
+
+    def gradients(observer=None):
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(run_layer(*leaves, None, layer, observer), leaves, g)
+
+    apart = gradients(lambda *_: None)
+    for one, other in zip(gradients(), apart, strict=True):
+        assert_same_bits(one, other)
+    finish = hadamard.finish_rotated
+    monkeypatch.setattr(hadamard, "finish_rotated", lambda *given: finish(*given[:-1], (given[-1][0], None)))
+    assert not any(torch.equal(one, other) for one, other in zip(gradients(), apart, strict=True))
 
 
 def test_each_tensor_of_a_batch_counts_as_a_pass(on_card):

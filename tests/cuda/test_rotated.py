@@ -133,11 +133,16 @@ def test_gradients_are_turned_back(turn, dtype, device):
     mask = torch.rand(y.shape, generator=generator) > 0.25
     turns = () if turn is None else (turn,)
     assert hadamard.covers_finish(y, turns)
-    for chosen in (mask, None):
-        x = y if chosen is None else y * chosen.float()
+    one, other = torch.tensor(4 / 3), torch.tensor(0.7)
+    for chosen, scales in ((mask, (one, other)), (mask, (None, other)), (None, (None, None))):
+        x = y
+        for scale in scales:
+            x = x if scale is None else x * scale
+        x = x if chosen is None else x * chosen.float()
         x = x if turn is None else transform(x, turn, None, inverse=True)
         there = None if chosen is None else chosen.to(device)
-        found = hadamard.finish_rotated(y.to(device), there, turns, dtype)
+        given = [None if scale is None else scale.to(device) for scale in scales]
+        found = hadamard.finish_rotated(y.to(device), there, turns, dtype, given)
         assert found.dtype == dtype
         assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
 
@@ -243,6 +248,10 @@ def test_planted_errors_are_caught(emulated, monkeypatch):
         test_signs_may_be_a_mask(torch.device("cpu"))
     monkeypatch.undo()
     finish = hadamard.finish_rotated
-    monkeypatch.setattr(hadamard, "finish_rotated", lambda y, mask, *rest: finish(y, None, *rest))
-    with pytest.raises(AssertionError):
-        test_gradients_are_turned_back(None, torch.bfloat16, torch.device("cpu"))
+    for wrong in (
+        lambda y, mask, *rest: finish(y, None, *rest),
+        lambda y, mask, turns, dtype, scales: finish(y, mask, turns, dtype, (scales[0], None)),
+    ):
+        monkeypatch.setattr(hadamard, "finish_rotated", wrong)
+        with pytest.raises(AssertionError):
+            test_gradients_are_turned_back(None, torch.bfloat16, torch.device("cpu"))

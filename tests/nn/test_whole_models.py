@@ -162,7 +162,9 @@ def test_the_operators_pass_torchs_own_check(name):
     slope = torch.rand(64, 128) < 0.5
     texts = text_of(config.dgrad.a), text_of(config.fprop.a)
     for turned in (False, True):
-        torch.library.opcheck(torch.ops.fmtsim.unrotate.default, (x, *texts, slope, None, torch.bfloat16, turned))
+        given = x, *texts, slope, None, torch.bfloat16, turned
+        torch.library.opcheck(torch.ops.fmtsim.unrotate.default, given)
+        torch.library.opcheck(torch.ops.fmtsim.unrotate.default, (*given, *torch.rand(2, 1, 1)))
     parts = x, torch.rand(1, 128), torch.rand(64, 1), None, torch.rand(128), torch.bfloat16
     torch.library.opcheck(torch.ops.fmtsim.finish, (parts[0], parts[1].mT, *parts[2:]))
 

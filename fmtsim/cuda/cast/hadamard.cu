@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hadamard transforms of neighbours in one pass: y = (s x) H / sqrt(SIZE) in float32 of groups of SIZE neighbours, a
 // power of two from 16 to 512 (1: none). The inverse turns signs behind the product. The gradient of a tensor from that
-// of its rotated values is the inverse under a mask, rounded once to OUTPUT.
+// of its rotated values is the inverse of sums times two scales, one after the other, under a mask, rounded once to
+// OUTPUT.
 //
 // Macros: INPUT, OUTPUT (dtypes of vectors.cuh but float64), SIZE.
 #include "element.cuh"
@@ -24,9 +25,11 @@ DEVICE void flip_signs(float (&y)[PER_LANE], const u8* flips, u32 group) {
 }
 
 // x, mask and out begin where 16 bytes do, total is a multiple of 16; mask: bytes, or null; before, after: whose signs
-// turn before the transform and behind it; signs: bits of those that turn behind it in groups of up to 32.
+// turn before the transform and behind it; one, other: what x is multiplied with first, or null; signs: bits of those
+// that turn behind it in groups of up to 32.
 KERNEL __launch_bounds__(THREADS) hadamard(
-    const Input* x, const u8* mask, void* out, const u8* before, const u8* after, u32 signs, u64 total) {
+    const Input* x, const u8* mask, void* out, const u8* before, const u8* after, const float* one, const float* other,
+    u32 signs, u64 total) {
   u64 first = ((u64)blockIdx.x * (THREADS * VECTORS) + threadIdx.x) * PER_LANE;
   u32 group = threadIdx.x % 32 * PER_LANE % SIZE;
   Four in[VECTORS][PER_LANE / 4];
@@ -49,6 +52,8 @@ KERNEL __launch_bounds__(THREADS) hadamard(
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       y[i] = in[v][i / 4].get(i % 4);
+      if (one != nullptr) y[i] = __fmul_rn(y[i], *one);
+      if (other != nullptr) y[i] = __fmul_rn(y[i], *other);
       if (mask != nullptr) y[i] = __fmul_rn(y[i], kept[v].get(i) ? 1.0f : 0.0f);
     }
     flip_signs(y, before, group);

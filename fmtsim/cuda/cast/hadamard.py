@@ -12,6 +12,8 @@ from fmtsim.cuda.cast.rotated_plan import rotation_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.spec.transform import Transform
 
+Scales = tuple[Tensor | None, Tensor | None]
+
 _SIZES = (16, 32, 64, 128, 256, 512)
 _THREADS = 256
 _ELEMENTS = 16 * _THREADS  # of a block of threads
@@ -33,7 +35,7 @@ def hadamard(x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tenso
     """
     source = (x.float() if x.dtype == torch.float64 else x).contiguous()
     before, after = (None, flips) if inverse else (flips, None)
-    return _launch(source, None, torch.float32, size, before, after, 0)
+    return _launch(source, None, torch.float32, size, before, after, (None, None), 0)
 
 
 def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
@@ -43,11 +45,13 @@ def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
     return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % 64
 
 
-def finish_rotated(y: Tensor, mask: Tensor | None, transforms: tuple[Transform, ...], dtype: torch.dtype) -> Tensor:
+def finish_rotated(
+    y: Tensor, mask: Tensor | None, transforms: tuple[Transform, ...], dtype: torch.dtype, scales: Scales = (None, None)
+) -> Tensor:
     """Return the gradient of a tensor from that of its rotated and rounded values.
 
-    ``y`` is multiplied with the mask as 1 and 0, rotated back along the last axis and rounded once to the dtype; all
-    steps are float32. NaN becomes the canonical one.
+    ``y`` is multiplied with the scales, one after the other, and with the mask as 1 and 0, rotated back along the last
+    axis and rounded once to the dtype; all steps are float32. NaN becomes the canonical one.
 
     Args:
         y: float32 ``[rows, columns]``, contiguous; columns a multiple of 64.
@@ -55,10 +59,11 @@ def finish_rotated(y: Tensor, mask: Tensor | None, transforms: tuple[Transform, 
         transforms: Those of the forward pass: none, or one of 16 or 32 elements along the inner axis whose signs are
             not random.
         dtype: float32, bfloat16 or float16.
+        scales: float32 tensors of one number, or None.
     """
     turn = rotation_of(transforms)
     signs = turn.signs if turn is not None and isinstance(turn.signs, int) else 0
-    return _launch(y, mask, dtype, 1 if turn is None else turn.size or 1, None, None, signs)
+    return _launch(y, mask, dtype, 1 if turn is None else turn.size or 1, None, None, scales, signs)
 
 
 def _launch(
@@ -68,14 +73,16 @@ def _launch(
     size: int,
     before: Tensor | None,
     after: Tensor | None,
+    scales: Scales,
     signs: int,
 ) -> Tensor:
     """Transform a contiguous tensor; the arguments are those of the kernel."""
     out, x = torch.empty_like(x, dtype=dtype), x if aligned(x) else x.clone()
     if x.numel():
         kernel("hadamard.cu", "hadamard", device_index(x), transform_macros(x.dtype, dtype, size))(
-            -(-x.numel() // _ELEMENTS), _THREADS, x, mask, out, before, after, np.uint32(signs), np.uint64(x.numel())
-        )
+            -(-x.numel() // _ELEMENTS), _THREADS, x, mask, out, before, after, *scales,
+            np.uint32(signs), np.uint64(x.numel()),
+        )  # fmt: skip
     return out
 
 

@@ -170,9 +170,14 @@ class Pass:
         outer, inner = rotations_to_undo(first, before, turned)
         if not outer and not inner and slope is None:
             return self.product(name, left, right, None, dtype)
+        scales: tuple[Tensor | None, Tensor | None] = None, None
+        bare = left.scale is right.scale is left.rest is gemm.out.format is None
+        if inner and bare and not (self._watchers or gemm.emulated):
+            scales = right.row_scales(), left.row_scales()  # part of the step that follows
+            left, right = (each._replace(tensor_scale=None) for each in (left, right))
         y = self.product(name, left, right, None, wide_dtype(dtype))
         signs = self._sign_key(outer, y)
-        return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced)
+        return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced, scales=scales)
 
     def _key(self, use: int, t: Tensor) -> Key:
         return self._layer.key(use, t, traced=self._traced)

@@ -157,7 +157,7 @@ def unit_dtype(out: Quantizer) -> torch.dtype | None:
 
 def unrotated(
     y: Tensor, first: Quantizer, before: Quantizer, slope: Tensor | None, signs: Key, dtype: torch.dtype, *,
-    turned: bool, traced: bool,
+    turned: bool, traced: bool, scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """Turn the gradient of a rounded, rotated operand into that of the tensor itself.
 
@@ -169,23 +169,33 @@ def unrotated(
         signs: Key of the pass's random signs.
         turned: The product was one of that operand as it was rotated.
         traced: As in ``multiply``.
+        scales: What y is multiplied with first, [1, 1] each: the scales that ``_finish`` calls columns and rows.
     """
     if traced:
         texts = text_of(first), text_of(before)
         run = with_keys(torch.ops.fmtsim.unrotate, signs)
-        return run(y, *texts, slope, key_tensor(signs), dtype, turned)  # type: ignore[no-any-return]
+        return run(y, *texts, slope, key_tensor(signs), dtype, turned, *scales)  # type: ignore[no-any-return]
     outer, inner = rotations_to_undo(first, before, turned)
+    if outer:
+        y, scales = _scaled(y, scales), (None, None)
     for transform in reversed(outer):
         y = rotated(y, transform, signs, inverse=True)
     if turned and before.transforms:
         engine = fused_engine(y) if is_on_gpu(y) else None
-        made = None if engine is None else engine.unrotate(y, before.transforms, slope, dtype)
+        made = None if engine is None else engine.unrotate(y, before.transforms, slope, dtype, scales)
         if made is not None:
             return made  # type: ignore[no-any-return]
+    y = _scaled(y, scales)
     y = y if slope is None else y * slope
     for transform in reversed(inner):
         y = rotated(y, transform, None, inverse=True)
     return y.to(dtype)
+
+
+def _scaled(y: Tensor, scales: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    if scales[0] is scales[1] is None:
+        return y
+    return _finished(y, *scales, None, None, y.dtype)  # type: ignore[no-any-return]
 
 
 def rotations_to_undo(first: Quantizer, before: Quantizer, turned: bool) -> tuple[list[Hadamard], list[Hadamard]]:
@@ -218,9 +228,10 @@ def _fake_fused_finish(y, columns, rows, dtype):  # type: ignore[no-untyped-def]
     return y.new_empty(y.shape, dtype=dtype)
 
 
-def _unrotated(y, first, before, slope, signs, dtype, turned):  # type: ignore[no-untyped-def]
+def _unrotated(y, first, before, slope, signs, dtype, turned, columns=None, rows=None):  # type: ignore[no-untyped-def]
     how = quantizer_of(first), quantizer_of(before), slope, random_key(signs), dtype
-    return unrotated(y, *how, turned=turned, traced=False).contiguous()  # something is undone: never y itself
+    made = unrotated(y, *how, turned=turned, traced=False, scales=(columns, rows))
+    return made.contiguous()  # something is undone: never y itself
 
 
 define_operator(
@@ -244,9 +255,10 @@ lower(
     lambda dtype: lambda y, columns, rows: inlined_product(y, columns, rows, dtype),
 )
 define_operator(
-    "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool turned) -> Tensor",
+    "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool turned, "
+    "Tensor? columns=None, Tensor? rows=None) -> Tensor",
     _unrotated,
-    lambda y, first, before, slope, signs, dtype, turned: y.new_empty(y.shape, dtype=dtype),
+    lambda y, first, before, slope, signs, dtype, turned, *_: y.new_empty(y.shape, dtype=dtype),
     keyed=True,
 )
 call(torch.ops.fmtsim.unrotate.default, _unrotated)
