@@ -210,18 +210,21 @@ def test_code_of_inductor_calls_functions_and_no_operators(on_card):
     layer, asked, _ = drawn("quartet", on_card)
     names = ["g_d", "g_w", "x_f"]
     g, texts = asked[0].t, [text_of(layer.quantizers[name]) for name in names]
+    scale, mxfp4 = torch.full((1, 1), 0.7, device=g.device), text_of(Quantizer(format="mxfp4"))
 
     def step(g):
         elements, passes = torch.ops.fmtsim.quantize_operand(g, -1, texts[2], True, "", "", None, None, None, None)
         y = torch.ops.fmtsim.unrotate(elements.float() * 2, texts[0], texts[2], passes, None, torch.bfloat16, True)
         draws = torch.ops.fmtsim.draw_operands(layer.name, [g * 2, g], [None, None], [-1, 0], names[:2], texts[:2])
-        return [elements, passes, y, *draws]
+        finished = torch.ops.fmtsim.finish(elements.float(), scale, None, None, g[0] * 3, torch.bfloat16)
+        return [elements, passes, y, *draws, finished, *torch.ops.fmtsim.quantize_both(g, mxfp4, None, None)]
 
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         found, code = run_and_get_code(torch.compile(step, fullgraph=True), g)
     called = re.findall(r"^ +\w+ = torch\.ops\.fmtsim\.([\w.]+)", "".join(code), re.MULTILINE)
-    assert sorted(called) == ["call_draw_operands", "call_quantize_operand", "call_unrotate"]
+    operators = ("draw_operands", "finish", "quantize_both", "quantize_operand", "unrotate")
+    assert sorted(called) == [f"call_{name}" for name in operators]
     layer.counter(g.device).zero_()
     for one, other in zip(found, step(g), strict=True):
         assert_same_bits(one, other)

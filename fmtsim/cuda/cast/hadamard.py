@@ -10,6 +10,7 @@ from torch import Tensor
 from fmtsim.cuda.cast.parameters import DTYPES, aligned, macros
 from fmtsim.cuda.cast.rotated_plan import rotation_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel
+from fmtsim.cuda.runtime.launch import Bound
 from fmtsim.spec.transform import Transform
 
 Scales = tuple[Tensor | None, Tensor | None]
@@ -79,11 +80,17 @@ def _launch(
     """Transform a contiguous tensor; the arguments are those of the kernel."""
     out, x = torch.empty_like(x, dtype=dtype), x if aligned(x) else x.clone()
     if x.numel():
-        kernel("hadamard.cu", "hadamard", device_index(x), transform_macros(x.dtype, dtype, size))(
-            -(-x.numel() // _ELEMENTS), _THREADS, x, mask, out, before, after, *scales,
-            np.uint32(signs), np.uint64(x.numel()),
-        )  # fmt: skip
+        launch = _prepared(x.numel(), x.dtype, dtype, size, signs, device_index(x))
+        pointers = [0 if t is None else t.data_ptr() for t in (x, mask, out, before, after, *scales)]
+        launch(-(-x.numel() // _ELEMENTS), *pointers)
     return out
+
+
+@lru_cache(maxsize=4096)
+def _prepared(numel: int, dtype: torch.dtype, out: torch.dtype, size: int, signs: int, index: int) -> Bound:
+    """Return a launch for tensors of a size that takes the grid and the addresses."""
+    found = kernel("hadamard.cu", "hadamard", index, transform_macros(dtype, out, size))
+    return found.bound(_THREADS, 7, np.uint32(signs), np.uint64(numel))
 
 
 @lru_cache(maxsize=64)

@@ -311,3 +311,4 @@ define_operator("fused_operand(Tensor t, int dim, str quantizer) -> Tensor[]", _
 lower(torch.ops.fmtsim.fused_operand.default, _fused_steps)
 call(torch.ops.fmtsim.quantize_operand.default, _operand)
 call(torch.ops.fmtsim.draw_operands.default, _draws)
+call(torch.ops.fmtsim.quantize_both.default, _both)

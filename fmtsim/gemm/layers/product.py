@@ -261,5 +261,6 @@ define_operator(
     lambda y, first, before, slope, signs, dtype, turned, *_: y.new_empty(y.shape, dtype=dtype),
     keyed=True,
 )
+call(torch.ops.fmtsim.finish.default, _finished)
 call(torch.ops.fmtsim.unrotate.default, _unrotated)
 call(torch.ops.fmtsim.multiply_groups.default, _multiply_group_parts)
