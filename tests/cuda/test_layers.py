@@ -10,7 +10,7 @@ from torch import nn
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.cuda.cast import hadamard, scaled
 from fmtsim.gemm.layers import passes
-from fmtsim.gemm.layers.config import linear_config
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import has_both, quantize_both, quantize_operand
@@ -21,6 +21,7 @@ from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Hadamard
 from tests.support.bits import assert_same_bits
 from tests.support.emulated_gpu import take_for_host
 from tests.support.operands import bfloat16s
@@ -168,6 +169,39 @@ def test_draws_of_another_pass_are_seen(on_card, monkeypatch):
     monkeypatch.setattr(Layer, "counter", lambda self, device: torch.ones((), dtype=torch.int64, device=device))
     with pytest.raises(AssertionError):
         test_operands_of_a_pass_are_those_that_are_drawn_one_by_one("te_nvfp4", on_card)
+
+
+@pytest.mark.parametrize("name", ["te_nvfp4", pytest.param("quartet", marks=SLOW)])
+def test_a_gradient_that_is_alone_is_the_same(name, on_card):
+    """What is drawn for it hangs on the number of the pass, not on what else is drawn."""
+    layer = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
+    x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
+    compiled = torch.compile(lambda *t: run_layer(*t, None, layer), fullgraph=True, backend="aot_eager")
+
+    def gradients(of_x, of_w):
+        torch._dynamo.reset()
+        layer.counter(x.device).zero_()
+        leaves = x.detach().requires_grad_(of_x), w.detach().requires_grad_(of_w)
+        return torch.autograd.grad(compiled(*leaves), [t for t in leaves if t.requires_grad], g)
+
+    dx, dw = gradients(True, True)
+    assert_same_bits(*gradients(True, False), dx)
+    assert_same_bits(*gradients(False, True), dw)
+
+
+def test_operands_of_a_forward_pass_have_the_same_signs(on_card):
+    """Rotations of both operands cancel, and the next pass has other ones."""
+    turned = Quantizer(format="mxfp8_e4m3", transforms=(Hadamard(size=32, signs="random"),))
+    config = LinearConfig(fprop=Gemm(a=turned, b=turned))
+    layer = Layer(config, torch.Generator().manual_seed(9))
+    x, w = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128))))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: run_layer(*t, None, layer), fullgraph=True, backend="aot_eager")
+    found = compiled(x, w), compiled(x, w)
+    assert int(layer.counter(x.device)) == 2 and not torch.equal(*found)
+    for y in found:
+        off = (y.float() - x.float() @ w.float().mT).norm() / y.float().norm()
+        assert off < 0.06  # two roundings of 4 significant bits; signs that differ give 1.4
 
 
 def test_gradients_are_scaled_and_turned_back_in_one_step(on_card, monkeypatch):

@@ -228,7 +228,8 @@ def _forward(
         run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
         if left is None:
             rows = _rows(x if x.dtype == dtype else x.to(dtype))
-            run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
+            if traced:
+                run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
             left = run.operand("x_f", rows, -1)
         elif watchers:
             run.show("x_f", _rows(x.to(dtype)), left)
