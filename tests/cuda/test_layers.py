@@ -223,14 +223,13 @@ def test_gradients_are_scaled_and_turned_back_in_one_step(on_card, monkeypatch):
 
 def test_each_tensor_of_a_batch_counts_as_a_pass(on_card):
     layer, asked, run = drawn("quartet", on_card)
-    texts = [text_of(layer.quantizers[each.name]) for each in asked]
-    (names, tensors, dims, factors), batched = zip(*asked, strict=True), asked[0].t[None].repeat(2, 1, 1)
-
-    def draw(g):
-        given = [g, *tensors[1:]], list(factors), list(dims), list(names), texts
-        return torch.ops.fmtsim.draw_operands(layer.name, *given)
-
-    found = torch.vmap(draw)(batched)
+    names, (g, *others), dims, factors = (list(each) for each in zip(*asked, strict=True))
+    rest = factors, dims, names, [text_of(layer.quantizers[name]) for name in names]
+    run_operator, batched = torch.ops.fmtsim.draw_operands, g[None].repeat(2, 1, 1)
+    given = layer.name, [g, *others], *rest
+    torch.library.opcheck(run_operator, given, test_utils=("test_schema", "test_faketensor"))
+    layer.counter(batched.device).zero_()
+    found = torch.vmap(lambda g: run_operator(layer.name, [g, *others], *rest))(batched)
     layer.counter(batched.device).zero_()
     for expected, each in zip((run(), run()), range(2), strict=True):
         for made, parts in zip(expected, found, strict=True):
