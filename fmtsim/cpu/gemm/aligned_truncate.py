@@ -32,6 +32,8 @@ from fmtsim.cpu.runtime.simd import (
     as_i64,
     broadcast,
     broadcast_bytes,
+    bytes_shifted20,
+    bytes_shifted23,
     fma,
     fsub,
     high_words,
@@ -42,14 +44,12 @@ from fmtsim.cpu.runtime.simd import (
     or_,
     popcount,
     set_rounding,
-    shl,
     smax,
     smin,
     splat,
     store,
     umax,
     xor,
-    zext32,
 )
 
 
@@ -63,18 +63,18 @@ def negatives_of(signs_a, signs_b, a, b, step, words):  # type: ignore[no-untype
 
 
 @device
-def _start64(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
+def start64(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
     """Return M + the count of negatives + the cut addend; ``base`` is the exponent field of byte 0."""
     high = high_words(c)
     count = iadd(negatives, lshr(high, splat(np.int32(31))))
     # bytes below 128 are those of zeros: no product, so the addend decides
-    field = iadd(shl(zext32(smin(e8, splat(np.int8(0)))), splat(np.int32(20))), splat(np.int32(base)))
+    field = iadd(bytes_shifted20(smin(e8, splat(np.int8(0)))), splat(np.int32(base)))
     field = iadd(smax(field, and_(high, splat(np.int32(0x7FF00000)))), splat(np.int32(shift)))
     return fma(c, eps, join_words(count, field))
 
 
 @device
-def _finish64(s, mask):  # type: ignore[no-untyped-def]
+def finish64(s, mask):  # type: ignore[no-untyped-def]
     """Take M away, which shares the binade of s, and cut to the accumulator's bits."""
     constant = or_(and_(as_i64(s), splat(np.int64(-1 << 52))), splat(np.int64(1 << 51)))
     return as_f64(and_(as_i64(fsub(s, as_f64(constant))), splat(mask)))
@@ -114,14 +114,14 @@ def truncate64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
                 e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, q + j)))
             n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
             n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
-            s0 = _start64(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps)
-            s1 = _start64(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps)
+            s0 = start64(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps)
+            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps)
             for j in range(block):
                 v = load(b.values, first + j * LANES)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
-            store(acc, m * LANES, _finish64(s0, mask))
-            store(acc, (m + 1) * LANES, _finish64(s1, mask))
+            store(acc, m * LANES, finish64(s0, mask))
+            store(acc, (m + 1) * LANES, finish64(s1, mask))
         if order.ends[index]:
             set_rounding(NEAREST_EVEN)
             end_block(acc, order, index, rows, sums)
@@ -131,7 +131,7 @@ def truncate64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
 
 @device
 def _start32(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
-    field = iadd(shl(zext32(e8), splat(np.int32(23))), splat(np.int32(base)))
+    field = iadd(bytes_shifted23(e8), splat(np.int32(base)))
     field = iadd(smax(field, and_(as_i32(c), splat(np.int32(0x7F800000)))), splat(np.int32(shift)))
     return fma(c, eps, as_f32(field))
 

@@ -194,7 +194,7 @@ def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prep
     unit, plan = spec.datapath, spec.plan
     assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
     x, y = source_of(spec.a, unit, scaled[0]), source_of(spec.b, unit, scaled[1])
-    slabs, groups = slabs_of(k, unit, plan), groups_of(unit, x, y)
+    slabs, groups = slabs_of(k, unit, plan), groups_of(unit, x, y, k)
     lanes = rounding_unit(unit, x, y) if groups is None else _numbers(unit, TRUNCATE, groups.factor)
     fast = None if groups is not None or lanes is None else fast_path(unit, x, y, _limits(unit, k))
     fast = None if fast is None else fast._replace(block=slabs.block)
@@ -279,14 +279,18 @@ def _fused(
         {} if s is None or template.scales.size == 0 else {"scales": np.abs(s.numpy())}
         for s, template in zip(scales, (known.a, known.b), strict=True)
     ]
+    left = known.a._replace(array=x, table=x_table, **inside[0])
+    right = known.b._replace(array=y, table=y_table, **inside[1])
+    plain = c is None or known.reduction.in_place
     job = Job(
-        a=known.a._replace(array=x, table=x_table, **inside[0]),
-        b=known.b._replace(array=y, table=y_table, **inside[1]),
+        a=left,
+        b=right,
         k=a.shape[1],
         slabs=known.slabs,
-        fast=known.fast if c is None or known.reduction.in_place else None,
+        fast=known.fast if plain else None,
         unit=known.unit,
         groups=known.groups,
+        tops=known.groups.tops(left, right) if plain and known.groups is not None else None,
         promotion=known.promotion,
         scales=chains,
         reduction=known.reduction,

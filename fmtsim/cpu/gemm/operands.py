@@ -113,7 +113,7 @@ class Panel(NamedTuple):
     """The second operand of a slab, 64 columns."""
 
     values: np.ndarray  # [slot][64]
-    exponents: np.ndarray  # int8 or int16 [slot][64]
+    exponents: np.ndarray  # int8, as pack_bytes orders them, or int16 [slot][64]
     signs: np.ndarray  # int32 [block][word][64]
     top: np.int32  # the largest exponent
 
@@ -144,9 +144,9 @@ def _binary16(code):  # type: ignore[no-untyped-def]
 
 
 class Grouped(NamedTuple):
-    """An operand of a unit with groups: float32 values, and for each group a scale and its exponent.
+    """An operand of a unit with groups: values, and for each group a scale and its exponent.
 
-    ``values`` as in Rows or Panel; ``scales`` float64 and ``exponents`` int32 [group][row], or [group][64].
+    ``values`` as in Rows or Panel, or int32; ``scales`` float64 and ``exponents`` [group][row], or [group][64].
     """
 
     values: np.ndarray

@@ -26,6 +26,7 @@ from fmtsim.cpu.runtime.simd import (
     load,
     lshr,
     or_,
+    pack_bytes,
     sext32,
     sext64,
     shl,
@@ -35,8 +36,9 @@ from fmtsim.cpu.runtime.simd import (
     smin,
     splat,
     store,
+    swap1,
     to_f64,
-    trunc8,
+    to_i32,
     trunc16,
     where_below,
     where_same,
@@ -99,7 +101,7 @@ def _range(raw, raw_scales, start, count, emin, scale_emin, seen):  # type: igno
 
 
 def _put_values(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
-    """Store numbers times a factor as float32, or times scales as float64; TINY or zero for what has no exponent."""
+    """Store numbers times a factor as float32 or integers, or times scales as float64; TINY or zero without exponent."""
     raise NotImplementedError
 
 
@@ -115,6 +117,14 @@ def _put_values_as(values, at, numbers, scale, e, factor, tiny):  # type: ignore
             store(values, at, as_f32(where_same(e, splat(np.int32(EMPTY)), zero, bits)))
 
         return put
+    if values.dtype == types.int32:
+
+        def put_integers(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
+            nothing = splat(np.int32(0))
+            finite = as_f32(where_same(e, splat(np.int32(EMPTY)), nothing, as_i32(numbers)))
+            store(values, at, to_i32(fmul(finite, splat(np.float32(factor)))))
+
+        return put_integers
 
     def put_wide(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
         bits = as_i32(numbers)
@@ -127,6 +137,40 @@ def _put_values_as(values, at, numbers, scale, e, factor, tiny):  # type: ignore
     return put_wide
 
 
+def _join_lanes(values, at):  # type: ignore[no-untyped-def]
+    """Put integers of neighbouring lanes together as halves, in the even lanes."""
+    raise NotImplementedError
+
+
+@overload(_join_lanes)
+def _join_lanes_of(values, at):  # type: ignore[no-untyped-def]
+    if values.dtype != types.int32:
+        return lambda values, at: None
+
+    def join(values, at):  # type: ignore[no-untyped-def]
+        numbers = load(values, at)
+        store(values, at, _halves(numbers, swap1(numbers)))
+
+    return join
+
+
+def _join_slots(values, at):  # type: ignore[no-untyped-def]
+    """Put integers of the vectors at ``at`` and behind it together as halves, in the first."""
+    raise NotImplementedError
+
+
+@overload(_join_slots)
+def _join_slots_of(values, at):  # type: ignore[no-untyped-def]
+    if values.dtype != types.int32:
+        return lambda values, at: None
+    return lambda values, at: store(values, at, _halves(load(values, at), load(values, at + LANES)))
+
+
+@device
+def _halves(low, high):  # type: ignore[no-untyped-def]
+    return or_(and_(low, splat(np.int32(0xFFFF))), shl(high, splat(np.int32(16))))
+
+
 def _put_exponents(exponents, at, e, top):  # type: ignore[no-untyped-def]
     """Store exponents as bytes below TOP_BYTE where the array holds int8, else as they are in int16."""
     raise NotImplementedError
@@ -137,7 +181,7 @@ def _put_exponents_as(exponents, at, e, top):  # type: ignore[no-untyped-def]
     if exponents.dtype == types.int8:
 
         def put(exponents, at, e, top):  # type: ignore[no-untyped-def]
-            store(exponents, at, trunc8(_codes(e, top)))
+            store(exponents, at, pack_bytes(_codes(e, top)))
 
         return put
 
@@ -156,6 +200,7 @@ def _spread_row(raw, scales, start, row, at, block, source, factor, narrow, rows
     place = (at // group * count + row) * group + at % group
     e = _scaled_exponents(numbers, scales, start, source.emin, source.scale_emin)
     _put_values(rows.values, place, numbers, _scale_at(scales, start), e, factor, factor > 1)
+    _join_lanes(rows.values, place)
     store(rows.exponents, place, _byte_copies(e, rows.top[row]) if narrow else _half_copies(e))
     signs, words = np.uint64(sign_bits(as_i32(numbers))), (block + 31) // 32
     if pitch > LANES:  # two words of one block
@@ -302,7 +347,7 @@ def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-un
 
 
 @device
-def _spread_panel(raw, scales, slots, block, source, top, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
+def _spread_panel(raw, scales, slots, block, source, top, factor, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
     words, pitch = (block + 31) // 32, pitch_of(block)
     for b in range(slots // pitch):
         for w in range(words):
@@ -311,19 +356,21 @@ def _spread_panel(raw, scales, slots, block, source, top, tiny, values, exponent
                 at = (b * pitch + j) * LANES
                 numbers = load(raw, at)
                 e = _scaled_exponents(numbers, scales, at, source.emin, source.scale_emin)
-                _put_values(values, at, numbers, _scale_at(scales, at), e, 1.0, tiny)
+                _put_values(values, at, numbers, _scale_at(scales, at), e, factor, tiny)
+                if j % 2:
+                    _join_slots(values, at - LANES)
                 _put_exponents(exponents, at, e, top)
                 word = or_(word, shl(lshr(as_i32(numbers), splat(np.int32(31))), splat(np.int32(j & 31))))
             store(signs, (b * words + w) * LANES, word)
 
 
 @subroutine
-def pack_panel(source, first, order, block, given, tiny, raw, scales, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
+def pack_panel(source, first, order, block, given, factor, tiny, raw, scales, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
     """Pack columns first ... first + 63 of the product, rows of a Source, in slot order.
 
     Return their largest exponent (or ``given``, unless it is EMPTY) and the smallest. Rows behind the last are zeros.
-    ``raw`` and ``scales`` are float32 buffers [slots][64], the latter empty without scales. ``values`` is float32 or
-    float64; ``exponents`` int16, or int8, which is left unfilled where the two lie too far apart for bytes. ``marks``
+    ``raw`` and ``scales`` are float32 buffers [slots][64], the latter empty without scales. ``values`` is float32,
+    float64 or int32, which holds numbers times ``factor``, two slots in each at the even one; ``exponents`` int16, or int8, which is left unfilled where the two lie too far apart for bytes. ``marks``
     (int32 [64]) are added to. ``tiny`` says that zeros become TINY.
     """
     _gather_panel(source.array, source.table, first, order, 1, raw)
@@ -336,5 +383,5 @@ def pack_panel(source, first, order, block, given, tiny, raw, scales, values, ex
     if given != EMPTY:
         top = np.int32(given)
     if exponents.itemsize == 2 or top - low <= TOP_BYTE // 2:
-        _spread_panel(raw, scales, order.size, block, source, top, tiny, values, exponents, signs)
+        _spread_panel(raw, scales, order.size, block, source, top, factor, tiny, values, exponents, signs)
     return top, low

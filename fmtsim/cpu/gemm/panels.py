@@ -7,9 +7,9 @@ import numpy as np
 from numba import types
 
 from fmtsim.cpu.gemm.accumulate import Promotion, Sums
-from fmtsim.cpu.gemm.aligned_rounding import round_blocks
+from fmtsim.cpu.gemm.aligned_rounding import Unit, round_blocks
 from fmtsim.cpu.gemm.aligned_truncate import truncate32, truncate64
-from fmtsim.cpu.gemm.block_scaled import grouped
+from fmtsim.cpu.gemm.block_scaled import grouped, grouped_integers
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel
 from fmtsim.cpu.gemm.packing import pack_panel
 from fmtsim.cpu.runtime.jit import device, kernel, overload
@@ -88,7 +88,7 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, state,
     for p in range(start, stop):
         first, marks = (base + p) * LANES, state.marks[p]
         top, least = pack_panel(
-            source, first, slots, how.block, how.given[1], True, buffers.raw, buffers.scales, buffers.values,
+            source, first, slots, how.block, how.given[1], 1.0, True, buffers.raw, buffers.scales, buffers.values,
             buffers.exponents, buffers.signs, marks,
         )  # fmt: skip
         smallest, largest = low + least, top_a + top
@@ -114,7 +114,7 @@ def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, u
             continue
         first, marks = (base + p) * LANES, state.marks[p]
         top, least = pack_panel(
-            source, first, slots, block, EMPTY, tiny, buffers.raw, buffers.scales, buffers.values, buffers.exponents,
+            source, first, slots, block, EMPTY, 1.0, tiny, buffers.raw, buffers.scales, buffers.values, buffers.exponents,
             buffers.signs, marks,
         )  # fmt: skip
         state.lowest[p] = min(state.lowest[p], low + least)
@@ -124,21 +124,46 @@ def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, u
         round_blocks(a, b, order, sums, state.acc[p], block, unit, draw, first)
 
 
+def _add_groups(a, b, order, sums, acc, how, draw, column):  # type: ignore[no-untyped-def]
+    """Run the kernel of grouped products that values have the dtype of."""
+    raise NotImplementedError
+
+
+@overload(_add_groups)
+def _add_groups_of(a, b, order, sums, acc, how, draw, column):  # type: ignore[no-untyped-def]
+    if a.types[0].dtype == types.int32:
+        return lambda a, b, order, sums, acc, how, draw, column: grouped_integers(
+            a, b, order, sums, acc, how.block, how.size, how.factor, how.base, how.unit.fraction_bits, how.mask
+        )
+    return lambda a, b, order, sums, acc, how, draw, column: grouped(
+        a, b, order, sums, acc, how.block, how.size, how.factor, how.unit, draw, column
+    )
+
+
+class Grouping(NamedTuple):
+    """What the kernels of grouped products take beside their operands: those of block_scaled.py say what it means."""
+
+    block: int
+    size: int
+    factor: np.float64
+    number: np.float64  # by which numbers of the second operand are multiplied
+    base: np.int32
+    mask: np.int64
+    unit: Unit
+
+
 @kernel
-def block_scaled_panels(
-    a, scales, exponents, source, base, start, stop, slots, order, block, groups, unit, draw, state, buffers
-):  # type: ignore[no-untyped-def]
+def block_scaled_panels(a, scales, exponents, source, base, start, stop, slots, order, how, draw, state, buffers):  # type: ignore[no-untyped-def]
     """Run a slab through the kernel of grouped products.
 
-    a: Grouped; ``scales`` float64 and ``exponents`` int32 [panels][groups * 64] are those of the columns; ``groups`` is
-    the size of a group and 1 + eps.
+    a: Grouped; ``scales`` float64 and ``exponents`` [panels][groups * 64] are those of the columns, ``how`` a Grouping.
     """
     for p in range(start, stop):
         first, marks = (base + p) * LANES, state.marks[p]
         pack_panel(
-            source, first, slots, block, EMPTY, False, buffers.raw, buffers.scales, buffers.values, buffers.exponents,
-            buffers.signs, marks,
+            source, first, slots, how.block, EMPTY, how.number, False, buffers.raw, buffers.scales, buffers.values,
+            buffers.exponents, buffers.signs, marks,
         )  # fmt: skip
         b = Grouped(buffers.values, scales[p], exponents[p], LANES)
         sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
-        grouped(a, b, order, sums, state.acc[p], block, groups[0], groups[1], unit, draw, first)
+        _add_groups(a, b, order, sums, state.acc[p], how, draw, first)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a fused product is cut: rows, groups of panels, slabs of K, and what of it each thread does."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,10 +9,10 @@ import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import Promotion, Reduction, begin_output, reduce_parts
 from fmtsim.cpu.gemm.aligned_rounding import TRUNCATE, Draw, Unit
-from fmtsim.cpu.gemm.block_scaled import Groups, group_scales
-from fmtsim.cpu.gemm.operands import EMPTY, Grouped, Rows, Source, without_scales
+from fmtsim.cpu.gemm.block_scaled import Groups, exponent_bytes, group_scales
+from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Rows, Source, without_scales
 from fmtsim.cpu.gemm.packing import pack_rows
-from fmtsim.cpu.gemm.panels import Buffers, Constants, State, block_scaled_panels, round_panels, truncate_panels
+from fmtsim.cpu.gemm.panels import Buffers, Constants, Grouping, State, block_scaled_panels, round_panels, truncate_panels
 from fmtsim.cpu.gemm.slabs import Slab, Slabs
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.scratch import scratch
@@ -34,6 +35,7 @@ class Job:
     fast: Constants | None
     unit: Unit
     groups: Groups | None
+    tops: tuple[int, int] | None  # of groups that ``grouped_integers`` takes: the largest exponents of their scales
     promotion: Promotion
     scales: tuple[np.ndarray, np.ndarray]  # float32 [chains, M] and [chains, N], or empty
     reduction: Reduction
@@ -196,26 +198,37 @@ class Tile:
         return task
 
     def _block_scaled(self, slab: Slab, groups: Groups) -> Task:
-        job, panels = self.job, self.panels
-        packed = self._pack(slab, "wide", np.float32, np.float64(1), EMPTY, narrow=False)
+        job, panels, tops = self.job, self.panels, self.job.tops
+        dtype, numbers, factor = np.float32, (1.0, 1.0), groups.factor
+        if tops is not None and groups.numbers is not None:
+            dtype, numbers, factor = np.int32, groups.numbers, factor / math.prod(groups.numbers)
+        packed = self._pack(slab, "wide", dtype, np.float64(numbers[0]), EMPTY, narrow=False)
         assert packed is not None
-        scales, exponents, seen = group_scales(self.source, slab.slots, groups.size, groups.factor, self.padded)
+        scales, exponents, seen = group_scales(self.source, slab.slots, groups.size, factor, self.padded)
         self.marks |= seen
+        if tops is not None:
+            exponents = exponent_bytes(exponents, tops[0]) * np.int32(0x01010101)
         a = Grouped(packed[0].values, scales.reshape(-1), exponents.reshape(-1), self.padded)
         columns = job.b.part(self.base * LANES, panels * LANES)
         scales, exponents, seen = group_scales(columns, slab.slots, groups.size, np.float64(1), panels * LANES)
         np.bitwise_or(self.state.marks, seen.reshape(panels, LANES), out=self.state.marks)
+        if tops is not None:  # in the order of pack_bytes
+            exponents = exponent_bytes(exponents, tops[1]).astype(np.int8)
+            exponents = exponents.reshape(-1, panels, 4, LANES // 4).swapaxes(2, 3).reshape(-1, panels * LANES)
         by_panel = [
             np.ascontiguousarray(x.reshape(-1, panels, LANES).swapaxes(0, 1)).reshape(panels, -1)
             for x in (scales, exponents)
         ]
+        base = np.int32(sum(tops or ()) - 2 * TOP_BYTE)
+        how = Grouping(
+            job.slabs.block, groups.size, groups.factor, np.float64(numbers[1]), base, groups.mask, job.unit
+        )
         draw = job.draw._replace(block=slab.first, row=self.first)
 
         def task(start: int, stop: int) -> None:
             block_scaled_panels(
                 a, by_panel[0], by_panel[1], without_scales(job.b), self.base, start, stop, slab.slots, slab.order,
-                job.slabs.block, (groups.size, groups.factor), job.unit, draw, self.state,
-                self._buffers(slab, np.float32, np.int16),
+                how, draw, self.state, self._buffers(slab, dtype, np.int16),
             )  # fmt: skip
 
         return task
