@@ -2,6 +2,7 @@
 """The CPU engine: numba kernels on the threads of a pool of our own, the same bits as every other engine."""
 
 from fmtsim.cpu.cast.blockwise import finish_, round_blocks, times_blocks, widened
+from fmtsim.cpu.cast.decoding import look_up
 from fmtsim.cpu.cast.engine import decode, encode, quantize, supports
 from fmtsim.cpu.cast.rotation import hadamard
 from fmtsim.cpu.cast.statistics import block_amax, block_means
@@ -15,7 +16,7 @@ from fmtsim.cpu.weighted_sums import weighted_sums
 
 __all__ = [
     "block_amax", "block_means", "cache_folder", "count_cast", "decode", "encode", "exp", "finish_", "gemm",
-    "gemm_batch", "get_num_threads", "hadamard", "ln", "optimizer_steps", "quantize", "round_blocks",
+    "gemm_batch", "get_num_threads", "hadamard", "ln", "look_up", "optimizer_steps", "quantize", "round_blocks",
     "set_num_threads", "supports", "supports_gemm", "supports_optimizer", "times_blocks", "weighted_sums",
     "widened",
 ]  # fmt: skip

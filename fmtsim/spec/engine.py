@@ -101,6 +101,9 @@ class CPUEngine(KernelEngine, Functions, Protocol):
         [products, M, N]. Each has the bits that ``gemm`` gives it.
         """
 
+    def look_up(self, codes: Tensor, values: Tensor, out: Tensor) -> None:
+        """Write the values of integer codes to out; all are contiguous and have one dimension."""
+
     def weighted_sums(self, words: Tensor, multipliers: Tensor, masks: tuple[int, int] = (0, 0)) -> tuple[Tensor, int]:
         """Return sums of each row's words times multipliers, of as many as there are of these at once, and a largest.
 

@@ -10,6 +10,7 @@ import torch
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8, tiles
+from fmtsim.cpu.gemm.block_scaled import Groups
 from fmtsim.cpu.gemm.engine import supports_gemm
 from fmtsim.cpu.gemm.panels import Constants
 from fmtsim.cpu.gemm.slabs import slabs_of
@@ -31,6 +32,7 @@ from tests.support.gemm_engine import (
     paths,
     product,
     setting,
+    unit_scales,
 )
 
 KERNELS = {  # for each path, the kernel by which it is entered
@@ -117,6 +119,48 @@ def test_the_floor_kernel_leaves_what_is_beyond_its_limits():
 def test_kernels_of_fused_units(unit, fmt, kind, kernels, taken):
     check(operand(fmt, 3, 70, kind, 1), operand(fmt, 5, 70, kind, 2), gemm_spec(unit, fmt))
     assert set(+taken) == kernels
+
+
+@pytest.fixture
+def grouped_dtypes(monkeypatch) -> list:
+    """Note the dtype of the values that the kernel of groups is given."""
+    found, kernel = [], tiles.block_scaled_panels
+
+    def noted(a, *rest):
+        found.append(a.values.dtype.name)
+        kernel(a, *rest)
+
+    monkeypatch.setattr(tiles, "block_scaled_panels", noted)
+    return found
+
+
+MXF4 = get_unit("blackwell.tcgen05.mxf4").mode("e2m1", "e2m1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "dtype"),
+    [
+        ({}, "normal", "int32"),
+        ({"scale": "e4m3"}, "special", "int32"),
+        ({"fraction_bits": 4}, "normal", "int32"),
+        ({"group": 8}, "normal", "int32"),
+        ({"scale": "e4m3"}, "wide", "int32"),
+        ({}, "wide", "float32"),  # scales too far apart for bytes
+        ({"rounding": "nearest_even"}, "normal", "float32"),
+        ({"min_exponent": 0}, "wide", "float32"),
+    ],
+)
+def test_groups_are_added_as_integers_where_sums_are_truncated(fields, kind, dtype, grouped_dtypes, monkeypatch):
+    spec = gemm_spec(replace(MXF4, **fields), "e2m1", plan=GemmPlan(k_tile=128, split=2))
+    a, b = (operand("e2m1", rows, 330, "normal", rows) for rows in (5, 70))
+    scales = {f"scale_{x}": unit_scales(spec, rows, 330, kind, rows) for x, rows in (("a", 5), ("b", 70))}
+    if "scale" in fields:  # e8m0 has no zero
+        scales["scale_a"][1, :2] = 0
+    check(a, b, spec, **scales)
+    assert set(grouped_dtypes) == {dtype}
+    monkeypatch.setattr(Groups, "tops", lambda *_: None)
+    check(a, b, spec, **scales)
+    assert grouped_dtypes[-1] == "float32"
 
 
 # Every code, and patterns of sign, exponent and significand.

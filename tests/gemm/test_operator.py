@@ -8,10 +8,9 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, GemmPlan, IntegerDatapath, RandomKey, get_format
-from fmtsim.gemm.products import operands as reading
-from fmtsim.gemm.products import operator, tf32
+from fmtsim.gemm.products import operator, pieces
 from fmtsim.gemm.products.matmul import mm
-from fmtsim.gemm.products.operands import read_operand
+from fmtsim.gemm.products.operands import read_operand, stays_packed
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
 from fmtsim.quantize import decode
 from fmtsim.spec.datapath import TwoStageDatapath, sum_dtype
@@ -196,10 +195,8 @@ def fp4_values(packed):
     return decode(codes, "e2m1", out_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1 << 18])
 @pytest.mark.parametrize("shape", [(1, 256), (256, 1), (2, 8, 16)])
-def test_every_byte_of_fp4_keeps_its_two_numbers(shape, piece, monkeypatch):
-    monkeypatch.setattr(reading, "_PIECE", piece)
+def test_every_byte_of_fp4_keeps_its_two_numbers(shape):
     packed = BYTES.reshape(shape)
     found = read_operand(packed.view(torch.float4_e2m1fn_x2), E2M1)
     assert found.dtype == torch.float8_e4m3fn
@@ -283,5 +280,17 @@ def test_operands_rounded_to_tf32_in_pieces_give_the_same_bits(monkeypatch, plan
     x[1, 2], x[128, 3], w[149, 0] = torch.inf, 3.4028e38, torch.nan  # the second becomes Inf
     asked = spec(plan=plan, a="tf32", b="tf32")
     expected = run_gemm(*(fmtsim.quantize(t, "tf32", overflow="ieee") for t in (x, w)), asked, c=c)
-    monkeypatch.setattr(tf32, "_ROUNDED", 64 * 40)
+    monkeypatch.setattr(pieces, "_NUMBERS", 64 * 40)
     assert_same_bits(run_gemm(x, w, asked, c=c, tf32=True), expected)
+
+
+@pytest.mark.parametrize("packed", ["both", "one"])
+def test_packed_operands_unpacked_in_pieces_give_the_same_bits(monkeypatch, packed):
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randint(0, 256, (rows, 20), generator=generator, dtype=torch.uint8) for rows in (130, 150))
+    a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    asked, unpacked = spec(a="e2m1", b="e2m1"), [read_operand(x, E2M1) for x in (a, b)]
+    monkeypatch.setattr(pieces, "_NUMBERS", 64 * 40)
+    expected = run_gemm(*unpacked, asked)
+    assert_same_bits(run_gemm(a, b if packed == "both" else unpacked[1], asked), expected)
+    assert stays_packed(a) and not stays_packed(a[None]) and not stays_packed(unpacked[0])

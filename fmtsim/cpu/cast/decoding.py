@@ -63,15 +63,20 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     if isinstance(fmt, BlockFormat):
         target = _decode_blocks(parts, fmt, spec.dim, target, odd=narrows(fmt, out.dtype))
     else:
-        codes, flat = parts.codes.contiguous().view(-1), target.view(-1)
-        values = values_of(fmt)  # type: ignore[arg-type]
-        pool.run(
-            lambda start, stop: decode_flat(codes[start:stop].numpy(), values, flat[start:stop].numpy()),
-            codes.numel(),
-            align=64,
-        )
+        values = torch.from_numpy(values_of(fmt))  # type: ignore[arg-type]
+        look_up(parts.codes.contiguous().view(-1), values, target.view(-1))
     if target is not out:
         store(target, out)
+
+
+def look_up(codes: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the values of integer codes to out; all are contiguous and have one dimension."""
+    table = values.numpy()
+    pool.run(
+        lambda start, stop: decode_flat(codes[start:stop].numpy(), table, out[start:stop].numpy()),
+        codes.numel(),
+        align=64,
+    )
 
 
 def _decode_blocks(parts: EncodedParts, fmt: BlockFormat, dim: int, target: torch.Tensor, *, odd: bool) -> torch.Tensor:

@@ -88,7 +88,9 @@ def groups_of(unit: Datapath, a: Source, b: Source, k: int) -> Groups | None:
     behind = [x.bits - own - 1 - x.emin for x in (a, b)]  # bits behind the point
     short = all(x.top - unit.scale.max_exponent + 1 + n <= 15 for x, n in zip((a, b), behind, strict=True))
     mask = np.int64(-1 << (52 - acc.mantissa_bits) if unit.rounding.mode == "toward_zero" else 0)
-    lowest = max(acc.min_exponent - acc.mantissa_bits + unit.fraction_bits, acc.min_exponent, unit.min_exponent or -9999)
+    lowest = max(acc.min_exponent - acc.mantissa_bits + unit.fraction_bits, acc.min_exponent)
+    if unit.min_exponent is not None:
+        lowest = max(lowest, unit.min_exponent)
     return Groups(
         size=unit.group,
         factor=np.float64(1 + 2.0**-eps),
@@ -119,14 +121,21 @@ def group_scales(
     Zero scales are TINY; groups without products have exponent EMPTY. Rows are padded with zeros.
     """
     first = slots.reshape(-1, size)[:, 0]
-    scales = np.zeros((first.size, padded), np.float64)
+    scales = np.zeros((first.size, padded), np.float32)
     scales[:, : source.scales.shape[0]] = source.scales[:, np.maximum(first, 0) // source.every].T
-    marks = np.where(np.isnan(scales).any(0), HAS_NAN, np.where(np.isinf(scales).any(0), HAS_INF, 0)).astype(np.int32)
-    finite = np.where(np.isfinite(scales), scales, 0.0)
-    exponents = np.maximum(np.frexp(finite)[1] - 1, source.scale_emin).astype(np.int32)
-    exponents[finite == 0] = source.scale_emin
+    marks = np.zeros(padded, np.int32)
+    if not np.isfinite(scales).all():
+        marks |= np.where(np.isnan(scales).any(0), HAS_NAN, np.where(np.isinf(scales).any(0), HAS_INF, 0))
+        scales[~np.isfinite(scales)] = 0
+    exponents = np.frexp(scales)[1]
+    np.maximum(exponents - 1, source.scale_emin, out=exponents)
+    wide = np.multiply(scales, factor, dtype=np.float64)
+    zeros = scales == 0
+    if zeros.any():
+        exponents[zeros] = source.scale_emin
+        wide[zeros] = TINY64
     exponents[first < 0] = EMPTY
-    return np.where(finite == 0, TINY64, finite * factor), exponents, marks
+    return wide, exponents, marks
 
 
 @device

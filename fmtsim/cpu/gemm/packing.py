@@ -101,7 +101,7 @@ def _range(raw, raw_scales, start, count, emin, scale_emin, seen):  # type: igno
 
 
 def _put_values(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
-    """Store numbers times a factor as float32 or integers, or times scales as float64; TINY or zero without exponent."""
+    """Store numbers times a factor as float32 or integers, or times scales as float64; zeros are TINY, or zero."""
     raise NotImplementedError
 
 
@@ -370,8 +370,9 @@ def pack_panel(source, first, order, block, given, factor, tiny, raw, scales, va
 
     Return their largest exponent (or ``given``, unless it is EMPTY) and the smallest. Rows behind the last are zeros.
     ``raw`` and ``scales`` are float32 buffers [slots][64], the latter empty without scales. ``values`` is float32,
-    float64 or int32, which holds numbers times ``factor``, two slots in each at the even one; ``exponents`` int16, or int8, which is left unfilled where the two lie too far apart for bytes. ``marks``
-    (int32 [64]) are added to. ``tiny`` says that zeros become TINY.
+    float64, or int32, which holds numbers times ``factor``, two slots in each at the even one. ``exponents`` is int16,
+    or int8, which is left unfilled where the two lie too far apart for bytes. ``marks`` (int32 [64]) are added to.
+    ``tiny`` says that zeros become TINY.
     """
     _gather_panel(source.array, source.table, first, order, 1, raw)
     if scales.size:

@@ -114,8 +114,8 @@ def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, u
             continue
         first, marks = (base + p) * LANES, state.marks[p]
         top, least = pack_panel(
-            source, first, slots, block, EMPTY, 1.0, tiny, buffers.raw, buffers.scales, buffers.values, buffers.exponents,
-            buffers.signs, marks,
+            source, first, slots, block, EMPTY, 1.0, tiny, buffers.raw, buffers.scales, buffers.values,
+            buffers.exponents, buffers.signs, marks,
         )  # fmt: skip
         state.lowest[p] = min(state.lowest[p], low + least)
         state.highest[p] = max(state.highest[p], top_a + top)

@@ -12,7 +12,15 @@ from fmtsim.cpu.gemm.aligned_rounding import TRUNCATE, Draw, Unit
 from fmtsim.cpu.gemm.block_scaled import Groups, exponent_bytes, group_scales
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Rows, Source, without_scales
 from fmtsim.cpu.gemm.packing import pack_rows
-from fmtsim.cpu.gemm.panels import Buffers, Constants, Grouping, State, block_scaled_panels, round_panels, truncate_panels
+from fmtsim.cpu.gemm.panels import (
+    Buffers,
+    Constants,
+    Grouping,
+    State,
+    block_scaled_panels,
+    round_panels,
+    truncate_panels,
+)
 from fmtsim.cpu.gemm.slabs import Slab, Slabs
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.scratch import scratch
@@ -199,9 +207,11 @@ class Tile:
 
     def _block_scaled(self, slab: Slab, groups: Groups) -> Task:
         job, panels, tops = self.job, self.panels, self.job.tops
-        dtype, numbers, factor = np.float32, (1.0, 1.0), groups.factor
+        dtype: type = np.float32
+        numbers, factor = (1.0, 1.0), groups.factor
         if tops is not None and groups.numbers is not None:
-            dtype, numbers, factor = np.int32, groups.numbers, factor / math.prod(groups.numbers)
+            dtype = np.int32
+            numbers, factor = groups.numbers, factor / math.prod(groups.numbers)
         packed = self._pack(slab, "wide", dtype, np.float64(numbers[0]), EMPTY, narrow=False)
         assert packed is not None
         scales, exponents, seen = group_scales(self.source, slab.slots, groups.size, factor, self.padded)
@@ -220,9 +230,7 @@ class Tile:
             for x in (scales, exponents)
         ]
         base = np.int32(sum(tops or ()) - 2 * TOP_BYTE)
-        how = Grouping(
-            job.slabs.block, groups.size, groups.factor, np.float64(numbers[1]), base, groups.mask, job.unit
-        )
+        how = Grouping(job.slabs.block, groups.size, groups.factor, np.float64(numbers[1]), base, groups.mask, job.unit)
         draw = job.draw._replace(block=slab.first, row=self.first)
 
         def task(start: int, stop: int) -> None:

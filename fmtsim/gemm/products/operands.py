@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim import ops
 from fmtsim.arguments import check_dense, check_together
 from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
@@ -33,7 +34,7 @@ _PLAIN = {
 }
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # also what torch.mm takes on a GPU
 _HALVES = FLOATS[:2]
-_PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time on a CPU, for the memory of their indices
+FP4 = torch.float4_e2m1fn_x2
 _DIRECT = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
 
 
@@ -203,7 +204,7 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
     dtype = own_dtype(fmt)
     if x.dtype == torch.uint8 and dtype in _DIRECT:
         return x.view(dtype)  # codes of 8 bits
-    if x.dtype == torch.float4_e2m1fn_x2:
+    if x.dtype == FP4:
         return _fp8_of_fp4(x)
     return decode(x, fmt, out_dtype=result_dtype(fmt, torch.bfloat16))
 
@@ -218,15 +219,18 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
     if not is_readable(x):
         unpacked: Tensor = torch.ops.fmtsim.fp8_of_fp4(x)
         return unpacked
-    packed = x.view(torch.uint8)
-    flat = packed.reshape(-1)
-    table = _fp8_pairs(x.device)
-    pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
-    step = max(1, flat.numel()) if x.is_cuda else _PIECE  # a GPU waits for the launches of pieces
-    for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step]
-        pairs[start : start + step] = table.index_select(0, piece.int())
-    return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    out = _fp8_of_fp4_shape(x)
+    unpack_fp4(x, out)
+    return out
+
+
+def unpack_fp4(x: Tensor, out: Tensor) -> None:
+    """Write the numbers of an FP4 tensor to a contiguous float8_e4m3fn one."""
+    codes, pairs = x.view(torch.uint8).reshape(-1), out.view(-1).view(torch.int16)
+    if x.is_cpu:
+        ops.load_engine("cpu").look_up(codes, _FP8_PAIRS, pairs)
+    else:
+        torch.index_select(_fp8_pairs(x.device), 0, codes.int(), out=pairs)
 
 
 def _fp8_of_fp4_shape(x):  # type: ignore[no-untyped-def]
@@ -247,12 +251,17 @@ def fp4_of_fp8(x: Tensor) -> Tensor:
     table = torch.zeros(256, dtype=torch.uint8)
     table[_FP8_OF_FP4] = torch.arange(16, dtype=torch.uint8)
     nibbles = table.to(x.device)[x.view(torch.uint8).int()]
-    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(FP4)
+
+
+def stays_packed(x: Tensor) -> bool:
+    """Say whether ``run_gemm`` unpacks an operand itself: an FP4 matrix on a CPU."""
+    return x.dtype == FP4 and x.is_cpu and x.dim() == 2 and is_readable(x)
 
 
 def inner_length(x: Tensor) -> int:
     """Return how many numbers a row [..., K] has: float4 tensors hold two in an element."""
-    return x.shape[-1] * (2 if x.dtype == torch.float4_e2m1fn_x2 else 1)
+    return x.shape[-1] * (2 if x.dtype == FP4 else 1)
 
 
 def matrix_layout(x: Tensor, *, transposed: bool = False) -> Layout:

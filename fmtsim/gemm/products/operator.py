@@ -16,7 +16,8 @@ from fmtsim.float64 import check_float64
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.tf32 import rounded_product, to_tf32
+from fmtsim.gemm.products.operands import FP4, inner_length
+from fmtsim.gemm.products.pieces import multiply_in_pieces, to_tf32
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -65,7 +66,7 @@ def run_gemm(
 
     Args:
         a: [M, K] or [B, M, K] of any strides: float8, 16-bit, float32 or float64 values of ``spec.a``, int8 for an
-            IntegerDatapath.
+            IntegerDatapath; a matrix that ``stays_packed`` as it is.
         b: [N, K] or [B, N, K], likewise.
         spec: Datapath, accumulation order and formats.
         dtype: Of the result; None leaves the reduced sums as they are, before the epilogue.
@@ -94,7 +95,13 @@ def run_gemm(
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
     """Return the engine of a product: kernels for the device where they cover it, else torch operations."""
     engine = ops.load_engine("cpu") if a.is_cpu else ops.fused_engine(a)
+    a, b = (_unpacked(x) for x in (a, b))
     return engine if engine is not None and engine.supports_gemm(spec, a, b) else ops.load_engine("torch_engine")
+
+
+def _unpacked(x: Tensor) -> Tensor:
+    """Return a stand-in for an FP4 matrix that multiply_in_pieces unpacks, without memory; others as they are."""
+    return torch.empty(1, 1, dtype=torch.float8_e4m3fn).expand(x.shape[0], inner_length(x)) if x.dtype == FP4 else x
 
 
 def _gemm(  # type: ignore[no-untyped-def]
@@ -160,7 +167,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
         a, b, scale_a, scale_b = _ended(a, b, scale_a, scale_b, spec)
         spec = _without_end(spec)
     if isinstance(path, Datapath) and path.scale is not None:  # a unit with scales of its own, and a call without: ones
-        blocks = -(-a.shape[-1] // path.scale_block)
+        blocks = -(-inner_length(a) // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
         scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b
     random = None if key is None else ops.random_key(key)
@@ -180,7 +187,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
                     "parts that are added in place begin with c or with a bias, and both are given; pass one"
                 )
             own_c, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # what an output begins with
-        multiply = partial(rounded_product, engine) if tf32 else engine.gemm
+        multiply = partial(multiply_in_pieces, engine) if tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
         multiply(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
         if wide != torch.int32:
             finish(

@@ -19,7 +19,7 @@ from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
-from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_operand
+from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_operand, stays_packed
 from fmtsim.gemm.products.operator import finish, output_format, run_gemm
 from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
@@ -139,7 +139,10 @@ def run_product(
         bias=bias is not None and adds_bias, layouts=layouts, batch=a.shape[0] if a.dim() == 3 else 1,
     )  # fmt: skip
     dtype = _output_dtype(spec, dtype)
-    left, right = read_operand(a, formats[0]), read_operand(b, formats[1])
+    pieces = spec.plan.k_end is None and not spec.stochastic
+    left, right = (
+        x if pieces and stays_packed(x) else read_operand(x, fmt) for x, fmt in zip((a, b), formats, strict=True)
+    )
     scale_a, scale_b = _block_scales(scales, left, right, spec, quantized)
     key = None
     if spec.stochastic or (generator is not None and not quantized):

@@ -11,6 +11,7 @@ from fmtsim.arguments import check_dense
 from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.products.operands import inner_length
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
@@ -117,7 +118,7 @@ def unit_scales(
         return None, None
     found: list[Tensor | None] = []
     for name, scale, x in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
-        blocks = -(-x.shape[-1] // block)
+        blocks = -(-inner_length(x) // block)
         if scale is None:
             found.append(None)
             continue
