@@ -130,7 +130,9 @@ class Tile:
         acc = scratch("chains", panels * size, dtype).reshape(panels, size)
         total = scratch("totals", panels * size, np.float64).reshape(panels, size)
         parts = scratch("parts", panels * size * job.slabs.parts, np.float64).reshape(panels, -1)
-        acc[:], total[:] = 0, 0
+        acc[:] = 0
+        if job.promotion.active:
+            total[:] = 0
         if job.c is not None and not job.reduction.in_place:
             for p in range(panels):
                 self._tile((total if job.promotion.active else acc)[p], p)[:] = job.c[self._place(p)]

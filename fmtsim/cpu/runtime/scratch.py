@@ -15,9 +15,10 @@ def scratch(name: str, count: int, dtype: type) -> np.ndarray:
     size = count * np.dtype(dtype).itemsize
     buffers = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get(name)
-    if buffer is None or buffer.size < size + _LINE:
-        buffer = np.empty(size + _LINE, np.uint8)
+    if buffer is None or buffer.size < size:
+        whole = np.empty(size + _LINE, np.uint8)
+        start = -whole.ctypes.data % _LINE
+        buffer = whole[start : start + size]
         if size <= _KEPT:
             buffers[name] = buffer
-    start = -buffer.ctypes.data % _LINE
-    return buffer[start : start + size].view(dtype)
+    return buffer[:size].view(dtype)
