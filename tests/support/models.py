@@ -42,6 +42,42 @@ class Block(nn.Module):
         return x * self.factor + self.down(self.act(self.up(self.norm(x))))
 
 
+class Net(nn.Module):
+    """Six blocks of two layers, and a head; 128 features, so that every recipe fits."""
+
+    def __init__(self, width=128, blocks=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def net(seed: int = 0, **sizes: int) -> Net:
+    """Return a model of random weights."""
+    torch.manual_seed(seed)
+    return Net(**sizes)
+
+
+def step(model: nn.Module, seed: int, rows: int = 128) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the output and the gradients of a step on a batch of 128 features."""
+    for p in model.parameters():
+        p.grad = None
+    y = model(normal(rows, 128, seed=seed))
+    (y**2).mean().backward()
+    return y.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def without_scales(state: dict) -> dict:
+    """Return the weights of a state dict, without delayed scales."""
+    return {name: t for name, t in state.items() if "fmtsim" not in name}
+
+
 def gated() -> nn.Sequential:
     """Return two gated layers and a normalisation between them."""
     torch.manual_seed(0)
