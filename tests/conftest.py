@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -15,6 +16,12 @@ if torch.cuda.is_available():  # torch's compiler warns, and keeps torch.mm as i
     with warnings.catch_warnings(action="ignore"):
         for name in ("compile_fx", "kernel.mm"):
             importlib.import_module(f"torch._inductor.{name}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Look for no examples in tests: it takes seconds, and what tests share would be imported a second time."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
 @pytest.fixture
