@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make helpers of the tests importable as ``tests.*`` wherever pytest is started; fixtures that folders share."""
 
+import gc
 import importlib
 import sys
 import warnings
@@ -11,6 +12,7 @@ import torch
 from _pytest.doctest import DoctestModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+gc.disable()  # until all tests are collected
 
 if torch.cuda.is_available():  # torch's compiler warns, and keeps torch.mm as it finds it: load it before tests
     with warnings.catch_warnings(action="ignore"):
@@ -22,6 +24,12 @@ if torch.cuda.is_available():  # torch's compiler warns, and keeps torch.mm as i
 def pytest_collect_file():
     """Look for no examples in tests: it takes seconds, and what tests share would be imported a second time."""
     return [found for found in (yield) if not isinstance(found, DoctestModule)]
+
+
+def pytest_collection_finish():
+    """Let no garbage collection look at modules and tests again and again: they stay until the end."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture
