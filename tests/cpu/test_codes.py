@@ -54,7 +54,9 @@ def cases(name: str) -> list[tuple[CastSpec, Random]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_torch_engine(name: str):
-    for spec, random in cases(name):
+    """Of P3109's formats, which differ in four numbers, a third of the cases in turn."""
+    every = 3 if name.startswith("p3109") else 1
+    for spec, random in cases(name)[FORMATS.index(name) % every :: every]:
         x = numbers(name, every=1 if spec.rounding == Rounding() and spec.overflow == "saturate" else 61)
         if engine.supports("encode", spec, x):
             expected = torch_engine.encode(x, spec, random).codes
