@@ -24,10 +24,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-STEPS = 5
-COMPILED = ("GPT-2", "Llama", "Qwen3", "Gemma", "BERT", "T5", "ViT", "CLIP", "Mixtral", "Mamba", "Llama with LoRA")
-# Encoders with decoders as T5 is, and experts as Mixtral's: half of the time that all take.
-COMPILED_ALIKE = ("Whisper", "Qwen3-MoE", "DeepSeek-V3")
+STEPS = 3  # a loss that falls, of weights that were updated twice
+COMPILED = ("GPT-2", "T5", "ViT", "Mixtral", "Mamba", "Llama with LoRA")
+# Decoders as Llama with LoRA is, encoders as ViT and T5's, encoders with decoders as T5, and experts as Mixtral's.
+COMPILED_ALIKE = ("Llama", "Qwen3", "Gemma", "BERT", "CLIP", "Whisper", "Qwen3-MoE", "DeepSeek-V3")
 BROKEN = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3")  # graphs break at grouped products
 # What torch itself sums in another order when it compiles the unconverted model.
 OTHER_ORDER = {"CLIP": ("logit_scale",), "Mamba": ("",)}
