@@ -4,6 +4,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"torch_engine", "cpu", "cuda"}
 ENGINE_MAY_IMPORT = {"errors", "records", "folder", "compilation", "float64", "formats", "rounding", "spec", "scaling"}
+parse = cache(ast.parse)  # which takes most of the time of several tests
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
 
@@ -43,7 +45,7 @@ def parts_imported(source: str, module: str, *, everywhere: bool = False) -> set
     """
     package = module.split(".")[:-1]
     found: set[str] = set()
-    for node in _statements(ast.parse(source), everywhere):
+    for node in _statements(parse(source), everywhere):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
@@ -128,7 +130,7 @@ def imported_modules(path: Path, module: str, known: set[str]) -> set[str]:
     """Return the modules of fmtsim that a file imports anywhere, inside functions too, but not for type checkers."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
-    for node in _statements(ast.parse(path.read_text(encoding="utf-8")), everywhere=True):
+    for node in _statements(parse(path.read_text(encoding="utf-8")), everywhere=True):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
@@ -167,7 +169,7 @@ def test_a_planted_circle_is_seen():
 
 def engine_modules_named(source: str, inside: set[str]) -> list[str]:
     """Return the modules of engines that a source imports anywhere, or has as a string that is not a docstring."""
-    tree = ast.parse(source)
+    tree, below = parse(source), tuple(f"{name}." for name in inside)
     prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
     names = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in prose]
     for node in ast.walk(tree):
@@ -176,11 +178,7 @@ def engine_modules_named(source: str, inside: set[str]) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     texts = [name for name in names if isinstance(name, str)]
-    return [
-        text
-        for text in texts
-        if any(f"fmtsim.{text.removeprefix('fmtsim.')}.".startswith(f"{name}.") for name in inside)
-    ]
+    return [text for text in texts if f"fmtsim.{text.removeprefix('fmtsim.')}.".startswith(below)]
 
 
 def engine_modules() -> set[str]:

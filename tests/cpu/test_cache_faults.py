@@ -277,7 +277,7 @@ PRODUCT = [sys.executable, "-m", "fmtsim", "mm", "4", "4", "4", "--unit", "hoppe
 STATUS = {signal.SIGINT: (130, "\nfmtsim: interrupted\n"), signal.SIGTERM: (143, "\nfmtsim: terminated\n")}
 
 
-@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_while_kernels_are_compiled_ends_with_one_line(tmp_path, number):
     ended = faults.run(PRODUCT, kill=(tmp_path / "cpu").exists, number=number, FMTSIM_CACHE_DIR=str(tmp_path))
     assert (ended.status, ended.stderr) == STATUS[number]

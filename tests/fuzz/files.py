@@ -237,7 +237,7 @@ LOOK_UPS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 TARGETS: list[Target] = [
-    Target("format.name", NAMES | seeded(anything), read_format_name),
+    Target("format.name", NAMES | seeded(anything), read_format_name, count=100),
     Target("format.json", seeded(lambda rng: json_file(rng, rng.choice(FORMATS))), read_format_json),
     Target("format.record", seeded(make_record), lambda made: read_format_name(made[0](**made[1]))
            if made[0] in KINDS.values() else made[0](**made[1])),
@@ -267,5 +267,6 @@ TARGETS: list[Target] = [
     )),
     *(Target(f"state.{kind.__name__}", seeded(states.make(good)), load, count=60)
       for kind in (states.quantised, states.delayed, states.optimizer) for good, load in [kind()]),
-    Target("command", seeded(make_words), caller(ROOM, TENSORS | {".json": json.dumps(PLAN_FILES[0]).encode()})),
+    Target("command", seeded(make_words), caller(ROOM, TENSORS | {".json": json.dumps(PLAN_FILES[0]).encode()}),
+           count=80),
 ]  # fmt: skip

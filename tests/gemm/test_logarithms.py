@@ -4,6 +4,7 @@
 import re
 from decimal import ROUND_FLOOR, Decimal, localcontext
 from fractions import Fraction
+from functools import cache
 from math import floor
 
 import pytest
@@ -22,6 +23,7 @@ LNS8 = fmtsim.get_format("lns8_g8")
 FORMATS = {"a_format": LNS8, "b_format": LNS8}
 
 
+@cache
 def constant(i: int, entries: int, fraction_bits: int) -> int:
     with localcontext() as context:
         context.prec = 80

@@ -108,7 +108,10 @@ def test_slow_claim(name):
     assert (result.error, result.worse) == ("", False), result.rows
 
 
-@pytest.mark.parametrize(("name", "setting", "value", "number"), PLANTED)
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "number"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * BY_NAME[one[0]].slow) for one in PLANTED],
+)
 def test_a_planted_error_makes_a_claim_show_less(name, setting, value, number):
     claim = BY_NAME[name]
     assert setting in dict(claim.settings)
@@ -134,7 +137,7 @@ def test_an_error_in_an_operation_shows_and_the_exit_code_says_so(monkeypatch, c
     assert "WORSE than recorded: nvfp4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["eden", "occ", "stochastic_bits"])
+@pytest.mark.parametrize("name", ["eden", "halo", "stochastic_bits"])
 def test_equal_settings_give_equal_numbers(name):
     torch.manual_seed(5)
     before = torch.random.get_rng_state()

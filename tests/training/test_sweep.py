@@ -93,6 +93,7 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path, corpus, whole, monkeypatc
     assert trained == POINTS[3:]  # nothing was left to do
 
 
+@pytest.mark.slow  # processes import torch
 def test_processes_share_the_runs_and_change_no_bit(tmp_path, corpus, whole):
     assert bits(run_sweep(CONFIG, POINTS, corpus, tmp_path, Progress(), workers=2)) == bits(whole)
 
