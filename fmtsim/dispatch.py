@@ -6,8 +6,10 @@ modes of users. A plain tensor under none of them goes to its engine directly. W
 torch lacks any of it, every call takes the dispatcher.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -43,13 +45,47 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+# Before, torch.compile gives such a function constants of Python and tensors alone: formats and plans go by their ids.
+_TAKES_OBJECTS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+_OBJECT = "fmtsim.object"
+_CONSTANTS = (bool, int, float, str, bytes, list, dict, set, frozenset, type, torch.dtype, torch.device, torch.Tensor)
+
+
 def constant_in_graphs(function: Function) -> Function:
     """Let torch.compile call a function while it traces, and take the result for a constant of the graph.
 
     torch.compiler.assume_constant_result sets the same attribute, but asking for it imports all of torch._dynamo.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+    if _TAKES_OBJECTS:
+        function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        return function
+
+    def on_constants(*arguments: Any, **named: Any) -> Any:
+        return function(*map(_object_of, arguments), **{name: _object_of(x) for name, x in named.items()})
+
+    on_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*arguments, **named)
+        return on_constants(*map(_constant_of, arguments), **{name: _constant_of(x) for name, x in named.items()})
+
+    return call  # type: ignore[return-value]
+
+
+def _constant_of(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_constant_of, x))
+    return x if x is None or isinstance(x, _CONSTANTS) else (_OBJECT, id(x))
+
+
+def _object_of(x: Any) -> Any:
+    if not isinstance(x, tuple):
+        return x
+    if x[:1] == (_OBJECT,):
+        return ctypes.cast(x[1], ctypes.py_object).value  # which the graph's guards keep
+    return tuple(map(_object_of, x))
 
 
 def is_recorded() -> bool:
@@ -57,10 +93,18 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or proxy_tensor.get_proxy_mode() is not None
 
 
+def autocasts(kind: str) -> bool:
+    """Say whether autocast is on for a type of device; some, such as meta, do not have it."""
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+_has_autocast = constant_in_graphs(lambda kind: torch.amp.is_autocast_available(kind))
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast, which some devices, such as meta, do not have in the first place."""
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not autocasts(kind):
         return _NOTHING
     return torch.autocast(kind, enabled=False)
 

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
-from fmtsim import ArgumentError, CodeError, compare, decode, encode, mma, quantize_, scaled_mm
+from fmtsim import ArgumentError, CodeError, compare, decode, dispatch, encode, mma, quantize_, scaled_mm
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 
@@ -144,3 +144,25 @@ def test_what_torch_does_not_take_beside_a_fake_tensor_is_named(call, name, kind
 def test_a_plain_tensor_beside_a_fake_one_of_a_mode_that_takes_it():
     fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.ones(4, 4))
     assert fmtsim.linear(fake, torch.ones(2, 4), unit="exact").shape == (4, 2)
+
+
+def test_functions_are_constants_where_torch_takes_no_objects_for_them(monkeypatch):
+    """Before torch 2.13 a compiler gives a function that it calls while it traces no formats, plans or generators."""
+    monkeypatch.setattr(dispatch, "_TAKES_OBJECTS", False)
+    seen = []
+
+    @dispatch.constant_in_graphs
+    def number_of(fmt, several, *, dtype=None):
+        seen.append((fmt, several, dtype))
+        return fmt.bits
+
+    def times(x, fmt):
+        return x * number_of(fmt, (fmt, "name", (3, None)), dtype=BF16)
+
+    compiled = torch.compile(times, fullgraph=True, backend="eager")
+    x, formats = torch.ones(2), [fmtsim.get_format(name) for name in ("e4m3", "e2m1", "e4m3")]
+    for fmt in formats:
+        assert torch.equal(compiled(x, fmt), times(x, fmt))
+    assert len(seen) == 2 + 3  # a graph for each format, and those that no compiler saw
+    assert all(rest == (got, "name", (3, None)) and rest[0] is got and dtype is BF16 for got, rest, dtype in seen)
+    assert {id(got) for got, _, _ in seen} == {id(fmt) for fmt in formats}

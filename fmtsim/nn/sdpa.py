@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.arguments import check_dense, check_flags, check_saved, check_together
+from fmtsim.dispatch import autocasts
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_call import AttentionCall, call_of, run_attention
@@ -151,8 +152,7 @@ def _groups(query: Tensor, t: Tensor) -> int:
 def _lowered(t: Tensor) -> Tensor:
     """Return a tensor in the dtype that autocast gives torch's function."""
     device = t.device.type
-    available = torch.amp.is_autocast_available(device)
-    if t.dtype not in _FLOATS or t.dtype == torch.float64 or not available or not torch.is_autocast_enabled(device):
+    if t.dtype not in _FLOATS or t.dtype == torch.float64 or not autocasts(device):
         return t
     return t.to(torch.get_autocast_dtype(device))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmtsim.arguments import check_dense, check_saved, check_together, takes
 from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs, is_bare, is_dense, without_autocast, without_own_modes
+from fmtsim.dispatch import autocasts, constant_in_graphs, is_bare, is_dense, without_autocast, without_own_modes
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
@@ -288,7 +288,7 @@ def autocast_to(t: Tensor, like: Tensor) -> Tensor:
 
 def _autocast_dtype(t: Tensor, like: Tensor) -> torch.dtype:
     device = like.device.type
-    if t.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if t.dtype == torch.float64 or not autocasts(device):
         return t.dtype
     return torch.get_autocast_dtype(device)
 
