@@ -3,6 +3,7 @@
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -112,12 +113,9 @@ def reals(shape: tuple[int, ...], kind: str, fmt, generator: torch.Generator) ->
 def operand(name: str, rows: int, k: int, kind: str, seed: int) -> torch.Tensor:
     """Return values of a format in the dtype in which the verbs hand them to an engine."""
     fmt, dtype = get_format(name), DTYPES.get(name, torch.float32)
-    x = reals((rows, k), kind, fmt, torch.Generator().manual_seed(seed))
-    if dtype == torch.int8:
-        return x.to(dtype)
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    values = fmtsim.quantize(x, fmt, overflow="ieee" if fmt.has_nan else "saturate", out_dtype=exact)
-    return values.to(dtype)
+    overflow = "ieee" if fmt.has_nan else "saturate"
+    exact = dtype if dtype in (torch.float64, torch.int8) else torch.float32
+    return _values((rows, k), kind, seed, fmt, overflow, exact).to(dtype, copy=True)
 
 
 def addend(spec: GemmSpec, m: int, n: int, kind: str, seed: int) -> torch.Tensor:
@@ -125,8 +123,13 @@ def addend(spec: GemmSpec, m: int, n: int, kind: str, seed: int) -> torch.Tensor
     if dtype == torch.int32:
         return torch.randint(-(1 << 31), 1 << 31, (m, n), generator=torch.Generator().manual_seed(seed)).to(dtype)
     fmt = getattr(spec.datapath, "accumulator", get_format("fp32"))
-    x = reals((m, n), kind, fmt, torch.Generator().manual_seed(seed))
-    return fmtsim.quantize(x, fmt, overflow="ieee", out_dtype=dtype)
+    return _values((m, n), kind, seed, fmt, "ieee", dtype).clone()
+
+
+@lru_cache(maxsize=512)  # units and paths take the same ones
+def _values(shape: tuple[int, ...], kind: str, seed: int, fmt, overflow: str, dtype: torch.dtype) -> torch.Tensor:
+    x = reals(shape, kind, fmt, torch.Generator().manual_seed(seed))
+    return x.to(dtype) if dtype == torch.int8 else fmtsim.quantize(x, fmt, overflow=overflow, out_dtype=dtype)
 
 
 def unit_scales(spec: GemmSpec, rows: int, k: int, kind: str, seed: int) -> torch.Tensor | None:
