@@ -253,7 +253,8 @@ def test_code_of_inductor_calls_functions_and_no_operators(on_card):
         return [elements, passes, y, *draws, finished, *torch.ops.fmtsim.quantize_both(g, mxfp4, None, None)]
 
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # Compiled anew, but for what the compiler finds out of the processor, which takes longer than all of this.
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         found, code = run_and_get_code(torch.compile(step, fullgraph=True), g)
     called = re.findall(r"^ +\w+ = torch\.ops\.fmtsim\.([\w.]+)", "".join(code), re.MULTILINE)
     operators = ("draw_operands", "finish", "quantize_both", "quantize_operand", "unrotate")
