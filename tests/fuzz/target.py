@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fuzz target is, and what comes of running one: results, fmtsim's own errors, and defects."""
 
+import atexit
 import contextlib
 import random
+import shutil
 import signal
 import tempfile
 import traceback
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from fmtsim.errors import FmtsimError
 
 ROOM = Path(tempfile.mkdtemp(prefix="fmtsim-fuzz-"))
+atexit.register(shutil.rmtree, ROOM, ignore_errors=True)
 SECONDS = 120  # after which a call counts as one that does not end; the first calls compile kernels
 
 
