@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fmtsim.torch_engine
-from fmtsim import GemmPlan, get_format, get_unit
+from fmtsim import GemmPlan, RandomKey, get_format, get_unit
 from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8, tiles
 from fmtsim.cpu.gemm.block_scaled import Groups
 from fmtsim.cpu.gemm.engine import supports_gemm
@@ -16,7 +16,7 @@ from fmtsim.cpu.gemm.panels import Constants
 from fmtsim.cpu.gemm.slabs import slabs_of
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.rounding.modes import MODES
+from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_engine import (
@@ -119,6 +119,21 @@ def test_the_floor_kernel_leaves_what_is_beyond_its_limits():
 def test_kernels_of_fused_units(unit, fmt, kind, kernels, taken):
     check(operand(fmt, 3, 70, kind, 1), operand(fmt, 5, 70, kind, 2), gemm_spec(unit, fmt))
     assert set(+taken) == kernels
+
+
+@pytest.mark.parametrize("accumulator", ["bf16", "fp32", E8M13], ids=str)
+@pytest.mark.parametrize(
+    "rounding",
+    ["nearest_even", *(Rounding(mode="stochastic", random_bits=bits) for bits in (1, 8, 25, 32))],
+    ids=str,
+)
+def test_sums_are_rounded_where_terms_are_truncated(accumulator, rounding, taken):
+    spec = gemm_spec(
+        replace(HALF, accumulator=accumulator, rounding=rounding), "bf16", plan=GemmPlan(k_tile=32, split=2)
+    )
+    for kind, columns in (("narrow", 64), ("normal", 70)):  # words of a row begin within a group of 64
+        check(operand("bf16", 6, 100, kind, 1), operand("bf16", columns, 100, kind, 2), spec, random=RandomKey(5, 9))
+    assert set(+taken) == {"floor64"}
 
 
 @pytest.fixture

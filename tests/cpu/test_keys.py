@@ -71,8 +71,9 @@ EDITS = [
     ("", "", "", set(), set()),
     ("cpu/cast/scalar.py", "(bits & g.sign)", "(bits | g.sign)", {*SCALARS, "directed_flat"}, {*LOOKUPS, *ROUNDED}),
     # through four functions
-    ("cpu/cast/philox.py", "0x9E3779B9", "0x9E3779BB", {"stochastic_flat", "quantize_stochastic", *ROUNDED},
-     {"quantize_binary", "nearest_special", "truncate_panels", "_exp"}),
+    ("cpu/cast/philox.py", "0x9E3779B9", "0x9E3779BB",
+     {"stochastic_flat", "quantize_stochastic", "truncate_panels", *ROUNDED},
+     {"quantize_binary", "nearest_special", "pack_rows", "_exp"}),
     # a constant
     ("cpu/cast/scales.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),
     # a function that kernels share with the host, and an overload that they reach through others

@@ -61,7 +61,7 @@ EIGHT = Datapath(block=32, fraction_bits=13, accumulator=E8M13)
 UNITS = {  # for each kernel: unit, format, kind
     "floor32": (EIGHT, "e4m3", "normal"),
     "floor64": (HALF, "bf16", "normal"),
-    "wide": (replace(HALF, rounding="nearest_even"), "bf16", "narrow"),
+    "wide": (replace(HALF, rounding="nearest_away"), "bf16", "narrow"),
     "grouped": (get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1"), "e2m1", "normal"),
     "precise": (replace(HALF, fraction_bits=None, block=4), "bf16", "normal"),
     "chains": (get_unit("fp32_fma").mode("bf16", "bf16"), "bf16", "normal"),

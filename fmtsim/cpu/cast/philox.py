@@ -47,15 +47,15 @@ def philox(counter, o0, o1, k0, k1):
 
 
 @device
-def fill64(words, block, o0, o1, k0, k1):
-    """Write the words of the 64 elements ``64 * block ...`` into ``words``."""
-    first = uint64(block) * uint64(16)
+def fill64(words, at, block, o0, o1, k0, k1):
+    """Write the words of the 64 elements ``64 * block ...`` into ``words`` from ``at`` on."""
+    first, place = uint64(block) * uint64(16), uint64(at)  # unsigned: numba then does not look for negative indices
     for j in range(16):
         w0, w1, w2, w3 = philox(first + uint64(j), o0, o1, k0, k1)
-        words[j] = w0
-        words[16 + j] = w1
-        words[32 + j] = w2
-        words[48 + j] = w3
+        words[place + uint64(j)] = w0
+        words[place + uint64(16 + j)] = w1
+        words[place + uint64(32 + j)] = w2
+        words[place + uint64(48 + j)] = w3
 
 
 @device

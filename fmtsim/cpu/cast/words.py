@@ -74,7 +74,7 @@ def words_at(first, count, w, buffer):
         return w.given[first : first + count]
     for block in range(first >> 6, (first + count + 63) >> 6):
         place = 64 * (block - (first >> 6))
-        fill64(buffer[place : place + 64], block, w.o0, w.o1, w.k0, w.k1)
+        fill64(buffer, place, block, w.o0, w.o1, w.k0, w.k1)
     for i in range(buffer.size):
         buffer[i] &= w.mask
     return buffer[first & 63 :]

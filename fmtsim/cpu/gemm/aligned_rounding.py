@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fmtsim.cpu.cast.philox import fill64
 from fmtsim.cpu.gemm.accumulate import FIELD, STOCHASTIC, Grid, end_block, round_lanes
-from fmtsim.cpu.gemm.aligned_truncate import negatives_of, place_of
+from fmtsim.cpu.gemm.aligned_truncate import draw_words, negatives_of, place_of
 from fmtsim.cpu.gemm.operands import pitch_of
 from fmtsim.cpu.runtime.jit import device, subroutine
 from fmtsim.cpu.runtime.simd import (
@@ -57,17 +56,6 @@ class Unit(NamedTuple):
     mode: int  # of rounding to the accumulator, of sums.MODES
     grid: Grid  # of the accumulator
     factor: np.float64  # 1 + eps, or 1
-
-
-class Draw(NamedTuple):
-    """Where stochastic rounding takes its words: key, first block and row of a tile, and the product's size."""
-
-    key: tuple[np.uint32, np.uint32, np.uint32, np.uint32]
-    bits: int
-    block: int
-    row: int
-    rows: int
-    columns: int
 
 
 @device
@@ -140,24 +128,20 @@ def _nearests(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-de
 
 
 @device
-def _words_at(place, draw, buffer):  # type: ignore[no-untyped-def]
-    """Return the random integers of the 64 elements from ``place`` on."""
-    o0, o1, k0, k1 = draw.key
-    fill64(buffer[:LANES], place >> 6, o0, o1, k0, k1)
-    if place & 63:
-        fill64(buffer[LANES:], (place >> 6) + 1, o0, o1, k0, k1)
-    words = zext64(load(buffer.view(np.int32), place & 63))
-    return lshr(words, splat(np.int64(32 - draw.bits)))
+def words_of(rows, unit):  # type: ignore[no-untyped-def]
+    """Return memory for the words that the outputs of a block draw."""
+    return np.empty((rows + 2) * LANES if unit.mode == STOCHASTIC else 0, np.int32)
 
 
 @device
-def round_rows(sums, index, acc, unit, draw, column, buffer):  # type: ignore[no-untyped-def]
-    """Round the sums of all rows to the accumulator; Inf stays what it is."""
-    words, infinity = splat(np.int64(0)), splat(np.float64(np.inf))
-    for m in range(sums.size // LANES):
+def round_rows(sums, index, acc, unit, draw, column, drawn):  # type: ignore[no-untyped-def]
+    """Round the sums of all rows to the accumulator; Inf stays what it is. ``drawn`` is memory of ``words_of``."""
+    words, infinity, rows = splat(np.int64(0)), splat(np.float64(np.inf)), sums.size // LANES
+    if unit.mode == STOCHASTIC:
+        draw_words(draw, index, rows, column, drawn)
+    for m in range(rows):
         if unit.mode == STOCHASTIC:
-            place = ((draw.block + index) * draw.rows + draw.row + m) * draw.columns + column
-            words = _words_at(place, draw, buffer)
+            words = zext64(lshr(load(drawn, m * LANES), splat(np.int32(32 - draw.bits))))
         c = load(acc, m * LANES)
         rounded = round_lanes(load(sums, m * LANES), unit.mode, unit.grid, words, draw.bits)
         store(acc, m * LANES, where_less(fabs(c), infinity, rounded, c))
@@ -171,7 +155,7 @@ def round_blocks(a, b, order, sums, acc, block, unit, draw, column):  # type: ig
     ``column`` is the product's column of lane 0.
     """
     rows = a.top.size
-    raw, buffer = np.empty(rows * LANES, np.float64), np.empty(2 * LANES, np.uint32)
+    raw, drawn = np.empty(rows * LANES, np.float64), words_of(rows, unit)
     for index in range(order.ends.size):
         if unit.terms == NEAREST:
             _nearests(a, b, index, acc, block, unit, raw)
@@ -179,6 +163,6 @@ def round_blocks(a, b, order, sums, acc, block, unit, draw, column):  # type: ig
             set_rounding(TOWARD_ZERO)
             _floors(a, b, index, acc, block, unit, raw)
             set_rounding(NEAREST_EVEN)
-        round_rows(raw, index, acc, unit, draw, column, buffer)
+        round_rows(raw, index, acc, unit, draw, column, drawn)
         if order.ends[index]:
             end_block(acc, order, index, rows, sums)

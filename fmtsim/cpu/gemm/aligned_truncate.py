@@ -16,11 +16,15 @@ The kernels here need a unit that rounds toward zero, and a tile of operands in 
 the accumulator; aligned_rounding.py takes the rest.
 """
 
-import numpy as np
+from typing import NamedTuple
 
+import numpy as np
+from numba import types
+
+from fmtsim.cpu.cast.philox import fill64
 from fmtsim.cpu.gemm.accumulate import end_block
 from fmtsim.cpu.gemm.operands import TOP_BYTE, pitch_of
-from fmtsim.cpu.runtime.jit import device, subroutine
+from fmtsim.cpu.runtime.jit import device, overload, subroutine
 from fmtsim.cpu.runtime.simd import (
     LANES,
     NEAREST_EVEN,
@@ -44,13 +48,26 @@ from fmtsim.cpu.runtime.simd import (
     or_,
     popcount,
     set_rounding,
+    shl,
     smax,
     smin,
     splat,
     store,
     umax,
     xor,
+    zext64,
 )
+
+
+class Draw(NamedTuple):
+    """Where stochastic rounding takes its words: key, first block and row of a tile, and the product's size."""
+
+    key: tuple[np.uint32, np.uint32, np.uint32, np.uint32]
+    bits: int
+    block: int
+    row: int
+    rows: int
+    columns: int
 
 
 @device
@@ -88,12 +105,83 @@ def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
     return slot // group * rows * group + slot % group, group
 
 
+def _end64(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
+    """Take M away and round to the accumulator's bits, which ``mask`` keeps: toward zero, or as ``rounding`` says."""
+    raise NotImplementedError
+
+
+@overload(_end64)
+def _end64_as(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
+    if isinstance(rounding, types.NoneType):
+        return lambda s, mask, rounding, words, at: finish64(s, mask)
+
+    def end(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
+        bits = as_i64(finish64(s, np.int64(-1)))
+        if rounding.draws:
+            added = zext64(lshr(load(words, at), splat(rounding.right)))
+            added = shl(added, splat(rounding.left))
+        else:  # half a place, less one where the last bit is even
+            odd = and_(lshr(bits, splat(rounding.dropped)), splat(np.int64(1)))
+            added = iadd(odd, splat((np.int64(1) << (rounding.dropped - 1)) - 1))
+        return as_f64(and_(iadd(bits, added), splat(mask)))
+
+    return end
+
+
+def _draw(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+    """Write the words of a block where ``rounding`` takes any."""
+    raise NotImplementedError
+
+
+@overload(_draw)
+def _draw_where(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+    if isinstance(rounding, types.NoneType):
+        return lambda rounding, draw, index, rows, column, words: None
+
+    def draws(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+        if rounding.draws:
+            draw_words(draw, index, rows, column, words)
+
+    return draws
+
+
+class Nearby(NamedTuple):
+    """How float64 sums are rounded up or down to an accumulator, in a range where all are its normal numbers.
+
+    To nearest even, or stochastically, where the upper bits of a word are added to the bits that are dropped.
+    """
+
+    draws: bool
+    dropped: np.int64  # bits of a float64 that the accumulator lacks
+    right: np.int32  # shifts of a word, after which its random bits lie where the dropped ones begin
+    left: np.int64
+
+
 @subroutine
-def truncate64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
+def draw_words(draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+    """Write the random words of 64 outputs of all rows in block ``index`` to words [rows][64]; 128 more are scratch."""
+    o0, o1, k0, k1 = draw.key
+    beyond = rows * LANES
+    for m in range(rows):
+        place = ((draw.block + index) * draw.rows + draw.row + m) * draw.columns + column
+        if place & 63 == 0:
+            fill64(words, m * LANES, place >> 6, o0, o1, k0, k1)
+        else:
+            fill64(words, beyond, place >> 6, o0, o1, k0, k1)
+            fill64(words, beyond + LANES, (place >> 6) + 1, o0, o1, k0, k1)
+            store(words, m * LANES, load(words, beyond + (place & 63)))
+
+
+@subroutine
+def truncate64(  # type: ignore[no-untyped-def]
+    a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte, rounding, draw, column, buffer
+):
     """Run the blocks of a slab through float64 sums, for all rows of a and the 64 columns of b.
 
     a, b: Rows and Panel with byte exponents and float64 values. acc: float64 [rows][64], the running chains.
-    ``factor`` is 1 + eps; ``mask`` keeps the accumulator's bits of a float64; ``floor_byte`` is 0.
+    ``factor`` is 1 + eps; ``mask`` keeps the accumulator's bits of a float64; ``floor_byte`` is 0. ``rounding`` is
+    None where sums are truncated, else a Nearby, which takes ``draw``, the product's column of lane 0 and memory for
+    words, 64 a row and 128.
     """
     words, pitch, rows = (block + 31) // 32, pitch_of(block), a.top.size
     eps = splat(factor)
@@ -103,6 +191,7 @@ def truncate64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
     for index in range(order.ends.size):
         first, y = index * pitch * LANES, index * words * LANES
         place, step = place_of(index, pitch, rows)
+        _draw(rounding, draw, index, rows, column, buffer)
         for m in range(0, rows, 2):
             p, x = place + m * step, index * words * rows + m
             q = p + step
@@ -120,8 +209,8 @@ def truncate64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
                 v = load(b.values, first + j * LANES)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
-            store(acc, m * LANES, finish64(s0, mask))
-            store(acc, (m + 1) * LANES, finish64(s1, mask))
+            store(acc, m * LANES, _end64(s0, mask, rounding, buffer, m * LANES))
+            store(acc, (m + 1) * LANES, _end64(s1, mask, rounding, buffer, (m + 1) * LANES))
         if order.ends[index]:
             set_rounding(NEAREST_EVEN)
             end_block(acc, order, index, rows, sums)

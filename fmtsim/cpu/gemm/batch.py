@@ -6,13 +6,14 @@ from typing import NamedTuple
 import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import Order, Promotion, Reduction, reduce_parts
-from fmtsim.cpu.gemm.aligned_rounding import TRUNCATE, Draw, Unit
+from fmtsim.cpu.gemm.aligned_rounding import TRUNCATE, Unit
+from fmtsim.cpu.gemm.aligned_truncate import Draw
 from fmtsim.cpu.gemm.operands import EMPTY, Rows, Source
 from fmtsim.cpu.gemm.packing import pack_rows
 from fmtsim.cpu.gemm.panels import Buffers, Constants, State, round_panels, truncate_panels
 from fmtsim.cpu.gemm.slabs import Slabs
 from fmtsim.cpu.runtime import pool
-from fmtsim.cpu.runtime.jit import kernel, subroutine
+from fmtsim.cpu.runtime.jit import device, kernel, subroutine
 from fmtsim.cpu.runtime.scratch import scratch
 from fmtsim.cpu.runtime.simd import LANES
 
@@ -108,36 +109,40 @@ def _write(work, sequence, out):  # type: ignore[no-untyped-def]
     return DONE
 
 
+@device
+def _draw_of(draw, keys, i):  # type: ignore[no-untyped-def]
+    key = keys[i, 0], keys[i, 1], keys[i, 2], keys[i, 3]
+    return Draw(key, draw.bits, draw.block, draw.row, draw.rows, draw.columns)
+
+
 @kernel
 def truncate_batch(a, b, sequence, how, draw, keys, work, out, found):  # type: ignore[no-untyped-def]
     """Write products of a batch by the truncating kernel; ``found`` (int8 [products]) says which are DONE.
 
     a: Source whose array is [products, M, K]; b: likewise [products, N, K]; out: [products, M, N]. ``how``: Constants.
-    A product is LEFT where they exclude its exponents. Nothing is drawn: draw and keys are for ``round_batch``.
+    A product is LEFT where they exclude its exponents. ``keys`` (uint32 [products, 4]) are their own.
     """
     for i in range(found.size):
         fits, low = _pack(_product_of(a, i), sequence, how.given[0], how.factor, True, work)
         if fits:
             _truncate_panels(
                 work.rows, low, _product_of(b, i), 0, 0, work.done.size, sequence.slots, sequence.order, how,
-                work.state, work.buffers, work.done,
+                _draw_of(draw, keys, i), work.state, work.buffers, work.done,
             )  # fmt: skip
             found[i] = _write(work, sequence, out[i])
 
 
 @kernel
 def round_batch(a, b, sequence, unit, draw, keys, work, out, found):  # type: ignore[no-untyped-def]
-    """Write those that are LEFT by the rounding kernel; ``keys`` (uint32 [products, 4]) are their own."""
+    """Write those that are LEFT by the rounding kernel; arguments are those of ``truncate_batch``."""
     for i in range(found.size):
         if found[i] != LEFT:
             continue
         _, low = _pack(_product_of(a, i), sequence, EMPTY, unit.factor, False, work)
-        key = keys[i, 0], keys[i, 1], keys[i, 2], keys[i, 3]
-        own = Draw(key, draw.bits, draw.block, draw.row, draw.rows, draw.columns)
         work.done[:] = False
         _round_panels(
             work.rows, low, _product_of(b, i), 0, 0, work.done.size, sequence.slots, sequence.order,
-            unit.terms == TRUNCATE, sequence.block, unit, own, work.state, work.buffers, work.done,
+            unit.terms == TRUNCATE, sequence.block, unit, _draw_of(draw, keys, i), work.state, work.buffers, work.done,
         )  # fmt: skip
         work.done[:] = True
         found[i] = _write(work, sequence, out[i])
@@ -208,6 +213,7 @@ def _work(m: int, n: int, sequence: Sequence, how: Constants | Unit, promotion: 
             scratch("panel values", slots * LANES, dtype),
             scratch("panel exponents", slots * LANES, np.int8 if narrow else np.int16),
             scratch("panel signs", words * LANES, np.int32),
+            scratch("panel words", (rows + 2) * LANES if narrow else 0, np.int32),
         ),
         done=np.empty(panels, np.bool_),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import end_block
-from fmtsim.cpu.gemm.aligned_rounding import constant_of, round_rows
+from fmtsim.cpu.gemm.aligned_rounding import constant_of, round_rows, words_of
 from fmtsim.cpu.gemm.aligned_truncate import finish64, place_of, start64
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Source, pitch_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN, TINY64
@@ -163,7 +163,7 @@ def grouped(a, b, order, sums, acc, block, size, factor, unit, draw, column):  #
     ``column`` the product's column of lane 0.
     """
     rows, pitch, count = a.rows, pitch_of(block), block // size
-    raw, buffer = np.empty(rows * LANES, np.float64), np.empty(2 * LANES, np.uint32)
+    raw, drawn = np.empty(rows * LANES, np.float64), words_of(rows, unit)
     eps = splat(factor)
     for index in range(order.ends.size):
         first, group = index * pitch * LANES, index * pitch // size
@@ -177,7 +177,7 @@ def grouped(a, b, order, sums, acc, block, size, factor, unit, draw, column):  #
             s = _add_groups(a, b, place + m * step, m, first, group, size, count, fma(c, eps, constant), c)
             store(raw, m * LANES, fsub(s, constant))
         set_rounding(NEAREST_EVEN)
-        round_rows(raw, index, acc, unit, draw, column, buffer)
+        round_rows(raw, index, acc, unit, draw, column, drawn)
         if order.ends[index]:
             end_block(acc, order, index, rows, sums)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from fmtsim.cpu.cast.words import key_words
 from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8
 from fmtsim.cpu.gemm.accumulate import MODES, Promotion, Reduction, grid_of, promotion_of, reduction_of
-from fmtsim.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Draw, Unit
+from fmtsim.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Unit
+from fmtsim.cpu.gemm.aligned_truncate import Draw, Nearby
 from fmtsim.cpu.gemm.batch import is_small, run_batch
 from fmtsim.cpu.gemm.block_scaled import Groups, groups_of
 from fmtsim.cpu.gemm.operands import EMPTY, Source, is_fixed, read_array, source_of
@@ -205,19 +206,27 @@ def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prep
 def fast_path(unit: Datapath, a: Source, b: Source, limits: tuple[int, int]) -> Constants | None:
     """Return how the truncating kernels run a unit on these operands; None where they cannot."""
     f, block, kept = unit.fraction_bits, unit.block, unit.accumulator.mantissa_bits
-    if unit.term_rounding != "toward_zero" or unit.rounding.mode != "toward_zero" or f is None or block is None:
+    mode, truncates = unit.rounding.mode, unit.rounding.mode == "toward_zero"
+    if unit.term_rounding != "toward_zero" or f is None or block is None:
+        return None
+    if not truncates and (mode not in ("nearest_even", "stochastic") or kept > 23):
         return None
     eps = max(a.bits + b.bits, f + 2, kept + 1) + 1
     room = f + _head(unit) + math.ceil(math.log2(block + 1))
     span = a.top + b.top - a.emin - b.emin
     inside = is_fixed(a) and is_fixed(b) and a.emin + b.emin >= limits[0] and a.top + b.top <= limits[1]
-    if room <= 22 and a.bits + eps <= 24 and kept <= 20 and inside and span < 80 - f:
+    if truncates and room <= 22 and a.bits + eps <= 24 and kept <= 20 and inside and span < 80 - f:
         single = np.float32(1 + 2.0**-eps), f, np.int32(-1 << (23 - kept))
         return Constants(block, *single, np.int8(-2 - span), (a.top, b.top), *limits)
-    if room <= 51 and a.bits + eps <= 53:
-        double = np.float64(1 + 2.0**-eps), f, np.int64(-1 << (52 - kept))
-        return Constants(block, *double, np.int8(0), (EMPTY, EMPTY), *limits)
-    return None
+    if room > 51 or a.bits + eps > 53:
+        return None
+    rounding = None
+    if not truncates:
+        dropped, drawn = 52 - kept, unit.rounding.bits
+        shifts = np.int32(32 - min(drawn, dropped, 32)), np.int64(max(dropped - drawn, 0))
+        rounding = Nearby(mode == "stochastic", np.int64(dropped), *shifts)
+    double = np.float64(1 + 2.0**-eps), f, np.int64(-1 << (52 - kept))
+    return Constants(block, *double, np.int8(0), (EMPTY, EMPTY), *limits, rounding)
 
 
 def _head(unit: Datapath) -> int:

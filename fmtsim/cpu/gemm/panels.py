@@ -8,7 +8,7 @@ from numba import types
 
 from fmtsim.cpu.gemm.accumulate import Promotion, Sums
 from fmtsim.cpu.gemm.aligned_rounding import Unit, round_blocks
-from fmtsim.cpu.gemm.aligned_truncate import truncate32, truncate64
+from fmtsim.cpu.gemm.aligned_truncate import Nearby, truncate32, truncate64
 from fmtsim.cpu.gemm.block_scaled import grouped, grouped_integers
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel
 from fmtsim.cpu.gemm.packing import pack_panel
@@ -38,6 +38,7 @@ class Buffers(NamedTuple):
     values: np.ndarray  # float64 or float32 [slots][64]
     exponents: np.ndarray  # int8 or int16 [slots][64]
     signs: np.ndarray  # int32 [block][word][64]
+    words: np.ndarray  # int32 [rows + 2][64] where a truncating kernel draws, else empty
 
 
 class Constants(NamedTuple):
@@ -51,21 +52,24 @@ class Constants(NamedTuple):
     given: tuple[int, int]  # exponents that bytes of both operands count from, or EMPTY
     smallest: int
     largest: int
+    rounding: Nearby | None = None  # of float64 sums; None truncates
 
 
-def _truncate(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
+def _truncate(acc, a, b, order, sums, how, draw, column, words):  # type: ignore[no-untyped-def]
     """Run the truncating kernel whose sums have acc's dtype."""
     raise NotImplementedError
 
 
 @overload(_truncate)
-def _truncate_of(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
-    chosen = truncate32 if acc.dtype == types.float32 else truncate64
-
-    def run(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
-        chosen(a, b, order, sums, acc, how.block, how.factor, how.fraction_bits, how.mask, how.floor_byte)
-
-    return run
+def _truncate_of(acc, a, b, order, sums, how, draw, column, words):  # type: ignore[no-untyped-def]
+    if acc.dtype == types.float32:
+        return lambda acc, a, b, order, sums, how, draw, column, words: truncate32(
+            a, b, order, sums, acc, how.block, how.factor, how.fraction_bits, how.mask, how.floor_byte
+        )
+    return lambda acc, a, b, order, sums, how, draw, column, words: truncate64(
+        a, b, order, sums, acc, how.block, how.factor, how.fraction_bits, how.mask, how.floor_byte, how.rounding,
+        draw, column, words,
+    )  # fmt: skip
 
 
 @device
@@ -78,11 +82,11 @@ def _largest(numbers):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def truncate_panels(a, low, source, base, start, stop, slots, order, how, state, buffers, done):  # type: ignore[no-untyped-def]
+def truncate_panels(a, low, source, base, start, stop, slots, order, how, draw, state, buffers, done):  # type: ignore[no-untyped-def]
     """Run a slab through panels start ... stop - 1 of a group that begins at panel ``base`` of the product.
 
     a: Rows with byte exponents, ``low`` the smallest of them. ``done`` (bool [panels]) says where the exponents of a
-    panel allowed it; the others are left as they were.
+    panel allowed it; the others are left as they were. ``draw`` says where stochastic rounding takes its words.
     """
     top_a = _largest(a.top)
     for p in range(start, stop):
@@ -102,7 +106,7 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, state,
             state.lowest[p] = min(state.lowest[p], smallest)
             b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(top))
             sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
-            _truncate(state.acc[p], a, b, order, sums, how)
+            _truncate(state.acc[p], a, b, order, sums, how, draw, first, buffers.words)
 
 
 @kernel

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import Promotion, Reduction, begin_output, reduce_parts
-from fmtsim.cpu.gemm.aligned_rounding import TRUNCATE, Draw, Unit
+from fmtsim.cpu.gemm.aligned_rounding import TRUNCATE, Unit
+from fmtsim.cpu.gemm.aligned_truncate import Draw
 from fmtsim.cpu.gemm.block_scaled import Groups, exponent_bytes, group_scales
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Rows, Source, without_scales
 from fmtsim.cpu.gemm.packing import pack_rows
@@ -52,6 +53,11 @@ class Job:
     c: np.ndarray | None
     row_marks: np.ndarray  # int32: rows and columns with NaN and Inf
     column_marks: np.ndarray
+
+    @property
+    def draws(self) -> bool:
+        """Whether the truncating kernel draws."""
+        return self.fast is not None and self.fast.rounding is not None and self.fast.rounding.draws
 
     @property
     def single(self) -> bool:
@@ -183,11 +189,11 @@ class Tile:
         if packed is None:
             return None
         rows, low = packed
-        job = self.job
+        job, draw = self.job, self.job.draw._replace(block=slab.first, row=self.first)
 
         def task(start: int, stop: int) -> None:
             truncate_panels(
-                rows, low, job.b, self.base, start, stop, slab.slots, slab.order, how, self.state,
+                rows, low, job.b, self.base, start, stop, slab.slots, slab.order, how, draw, self.state,
                 self._buffers(slab, dtype, np.int8), done,
             )  # fmt: skip
 
@@ -253,6 +259,7 @@ class Tile:
             scratch("panel values", slots, dtype),
             scratch("panel exponents", slots, exponents),
             scratch("panel signs", words * LANES, np.int32),
+            scratch("panel words", (self.padded + 2) * LANES if self.job.draws else 0, np.int32),
         )
 
     def _write(self, start: int, stop: int) -> None:

@@ -74,7 +74,7 @@ def _encode(x, codes, scales, out, row, lowest, highest, least, o0, o1, k0, k1, 
         inverse = float32(1.0) / (_LEAST if scale < _LEAST else scale)
         scales[r] = scale
         for block in range(first >> 6, (end + 63) >> 6):
-            fill64(words, block, o0, o1, k0, k1)
+            fill64(words, 0, block, o0, o1, k0, k1)
             for i in range(max(first, block * 64), min(end, block * 64 + 64)):
                 code = _code(x[i] * inverse, words[i - block * 64], lowest, highest)
                 codes[i] = code
