@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of integer units, IEEE chains and AMD's units on the CPU engine, against the oracle."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -186,3 +189,27 @@ def test_what_stages_cover():
     assert not supports_gemm(gemm_spec(PairwiseDatapath(block=4), "fp32", plan=GemmPlan(partial=wide)), x, x)
     a, b = operand("fp32", 2, 9, "narrow", 1), operand("fp32", 3, 9, "narrow", 2)
     check(a, b, gemm_spec(TwoStageDatapath(block=8, sum_bits=45), "fp32"))
+
+
+PAIRS = """
+import hashlib, torch, fmtsim
+codes = torch.arange(256, dtype=torch.uint8).repeat(6).roll(1).view(12, 128)
+a, b = codes.view(torch.float4_e2m1fn_x2), codes.roll(5, 1).view(torch.float4_e2m1fn_x2)
+scales = torch.full((12, 16), 56, dtype=torch.uint8).view(torch.float8_e4m3fn)
+y = fmtsim.scaled_mm(a, b.t(), scales, scales, unit="blackwell.tcgen05.nvf4", scale_recipe_a="BlockWise1x16",
+                     scale_recipe_b="BlockWise1x16", swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE")
+print(hashlib.sha256(y.float().numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["generic", "haswell"])
+def test_pairs_of_products_are_added_alike_without_their_instruction(machine, tmp_path):
+    found = []
+    for settings in ({}, {"NUMBA_CPU_NAME": machine, "NUMBA_CPU_FEATURES": "+avx2" if machine == "haswell" else ""}):
+        environment = {**os.environ, **settings, "FMTSIM_CACHE_DIR": str(tmp_path / str(len(settings)))}
+        run = [sys.executable, "-c", PAIRS]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    assert found[0] == found[1]

@@ -12,8 +12,9 @@ not. So ``1 + eps`` is folded into the first operand, and the number of negative
 alone, is counted by one xor and one population count a block. The same holds for the addend. (Identity verified in
 tests against exact integers.)
 
-The kernels here need a unit that rounds toward zero, and a tile of operands in which no sum leaves the normal range of
-the accumulator; aligned_rounding.py takes the rest.
+The kernels here need terms that are cut toward zero, and a tile of operands in which no sum leaves the normal range of
+the accumulator, to which it is cut as well, or rounded to nearest even or stochastically; aligned_rounding.py takes the
+rest.
 """
 
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from fmtsim.cpu.cast.philox import fill64
 from fmtsim.cpu.gemm.accumulate import end_block
 from fmtsim.cpu.gemm.operands import TOP_BYTE, pitch_of
 from fmtsim.cpu.runtime.jit import device, overload, subroutine
+from fmtsim.cpu.runtime.packed import bytes_shifted20, bytes_shifted23
 from fmtsim.cpu.runtime.simd import (
     LANES,
     NEAREST_EVEN,
@@ -36,8 +38,6 @@ from fmtsim.cpu.runtime.simd import (
     as_i64,
     broadcast,
     broadcast_bytes,
-    bytes_shifted20,
-    bytes_shifted23,
     fma,
     fsub,
     high_words,

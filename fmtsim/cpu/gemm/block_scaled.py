@@ -16,11 +16,11 @@ from fmtsim.cpu.gemm.aligned_truncate import finish64, place_of, start64
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Source, pitch_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN, TINY64
 from fmtsim.cpu.runtime.jit import device, subroutine
+from fmtsim.cpu.runtime.packed import add_products
 from fmtsim.cpu.runtime.simd import (
     LANES,
     NEAREST_EVEN,
     TOWARD_ZERO,
-    add_products,
     as_f64,
     as_i32,
     as_i64,

@@ -11,6 +11,7 @@ from numba import types
 
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, number, pitch_of
 from fmtsim.cpu.runtime.jit import device, kernel, overload, subroutine
+from fmtsim.cpu.runtime.packed import pack_bytes
 from fmtsim.cpu.runtime.simd import (
     LANES,
     and_,
@@ -26,7 +27,6 @@ from fmtsim.cpu.runtime.simd import (
     load,
     lshr,
     or_,
-    pack_bytes,
     sext32,
     sext64,
     shl,
