@@ -348,8 +348,9 @@ def test_replayed_graphs_draw_anew_gpu(name):
     x, eager, traced_model = bfloat16s(128, 256, device="cuda"), model(), model()
     torch._dynamo.reset()
     compiled = torch.compile(traced_model, mode="reduce-overhead")
+    # compiled code first, which then makes what casts keep; its first runs record the graph
+    found = distances([gradients(compiled, traced_model, x) for _ in range(8)][-4:])
     wanted = distances([gradients(eager, eager, x) for _ in range(4)])
-    found = distances([gradients(compiled, traced_model, x) for _ in range(8)][-4:])  # the first ones record the graph
     assert min(found) > 0
     assert sum(found) == pytest.approx(sum(wanted), rel=0.1)  # six distances, which scatter by about 2 %
 

@@ -3,6 +3,7 @@
 
 import math
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -116,7 +117,7 @@ def tables_of(fmt: ElementFormat, device: torch.device) -> Tables:
         by_code = [*values, *(-value for value in values)]
     by_code += [0.0] * ((1 << fmt.bits) - len(by_code))
     tensors = tuple(
-        torch.tensor(numbers, dtype=dtype).to(device)
+        _lasting(numbers, dtype, device)
         for numbers, dtype in (
             (values, torch.float64), (middles, torch.float64), (codes, torch.int32), (by_code, torch.float64),
         )
@@ -143,7 +144,26 @@ def code_values(fmt: ElementFormat) -> list[float]:
 def values_of(fmt: ElementFormat, device: torch.device) -> torch.Tensor:
     """Return the values of all byte codes of a format in float32 [256]; codes that do not exist are NaN."""
     values = code_values(fmt)
-    return torch.tensor([*values, *[math.nan] * (256 - len(values))], dtype=torch.float32).to(device)
+    return _lasting([*values, *[math.nan] * (256 - len(values))], torch.float32, device)
+
+
+def _lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers on a device, in memory that no CUDA graph owns.
+
+    torch.compile with CUDA graphs runs what it will capture once before, with the graph's memory, where nothing may
+    stay. That is the running thread's alone.
+    """
+
+    def make() -> torch.Tensor:
+        made = torch.tensor(numbers, dtype=dtype).to(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # others read it on streams of their own
+        return made
+
+    if device.type != "cuda":
+        return make()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def captures(device: torch.device) -> bool:
@@ -156,8 +176,9 @@ def constant(value: float, device: torch.device) -> torch.Tensor:
     key = value, device
     if key in _constants:
         return _constants[key]
-    made = torch.full((), value, device=device)
-    return made if captures(device) else _constants.setdefault(key, made)
+    if captures(device):
+        return torch.full((), value, device=device)
+    return _constants.setdefault(key, _lasting(value, torch.float32, device))
 
 
 _constants: dict[tuple[float, torch.device], torch.Tensor] = {}
