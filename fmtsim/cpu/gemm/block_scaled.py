@@ -13,7 +13,7 @@ import numpy as np
 from fmtsim.cpu.gemm.accumulate import end_block
 from fmtsim.cpu.gemm.aligned_rounding import constant_of, round_rows, words_of
 from fmtsim.cpu.gemm.aligned_truncate import finish64, place_of, start64
-from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Source, pitch_of
+from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Source, limits_of, pitch_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN, TINY64
 from fmtsim.cpu.runtime.jit import device, subroutine
 from fmtsim.cpu.runtime.packed import add_products
@@ -88,15 +88,12 @@ def groups_of(unit: Datapath, a: Source, b: Source, k: int) -> Groups | None:
     behind = [x.bits - own - 1 - x.emin for x in (a, b)]  # bits behind the point
     short = all(x.top - unit.scale.max_exponent + 1 + n <= 15 for x, n in zip((a, b), behind, strict=True))
     mask = np.int64(-1 << (52 - acc.mantissa_bits) if unit.rounding.mode == "toward_zero" else 0)
-    lowest = max(acc.min_exponent - acc.mantissa_bits + unit.fraction_bits, acc.min_exponent)
-    if unit.min_exponent is not None:
-        lowest = max(lowest, unit.min_exponent)
     return Groups(
         size=unit.group,
         factor=np.float64(1 + 2.0**-eps),
         mask=mask,
         numbers=(2.0 ** behind[0], 2.0 ** behind[1]) if short and unit.group % 2 == 0 else None,
-        limits=(lowest, acc.max_exponent - 1 - head - k.bit_length()),
+        limits=limits_of(unit, head, k),
     )
 
 

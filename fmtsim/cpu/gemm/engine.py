@@ -20,7 +20,7 @@ from fmtsim.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Unit
 from fmtsim.cpu.gemm.aligned_truncate import Draw, Nearby
 from fmtsim.cpu.gemm.batch import is_small, run_batch
 from fmtsim.cpu.gemm.block_scaled import Groups, groups_of
-from fmtsim.cpu.gemm.operands import EMPTY, Source, is_fixed, read_array, source_of
+from fmtsim.cpu.gemm.operands import EMPTY, Source, is_fixed, limits_of, read_array, source_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN
 from fmtsim.cpu.gemm.panels import Constants
 from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of
@@ -197,7 +197,7 @@ def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prep
     x, y = source_of(spec.a, unit, scaled[0]), source_of(spec.b, unit, scaled[1])
     slabs, groups = slabs_of(k, unit, plan), groups_of(unit, x, y, k)
     lanes = rounding_unit(unit, x, y) if groups is None else _numbers(unit, TRUNCATE, groups.factor)
-    fast = None if groups is not None or lanes is None else fast_path(unit, x, y, _limits(unit, k))
+    fast = None if groups is not None or lanes is None else fast_path(unit, x, y, limits_of(unit, _head(unit), k))
     fast = None if fast is None else fast._replace(block=slabs.block)
     draw = Draw(key_words(_NO_KEY), unit.rounding.bits, 0, 0, 0, 0)
     return Prepared(x, y, slabs, groups, lanes, fast, promotion_of(spec), reduction_of(plan, double), draw)
@@ -252,15 +252,6 @@ def _numbers(unit: Datapath, terms: int, factor: np.floating) -> Unit:
     lowest = -360 if unit.min_exponent is None else max(unit.min_exponent, -360)
     mode, grid = MODES[unit.rounding.mode], grid_of(unit.accumulator)
     return Unit(terms, unit.fraction_bits, np.int32(lowest), mode, grid, np.float64(factor))
-
-
-def _limits(unit: Datapath, k: int) -> tuple[int, int]:
-    """Return the smallest and largest product exponent for which no sum leaves the accumulator's normal range."""
-    fmt = unit.accumulator
-    lowest = fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0)
-    lowest = max(lowest, fmt.min_exponent)  # a subnormal sum has no exponent of its own
-    lowest = lowest if unit.min_exponent is None else max(lowest, unit.min_exponent)
-    return lowest, fmt.max_exponent - 1 - _head(unit) - k.bit_length()
 
 
 # Fused units: one product.

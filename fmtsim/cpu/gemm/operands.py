@@ -52,6 +52,18 @@ def is_fixed(source: Source) -> bool:
     return source.top - source.emin <= TOP_BYTE // 2 and source.scales.size == 0
 
 
+def limits_of(unit: Datapath, head: int, k: int) -> tuple[int, int]:
+    """Return the smallest and largest product exponent for which no sum leaves the accumulator's normal range.
+
+    ``head`` counts the bits of a term above its exponent, ``k`` the products of a sum.
+    """
+    fmt = unit.accumulator
+    lowest = fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0)
+    lowest = max(lowest, fmt.min_exponent)  # a subnormal sum has no exponent of its own
+    lowest = lowest if unit.min_exponent is None else max(lowest, unit.min_exponent)
+    return lowest, fmt.max_exponent - 1 - head - k.bit_length()
+
+
 def without_scales(source: Source) -> Source:
     """Return an operand that the unit does not scale number by number."""
     return source._replace(scales=_NO_SCALES)
