@@ -3,7 +3,6 @@
 
 import math
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.scaling.constants import lasting
 from fmtsim.spec.cast import Random, RandomKey
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as common.cuh numbers them
@@ -117,7 +117,7 @@ def tables_of(fmt: ElementFormat, device: torch.device) -> Tables:
         by_code = [*values, *(-value for value in values)]
     by_code += [0.0] * ((1 << fmt.bits) - len(by_code))
     tensors = tuple(
-        _lasting(numbers, dtype, device)
+        lasting(numbers, dtype, device)
         for numbers, dtype in (
             (values, torch.float64), (middles, torch.float64), (codes, torch.int32), (by_code, torch.float64),
         )
@@ -144,44 +144,7 @@ def code_values(fmt: ElementFormat) -> list[float]:
 def values_of(fmt: ElementFormat, device: torch.device) -> torch.Tensor:
     """Return the values of all byte codes of a format in float32 [256]; codes that do not exist are NaN."""
     values = code_values(fmt)
-    return _lasting([*values, *[math.nan] * (256 - len(values))], torch.float32, device)
-
-
-def _lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers on a device, in memory that no CUDA graph owns.
-
-    torch.compile with CUDA graphs runs what it will capture once before, with the graph's memory, where nothing may
-    stay. That is the running thread's alone.
-    """
-
-    def make() -> torch.Tensor:
-        made = torch.tensor(numbers, dtype=dtype).to(device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # others read it on streams of their own
-        return made
-
-    if device.type != "cuda":
-        return make()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
-
-
-def captures(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being captured: what it makes is not there before it runs, and must not be kept."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def constant(value: float, device: torch.device) -> torch.Tensor:
-    """Return a number on a device, float32, 0-d, made once."""
-    key = value, device
-    if key in _constants:
-        return _constants[key]
-    if captures(device):
-        return torch.full((), value, device=device)
-    return _constants.setdefault(key, _lasting(value, torch.float32, device))
-
-
-_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+    return lasting([*values, *[math.nan] * (256 - len(values))], torch.float32, device)
 
 
 def draw_of(rounding: Rounding, random: Random) -> bytes:

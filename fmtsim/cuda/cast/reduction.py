@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.grid import Grid, grid_of
-from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, aligned, captures, draw_of, macros, values_of
+from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, aligned, draw_of, macros, values_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.constants import captures
 from fmtsim.spec.cast import CastSpec, RandomKey
 
 MOST_RANKS = 64  # a thread holds the casts of all

@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.parameters import NO_DRAW, constant, draw_of
+from fmtsim.cuda.cast.parameters import NO_DRAW, draw_of
 from fmtsim.cuda.cast.rotated_plan import Launch, Plan, kernel_macros, plan_of
 from fmtsim.cuda.runtime import device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
+from fmtsim.scaling.constants import constant
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer

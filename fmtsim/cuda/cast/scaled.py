@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda import runtime
-from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, constant, draw_of, macros
+from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, draw_of, macros
 from fmtsim.cuda.cast.scaled_rules import (
     COLUMNS,
     LONG_COLUMNS,
@@ -29,6 +29,7 @@ from fmtsim.cuda.cast.scaled_rules import (
     rule_of,
 )
 from fmtsim.errors import DeviceError
+from fmtsim.scaling.constants import constant
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer, scaling_for

@@ -22,6 +22,7 @@ from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.ops import cpu_engine, decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast, times_blocks
+from fmtsim.scaling.constants import constant
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.scaling.scales import FLT_MIN
 from fmtsim.scaling.slope import slope
@@ -289,10 +290,10 @@ def multiplier_apart(made: Operand) -> Operand:
     if made.scale is None or scaling is None or scaling.multiplier == 1:
         return made
     times, device = scaling.multiplier, made.scale.device
-    constant = (
-        _constant(times, device) if is_bare(made.scale) else torch.full((), times, dtype=torch.float32, device=device)
+    factor = (
+        constant(times, device) if is_bare(made.scale) else torch.full((), times, dtype=torch.float32, device=device)
     )
-    return made._replace(scale=made.scale / constant, tensor_scale=constant)  # a power of two times it: exact
+    return made._replace(scale=made.scale / factor, tensor_scale=factor)  # a power of two times it: exact
 
 
 def is_bfloat16(last: Quantizer, folded: bool) -> bool:
@@ -302,11 +303,6 @@ def is_bfloat16(last: Quantizer, folded: bool) -> bool:
         return False
     apart = isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat)
     return is_representable(fmt.element if apart else fmt, torch.bfloat16)  # type: ignore[union-attr]
-
-
-@lru_cache(maxsize=64)
-def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def has_both(t: Tensor, quantizer: Quantizer) -> bool:
