@@ -104,9 +104,22 @@ _has_autocast = constant_in_graphs(lambda kind: torch.amp.is_autocast_available(
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast, which some devices, such as meta, do not have in the first place."""
     kind = device.type
-    if not autocasts(kind):
-        return _NOTHING
-    return torch.autocast(kind, enabled=False)
+    return _WithoutAutocast(kind) if autocasts(kind) else _NOTHING
+
+
+class _WithoutAutocast:
+    """Switch autocast off inside; ``torch.autocast(enabled=False)`` does, too, in ten times the time."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self._kind, False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_enabled(self._kind, True)
 
 
 class OwnMode(TorchFunctionMode):

@@ -15,7 +15,19 @@ ROOT = Path(fmtsim.__file__).parent
 
 # Imports point from right to left. Modules of one rank may import each other.
 LAYERS = (
-    {"dispatch", "errors", "records", "files", "folder", "compilation", "interrupts", "progress", "table", "plotting"},
+    {
+        "dispatch",
+        "errors",
+        "records",
+        "files",
+        "folder",
+        "compilation",
+        "interrupts",
+        "progress",
+        "table",
+        "plotting",
+        "replay",
+    },  # fmt: skip
     {"float64"},
     {"formats"},
     {"rounding"},
@@ -33,7 +45,9 @@ LAYERS = (
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"torch_engine", "cpu", "cuda"}
-ENGINE_MAY_IMPORT = {"errors", "records", "folder", "compilation", "float64", "formats", "rounding", "spec", "scaling"}
+ENGINE_MAY_IMPORT = {
+    "errors", "records", "folder", "compilation", "replay", "float64", "formats", "rounding", "spec", "scaling",
+}  # fmt: skip
 parse = cache(ast.parse)  # which takes most of the time of several tests
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 

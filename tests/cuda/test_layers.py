@@ -16,6 +16,7 @@ from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import has_both, quantize_both, quantize_operand
 from fmtsim.gemm.layers.operator import Asked, text_of, traced_draws
 from fmtsim.recipes import get_recipe
+from fmtsim.replay import Programs
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
@@ -353,6 +354,33 @@ def test_replayed_graphs_draw_anew_gpu(name):
     wanted = distances([gradients(eager, eager, x) for _ in range(4)])
     assert min(found) > 0
     assert sum(found) == pytest.approx(sum(wanted), rel=0.1)  # six distances, which scatter by about 2 %
+
+
+REPEATED = ("te_current", "te_mxfp8", "te_nvfp4", "mxfp4", "quartet", "quartet2", "deepseek_v3", "fp8lm")
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_passes_have_the_same_bits(name, on_card, monkeypatch):
+    """Passes that are repeated by what was written down, and those that decide anew: same draws, same bits."""
+    found = {}
+    for repeats in (True, False):
+        torch.manual_seed(0)
+        layer = Layer(get_recipe(name).linear)
+        w = torch.randn(128, 256).to(on_card).requires_grad_()
+        bias = torch.randn(128).to(on_card).requires_grad_()
+        g, made = bfloat16s(2, 64, 128, seed=1).to(on_card), []
+        if not repeats:
+            monkeypatch.setattr(Programs, "run", lambda self, key, tensors, function: function())
+        for i in range(5):
+            x = bfloat16s(2, 64, 256, seed=i).to(on_card).requires_grad_()
+            with torch.autocast(on_card.type, torch.bfloat16):
+                y = run_layer(x, w, bias, layer)
+            made += [y.detach(), *torch.autograd.grad(y, (x, w, bias), g)]
+        found[repeats] = made
+        programs = list(layer.programs._found.values())
+        assert [type(each).__name__ for each in programs] == ["_Program"] * 2 * repeats
+    for repeated, decided in zip(found[True], found[False], strict=True):
+        assert_same_bits(repeated, decided)
 
 
 def test_kernels_cast_twice(on_card, monkeypatch):

@@ -247,8 +247,8 @@ def bare_kernel(sizes, launches):
 
 
 def test_bound_launches_are_whole_ones(monkeypatch):
-    monkeypatch.setattr(launch, "_current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_raw_stream", lambda index: 99)
+    monkeypatch.setattr(launch, "current_gpu", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 99)
     launches = []
     kernel = bare_kernel([8, 4], launches)
     kernel((3, 2), 64, np.uint64(5), np.int32(-7), shared=8)
@@ -269,8 +269,8 @@ def test_bound_launches_are_whole_ones(monkeypatch):
 
 
 def test_bound_launches_take_structures(monkeypatch):
-    monkeypatch.setattr(launch, "_current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_raw_stream", lambda index: 99)
+    monkeypatch.setattr(launch, "current_gpu", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 99)
     launches = []
     bound = bare_kernel([8, 20], launches).bound(64, (8, 20))
     first, second = bytes(range(8)), bytes(range(20))

@@ -3,15 +3,17 @@
 
 import torch
 
-from fmtsim.gemm.layers import keys, operand, operator, product
+from fmtsim.gemm.layers import keys, linear, operand, operator, product
 from fmtsim.ops import load_engine
+
+_MODULES = keys, linear, operand, operator, product
 
 
 def take_for_gpu(device, monkeypatch):
     """Give the CPU the engine of GPUs, and the products with float32 results that they have."""
     if device.type != "cpu":
         return
-    for module in (keys, operand, operator, product):
+    for module in _MODULES:
         monkeypatch.setattr(module, "fused_engine", lambda t: load_engine("cuda"), raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: t.dtype != torch.float64, raising=False)
     mm = torch.mm
@@ -20,6 +22,6 @@ def take_for_gpu(device, monkeypatch):
 
 def take_for_host(monkeypatch):
     """Let layers be what they are on a CPU."""
-    for module in (keys, operand, operator, product):
+    for module in _MODULES:
         monkeypatch.setattr(module, "fused_engine", lambda t: None, raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: False, raising=False)

@@ -34,10 +34,12 @@ from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.exact import codes_of_scales
 from fmtsim.formats.packing import code_dtype, pack, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
+from fmtsim.replay import Structure
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
 
 UNPACKED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # codes that are not packed
 _COLUMN_RUNS = (16, 32, 64, 128, 256)
+_COLUMNS_JOB = struct.Struct(f"<9q8x{len(NO_DRAW)}s")  # the first argument of block_columns.cu
 _GRID_LIMIT = 65535  # of a launch's second and third dimension
 MOST = 1 << 36  # elements: kernels count sixteens in 32 bits
 
@@ -247,16 +249,15 @@ class Rows:
         if tensor is None and self._two_level:
             tensor = amax_of_blocks(x, total)
         tensors = x, parts.codes, parts.scales, given, tensor, parts.tensor_scale
-        words = (*(0 if t is None else t.data_ptr() for t in tensors), total)
         grid, backwards = -(-total // self._together), np.uint32(tensor is not None)
         if self._spec.rounding.mode == "stochastic":
             drawn = cast_bytes(self._spec, random, x.device)
-            self._kernel(grid, THREADS, *map(np.uint64, words), self._pieces, backwards, drawn)
+            self._kernel(grid, THREADS, *tensors, np.uint64(total), self._pieces, backwards, drawn)
             return
         if self._bound is None:
             constant = cast_bytes(self._spec, None, x.device)
             self._bound = self._kernel.bound(THREADS, 7, self._pieces, backwards, constant)
-        self._bound(grid, *words)
+        self._bound(grid, *tensors, total)
 
 
 @lru_cache(maxsize=1024)
@@ -285,7 +286,7 @@ def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1) -> Tens
     grid = -(-total // (4 * vector * THREADS))
     if run == total:
         grid = min(grid, 8 * multiprocessors(index))
-        _tensor_amax(x.dtype, index)(grid, x.data_ptr(), found.data_ptr(), total // vector)
+        _tensor_amax(x.dtype, index)(grid, x, found, total // vector)
     else:
         numbers = (np.uint32(n) for n in (run // vector, across, outer))
         find = kernel("statistic.cu", "amax_of_runs", index, amax_macros(x.dtype))
@@ -327,8 +328,7 @@ def _columns(
         return False
     tensor = amax_of_blocks(x, x.numel()) if fmt.tensor_scale else None
     tensors = x, parts.codes, parts.scales, both[0], None, tensor, parts.tensor_scale
-    pointers = (0 if t is None else t.data_ptr() for t in tensors)
-    job = struct.pack("<9q8x", *pointers, inner, trailing) + both[1]
+    job = Structure(_COLUMNS_JOB, (*tensors, inner, trailing, both[1]))
     macros, index = column_macros(fast, run, vector, narrow, both[0] is not None), device_index(x)
     kernel("block_columns.cu", "cast_columns", index, macros)(grid, THREADS, job, cast_bytes(spec, random, x.device))
     return True

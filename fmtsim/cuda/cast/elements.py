@@ -101,7 +101,7 @@ def launch_of(
             drawn = draw_of(rounding, random)
             kernel(blocks, THREADS, x, to, *map(np.int64, bounds), grid.parameters, drawn)
         else:
-            bound(blocks, x.data_ptr(), to.data_ptr(), *bounds)
+            bound(blocks, x, to, *bounds)
 
     return launch
 

@@ -81,8 +81,7 @@ def _launch(
     out, x = torch.empty_like(x, dtype=dtype), x if aligned(x) else x.clone()
     if x.numel():
         launch = _prepared(x.numel(), x.dtype, dtype, size, signs, device_index(x))
-        pointers = [0 if t is None else t.data_ptr() for t in (x, mask, out, before, after, *scales)]
-        launch(-(-x.numel() // _ELEMENTS), *pointers)
+        launch(-(-x.numel() // _ELEMENTS), x, mask, out, before, after, *scales)
     return out
 
 

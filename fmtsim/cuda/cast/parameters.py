@@ -3,14 +3,14 @@
 
 import math
 import struct
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.replay import packed
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.scaling.constants import lasting
 from fmtsim.spec.cast import Random, RandomKey
@@ -25,10 +25,10 @@ _GRID, _HALF_OFFSET, _TABLE, _LOGARITHMIC = range(4)
     _NEGATIVE_NAN,
 ) = (1 << place for place in range(10))  # fmt: skip
 _ELEMENT = struct.Struct("<5Qq7iI")
-_DRAW = struct.Struct("<2I2i")  # behind the round keys
-_ROUNDS = np.array([[i * 0x9E3779B9 & 0xFFFFFFFF, i * 0xBB67AE85 & 0xFFFFFFFF] for i in range(10)], dtype=np.uint32)
+_ROUNDS = [i * step for i in range(10) for step in (0x9E3779B9, 0xBB67AE85)]
+_DRAW = struct.Struct("<20I2I2i")  # the keys of Philox's rounds, the halves of the offset, bits, the source
 _NOTHING, _WORDS, _SHARED, _GIVEN = range(4)
-NO_DRAW = bytes(_ROUNDS.nbytes) + _DRAW.pack(0, 0, 32, _NOTHING)
+NO_DRAW = _DRAW.pack(*[0] * 22, 32, _NOTHING)
 
 
 def macros(**values: object) -> Defines:
@@ -153,13 +153,10 @@ def draw_of(rounding: Rounding, random: Random) -> bytes:
         return NO_DRAW
     key = random if isinstance(random, RandomKey) else RandomKey(0)
     source = _GIVEN if isinstance(random, torch.Tensor) else _SHARED if rounding.layout == "cvt_rs" else _WORDS
-    return _round_keys(key.seed) + _DRAW.pack(*_halves(key.offset), rounding.bits, source)
-
-
-@lru_cache(maxsize=4096)  # layers of a model have a dozen seeds each
-def _round_keys(seed: int) -> bytes:
-    """Return the two keys of each of Philox's ten rounds."""
-    return (_ROUNDS + np.array(_halves(seed), dtype=np.uint32)).tobytes()
+    halves = _halves(key.seed) * 10
+    rounds = [half + step & 0xFFFFFFFF for half, step in zip(halves, _ROUNDS, strict=True)]
+    data = _DRAW.pack(*rounds, *_halves(key.offset), rounding.bits, source)
+    return packed(random, data, partial(draw_of, rounding))
 
 
 def _halves(number: int) -> tuple[int, int]:

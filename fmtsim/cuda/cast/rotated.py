@@ -7,7 +7,7 @@ which bfloat16 holds exactly; a scale that all blocks share stays outside.
 """
 
 import struct
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from fmtsim.cuda.cast.parameters import NO_DRAW, draw_of
 from fmtsim.cuda.cast.rotated_plan import Launch, Plan, kernel_macros, plan_of
 from fmtsim.cuda.runtime import device_index, kernel, multiprocessors
+from fmtsim.replay import Structure, packed
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.scaling.constants import constant
@@ -30,11 +31,11 @@ _FILE, _THREADS, _TILE = "rotated.cu", 128, 8192  # a tile has 64 elements a thr
 _PER_LANE = 32  # elements of a lane
 _PARTS = 8  # blocks of threads a multiprocessor that look for the amax of a tensor
 _GRID_LIMIT = 65535
-_POINTERS, _SIZES, _MASK = struct.Struct("<7q"), struct.Struct("<3q"), struct.Struct("<4I")
+_SIZES, _MASK = struct.Struct("<3q"), struct.Struct("<4I")
 _MOST = 512  # layouts of a plan
 _WORD = Rounding(mode="stochastic")  # draws whole words
 _RANDOM = struct.Struct("<I12x")
-_JOB = _POINTERS.size + _SIZES.size + _MASK.size + len(NO_DRAW) + _RANDOM.size  # bytes of the kernels' first argument
+_JOB = struct.Struct(f"<7q{_SIZES.size}s{_MASK.size + len(NO_DRAW) + _RANDOM.size}s")  # the kernels' first argument
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -104,8 +105,9 @@ def cast_rotated(
     mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     parts = None if how.find is None else torch.empty(how.parts, dtype=torch.int32, device=x.device)
-    pointers = [0 if t is None else t.data_ptr() for t in (x, values, mask, parts, scale, factor, count)]
-    job = _POINTERS.pack(*pointers) + how.sizes + (how.signs or _signs_of(plan.signs, plan.size, signs))
+    turns = how.signs or _signs_of(plan.signs, plan.size, signs)
+    turns = packed(signs, turns, partial(_signs_of, plan.signs, plan.size))
+    job = Structure(_JOB, (x, values, mask, parts, scale, factor, count, how.sizes, turns))
     if how.find is not None:
         how.find(how.parts, job)
     how.cast(how.grid, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
@@ -118,8 +120,8 @@ def _prepared(
     """Return how matrices of a shape and layout are cast; worked out once, for it takes longer than a launch."""
     contiguous = strides[1] == 1
     defines = kernel_macros(plan, not contiguous, multiplies, counts)
-    finds = kernel(_FILE, "rotated_amax", index, defines).bound(_THREADS, (_JOB,)) if plan.two_level else None
-    casts = kernel(_FILE, "cast_rotated", index, defines).bound(_THREADS, (_JOB, plan.cast_size))
+    finds = kernel(_FILE, "rotated_amax", index, defines).bound(_THREADS, (_JOB.size,)) if plan.two_level else None
+    casts = kernel(_FILE, "cast_rotated", index, defines).bound(_THREADS, (_JOB.size, plan.cast_size))
     rows, columns = shape if contiguous else shape[::-1]
     height = 2 * _PER_LANE if contiguous else plan.lanes * _PER_LANE
     grid = -(-columns * height // _TILE), -(-rows // height)

@@ -36,6 +36,7 @@ from fmtsim.spec.quantizer import Quantizer, scaling_for
 from fmtsim.spec.scaling import Scaling
 
 Keys = tuple[RandomKey | None, RandomKey | None]
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # x, values, scales, mask
 
 _ALIGNED = 16
 _MOST_PLANS = 512
@@ -201,13 +202,13 @@ class _Plan:
         values = torch.empty_like(x, dtype=torch.bfloat16)
         scale = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)
         mask = torch.empty_like(x, dtype=torch.bool) if self._rule.masks else None
-        addresses = x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if mask is None else mask.data_ptr()
+        tensors = x, values, scale, mask
         if delayed is not None:
-            self._cast_delayed(x, addresses, key, delayed)
+            self._cast_delayed(x, tensors, key, delayed)
         elif self._layout.kind in (TENSOR, LONG_COLUMNS):
-            self._launch(key, addresses, self._amaxes_of(x))
+            self._launch(key, tensors, self._amaxes_of(x))
         else:
-            self._launch(key, addresses, factor)
+            self._launch(key, tensors, factor)
         return self._operand(values, quantizer, scale.mT if self._layout.transposed else scale, mask)
 
     def cast_both(self, x: Tensor, quantizer: Quantizer) -> tuple[Operand, Operand]:
@@ -215,7 +216,7 @@ class _Plan:
         rows, columns = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))
         of_rows = torch.empty(x.shape[0], -(-x.shape[1] // _GROUP), dtype=torch.float32, device=x.device)
         of_columns = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)
-        self._launch(None, (x.data_ptr(), columns.data_ptr(), of_columns.data_ptr(), 0), of_rows, rows)
+        self._launch(None, (x, columns, of_columns, None), of_rows, rows)
         first = self._operand(rows, quantizer, of_rows, None)
         return first, self._operand(columns.mT, quantizer, of_columns.mT, None)
 
@@ -225,14 +226,14 @@ class _Plan:
         outer = None if self._outer == 1.0 else constant(self._outer, values.device)
         return Operand(values, quantizer, None, outer, self._block, mask)
 
-    def _cast_delayed(self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Any) -> None:
+    def _cast_delayed(self, x: Tensor, tensors: Tensors, key: RandomKey | None, delayed: Any) -> None:
         """Cast under the scale in force, and record the amax of x."""
         memory = vars(delayed).get("memory", delayed)
         remembers, history = memory is delayed, self._scaling.history
         assert history is not None
         if memory.group is not None and (remembers or history.immediate):
             amax = self._amaxes_of(x).amax().view(torch.float32)
-            self._launch(key, addresses, delayed.advance(amax).factor, given=True)
+            self._launch(key, tensors, delayed.advance(amax).factor, given=True)
             return
         factor = memory.factor
         if factor.device != x.device:
@@ -241,42 +242,40 @@ class _Plan:
             )
         if history.immediate:
             in_force = torch.empty((), dtype=torch.float32, device=x.device)
-            self._advance(self._amaxes_of(x), memory, in_force.data_ptr(), remembers)
-            self._launch(key, addresses, in_force, given=True)
+            self._advance(self._amaxes_of(x), memory, in_force, remembers)
+            self._launch(key, tensors, in_force, given=True)
         else:
             tops = torch.empty(self._size[0], dtype=torch.int32, device=x.device) if remembers else None
-            self._launch(key, addresses, factor, tops, given=True)
+            self._launch(key, tensors, factor, tops, given=True)
             if tops is not None:
-                self._advance(tops, memory, 0, True)
+                self._advance(tops, memory, None, True)
 
-    def _advance(self, tops: Tensor, memory: Any, in_force: int, remembers: bool) -> None:
-        """Launch the kernel of the memory; in_force: where the factor of this call is asked for, or 0."""
+    def _advance(self, tops: Tensor, memory: Any, in_force: Tensor | None, remembers: bool) -> None:
+        """Launch the kernel of the memory; in_force: where the factor of this call is asked for, or None."""
         known = memory.top, tops.shape[0], remembers
         launch = self._launches.get(known)
         if launch is None:
             found = runtime.kernel("statistic.cu", "advance", self._index)
             rest = np.uint32(tops.shape[0]), history_bytes(self._scaling, memory.top, remembers)
             launch = self._launches[known] = found.bound(1024, 5, *rest)
-        buffers = tops, memory.amaxes, memory.factor, memory.calls
-        launch(1, *(t.data_ptr() for t in buffers), in_force)
+        launch(1, tops, memory.amaxes, memory.factor, memory.calls, in_force)
 
     def _launch(
-        self, key: RandomKey | None, addresses: tuple[int, ...], source: Tensor | None = None,
+        self, key: RandomKey | None, tensors: Tensors, source: Tensor | None = None,
         tops: Tensor | None = None, given: bool = False,
     ) -> None:  # fmt: skip
         """Cast; source: amaxes, numbers of blocks or, where it is ``given``, a factor; tops: takes amaxes of parts.
 
         Where x is cast along both its axes the two take the scales and the values of its rows.
         """
-        layout, words = self._layout, [*addresses, *(0 if t is None else t.data_ptr() for t in (source, tops))]
         (grid, threads), key_of = self._size, (given, tops is not None)
         launch = self._launches.get(key_of)
         if launch is None:
             launch = self._launches[key_of] = self._prepared(given, tops is not None)
-        if layout.words == WORDS_NONE:
-            launch(grid, *words)
+        if self._layout.words == WORDS_NONE:
+            launch(grid, *tensors, source, tops)
         else:
-            launch(grid, threads, *map(np.uint64, words), *self._rest, draw_of(self._quantizer.rounding, key))
+            launch(grid, threads, *tensors, source, tops, *self._rest, draw_of(self._quantizer.rounding, key))
 
     def _prepared(self, given: bool, records: bool) -> Callable[..., None]:
         """Return the kernel that casts, compiled; without random words a launch that takes a grid and addresses."""
@@ -304,7 +303,7 @@ class _Plan:
         else:
             tops = torch.empty(self._parts, dtype=torch.int32, device=x.device)
             grid = self._parts
-        launch(grid, x.data_ptr(), tops.data_ptr())
+        launch(grid, x, tops)
         return tops
 
 

@@ -38,19 +38,11 @@ def finish_sums(
     """
     m, n = y.shape
     out = torch.empty_like(y, dtype=dtype)
-    by_column = by_row = False
-    first = second = third = 0
-    if columns is not None:
-        columns = columns.contiguous()
-        by_column, first = columns.shape[0] > 1, columns.data_ptr()
-    if rows is not None:
-        rows = rows.contiguous()
-        by_row, second = rows.shape[0] > 1, rows.data_ptr()
-    if bias is not None:
-        bias = bias.float().contiguous()
-        third = bias.data_ptr()
+    columns, rows = (None if s is None else s.contiguous() for s in (columns, rows))
+    by_column, by_row = (s is not None and s.shape[0] > 1 for s in (columns, rows))
+    bias = None if bias is None else bias.float().contiguous()
     grid, launch = _prepared(m, n, by_column, by_row, dtype, device_index(y))
-    launch(grid, y.data_ptr(), first, second, third, out.data_ptr())
+    launch(grid, y, columns, rows, bias, out)
     return out
 
 

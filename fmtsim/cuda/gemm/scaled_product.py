@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import aligned
 from fmtsim.cuda.runtime import Defines, capability, device_index, kernel, multiprocessors
+from fmtsim.replay import Structure
 from fmtsim.spec.operand import Operand
 
 _FILE: Final = "scaled_product.cu"
@@ -27,6 +28,7 @@ _GROUP: Final = 128  # of the kernels that are compiled ahead
 _TURN = 1024  # outputs of a block of threads that adds parts
 _GROUPS: Final = (64, 128)
 _MOST: Final = 1 << 30
+_SIDE: Final = struct.Struct("=QqQqqii")  # an operand, to the kernel
 
 
 def covers_groups(a: Operand, b: Operand) -> bool:
@@ -96,12 +98,12 @@ def _add_parts(sums: Tensor, bias: Tensor | None, out: Tensor, index: int) -> No
     run(-(-out.numel() // _TURN), _TURN // 4, sums, bias, out, *sizes)
 
 
-def _packed(x: Operand) -> bytes:
+def _packed(x: Operand) -> Structure:
     assert x.scale is not None
     stride = max(x.elements.stride())
     steps = [0 if size == 1 else step for size, step in zip(x.scale.shape, x.scale.stride(), strict=True)]
-    addresses = x.elements.data_ptr(), stride, x.scale.data_ptr()
-    return struct.pack("=QqQqqii", *addresses, *steps, x.block[0].bit_length() - 1, x.elements.shape[0])
+    numbers = *steps, x.block[0].bit_length() - 1, x.elements.shape[0]
+    return Structure(_SIDE, (x.elements, stride, x.scale, *numbers))
 
 
 def _tiles(m: int, n: int) -> int:

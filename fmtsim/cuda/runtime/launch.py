@@ -8,12 +8,14 @@ kernel takes; after that a launch fills one buffer and calls ``cuLaunchKernel``.
 import ctypes
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from fmtsim.errors import DeviceError
+from fmtsim.replay import Structure, current_gpu, current_stream, launched, word_of
 
 SLOT = 16  # every argument begins at a multiple of as many bytes, which suits structures of 16-byte words too
 ANNOUNCED = 48 * 1024  # more bytes of dynamic shared memory than this must be announced to the driver
@@ -28,11 +30,6 @@ _WORD = np.uint64(0)
 
 Layers = int | tuple[int, ...]  # of a grid, or of a block of threads: up to three
 Bound = Callable[..., None]
-
-_raw_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 class Kernel:
@@ -63,12 +60,15 @@ class Kernel:
     def __call__(self, grid: Layers, block: Layers, *arguments: Any, shared: int = 0) -> None:
         """Launch: tensors pass their address, None a null pointer, numpy scalars their value, bytes a structure.
 
+        A structure that holds addresses is a ``Structure``, so that a launch can be repeated (fmtsim/replay.py).
+
         ``grid`` and ``block`` are ints or tuples of up to three; ``shared`` is the dynamic shared memory in bytes.
 
         Raises:
             DeviceError: The driver refuses the launch.
             TypeError: The arguments are not what the kernel takes.
         """
+        launched(partial(self, shared=shared), grid, (block, *arguments))
         layout = self._layouts.get(tuple(map(type, arguments))) or self._lay_out(arguments)
         if shared > self._shared:
             self._announce(shared)
@@ -81,8 +81,8 @@ class Kernel:
 
         Args:
             block: As in a call.
-            leading: How many arguments come with each launch: addresses or integers of 64 bits, as Python ints; or the
-                sizes of as many structures, which come as bytes.
+            leading: How many arguments come with each launch: tensors, None, or integers of 64 bits as Python ints; or
+                the sizes of as many structures, which come as in a call.
             rest: The arguments behind them, as in a call.
 
         Returns:
@@ -97,21 +97,26 @@ class Kernel:
         codes = "".join("Q8x" if words else f"{size}s{-size % SLOT}x" for size in layout.sizes[: len(first)])
         threads, pack, free = _three(block), struct.Struct(f"={codes}").pack_into, layout.free
 
-        def launch(grid: Layers, *given: Any) -> None:
+        def start(blocks: tuple[int, ...], *given: Any) -> None:
             try:
                 memory = free.pop()
             except IndexError:  # the first launch, or as many at once as never before
                 memory = layout.fill((*first, *rest))
             pack(memory.bytes, 0, *given)
-            self._start((grid, 1, 1) if isinstance(grid, int) else _three(grid), threads, 0, memory.address)
+            self._start(blocks, threads, 0, memory.address)
             free.append(memory)
+
+        def launch(grid: Layers, *given: Any) -> None:
+            blocks = _three(grid)
+            launched(start, blocks, given, words=True)
+            start(blocks, *map(word_of, given))
 
         return launch
 
     def _start(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> None:
         """Ask the driver for a launch with arguments at an address."""
-        if _current_device() == self._index:
-            stream = _raw_stream(self._index)
+        if current_gpu() == self._index:
+            stream = current_stream(self._index)
             (error,) = self._launch(self._function, *blocks, *threads, shared, stream, address, 0)
             if error and int(error) in NO_CONTEXT:
                 error = self._launch_in_context(blocks, threads, shared, address)
@@ -126,7 +131,7 @@ class Kernel:
         from cuda.bindings import driver
 
         checked(driver.cuCtxSetCurrent(self._context), self._name)
-        stream = _raw_stream(self._index)
+        stream = current_stream(self._index)
         return self._launch(self._function, *blocks, *threads, shared, stream, address, 0)[0]
 
     def _refused(self, error: int, how: str) -> DeviceError:
@@ -192,24 +197,24 @@ class _Layout:
             self._offsets.append(self._size)
             text += f"{code}{-size % SLOT}x"
             self._size += size + -size % SLOT
-        self._structures = [(i, size) for i, size in enumerate(self.sizes) if isinstance(arguments[i], bytes)]
+        self._structures = [(i, n) for i, n in enumerate(self.sizes) if isinstance(arguments[i], bytes | Structure)]
         self._pointers = [i for i, value in enumerate(arguments) if value is None or isinstance(value, torch.Tensor)]
         self._pack = struct.Struct(text).pack_into
         self.free: list[_Memory] = []
 
     def fill(self, arguments: tuple[Any, ...]) -> _Memory:
         """Return memory that holds the arguments; put it back into ``free`` after the launch, which copies it."""
+        values = list(arguments)
         for place, size in self._structures:
-            if len(arguments[place]) != size:
-                raise TypeError(f"a structure of {size} bytes was given {len(arguments[place])}")
+            values[place] = data = bytes(arguments[place])
+            if len(data) != size:
+                raise TypeError(f"a structure of {size} bytes was given {len(data)}")
         try:
             memory = self.free.pop()
         except IndexError:
             memory = _Memory(self._offsets, self._size)
-        values = list(arguments)
         for place in self._pointers:
-            value = values[place]
-            values[place] = 0 if value is None else value.data_ptr()
+            values[place] = word_of(values[place])
         self._pack(memory.bytes, 0, *values)
         return memory
 
@@ -220,6 +225,8 @@ def _code(value: Any) -> str:
         return "Q"
     if isinstance(value, bytes):
         return f"{len(value)}s"
+    if isinstance(value, Structure):
+        return f"{value.layout.size}s"
     if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         kind = {"b": "?", "i": " bh i   q", "u": " BH I   Q", "f": "  e f   d"}[value.dtype.kind]
         return kind[value.dtype.itemsize if len(kind) > 1 else 0]

@@ -10,7 +10,7 @@ import itertools
 import math
 import uuid
 from collections.abc import Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -22,6 +22,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.route import Route
 from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
+from fmtsim.replay import Programs, drawn
 from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
@@ -70,12 +71,14 @@ class Layer:
         sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
         rows: What rows of x come in multiples of: the size that those of these groups share that run along rows.
         routes: What the machine of each product is handed, where it has one.
+        programs: What its passes ask of a GPU.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = _facts_of(config)
+        self.programs = Programs()
         self._counters: dict[torch.device, Tensor] = {}
         self._counted: dict[tuple[str, torch.device], Keys] = {}
         _layers[self.name] = self
@@ -99,7 +102,7 @@ class Layer:
         """
         stream = stream_of(self.generator, use)
         if not traced:
-            return drawn_numbers(stream, like.device)
+            return drawn(partial(drawn_numbers, stream, like.device))
         if isinstance(stream, int):
             return key_tensor(drawn_key(stream, _HOST))
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]

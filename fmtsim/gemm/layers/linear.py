@@ -20,6 +20,7 @@ from fmtsim.dispatch import autocasts, constant_in_graphs, is_bare, is_dense, wi
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
+from fmtsim.gemm.layers.operand import is_on_gpu
 from fmtsim.gemm.layers.operator import Asked
 from fmtsim.gemm.layers.passes import Pass, Saved, saved_of
 from fmtsim.gemm.layers.product import wide_dtype
@@ -27,6 +28,8 @@ from fmtsim.gemm.layers.shared import forget, is_shared, share, shared
 from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
+from fmtsim.replay import kind_of
+from fmtsim.spec.operand import Operand
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
@@ -184,20 +187,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
-        forget()
-        x, w, *saved = ctx.saved_tensors
-        with torch.no_grad(), without_autocast(g.device):
-            rows = _rows(g)
-            source = None if x is None else _rows(x).to(g.dtype)
-            weight = None if w is None else w.to(g.dtype)
-            dx, dw = _gradients(ctx, rows, source, weight, (tuple(saved[:4]), tuple(saved[4:])))
-            dbias = None
-            if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
-                dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
-            grads = [None if dx is None else dx.reshape(ctx.x_shape), dw, dbias]
-        if torch.is_grad_enabled() and is_bare(g.detach()):  # create_graph=True: only then on
-            grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
-        return (*grads, None, None)
+        return _backward(ctx, g, plain=False)
 
 
 class _PlainLinear(torch.autograd.Function):
@@ -210,36 +200,51 @@ class _PlainLinear(torch.autograd.Function):
         _keep(ctx, inputs, tuple(kept))
         return y  # type: ignore[return-value]
 
-    backward = _Linear.backward
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of x, w and bias, each in its tensor's dtype."""
+        return _backward(ctx, g, plain=True)
 
 
 def _forward(
     x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool, shares: bool
 ) -> tuple[Tensor | None, ...]:
     """Return y, and what is kept of x and of w; ``shares``: other layers may take what becomes of x."""
-    dtype = _autocast_dtype(x, x)
-    if w.dtype != dtype:
-        w = autocast_to(w, x)
-    bias = None if bias is None else autocast_to(bias, x)
-    _check(x, dtype, w, bias)
-    left = shared(x, dtype, layer) if shares else None
+    dtypes = _autocast_dtype(x, x), _autocast_dtype(w, x), None if bias is None else _autocast_dtype(bias, x)
+    left = shared(x, dtypes[0], layer) if shares else None
+    run = partial(_product, x, w, bias, left, layer, watchers, dtypes, traced)
     with without_autocast(x.device):
-        config = layer.config
-        run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
-        if left is None:
-            rows = _rows(x if x.dtype == dtype else x.to(dtype))
-            if traced:
-                run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
-            left = run.operand("x_f", rows, -1)
-        elif watchers:
-            run.show("x_f", _rows(x.to(dtype)), left)
-        if shares:
-            share(x, dtype, layer, left)
-        right = run.operand("w_f", w, -1)
-        y = run.product("fprop", left, right, bias, dtype)
+        if traced or watchers or not is_on_gpu(x):
+            y, left, kept = run()
+        else:
+            tensors = x, w, bias, *(() if left is None else (left.elements, left.scale, left.tensor_scale, left.slope))
+            y, left, kept = layer.programs.run((*map(kind_of, tensors), dtypes), tensors, run)
+    if shares:
+        share(x, dtypes[0], layer, left)
+    return y, *kept
+
+
+def _product(
+    x: Tensor, w: Tensor, bias: Tensor | None, left: Operand | None, layer: Layer, watchers: Watchers,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], traced: bool,
+) -> tuple[Tensor, Operand, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Return y, what became of x (``left`` where another layer made it), and what is kept of x and of w."""
+    dtype = dtypes[0]
+    w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
+    _check(x, dtype, w, bias)
+    run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
+    if left is None:
+        rows = _rows(x.to(dtype))
+        if traced:
+            run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
+        left = run.operand("x_f", rows, -1)
+    elif watchers:
+        run.show("x_f", _rows(x.to(dtype)), left)
+    right = run.operand("w_f", w, -1)
+    y = run.product("fprop", left, right, bias, dtype)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    return y, *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
+    return y, left, (*saved_of(left, layer.config.wgrad.b), *saved_of(right, layer.config.dgrad.b))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], kept: Saved) -> None:
@@ -254,13 +259,44 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], kept: Saved) -> None:
     ctx.x_shape = x.shape
 
 
+def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what a layer's Function was given."""
+    forget()
+    tensors = g, *ctx.saved_tensors
+    bare = is_bare(g)
+    run = partial(_all_gradients, ctx, g, tensors[1], tensors[2], (tensors[3:7], tensors[7:]), traced=not bare)
+    with torch.no_grad(), without_autocast(g.device):
+        if plain and bare and is_on_gpu(g) and not ctx.watchers:
+            key = *map(kind_of, tensors), ctx.needs_input_grad, ctx.dtypes, ctx.x_shape
+            grads = ctx.layer.programs.run(key, tensors, run)
+        else:
+            grads = run()
+    if torch.is_grad_enabled() and is_bare(g.detach()):  # create_graph=True: only then on
+        grads = [None if d is None else OnceOnly.apply(d, _ONCE, *tensors[:3]) for d in grads]
+    return (*grads, None, None)
+
+
+def _all_gradients(
+    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved], *, traced: bool
+) -> list[Tensor | None]:
+    """Return the gradients of x, w and the bias."""
+    rows = _rows(g)
+    source = None if x is None else _rows(x).to(g.dtype)
+    weight = None if w is None else w.to(g.dtype)
+    dx, dw = _gradients(ctx, rows, source, weight, saved, traced=traced)
+    dbias = None
+    if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
+        dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
+    return [None if dx is None else dx.reshape(ctx.x_shape), dw, dbias]
+
+
 def _gradients(
-    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved]
+    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved], *, traced: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and w: ``g w`` and ``g^T x`` of quantised operands."""
     wgrad = ctx.layer.config.wgrad
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    run = Pass(ctx.layer, ctx.watchers, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=not is_bare(g))
+    run = Pass(ctx.layer, ctx.watchers, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=traced)
     run.draw_gradients(g, w, x, saved, (needs_x, needs_w))
     both = run.gradient_operands(g) if needs_x and needs_w else None
     first = both[0] if both is not None else None

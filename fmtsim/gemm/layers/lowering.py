@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fmtsim.replay import repeated
+
 Steps = Callable[..., list[Tensor] | Tensor]
 Facts = tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]  # of tensors; None where there is none
 _lowered: dict[Any, Any] = {}
@@ -37,10 +39,10 @@ def call(operator: Any, function: Callable[..., Any]) -> None:
 
     Args:
         operator: An overload.
-        function: What computes it.
+        function: What computes it; what it asks of a GPU is repeated.
     """
     name = "call_" + operator.name().partition("::")[2].replace(".", "_")
-    setattr(torch.ops.fmtsim, name, function)
+    setattr(torch.ops.fmtsim, name, repeated(function))
     _called[operator] = f"torch.ops.fmtsim.{name}"
 
 

@@ -16,6 +16,7 @@ from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import run_product
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import unit_takes
+from fmtsim.replay import refuse
 from fmtsim.spec.call import UNIT_SCALES, Operation, ScaleKind
 from fmtsim.spec.operand import Operand, last_cast
 from fmtsim.spec.quantizer import Quantizer
@@ -48,6 +49,7 @@ def multiply_on_machine(
     Raises:
         ArgumentError, DtypeError, FormatError: These operands are not multiplied together there.
     """
+    refuse()
     rest = _rest_on_machine(a, b, gemm)
     after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, own))
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)

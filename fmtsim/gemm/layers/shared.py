@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import is_untouched
+from fmtsim.replay import current_stream
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 
@@ -61,7 +62,7 @@ def share(x: Tensor, dtype: torch.dtype, layer: Layer, operand: Operand) -> None
 
 def _stream(x: Tensor) -> int:
     """Return the stream on which kernels of a GPU that read a tensor are started."""
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return current_stream(x.get_device()) if x.is_cuda else 0
 
 
 def forget() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fmtsim.cuda import runtime
+from fmtsim.replay import Structure, launched
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 HERE = Path(__file__).parent
@@ -69,6 +70,7 @@ class HostKernel:
         self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *arguments: Any, shared: int = 0
     ) -> None:
         """Run every block of the grid."""
+        launched(partial(self, shared=shared), grid, (block, *arguments))
         grids, blocks = _dimensions(grid), _dimensions(block)
         if not 0 < blocks[0] * blocks[1] * blocks[2] <= 1024 or min(grids) < 1 or max(grids[1:]) > 65535:
             raise EmulatorError(f"{self._name}: grid={grid}, block={block} cannot be launched")
@@ -87,7 +89,7 @@ class HostKernel:
     def bound(self, block: int | tuple[int, ...], leading: int | tuple[int, ...], *rest: Any) -> Callable[..., None]:
         """Return what ``Kernel.bound`` of the engine returns."""
         return lambda grid, *given: self(
-            grid, block, *(v if isinstance(v, bytes) else np.uint64(v) for v in given), *rest
+            grid, block, *(np.uint64(v) if isinstance(v, int) else v for v in given), *rest
         )
 
     def _buffer(self, place: int, value: Any, width: int, kind: int) -> Any:
@@ -96,8 +98,8 @@ class HostKernel:
             if value is not None and value.device.type != "cpu":
                 raise EmulatorError(f"argument {place} of {self._name} is on {value.device}; pass a tensor on the CPU")
             given, data = 2, np.uint64(0 if value is None else value.data_ptr()).tobytes()
-        elif isinstance(value, bytes):
-            given, data = 3, value
+        elif isinstance(value, bytes | Structure):
+            given, data = 3, bytes(value)
         elif isinstance(value, np.generic):
             data = value.tobytes()
             given = 3 if isinstance(value, np.void) else 1 if isinstance(value, np.floating) else 0

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a function asks of a GPU, written down in one call and asked for again in those that follow.
+
+A pass over a layer is a dozen launches, and a hundred calls of Python functions that decide on them, which take the
+host longer than the GPU. What they decide follows from dtypes, shapes and strides. So the second call of a kind is
+written down as lines of Python: the memory that it takes, torch's operations, launches; later calls run these alone.
+Keys of random words are drawn again, in the same order. What looks at numbers, at memory of the host, or at anything
+else that may differ the next time is not written down, and always runs as it is.
+"""
+
+import struct
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
+from types import CodeType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+Result = TypeVar("Result")
+Key = TypeVar("Key")
+
+_MOST: Final = 256  # kinds of calls that are remembered together
+_LARGEST: Final = 4096  # numbers of a tensor that a program may keep
+_ONCE: Final = object()  # a kind of call that was seen once
+_aten = torch.ops.aten
+_EMPTY: Final = (
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)  # fmt: skip
+_VIEWS: Final = (_aten.transpose.int, _aten.t.default, _aten.view.default, _aten._unsafe_view.default)
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+# What code of inductor's calls, in half the time of torch's own functions.
+_empty_on_gpu: Callable[..., Tensor] | None = getattr(_guards, "_empty_strided_cuda", None)
+_view: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", None) or (
+    lambda x, shape, strides, offset: x.as_strided(shape, strides, x.storage_offset() + offset)
+)
+
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+
+class Structure(NamedTuple):
+    """Name an argument of a kernel that is a structure: values as ``struct`` packs them, tensors as their addresses."""
+
+    layout: struct.Struct
+    values: tuple[Tensor | int | bytes | None, ...]
+
+    def __bytes__(self) -> bytes:
+        return self.layout.pack(*map(word_of, self.values))
+
+
+def word_of(value: Any) -> Any:
+    """Return what ``struct`` packs for a value: the address of a tensor, 0 for None, a structure's bytes."""
+    if value is None:
+        return 0
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return bytes(value) if isinstance(value, Structure) else value
+
+
+class _Thread(threading.local):
+    recorder: "_Recorder | None" = None
+
+
+_thread = _Thread()
+
+
+def launched(start: Callable[..., None], first: Any, arguments: Sequence[Any], *, words: bool = False) -> None:
+    """Say that ``start(first, *arguments)`` launches a kernel.
+
+    Args:
+        start: A function, to which nothing happens between calls.
+        first: Anything that is no tensor.
+        arguments: Tensors, None, numbers, bytes, ``Structure``; no addresses in any other way.
+        words: ``start`` takes what ``word_of`` makes of them.
+    """
+    if _thread.recorder is not None:
+        _thread.recorder.launch(start, first, arguments, words=words)
+
+
+def drawn(draw: Callable[[], Key]) -> Key:
+    """Return a key that is drawn in each call."""
+    return draw() if _thread.recorder is None else _thread.recorder.draw(draw)
+
+
+def packed(key: Any, data: bytes, pack: Callable[[Any], bytes]) -> bytes:
+    """Return bytes for a launch, those that ``pack`` made of a key."""
+    if _thread.recorder is not None and key is not None:
+        _thread.recorder.note(key, data, pack)
+    return data
+
+
+def refuse() -> None:
+    """Say that what runs hangs on more than its tensors, or remembers something."""
+    if _thread.recorder is not None:
+        _thread.recorder.fits = False
+
+
+def kind_of(t: Tensor | None) -> Hashable:
+    """Return what a function may decide by of a tensor."""
+    return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16)
+
+
+class Programs:
+    """Run functions, and repeat what they ask of a device."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def run(self, key: Hashable, tensors: Sequence[Tensor | None], function: Callable[[], Result]) -> Result:
+        """Return what a function returns: tensors and other values in tuples, lists and named tuples.
+
+        Args:
+            key: What the function decides by.
+            tensors: Those that it reads, all on one device; no other but constants.
+            function: What is to be done.
+        """
+        if _thread.recorder is not None:
+            return function()
+        found = self._found.get(key)
+        if type(found) is _Program and (found.gpu is None or found.gpu == current_gpu()):
+            return found.run(*tensors)  # type: ignore[no-any-return]
+        if found is _ONCE and not _is_capturing(tensors):
+            recorder = _Recorder(tensors)
+            result = recorder.run(function)
+            self._found[key] = recorder.program(result)
+            return result
+        if found is None and key not in self._found:
+            if len(self._found) >= _MOST:
+                self._found.clear()
+            self._found[key] = _ONCE
+        return function()
+
+
+def repeated(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that repeats what its calls ask of a GPU: of tensors, numbers and text, also in lists."""
+    programs = Programs()
+
+    def run(*arguments: Any) -> Result:
+        tensors: list[Tensor | None] = []
+        key = tuple([_part(x, tensors) for x in arguments])
+        if not all(t is None or t.is_cuda for t in tensors):
+            return function(*arguments)
+        return programs.run(key, tensors, partial(function, *arguments))
+
+    return run
+
+
+def _part(x: Any, tensors: list[Tensor | None]) -> Hashable:
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return kind_of(x)
+    return tuple([_part(each, tensors) for each in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]
+
+
+def _is_capturing(tensors: Sequence[Tensor | None]) -> bool:
+    return any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
+
+
+class _Program(NamedTuple):
+    """Hold what repeats a call, given its tensors, and the GPU whose memory it takes."""
+
+    run: Callable[..., Any]
+    gpu: int | None
+
+
+class _Line(NamedTuple):
+    """Hold a line of a program, the places that it reads and makes, and whether it does more than that."""
+
+    text: str
+    reads: Sequence[int]
+    makes: Sequence[int] = ()
+    acts: bool = True
+
+
+class _Recorder(TorchDispatchMode):
+    """Write down what runs under it.
+
+    A tensor or a key that each call has anew is ``t3`` in a program's text, another value ``c4``: by its place.
+
+    Args:
+        tensors: Those that every call has.
+
+    Attributes:
+        fits: Whether that may be repeated.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.fits = True
+        self._device = next((t.device for t in tensors if t is not None), None)
+        self._names: list[str] = []  # by places
+        self._places: dict[int, int] = {}  # by the identity of tensors and keys
+        self._held: list[Any] = []  # so that an identity is one object's
+        self._memory: list[tuple[int, int]] = []  # first and last address of what is not constant
+        self._constants: dict[str, Any] = {}
+        self._lines: list[_Line] = []
+        self._views: dict[Any, int] = {}  # by what they are views of, and how
+        self._bases: dict[int, tuple[int, int]] = {}  # of views: what they lie in, and how many numbers on
+        self._notes: list[tuple[bytes, int, str]] = []  # bytes that stand for a key, and the function that makes them
+        self._unused: set[int] = set()  # keys that no launch has got
+        for t in tensors:
+            self._new(t)
+        self._inputs = ", ".join(self._names)
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns, which is written down."""
+        with self:
+            _thread.recorder = self
+            try:
+                return function()
+            finally:
+                _thread.recorder = None
+
+    def program(self, result: Any) -> _Program | None:
+        """Return what repeats it, None where nothing may."""
+        returned: list[int] = []
+        lines = [f" return {self._text(result, returned)}"]
+        if not self.fits or self._unused or self._device is None:
+            return None
+        needed = set(returned)
+        for line in reversed(self._lines):
+            if line.acts or needed.intersection(line.makes):
+                touched = {place for place in (*line.reads, *line.makes) if self._names[place].startswith("t")}
+                done = "".join(f"; {self._names[place]} = None" for place in sorted(touched - needed))
+                lines.append(f" {line.text}{done}")
+                needed |= touched
+        text = "\n".join([f"def run({self._inputs}):", *reversed(lines)])
+        exec(_compiled(text), self._constants)
+        return _Program(self._constants["run"], self._device.index if self._device.type == "cuda" else None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch and write it down."""
+        kwargs, _thread.recorder = kwargs or {}, None  # launches inside are the operation's
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            _thread.recorder = self
+        if self.fits:
+            self._operation(func, args, kwargs, made)
+        return made
+
+    def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        found = [made] if isinstance(made, Tensor) else made
+        tensors = isinstance(found, list | tuple) and all(isinstance(t, Tensor) for t in found)
+        if not tensors or func is _aten.lift_fresh.default or any(t.device != self._device for t in found):
+            self.fits = False  # a number of it, or one of the host's
+            return
+        if func in _EMPTY:
+            take = (_empty_on_gpu if made.is_cuda else None) or partial(_empty_strided, made.device)
+            self._make(take, (tuple(made.shape), made.stride(), made.dtype), made)
+        elif func is _aten.detach.default:
+            self._hold(made, self._place(args[0]))
+        elif func in _VIEWS:
+            self._view(args[0], made)
+        elif all(id(t) not in self._places for t in found) or made is args[0]:
+            self._call(func, args, kwargs, [] if made is args[0] else found, single=found is not made)
+        else:
+            self.fits = False
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any], made: Sequence[Tensor], *, single: bool) -> None:
+        """Write down an operation that made tensors, or none where it wrote into one."""
+        reads: list[int] = []
+        given = [self._text(x, reads) for x in args]
+        given += [f"{name}={self._text(x, reads)}" for name, x in kwargs.items()]
+        text, places = f"{self._constant(func)}({', '.join(given)})", [self._place_of_new(t) for t in made]
+        if places:
+            names = ", ".join(self._names[place] for place in places)
+            text = f"{names} = {text}" if single else f"{names}, = {text}"
+        acts = func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+        self._lines.append(_Line(text, reads, places, acts))
+
+    def _view(self, x: Tensor, made: Tensor) -> None:
+        """Write down a view, as one of memory that was taken or given."""
+        place = self._place(x)
+        base, moved = self._bases.get(place, (place, 0))
+        moved += int(made.storage_offset() - x.storage_offset())
+        how = base, tuple(made.shape), made.stride(), moved
+        if how in self._views:
+            self._hold(made, self._views[how])
+            return
+        where = self._views[how] = self._make(_view, how[1:], made, base)
+        self._bases[where] = base, moved
+
+    def _make(self, function: Callable[..., Tensor], values: tuple[Any, ...], made: Tensor, *reads: int) -> int:
+        """Write down that a function made a tensor of tensors at some places, and of values."""
+        place = self._place_of_new(made)
+        given = ", ".join((*(self._names[each] for each in reads), *map(self._constant, values)))
+        self._lines.append(_Line(f"{self._names[place]} = {self._constant(function)}({given})", reads, [place], False))
+        return place
+
+    def launch(self, start: Callable[..., None], first: Any, arguments: Sequence[Any], *, words: bool) -> None:
+        """Write down a launch."""
+        reads: list[int] = []
+        given = [self._text(x, reads, words=words) for x in (first, *arguments)]
+        self._lines.append(_Line(f"{self._constant(start)}({', '.join(given)})", reads))
+
+    def draw(self, draw: Callable[[], Key]) -> Key:
+        """Draw a key, in each call."""
+        _thread.recorder = None
+        with _disable_current_modes():
+            key = draw()
+        _thread.recorder = self
+        place = self._place_of_new(key)
+        self._unused.add(place)
+        self._lines.append(_Line(f"{self._names[place]} = {self._constant(draw)}()", (), [place]))
+        return key
+
+    def note(self, key: Any, data: bytes, pack: Callable[[Any], bytes]) -> None:
+        """Remember what bytes stand for a key, for launches that get them."""
+        place = self._places.get(id(key))
+        if place is not None:
+            self._notes.append((data, place, self._constant(pack)))
+        elif self._notes or self._unused:
+            self.fits = False  # it may be one that was drawn, moved on
+
+    def _new(self, x: Any) -> int:
+        """Return a place for what each call has anew."""
+        place = len(self._names)
+        self._names.append(f"t{place}")
+        if x is not None:
+            self._hold(x, place)
+        return place
+
+    def _hold(self, x: Any, place: int) -> None:
+        """Say that an object is what lies at a place."""
+        self._held.append(x)
+        self._places[id(x)] = place
+        if isinstance(x, Tensor):
+            memory = x.untyped_storage()
+            self._memory.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes()))
+
+    def _place_of_new(self, x: Any) -> int:
+        found = self._places.get(id(x))
+        return self._new(x) if found is None else found
+
+    def _place(self, t: Tensor) -> int:
+        """Return where a tensor is; one that nobody made here is a constant."""
+        found = self._places.get(id(t))
+        if found is None:
+            self.fits &= t.numel() <= _LARGEST and t.device == self._device and not self._moves(t.data_ptr())
+            found = self._places[id(t)] = len(self._names)
+            self._names.append(self._constant(t))
+        return found
+
+    def _constant(self, x: Any) -> str:
+        name = f"c{len(self._constants)}"
+        self._constants[name] = x
+        return name
+
+    def _text(self, x: Any, reads: list[int], *, words: bool = False) -> str:
+        """Return the text of a value, or of what ``word_of`` makes of it; reads: takes the places that it names."""
+        if x is None:
+            return "0" if words else "None"
+        if isinstance(x, Tensor):
+            place = self._place(x)
+            reads.append(place)
+            return f"{self._names[place]}.data_ptr()" if words else self._names[place]
+        if isinstance(x, Structure):
+            values = [self._text(value, reads, words=True) for value in x.values]
+            return f"{self._constant(x.layout.pack)}({', '.join(values)})"
+        if isinstance(x, bytes):
+            return self._bytes(x, reads)
+        if isinstance(x, int | np.integer) and self._moves(int(x)):
+            self.fits = False
+        if isinstance(x, list | tuple) and any(isinstance(each, Tensor | tuple | list) for each in x):
+            parts, kind = "".join(f"{self._text(each, reads)}, " for each in x), type(x)
+            return f"[{parts}]" if kind is list else f"{'' if kind is tuple else self._constant(kind)}({parts})"
+        return self._constant(x)
+
+    def _bytes(self, data: bytes, reads: list[int]) -> str:
+        """Return the same of bytes, which hold addresses in no other way than ``Structure``."""
+        for start in range(0, len(data) - 7, 4):
+            if self._moves(int.from_bytes(data[start : start + 8], "little")):
+                self.fits = False
+        pieces, end = [], 0
+        found = [(data.find(made), -len(made), place, pack) for made, place, pack in self._notes if made in data]
+        for start, size, place, pack in sorted(found):
+            self._unused.discard(place)
+            if start >= end:  # else part of one that was longer
+                reads.append(place)
+                pieces += [self._constant(data[end:start]), f"{pack}({self._names[place]})"]
+                end = start - size
+        return f"b''.join(({', '.join((*pieces, self._constant(data[end:])))}))" if pieces else self._constant(data)
+
+    def _moves(self, address: int) -> bool:
+        """Say whether a number is an address in memory that each call has anew."""
+        return any(first <= address < last for first, last in self._memory)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<fmtsim.replay>", "exec")
+
+
+def _empty_strided(device: torch.device, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
