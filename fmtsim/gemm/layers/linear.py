@@ -217,7 +217,8 @@ def _forward(
         if traced or watchers or not is_on_gpu(x):
             y, left, kept = run()
         else:
-            tensors = x, w, bias, *(() if left is None else (left.elements, left.scale, left.tensor_scale, left.slope))
+            parts = () if left is None else (each for each in left if isinstance(each, Tensor))
+            tensors = x, w, bias, *parts
             y, left, kept = layer.programs.run((*map(kind_of, tensors), dtypes), tensors, run)
     if shares:
         share(x, dtypes[0], layer, left)
