@@ -203,11 +203,12 @@ class _Recorder(TorchDispatchMode):
         self._lines: list[_Line] = []
         self._views: dict[Any, int] = {}  # by what they are views of, and how
         self._bases: dict[int, tuple[int, int]] = {}  # of views: what they lie in, and how many numbers on
+        self._shown: set[int] = set()  # views of what a call was given: torch counts what is written into those
         self._notes: list[tuple[bytes, int, str]] = []  # bytes that stand for a key, and the function that makes them
         self._unused: set[int] = set()  # keys that no launch has got
         for t in tensors:
             self._new(t)
-        self._inputs = ", ".join(self._names)
+        self._given = len(self._names)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Return what a function returns, which is written down."""
@@ -222,7 +223,7 @@ class _Recorder(TorchDispatchMode):
         """Return what repeats it, None where nothing may."""
         returned: list[int] = []
         lines = [f" return {self._text(result, returned)}"]
-        if not self.fits or self._unused or self._device is None:
+        if not self.fits or self._unused or self._device is None or self._shown.intersection(returned):
             return None
         needed = set(returned)
         for line in reversed(self._lines):
@@ -231,7 +232,7 @@ class _Recorder(TorchDispatchMode):
                 done = "".join(f"; {self._names[place]} = None" for place in sorted(touched - needed))
                 lines.append(f" {line.text}{done}")
                 needed |= touched
-        text = "\n".join([f"def run({self._inputs}):", *reversed(lines)])
+        text = "\n".join([f"def run({', '.join(self._names[: self._given])}):", *reversed(lines)])
         exec(_compiled(text), self._constants)
         return _Program(self._constants["run"], self._device.index if self._device.type == "cuda" else None)
 
@@ -287,6 +288,8 @@ class _Recorder(TorchDispatchMode):
             return
         where = self._views[how] = self._make(_view, how[1:], made, base)
         self._bases[where] = base, moved
+        if base < self._given:
+            self._shown.add(where)
 
     def _make(self, function: Callable[..., Tensor], values: tuple[Any, ...], made: Tensor, *reads: int) -> int:
         """Write down that a function made a tensor of tensors at some places, and of values."""

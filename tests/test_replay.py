@@ -62,7 +62,7 @@ def test_the_third_call_is_a_program():
     def function(device, x):
         y = torch.empty_like(x.mT.contiguous())
         device.add(3, x, y, None, np.int32(5))
-        return y.copy_(x.mT).add_(1), (x.view(6, 4), [None, 7, "text"])
+        return y.copy_(x.mT).add_(1), (x.view(6, 4) + 0, [None, 7, "text"])
 
     device, made = calls(function)
     assert device.decided == 2
@@ -170,6 +170,7 @@ def large_constant(device, x, held=torch.ones(100, 100)):  # noqa: B008 - one fo
         address_as_number,
         address_in_bytes,
         large_constant,
+        lambda device, x: [x.mT],
     ],
 )
 def test_what_may_differ_is_never_repeated(function):

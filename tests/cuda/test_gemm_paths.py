@@ -152,6 +152,25 @@ def test_operands_of_any_dtype_and_stride(case, device):
         assert_same_bits(sums[0], want)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_exponents_of_long_rows(turned, device):
+    """The largest exponent of a row of bfloat16, or what stands for zeros and for NaN, wherever it lies."""
+    spec, k = CASES["tensor core bf16"].spec, 2500
+    a = torch.full((70, k), 2.0**-20)
+    for row, (place, value) in enumerate(
+        [(k - 1, 8.0), (0, 2.0**60), (1030, -3.0), (256, 2.0**-126), (k - 2, torch.nan)]
+    ):
+        a[row, place] = value
+    a[5], a[6, ::2] = 0, 0
+    a = a.bfloat16().mT.contiguous().mT if turned else a.bfloat16()
+    job = job_of(a, a, spec, device=device)
+    plan = fp64_tensor_core._plan(job)
+    shape = fp64_tensor_core._shape_of(job, plan)
+    _, bases = fp64_tensor_core._packed(job, plan, shape, -(-job.order.blocks // shape.run) * shape.run, True)
+    nothing, special = -(1 << 20), 1 << 21
+    assert bases.tolist() == [3, 60, 1, -20, special, nothing, *[-20] * 64, *[nothing] * 58]
+
+
 @paths
 def test_tiles_with_specials_are_left(case, device):
     """A NaN in the last row and an Inf, or scales that are NaN and far from 1, leave three tiles of four."""

@@ -32,6 +32,8 @@ _HIGH_WORD = 21  # bits of a significand that the high word of a double holds
 _EIGHT = 8.0  # a spacing by which the kernels of short sums divide without a multiplication
 _LOWEST_POWER, _HIGHEST_POWER = -126, 127  # exponents of normal bfloat16
 _TINY = (1023 - 300) << 20  # high word of what stands for a zero (fp64_tensor_core_layout.cuh)
+_ROW_OF_ZEROS = -(1 << 20)  # fp64_tensor_core_layout.cuh
+_EACH = 32  # numbers that a thread of row_exponents looks at
 _SLACK = 0.25  # of the spacing above log2(block): M's fraction must leave room for the sum
 
 
@@ -231,11 +233,12 @@ def _packed(job: Job, plan: FloorPlan, shape: Shape, pitch: int, first: bool) ->
     rows = ROWS_A if first else shape.rows_b
     panels = panels_of(x.shape[0], rows)
     records = torch.empty(panels * pitch * shape.record(rows, first), dtype=torch.uint8, device=x.device)
-    bases = torch.zeros(panels * rows, dtype=torch.int32, device=x.device)
+    bases = torch.full((panels * rows,), _ROW_OF_ZEROS if plan.wide else 0, dtype=torch.int32, device=x.device)
     powers = _table(plan, side, x.device)
     operand = _operand(job, plan, side, x, scales if scaled else None, powers.numel())
     if plan.wide:
-        grid = panels * rows // (8 if x.stride(1) == 1 else 32)
+        together = 8 if x.stride(1) == 1 else 32
+        grid = panels * rows // together, -(-x.shape[1] * together // (_EACH * THREADS))
         runtime.kernel(_PACK, "row_exponents", index, defines)(grid, THREADS, operand, np.int32(x.shape[1]), bases)
     runtime.kernel(_PACK, "pack_operand", index, defines)(
         (pitch // shape.run, panels * rows // 32), THREADS, operand, powers, job.order.source,

@@ -210,7 +210,7 @@ DEVICE void mark(const Sums& s, const Tile tile) {
 DEVICE bool within_range(const Floor& f, const Tile tile, const i32* a_bases, const i32* b_bases, i32& least,
                          i32* scratch) {
   bool special = false;
-  if (WIDE && threadIdx.x < 4) scratch[threadIdx.x] = threadIdx.x & 1 ? -ROW_OF_ZEROS : ROW_OF_ZEROS;
+  if (WIDE && threadIdx.x < 4) scratch[threadIdx.x] = threadIdx.x & 1 ? -FAR : FAR;
   if (WIDE) __syncthreads();
   for (int i = threadIdx.x; i < ROWS_A + ROWS_B; i += THREADS) {
     const bool first = i < ROWS_A;

@@ -23,8 +23,9 @@
 #define WORDS ((SPAN + 31) / 32)
 
 // What row_exponents and pack_operand say about a row: its base (the largest exponent, 0 if not WIDE), or one of these.
-#define ROW_OF_ZEROS (1 << 20)
-#define ROW_OF_SPECIALS (1 << 21)
+#define FAR (1 << 20)  // from any exponent
+#define ROW_OF_ZEROS (-FAR)
+#define ROW_OF_SPECIALS (2 * FAR)
 
 DEVICE constexpr int value_bytes(int rows, bool whole) { return rows * SPAN * (whole ? 8 : 4); }
 DEVICE constexpr int power_bytes(int rows) { return rows * SPAN * 2; }

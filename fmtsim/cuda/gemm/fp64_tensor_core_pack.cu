@@ -8,6 +8,7 @@
 #define THREADS 256
 #define PLACES (SPAN > 64 ? SPAN : 64 / SPAN * SPAN)  // places that a thread block packs, of 32 rows
 #define PITCH (PLACES + 1)
+#define EACH 32  // numbers that a thread of row_exponents looks at
 #define BY_CODE (TYPE <= TYPE_E8M0 && !WIDE && !SCALED)  // 256 codes: a thread turns one into what is packed
 #define SPECIAL 0x10000u                                      // beside a power in 16 bits
 
@@ -181,28 +182,28 @@ pack_operand(const Operand x, const u16* powers, const i32* order, i32 blocks, i
   write_bits(highs, record, first_row % ROWS, x.zero);
 }
 
-// Find the largest exponent of every row (WIDE). Grid: groups of 8 rows, one warp a row.
+// Find the largest exponent of every row (WIDE); `bases` are ROW_OF_ZEROS before. Grid: x counts groups of rows, y parts
+// of k. 8 warps share 8 rows or, where these lie side by side, 32: neighbouring threads read neighbouring addresses.
 KERNEL __launch_bounds__(THREADS) row_exponents(const Operand x, i32 k_count, i32* bases) {
+  __shared__ i32 found[THREADS];
   const bool along = x.k_stride == 1;
   const i32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  i32 largest = -ROW_OF_ZEROS;
-  __shared__ i32 found[256];
-  // Neighbouring threads read neighbouring addresses: 8 warps share 8 rows, or 32 rows where those lie side by side.
-  const i32 rows = along ? 8 : 32, row = blockIdx.x * rows + (along ? warp : lane);
-  bool special = false;
+  const i32 rows = along ? 8 : 32, row = blockIdx.x * rows + (along ? warp : lane), step = THREADS / rows;
+  const i32 first = (blockIdx.y * EACH) * step + (along ? lane : warp);
+  i32 largest = ROW_OF_ZEROS;
   if (row < x.rows) {
-    for (i32 k = along ? lane : warp; k < k_count; k += along ? 32 : 8) {
+#pragma unroll 8
+    for (i32 i = 0; i < EACH; ++i) {
+      const i32 k = first + i * step;
+      if (k >= k_count) break;
       const Element e = element(x, row, k);
-      special |= e.special;
+      if (e.special) largest = ROW_OF_SPECIALS;
       if (e.value != 0.0) largest = max(largest, e.exponent);
     }
   }
-  found[along ? warp * 32 + lane : lane * 8 + warp] = special ? ROW_OF_SPECIALS : largest;
+  found[along ? warp * 32 + lane : lane * 8 + warp] = largest;
   __syncthreads();
-  const i32 each = 256 / rows;
-  if (threadIdx.x < rows) {
-    i32 result = -ROW_OF_ZEROS;
-    for (i32 i = 0; i < each; ++i) result = max(result, found[threadIdx.x * each + i]);
-    bases[blockIdx.x * rows + threadIdx.x] = result == -ROW_OF_ZEROS ? ROW_OF_ZEROS : result;
-  }
+  if (threadIdx.x >= rows) return;
+  for (i32 i = 0; i < step; ++i) largest = max(i == 0 ? ROW_OF_ZEROS : largest, found[threadIdx.x * step + i]);
+  if (largest != ROW_OF_ZEROS) atomicMax(bases + blockIdx.x * rows + threadIdx.x, largest);
 }

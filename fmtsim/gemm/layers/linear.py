@@ -212,7 +212,7 @@ def _forward(
     """Return y, and what is kept of x and of w; ``shares``: other layers may take what becomes of x."""
     dtypes = _autocast_dtype(x, x), _autocast_dtype(w, x), None if bias is None else _autocast_dtype(bias, x)
     left = shared(x, dtypes[0], layer) if shares else None
-    run = partial(_product, x, w, bias, left, layer, watchers, dtypes, traced)
+    run = partial(_product, x, w, bias, left, layer, watchers, dtypes, traced=traced, shares=shares)
     with without_autocast(x.device):
         if traced or watchers or not is_on_gpu(x):
             y, left, kept = run()
@@ -220,16 +220,16 @@ def _forward(
             parts = () if left is None else (each for each in left if isinstance(each, Tensor))
             tensors = x, w, bias, *parts
             y, left, kept = layer.programs.run((*map(kind_of, tensors), dtypes), tensors, run)
-    if shares:
+    if left is not None:
         share(x, dtypes[0], layer, left)
     return y, *kept
 
 
 def _product(
     x: Tensor, w: Tensor, bias: Tensor | None, left: Operand | None, layer: Layer, watchers: Watchers,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], traced: bool,
-) -> tuple[Tensor, Operand, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Return y, what became of x (``left`` where another layer made it), and what is kept of x and of w."""
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], *, traced: bool, shares: bool,
+) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Return y, what became of x where that is shared (``left`` if another layer made it), and what is kept."""
     dtype = dtypes[0]
     w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
     _check(x, dtype, w, bias)
@@ -245,7 +245,7 @@ def _product(
     y = run.product("fprop", left, right, bias, dtype)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    return y, left, (*saved_of(left, layer.config.wgrad.b), *saved_of(right, layer.config.dgrad.b))
+    return y, left if shares else None, (*saved_of(left, layer.config.wgrad.b), *saved_of(right, layer.config.dgrad.b))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], kept: Saved) -> None:
