@@ -143,16 +143,20 @@ def repeated(function: Callable[..., Result]) -> Callable[..., Result]:
     programs = Programs()
 
     def run(*arguments: Any) -> Result:
-        tensors: list[Tensor | None] = []
+        tensors: list[Tensor] = []
         key = tuple([_part(x, tensors) for x in arguments])
-        if not all(t is None or t.is_cuda for t in tensors):
+        if not all(map(_is_on_gpu, tensors)):
             return function(*arguments)
         return programs.run(key, tensors, partial(function, *arguments))
 
     return run
 
 
-def _part(x: Any, tensors: list[Tensor | None]) -> Hashable:
+def _is_on_gpu(t: Tensor) -> bool:
+    return t.is_cuda
+
+
+def _part(x: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(x, Tensor):
         tensors.append(x)
         return kind_of(x)

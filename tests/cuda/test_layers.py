@@ -9,7 +9,7 @@ from torch import nn
 
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.cuda.cast import hadamard, scaled
-from fmtsim.gemm.layers import passes
+from fmtsim.gemm.layers import operator, passes
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
@@ -163,6 +163,25 @@ def test_operands_of_a_pass_are_those_that_are_drawn_one_by_one(name, on_card):
         assert (made.tensor_scale is None) == (alone.tensor_scale is None)
         if made.tensor_scale is not None:
             assert_same_bits(made.tensor_scale, alone.tensor_scale)
+
+
+@pytest.mark.parametrize("name", ["te_nvfp4", "quartet"])
+def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
+    """With the draws of its pass, and other tensors than the call that was written down."""
+    layer, asked, _ = drawn(name, on_card)
+    texts, decided = [text_of(layer.quantizers[each.name]) for each in asked], []
+    monkeypatch.setattr(operator, "quantize_operand", lambda *x, **y: decided.append(x) or quantize_operand(*x, **y))
+    layer.counter(on_card)
+    for i in range(5):
+        tensors = [each.t * 2.0**i for each in asked]  # with its strides
+        how = [each.factor for each in asked], [each.dim for each in asked], [each.name for each in asked], texts
+        made = torch.ops.fmtsim.call_draw_operands(layer.name, tensors, *how)
+        layer.counter(on_card).sub_(1)
+        wanted = operator._draws(layer.name, tensors, *how)
+        for one, other in zip(made, wanted, strict=True):
+            assert one.stride() == other.stride()
+            assert_same_bits(one, other)
+    assert len(decided) == len(asked) * (5 + 2)
 
 
 def test_draws_of_another_pass_are_seen(on_card, monkeypatch):

@@ -3,6 +3,7 @@
 
 import torch
 
+from fmtsim import replay
 from fmtsim.gemm.layers import keys, linear, operand, operator, product
 from fmtsim.ops import load_engine
 
@@ -16,6 +17,7 @@ def take_for_gpu(device, monkeypatch):
     for module in _MODULES:
         monkeypatch.setattr(module, "fused_engine", lambda t: load_engine("cuda"), raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: t.dtype != torch.float64, raising=False)
+    monkeypatch.setattr(replay, "_is_on_gpu", lambda t: t.dtype != torch.int64)  # keys are the host's
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y))
 
