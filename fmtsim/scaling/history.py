@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from fmtsim.errors import CollectiveError, first_line
 from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.replay import refuse
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import FLT_MAX, Scales, float32, power_of_two, reciprocal
 from fmtsim.spec.quantizer import Quantizer
@@ -194,6 +195,7 @@ class LearningScale(FrozenScale):
 
     def advance(self, amax: Tensor) -> Scales:
         """Return the scale of a call."""
+        refuse()
         return self.memory.repeated.run(lambda: self.memory.advance(amax), compiled=self._compiled)
 
 

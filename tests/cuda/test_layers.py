@@ -6,10 +6,12 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import fmtsim
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.cuda.cast import hadamard, scaled
-from fmtsim.gemm.layers import operator, passes
+from fmtsim.gemm.layers import linear, operator, passes
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
@@ -335,12 +337,41 @@ def test_kernels_serve_layers_and_remember(name, on_card):
 
 
 def test_a_converted_model_learns_its_scales_on_the_card(on_card):
-    import fmtsim
-
     model = fmtsim.convert(nn.Sequential(nn.Linear(128, 128, bias=False)).to(on_card).bfloat16(), recipe="te_delayed")
     model(bfloat16s(128, 128, device=on_card)).float().sum().backward()
     state = fmtsim.recipe_state(model)["layers"]["0"]
     assert all(int(memory["calls"]) == 1 and float(memory["amaxes"][0]) > 0 for memory in state.values())
+
+
+@pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise"])
+def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
+    """Training, evaluation and activation checkpointing by turns; in the end in buffers that are other tensors."""
+    found, decided, real = [], [0, 0], linear._product
+    for repeats in (True, False):
+        if not repeats:
+            monkeypatch.setattr(Programs, "run", lambda self, key, tensors, function: function())
+
+        def product(*given, repeats=repeats, **more):
+            decided[repeats] += 1
+            return real(*given, **more)
+
+        monkeypatch.setattr(linear, "_product", product)
+        torch.manual_seed(0)
+        model = fmtsim.convert(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(on_card), recipe=name)
+        made = []
+        for i in range(14):
+            x = bfloat16s(128, 128, seed=i, device=on_card) * (i + 1)
+            with torch.autocast(on_card.type, torch.bfloat16):
+                y = checkpoint(model, x, use_reentrant=False) if i % 5 == 4 else model(x)
+                made.append(model.eval()(x).detach() if i % 3 == 2 else y.detach())
+            model.train()
+            y.float().square().sum().backward()
+            if i == 8:
+                model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        found.append([*made, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert decided[True] < decided[False] // 2
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
 
 
 def gradients(run, model, x):
@@ -352,8 +383,6 @@ def gradients(run, model, x):
 @pytest.mark.parametrize("name", ["te_nvfp4_all", "quartet", "quartet2", "intel_2t"])
 def test_replayed_graphs_draw_anew_gpu(name):
     """Gradients of replays of one CUDA graph lie as far apart as those of eager steps, and no two are equal."""
-    import fmtsim
-
     if not fmtsim.cuda.available():
         pytest.skip("needs a GPU")
 
@@ -396,7 +425,7 @@ def test_repeated_passes_have_the_same_bits(name, on_card, monkeypatch):
                 y = run_layer(x, w, bias, layer)
             made += [y.detach(), *torch.autograd.grad(y, (x, w, bias), g)]
         found[repeats] = made
-        programs = list(layer.programs._found.values())
+        programs = list(layer._programs._found.values())
         assert [type(each).__name__ for each in programs] == ["_Program"] * 2 * repeats
     for repeated, decided in zip(found[True], found[False], strict=True):
         assert_same_bits(repeated, decided)

@@ -9,9 +9,9 @@ replayed draws anew. An int seed fixes the keys of every pass, eager or compiled
 import itertools
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,14 +22,15 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.route import Route
 from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
-from fmtsim.replay import Programs, drawn
-from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
+from fmtsim.replay import Programs, drawn, kind_of
+from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard, Sparsity
 
 Generator = int | torch.Generator | None
+Result = TypeVar("Result")
 State = Mapping[str, DelayedScale | FrozenScale | StoredScale]
 
 FORWARD: Final = ("x_f", "w_f")  # operands of the forward pass
@@ -71,14 +72,13 @@ class Layer:
         sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
         rows: What rows of x come in multiples of: the size that those of these groups share that run along rows.
         routes: What the machine of each product is handed, where it has one.
-        programs: What its passes ask of a GPU.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = _facts_of(config)
-        self.programs = Programs()
+        self._programs = Programs()
         self._counters: dict[torch.device, Tensor] = {}
         self._counted: dict[tuple[str, torch.device], Keys] = {}
         _layers[self.name] = self
@@ -107,6 +107,22 @@ class Layer:
             return key_tensor(drawn_key(stream, _HOST))
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
 
+    def memory(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        """Return what passes decide by of what the layer remembers, and the tensors that hold that.
+
+        None where a pass asks Python, or other ranks.
+        """
+        changes: list[bool] = []
+        tensors: list[Tensor] = []
+        for state in self.state.values():
+            direct = state.direct() if isinstance(state, LearningScale) else state
+            held = direct.memory if isinstance(direct, FrozenScale) else direct
+            if held is None or (isinstance(held, DelayedScale) and held.group is not None):
+                return None
+            changes.append(held is direct)
+            tensors += [t for t in held._buffers.values() if t is not None]
+        return tuple(changes), tuple(tensors)
+
     def counted_keys(self, name: str, device: torch.device) -> Keys:
         """Return the keys of an operand in the passes that are counted on a device."""
         found = self._counted.get((name, device))
@@ -116,6 +132,20 @@ class Layer:
             elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]
             found = self._counted[name, device] = Keys(elements, scales, signs, self.counter(device))
         return found
+
+    def repeat(self, key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Result]) -> Result:
+        """Return what a pass returns that reads some tensors, and what the layer remembers, on a GPU.
+
+        Args:
+            key: What else it decides by.
+            tensors: Those that it is given.
+            run: The pass.
+        """
+        memory = self.memory()
+        if memory is None:
+            return run()
+        tensors = *tensors, *memory[1]
+        return self._programs.run((key, memory[0], *map(kind_of, tensors)), tensors, run)
 
     def __reduce__(self) -> Any:
         return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own

@@ -28,7 +28,6 @@ from fmtsim.gemm.layers.shared import forget, is_shared, share, shared
 from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
-from fmtsim.replay import kind_of
 from fmtsim.spec.operand import Operand
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -219,7 +218,7 @@ def _forward(
         else:
             parts = () if left is None else (each for each in left if isinstance(each, Tensor))
             tensors = x, w, bias, *parts
-            y, left, kept = layer.programs.run((*map(kind_of, tensors), dtypes), tensors, run)
+            y, left, kept = layer.repeat(dtypes, tensors, run)
     if left is not None:
         share(x, dtypes[0], layer, left)
     return y, *kept
@@ -268,8 +267,7 @@ def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
     run = partial(_all_gradients, ctx, g, tensors[1], tensors[2], (tensors[3:7], tensors[7:]), traced=not bare)
     with torch.no_grad(), without_autocast(g.device):
         if plain and bare and is_on_gpu(g) and not ctx.watchers:
-            key = *map(kind_of, tensors), ctx.needs_input_grad, ctx.dtypes, ctx.x_shape
-            grads = ctx.layer.programs.run(key, tensors, run)
+            grads = ctx.layer.repeat((ctx.needs_input_grad, ctx.dtypes, ctx.x_shape), tensors, run)
         else:
             grads = run()
     if torch.is_grad_enabled() and is_bare(g.detach()):  # create_graph=True: only then on

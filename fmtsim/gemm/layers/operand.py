@@ -20,7 +20,6 @@ from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.ops import cpu_engine, decode, encode, fused_engine, quantize
-from fmtsim.replay import refuse
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast, times_blocks
 from fmtsim.scaling.constants import constant
@@ -64,8 +63,6 @@ def quantize_operand(
             block formats. Units take them apart.
         factor: What t, bfloat16, is multiplied with first (``multiplied``).
     """
-    if state is not None:
-        refuse()
     if quantizer.source == "stored":
         return _stored_operand(t if dim == -1 else t.mT, quantizer, state)
     if keys is not NO_KEYS and quantizer.then is None:

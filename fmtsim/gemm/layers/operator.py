@@ -30,6 +30,7 @@ from fmtsim.gemm.layers.operand import (
     quantize_operand,
 )
 from fmtsim.ops import Key, define_operator, key_tensor, random_key, with_keys
+from fmtsim.replay import refuse
 from fmtsim.scaling.inlined import covers, inlined
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import Differentiable, StraightThrough
@@ -219,6 +220,8 @@ def _tensors(
     t: Tensor, dim: int, text: str, folded: bool, keys: Keys, state: Memory, factor: Tensor | None
 ) -> list[Tensor]:
     """Return the tensors of an operand, as the compiler was told of them."""
+    if state is not None:
+        refuse()
     call = _call_of(text, t.dtype, is_on_gpu(t), dim, folded)
     made = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
     return [_own(getattr(made, part), turned, part in call.copied, t) for part, turned in call.layout]
