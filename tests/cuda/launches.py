@@ -38,6 +38,7 @@ from fmtsim.errors import FmtsimError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.replay import Structure
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from tests.cuda import sanitize
@@ -68,6 +69,8 @@ def said(argument: Any) -> str:
     """Return an argument without its address."""
     if isinstance(argument, torch.Tensor):
         return f"{str(argument.dtype)[6:]}{list(argument.shape)}"
+    if isinstance(argument, Structure):
+        argument = bytes(argument)
     if isinstance(argument, bytes):
         words = np.frombuffer(argument.ljust(-(-len(argument) // 8) * 8, b"\0"), np.uint64)
         addresses = (words > 0x5000 << 32) & (words < 0x8000 << 32)
