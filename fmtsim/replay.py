@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Result = TypeVar("Result")
 Key = TypeVar("Key")
@@ -200,8 +201,8 @@ class _Recorder(TorchDispatchMode):
         self.fits = True
         self._device = next((t.device for t in tensors if t is not None), None)
         self._names: list[str] = []  # by places
-        self._places: dict[int, int] = {}  # by the identity of tensors and keys
-        self._held: list[Any] = []  # so that an identity is one object's
+        self._places = WeakTensorKeyDictionary()  # of tensors that are still there
+        self._keys: dict[int, tuple[Any, int]] = {}  # those that were drawn, by their identity, and their places
         self._memory: list[tuple[int, int]] = []  # first and last address of what is not constant
         self._constants: dict[str, Any] = {}
         self._lines: list[_Line] = []
@@ -264,7 +265,7 @@ class _Recorder(TorchDispatchMode):
             self._hold(made, self._place(args[0]))
         elif func in _VIEWS:
             self._view(args[0], made)
-        elif all(id(t) not in self._places for t in found) or made is args[0]:
+        elif all(t not in self._places for t in found) or made is args[0]:
             self._call(func, args, kwargs, [] if made is args[0] else found, single=found is not made)
         else:
             self.fits = False
@@ -314,45 +315,43 @@ class _Recorder(TorchDispatchMode):
         with _disable_current_modes():
             key = draw()
         _thread.recorder = self
-        place = self._place_of_new(key)
+        place = self._new(None)
+        self._keys[id(key)] = key, place
         self._unused.add(place)
         self._lines.append(_Line(f"{self._names[place]} = {self._constant(draw)}()", (), [place]))
         return key
 
     def note(self, key: Any, data: bytes, pack: Callable[[Any], bytes]) -> None:
         """Remember what bytes stand for a key, for launches that get them."""
-        place = self._places.get(id(key))
-        if place is not None:
-            self._notes.append((data, place, self._constant(pack)))
+        if id(key) in self._keys:
+            self._notes.append((data, self._keys[id(key)][1], self._constant(pack)))
         elif self._notes or self._unused:
             self.fits = False  # it may be one that was drawn, moved on
 
-    def _new(self, x: Any) -> int:
+    def _new(self, t: Tensor | None) -> int:
         """Return a place for what each call has anew."""
         place = len(self._names)
         self._names.append(f"t{place}")
-        if x is not None:
-            self._hold(x, place)
+        if t is not None:
+            self._hold(t, place)
         return place
 
-    def _hold(self, x: Any, place: int) -> None:
-        """Say that an object is what lies at a place."""
-        self._held.append(x)
-        self._places[id(x)] = place
-        if isinstance(x, Tensor):
-            memory = x.untyped_storage()
-            self._memory.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes()))
+    def _hold(self, t: Tensor, place: int) -> None:
+        """Say that a tensor is what lies at a place."""
+        self._places[t] = place
+        memory = t.untyped_storage()
+        self._memory.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes()))
 
-    def _place_of_new(self, x: Any) -> int:
-        found = self._places.get(id(x))
-        return self._new(x) if found is None else found
+    def _place_of_new(self, t: Tensor) -> int:
+        found: int | None = self._places.get(t)
+        return self._new(t) if found is None else found
 
     def _place(self, t: Tensor) -> int:
         """Return where a tensor is; one that nobody made here is a constant."""
-        found = self._places.get(id(t))
+        found: int | None = self._places.get(t)
         if found is None:
             self.fits &= t.numel() <= _LARGEST and t.device == self._device and not self._moves(t.data_ptr())
-            found = self._places[id(t)] = len(self._names)
+            found = self._places[t] = len(self._names)
             self._names.append(self._constant(t))
         return found
 

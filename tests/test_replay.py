@@ -201,8 +201,10 @@ def test_steps_between_are_let_go():
         last[:] = [weakref.ref(y)]
         return torch.empty(2)
 
-    for _ in range(3):
+    for _ in range(3):  # and while they are written down
         device.call(function, torch.ones(2, 2))
+        gc.collect()
+        assert last[0]() is None
     x = torch.ones(2, 2)
     with Operations() as seen:
         device.call(function, x)
