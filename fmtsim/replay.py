@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
+from re import escape, finditer
 from types import CodeType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -386,13 +387,13 @@ class _Recorder(TorchDispatchMode):
             if self._moves(int.from_bytes(data[start : start + 8], "little")):
                 self.fits = False
         pieces, end = [], 0
-        found = [(data.find(made), -len(made), place, pack) for made, place, pack in self._notes if made in data]
-        for start, size, place, pack in sorted(found):
+        notes = [(m.span(), place, pack) for made, place, pack in self._notes for m in finditer(escape(made), data)]
+        for (start, stop), place, pack in sorted(notes, key=lambda note: (note[0][0], -note[0][1])):
             self._unused.discard(place)
             if start >= end:  # else part of one that was longer
                 reads.append(place)
                 pieces += [self._constant(data[end:start]), f"{pack}({self._names[place]})"]
-                end = start - size
+                end = stop
         return f"b''.join(({', '.join((*pieces, self._constant(data[end:])))}))" if pieces else self._constant(data)
 
     def _moves(self, address: int) -> bool:

@@ -103,7 +103,7 @@ def test_keys_are_drawn_anew_in_their_order():
     def function(device, x):
         one, two = (drawn(lambda: RandomKey(next(numbers))) for _ in range(2))
         data = packed(one, pack(one), pack)
-        device.add(0, x, b"head" + data + b"tail", packed(two, pack(two), pack))
+        device.add(0, x, b"head" + data + b"tail" + data, packed(two, pack(two), pack))
 
     def pack(key):
         return struct.pack("<Q", key.seed + (1 << 60)) * 3
@@ -111,7 +111,8 @@ def test_keys_are_drawn_anew_in_their_order():
     device, _ = calls(function, 6)
     assert device.decided == 2
     for i, (_, (_, one, two)) in enumerate(device.launches):
-        assert one == b"head" + pack(RandomKey(2 * i)) + b"tail" and two == pack(RandomKey(2 * i + 1))
+        data = pack(RandomKey(2 * i))
+        assert one == b"head" + data + b"tail" + data and two == pack(RandomKey(2 * i + 1))
 
 
 def test_what_lies_inside_longer_bytes_of_a_key_is_part_of_them():

@@ -345,7 +345,7 @@ def test_a_converted_model_learns_its_scales_on_the_card(on_card):
 
 @pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise"])
 def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
-    """Training, evaluation and activation checkpointing by turns; in the end in buffers that are other tensors."""
+    """Training, evaluation, inference and activation checkpointing by turns; in the end in other buffers."""
     found, decided, real = [], [0, 0], linear._product
     for repeats in (True, False):
         if not repeats:
@@ -364,6 +364,8 @@ def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
             with torch.autocast(on_card.type, torch.bfloat16):
                 y = checkpoint(model, x, use_reentrant=False) if i % 5 == 4 else model(x)
                 made.append(model.eval()(x).detach() if i % 3 == 2 else y.detach())
+            with torch.inference_mode(), torch.autocast(on_card.type, torch.bfloat16):
+                made.append(model(x).clone())
             model.train()
             y.float().square().sum().backward()
             if i == 8:
