@@ -126,7 +126,7 @@ class Programs:
         if _thread.recorder is not None:
             return function()
         found = self._found.get(key)
-        if type(found) is _Program and (found.gpu is None or found.gpu == current_gpu()):
+        if type(found) is _Program and found.takes(tensors):
             return found.run(*tensors)  # type: ignore[no-any-return]
         if found is _ONCE and not _is_capturing(tensors):
             recorder = _Recorder(tensors)
@@ -170,10 +170,17 @@ def _is_capturing(tensors: Sequence[Tensor | None]) -> bool:
 
 
 class _Program(NamedTuple):
-    """Hold what repeats a call, given its tensors, and the GPU whose memory it takes."""
+    """Hold what repeats a call, given its tensors, which pairs of them are one tensor, and the GPU that it runs on."""
 
     run: Callable[..., Any]
+    same: Sequence[tuple[int, int]]
     gpu: int | None
+
+    def takes(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Say whether a call of its kind is one that it repeats."""
+        if self.same and any(tensors[one] is not tensors[other] for one, other in self.same):
+            return False
+        return self.gpu is None or self.gpu == current_gpu()
 
 
 class _Line(NamedTuple):
@@ -212,7 +219,10 @@ class _Recorder(TorchDispatchMode):
         self._shown: set[int] = set()  # views of what a call was given: torch counts what is written into those
         self._notes: list[tuple[bytes, int, str]] = []  # bytes that stand for a key, and the function that makes them
         self._unused: set[int] = set()  # keys that no launch has got
+        self._same: list[tuple[int, int]] = []
         for t in tensors:
+            if t is not None and t in self._places:
+                self._same.append((self._place(t), len(self._names)))
             self._new(t)
         self._given = len(self._names)
 
@@ -240,7 +250,8 @@ class _Recorder(TorchDispatchMode):
                 needed |= touched
         text = "\n".join([f"def run({', '.join(self._names[: self._given])}):", *reversed(lines)])
         exec(_compiled(text), self._constants)
-        return _Program(self._constants["run"], self._device.index if self._device.type == "cuda" else None)
+        gpu = self._device.index if self._device.type == "cuda" else None
+        return _Program(self._constants["run"], self._same, gpu)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of torch and write it down."""

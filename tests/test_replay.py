@@ -214,6 +214,12 @@ def test_steps_between_are_let_go():
     assert seen.names == ["aten::empty_strided"] * 2  # nobody reads the sum
 
 
+def test_a_tensor_that_comes_twice_is_not_two():
+    device, x, y = Device(), torch.ones(3), torch.full((3,), 2.0)
+    made = [device.call(lambda a, b: a - b, *pair) for pair in ((x, x), (x, x), (y, y), (y, x), (x, y), (x, x))]
+    assert device.decided == 4 and [z[0].item() for z in made] == [0, 0, 0, 1, -1, 0]
+
+
 def test_an_error_is_raised_and_nothing_is_kept():
     wrong = []
 
