@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.reproduce import Claim, Expected, Measured, get_claims, run_claim, run_claims
@@ -151,7 +152,16 @@ def test_zeros_are_drawn_on_a_logarithmic_axis():
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog") and low < 0 and high > 0.3
 
 
-def test_claims_in_processes_are_those_of_one():
+@pytest.fixture
+def one_thread():
+    """Let torch add in the order of one thread, as processes of several do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_claims_in_processes_are_those_of_one(one_thread):
     claims = get_claims(["dge", "lns_adder_tree", "clip"])
     found = {result.claim.name: result for result in run_claims(claims, 2, seeds=2)}
     assert len(found) == 3 and not any(result.error for result in found.values())
