@@ -343,7 +343,7 @@ def test_a_converted_model_learns_its_scales_on_the_card(on_card):
     assert all(int(memory["calls"]) == 1 and float(memory["amaxes"][0]) > 0 for memory in state.values())
 
 
-@pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise"])
+@pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise", "te_nvfp4"])
 def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
     """Training, evaluation, inference and activation checkpointing by turns; in the end in other buffers."""
     found, decided, real = [], [0, 0], linear._product
