@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmtsim import replay
-from fmtsim.replay import Programs, Structure, drawn, launched, packed, refuse, word_of
+from fmtsim.replay import programs
+from fmtsim.replay.hooks import Structure, drawn, launched, packed, refuse, word_of
+from fmtsim.replay.programs import Programs, kind_of
 from fmtsim.spec.cast import RandomKey
 
 PAIR = struct.Struct("<2q8s")
@@ -37,7 +38,7 @@ class Device:
 
     def add(self, first, *given):
         """Write x + number + first into y."""
-        launched(self.started, first, given, words=True)
+        launched(self.started, (first,), given, words=True)
         self.started(first, *map(word_of, given))
 
     def started(self, first, *words):
@@ -48,7 +49,7 @@ class Device:
             self.decided += 1
             return function(*tensors)
 
-        return self.programs.run((key, *map(replay.kind_of, tensors)), tensors, decide)
+        return self.programs.run((key, *map(kind_of, tensors)), tensors, decide)
 
 
 def calls(function, count=4, **how):
@@ -251,6 +252,6 @@ def test_calls_inside_calls_are_part_of_them():
 
 def test_as_many_kinds_of_calls_as_are_remembered():
     device = Device()
-    for key in range(replay._MOST + 1):
+    for key in range(programs._MOST + 1):
         device.call(lambda x: x + 1, torch.ones(1), key=key)
     assert len(device.programs._found) == 1

@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from fmtsim.replay.gpu import captures
+
 
 def lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers on a device, in memory that no CUDA graph owns.
@@ -23,11 +25,6 @@ def lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device
         return make()
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
-
-
-def captures(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being captured: what it makes is not there before it runs, and must not be kept."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def constant(value: float, device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.replay.gpu import captures
 from fmtsim.spec.cast import CastSpec, Random, RandomKey
 from fmtsim.torch_engine import elements
 from fmtsim.torch_engine.philox import cut, in_order, lanes, pieces_of, sharing
@@ -28,7 +29,7 @@ def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> 
     stochastic = spec.rounding.mode == "stochastic"
     if not isinstance(spec.format, FloatFormat | IntFormat) or isinstance(random, RandomKey) != stochastic:
         return False
-    if torch.float64 in (x.dtype, out.dtype) or _is_capturing(x):
+    if torch.float64 in (x.dtype, out.dtype) or captures(x.device):
         return False
     run = compiled(spec, x.dtype, out.dtype, x.device)
     if run is None:
@@ -117,7 +118,3 @@ def compiles_casts(kind: str) -> bool:
     from torch.utils._triton import has_triton
 
     return bool(has_triton())
-
-
-def _is_capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -38,7 +38,7 @@ from fmtsim.errors import FmtsimError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.recipes.catalogue import RECIPES
-from fmtsim.replay import Structure
+from fmtsim.replay.hooks import Structure
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from tests.cuda import sanitize

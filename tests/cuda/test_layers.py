@@ -6,19 +6,17 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.cuda.cast import hadamard, scaled
-from fmtsim.gemm.layers import linear, operator, passes
+from fmtsim.gemm.layers import passes
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import has_both, quantize_both, quantize_operand
-from fmtsim.gemm.layers.operator import Asked, text_of, traced_draws
+from fmtsim.gemm.layers.operator import text_of
 from fmtsim.recipes import get_recipe
-from fmtsim.replay import Programs
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
@@ -26,7 +24,7 @@ from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
 from tests.support.bits import assert_same_bits
-from tests.support.emulated_gpu import take_for_host
+from tests.support.emulated_gpu import drawn, take_for_host
 from tests.support.operands import bfloat16s
 
 SHAPE = (96, 64)
@@ -140,18 +138,6 @@ def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
         assert not torch.allclose(passes[2][0].float().cpu(), other, rtol=1e-2, atol=1e-1)
 
 
-def drawn(name, on_card):
-    """What a pass draws at once of all operands of the backward products of a layer, and what it is made of."""
-    layer = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
-    x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
-    factor = torch.tensor(0.75, device=on_card)
-    asked = Asked("g_d", g, -1), Asked("g_w", g, 0), Asked("w_d", w, 0, factor), Asked("x_w", x, 0, factor)
-    asked = [each for each in asked if each.name in layer.random]
-    if layer.quantizers["x_w"].source == "original":
-        asked = [each._replace(factor=None) for each in asked]
-    return layer, asked, lambda: traced_draws(layer, asked)
-
-
 @pytest.mark.parametrize("name", ["te_nvfp4", "quartet", "mxfp4", pytest.param("quartet2", marks=SLOW)])
 def test_operands_of_a_pass_are_those_that_are_drawn_one_by_one(name, on_card):
     layer, asked, run = drawn(name, on_card)
@@ -165,25 +151,6 @@ def test_operands_of_a_pass_are_those_that_are_drawn_one_by_one(name, on_card):
         assert (made.tensor_scale is None) == (alone.tensor_scale is None)
         if made.tensor_scale is not None:
             assert_same_bits(made.tensor_scale, alone.tensor_scale)
-
-
-@pytest.mark.parametrize("name", ["te_nvfp4", "quartet"])
-def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
-    """With the draws of its pass, and other tensors than the call that was written down."""
-    layer, asked, _ = drawn(name, on_card)
-    texts, decided = [text_of(layer.quantizers[each.name]) for each in asked], []
-    monkeypatch.setattr(operator, "quantize_operand", lambda *x, **y: decided.append(x) or quantize_operand(*x, **y))
-    layer.counter(on_card)
-    for i in range(5):
-        tensors = [each.t * 2.0**i for each in asked]  # with its strides
-        how = [each.factor for each in asked], [each.dim for each in asked], [each.name for each in asked], texts
-        made = torch.ops.fmtsim.call_draw_operands(layer.name, tensors, *how)
-        layer.counter(on_card).sub_(1)
-        wanted = operator._draws(layer.name, tensors, *how)
-        for one, other in zip(made, wanted, strict=True):
-            assert one.stride() == other.stride()
-            assert_same_bits(one, other)
-    assert len(decided) == len(asked) * (5 + 2)
 
 
 def test_draws_of_another_pass_are_seen(on_card, monkeypatch):
@@ -343,39 +310,6 @@ def test_a_converted_model_learns_its_scales_on_the_card(on_card):
     assert all(int(memory["calls"]) == 1 and float(memory["amaxes"][0]) > 0 for memory in state.values())
 
 
-@pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise", "te_nvfp4"])
-def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
-    """Training, evaluation, inference and activation checkpointing by turns; in the end in other buffers."""
-    found, decided, real = [], [0, 0], linear._product
-    for repeats in (True, False):
-        if not repeats:
-            monkeypatch.setattr(Programs, "run", lambda self, key, tensors, function: function())
-
-        def product(*given, repeats=repeats, **more):
-            decided[repeats] += 1
-            return real(*given, **more)
-
-        monkeypatch.setattr(linear, "_product", product)
-        torch.manual_seed(0)
-        model = fmtsim.convert(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(on_card), recipe=name)
-        made = []
-        for i in range(14):
-            x = bfloat16s(128, 128, seed=i, device=on_card) * (i + 1)
-            with torch.autocast(on_card.type, torch.bfloat16):
-                y = checkpoint(model, x, use_reentrant=False) if i % 5 == 4 else model(x)
-                made.append(model.eval()(x).detach() if i % 3 == 2 else y.detach())
-            with torch.inference_mode(), torch.autocast(on_card.type, torch.bfloat16):
-                made.append(model(x).clone())
-            model.train()
-            y.float().square().sum().backward()
-            if i == 8:
-                model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
-        found.append([*made, *(p.grad for p in model.parameters()), *model.buffers()])
-    assert decided[True] < decided[False] // 2
-    for one, other in zip(*found, strict=True):
-        assert_same_bits(one, other)
-
-
 def gradients(run, model, x):
     model.zero_grad(set_to_none=True)
     run(x).float().square().mean().backward()
@@ -404,33 +338,6 @@ def test_replayed_graphs_draw_anew_gpu(name):
     wanted = distances([gradients(eager, eager, x) for _ in range(4)])
     assert min(found) > 0
     assert sum(found) == pytest.approx(sum(wanted), rel=0.1)  # six distances, which scatter by about 2 %
-
-
-REPEATED = ("te_current", "te_mxfp8", "te_nvfp4", "mxfp4", "quartet", "quartet2", "deepseek_v3", "fp8lm")
-
-
-@pytest.mark.parametrize("name", REPEATED)
-def test_repeated_passes_have_the_same_bits(name, on_card, monkeypatch):
-    """Passes that are repeated by what was written down, and those that decide anew: same draws, same bits."""
-    found = {}
-    for repeats in (True, False):
-        torch.manual_seed(0)
-        layer = Layer(get_recipe(name).linear)
-        w = torch.randn(128, 256).to(on_card).requires_grad_()
-        bias = torch.randn(128).to(on_card).requires_grad_()
-        g, made = bfloat16s(2, 64, 128, seed=1).to(on_card), []
-        if not repeats:
-            monkeypatch.setattr(Programs, "run", lambda self, key, tensors, function: function())
-        for i in range(5):
-            x = bfloat16s(2, 64, 256, seed=i).to(on_card).requires_grad_()
-            with torch.autocast(on_card.type, torch.bfloat16):
-                y = run_layer(x, w, bias, layer)
-            made += [y.detach(), *torch.autograd.grad(y, (x, w, bias), g)]
-        found[repeats] = made
-        programs = list(layer._programs._found.values())
-        assert [type(each).__name__ for each in programs] == ["_Program"] * 2 * repeats
-    for repeated, decided in zip(found[True], found[False], strict=True):
-        assert_same_bits(repeated, decided)
 
 
 def test_kernels_cast_twice(on_card, monkeypatch):

@@ -5,7 +5,6 @@ import dataclasses
 import math
 
 import pytest
-import torch
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.reproduce import Claim, Expected, Measured, get_claims, run_claim, run_claims
@@ -150,15 +149,6 @@ def test_zeros_are_drawn_on_a_logarithmic_axis():
     (axes,) = plot_result(run_claim(drawn)).axes
     low, high = axes.get_ylim()
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog") and low < 0 and high > 0.3
-
-
-@pytest.fixture
-def one_thread():
-    """Let torch add in the order of one thread, as processes of several do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_claims_in_processes_are_those_of_one(one_thread):

@@ -3,9 +3,13 @@
 
 import torch
 
-from fmtsim import replay
 from fmtsim.gemm.layers import keys, linear, operand, operator, product
+from fmtsim.gemm.layers.keys import Layer
+from fmtsim.gemm.layers.operator import Asked, traced_draws
 from fmtsim.ops import load_engine
+from fmtsim.recipes import get_recipe
+from fmtsim.replay import programs
+from tests.support.operands import bfloat16s
 
 _MODULES = keys, linear, operand, operator, product
 
@@ -17,7 +21,7 @@ def take_for_gpu(device, monkeypatch):
     for module in _MODULES:
         monkeypatch.setattr(module, "fused_engine", lambda t: load_engine("cuda"), raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: t.dtype != torch.float64, raising=False)
-    monkeypatch.setattr(replay, "_is_on_gpu", lambda t: t.dtype != torch.int64)  # keys are the host's
+    monkeypatch.setattr(programs, "_is_on_gpu", lambda t: t.dtype != torch.int64)  # keys are the host's
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y))
 
@@ -27,3 +31,16 @@ def take_for_host(monkeypatch):
     for module in _MODULES:
         monkeypatch.setattr(module, "fused_engine", lambda t: None, raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: False, raising=False)
+    monkeypatch.setattr(programs, "_is_on_gpu", lambda t: False)
+
+
+def drawn(name, device):
+    """What a pass draws at once of all operands of the backward products of a layer, and what it is made of."""
+    layer = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
+    x, w, g = (bfloat16s(*size, seed=i, device=device) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
+    factor = torch.tensor(0.75, device=device)
+    asked = Asked("g_d", g, -1), Asked("g_w", g, 0), Asked("w_d", w, 0, factor), Asked("x_w", x, 0, factor)
+    asked = [each for each in asked if each.name in layer.random]
+    if layer.quantizers["x_w"].source == "original":
+        asked = [each._replace(factor=None) for each in asked]
+    return layer, asked, lambda: traced_draws(layer, asked)

@@ -34,7 +34,7 @@ from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.exact import codes_of_scales
 from fmtsim.formats.packing import code_dtype, pack, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
-from fmtsim.replay import Structure
+from fmtsim.replay.hooks import Structure
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
 
 UNPACKED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # codes that are not packed

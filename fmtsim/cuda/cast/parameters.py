@@ -10,7 +10,7 @@ import torch
 
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
-from fmtsim.replay import packed
+from fmtsim.replay.hooks import packed
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.scaling.constants import lasting
 from fmtsim.spec.cast import Random, RandomKey

@@ -15,8 +15,8 @@ from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, aligned, draw_o
 from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.replay.gpu import captures
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.constants import captures
 from fmtsim.spec.cast import CastSpec, RandomKey
 
 MOST_RANKS = 64  # a thread holds the casts of all

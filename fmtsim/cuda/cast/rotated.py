@@ -16,7 +16,7 @@ from torch import Tensor
 from fmtsim.cuda.cast.parameters import NO_DRAW, draw_of
 from fmtsim.cuda.cast.rotated_plan import Launch, Plan, kernel_macros, plan_of
 from fmtsim.cuda.runtime import device_index, kernel, multiprocessors
-from fmtsim.replay import Structure, packed
+from fmtsim.replay.hooks import Structure, packed
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.scaling.constants import constant

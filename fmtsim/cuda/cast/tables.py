@@ -20,7 +20,7 @@ from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.general import cast_general
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
-from fmtsim.scaling.constants import captures
+from fmtsim.replay.gpu import captures
 from fmtsim.spec.cast import CastSpec, EncodedParts
 
 RANGES_WORTH = 1 << 16  # elements that pay for a table of ranges

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.errors import DeviceError
+from fmtsim.replay.gpu import captures
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Arithmetic, Datapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -131,7 +132,7 @@ def accumulation_order(k: int, spec: GemmSpec, device: torch.device) -> Accumula
 
 @lru_cache(maxsize=64)
 def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> AccumulationOrder:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if captures(device):
         raise DeviceError(
             f"the order of K={k} products of this unit and plan is not on {device} yet, and a CUDA graph that is being "
             "captured cannot copy it; run the product once before the capture (see fmtsim.cuda.warmup)"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import aligned
 from fmtsim.cuda.runtime import Defines, capability, device_index, kernel, multiprocessors
-from fmtsim.replay import Structure
+from fmtsim.replay.hooks import Structure
 from fmtsim.spec.operand import Operand
 
 _FILE: Final = "scaled_product.cu"

@@ -8,14 +8,14 @@ kernel takes; after that a launch fills one buffer and calls ``cuLaunchKernel``.
 import ctypes
 import struct
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from fmtsim.errors import DeviceError
-from fmtsim.replay import Structure, current_gpu, current_stream, launched, word_of
+from fmtsim.replay.gpu import current_gpu, current_stream
+from fmtsim.replay.hooks import Structure, launched, word_of
 
 SLOT = 16  # every argument begins at a multiple of as many bytes, which suits structures of 16-byte words too
 ANNOUNCED = 48 * 1024  # more bytes of dynamic shared memory than this must be announced to the driver
@@ -60,7 +60,7 @@ class Kernel:
     def __call__(self, grid: Layers, block: Layers, *arguments: Any, shared: int = 0) -> None:
         """Launch: tensors pass their address, None a null pointer, numpy scalars their value, bytes a structure.
 
-        A structure that holds addresses is a ``Structure``, so that a launch can be repeated (fmtsim/replay.py).
+        A structure that holds addresses is a ``Structure``, so that a launch can be repeated (fmtsim/replay).
 
         ``grid`` and ``block`` are ints or tuples of up to three; ``shared`` is the dynamic shared memory in bytes.
 
@@ -68,7 +68,7 @@ class Kernel:
             DeviceError: The driver refuses the launch.
             TypeError: The arguments are not what the kernel takes.
         """
-        launched(partial(self, shared=shared), grid, (block, *arguments))
+        launched(self, (grid, block), arguments, shared=shared)
         layout = self._layouts.get(tuple(map(type, arguments))) or self._lay_out(arguments)
         if shared > self._shared:
             self._announce(shared)
@@ -108,7 +108,7 @@ class Kernel:
 
         def launch(grid: Layers, *given: Any) -> None:
             blocks = _three(grid)
-            launched(start, blocks, given, words=True)
+            launched(start, (blocks,), given, words=True)
             start(blocks, *map(word_of, given))
 
         return launch

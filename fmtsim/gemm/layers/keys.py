@@ -22,7 +22,8 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.route import Route
 from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
-from fmtsim.replay import Programs, drawn, kind_of
+from fmtsim.replay.hooks import drawn
+from fmtsim.replay.programs import Programs, kind_of
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys

@@ -30,7 +30,7 @@ from fmtsim.gemm.layers.operand import (
     quantize_operand,
 )
 from fmtsim.ops import Key, define_operator, key_tensor, random_key, with_keys
-from fmtsim.replay import refuse
+from fmtsim.replay.hooks import refuse
 from fmtsim.scaling.inlined import covers, inlined
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import Differentiable, StraightThrough

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import is_untouched
-from fmtsim.replay import current_stream
+from fmtsim.replay.gpu import current_stream
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 

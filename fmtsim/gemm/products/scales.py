@@ -12,6 +12,7 @@ from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import inner_length
+from fmtsim.replay.gpu import captures
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
@@ -301,7 +302,7 @@ def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[
 def _finite(name: str, scale: Tensor) -> Tensor:
     if scale.dtype != torch.float32:
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass torch.float32")
-    if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+    if captures(scale.device):
         return scale.detach()  # a graph cannot wait for an answer
     if not is_readable(scale):
         checked: Tensor = torch.ops.fmtsim.finite_scales(scale.detach(), name)

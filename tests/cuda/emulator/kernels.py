@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fmtsim.cuda import runtime
-from fmtsim.replay import Structure, launched
+from fmtsim.replay.hooks import Structure, launched
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ class HostKernel:
         self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *arguments: Any, shared: int = 0
     ) -> None:
         """Run every block of the grid."""
-        launched(partial(self, shared=shared), grid, (block, *arguments))
+        launched(self, (grid, block), arguments, shared=shared)
         grids, blocks = _dimensions(grid), _dimensions(block)
         if not 0 < blocks[0] * blocks[1] * blocks[2] <= 1024 or min(grids) < 1 or max(grids[1:]) > 65535:
             raise EmulatorError(f"{self._name}: grid={grid}, block={block} cannot be launched")

@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function asks of a GPU, written down in one call and asked for again in those that follow.
+"""What a call of a function does, as lines of Python that do it again."""
 
-A pass over a layer is a dozen launches, and a hundred calls of Python functions that decide on them, which take the
-host longer than the GPU. What they decide follows from dtypes, shapes and strides. So the second call of a kind is
-written down as lines of Python: the memory that it takes, torch's operations, launches; later calls run these alone.
-Keys of random words are drawn again, in the same order. What looks at numbers, at memory of the host, or at anything
-else that may differ the next time is not written down, and always runs as it is.
-"""
-
-import struct
-import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from re import escape, finditer
 from types import CodeType
@@ -22,12 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fmtsim.replay.gpu import current_gpu
+from fmtsim.replay.hooks import THREAD, Structure
+
 Result = TypeVar("Result")
 Key = TypeVar("Key")
 
-_MOST: Final = 256  # kinds of calls that are remembered together
 _LARGEST: Final = 4096  # numbers of a tensor that a program may keep
-_ONCE: Final = object()  # a kind of call that was seen once
 _aten = torch.ops.aten
 _EMPTY: Final = (
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -37,139 +29,12 @@ _VIEWS: Final = (_aten.transpose.int, _aten.t.default, _aten.view.default, _aten
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 # What code of inductor's calls, in half the time of torch's own functions.
 _empty_on_gpu: Callable[..., Tensor] | None = getattr(_guards, "_empty_strided_cuda", None)
-_view: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", None) or (
+_viewed: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", None) or (
     lambda x, shape, strides, offset: x.as_strided(shape, strides, x.storage_offset() + offset)
 )
 
-current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-current_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)
 
-
-class Structure(NamedTuple):
-    """Name an argument of a kernel that is a structure: values as ``struct`` packs them, tensors as their addresses."""
-
-    layout: struct.Struct
-    values: tuple[Tensor | int | bytes | None, ...]
-
-    def __bytes__(self) -> bytes:
-        return self.layout.pack(*map(word_of, self.values))
-
-
-def word_of(value: Any) -> Any:
-    """Return what ``struct`` packs for a value: the address of a tensor, 0 for None, a structure's bytes."""
-    if value is None:
-        return 0
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return bytes(value) if isinstance(value, Structure) else value
-
-
-class _Thread(threading.local):
-    recorder: "_Recorder | None" = None
-
-
-_thread = _Thread()
-
-
-def launched(start: Callable[..., None], first: Any, arguments: Sequence[Any], *, words: bool = False) -> None:
-    """Say that ``start(first, *arguments)`` launches a kernel.
-
-    Args:
-        start: A function, to which nothing happens between calls.
-        first: Anything that is no tensor.
-        arguments: Tensors, None, numbers, bytes, ``Structure``; no addresses in any other way.
-        words: ``start`` takes what ``word_of`` makes of them.
-    """
-    if _thread.recorder is not None:
-        _thread.recorder.launch(start, first, arguments, words=words)
-
-
-def drawn(draw: Callable[[], Key]) -> Key:
-    """Return a key that is drawn in each call."""
-    return draw() if _thread.recorder is None else _thread.recorder.draw(draw)
-
-
-def packed(key: Any, data: bytes, pack: Callable[[Any], bytes]) -> bytes:
-    """Return bytes for a launch, those that ``pack`` made of a key."""
-    if _thread.recorder is not None and key is not None:
-        _thread.recorder.note(key, data, pack)
-    return data
-
-
-def refuse() -> None:
-    """Say that what runs hangs on more than its tensors, or remembers something."""
-    if _thread.recorder is not None:
-        _thread.recorder.fits = False
-
-
-def kind_of(t: Tensor | None) -> Hashable:
-    """Return what a function may decide by of a tensor."""
-    return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16)
-
-
-class Programs:
-    """Run functions, and repeat what they ask of a device."""
-
-    def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
-
-    def run(self, key: Hashable, tensors: Sequence[Tensor | None], function: Callable[[], Result]) -> Result:
-        """Return what a function returns: tensors and other values in tuples, lists and named tuples.
-
-        Args:
-            key: What the function decides by.
-            tensors: Those that it reads, all on one device; no other but constants.
-            function: What is to be done.
-        """
-        if _thread.recorder is not None:
-            return function()
-        found = self._found.get(key)
-        if type(found) is _Program and found.takes(tensors):
-            return found.run(*tensors)  # type: ignore[no-any-return]
-        if found is _ONCE and not _is_capturing(tensors):
-            recorder = _Recorder(tensors)
-            result = recorder.run(function)
-            self._found[key] = recorder.program(result)
-            return result
-        if found is None and key not in self._found:
-            if len(self._found) >= _MOST:
-                self._found.clear()
-            self._found[key] = _ONCE
-        return function()
-
-
-def repeated(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Return a function that repeats what its calls ask of a GPU: of tensors, numbers and text, also in lists."""
-    programs = Programs()
-
-    def run(*arguments: Any) -> Result:
-        tensors: list[Tensor] = []
-        key = tuple([_part(x, tensors) for x in arguments])
-        if not all(map(_is_on_gpu, tensors)):
-            return function(*arguments)
-        return programs.run(key, tensors, partial(function, *arguments))
-
-    return run
-
-
-def _is_on_gpu(t: Tensor) -> bool:
-    return t.is_cuda
-
-
-def _part(x: Any, tensors: list[Tensor]) -> Hashable:
-    if isinstance(x, Tensor):
-        tensors.append(x)
-        return kind_of(x)
-    return tuple([_part(each, tensors) for each in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]
-
-
-def _is_capturing(tensors: Sequence[Tensor | None]) -> bool:
-    return any(t is not None and t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
-
-
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """Hold what repeats a call, given its tensors, which pairs of them are one tensor, and the GPU that it runs on."""
 
     run: Callable[..., Any]
@@ -192,7 +57,7 @@ class _Line(NamedTuple):
     acts: bool = True
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Write down what runs under it.
 
     A tensor or a key that each call has anew is ``t3`` in a program's text, another value ``c4``: by its place.
@@ -229,13 +94,13 @@ class _Recorder(TorchDispatchMode):
     def run(self, function: Callable[[], Result]) -> Result:
         """Return what a function returns, which is written down."""
         with self:
-            _thread.recorder = self
+            THREAD.recorder = self
             try:
                 return function()
             finally:
-                _thread.recorder = None
+                THREAD.recorder = None
 
-    def program(self, result: Any) -> _Program | None:
+    def program(self, result: Any) -> Program | None:
         """Return what repeats it, None where nothing may."""
         returned: list[int] = []
         lines = [f" return {self._text(result, returned)}"]
@@ -251,15 +116,15 @@ class _Recorder(TorchDispatchMode):
         text = "\n".join([f"def run({', '.join(self._names[: self._given])}):", *reversed(lines)])
         exec(_compiled(text), self._constants)
         gpu = self._device.index if self._device.type == "cuda" else None
-        return _Program(self._constants["run"], self._same, gpu)
+        return Program(self._constants["run"], self._same, gpu)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of torch and write it down."""
-        kwargs, _thread.recorder = kwargs or {}, None  # launches inside are the operation's
+        kwargs, THREAD.recorder = kwargs or {}, None  # launches inside are the operation's
         try:
             made = func(*args, **kwargs)
         finally:
-            _thread.recorder = self
+            THREAD.recorder = self
         if self.fits:
             self._operation(func, args, kwargs, made)
         return made
@@ -287,7 +152,7 @@ class _Recorder(TorchDispatchMode):
         reads: list[int] = []
         given = [self._text(x, reads) for x in args]
         given += [f"{name}={self._text(x, reads)}" for name, x in kwargs.items()]
-        text, places = f"{self._constant(func)}({', '.join(given)})", [self._place_of_new(t) for t in made]
+        text, places = f"{self._constant(func)}({', '.join(given)})", [self._new(t) for t in made]
         if places:
             names = ", ".join(self._names[place] for place in places)
             text = f"{names} = {text}" if single else f"{names}, = {text}"
@@ -303,30 +168,30 @@ class _Recorder(TorchDispatchMode):
         if how in self._views:
             self._hold(made, self._views[how])
             return
-        where = self._views[how] = self._make(_view, how[1:], made, base)
+        where = self._views[how] = self._make(_viewed, how[1:], made, base)
         self._bases[where] = base, moved
         if base < self._given:
             self._shown.add(where)
 
     def _make(self, function: Callable[..., Tensor], values: tuple[Any, ...], made: Tensor, *reads: int) -> int:
         """Write down that a function made a tensor of tensors at some places, and of values."""
-        place = self._place_of_new(made)
+        place = self._new(made)
         given = ", ".join((*(self._names[each] for each in reads), *map(self._constant, values)))
         self._lines.append(_Line(f"{self._names[place]} = {self._constant(function)}({given})", reads, [place], False))
         return place
 
-    def launch(self, start: Callable[..., None], first: Any, arguments: Sequence[Any], *, words: bool) -> None:
-        """Write down a launch."""
+    def launch(self, start: Callable[..., None], fixed: Sequence[Any], given: Sequence[Any], *, words: bool) -> None:
+        """Write down a launch (``launched``)."""
         reads: list[int] = []
-        given = [self._text(x, reads, words=words) for x in (first, *arguments)]
-        self._lines.append(_Line(f"{self._constant(start)}({', '.join(given)})", reads))
+        texts = [*map(self._constant, fixed), *(self._text(x, reads, words=words) for x in given)]
+        self._lines.append(_Line(f"{self._constant(start)}({', '.join(texts)})", reads))
 
     def draw(self, draw: Callable[[], Key]) -> Key:
         """Draw a key, in each call."""
-        _thread.recorder = None
+        THREAD.recorder = None
         with _disable_current_modes():
             key = draw()
-        _thread.recorder = self
+        THREAD.recorder = self
         place = self._new(None)
         self._keys[id(key)] = key, place
         self._unused.add(place)
@@ -353,10 +218,6 @@ class _Recorder(TorchDispatchMode):
         self._places[t] = place
         memory = t.untyped_storage()
         self._memory.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes()))
-
-    def _place_of_new(self, t: Tensor) -> int:
-        found: int | None = self._places.get(t)
-        return self._new(t) if found is None else found
 
     def _place(self, t: Tensor) -> int:
         """Return where a tensor is; one that nobody made here is a constant."""
