@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold reductions over ranks to their simulation, and time the FP8 all-reduce beside torch's, and a backward pass of
-DistributedDataParallel with its hook.
+"""Hold reductions over ranks to their simulation, and time the FP8 all-reduce beside torch's, what a rank computes of
+it by itself, and a backward pass of DistributedDataParallel with its hook. Where there are more ranks than GPUs bits
+are compared, and messages are not timed.
 
 python benchmarks/collectives.py [--device cuda] [--ranks 8] [--megabytes 1 10 100 1000] [--width 2048] [--layers 24]
     [--record FILE]
@@ -31,25 +32,43 @@ import fmtsim
 from fmtsim.cli.output import versions_of, write_json
 from fmtsim.distributed import AutoFactor, Reduction, ReductionState, all_reduce, fp8_hook, get_reduction, simulate
 from fmtsim.distributed.arithmetic import Batch
+from fmtsim.distributed.collective import reduce_batch
 from fmtsim.rounding.modes import Rounding
 
 BYTES = {"torch fp32": 4, "torch bf16": 2, "all_reduce": 1, "hook's": 1, "hook's tree": 1}  # of an element that travels
 
 
 def milliseconds(verb: Callable[[], object], repeat: int, device: torch.device) -> tuple[float, float]:
-    """Return the time of one call among many, of the slowest rank, and the host's part of it."""
+    """Return the time of one call among many, of the slowest rank where there are several, and the host's part."""
     for _ in range(3):
         verb()
     wait(device)
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     began = time.perf_counter()
     for _ in range(repeat):
         verb()
     host = time.perf_counter() - began
     wait(device)
     found = torch.tensor([time.perf_counter() - began, host], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
     return tuple((found / repeat * 1e3).tolist())
+
+
+def gpu_of(rank: int, ranks: int) -> torch.device:
+    """Return the GPU of a rank, and tell NCCL, which has made no group yet, how to send.
+
+    Where there are more ranks than GPUs, ranks share them and call themselves processes of several hosts, since NCCL
+    gives a GPU to one rank of a host: messages go over sockets, their bits are the same, and times say nothing.
+    """
+    gpus = torch.cuda.device_count()
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums of a switch have an order of their own
+    if ranks > gpus:
+        os.environ["NCCL_HOSTID"] = f"host {rank // gpus}"
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    return device
 
 
 def wait(device: torch.device) -> None:
@@ -81,6 +100,51 @@ def differing(device: torch.device, rank: int, ranks: int) -> dict[str, int]:
     return {"reductions": runs, "elements": elements, "differing": int(total)}
 
 
+class Alone:
+    """Stand for a group whose messages take no time: this rank gets what it sends."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def largest(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """Return this rank's."""
+        return x
+
+    def exchange(self, wires: torch.Tensor, what: str) -> torch.Tensor:
+        """Return what this rank sends."""
+        return wires
+
+    def gather(self, wire: torch.Tensor, what: str) -> torch.Tensor:
+        """Return this rank's bytes for all."""
+        return wire.expand(self.size, -1).contiguous()
+
+
+def own_work(megabytes: list[float], repeat: int, device: torch.device, ranks: int) -> list[dict[str, Any]]:
+    """Time what one of many ranks computes, without messages, beside a copy of the tensor, and return a row a size."""
+    print(f"{'MB of fp32':>12s} {'copy':>18s} {'ring':>18s} {'tree':>18s}   ms (host) of a rank's own work", flush=True)
+    rows, msamp = [], get_reduction("msamp")
+    for size in megabytes:
+        x = normal(size, 0, device)
+        out, row = torch.empty_like(x), {"megabytes": size, "elements": x.numel()}
+        batch, alone = Batch(x.unsqueeze(0), (x.numel(),)), Alone(ranks)
+        verbs: dict[str, Callable[[], object]] = {"copy": partial(out.copy_, x)}
+        for order in ("ring", "tree"):
+            reduction = replace(msamp, algorithm=order)
+            verbs[order] = partial(reduce_batch, batch, reduction, None, 0, alone, out, scatter=False)
+        for name, verb in verbs.items():
+            row[name] = dict(zip(("ms", "host_ms"), milliseconds(verb, repeat, device), strict=True))
+        told = (f" {row[name]['ms']:9.3f} ({row[name]['host_ms']:6.3f})" for name in verbs)
+        print(f"{size:12g}" + "".join(told), flush=True)
+        rows.append(row)
+        del x, out, batch, verbs, verb
+    return rows
+
+
+def normal(megabytes: float, seed: int, device: torch.device) -> torch.Tensor:
+    count = max(int(megabytes * 2**20) // 4, 1)
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
 def reductions(
     megabytes: list[float], repeat: int, device: torch.device, rank: int, ranks: int
 ) -> list[dict[str, Any]]:
@@ -91,7 +155,7 @@ def reductions(
     show(rank, f"{'MB of fp32':>12s}" + "".join(f" {name:>26s}" for name in BYTES) + "   ms (host), GB/s busbw")
     rows = []
     for size in megabytes:
-        x = torch.randn(max(int(size * 2**20) // 4, 1), generator=torch.Generator().manual_seed(rank)).to(device)
+        x = normal(size, rank, device)
         copies = [x.clone(), x.bfloat16()]
         verbs: list[Callable[[], object]] = [partial(dist.all_reduce, copy) for copy in copies]
         verbs.append(partial(all_reduce, x, "msamp"))
@@ -143,8 +207,9 @@ def machine(device: torch.device, ranks: int) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(), "ranks": ranks,
+        "devices": min(ranks, torch.cuda.device_count()) if cuda else 1,
         "backend": f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if cuda else "gloo",
-        "nvls": os.environ["NCCL_NVLS_ENABLE"], "cuda": torch.version.cuda, **versions_of(("fmtsim", "torch")),
+        "nvls": os.environ.get("NCCL_NVLS_ENABLE"), "cuda": torch.version.cuda, **versions_of(("fmtsim", "torch")),
         "command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
@@ -154,16 +219,12 @@ def show(rank: int, line: str) -> None:
         print(line, flush=True)
 
 
-def work(rank: int, options: argparse.Namespace, port: int, about: dict[str, Any]) -> None:
+def work(rank: int, options: argparse.Namespace, port: int) -> None:
     cuda = options.device == "cuda"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    device = gpu_of(rank, options.ranks) if cuda else torch.device("cpu")
+    if not cuda:
         torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks
-    )
+    about = machine(device, options.ranks)
     record: dict[str, Any] = {"machine": about}
 
     def keep(name: str, found: Any) -> None:
@@ -172,10 +233,18 @@ def work(rank: int, options: argparse.Namespace, port: int, about: dict[str, Any
             write_json(options.record, record)  # what there is: a run may be cut short
 
     show(rank, ", ".join(f"{name} {value}" for name, value in about.items() if name not in ("command", "date")))
+    if rank == 0:  # the others wait for it
+        keep("own work", own_work(options.megabytes, options.repeat, device, options.ranks))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks
+    )
     keep("bits", differing(device, rank, options.ranks))
     show(rank, "{differing} of {elements} elements of {reductions} reductions differ".format(**record["bits"]))
-    keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
-    keep("backward", backward(options.width, options.layers, options.repeat, device, rank))
+    if cuda and about["devices"] < options.ranks:
+        show(rank, f"{options.ranks} ranks share {about['devices']} GPUs; messages are not timed")
+    else:
+        keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
+        keep("backward", backward(options.width, options.layers, options.repeat, device, rank))
     dist.destroy_process_group()
     if record["bits"]["differing"]:
         sys.exit(1)
@@ -191,14 +260,12 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--record", type=Path, help="write what was measured as JSON")
     options = parser.parse_args()
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums of a switch have an order of their own
-    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
-        parser.error(f"--ranks {options.ranks} needs as many GPUs; there are {torch.cuda.device_count()}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and torch finds none; leave it out for the CPU")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    about = machine(torch.device(options.device), options.ranks)
-    mp.spawn(work, args=(options, port, about), nprocs=options.ranks)
+    mp.spawn(work, args=(options, port), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

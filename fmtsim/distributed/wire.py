@@ -50,16 +50,18 @@ def from_rows(wire: Tensor, like: Encoded, rows: int | None = None) -> Encoded:
 def to_bytes(values: Tensor, spec: CastSpec) -> Tensor:
     """Return values of an element format, 1-d, as uint8 [packed_size(n, bits)].
 
-    A kernel that writes packed codes is taken where there is one: it also saves the look at the codes' range, which
-    waits for a device.
+    A kernel that writes packed codes is taken where there is one. The codes' range is not looked at, here and in
+    ``from_bytes``: that would wait for a device.
     """
     packed = ops.encode_packed(values, spec.to_json(), None)
-    return pack(ops.encode(values, spec).codes, spec.format.bits) if packed is None else packed.codes.view(torch.uint8)
+    if packed is not None:
+        return packed.codes.view(torch.uint8)
+    return pack(ops.encode(values, spec).codes, spec.format.bits, validated=True)
 
 
 def from_bytes(wire: Tensor, spec: CastSpec, count: int) -> Tensor:
     """Return the float32 values [..., count] of bytes [..., packed_size(count, bits)]."""
-    return ops.decode(EncodedParts(unpack(wire, spec.format.bits, count)), spec, torch.float32)
+    return ops.decode(EncodedParts(unpack(wire, spec.format.bits, count)), spec, torch.float32, validated=True)
 
 
 def require_row_blocks(fmt: Format) -> None:

@@ -2,6 +2,7 @@
 """Collectives over NCCL on 2, 4 and 8 GPUs: the bits are those of the simulation on the CPU."""
 
 import dataclasses
+import math
 import os
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import fmtsim
+from benchmarks.collectives import gpu_of
 from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch, fp8_hook, simulate
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.errors import CollectiveError
@@ -21,19 +23,14 @@ from tests.support.reduction_checks import HOOKS, VERBS, inputs, refused, same_b
 from tests.support.reductions import BASE, CASES, gradients
 from tests.support.sharded_training import SHARDED
 
-LIMIT = 60  # seconds, of all processes of a test
-ON_GPUS = [
-    pytest.param(count, marks=pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"))
-    for count in (2, 4, 8)
-]
-on_gpus = pytest.mark.parametrize("size", ON_GPUS)
+LIMIT = 60  # seconds, of all processes of a test, where each has a GPU
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ranks_of = pytest.mark.parametrize("size", [2, 4, 8])
 
 
 def start(rank, size, folder, seconds):
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums of a switch have orders of their own
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    device = gpu_of(rank, size)
     wait = timedelta(seconds=seconds)
     dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=wait)
     return device
@@ -50,7 +47,8 @@ def worker(rank, size, folder, names):
 
 
 def run(target, size, *arguments, limit=LIMIT):
-    """Start a process a GPU; all of them end in time, or the test fails."""
+    """Start a process a rank; all of them end in time, or the test fails. Where GPUs are fewer, ranks share them."""
+    limit *= math.ceil(size / torch.cuda.device_count())
     processes = mp.spawn(target, args=(size, *arguments), nprocs=size, join=False)
     deadline = time.monotonic() + limit
     try:
@@ -163,7 +161,7 @@ def widow(rank, size, folder):
     os._exit(0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gpu_simulation_has_the_bits_of_the_cpu(case):
     each = inputs(4, 3)
@@ -175,7 +173,8 @@ def test_gpu_simulation_has_the_bits_of_the_cpu(case):
     assert [c.to_dict() for c in found.counts] == [c.to_dict() for c in expected.counts]
 
 
-@on_gpus
+@on_gpu
+@ranks_of
 @pytest.mark.parametrize(
     "names", [(*VERBS, "groups"), (*HOOKS, "large buckets", "disagreement")], ids=["verbs", "hooks"]
 )
@@ -183,18 +182,21 @@ def test_gpu_ranks_and_the_simulation_give_the_same_bits(names, size, tmp_path):
     run(worker, size, str(tmp_path), names)
 
 
-@on_gpus
+@on_gpu
+@ranks_of
 def test_gpu_sharded_training_under_recipes_is_that_of_one_process(size, tmp_path):
     run(worker, size, str(tmp_path), tuple(SHARDED)[: 1 + (size > 2)], limit=4 * LIMIT)
 
 
-@on_gpus
+@on_gpu
+@ranks_of
 def test_gpu_a_rank_that_ends_is_named(size, tmp_path):
     run(mourner, size, str(tmp_path))
 
 
 @pytest.mark.slow  # torch 2.11's watchdog takes a minute to write down what ran
-@on_gpus
+@on_gpu
+@ranks_of
 def test_gpu_a_rank_that_ends_in_a_reduction_ends_the_others(size, tmp_path):
     """NCCL's watchdog ends the process when the group's timeout is over and it has written down what ran."""
     with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException), match=r"rocess \d terminated"):

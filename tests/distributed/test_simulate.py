@@ -14,9 +14,10 @@ import torch
 import fmtsim
 from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
 from fmtsim.distributed.gather import HALO, require_whole
-from fmtsim.distributed.wire import require_row_blocks
+from fmtsim.distributed.wire import from_bytes, require_row_blocks, to_bytes
 from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.scaling import History, Scaling
 from tests.support import records
 from tests.support import reduction_oracle as oracle
@@ -264,6 +265,22 @@ def test_formats_that_do_not_travel():
         require_whole(fmtsim.get_format("mxfp4"), HALO)
     with pytest.raises(ArgumentError, match=r"is not one float32 scale from the largest magnitude; choose Scaling\(\)"):
         require_whole(E4M3, Scaling(block=(1, 32)))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "e4m3", "e2m1", "int6", "int8"])
+def test_codes_travel_without_a_look_at_them(name, monkeypatch):
+    """A look would wait for the device."""
+
+    def look(codes):
+        raise AssertionError("codes are looked at")
+
+    fmt = fmtsim.get_format(name)
+    spec, values = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow), gradients(1, 37, 1)[0]
+    expected = fmtsim.quantize(values, fmt)
+    monkeypatch.setattr(torch.Tensor, "aminmax", look)
+    wire = to_bytes(values, spec)
+    assert wire.dtype == torch.uint8 and wire.shape == (-(-37 * fmt.bits // 8),)
+    assert_same_bits(from_bytes(wire, spec, 37), expected)
 
 
 def test_reductions_and_defaults_are_those_that_were_recorded():
