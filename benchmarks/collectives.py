@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold reductions over ranks to their simulation, and time the FP8 all-reduce beside torch's, what a rank computes of
-it by itself, and a backward pass of DistributedDataParallel with its hook. Where there are more ranks than GPUs bits
-are compared, and messages are not timed.
+it by itself, and a backward pass of DistributedDataParallel with its hook. Where there are more ranks than GPUs they
+share them, as if they were on several hosts, and no backward pass is timed.
 
 python benchmarks/collectives.py [--device cuda] [--ranks 8] [--megabytes 1 10 100 1000] [--width 2048] [--layers 24]
     [--record FILE]
@@ -60,7 +60,7 @@ def gpu_of(rank: int, ranks: int) -> torch.device:
     """Return the GPU of a rank, and tell NCCL, which has made no group yet, how to send.
 
     Where there are more ranks than GPUs, ranks share them and call themselves processes of several hosts, since NCCL
-    gives a GPU to one rank of a host: messages go over sockets, their bits are the same, and times say nothing.
+    gives a GPU to one rank of a host: messages go over sockets, and their bits are the same.
     """
     gpus = torch.cuda.device_count()
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # sums of a switch have an order of their own
@@ -112,11 +112,12 @@ class Alone:
 
     def exchange(self, wires: torch.Tensor, what: str) -> torch.Tensor:
         """Return what this rank sends."""
+        self.sent = wires
         return wires
 
     def gather(self, wire: torch.Tensor, what: str) -> torch.Tensor:
-        """Return this rank's bytes for all."""
-        return wire.expand(self.size, -1).contiguous()
+        """Return as many bytes as arrive, some of those that were sent."""
+        return self.sent
 
 
 def own_work(megabytes: list[float], repeat: int, device: torch.device, ranks: int) -> list[dict[str, Any]]:
@@ -240,10 +241,11 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
     )
     keep("bits", differing(device, rank, options.ranks))
     show(rank, "{differing} of {elements} elements of {reductions} reductions differ".format(**record["bits"]))
-    if cuda and about["devices"] < options.ranks:
-        show(rank, f"{options.ranks} ranks share {about['devices']} GPUs; messages are not timed")
-    else:
-        keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
+    shared = cuda and about["devices"] < options.ranks
+    if shared:
+        show(rank, f"{options.ranks} ranks share {about['devices']} GPUs and send over sockets; the times are of that")
+    keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
+    if not shared:
         keep("backward", backward(options.width, options.layers, options.repeat, device, rank))
     dist.destroy_process_group()
     if record["bits"]["differing"]:

@@ -179,6 +179,11 @@ def batch_of(tensors: Sequence[Tensor]) -> Batch:
     return Batch(whole.unsqueeze(0), tuple(x.numel() for x in tensors))
 
 
+def fixed_factor(reduction: Reduction, ranks: int) -> float:
+    """Return the float32 of what multiplies a scaled tensor; 1 where mu does."""
+    return float32({"pre": 1 / ranks, "sqrt": 1 / math.sqrt(ranks)}.get(reduction.factor, 1.0))
+
+
 def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | None) -> Factors:
     """Return the factors of tensors with these largest magnitudes on all ranks.
 
@@ -193,8 +198,7 @@ def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | No
         if scaling is None
         else scales(ones if scaling.statistic == "one" else amaxes, scaling, float(reduction.format.max)).factor
     )
-    fixed = {"pre": 1 / ranks, "post": 1.0, "sqrt": 1 / math.sqrt(ranks)}
-    f = mu if mu is not None else ones * float32(fixed[reduction.factor])
+    f = mu if mu is not None else ones * fixed_factor(reduction, ranks)
     encode = (r * f).clamp(min=FLT_MIN, max=FLT_MAX)
     decode = reciprocal(encode)
     return Factors(encode, torch.div(decode, torch.full_like(decode, ranks)) if reduction.average else decode)

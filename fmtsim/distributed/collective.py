@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmtsim.distributed.arithmetic import Batch, Counts, Hop, batch_of, factors_of, listed, require_mu
+from fmtsim.distributed.arithmetic import Batch, Counts, Hop, batch_of, listed, require_mu
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import require_finite
@@ -118,12 +118,12 @@ def reduce_batch(
     and sends them to all: twice the bytes of a part ``(ranks - 1) / ranks`` of the elements, as much as around a ring.
     """
     stages = stages_of(batch, Hop(reduction, call), ranks.rank, ranks.size, out)
-    factors = factors_of(_amaxes(stages, batch, reduction, ranks), reduction, ranks.size, mu)
-    wires = stages.cast(factors.encode)
+    encode, decode = stages.factors(_amaxes(stages, batch, reduction, ranks), mu)
+    wires = stages.cast(encode)
     if ranks.size > 1 and batch.x.numel():
         sums = stages.sum(ranks.exchange(wires, "the exchange of casts"))
         wires = sums[None] if scatter else ranks.gather(sums, "the exchange of sums")
-    counts = Counts._make(stages.finish(wires, factors.decode))
+    counts = Counts._make(stages.finish(wires, decode))
     if not scatter:
         return counts
     totals = ranks.total(torch.stack(counts[:3]), "the counts of a reduce-scatter")

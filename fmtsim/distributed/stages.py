@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from fmtsim import ops
-from fmtsim.distributed.arithmetic import Batch, Hop, canonical, chunked, each, own_counts, result_counts, scaled
+from fmtsim.distributed.arithmetic import (
+    Batch,
+    Factors,
+    Hop,
+    canonical,
+    chunked,
+    each,
+    factors_of,
+    fixed_factor,
+    own_counts,
+    result_counts,
+    scaled,
+)
 from fmtsim.distributed.simulate import ring, tree
 from fmtsim.formats.packing import packed_size
 
@@ -20,6 +32,9 @@ class Stages(Protocol):
 
     def amaxes(self) -> Tensor:
         """Return the largest finite magnitude of each tensor, float32 [tensors], 0 for a tensor without one."""
+
+    def factors(self, amaxes: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what casts and results are multiplied with, [tensors] each, from the magnitudes of all ranks."""
 
     def cast(self, encode: Tensor) -> Tensor:
         """Return the casts of the elements times the factors [tensors], as wires [ranks, bytes]."""
@@ -36,10 +51,13 @@ def stages_of(batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor) -> Sta
 
     Both have the same bits, those of wires too, so that ranks may differ in it.
     """
-    engine = ops.fused_engine(batch.x)
-    if engine is not None and engine.covers_reduction(hop.spec, batch.x, ranks, out):
-        how = {"tree": hop.reduction.algorithm == "tree", "propagates": hop.reduction.nonfinite == "propagate"}
-        made: Stages = engine.ReductionStages(batch.x, batch.sizes, hop.spec, rank, ranks, hop.key(0, 0), out, **how)
+    engine, record = ops.fused_engine(batch.x), hop.reduction
+    if engine is not None and engine.covers_reduction(hop.spec, record.scaling, batch.x, ranks, out):
+        made: Stages = engine.ReductionStages(
+            batch.x, batch.sizes, hop.spec, record.scaling, rank, ranks, hop.key(0, 0), out,
+            tree=record.algorithm == "tree", propagates=record.nonfinite == "propagate", average=record.average,
+            factor=fixed_factor(record, ranks),
+        )  # fmt: skip
         return made
     return Operators(batch, hop, rank, ranks, out)
 
@@ -55,6 +73,10 @@ class Operators:
     def amaxes(self) -> Tensor:
         """Return the largest finite magnitude of each tensor."""
         return self.batch.amaxes()
+
+    def factors(self, amaxes: Tensor, mu: Tensor | None) -> Factors:
+        """Return the factors of tensors."""
+        return factors_of(amaxes, self.hop.reduction, self.ranks, mu)
 
     def _encode(self, values: Tensor) -> Tensor:
         """Return rows of bytes; they are filled up, so that each begins where a vector may."""

@@ -21,6 +21,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.operand import Keys, Operand
 from fmtsim.spec.optimizer import Counter, ParameterStep, Scheme
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Transform
 
 
@@ -188,8 +189,8 @@ class FusedEngine(KernelEngine, Protocol):
     def encode_packed(self, x: Tensor, spec: CastSpec, random: Random) -> EncodedParts:
         """Return codes and scales as an encoded tensor keeps them."""
 
-    def covers_reduction(self, spec: CastSpec, x: Tensor, ranks: int, out: Tensor) -> bool:
-        """Say whether ``ReductionStages`` reduces x over so many ranks in a cast's format into out."""
+    def covers_reduction(self, spec: CastSpec, scaling: Scaling | None, x: Tensor, ranks: int, out: Tensor) -> bool:
+        """Say whether ``ReductionStages`` reduces x over so many ranks by a cast and a rule of scales into out."""
 
     def quantize_operand(
         self, t: Tensor, quantizer: Quantizer, keys: Keys, state: Any = None, dim: int = -1, folded: bool = False,

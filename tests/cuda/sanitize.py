@@ -36,6 +36,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard
 from tests.cuda.emulator import emulated
 from tests.cuda.emulator.patching import replaced
@@ -286,11 +287,11 @@ def reductions(device: torch.device, few: bool) -> None:
                 key = RandomKey(3, 5 << 32) if mode == "stochastic" else None
                 out = torch.empty(x.numel(), device=device)
                 stages = REDUCTION.ReductionStages(
-                    x, sizes, spec, ranks - 1, ranks, key, out, tree=tree, propagates=True
-                )
-                stages.amaxes()
-                ones = torch.ones(len(sizes), device=device)
-                stages.finish(stages.sum(stages.cast(ones)).expand(ranks, -1).contiguous(), ones)
+                    x, sizes, spec, Scaling(), ranks - 1, ranks, key, out,
+                    tree=tree, propagates=True, average=True, factor=1.0,
+                )  # fmt: skip
+                encode, decode = stages.factors(stages.amaxes(), None)
+                stages.finish(stages.sum(stages.cast(encode)).expand(ranks, -1).contiguous(), decode)
 
 
 PARTS = {

@@ -3,17 +3,20 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 import fmtsim
+from fmtsim import cuda, ops
 from fmtsim.cuda.cast.reduction import ReductionStages, covers_reduction
-from fmtsim.distributed import get_reduction
+from fmtsim.distributed import AutoFactor, get_reduction
 from fmtsim.distributed.arithmetic import Batch, Hop, canonical, factors_of
 from fmtsim.distributed.simulate import simulate_batches
-from fmtsim.distributed.stages import Operators
+from fmtsim.distributed.stages import Operators, stages_of
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.scaling import Scaling
 from tests.support.bits import assert_same_bits
 from tests.support.reductions import BASE, gradients
 
@@ -26,6 +29,8 @@ CASES = {
     "int8": (dataclasses.replace(MSAMP, format=fmtsim.get_format("int8"), algorithm="tree"), 2),
     "stochastic ring": (dataclasses.replace(BASE, rounding=STOCHASTIC, seed=9), 3),
     "stochastic tree": (dataclasses.replace(MSAMP, rounding=STOCHASTIC, seed=9, algorithm="tree"), 3),
+    "automatic factor": (get_reduction("fp8lm"), 2),
+    "no scale, a sum": (dataclasses.replace(BASE, scaling=None, average=False), 2),
     "one": (get_reduction("fp8lm_pre"), 1),
 }
 
@@ -44,32 +49,38 @@ def batches_of(ranks, sizes, dtype, rows=1):
     return [Batch(x.to(dtype).view(rows, columns), tuple(sizes)) for x in each]
 
 
+def mu_of(reduction, device="cpu"):
+    return torch.tensor(0.3, device=device) if reduction.auto is not None else None
+
+
 def run(make, batches, reduction, call, out_dtype, scatter):
     """Run the stages of all ranks in step, and return results, counts, and what travelled."""
     ranks, hop = len(batches), Hop(reduction, call)
     outs = [b.x.new_full((b.x.numel() // (ranks if scatter else 1),), 3.0, dtype=out_dtype) for b in batches]
     stages = [make(batch, hop, rank, ranks, out) for rank, (batch, out) in enumerate(zip(batches, outs, strict=True))]
-    factors = factors_of(torch.stack([s.amaxes() for s in stages]).amax(0), reduction, ranks, None)
-    wires = [s.cast(factors.encode) for s in stages]
+    amaxes = torch.stack([s.amaxes() for s in stages]).amax(0)
+    encode, decode = stages[0].factors(amaxes, mu_of(reduction, amaxes.device))
+    wires = [s.cast(encode) for s in stages]
     assert all(wire.shape[1] % 16 == 0 for wire in wires)
     sums = torch.stack([s.sum(torch.stack([wire[r] for wire in wires])) for r, s in enumerate(stages)])
     counts = []
     for r, s in enumerate(stages):
         given = wires[0] if ranks == 1 else sums[r : r + 1] if scatter else sums
-        counts.append([int(count) for count in s.finish(given, factors.decode)])
+        counts.append([int(count) for count in s.finish(given, decode)])
     return outs, counts, torch.cat([*wires, sums]).cpu()
 
 
 def kernels(batch, hop, rank, ranks, out):
-    assert covers_reduction(hop.spec, batch.x, ranks, out)
-    how = {"tree": hop.reduction.algorithm == "tree", "propagates": hop.reduction.nonfinite == "propagate"}
-    return ReductionStages(batch.x, batch.sizes, hop.spec, rank, ranks, hop.key(0, 0), out, **how)
+    with mock.patch.object(ops, "fused_engine", lambda x: cuda):
+        made = stages_of(batch, hop, rank, ranks, out)
+    assert isinstance(made, ReductionStages)
+    return made
 
 
 def check(case, sizes, dtype, device, rows=1, out_dtype=torch.float32):
     reduction, ranks = case
     batches = batches_of(ranks, sizes, dtype, rows)
-    values, expected = simulate_batches(batches, reduction, None, 3)
+    values, expected = simulate_batches(batches, reduction, mu_of(reduction), 3)
     there = [Batch(batch.x.to(device), batch.sizes) for batch in batches]
     travelled = []
     for make, given in ((kernels, there), (Operators, batches)):
@@ -107,15 +118,45 @@ def test_half_precision_and_memory_that_is_not_aligned(device):
     assert_same_bits(outs[0], simulate_batches([Batch(b.x.cpu(), b.sizes) for b in batches], MSAMP, None)[0][0])
 
 
+RULES = (
+    BASE.scaling,
+    Scaling(),
+    Scaling(arithmetic="multiply", margin=3),
+    Scaling(arithmetic="encode", multiplier=1.5),
+    Scaling(arithmetic="double", power_of_two="floor", eps=1e-12, eps_rule="statistic"),
+    Scaling(arithmetic="reciprocal", eps=1e-6, eps_rule="sum", top=100.0),
+    Scaling(arithmetic="reciprocal", power_of_two="ceil", eps=2.0**-20, eps_rule="scale"),
+)
+
+
+@pytest.mark.parametrize("scaling", RULES, ids=range(len(RULES)))
+def test_factors_of_tensors_are_those_of_operators(device, scaling):
+    """Largest magnitudes of all sizes: zero, the smallest and the largest, powers of two and their neighbours."""
+    bits = torch.arange(1 << 10, dtype=torch.int64) * 0x1FE017 % 0x7F800000
+    powers = torch.arange(255)[:, None] * (1 << 23) + torch.tensor([-1, 0, 1])
+    ends = torch.tensor([0, 1, 0x7F7FFFFF])
+    tops = torch.cat([bits, powers.clamp(min=0).flatten(), ends]).int().view(torch.float32)
+    for factor, average, name in (("sqrt", True, "e4m3"), ("pre", False, "e5m2"), ("auto", True, "int8")):
+        auto = AutoFactor() if factor == "auto" else None
+        reduction = dataclasses.replace(MSAMP, scaling=scaling, factor=factor, auto=auto, average=average,
+                                        format=fmtsim.get_format(name))  # fmt: skip
+        x = torch.ones(1, len(tops), device=device)
+        stages = kernels(Batch(x, (1,) * len(tops)), Hop(reduction), 0, 3, torch.empty_like(x[0]))
+        found = stages.factors(tops.to(device), mu_of(reduction, device))
+        assert_same_bits(torch.stack(found), torch.stack(factors_of(tops, reduction, 3, mu_of(reduction))), what=factor)
+
+
 def test_what_kernels_leave_to_operators():
     def covers(ranks=2, dtype=torch.float32, out=torch.float32, **changes):
         reduction = dataclasses.replace(MSAMP, **changes)
-        return covers_reduction(Hop(reduction).spec, torch.ones(1, 8, dtype=dtype), ranks, torch.ones(8, dtype=out))
+        x, y = torch.ones(1, 8, dtype=dtype), torch.ones(8, dtype=out)
+        return covers_reduction(Hop(reduction).spec, reduction.scaling, x, ranks, y)
 
     assert covers() and covers(64) and covers(dtype=torch.bfloat16, out=torch.bfloat16)
     assert covers(rounding=STOCHASTIC) and covers(format=fmtsim.get_format("e5m2"))
     assert not covers(65) and not covers(dtype=torch.float64) and not covers(out=torch.float16)
     for name in ("bf16", "fp32", "e2m1", "int6"):
         assert not covers(format=fmtsim.get_format(name))
-    assert not covers(rounding=Rounding(mode="up"))
+    assert not covers(rounding=Rounding(mode="up")) and covers(scaling=None)
+    assert not covers(scaling=Scaling(statistic="one")) and not covers(scaling=Scaling(power_of_two="log2"))
     assert not covers(format=dataclasses.replace(fmtsim.get_format("int8"), name="strict", nan_policy="error"))

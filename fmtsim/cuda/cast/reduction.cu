@@ -5,7 +5,7 @@
 //
 // Macros: INPUT: dtype of the elements; OUTPUT: of the result, float32 or bfloat16; those of grid.cuh; INTEGER: two's
 // complement codes; PROPAGATES: Inf becomes NaN; VECTORS: chunks begin at addresses of whole vectors; RANKS; TREE: the
-// order of sums, else that of a ring.
+// order of sums, else that of a ring; SUM_RUNS: runs of a thread that forms sums.
 #include "grid.cuh"
 #include "philox.cuh"
 
@@ -58,11 +58,23 @@ DEVICE void load_run(float (&x)[RUN], const Input* from, i64 count) {
   }
 }
 
+// The largest magnitude of neighbours, NaN where one is.
+DEVICE float top_of(const float (&y)[RUN]) {
+  float top = fabsf(y[0]);
+#pragma unroll
+  for (int k = 1; k < RUN; k++) top = max_or_nan(top, fabsf(y[k]));
+  return top;
+}
+
 DEVICE bool is_finite(float x) { return (as_bits(x) & MAGNITUDE) < FLOAT_EXPONENT; }
 
 // Adds what all threads of a block counted.
 template <int Count>
 DEVICE void add_counts(u64* to, const u32 (&found)[Count]) {
+  u32 any = 0;
+#pragma unroll
+  for (int c = 0; c < Count; c++) any |= found[c];
+  if (!__syncthreads_or(any)) return;
   __shared__ u32 sums[Count];
   if (threadIdx.x < Count) sums[threadIdx.x] = 0;
   __syncthreads();
@@ -103,6 +115,11 @@ KERNEL __launch_bounds__(THREADS) largest_magnitudes(const Input* x, u32* tops, 
     i64 i = first + u * THREADS * RUN;
     if (i >= count) break;
     Walk w(i, p);
+    u32 most = as_bits(top_of(from[u]));
+    if (w.part == part && w.left >= RUN && most < FLOAT_EXPONENT) {  // missing neighbours are zeros
+      top = max(top, most);
+      continue;
+    }
 #pragma unroll
     for (int k = 0; k < RUN; k++, w.next(p)) {
       u32 magnitude = as_bits(from[u][k]) & MAGNITUDE;
@@ -115,6 +132,31 @@ KERNEL __launch_bounds__(THREADS) largest_magnitudes(const Input* x, u32* tops, 
     if (threadIdx.x % 32) return;
   }
   raise_top(tops + part, top);
+}
+
+// Codes of neighbours of one tensor whose products y are numbers within the format's range; flushed: how many became
+// zero.
+DEVICE u32 codes_within(u32& flushed, const float (&x)[RUN], const float (&y)[RUN], const u32 (&rests)[RUN], const Grid& g) {
+  float q[RUN];
+  u32 word = 0;
+#pragma unroll
+  for (int k = RUN - 1; k >= 0; k--) {
+    u32 top;
+    if (SIGNS_LAST && !INTEGER) {
+      q[k] = rounded_magnitude(fabsf(y[k]), rests[k], g);
+      top = as_bits(q[k] * g.code_scale) * g.code_factor | (as_bits(y[k]) & g.sign);
+    } else {
+      q[k] = rounded_number(y[k], rests[k], g);
+      top = top_code<INTEGER, SPECIAL>(q[k], g);
+    }
+    word = __funnelshift_l(top, word, 8);
+  }
+  u32 magnitudes = INTEGER ? word : word & 0x7F7F7F7Fu;
+  if ((magnitudes - 0x01010101u) & ~magnitudes & 0x80808080u) {  // a byte is zero
+#pragma unroll
+    for (int k = 0; k < RUN; k++) flushed += x[k] != 0.0f && q[k] == 0.0f;
+  }
+  return word;
 }
 
 // Block rows are chunks. counts: clipped, flushed and non-finite elements.
@@ -137,16 +179,27 @@ KERNEL __launch_bounds__(THREADS) cast_chunks(
     u32 word = 0;
     if (place < end) {
       Walk w(base + place, p);
+      float y[RUN], factor = factors[w.part];
+      u32 rests[RUN];
+#pragma unroll
+      for (int k = 0; k < RUN; k++) {
+        y[k] = __fmul_rn(from[u][k], factor);
+        rests[k] = RANDOM ? ~random_word((u64)(base + place + k), d) : 0;
+      }
+      if (w.left >= RUN && place + RUN <= end && top_of(y) <= largest) {
+        *(u32*)(codes + blockIdx.y * stride + place) = codes_within(found[1], from[u], y, rests, g);
+        continue;
+      }
 #pragma unroll
       for (int k = 0; k < RUN; k++, w.next(p)) {
         if (place + k >= end) break;
-        float v = from[u][k], y = __fmul_rn(v, factors[w.part]);
+        float v = from[u][k];
         bool finite = is_finite(v);
-        if (PROPAGATES && !finite) y = as_float(0x7FC00000u);
-        u32 code, rest = RANDOM ? ~random_word((u64)(base + place + k), d) : 0;
-        float q = rounded_to(code, y, rest, g);
+        y[k] = PROPAGATES && !finite ? as_float(0x7FC00000u) : __fmul_rn(v, factors[w.part]);
+        u32 code;
+        float q = rounded_to(code, y[k], rests[k], g);
         word |= code << (8 * k);
-        found[0] += finite && fabsf(y) > largest;
+        found[0] += finite && fabsf(y[k]) > largest;
         found[1] += v != 0.0f && q == 0.0f;
         found[2] += !finite;
       }
@@ -172,35 +225,50 @@ KERNEL __launch_bounds__(THREADS) sum_chunks(
     const u8* codes, u8* sums, const float* values, i64 stride, i64 base, i32 first, const Grid g, const Draw d) {
   __shared__ float table[256];
   table[threadIdx.x] = values[threadIdx.x];
+  i64 start = ((i64)blockIdx.x * THREADS * SUM_RUNS + threadIdx.x) * RUN;
+  u32 words[SUM_RUNS][RANKS];
+#pragma unroll
+  for (int u = 0; u < SUM_RUNS; u++) {
+    i64 place = start + u * THREADS * RUN;
+    if (place >= stride) break;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) words[u][r] = *(const u32*)(codes + (first + r) % RANKS * stride + place);
+  }
   __syncthreads();
-  i64 place = ((i64)blockIdx.x * THREADS + threadIdx.x) * RUN;
-  if (place >= stride) return;
-  u32 words[RANKS], sum = 0;
 #pragma unroll
-  for (int r = 0; r < RANKS; r++) words[r] = *(const u32*)(codes + (first + r) % RANKS * stride + place);
+  for (int u = 0; u < SUM_RUNS; u++) {
+    i64 place = start + u * THREADS * RUN;
+    if (place >= stride) return;
+    u32 sum = 0;
 #pragma unroll
-  for (int k = 0; k < RUN; k++) {
-    float v[RANKS];
+    for (int k = RUN - 1; k >= 0; k--) {
+      float v[RANKS];
 #pragma unroll
-    for (int r = 0; r < RANKS; r++) v[r] = table[words[r] >> (8 * k) & 0xFF];
+      for (int r = 0; r < RANKS; r++) v[r] = table[words[u][r] >> (8 * k) & 0xFF];
 #if TREE
 #pragma unroll
-    for (int hop = 1; 1 << (hop - 1) < RANKS; hop++) {
+      for (int hop = 1; 1 << (hop - 1) < RANKS; hop++) {
 #pragma unroll
-      for (int r = 0; r + (1 << (hop - 1)) < RANKS; r += 1 << hop) {
-        v[r] = rounded_sum(v[r], v[r + (1 << (hop - 1))], rest_of(base + place + k, r, hop, d), g);
+        for (int r = 0; r + (1 << (hop - 1)) < RANKS; r += 1 << hop) {
+          v[r] = rounded_sum(v[r], v[r + (1 << (hop - 1))], rest_of(base + place + k, r, hop, d), g);
+        }
       }
-    }
 #else
 #pragma unroll
-    for (int r = 1; r < RANKS; r++) {
-      v[0] = rounded_sum(v[0], v[r], rest_of(place + k, (u32)(first + r) % RANKS, r, d), g);
-    }
+      for (int r = 1; r < RANKS; r++) {
+        v[0] = rounded_sum(v[0], v[r], rest_of(place + k, (u32)(first + r) % RANKS, r, d), g);
+      }
 #endif
-    u32 code = v[0] != v[0] ? g.nan_code : top_code<INTEGER, SPECIAL>(v[0], g);
-    sum |= code >> 24 << (8 * k);
+      sum = __funnelshift_l(v[0] != v[0] ? g.nan_code : top_code<INTEGER, SPECIAL>(v[0], g), sum, 8);
+    }
+    *(u32*)(sums + place) = sum;
   }
-  *(u32*)(sums + place) = sum;
+}
+
+// A result's bits to nearest even of its dtype.
+DEVICE float rounded_result(float y) {
+  u32 bits = as_bits(y);
+  return as_float(OUTPUT == BFLOAT16 ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits);
 }
 
 // Block rows are chunks. counts: elements, those at the largest magnitude, those that are not finite.
@@ -222,17 +290,23 @@ KERNEL __launch_bounds__(THREADS) finish_sums(
   for (int u = 0; u < RUNS; u++) {
     i64 place = first + u * THREADS * RUN;
     if (place >= end) break;
-    float y[RUN];
+    float v[RUN], y[RUN];
     Walk w(base + place, p);
 #pragma unroll
-    for (int k = 0; k < RUN; k++, w.next(p)) {
-      float v = table[words[u] >> (8 * k) & 0xFF];
-      bool inside = place + k < end;
-      found[0] += inside && fabsf(v) == largest;
-      found[1] += inside && !is_finite(v);
-      y[k] = __fmul_rn(v, factors[w.part]);
-      u32 bits = y[k] == y[k] ? as_bits(y[k]) : 0x7FC00000u;
-      y[k] = as_float(OUTPUT == BFLOAT16 ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits);  // to nearest even
+    for (int k = 0; k < RUN; k++) v[k] = table[words[u] >> (8 * k) & 0xFF];
+    if (w.left >= RUN && top_of(v) < largest) {  // codes behind the chunk's end are zeros
+      float factor = factors[w.part];
+#pragma unroll
+      for (int k = 0; k < RUN; k++) y[k] = rounded_result(__fmul_rn(v[k], factor));
+    } else {
+#pragma unroll
+      for (int k = 0; k < RUN; k++, w.next(p)) {
+        bool inside = place + k < end;
+        found[0] += inside && fabsf(v[k]) == largest;
+        found[1] += inside && !is_finite(v[k]);
+        y[k] = __fmul_rn(v[k], factors[w.part]);
+        y[k] = rounded_result(y[k] == y[k] ? y[k] : as_float(0x7FC00000u));
+      }
     }
     if (VECTORS && place + RUN <= end) {
       Vectors<OUTPUT, RUN> to;

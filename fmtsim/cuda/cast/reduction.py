@@ -12,12 +12,15 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.grid import Grid, grid_of
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, aligned, draw_of, macros, values_of
+from fmtsim.cuda.cast.scaled_rules import NO_RULE, rule_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.replay.gpu import captures
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 
 MOST_RANKS = 64  # a thread holds the casts of all
 _OUTPUTS = (torch.float32, torch.bfloat16)
@@ -26,15 +29,16 @@ _STEP = 16  # bytes: rows of codes begin at multiples
 _PARTS = struct.Struct("<Qqq8x")
 
 
-def covers_reduction(spec: CastSpec, x: Tensor, ranks: int, out: Tensor) -> bool:
-    """Say whether ``ReductionStages`` reduces contiguous x in the format and rounding of a cast into contiguous out."""
+def covers_reduction(spec: CastSpec, scaling: Scaling | None, x: Tensor, ranks: int, out: Tensor) -> bool:
+    """Say whether ``ReductionStages`` reduces contiguous x by a cast and a rule of scales into contiguous out."""
     element = spec.format
     if not isinstance(element, FloatFormat | IntFormat) or element.bits != 8 or not 1 <= ranks <= MOST_RANKS:
         return False
     grid = grid_of(element, spec.rounding, spec.overflow)
     refuses = not element.has_nan and element.nan_policy == "error"  # somebody has to look at the numbers
     fits = x.dtype in NARROW and out.dtype in _OUTPUTS and x.is_contiguous() and out.is_contiguous()
-    return grid is not None and grid.encodes and not refuses and fits and x.numel() > 0 and not captures(x.device)
+    covered = grid is not None and grid.encodes and not refuses and _rule(element, scaling) is not None
+    return covered and fits and x.numel() > 0 and not captures(x.device)
 
 
 class ReductionStages:
@@ -43,17 +47,20 @@ class ReductionStages:
     Args:
         x: [rows, columns], contiguous.
         sizes: Columns of each tensor.
-        spec: What casts and sums are rounded to, one ``covers_reduction`` takes.
+        spec: What casts and sums are rounded to.
+        scaling: The rule of a tensor's scale, None for 1; with the cast one that ``covers_reduction`` takes.
         rank, ranks: This rank, and how many there are.
         key: Stream of random words of rank 0's cast; another rank's, and its sums, have that with rank and hop in it.
         out: float32 or bfloat16, contiguous: the reduced elements, or those of this rank's row.
         tree: Whether sums have the order of a tree, not of a ring.
         propagates: Whether Inf becomes NaN.
+        average: Whether the result is a mean.
+        factor: What multiplies the scaled tensor where no mu does.
     """
 
     def __init__(
-        self, x: Tensor, sizes: tuple[int, ...], spec: CastSpec, rank: int, ranks: int, key: RandomKey | None,
-        out: Tensor, *, tree: bool, propagates: bool,
+        self, x: Tensor, sizes: tuple[int, ...], spec: CastSpec, scaling: Scaling | None, rank: int, ranks: int,
+        key: RandomKey | None, out: Tensor, *, tree: bool, propagates: bool, average: bool, factor: float,
     ) -> None:  # fmt: skip
         element, grid = spec.format, grid_of(spec.format, spec.rounding, spec.overflow)  # type: ignore[arg-type]
         assert grid is not None and isinstance(element, FloatFormat | IntFormat)
@@ -65,6 +72,8 @@ class ReductionStages:
         self._kernel: Callable[[str], Callable[..., None]] = partial(_kernel, device_index(x), defines)
         self._grid, self._draw = grid.parameters, partial(_draw, spec.rounding, key)
         self._largest = np.float32(element.max)
+        self._scaled, self._rule = np.int32(scaling is not None), _rule(element, scaling)
+        self._factor, self._mean_of = np.float32(factor), np.float32(ranks if average else 0)
         self._values = values_of(element, x.device)
         self._ends = _ends_of(sizes, x.device)
         self._parts = _PARTS.pack(self._ends.data_ptr(), x.shape[1], len(sizes))
@@ -75,6 +84,16 @@ class ReductionStages:
         tops, count = torch.zeros(len(self._ends), device=self._x.device), self._x.numel()
         self._kernel("largest_magnitudes")(_blocks(count), _THREADS, self._x, tops, np.int64(count), self._parts)
         return tops
+
+    def factors(self, amaxes: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what elements are multiplied with before the cast and behind the sums, float32 [tensors] each."""
+        both, count = amaxes.new_empty(2, len(amaxes)), len(amaxes)
+        kernel("reduction_factors.cu", "factors_of_tensors", device_index(amaxes))(
+            -(-count // _THREADS), _THREADS, amaxes, mu, both, np.int64(count), self._factor, self._mean_of,
+            self._scaled, self._rule,
+        )  # fmt: skip
+        encode, decode = both.unbind()
+        return encode, decode
 
     def cast(self, encode: Tensor) -> Tensor:
         """Return the casts of the elements, and count what becomes of them."""
@@ -91,8 +110,8 @@ class ReductionStages:
         sums = torch.empty(self._stride, dtype=torch.uint8, device=wires.device)
         base, first = (self._rank * self._length, 0) if self._tree else (0, (self._rank + 1) % self._ranks)
         self._kernel("sum_chunks")(
-            -(-self._stride // (_THREADS * _RUN)), _THREADS, wires, sums, self._values, np.int64(self._stride),
-            np.int64(base), np.int32(first), self._grid, self._draw(0),
+            -(-self._stride // (_THREADS * _RUN * _sum_runs(self._ranks))), _THREADS, wires, sums, self._values,
+            np.int64(self._stride), np.int64(base), np.int32(first), self._grid, self._draw(0),
         )  # fmt: skip
         return sums
 
@@ -114,8 +133,24 @@ def reduction_macros(
 ) -> Defines:
     """Return the macros of reduction.cu."""
     kinds = {"INPUT": DTYPES[dtype], "OUTPUT": DTYPES[out], "PAIRS": 0, "INTEGER": grid.integer}
-    rest = {"VECTORS": vectors, "RANKS": ranks, "TREE": tree, "PROPAGATES": propagates}
+    rest = {"VECTORS": vectors, "RANKS": ranks, "TREE": tree, "PROPAGATES": propagates, "SUM_RUNS": _sum_runs(ranks)}
     return (*grid.defines, *macros(**kinds, **rest))
+
+
+def _sum_runs(ranks: int) -> int:
+    """Return how many runs of codes a thread of ``sum_chunks`` takes, whose words of all ranks it holds."""
+    return 4 if ranks <= 4 else 2 if ranks <= 16 else 1
+
+
+@lru_cache(maxsize=1024)
+def _rule(element: FloatFormat | IntFormat, scaling: Scaling | None) -> bytes | None:
+    """Return the bytes of ``struct Rule``, or None where no kernel computes such scales."""
+    if scaling is None:
+        return NO_RULE
+    if scaling.statistic != "amax" or scaling.arithmetic == "divide":
+        return None
+    known = rule_of(Quantizer(format=element, scaling=scaling))
+    return None if known is None or known.divides else known.rule
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
@@ -128,6 +163,7 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
         for kind in ("largest_magnitudes", "cast_chunks", "sum_chunks", "finish_sums"):
             for dtype in _OUTPUTS if ranks == 2 else _OUTPUTS[:1]:
                 yield "reduction.cu", kind, reduction_macros(grid, dtype, dtype, True, ranks, tree, True)
+    yield "reduction_factors.cu", "factors_of_tensors", ()
 
 
 def _kernel(index: int, defines: Defines, name: str) -> Callable[..., None]:

@@ -24,6 +24,7 @@ _EPS_RULES = ("statistic", "sum", "scale", "inverse")
 _POWERS = (None, "floor", "ceil")
 _TIES = {"nearest_even": 0, "stochastic": 0, "nearest_toward_zero": 1, "nearest_away": 2}
 _RULE = struct.Struct("<8f 8f 8i")
+NO_RULE: Final = bytes(_RULE.size)
 _HISTORY = struct.Struct("<f3i4I")
 _STEPS = 8
 _FLT_MIN = 2.0**-126

@@ -98,6 +98,13 @@ DEVICE u16 half_of_float(float x) {
   return y;
 }
 
+// The larger of two numbers, NaN where one is.
+DEVICE float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // Fused multiply-adds of two float16 or bfloat16 side by side, each rounded once, subnormals kept.
 DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
   u32 d;

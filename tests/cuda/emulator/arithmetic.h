@@ -199,6 +199,7 @@ inline T larger(T a, T b) {
   return a != a ? canonical(b) : b != b ? a : a == b ? (signbit(a) ? b : a) : a > b ? a : b;
 }
 }  // namespace host
+inline float max_or_nan(float a, float b) { return a != a || b != b ? host::canonical(a + b) : host::larger(a, b); }
 #define fminf(a, b) host::smaller<float>(a, b)
 #define fmaxf(a, b) host::larger<float>(a, b)
 #define fmin(a, b) host::smaller<double>(a, b)
