@@ -139,7 +139,7 @@ def reduction_macros(
 
 def _sum_runs(ranks: int) -> int:
     """Return how many runs of codes a thread of ``sum_chunks`` takes, whose words of all ranks it holds."""
-    return 4 if ranks <= 4 else 2 if ranks <= 16 else 1
+    return min(8, max(1, 32 // ranks))
 
 
 @lru_cache(maxsize=1024)
