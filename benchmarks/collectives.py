@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold reductions over ranks to their simulation, and time the FP8 all-reduce beside torch's, what a rank computes of
 it by itself, and a backward pass of DistributedDataParallel with its hook. Where there are more ranks than GPUs they
-share them, as if they were on several hosts, and no backward pass is timed.
+share them, as if they were on several hosts, and only a rank's own work is timed.
 
 python benchmarks/collectives.py [--device cuda] [--ranks 8] [--megabytes 1 10 100 1000] [--width 2048] [--layers 24]
     [--record FILE]
@@ -241,11 +241,10 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
     )
     keep("bits", differing(device, rank, options.ranks))
     show(rank, "{differing} of {elements} elements of {reductions} reductions differ".format(**record["bits"]))
-    shared = cuda and about["devices"] < options.ranks
-    if shared:
-        show(rank, f"{options.ranks} ranks share {about['devices']} GPUs and send over sockets; the times are of that")
-    keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
-    if not shared:
+    if cuda and about["devices"] < options.ranks:
+        show(rank, f"{options.ranks} ranks share {about['devices']} GPUs and wait for turns: nothing else is timed")
+    else:
+        keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
         keep("backward", backward(options.width, options.layers, options.repeat, device, rank))
     dist.destroy_process_group()
     if record["bits"]["differing"]:
