@@ -52,12 +52,12 @@ def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
     layer, asked, _ = drawn(name, on_card)
     texts, decided = [text_of(layer.quantizers[each.name]) for each in asked], []
     monkeypatch.setattr(operator, "quantize_operand", lambda *x, **y: decided.append(x) or quantize_operand(*x, **y))
-    layer.counter(on_card)
+    counter = layer.counter(asked[0].t.device)  # with its index, as tensors have it
     for i in range(5):
         tensors = [each.t * 2.0**i for each in asked]  # with its strides
         how = [each.factor for each in asked], [each.dim for each in asked], [each.name for each in asked], texts
         made = torch.ops.fmtsim.call_draw_operands(layer.name, tensors, *how)
-        layer.counter(on_card).sub_(1)
+        counter.sub_(1)
         wanted = operator._draws(layer.name, tensors, *how)
         for one, other in zip(made, wanted, strict=True):
             assert one.stride() == other.stride()
