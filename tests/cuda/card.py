@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU is asked after a change of kernels or plans: one check after the other, each alone, with a limit::
 
-    python -m tests.cuda.card --out found                 # all, some 25 minutes on an H200
+    python -m tests.cuda.card --out found                 # all, some 35 minutes on an H200
     python -m tests.cuda.card --out found --only tests,trace
 
 Each check's output goes to ``found/NAME.txt``; a line says how it ended. Status 1 where one failed or ran out of time.
@@ -37,6 +37,8 @@ CHECKS: Final[tuple[tuple[str, tuple[str, ...], int], ...]] = (
     ("optimizers", (*_PYTEST, "tests/optim", "-k", "gpu"), 200),
     ("analysis", (*_PYTEST, "tests/analysis"), 200),
     ("machines", (*_PYTEST, "tests/recipes/test_machines.py", "-k", "h200_itself"), 200),
+    ("ranks", (*_PYTEST, "tests/distributed/test_gpu.py"), 500),
+    ("collectives", ("benchmarks/collectives.py", "--device", "cuda", "--ranks", "8"), 120),
     ("verify", (*_FMTSIM, "verify", "--device", "cuda"), 400),
     ("train", (*_FMTSIM, "train", "--device", "cuda", "--target", "h200", "--check", "native", "--steps", "5"), 60),
     ("layer", (*_LAYERS, "layer *"), 120),
