@@ -150,7 +150,7 @@ def _rule(element: FloatFormat | IntFormat, scaling: Scaling | None) -> bytes | 
     if scaling.statistic != "amax" or scaling.arithmetic == "divide":
         return None
     known = rule_of(Quantizer(format=element, scaling=scaling))
-    return None if known is None or known.divides else known.rule
+    return None if known is None else known.rule
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
