@@ -97,7 +97,7 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
     """Return config.json: the model's own, where it has one, with what is quantised and how."""
     groups: dict[str, dict[str, Any]] = {}
     for layer, scheme in schemes.items():
-        groups.setdefault(json.dumps(scheme, sort_keys=True), {"targets": [], **scheme})["targets"].append(layer)
+        groups.setdefault(json.dumps(scheme), {"targets": [], **scheme})["targets"].append(layer)
     layouts = {scheme["format"] for scheme in schemes.values()}
     quantization = {
         "quant_method": "compressed-tensors",

@@ -247,5 +247,4 @@ def _fitted(residuals: Callable[[Tensor], tuple[Tensor, Tensor]], starts: Tensor
 
 
 def _huber(r: Tensor) -> Tensor:
-    size = r.abs()
-    return torch.where(size < DELTA, 0.5 * size * size, DELTA * (size - 0.5 * DELTA)).sum(-1)
+    return torch.nn.functional.huber_loss(r, torch.zeros_like(r), reduction="none", delta=DELTA).sum(-1)

@@ -169,11 +169,11 @@ def test_pieces_keep_the_order_of_elements(size):
 
 def test_many_pieces_give_the_figures_of_one(monkeypatch):
     generator = torch.Generator().manual_seed(4)
-    x = torch.randn(31, 40, generator=generator).double()
-    y = (x * (1 + 1e-7 * torch.randn(31, 40, generator=generator))).double()
-    y[5] = x[5]
+    x = torch.randn(7, 9, generator=generator).double()
+    y = (x * (1 + 1e-7 * torch.randn(7, 9, generator=generator))).double()
+    y[5], y[0, 0] = x[5], 2 * x[0, 0]
     whole = compare(x, y)
-    for size in (1, 11, 640):
+    for size in (1, 5, 32):
         monkeypatch.setattr(ulp.chunks, "__defaults__", (size,))
         assert compare(x, y) == whole
         assert compare(x.t(), y.t()).max_ulp == whole.max_ulp

@@ -38,7 +38,11 @@ def test_packed_codes_are_those_of_encoded_tensors(device, name):
             )
 
 
-TILES = ["e2m1", "e2m3", pytest.param("e5m6", marks=pytest.mark.slow), pytest.param("int4", marks=pytest.mark.slow)]
+TILES = [
+    *itertools.product(("e2m1", "e2m3"), (torch.float32, torch.bfloat16)), ("fp16", torch.bfloat16),
+    *(pytest.param(name, dtype, marks=pytest.mark.slow) for name in ("e5m6", "int4")
+      for dtype in (torch.float32, torch.bfloat16)),
+]  # fmt: skip
 
 
 def packed(engine, x, spec, random):
@@ -48,8 +52,7 @@ def packed(engine, x, spec, random):
     return casts.encode_packed(x, spec, random).codes.cpu()
 
 
-@pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), TILES)
 def test_packed_codes_of_whole_tiles(device, name, dtype):
     """More elements than a warp takes, NaN in a few of its runs."""
     for part, random in itertools.product((slice(0, 2048), slice(2048, 5000)), (None, KEY)):

@@ -11,8 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fmtsim import torch_engine
 from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.rounding.philox import random_word
 from fmtsim.spec.cast import RandomKey
 from fmtsim.torch_engine import compiled
+from fmtsim.torch_engine.philox import in_order
 from tests.support.bits import assert_same_bits
 from tests.support.casts import cast_spec
 from tests.support.operands import wide_with_specials
@@ -119,6 +121,12 @@ def test_which_devices_are_served():
     compiled.compiles_casts.cache_clear()
     assert not compiled.compiles_casts("cpu") and not compiled.compiles_casts("mps")
     assert not torch.cuda.is_available() or compiled.compiles_casts("cuda")
+
+
+def test_words_that_are_drawn_are_those_of_the_definition():
+    lanes = compiled._lanes(cast_spec("e4m3", "stochastic"), 200, torch.device("cpu"))
+    compiled._draw(torch.tensor(compiled.pieces_of(KEY)), *lanes)
+    assert in_order(lanes, 200).tolist() == [random_word(KEY, i) for i in range(200)]
 
 
 def fused(casts, x: torch.Tensor, compiler) -> list[torch.Tensor]:
