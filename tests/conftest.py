@@ -3,6 +3,7 @@
 
 import gc
 import importlib
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +14,13 @@ from _pytest.doctest import DoctestModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 gc.disable()  # until all tests are collected
+
+# Workers, and processes that tests start, share the cores: where threads are more, they wait for each other, and some
+# tests take four times as long.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if WORKERS > 1 and "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 if torch.cuda.is_available():  # torch's compiler warns, and keeps torch.mm as it finds it: load it before tests
     with warnings.catch_warnings(action="ignore"):
