@@ -6,7 +6,7 @@ It lies here because a block format is an element format with a Scaling; ``fmtsi
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from fmtsim.errors import FormatError, shown
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
@@ -78,6 +78,13 @@ class TensorScale:
         _positive("TensorScale top", self.top)
 
 
+# Fields of rules of one level: what two levels do in their place has an order of its own.
+_ONE_LEVEL: Final[dict[str, Any]] = {
+    "factor": None, "offset": 0.0, "margin": 0, "eps": 0.0, "arithmetic": "encode", "power_of_two": None,
+    "multiplier": 1.0, "allowed": (),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """Describe how the scale of a block follows from its elements; an element is then ``round(x / scale)``.
@@ -110,7 +117,8 @@ class Scaling:
         input_scale: Store the scale in the tensor's own dtype where that has 16 bits, else in ``scale``.
         scale_rounding: Rounding into that format; under ``eden`` that of the corrected scales.
         allowed: Scales to choose from, ascending: the least that is not below the scale, or the largest.
-        tensor: The second level, or None.
+        tensor: The second level, or None. With one, factor, offset, margin, eps, arithmetic, power_of_two, multiplier
+            and allowed keep their defaults.
         candidates: Numbers that a block's scale is multiplied with; the one of least error counts, the first in a tie.
         metric: The error that candidates are compared by: mean absolute or mean squared.
         eden: Elements of a group whose scales are corrected so that ``<x, q> = <x, x>`` (EDEN); None corrects nothing.
@@ -166,6 +174,9 @@ class Scaling:
         _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
         previous = self.empty == "previous" and self.history is None
         _require(not previous, "empty='previous' without a history", "history=, or empty='one'")
+        for name, default in () if self.tensor is None else _ONE_LEVEL.items():
+            given = getattr(self, name)
+            _require(given == default, f"tensor= with {name}={shown(given)}", f"{default!r}; its order says how")
 
     def __hash__(self) -> int:  # caches ask for it in every call: a few fields tell rules apart
         return hash((self.block, self.statistic, self.arithmetic, self.power_of_two, self.exponent_rule, self.factor))
