@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports hold the bits that ptq and training rounded to, as fmtsim reads them and as the libraries themselves do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.export import gguf as gguf_layout
+from fmtsim.export.compressed_tensors import config_of
 from fmtsim.formats.tensor_file import StoredTensor, write_tensors
 from fmtsim.ptq.grid import nearest
 from tests.support.operands import normal
@@ -58,6 +60,17 @@ def test_an_export_holds_what_was_rounded(layout, scheme, tmp_path):
         assert list(found.coded) == ["0", "2"] and found.values == ("0.bias",)
         assert same(fmtsim.read_export(path), model)
         assert str(found).endswith(f"{layout}, weights of 2 in {found.coded['0']}, 1 tensors as values")
+
+
+def test_a_config_groups_layers_by_scheme_and_names_the_layout(tmp_path):
+    fmtsim.export(quantised("int4_g32"), tmp_path / "m", "compressed-tensors")
+    said = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    (group,) = said["config_groups"].values()
+    assert (said["format"], said["ignore"], group["targets"]) == ("pack-quantized", [], ["0", "2"])
+    schemes = {"a": {"format": "x"}, "b": {"format": "y"}, "c": {"format": "x"}}
+    said = json.loads(config_of(nn.Module(), schemes, ["d"]))["quantization_config"]
+    assert [group["targets"] for group in said["config_groups"].values()] == [["a", "c"], ["b"]]
+    assert (said["format"], said["ignore"]) == ("mixed-precision", ["d"])
 
 
 def test_a_machines_model_a_loaded_one_and_one_in_training_are_exported(tmp_path):
