@@ -43,6 +43,7 @@ def cast(monkeypatch):
         return quantize(t, *args, **kwargs)
 
     monkeypatch.setattr(passes, "quantize_operand", noted)
+    shared.forget()
     yield seen
     shared.forget()
 
