@@ -38,8 +38,8 @@ from fmtsim.rounding.modes import Rounding
 BYTES = {"torch fp32": 4, "torch bf16": 2, "all_reduce": 1, "hook's": 1, "hook's tree": 1}  # of an element that travels
 
 
-def milliseconds(verb: Callable[[], object], repeat: int, device: torch.device) -> tuple[float, float]:
-    """Return the time of one call among many, of the slowest rank where there are several, and the host's part."""
+def timed(verb: Callable[[], object], repeat: int, device: torch.device) -> dict[str, float]:
+    """Return the milliseconds of one call among many, of the slowest rank of several, and the host's part of them."""
     for _ in range(3):
         verb()
     wait(device)
@@ -53,7 +53,11 @@ def milliseconds(verb: Callable[[], object], repeat: int, device: torch.device) 
     found = torch.tensor([time.perf_counter() - began, host], device=device)
     if dist.is_initialized():
         dist.all_reduce(found, dist.ReduceOp.MAX)
-    return tuple((found / repeat * 1e3).tolist())
+    return dict(zip(("ms", "host_ms"), (found / repeat * 1e3).tolist(), strict=True))
+
+
+def told(times: dict[str, float]) -> str:
+    return f"{times['ms']:9.3f} ({times['host_ms']:6.3f})"
 
 
 def gpu_of(rank: int, ranks: int) -> torch.device:
@@ -133,9 +137,8 @@ def own_work(megabytes: list[float], repeat: int, device: torch.device, ranks: i
             reduction = replace(msamp, algorithm=order)
             verbs[order] = partial(reduce_batch, batch, reduction, None, 0, alone, out, scatter=False)
         for name, verb in verbs.items():
-            row[name] = dict(zip(("ms", "host_ms"), milliseconds(verb, repeat, device), strict=True))
-        told = (f" {row[name]['ms']:9.3f} ({row[name]['host_ms']:6.3f})" for name in verbs)
-        print(f"{size:12g}" + "".join(told), flush=True)
+            row[name] = timed(verb, repeat, device)
+        print(f"{size:12g}" + "".join(f" {told(row[name])}" for name in verbs), flush=True)
         rows.append(row)
         del x, out, batch, verbs, verb
     return rows
@@ -164,13 +167,11 @@ def reductions(
             verbs.append(partial(reduction.reduce, Batch(x.unsqueeze(0), (x.numel(),)), ("x", x.numel())))
         row: dict[str, Any] = {"megabytes": size, "elements": x.numel()}
         for (name, width), verb in zip(BYTES.items(), verbs, strict=True):
-            total, host = milliseconds(verb, repeat, device)
-            busbw = width * x.numel() * 2 * (ranks - 1) / ranks / total / 1e6
-            row[name] = {"ms": total, "host_ms": host, "busbw": busbw}
+            row[name] = timed(verb, repeat, device)
+            row[name]["busbw"] = width * x.numel() * 2 * (ranks - 1) / ranks / row[name]["ms"] / 1e6
         row["hook's over torch fp32"] = row["hook's"]["ms"] / row["torch fp32"]["ms"]
         row["hook's over torch bf16"] = row["hook's"]["ms"] / row["torch bf16"]["ms"]
-        told = (f" {row[n]['ms']:9.3f} ({row[n]['host_ms']:6.3f}) {row[n]['busbw']:7.1f}" for n in BYTES)
-        show(rank, f"{size:12g}" + "".join(told))
+        show(rank, f"{size:12g}" + "".join(f" {told(row[name])} {row[name]['busbw']:7.1f}" for name in BYTES))
         rows.append(row)
         del x, copies, verbs, verb
     return rows
@@ -197,9 +198,8 @@ def backward(width: int, layers: int, repeat: int, device: torch.device, rank: i
             parallel.require_backward_grad_sync = not alone
             parallel(x).square().mean().backward()
 
-        total, host = milliseconds(step, repeat, device)
-        times[name] = {"ms": total, "host_ms": host}
-        show(rank, f"{name:>12s} {total:9.3f} ({host:6.3f})   ms (host)")
+        times[name] = timed(step, repeat, device)
+        show(rank, f"{name:>12s} {told(times[name])}   ms (host)")
     return times
 
 
@@ -242,7 +242,7 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
     keep("bits", differing(device, rank, options.ranks))
     show(rank, "{differing} of {elements} elements of {reductions} reductions differ".format(**record["bits"]))
     if cuda and about["devices"] < options.ranks:
-        show(rank, f"{options.ranks} ranks share {about['devices']} GPUs and wait for turns: nothing else is timed")
+        show(rank, f"{options.ranks} ranks take turns on {about['devices']} GPU(s): nothing else is timed")
     else:
         keep("reductions", reductions(options.megabytes, options.repeat, device, rank, options.ranks))
         keep("backward", backward(options.width, options.layers, options.repeat, device, rank))

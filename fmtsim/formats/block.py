@@ -71,7 +71,7 @@ class BlockFormat(Displayed):
         stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
         check(stored, f"scale format {scale.name} is not supported", "fp32, bf16, fp16 or one of 8 bits or fewer")
         check(scale.has_nan, f"scale format {scale.name} has no NaN, which marks blocks that hold one", "one that has")
-        encoded = real and self.arithmetic == "encode" and self.scaling.tensor == TensorScale()
+        encoded = real and self.scaling.tensor == TensorScale()
         check(encoded or not self.tensor_scale, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
         counted = isinstance(self.element, IntFormat) and not (self.element.signed or self.element.fraction_bits)
         shifted = counted and real and scale.name == "fp32" and not self.tensor_scale

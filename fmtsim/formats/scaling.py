@@ -5,7 +5,7 @@ It lies here because a block format is an element format with a Scaling; ``fmtsi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args
 
 from fmtsim.errors import FormatError, shown
@@ -79,10 +79,7 @@ class TensorScale:
 
 
 # Fields of rules of one level: what two levels do in their place has an order of its own.
-_ONE_LEVEL: Final[dict[str, Any]] = {
-    "factor": None, "offset": 0.0, "margin": 0, "eps": 0.0, "arithmetic": "encode", "power_of_two": None,
-    "multiplier": 1.0, "allowed": (),
-}  # fmt: skip
+_ONE_LEVEL: Final = ("factor", "offset", "margin", "eps", "arithmetic", "power_of_two", "multiplier", "allowed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +171,10 @@ class Scaling:
         _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
         previous = self.empty == "previous" and self.history is None
         _require(not previous, "empty='previous' without a history", "history=, or empty='one'")
-        for name, default in () if self.tensor is None else _ONE_LEVEL.items():
-            given = getattr(self, name)
-            _require(given == default, f"tensor= with {name}={shown(given)}", f"{default!r}; its order says how")
+        for field in () if self.tensor is None else fields(self):
+            given = getattr(self, field.name)
+            kept = field.name not in _ONE_LEVEL or given == field.default
+            _require(kept, f"tensor= with {field.name}={shown(given)}", f"{field.default!r}; its order says how")
 
     def __hash__(self) -> int:  # caches ask for it in every call: a few fields tell rules apart
         return hash((self.block, self.statistic, self.arithmetic, self.power_of_two, self.exponent_rule, self.factor))

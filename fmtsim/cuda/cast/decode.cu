@@ -33,8 +33,7 @@ DEVICE float scaled_value(float value, u32 code, const BlockOfCodes& block, cons
   if (b.offsets != nullptr) value = (float)((i32)code - block.zero);
   value = __fmul_rn(value, block.scale);
   if (b.tensor_scale != nullptr) value = __fmul_rn(value, block.whole);
-  u32 bits = value == value ? as_bits(value) : 0x7FC00000u;
-  return as_float(OUTPUT == BFLOAT16 ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits);
+  return to_nearest<OUTPUT>(value == value ? value : as_float(0x7FC00000u));
 }
 
 // values: float32 [256].

@@ -29,10 +29,9 @@ DEVICE u32 low_code(float a, u32 rest, const Grid& g) {
 
 // The code of x with a clamped magnitude a in the top bits of a word, unless x is NaN.
 DEVICE u32 code_of(float a, float x, u32 rest, const Grid& g) {
-  u32 sign = __float_as_uint(x) & g.sign;
-  if constexpr (SUMS) return low_code(a, rest, g) << (32 - CODE) | sign;
+  if constexpr (SUMS) return low_code(a, rest, g) << (32 - CODE) | (__float_as_uint(x) & g.sign);
   float rounded = rounded_magnitude(a, rest, g);
-  if (SIGNS_LAST && !INTEGER) return __float_as_uint(rounded * g.code_scale) * g.code_factor | sign;
+  if (SIGNS_LAST && !INTEGER) return signed_code(rounded, x, g);
   return top_code<INTEGER, SPECIAL>(finished<SPECIAL, KEEPS>(rounded, x, g), g);
 }
 

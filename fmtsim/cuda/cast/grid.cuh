@@ -146,6 +146,11 @@ DEVICE u32 top_code(float y, const Grid& g) {
   return Special && fabsf(y) > g.over_above ? g.over_code | (bits & g.sign) : code;
 }
 
+// The same of a float format from a magnitude on the grid and what has its sign; NaN aside.
+DEVICE u32 signed_code(float magnitude, float x, const Grid& g) {
+  return __float_as_uint(magnitude * g.code_scale) * g.code_factor | (__float_as_uint(x) & g.sign);
+}
+
 // Which of these steps a cast takes, by macros: METHOD; SPECIAL: overflow gives Inf or NaN; ASYMMETRIC: the range is
 // not -highest ... highest; CARRIES: it gives Inf, whose code follows the largest number's; KEEPS: the format has -0;
 // RANDOM: stochastic rounding, 1 with whole words, else 2; PAIRS (below).

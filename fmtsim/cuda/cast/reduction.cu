@@ -144,7 +144,7 @@ DEVICE u32 codes_within(u32& flushed, const float (&x)[RUN], const float (&y)[RU
     u32 top;
     if (SIGNS_LAST && !INTEGER) {
       q[k] = rounded_magnitude(fabsf(y[k]), rests[k], g);
-      top = as_bits(q[k] * g.code_scale) * g.code_factor | (as_bits(y[k]) & g.sign);
+      top = signed_code(q[k], y[k], g);
     } else {
       q[k] = rounded_number(y[k], rests[k], g);
       top = top_code<INTEGER, SPECIAL>(q[k], g);
@@ -265,12 +265,6 @@ KERNEL __launch_bounds__(THREADS) sum_chunks(
   }
 }
 
-// A result's bits to nearest even of its dtype.
-DEVICE float rounded_result(float y) {
-  u32 bits = as_bits(y);
-  return as_float(OUTPUT == BFLOAT16 ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits);
-}
-
 // Block rows are chunks. counts: elements, those at the largest magnitude, those that are not finite.
 KERNEL __launch_bounds__(THREADS) finish_sums(
     const u8* codes, Output* out, const float* values, const float* factors, u64* counts, i64 count, i64 length,
@@ -297,7 +291,7 @@ KERNEL __launch_bounds__(THREADS) finish_sums(
     if (w.left >= RUN && top_of(v) < largest) {  // codes behind the chunk's end are zeros
       float factor = factors[w.part];
 #pragma unroll
-      for (int k = 0; k < RUN; k++) y[k] = rounded_result(__fmul_rn(v[k], factor));
+      for (int k = 0; k < RUN; k++) y[k] = to_nearest<OUTPUT>(__fmul_rn(v[k], factor));
     } else {
 #pragma unroll
       for (int k = 0; k < RUN; k++, w.next(p)) {
@@ -305,7 +299,7 @@ KERNEL __launch_bounds__(THREADS) finish_sums(
         found[0] += inside && fabsf(v[k]) == largest;
         found[1] += inside && !is_finite(v[k]);
         y[k] = __fmul_rn(v[k], factors[w.part]);
-        y[k] = rounded_result(y[k] == y[k] ? y[k] : as_float(0x7FC00000u));
+        y[k] = to_nearest<OUTPUT>(y[k] == y[k] ? y[k] : as_float(0x7FC00000u));
       }
     }
     if (VECTORS && place + RUN <= end) {

@@ -103,6 +103,13 @@ DEVICE typename Stored<Type>::type stored(float x) {
   else return x;
 }
 
+// A float32 that becomes the dtype's nearest value, to even, where it is stored: bfloat16 cuts off.
+template <int Type>
+DEVICE float to_nearest(float x) {
+  u32 bits = __float_as_uint(x);
+  return Type == BFLOAT16 ? __uint_as_float(bits + 0x7FFFu + (bits >> 16 & 1u)) : x;
+}
+
 // Two neighbours as one word; Numbers: neither is NaN.
 template <int Type, bool Numbers>
 DEVICE u32 stored_pair(float low, float high) {
