@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.gemm.layers.watch import Watcher, watching
-from fmtsim.memory import ModelSize
-from fmtsim.training.gpt import Block, GPTConfig
-from fmtsim.training.llama import LlamaBlock
+from fmtsim.lab.memory import ModelSize
+from fmtsim.lab.training.gpt import Block, GPTConfig
+from fmtsim.lab.training.llama import LlamaBlock
 
 RUNS = (("Llama", None), ("Llama", "te_current"), ("Llama", "coat"), ("GPT", None), ("GPT", "te_current"),
         ("GPT", "coat"), ("GPT", "checkpointing"))  # fmt: skip

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fmtsim
-from fmtsim.analysis.attribution import FIELDS
-from fmtsim.training.gpt import GPT, GPTConfig
-from fmtsim.training.llama import Llama
+from fmtsim.lab.analysis.attribution import FIELDS
+from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.llama import Llama
 
 RECIPES = ("te_current", "mxfp8", "te_nvfp4_all", "e2m1", "int8")
 TOKENS, LENGTH = 64, 32

@@ -29,10 +29,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import fmtsim
-from fmtsim.cli.output import versions_of, write_json
 from fmtsim.distributed import AutoFactor, Reduction, ReductionState, all_reduce, fp8_hook, get_reduction, simulate
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.collective import reduce_batch
+from fmtsim.lab.cli.output import versions_of, write_json
 from fmtsim.rounding.modes import Rounding
 
 BYTES = {"torch fp32": 4, "torch bf16": 2, "all_reduce": 1, "hook's": 1, "hook's tree": 1}  # of an element that travels

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.training.corpus import Corpus, load_corpus, sample
-from fmtsim.training.gpt import GPT, GPTConfig
-from fmtsim.training.learner import schedule
+from fmtsim.lab.training.corpus import Corpus, load_corpus, sample
+from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.learner import schedule
 
 RECIPES = ("te_delayed", "te_current", "te_block", "te_mxfp8", "te_nvfp4", "mxfp4", "quartet", "quartet2")
 SIZE = {"context": 256, "width": 384, "layers": 6, "heads": 6}

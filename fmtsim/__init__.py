@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from fmtsim import interrupts as interrupts  # first: what a command imports takes seconds
+from fmtsim.support import interrupts as interrupts  # first: what a command imports takes seconds
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name, or a part of the package, when it is first asked for."""
     package, home = sys.modules[__name__], _HOMES.get(name)
     if home is not None and home != "fmtsim":
-        value = getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
+        value = getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{home}.{name}")
         setattr(package, name, value)
         return value
     if not name.startswith("_") and find_spec(f"fmtsim.{name}"):

@@ -3,7 +3,7 @@
 
 import sys
 
-from fmtsim.cli.main import main
+from fmtsim.lab.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,47 +13,34 @@ import fmtsim
 
 ROOT = Path(fmtsim.__file__).parent
 
-# Imports point from right to left. Modules of one rank may import each other.
+# Imports point from right to left. Rooms of one rank may import each other. ``lab`` is the upper storey: nothing below
+# imports it, not even inside a function.
 LAYERS = (
-    {
-        "dispatch",
-        "errors",
-        "records",
-        "files",
-        "folder",
-        "compilation",
-        "interrupts",
-        "progress",
-        "table",
-        "plotting",
-        "replay",
-    },  # fmt: skip
-    {"float64"},
+    {"support"},
     {"formats"},
     {"rounding"},
     {"spec"},
-    {"ops"},
-    {"quantize", "encoded", "stored", "autograd", "arguments", "arrays"},
+    {"casts"},
     {"scaling"},
     {"gemm"},
     {"recipes"},
-    {"nn", "optim", "distributed", "ptq", "search", "export"},
-    {"memory"},
-    {"analysis"},
-    {"training", "explain", "verify", "bench", "calibration", "reproduce", "integrations"},
-    {"cli"},
+    {"nn", "optim", "distributed", "ptq"},
+    {"lab.search"},
+    {"lab.memory"},
+    {"lab.analysis"},
+    {"lab.training", "lab.explain", "lab.verify", "lab.bench", "lab.calibration", "lab.reproduce", "integrations"},
+    {"lab.cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-ENGINES = {"torch_engine", "cpu", "cuda"}
-ENGINE_MAY_IMPORT = {
-    "errors", "records", "folder", "compilation", "replay", "float64", "formats", "rounding", "spec", "scaling",
-}  # fmt: skip
+ENGINES = {"engines.torch_engine", "engines.cpu", "engines.cuda"}
+ENGINE_MAY_IMPORT = {"support", "formats", "rounding", "spec", "scaling"}
+STOREYS = ("lab", "engines")  # folders whose rooms are one level further down
 parse = cache(ast.parse)  # which takes most of the time of several tests
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
 
 def parts_imported(source: str, module: str, *, everywhere: bool = False) -> set[str]:
-    """Return the first-level parts of fmtsim that a module imports while it is being imported itself.
+    """Return the rooms of fmtsim that a module imports while it is being imported itself.
 
     With ``everywhere`` the imports inside functions count too. Imports for type checkers alone never count.
     """
@@ -65,9 +52,16 @@ def parts_imported(source: str, module: str, *, everywhere: bool = False) -> set
         else:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             full = ".".join(part for part in (base, node.module) if part)
-            names = [f"{full}.{alias.name}" for alias in node.names] if full == "fmtsim" else [full]
-        found |= {name.split(".")[1] for name in names if name.startswith("fmtsim.")}
+            whole = full in ("fmtsim", *(f"fmtsim.{name}" for name in STOREYS))
+            names = [f"{full}.{alias.name}" for alias in node.names] if whole else [full]
+        found |= {room_of(name) for name in names if name.startswith("fmtsim.")}
     return found
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module: its folder's name, of two levels in ``lab`` and ``engines``."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 1 + (parts[0] in STOREYS)])
 
 
 def _statements(tree: ast.AST, everywhere: bool):
@@ -82,13 +76,16 @@ def _statements(tree: ast.AST, everywhere: bool):
 
 def violations(source: str, module: str) -> list[str]:
     """Return one line for every import of a module that points the wrong way."""
-    part = module.split(".")[1]
+    part = room_of(module)
     imported = parts_imported(source, module) - {part}
     if part in ENGINES:
         imported = parts_imported(source, module, everywhere=True)
-        wrong = imported - {part} - ENGINE_MAY_IMPORT - {"torch_engine"}  # which does what kernels leave
+        wrong = imported - {part} - ENGINE_MAY_IMPORT - {"engines.torch_engine"}  # which does what kernels leave
         return [f"{module}: an engine imports fmtsim.{name}" for name in sorted(wrong)]
     lines = [f"{module}: imports the engine fmtsim.{name} at module level" for name in sorted(imported & ENGINES)]
+    if not part.startswith(("lab", "integrations")):
+        climbs = sorted(n for n in parts_imported(source, module, everywhere=True) if n.startswith("lab"))
+        lines += [f"{module}: the library imports fmtsim.{name} of the laboratory" for name in climbs]
     for name in sorted(imported - ENGINES):
         if part not in RANK or name not in RANK:
             lines.append(f"{module}: fmtsim.{part if part not in RANK else name} has no layer in this test")
@@ -102,7 +99,7 @@ def modules() -> list[tuple[str, Path]]:
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts not in {("__init__",), ("__main__",)}:
+        if parts not in {("__init__",), ("__main__",), ("lab", "__init__"), ("engines", "__init__")}:
             found.append((".".join(("fmtsim", *parts)), path))
     return found
 
@@ -115,12 +112,25 @@ def test_imports_point_one_way(module, path):
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("fmtsim.formats.spec", "import fmtsim.ops", "fmtsim.formats imports fmtsim.ops, which lies above it"),
+        (
+            "fmtsim.formats.spec",
+            "import fmtsim.casts.ops",
+            "fmtsim.formats imports fmtsim.casts, which lies above it",
+        ),
         ("fmtsim.formats.spec", "from fmtsim import gemm", "fmtsim.formats imports fmtsim.gemm, which lies above it"),
         ("fmtsim.spec.plan", "from ..nn.convert import f", "fmtsim.spec imports fmtsim.nn, which lies above it"),
-        ("fmtsim.quantize", "from fmtsim.cpu import casts", "imports the engine fmtsim.cpu at module level"),
-        ("fmtsim.cpu.casts", "def f():\n    import fmtsim.gemm", "an engine imports fmtsim.gemm"),
-        ("fmtsim.newcomer", "import fmtsim.ops", "fmtsim.newcomer has no layer in this test"),
+        (
+            "fmtsim.quantize",
+            "from fmtsim.engines.cpu import casts",
+            "imports the engine fmtsim.engines.cpu at module level",
+        ),
+        ("fmtsim.engines.cpu.casts", "def f():\n    import fmtsim.gemm", "an engine imports fmtsim.gemm"),
+        ("fmtsim.newcomer", "import fmtsim.casts.ops", "fmtsim.newcomer has no layer in this test"),
+        (
+            "fmtsim.nn.convert",
+            "def f():\n    from fmtsim.lab import analysis",
+            "imports fmtsim.lab.analysis of the laboratory",
+        ),
     ],
 )
 def test_a_planted_import_is_seen(module, source, message):
@@ -130,10 +140,10 @@ def test_a_planted_import_is_seen(module, source, message):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("fmtsim.quantize", "def f():\n    from fmtsim.cpu import casts"),
-        ("fmtsim.ops", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fmtsim.cpu"),
-        ("fmtsim.cli.main", "import fmtsim.ops\nfrom . import cast"),
-        ("fmtsim.cpu.gemm.engine", "from fmtsim.spec.plan import GemmPlan"),
+        ("fmtsim.casts.quantize", "def f():\n    from fmtsim.engines.cpu import casts"),
+        ("fmtsim.casts.ops", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fmtsim.engines.cpu"),
+        ("fmtsim.lab.cli.main", "import fmtsim.casts.ops\nfrom . import cast"),
+        ("fmtsim.engines.cpu.gemm.engine", "from fmtsim.spec.plan import GemmPlan"),
     ],
 )
 def test_allowed_imports_pass(module, source):
@@ -192,18 +202,18 @@ def engine_modules_named(source: str, inside: set[str]) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     texts = [name for name in names if isinstance(name, str)]
-    return [text for text in texts if f"fmtsim.{text.removeprefix('fmtsim.')}.".startswith(below)]
+    return [t for t in texts if f"{t}.".startswith(below) or f"fmtsim.engines.{t}.".startswith(below)]
 
 
 def engine_modules() -> set[str]:
     names = {module.removesuffix(".__init__") for module, _ in modules()}
-    return {name for name in names if name.split(".")[1] in ENGINES and name.count(".") > 1}
+    return {name for name in names if room_of(name) in ENGINES and name.count(".") > 2}
 
 
 def test_nothing_inside_an_engine_is_named_outside():
     inside = engine_modules()
     found = {module: engine_modules_named(path.read_text(encoding="utf-8"), inside) for module, path in modules()}
-    assert {module: names for module, names in found.items() if names and module.split(".")[1] not in ENGINES} == {}
+    assert {module: names for module, names in found.items() if names and room_of(module) not in ENGINES} == {}
     assert sum(map(len, found.values())) > 100  # engines do
 
 
@@ -211,10 +221,10 @@ def test_nothing_inside_an_engine_is_named_outside():
     ("source", "seen"),
     [
         ('load_engine("cuda.cast")', True),
-        ('importlib.import_module("fmtsim.cpu.optim.moments")', True),
-        ("def f():\n    from fmtsim.cuda import runtime", True),
+        ('importlib.import_module("fmtsim.engines.cpu.optim.moments")', True),
+        ("def f():\n    from fmtsim.engines.cuda import runtime", True),
         ('load_engine("cuda")', False),
-        ('"""The words of fmtsim.cuda.runtime."""', False),
+        ('"""The words of fmtsim.engines.cuda.runtime."""', False),
         ('warn("run fmtsim.cuda.warmup() first")', False),
     ],
 )
@@ -263,7 +273,9 @@ def test_the_front_door_lists_what_it_has():
     assert missing == [] and fmtsim.__all__ == [name for name in dir(fmtsim) if not name.startswith("__")]
 
 
-@pytest.mark.parametrize("before", ["import fmtsim", "import fmtsim.explain.product, fmtsim.quantize, fmtsim.ptq.verb"])
+@pytest.mark.parametrize(
+    "before", ["import fmtsim", "import fmtsim.lab.explain.product, fmtsim.casts.quantize, fmtsim.ptq.verb"]
+)
 def test_a_function_is_there_whether_or_not_the_module_of_its_name_has_loaded(before):
     code = (
         f"{before}\nimport fmtsim\nnames = [fmtsim.explain, fmtsim.ptq, fmtsim.quantize, fmtsim.search]\n"

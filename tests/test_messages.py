@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import FmtsimError
+from fmtsim.support.errors import FmtsimError
 
 X = torch.linspace(-2, 2, 6 * 64).reshape(6, 64)
 A, B = torch.ones(4, 8), torch.ones(8, 2)

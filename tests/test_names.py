@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cli.main import main
 from fmtsim.distributed import REDUCTIONS, get_reduction
-from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.scaling import SCALE_RULES
 from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.gemm.models import find_models, list_models
+from fmtsim.lab.cli.main import main
+from fmtsim.lab.reproduce.catalogue import CLAIMS, get_claims
 from fmtsim.optim import get_scheme, list_schemes
-from fmtsim.reproduce.catalogue import CLAIMS, get_claims
 from fmtsim.rounding.modes import ALIASES, MODES
+from fmtsim.support.errors import ArgumentError, FmtsimError, FormatError
 
 FROM_ZERO = torch.tensor([1.0625, -1.0625, 1.1875, -3.3])
 

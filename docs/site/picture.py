@@ -12,8 +12,8 @@ import matplotlib.pyplot as plt
 import torch
 
 import fmtsim
-from fmtsim.training.corpus import load_corpus, sample
-from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.corpus import load_corpus, sample
+from fmtsim.lab.training.gpt import GPT, GPTConfig
 
 STEPS, EVERY = 100, 2
 CASTS = {

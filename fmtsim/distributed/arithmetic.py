@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim import ops
-from fmtsim.arguments import check_dense, check_together
-from fmtsim.dispatch import is_readable
+from fmtsim.casts import ops
+from fmtsim.casts.arguments import check_dense, check_together
 from fmtsim.distributed.reduction import Reduction
 from fmtsim.distributed.wire import from_bytes, to_bytes
-from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.scales import FLT_MAX, FLT_MIN, float32, reciprocal
 from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.support.dispatch import is_readable
+from fmtsim.support.errors import ArgumentError, DtypeError, shown
 
 MAX_RANKS = 1 << 16
 MAX_CALLS = 1 << 31

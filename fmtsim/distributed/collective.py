@@ -13,8 +13,8 @@ from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import require_finite
 from fmtsim.distributed.stages import Stages, stages_of
-from fmtsim.errors import ArgumentError, shown
-from fmtsim.records import checked
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import checked
 
 
 class Reduced(NamedTuple):

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmtsim.arguments import check_module
+from fmtsim.casts.arguments import check_module
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO, gather_parts, require_whole
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.state import ReductionState
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
-from fmtsim.records import checked
 from fmtsim.spec.scaling import Scaling
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import checked
 
 
 class _Comm:

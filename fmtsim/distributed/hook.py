@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.state import ReductionState
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.support.errors import ArgumentError, shown
 
 
 def fp8_hook(

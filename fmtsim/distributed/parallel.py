@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmtsim.arguments import check_module
+from fmtsim.casts.arguments import check_module
 from fmtsim.distributed.arithmetic import require_ranks
 from fmtsim.distributed.collective import all_reduce, reduce_scatter
 from fmtsim.distributed.gather import all_gather, require_whole, simulate_gather
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import simulate
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
-from fmtsim.records import check_types, checked
 from fmtsim.spec.scaling import Scaling
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import check_types, checked
 
 Model = TypeVar("Model", bound=nn.Module)
 _POWERS: Final = Scaling(power_of_two="ceil")

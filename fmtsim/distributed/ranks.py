@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmtsim.distributed.arithmetic import require_ranks
 from fmtsim.distributed.store import AbsentError, exchange, named
-from fmtsim.errors import ArgumentError, CollectiveError, first_line, shown
+from fmtsim.support.errors import ArgumentError, CollectiveError, first_line, shown
 
 
 class Ranks:

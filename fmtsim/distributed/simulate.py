@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_together
+from fmtsim.casts.arguments import check_together
 from fmtsim.distributed.arithmetic import (
     Batch,
     Counts,
@@ -25,7 +25,7 @@ from fmtsim.distributed.arithmetic import (
     scaled,
 )
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError
 
 
 class Simulated(NamedTuple):

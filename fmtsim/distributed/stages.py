@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fmtsim import ops
+from fmtsim.casts import ops
 from fmtsim.distributed.arithmetic import (
     Batch,
     Factors,

@@ -13,8 +13,8 @@ from fmtsim.distributed.arithmetic import Batch, Counts, require_mu
 from fmtsim.distributed.collective import reduce_batch
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.errors import ArgumentError
-from fmtsim.records import check_items
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.records import check_items
 
 
 class ReductionState:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim import ops
-from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError
+from fmtsim.casts import ops
+from fmtsim.casts.encoded import Encoded
+from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import pack, unpack
-from fmtsim.quantize import encode
 from fmtsim.spec.cast import CastSpec, EncodedParts
+from fmtsim.support.errors import ArgumentError
 
 _PARTS = ("codes", "scales", "tensor_scale", "offsets")
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.display import Displayed, Fields
 from fmtsim.formats.floating import E8M0 as E8M0
 from fmtsim.formats.floating import FP32 as FP32
@@ -22,7 +21,8 @@ from fmtsim.formats.scaling import (
 )
 from fmtsim.formats.scaling import Block as Block
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
-from fmtsim.records import as_int, check_types
+from fmtsim.support.errors import ArgumentError, FormatError, shown
+from fmtsim.support.records import as_int, check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

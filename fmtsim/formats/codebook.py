@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.fields import Element, NanPolicy, require
-from fmtsim.records import check_types
+from fmtsim.support.errors import FormatError
+from fmtsim.support.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from abc import abstractmethod
 from html import escape
 from typing import Any, NamedTuple
 
-from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.table import aligned, page_width
+from fmtsim.support.errors import ArgumentError, FormatError
+from fmtsim.support.table import aligned, page_width
 
 _TABLE_BITS = 16  # 65536 rows: beyond that a table is of no use to anyone
 _HTML_BITS = 8
@@ -78,7 +78,7 @@ def text_table(fmt: Any, columns: int | None = None) -> str:
 
     Args:
         fmt: The format; formats without a table of codes (see ``code_table``) give the facts alone.
-        columns: How many codes stand side by side; None is 4, or fewer on a narrow page (``fmtsim.table``).
+        columns: How many codes stand side by side; None is 4, or fewer on a narrow page (``fmtsim.support.table``).
 
     Raises:
         ArgumentError: ``columns`` is not positive.

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.dispatch import is_readable
-from fmtsim.errors import CodeError
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.support.dispatch import is_readable
+from fmtsim.support.errors import CodeError
 
 
 def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat, *, validated: bool = False) -> torch.Tensor:

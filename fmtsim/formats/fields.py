@@ -5,8 +5,8 @@ import math
 from abc import abstractmethod
 from typing import Literal
 
-from fmtsim.errors import FormatError, shown
 from fmtsim.formats.display import Displayed
+from fmtsim.support.errors import FormatError, shown
 
 Overflow = Literal["saturate", "ieee"]
 NanPolicy = Literal["max", "error"]

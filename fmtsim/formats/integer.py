@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.display import Fields, short_number
 from fmtsim.formats.fields import Element, NanPolicy, require, require_code
-from fmtsim.records import check_types
+from fmtsim.support.errors import FormatError
+from fmtsim.support.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

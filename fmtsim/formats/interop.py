@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fmtsim.errors import DtypeError, FormatError
 from fmtsim.formats.packing import pack
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.support.errors import DtypeError, FormatError
 
 if TYPE_CHECKING:
     import numpy

@@ -5,8 +5,8 @@ import math
 
 import torch
 
-from fmtsim.dispatch import is_readable
-from fmtsim.errors import ArgumentError, CodeError, DtypeError
+from fmtsim.support.dispatch import is_readable
+from fmtsim.support.errors import ArgumentError, CodeError, DtypeError
 
 _WIDE_VIEWS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}

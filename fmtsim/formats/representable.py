@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.errors import DtypeError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat
+from fmtsim.support.errors import DtypeError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8_DTYPES = (

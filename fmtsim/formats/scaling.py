@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args
 
-from fmtsim.errors import FormatError, shown
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
-from fmtsim.records import as_int, check_types
+from fmtsim.support.errors import FormatError, shown
+from fmtsim.support.records import as_int, check_types
 
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]

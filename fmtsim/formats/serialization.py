@@ -6,12 +6,12 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.records import at, parse_json, record_of
+from fmtsim.support.errors import ArgumentError, FormatError, shown
+from fmtsim.support.records import at, parse_json, record_of
 
 KINDS: dict[str, type] = {
     "float": FloatFormat,

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fmtsim.errors import DataError, shown
-from fmtsim.files import write_file
-from fmtsim.records import parse_json, read_file
+from fmtsim.support.errors import DataError, shown
+from fmtsim.support.files import write_file
+from fmtsim.support.records import parse_json, read_file
 
 _TAG_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,

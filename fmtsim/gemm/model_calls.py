@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.models import DTYPES, PASSES, Shape
 from fmtsim.spec.call import GemmCall, Layout
+from fmtsim.support.errors import ArgumentError
 
 FP8_STEP = 16  # torch._scaled_mm takes K and N that are multiples of it
 OUTPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}

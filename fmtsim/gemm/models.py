@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fmtsim.errors import ArgumentError, DataError, did_you_mean
+from fmtsim.support.errors import ArgumentError, DataError, did_you_mean
 
 Shape = tuple[int, int, bool]
 """Outputs, inputs and whether there is a bias, of one linear layer."""
@@ -113,8 +113,8 @@ def find_models(names: Iterable[str]) -> list[Model]:
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ArgumentError(f"unknown model {name!r}{hint} (fmtsim.calibration.list_models() has all {len(known)}; "
-                                "or pass --shapes)")  # fmt: skip
+            raise ArgumentError(f"unknown model {name!r}{hint} (fmtsim.lab.calibration.list_models() has all "
+                                f"{len(known)}; or pass --shapes)")  # fmt: skip
     return [known[name] for name in names]
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError
-from fmtsim.files import StrPath
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord
 from fmtsim.integrations.run_state import checked_state
 from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.files import StrPath
 
 
 class FmtsimRun:

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, FmtsimError
-from fmtsim.files import StrPath
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord
 from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.files import StrPath
 
 _KEY = "fmtsim"  # in a checkpoint
 

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.analysis.observation import Observation
-from fmtsim.analysis.observe import ModelObservation, check_asked, observe
-from fmtsim.errors import ArgumentError, FmtsimError, shown
-from fmtsim.files import StrPath, check_file, write_file
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_state import FILE, checked_state, gathered, of_this_process
 from fmtsim.integrations.trackers import check_histograms, exponents, figures, send
+from fmtsim.lab.analysis.observation import Observation
+from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
 from fmtsim.nn.convert import converted_root, is_converted, set_step
 from fmtsim.nn.report import report
 from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+from fmtsim.support.files import StrPath, check_file, write_file
 
 
 class RunRecord:

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from fmtsim.analysis.observation import Observation
-from fmtsim.errors import DataError, first_line
+from fmtsim.lab.analysis.observation import Observation
+from fmtsim.support.errors import DataError, first_line
 
 FILE: Final = "fmtsim_state.pt"
 """The file beside those of a checkpoint, where a trainer keeps no states of others itself."""

@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fmtsim.analysis.losses import losses_of, worst
-from fmtsim.analysis.measure import LOWEST_EXPONENT
-from fmtsim.analysis.observation import Observation
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.lab.analysis.losses import losses_of, worst
+from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
+from fmtsim.lab.analysis.observation import Observation
+from fmtsim.support.errors import ArgumentError, shown
 
 KINDS: Final = ("operand", "layer", None)
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FmtsimError
-from fmtsim.files import StrPath
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord
 from fmtsim.integrations.run_state import FILE, read_state
 from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.files import StrPath
 
 try:
     from transformers import TrainerCallback

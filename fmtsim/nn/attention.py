@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.dispatch import OwnMode
-from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule, register_emulated
+from fmtsim.support.dispatch import OwnMode
+from fmtsim.support.errors import ArgumentError
 
 
 class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):

@@ -12,18 +12,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import random_keys
-from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs, is_readable, without_autocast
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.casts.arguments import random_keys
+from fmtsim.casts.autograd import OnceOnly
+from fmtsim.casts.ops import define_operator
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash
 from fmtsim.nn.flash_backward import flash_gradients
-from fmtsim.ops import define_operator
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.repeats import Calls
 from fmtsim.spec.cast import RandomKey
+from fmtsim.support.dispatch import constant_in_graphs, is_readable, without_autocast
+from fmtsim.support.errors import ArgumentError, shown
 
 _ONCE: Final = (
     "quantised attention cannot be differentiated twice: the gradient of a quantised gradient is not defined; "

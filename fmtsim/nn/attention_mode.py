@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmtsim.dispatch import OwnMode
-from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.products.resolver import target_or_unit
 from fmtsim.nn.attention import multi_head, running
 from fmtsim.nn.attention_call import AttentionCall, call_of
 from fmtsim.nn.sdpa import attend
 from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.support.dispatch import OwnMode
+from fmtsim.support.errors import ArgumentError, FmtsimError
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]

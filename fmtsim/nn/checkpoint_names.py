@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.support.errors import ArgumentError, shown
 
 RECIPE: Final = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 NAME: Final = "fmtsim_recipe"  # uint8: the name in UTF-8; one zero for a config

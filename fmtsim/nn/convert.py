@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fmtsim.arguments import check_module, takes
-from fmtsim.errors import ArgumentError, CoverageWarning, shown
+from fmtsim.casts.arguments import check_module, takes
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
@@ -40,6 +39,7 @@ from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.ops import define_operator
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.nn.modules import EmulatedModule, register_emulated
-from fmtsim.ops import define_operator
+from fmtsim.support.errors import ArgumentError
 
 _AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
 Sizes = tuple[int, ...]

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import PRODUCTS
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.gemm.products.resolver import recorded_calls
@@ -21,6 +20,7 @@ from fmtsim.nn.own_products import own_matrices
 from fmtsim.nn.parameter_products import ParameterProduct, own_products
 from fmtsim.nn.planning import why_not
 from fmtsim.nn.scaled_model import is_untraced
+from fmtsim.support.errors import ArgumentError, shown
 
 _ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that nobody multiplies with
 

@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.operand import holder, quantize_operand
@@ -22,6 +21,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys, Operand, last_cast, spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp
+from fmtsim.support.errors import ArgumentError, shown
 
 _HALVES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LOG2E: Final = 1.4426950408889634

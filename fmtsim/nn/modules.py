@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.arguments import check_dense
-from fmtsim.errors import ArgumentError, FmtsimError
+from fmtsim.casts.arguments import check_dense
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
 from fmtsim.gemm.layers.linear import run_layer
@@ -23,6 +22,7 @@ from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls
+from fmtsim.support.errors import ArgumentError, FmtsimError
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
 

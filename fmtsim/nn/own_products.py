@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from fmtsim.dispatch import constant_in_graphs
 from fmtsim.nn.modules import EmulatedModule, emulated_class
+from fmtsim.support.dispatch import constant_in_graphs
 
 _GROUPED: Final = frozenset({"grouped_mm", "_grouped_mm"})
 _VERBS: Final = _GROUPED | frozenset(

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.dispatch import OwnMode
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention import multi_head
 from fmtsim.nn.contractions import Multiply, einsum, grouped, linear, matmul, named, reflected, with_sum
@@ -25,6 +24,7 @@ from fmtsim.nn.own_products import Own, names_groups, writers
 from fmtsim.nn.wrapped import unwrap, wrap
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.repeats import repeat_under
+from fmtsim.support.dispatch import OwnMode
 
 PRODUCTS: Final = "fmtsim_products"  # the submodule with what multiplies a module's own Parameters, by their names
 READS: Final = "_fmtsim_reads"  # on each module that writes products: owners and names of Parameters

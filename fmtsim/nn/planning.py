@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from fmtsim.arguments import takes
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.casts.arguments import takes
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.resolver import target_or_unit
@@ -24,6 +23,7 @@ from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, shown
 
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmtsim.arguments import check_dense
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError, shown
+from fmtsim.casts.arguments import check_dense
 from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.layers.config import FORMULAS, OPERANDS, PRODUCTS, LinearConfig, product_of
 from fmtsim.gemm.layers.product import unit_dtype
@@ -27,6 +26,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 
 _NO_UNIT = "none: float32 in no particular order; convert with target=, unit= or datapath= for a machine"
 _MULTIPLIES = ("fmtsim::gemm", "fmtsim::multiply_groups", "aten::mm", "aten::addmm")

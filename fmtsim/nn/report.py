@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fmtsim.arguments import check_module
-from fmtsim.errors import ArgumentError, FmtsimError, shown
+from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.checkpoint_names import RECIPE
@@ -21,7 +20,8 @@ from fmtsim.nn.parameter_products import PRODUCTS, ParameterProduct, own_product
 from fmtsim.nn.planning import why_not
 from fmtsim.nn.products import MOST_ROWS, layer_products
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
-from fmtsim.table import Rows, Tabular
+from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+from fmtsim.support.table import Rows, Tabular
 
 _BASES = {
     "recorded": "with recorded bits of the call",

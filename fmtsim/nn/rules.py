@@ -7,13 +7,13 @@ import warnings
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import emulated_class
 from fmtsim.nn.own_products import own_matrices
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 
 
 class Selector:

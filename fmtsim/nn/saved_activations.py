@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import OwnMode, without_own_modes
+from fmtsim.casts.autograd import OnceOnly
 from fmtsim.nn.wrapped import Substituted, unwrap_parts, wrap_parts
 from fmtsim.recipes.activations import SavedActivations
 from fmtsim.scaling.repeats import repeat_under
+from fmtsim.support.dispatch import OwnMode, without_own_modes
 
 SAVING: Final = "_fmtsim_saving"  # on the root and on each norm: its Saving
 _FORWARD: Final = "_fmtsim_saving_forward"

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.arguments import check_features
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.arguments import check_features
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.scaled_operations import SCALED, ScaledModel
 from fmtsim.nn.unit_scaling import Factors, scaled_product
-from fmtsim.records import checked
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.records import checked
 
 
 class ScaledLinear(nn.Linear):

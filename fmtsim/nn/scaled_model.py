@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.dry_run import running_modules, undisturbed
@@ -27,6 +26,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.scaled_operations import ADDITIONS, FORWARD, MULTIPLICATIONS, SCALED, Operations, ScaledModel, base_of
 from fmtsim.nn.unit_scaling import Factors
 from fmtsim.nn.wrapped import unwrap_parts, wrap_parts
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 
 _NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.dispatch import OwnMode
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.unit_scaling import Factors
 from fmtsim.nn.wrapped import Substituted, forward_of
 from fmtsim.scaling.repeats import repeat_under
+from fmtsim.support.dispatch import OwnMode
 
 SCALED: Final = "_fmtsim_scaled"  # on the root and on each norm: the ScaledModel
 FORWARD: Final = "_fmtsim_scaled_forward"  # on each of them: a forward that the instance had of its own, or None

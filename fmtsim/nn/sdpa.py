@@ -6,14 +6,14 @@ import math
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_dense, check_flags, check_saved, check_together
-from fmtsim.dispatch import autocasts
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.casts.arguments import check_dense, check_flags, check_saved, check_together
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_call import AttentionCall, call_of, run_attention
 from fmtsim.nn.flash import Inputs
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
-from fmtsim.records import checked
+from fmtsim.support.dispatch import autocasts
+from fmtsim.support.errors import ArgumentError, DtypeError
+from fmtsim.support.records import checked
 
 __all__ = ["attend", "flash_attention_3", "quantised_attention"]
 

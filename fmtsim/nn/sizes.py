@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a layer's sizes fit what its quantisers do in groups: rotations and corrections."""
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig, product_of
 from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard, Sparsity
+from fmtsim.support.errors import ArgumentError
 
 
 def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: int) -> str | None:

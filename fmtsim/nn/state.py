@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.nn.checkpoint_names import RECIPE
 from fmtsim.nn.convert import converted_modules
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.nn.swaps import swap_details
-from fmtsim.records import check_items
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import check_items
 
 _FSDP1: Final = "_fsdp_wrapped_module"  # what torch's FullyShardedDataParallel calls the module in it
 

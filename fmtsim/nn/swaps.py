@@ -7,7 +7,6 @@ from typing import Final
 import torch
 from torch import nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_mode import (
     ATTENTION,
@@ -36,6 +35,7 @@ from fmtsim.nn.smooth import (
     unsmooth,
 )
 from fmtsim.recipes.spec import Recipe, Replacement
+from fmtsim.support.errors import ArgumentError
 
 _FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 FILTERED: Final = "filter_fn leaves it out"

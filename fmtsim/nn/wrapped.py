@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fmtsim.dispatch import OwnMode
+from fmtsim.support.dispatch import OwnMode
 
 
 class _Wrapped(partial):  # type: ignore[type-arg]

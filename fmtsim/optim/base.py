@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_flags
-from fmtsim.dispatch import is_readable
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError, shown
+from fmtsim.casts.arguments import check_flags
 from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule, hyperparameters
 from fmtsim.spec.optimizer import Numbers, ParameterStep, Scheme, StateFormat, in_parameter
+from fmtsim.support.dispatch import is_readable
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 
 Params = Iterable[Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

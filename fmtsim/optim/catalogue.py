@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The named schemes: how published systems keep their optimizer states."""
 
-from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.optimizer import Scheme, StateFormat
+from fmtsim.support.errors import ArgumentError, did_you_mean, shown
 
 _BNB = "bitsandbytes 95f9af3, csrc/kernels.cu; Dettmers et al., arXiv:2110.02861"
 _MSAMP = "Peng et al., FP8-LM, arXiv:2310.18313; Azure/MS-AMP 9746ea8, optim/adamw.py"

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.optim import codec, torch_step
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import CONSTANTS, Rule
-from fmtsim.records import check_items
 from fmtsim.spec.optimizer import Scheme, StateFormat, key_of
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import check_items
 
 VERSION = 1
 TORCH_NAMES = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}

@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fmtsim.casts.ops import decode as decode_elements
+from fmtsim.casts.ops import encode as encode_elements
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
-from fmtsim.ops import decode as decode_elements
-from fmtsim.ops import encode as encode_elements
 from fmtsim.optim import expansion
 from fmtsim.rounding.codebooks import thresholds_of
 from fmtsim.rounding.modes import Rounding

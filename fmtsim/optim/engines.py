@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import DeviceError
-from fmtsim.ops import load_engine
+from fmtsim.casts.ops import load_engine
 from fmtsim.optim import torch_step
 from fmtsim.optim.rules import Rule, group_of
 from fmtsim.spec.optimizer import Counter, ParameterStep, Scheme
+from fmtsim.support.errors import DeviceError
 
 
 def run(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counter: Counter) -> bool:

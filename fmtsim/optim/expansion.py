@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.float64 import float64
-from fmtsim.ops import load_engine
+from fmtsim.casts.ops import load_engine
 from fmtsim.optim.rules import square_root
 from fmtsim.rounding.elementary import ln
+from fmtsim.support.float64 import float64
 
 FLOOR = 1e-30
 STEPS = 16

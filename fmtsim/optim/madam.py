@@ -19,11 +19,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from fmtsim.float64 import float64
-from fmtsim.ops import load_engine
+from fmtsim.casts.ops import load_engine
 from fmtsim.optim.codec import RMS_FACTOR
 from fmtsim.optim.rules import Group, Rule, States, float32, numbers, square_root
 from fmtsim.spec.optimizer import Numbers, Scheme
+from fmtsim.support.float64 import float64
 
 BASES = (2, "e")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fmtsim.arguments import check_flags
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.casts.arguments import check_flags
 from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import rules
 from fmtsim.optim.base import Params, QuantizedOptimizer
 from fmtsim.optim.madam import BASES, madam
 from fmtsim.spec.optimizer import Scheme
+from fmtsim.support.errors import ArgumentError, shown
 
 
 class AdamW(QuantizedOptimizer):

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.float64 import float64
 from fmtsim.spec.optimizer import Hyperparameters, Numbers, Scheme
+from fmtsim.support.float64 import float64
 
 CONSTANTS = ("limit",)
 """What rules may work out from a parameter before its first step, by name; float32 [1]."""

@@ -6,7 +6,7 @@ import torch
 from fmtsim.optim.catalogue import get_scheme, list_schemes
 from fmtsim.optim.rules import ADAMW
 from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
-from fmtsim.table import Row, markdown
+from fmtsim.support.table import Row, markdown
 
 SHAPE = (1024, 1024)
 """The matrix whose bytes a parameter are given; a bfloat16 one where a scheme keeps weights in bfloat16."""

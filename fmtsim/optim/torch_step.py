@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.casts.ops import load_engine
 from fmtsim.formats.spec import LogFormat
-from fmtsim.ops import load_engine
 from fmtsim.optim import codec
 from fmtsim.optim.rules import CONSTANTS, Rule
 from fmtsim.spec.cast import RandomKey

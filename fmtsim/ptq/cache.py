@@ -4,11 +4,11 @@
 import torch
 from torch import Tensor
 
-from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.casts.encoded import Encoded
+from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.registry import get_format
-from fmtsim.quantize import encode
+from fmtsim.support.errors import ArgumentError, shown
 
 
 class QuantisedCache:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.arguments import check_module
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError
 
 Tell = Callable[[int], None]
 

@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
 from fmtsim.ptq.grid import Grid
 from fmtsim.ptq.spec import Gptq
+from fmtsim.support.errors import ArgumentError
 
 BLOCK = 128  # columns whose errors reach the rest of the weight in one product
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.operand import Keys, block_of, spread
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError
 
 
 def nearest(w: Tensor, quantizer: Quantizer) -> Tensor:

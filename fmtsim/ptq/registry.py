@@ -8,7 +8,7 @@ from typing import Any
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.names import Names
 from fmtsim.recipes.serialization import recipe_to_dict, save_recipe
-from fmtsim.records import load_record, record_of
+from fmtsim.support.records import load_record, record_of
 
 
 def ptq_recipe_to_dict(recipe: PtqRecipe) -> dict[str, Any]:

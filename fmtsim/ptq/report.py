@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.nn.convert import REASONS
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.ptq.calibrate import Slot
 from fmtsim.ptq.ranges import limit, static_scale
-from fmtsim.table import Rows, Tabular
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.support.table import Rows, Tabular
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

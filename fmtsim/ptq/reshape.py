@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
 from fmtsim.ptq.calibrate import Part
 from fmtsim.ptq.spec import Equalise, Smooth
+from fmtsim.support.errors import ArgumentError
 
 DIVISOR = "ptq_divisor"  # the buffer of a layer whose inputs are divided
 _HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout)

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from fmtsim.arguments import check_module
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.arguments import check_module
 from fmtsim.nn.attention_mode import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
@@ -19,8 +18,9 @@ from fmtsim.ptq.report import ptq_report
 from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
 from fmtsim.ptq.steps import scales_of
 from fmtsim.recipes.serialization import recipe_to_dict
-from fmtsim.records import check_items, record_of
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.records import check_items, record_of
 
 Model = TypeVar("Model", bound=nn.Module)
 RECIPE = "_fmtsim_ptq_recipe"  # on the root: the record

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.convolutions import EmulatedConvTranspose
 from fmtsim.nn.modules import STATE, EmulatedBilinear, EmulatedModule
-from fmtsim.progress import Progress
 from fmtsim.ptq.calibrate import Part, Products, Slot, call, evaluating
 from fmtsim.ptq.gptq import gptq
 from fmtsim.ptq.grid import grid_of, nearest
@@ -22,8 +20,10 @@ from fmtsim.ptq.learned import learned_rounding
 from fmtsim.ptq.ranges import choose_top, collect, limit, quantised_input, static_scale
 from fmtsim.ptq.reshape import smooth
 from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
-from fmtsim.records import located
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.progress import Progress
+from fmtsim.support.records import located
 
 # Which thirds of an attention module's packed weight its projections multiply with.
 _THIRDS = {"in_proj": (0, 3), "q_proj": (0, 1), "k_proj": (1, 2), "kv_proj": (1, 3), "v_proj": (2, 3)}

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fmtsim.errors import ArgumentError, FmtsimError, PlanUnknownWarning
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
@@ -19,7 +18,6 @@ from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.own_products import own_matrices
 from fmtsim.nn.planning import machine_of
-from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.extended import contract, extend
 from fmtsim.ptq.registry import get_ptq_recipe
@@ -29,6 +27,8 @@ from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE, WEIGHTS, rounded_weights
 from fmtsim.ptq.steps import bias_corrects, calibrated, install, measure, measure_batch_norm, round_weights
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning
+from fmtsim.support.progress import Progress, make_progress
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]

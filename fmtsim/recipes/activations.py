@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.floating import FloatFormat
-from fmtsim.quantize import decode, encode
 from fmtsim.recipes.build import BF16, E4M3
-from fmtsim.records import check_types
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

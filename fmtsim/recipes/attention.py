@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.block import Block, BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -16,13 +15,14 @@ from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import machine_name, unit_takes
 from fmtsim.recipes.build import BF16, FORWARD, HIGH, scale_format
-from fmtsim.records import check_types, located
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import block_of, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.support.errors import ArgumentError, FormatError, shown
+from fmtsim.support.records import check_types, located
 
 BACKWARD: Final = ("dv", "dp", "dq", "dk")
 _FORWARD: Final = ("q", "k", "v", "p")

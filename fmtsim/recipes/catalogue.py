@@ -7,7 +7,7 @@ from typing import Final
 from fmtsim.recipes import float4, float8, integers, wide
 from fmtsim.recipes.spec import Recipe
 from fmtsim.recipes.table import briefly
-from fmtsim.table import markdown
+from fmtsim.support.table import markdown
 
 RECIPES: tuple[Recipe, ...] = (*wide.RECIPES, *float8.RECIPES, *float4.RECIPES, *integers.RECIPES)
 MARKS: Final = ("<!-- recipes -->", "<!-- end -->")

@@ -8,7 +8,7 @@ from typing import Any
 from fmtsim.formats.block import Format
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
-from fmtsim.table import aligned
+from fmtsim.support.table import aligned
 
 _DESCRIPTIVE = ("aliases", "source", "notes", "variant", "name")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from fmtsim.errors import ArgumentError, did_you_mean, shown
+from fmtsim.support.errors import ArgumentError, did_you_mean, shown
 
 R = TypeVar("R")
 

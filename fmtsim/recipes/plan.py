@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 from typing import Final
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.spec import Rule
+from fmtsim.support.errors import ArgumentError
 
 HIGH: Final = "the recipe leaves it in high precision"
 

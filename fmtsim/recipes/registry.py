@@ -61,6 +61,6 @@ def register_recipe(recipe: Recipe) -> None:
     >>> fmtsim.register_recipe(recipe)  # an equal record
     >>> fmtsim.register_recipe(dataclasses.replace(recipe, source="mine"))
     Traceback (most recent call last):
-    fmtsim.errors.ArgumentError: a recipe named 'te_current' exists already; choose another name
+    fmtsim.support.errors.ArgumentError: a recipe named 'te_current' exists already; choose another name
     """
     _names.register(recipe)

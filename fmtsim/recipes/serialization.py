@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FormatError, shown
-from fmtsim.files import write_file
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.serialization import format_to_dict
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.records import hints_of, kinds_of, load_record, record_of
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, FormatError, shown
+from fmtsim.support.files import write_file
+from fmtsim.support.records import hints_of, kinds_of, load_record, record_of
 
 
 def recipe_to_dict(record: Any) -> dict[str, Any]:

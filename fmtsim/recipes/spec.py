@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.unit import machine_name
@@ -13,8 +12,9 @@ from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.system import Level, OptimizerConfig, find_level
 from fmtsim.recipes.table import table_html, table_text
-from fmtsim.records import check_types, located
 from fmtsim.spec.datapath import Datapath
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import check_types, located
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ Names are those of ``fmtsim.optim`` and ``fmtsim.distributed``, which look them 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fmtsim.errors import ArgumentError
-from fmtsim.records import check_types
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.records import check_types
 
 OPTIMIZERS: Final = {"adamw": "AdamW", "madam": "Madam"}
 """Optimizers that recipes name, and their classes in ``fmtsim.optim``."""

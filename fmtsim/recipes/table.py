@@ -8,7 +8,7 @@ from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.scaling import block_text
 from fmtsim.gemm.layers.config import FORMULAS, LinearConfig, product_of
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.table import aligned, filled, html
+from fmtsim.support.table import aligned, filled, html
 
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
 _KEPT = "the forward codes"

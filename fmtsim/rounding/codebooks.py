@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import CodebookFormat
+from fmtsim.support.errors import ArgumentError
 
 KEY_SHIFT = 16
 """Bits that a bucket's key leaves out of a float32 number: sign, exponent and 7 mantissa bits stay."""

@@ -9,7 +9,7 @@ scalings by powers of two, in the order of the numbered steps, every result roun
 
 import math
 
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.support.errors import ArgumentError, shown
 
 SQRT_HALF = 0.7071067811865476
 """The double nearest to ``sqrt(1/2)``: where a significand is doubled, so that it lies around 1."""

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from fmtsim.errors import FormatError, did_you_mean, shown
+from fmtsim.support.errors import FormatError, did_you_mean, shown
 
 Mode = Literal[
     "nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down", "to_odd", "stochastic"

@@ -10,10 +10,10 @@ from bisect import bisect_right
 from fractions import Fraction
 from functools import cache
 
-from fmtsim.errors import ArgumentError, CodeError
 from fmtsim.formats.block import FP32
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.support.errors import ArgumentError, CodeError
 
 FP64 = FloatFormat(name="fp64", exponent_bits=11, mantissa_bits=52)
 

@@ -7,8 +7,8 @@ section 3.3 and table 2. Which word an element gets is said in docs/semantics.md
 
 from collections.abc import Sequence
 
-from fmtsim.errors import ArgumentError
 from fmtsim.rounding.modes import Rounding
+from fmtsim.support.errors import ArgumentError
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 """What the first and the third counter word are multiplied with in each round."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError
 
 # Elements that are transformed together: on a CPU they and their sums stay in the second-level cache.
 _MOST = {"cpu": 1 << 18}

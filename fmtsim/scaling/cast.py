@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim import ops
-from fmtsim.float64 import float64
+from fmtsim.casts import ops
+from fmtsim.casts.quantize import quantize
 from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
-from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import Scales, one_level, two_levels
 from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
@@ -19,6 +18,7 @@ from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import spread
 from fmtsim.spec.quantizer import scaling_for
 from fmtsim.spec.scaling import Scaling
+from fmtsim.support.float64 import float64
 
 Keys = tuple[RandomKey | None, RandomKey | None]
 _OF_KERNELS = (torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fmtsim.replay.gpu import captures
+from fmtsim.support.replay.gpu import captures
 
 
 def lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

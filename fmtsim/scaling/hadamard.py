@@ -6,13 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_dense
-from fmtsim.errors import ArgumentError, DtypeError, shown
-from fmtsim.ops import define_operator, load_engine
-from fmtsim.quantize import quantize
+from fmtsim.casts.ops import define_operator, load_engine
+from fmtsim.casts.quantize import quantize
 from fmtsim.scaling.butterflies import checked_base, root, transform
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of
 from fmtsim.scaling.signs import Signs, check_signs, mask_bits, sign_bits
+from fmtsim.support.dispatch import is_dense
+from fmtsim.support.errors import ArgumentError, DtypeError, shown
 
 __all__ = ["check_hadamard", "hadamard", "root", "sign_bits"]
 

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.support.errors import ArgumentError, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from fmtsim.errors import CollectiveError, first_line
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.replay.hooks import refuse
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import FLT_MAX, Scales, float32, power_of_two, reciprocal
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import CollectiveError, first_line
+from fmtsim.support.replay.hooks import refuse
 
 
 class RememberedScale(nn.Module):

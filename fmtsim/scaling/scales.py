@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_recorded
-from fmtsim.float64 import float64, floor_log2, has_float64
 from fmtsim.formats.scaling import ExponentRule, Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.support.dispatch import is_recorded
+from fmtsim.support.float64 import float64, floor_log2, has_float64
 
 FLT_MAX: Final = torch.finfo(torch.float32).max
 FLT_MIN: Final = torch.finfo(torch.float32).tiny

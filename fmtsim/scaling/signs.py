@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.rounding.philox import random_word
+from fmtsim.support.errors import ArgumentError, shown
 
 Signs = int | Tensor | None
 

@@ -4,8 +4,8 @@
 import torch
 from torch import Tensor
 
+from fmtsim.casts.quantize import quantize
 from fmtsim.formats.spec import ElementFormat
-from fmtsim.quantize import quantize
 from fmtsim.scaling.cast import Scaled
 from fmtsim.spec.gradient import ClipMask, Differentiable, GradientRule, StraightThrough, TrustMask
 

@@ -8,10 +8,10 @@ until one number is left, zeros filling up to a power of two.
 import torch
 from torch import Tensor
 
-from fmtsim.float64 import float64
+from fmtsim.casts.ops import cpu_engine
 from fmtsim.formats.scaling import Block, Statistic
-from fmtsim.ops import cpu_engine
 from fmtsim.scaling.scales import FLT_MAX
+from fmtsim.support.float64 import float64
 
 
 def block_sizes(block: Block, shape: torch.Size) -> tuple[int, int]:

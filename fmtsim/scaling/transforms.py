@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.quantize import quantize
+from fmtsim.casts.quantize import quantize
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.signs import random_signs
 from fmtsim.spec.transform import Clamp, Hadamard, Sparsity, Transform

@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, LogFormat
-from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.support.errors import ArgumentError, FormatError, shown
+from fmtsim.support.records import check_types
 
 TermRounding = Literal["toward_zero", "nearest_even", "nearest_away", "down"]
 TERM_ROUNDINGS: tuple[TermRounding, ...] = get_args(TermRounding)

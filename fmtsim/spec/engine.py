@@ -3,7 +3,7 @@
 
 Any engine casts and multiplies; one with kernels says what they cover, and the torch engine does the rest; one with
 fused kernels takes whole operands of layers as well, and finishes their products. None is an engine's word for what it
-does not cover. ``fmtsim.ops`` chooses.
+does not cover. ``fmtsim.casts.ops`` chooses.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Casts(Protocol):
 
 
 class Engine(Casts, Protocol):
-    """Casts and products: ``fmtsim.torch_engine``, and every other engine where it covers them."""
+    """Casts and products: ``fmtsim.engines.torch_engine``, and every other engine where it covers them."""
 
     def gemm(
         self, a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None, spec: GemmSpec,
@@ -59,14 +59,14 @@ class Functions(Protocol):
 
 
 class TorchEngine(Engine, Functions, Protocol):
-    """``fmtsim.torch_engine``: all casts and products on every device."""
+    """``fmtsim.engines.torch_engine``: all casts and products on every device."""
 
     def compiles_casts(self, kind: str) -> bool:
         """Say whether torch.compile makes casts for a type of device."""
 
 
 class KernelEngine(Engine, Protocol):
-    """An engine whose kernels cover some calls: ``fmtsim.cpu`` and ``fmtsim.cuda``."""
+    """An engine whose kernels cover some calls: ``fmtsim.engines.cpu`` and ``fmtsim.engines.cuda``."""
 
     def supports(self, verb: str, spec: CastSpec, *tensors: Tensor) -> bool:
         """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has."""
@@ -84,7 +84,7 @@ class KernelEngine(Engine, Protocol):
 
 
 class CPUEngine(KernelEngine, Functions, Protocol):
-    """``fmtsim.cpu``: kernels, and the elementary functions.
+    """``fmtsim.engines.cpu``: kernels, and the elementary functions.
 
     Attributes:
         cache_folder: Where compiled kernels are kept, or None.
@@ -151,13 +151,13 @@ class FusedEngine(KernelEngine, Protocol):
     """An engine of GPUs that it ``serves``, with kernels for whole operands of layers, and its library's own products.
 
     Attributes:
-        available, why_unavailable, warmup: What ``fmtsim.cuda`` offers users.
+        available, why_unavailable, warmup: What ``fmtsim.engines.cuda`` offers users.
         NativeCall, NativeScales, run_native: What is asked of the library, its scales, and how
-            (fmtsim/cuda/native/calls.py).
+            (fmtsim/engines/cuda/native/calls.py).
         cublaslt, cublaslt_version, other_gpu, other_settings, other_versions: The library, and what differs from the
-            machine of a target (fmtsim/cuda/native/gpu.py).
-        OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/steps.py).
-        ReductionStages: What a rank computes in a reduction (fmtsim/cuda/cast/reduction.py).
+            machine of a target (fmtsim/engines/cuda/native/gpu.py).
+        OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/engines/cuda/optim/steps.py).
+        ReductionStages: What a rank computes in a reduction (fmtsim/engines/cuda/cast/reduction.py).
     """
 
     available: Callable[..., bool]
@@ -212,7 +212,7 @@ class FusedEngine(KernelEngine, Protocol):
     def count_cast(
         self, x: Tensor, q: Tensor, fmt: BlockFormat | None, block: tuple[int, int], limits: tuple[float, float]
     ) -> Tensor | None:
-        """Return what ``fmtsim.analysis.measure`` does of contiguous matrices, blocks under the scales of a format."""
+        """Return what ``lab.analysis.measure`` does of contiguous matrices, blocks under the scales of a format."""
 
     def fingerprint(self, x: Tensor, width: int, members: int, multipliers: Tensor, found: Tensor, place: int) -> bool:
         """Add the fingerprint of a contiguous tensor with rows of ``width`` elements to numbers, if a kernel does."""

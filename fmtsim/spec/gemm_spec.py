@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
-from fmtsim.records import READERS, at, record_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import (
@@ -24,6 +22,8 @@ from fmtsim.spec.datapath import (
     sum_dtype,
 )
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import READERS, at, record_of
 
 Basis = Literal["recorded", "reported", "rule", "guess"]
 BASES: dict[Basis, str] = {

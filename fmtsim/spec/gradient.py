@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from fmtsim.errors import FormatError
-from fmtsim.records import check_types
+from fmtsim.support.errors import FormatError
+from fmtsim.support.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

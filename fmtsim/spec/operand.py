@@ -7,13 +7,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.float64 import float64
 from fmtsim.formats.block import FP32, Block, BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
+from fmtsim.support.float64 import float64
 
 _BFLOAT16_BITS: Final = 8  # significant bits of bfloat16
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
-from fmtsim.records import check_types
 from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, table_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import check_types
 
 Counter = Callable[[torch.device], Tensor]
 """Gives the tensor of a device, int64, 0-d, that counts elements of gradients that are not finite."""

@@ -4,10 +4,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.records import check_types
+from fmtsim.support.errors import ArgumentError, FormatError, shown
+from fmtsim.support.records import check_types
 
 Epilogue = Literal["scale", "row_column", "column_row"]
 Reduce = Literal["serial", "pairwise", "in_place", "folded"]

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from fmtsim.errors import FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, Overflow
-from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.spec.gradient import GradientRule, StraightThrough
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard, Transform
+from fmtsim.support.errors import FormatError, shown
+from fmtsim.support.records import check_types
 
 Source = Literal["original", "forward", "requantised", "stored"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fmtsim.errors import ArgumentError
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)

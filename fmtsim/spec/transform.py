@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.records import check_types
+from fmtsim.support.errors import FormatError
+from fmtsim.support.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

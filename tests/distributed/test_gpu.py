@@ -17,7 +17,7 @@ import fmtsim
 from benchmarks.collectives import gpu_of
 from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch, fp8_hook, simulate
 from fmtsim.distributed.arithmetic import Batch
-from fmtsim.errors import CollectiveError
+from fmtsim.support.errors import CollectiveError
 from tests.support.operands import normal
 from tests.support.reduction_checks import HOOKS, VERBS, inputs, refused, same_bits
 from tests.support.reductions import BASE, CASES, gradients

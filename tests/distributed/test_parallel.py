@@ -12,8 +12,8 @@ from torch import nn
 
 import fmtsim
 from fmtsim.distributed import AutoFactor, Reduction, TensorParallel, parallelize, simulate
-from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 

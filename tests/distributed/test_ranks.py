@@ -33,11 +33,11 @@ from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.store import exchange
-from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
 from fmtsim.nn import convert, share_scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling
+from fmtsim.support.errors import ArgumentError, CollectiveError, DtypeError
 from tests.support.reduction_checks import (
     HOOKS,
     VERBS,

@@ -15,10 +15,10 @@ import fmtsim
 from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
 from fmtsim.distributed.gather import HALO, require_whole
 from fmtsim.distributed.wire import from_bytes, require_row_blocks, to_bytes
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.scaling import History, Scaling
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support import records
 from tests.support import reduction_oracle as oracle
 from tests.support.bits import assert_same_bits, same_bits

@@ -14,7 +14,6 @@ import pytest
 import torch
 from gfloat.types import Domain, Signedness
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format, list_formats
@@ -22,6 +21,7 @@ from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat
 from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import FormatError
 
 ML_DTYPES = {
     "bfloat16": "bf16", "float8_e3m4": "e3m4", "float8_e4m3": "e4m3_ieee", "float8_e4m3b11fnuz": "e4m3b11fnuz",

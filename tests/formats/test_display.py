@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.display import code_table, format_facts, format_html, text_table
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import CodebookFormat
+from fmtsim.support.errors import ArgumentError, FormatError
 
 
 class Balance(HTMLParser):

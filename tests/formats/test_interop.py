@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fmtsim.errors import ArgumentError, CodeError, DtypeError, FormatError
+from fmtsim.casts.quantize import quantize
 from fmtsim.formats.interop import codes_to_tensor, numpy_dtype, safetensors_tag, torch_dtype
 from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
 from fmtsim.formats.registry import get_format
-from fmtsim.quantize import quantize
+from fmtsim.support.errors import ArgumentError, CodeError, DtypeError, FormatError
 
 VIEWS = {
     "fp64": (torch.float64, np.float64, "F64"),

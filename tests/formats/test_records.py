@@ -7,11 +7,11 @@ import numpy
 import pytest
 import torch
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat, scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.support.errors import FormatError
 
 
 def floating(**fields):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.errors import FormatError
 from fmtsim.formats import registry
 from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.support.errors import FormatError
 
 E3M3 = FloatFormat(name="mine", exponent_bits=3, mantissa_bits=3, aliases=("my_e3m3",))
 

@@ -8,12 +8,12 @@ import re
 
 import pytest
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
 from fmtsim.formats.serialization import format_from_dict, format_from_json, format_to_dict, format_to_json
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
+from fmtsim.support.errors import FormatError
 
 
 @pytest.mark.parametrize("name", [*list_formats(), "e3m3", "int20_half", "lns6_g2", "logfmt5"])

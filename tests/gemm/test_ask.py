@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 import torch
 
-from fmtsim.errors import DeviceError
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.ask import Asker, normalised, open_asker
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import get_target
+from fmtsim.support.errors import DeviceError
 from tests.support.cublaslt import chosen, library
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmtsim.errors import ArgumentError, DataError
 from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run, book_bytes, write_book
 from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.support.errors import ArgumentError, DataError
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)
 FP16 = Kind("fp16", "fp16", torch.float16, "16f", bias=True)

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.errors import FormatError
+from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.operator import layout_of
 from fmtsim.gemm.layers.route import element_of, kind_of
 from fmtsim.gemm.products.scales import product_kind
-from fmtsim.quantize import decode, encode
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import FormatError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal, wide
 

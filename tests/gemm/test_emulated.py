@@ -5,14 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
+from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
-from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support.bits import all_same_bits
 
 T, K, N = 21, 40, 34  # ragged for every block size

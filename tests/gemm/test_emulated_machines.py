@@ -14,7 +14,7 @@ from tests.support import layer_oracle
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 
-pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")  # a guess serves here
+pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")  # a guess serves here
 T, K, N = 64, 160, 48
 SIZES = (T, K, N)
 

@@ -70,7 +70,7 @@ COMPILED = {
 # torch 2.13's own tracer instantiates autograd.Function, which torch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_into_one_graph_with_the_bits_of_eager(name):
     torch._dynamo.reset()

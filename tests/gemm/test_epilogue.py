@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from fmtsim.errors import DtypeError
 from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.operator import finish
+from fmtsim.support.errors import DtypeError
 from tests.support.bits import assert_same_bits, bits
 from tests.support.gemm_oracle import finished
 from tests.support.operands import wide

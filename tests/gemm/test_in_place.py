@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import cpu, torch_engine
-from fmtsim.errors import ArgumentError
+from fmtsim.engines import cpu, torch_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.targets.kernel import Kernel, Rule
@@ -16,6 +15,7 @@ from fmtsim.gemm.targets.target import target_from_dict, target_to_dict
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import finished, sums
 from tests.support.targets import linear, mm, resolve

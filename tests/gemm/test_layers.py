@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fmtsim import Gemm, LinearConfig, Quantizer, get_format
+from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.layers import product
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
@@ -13,7 +14,6 @@ from fmtsim.gemm.layers.operand import elements_dtype
 from fmtsim.gemm.layers.passes import Pass
 from fmtsim.gemm.layers.product import multiply
 from fmtsim.gemm.layers.watch import Told
-from fmtsim.quantize import quantize
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard

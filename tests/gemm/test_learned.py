@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.errors import ArgumentError, DataError
 from fmtsim.gemm.targets.learned import FEATURES, Group, Learned, Tree, learned_bytes, write_learned
 from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
+from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.targets import linear, mm
 
 BF16, FP16 = (Kind(name, name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)))

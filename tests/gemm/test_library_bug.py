@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.analysis import batch_invariance
-from fmtsim.errors import LibraryBugWarning, PlanUnknownWarning
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.gemm.targets.book import Book, Family, book_bytes
 from fmtsim.gemm.targets.library_bug import padded_k, products_left_out
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import get_target
+from fmtsim.lab.analysis import batch_invariance
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import LibraryBugWarning, PlanUnknownWarning
 from tests.support.targets import hopper, mm
 
 K, END = 1000, 960

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from fmtsim import EmulatedGEMM
-from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
@@ -14,6 +13,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 from tests.support.operands import normal
 
 
@@ -138,7 +138,7 @@ def test_configs_fail_before_the_first_step(build, error, message):
 X, W, BIAS = normal(32, 48, seed=1), normal(64, 48, seed=2), normal(64, seed=3)
 
 
-@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 @pytest.mark.parametrize(
     ("made", "sizes", "error", "message"),
     [

@@ -7,7 +7,7 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, DtypeError, FormatError, GemmPlan
-from fmtsim.errors import FmtsimError
+from fmtsim.support.errors import FmtsimError
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")

@@ -8,11 +8,11 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, GemmPlan, IntegerDatapath, RandomKey, get_format
+from fmtsim.casts.quantize import decode
 from fmtsim.gemm.products import operator, pieces
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.gemm.products.operands import read_operand, stays_packed
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
-from fmtsim.quantize import decode
 from fmtsim.spec.datapath import TwoStageDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import assert_same_bits
@@ -133,7 +133,7 @@ def test_groups_of_rows_change_nothing(monkeypatch, dtype):
 
 def test_engine_is_numba_where_it_says_so(monkeypatch):
     a, b = operands()
-    cpu, slow = importlib.import_module("fmtsim.cpu"), importlib.import_module("fmtsim.torch_engine")
+    cpu, slow = importlib.import_module("fmtsim.engines.cpu"), importlib.import_module("fmtsim.engines.torch_engine")
     asked = []
 
     def supports(*arguments):

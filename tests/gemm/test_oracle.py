@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
@@ -16,6 +15,7 @@ from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_identical
 
 INF, NAN = math.inf, math.nan

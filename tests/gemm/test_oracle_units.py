@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.oracle_units import Product, exact, fused_block, pairwise_block, round_exact, two_stage_block
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.datapath import Datapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_identical, identical
 
 INF, NAN = math.inf, math.nan

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fmtsim.cli.main import main
+from fmtsim.lab.cli.main import main
 from fmtsim.spec.plan import GemmPlan
 from tests.support.bits import assert_same_bits, bits
 from tests.support.settled import replayed, settled

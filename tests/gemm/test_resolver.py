@@ -31,7 +31,7 @@ def test_a_unit_and_a_target_are_resolved_once():
         assert resolve(call).datapath == get_unit("hopper.wgmma").mode("bf16", "bf16") or "unit" in who
 
 
-@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 def test_sizes_matter_where_a_plan_may_depend_on_them():
     def asked(k, **who):
         return resolve_call("mm", BF16, BF16, (64, 64, k), torch.float32, accumulate="fp32", **who)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.kernel import Kernel, Splits, matches
 from fmtsim.gemm.targets.target import get_target
@@ -19,6 +18,7 @@ from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import record_from_dict, record_to_dict
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from tests.support.recorded import GOLDEN, VECTORS, needs_golden
 from tests.support.targets import fp8, linear, mm, resolve
 

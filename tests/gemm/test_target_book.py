@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Family, write_book
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, question_of
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
+from fmtsim.support.errors import ArgumentError
 from tests.support.targets import mm
 
 BF16 = Kind("bf16", "bf16", torch.float32)

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.targets.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
+from fmtsim.support.errors import ArgumentError
 
 
 def test_names_and_files(tmp_path):

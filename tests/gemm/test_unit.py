@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.units import unit as units_module
 from fmtsim.gemm.units.unit import Mode, Unit, describe, get_unit, list_units, register_unit
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.support.errors import ArgumentError, FormatError
 
 NAMES = {
     "volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.mma", "hopper.wgmma", "blackwell.mma",

@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DataError
 from fmtsim.integrations.accelerate import FmtsimRun
 from fmtsim.recipes.spec import Rule, Steps
+from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.integrations import lightning as integration
 from fmtsim.integrations.lightning import FmtsimCallback
 from fmtsim.recipes.spec import Rule
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")

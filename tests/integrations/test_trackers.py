@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 
-from fmtsim.analysis.observe import observe
 from fmtsim.integrations import run_state
 from fmtsim.integrations.trackers import exponents, figures, send
+from fmtsim.lab.analysis.observe import observe
 from fmtsim.nn import convert
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.integrations import transformers as integration
 from fmtsim.integrations.transformers import FmtsimCallback
 from fmtsim.nn import recipe_state
 from fmtsim.recipes.spec import Rule
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.errors import CoverageWarning
 from fmtsim.nn import convert, report
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.parameter_products import ParameterProduct
 from fmtsim.recipes import Rule, get_recipe
+from fmtsim.support.errors import CoverageWarning
 from tests.support.architectures import ARCHITECTURES, RECIPE, architecture
 from tests.support.bits import all_same_bits
 

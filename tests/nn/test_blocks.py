@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.nn import convert, report
 from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes import Recipe, Rule, get_recipe, list_recipes
 from fmtsim.recipes.plan import HIGH
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 
 LINEAR = get_recipe("te_current").linear
 

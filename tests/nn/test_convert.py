@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fmtsim.errors import ArgumentError, CoverageWarning, FormatError
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes.serialization import load_rules, save_recipe, save_rules
 from fmtsim.recipes.spec import Recipe, Rule, Steps
+from fmtsim.support.errors import ArgumentError, CoverageWarning, FormatError
 from tests.support import records
 from tests.support.models import snapshot
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.nn import convert, revert
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.models import both
 from tests.support.operands import normal
 

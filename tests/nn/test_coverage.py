@@ -13,16 +13,16 @@ from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.nn import convert, report, revert, set_step
 from fmtsim.nn.coverage import Coverage, RawWeight, percent
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support import architectures
 from tests.support.models import gpt, snapshot
 from tests.support.operands import normal
 
 X = normal(6, 32, seed=0)
-LEFT = pytest.mark.filterwarnings("ignore::fmtsim.errors.CoverageWarning")
+LEFT = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.CoverageWarning")
 
 
 class Raw(nn.Module):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn import convert
+from fmtsim.support.errors import ArgumentError
 from tests.support.models import both
 from tests.support.operands import normal
 

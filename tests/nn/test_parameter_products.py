@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.nn import convert, report, revert
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.recipes import Recipe, Rule, get_recipe
 from fmtsim.recipes.attention import flash_attention_3
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import all_same_bits
 from tests.support.models import MatrixLayers, Written, snapshot, train
 from tests.support.operands import normal
@@ -352,5 +352,7 @@ def test_attention_converted_beside():
 
 def test_an_error_names_the_parameter():
     model = convert(Written(F.linear, normal(32, 16)), "te_current")
-    with pytest.raises(fmtsim.errors.DtypeError, match=r"EmulatedGEMM: x has dtype torch.float16, w or bias torch.fl"):
+    with pytest.raises(
+        fmtsim.support.errors.DtypeError, match=r"EmulatedGEMM: x has dtype torch.float16, w or bias torch.fl"
+    ):
         model(normal(8, 16).half())

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError, PlanUnknownWarning
 from fmtsim.gemm.targets.target import get_target
+from fmtsim.lab.training.lockstep import recording
 from fmtsim.nn import convert, modules, report
 from fmtsim.nn.modules import EmulatedTransposed
 from fmtsim.nn.products import explain_layer
 from fmtsim.recipes import get_recipe
-from fmtsim.training.lockstep import recording
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, PlanUnknownWarning
 from tests.support.operands import normal
 
 BF16 = torch.bfloat16
@@ -44,7 +44,7 @@ def told(found):
     return [each.call.facts() for part in found.parts.values() for each in part.values()]
 
 
-@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 @pytest.mark.parametrize(("recipe", "target"), RECIPES.items())
 def test_what_is_told_of_a_linear_layer_is_what_a_step_asks_for(recipe, target):
     x = normal(2, 64, 128, seed=1).to(BF16).requires_grad_()
@@ -54,7 +54,7 @@ def test_what_is_told_of_a_linear_layer_is_what_a_step_asks_for(recipe, target):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 @pytest.mark.parametrize("target", ["h200", "b200"])
 @pytest.mark.parametrize("recipe", [name for name in fmtsim.list_recipes() if get_recipe(name).linear is not None])
 def test_what_is_told_under_every_recipe_is_what_a_step_asks_for(recipe, target):
@@ -74,7 +74,7 @@ def test_an_input_that_lies_in_columns():
     assert told(explain_layer(module, x.detach().clone(memory_format=torch.contiguous_format))) != asked
 
 
-@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning", "ignore:Attempting to run cuBLAS")
+@pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning", "ignore:Attempting to run cuBLAS")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("recipe", "target"), RECIPES.items())
 def test_what_is_told_on_a_gpu_is_what_a_step_asks_for_there(recipe, target):
@@ -268,7 +268,7 @@ def test_a_report_tells_products_and_counts_them_by_what_stands_behind():
     assert report(convert(nn.Linear(8, 8), format="e4m3"), tokens=4).products[0].basis == "none"
 
 
-@pytest.mark.filterwarnings("error::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.filterwarnings("error::fmtsim.support.errors.PlanUnknownWarning")
 def test_telling_of_a_guess_leaves_the_warning_to_the_product():
     model = convert(nn.Linear(48, 144, bias=False).to(BF16), format="mxfp8_e4m3", target="b200")
     assert fmtsim.explain_mm(model, 80).fprop.basis == report(model, tokens=80).products[0].basis == "guess"

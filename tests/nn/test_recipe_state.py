@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.nn import convert, load_recipe_state, recipe_state, revert, set_step
 from fmtsim.recipes import get_recipe
+from fmtsim.support.errors import ArgumentError
 from tests.support.models import Net, net, step, without_scales
 from tests.support.operands import normal
 

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.recipes import Recipe, SavedActivations, get_recipe
 from fmtsim.recipes.serialization import recipe_from_dict, recipe_to_dict
+from fmtsim.support.errors import ArgumentError, FmtsimError
 from tests.support.models import GatedMLP, gpt, hugging_face, snapshot
 from tests.support.operands import normal, wide_with_specials
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.errors import ArgumentError, CoverageWarning
+from fmtsim.lab.training.gpt import GPT, GPTConfig
 from fmtsim.nn import mu_parameter_groups
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.recipes import Recipe, Replacement, get_recipe
-from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.models import gpt, hugging_face, snapshot
 from tests.support.operands import float64s
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.formats.registry import get_format
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from fmtsim.recipes import AttentionConfig
 from fmtsim.scaling.signs import random_signs
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support.recipe_oracle import rotate
 
 EXACT = AttentionConfig(columns=64)
@@ -100,7 +100,7 @@ def test_blocks_do_not_reach_from_head_to_head(rows):
 
 
 def fmtsim_key(seed):
-    from fmtsim.arguments import random_keys
+    from fmtsim.casts.arguments import random_keys
 
     return random_keys(True, seed, None, torch.device("cpu")).tolist()
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import fmtsim
-from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.nn.sdpa import quantised_attention
 from fmtsim.recipes import AttentionConfig, flash_attention_3
@@ -18,6 +17,7 @@ from fmtsim.spec.gradient import ClipMask
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling
 from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.support.errors import ArgumentError, FmtsimError, FormatError
 from tests.support.operands import normal
 
 E4M3, E5M2 = fmtsim.get_format("e4m3"), fmtsim.get_format("e5m2")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError
 from fmtsim.nn import convert, convert_attention, convert_swiglu, flash_attention_3, report, revert, set_step
 from fmtsim.recipes import Recipe, Replacement, get_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_to_dict, save_recipe
+from fmtsim.support.errors import ArgumentError
 from tests.support.models import GatedMLP, gated, gpt, hugging_face, snapshot
 from tests.support.operands import normal
 

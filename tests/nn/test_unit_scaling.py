@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.scaled_linear import (
     MuLinear,
@@ -20,6 +19,7 @@ from fmtsim.nn.scaled_linear import (
     UnitReadout,
     mu_parameter_groups,
 )
+from fmtsim.support.errors import ArgumentError
 from tests.support.operands import float64s
 
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.ops import with_keys
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operator import text_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
-from fmtsim.ops import with_keys
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import all_same_bits
 from tests.support.models import hugging_face
 from tests.support.operands import normal

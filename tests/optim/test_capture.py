@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import runtime
-from fmtsim.cuda.optim.launch import launches
-from fmtsim.cuda.optim.schemes import kernels_of
-from fmtsim.errors import DeviceError
+from fmtsim.engines.cuda import runtime
+from fmtsim.engines.cuda.optim.launch import launches
+from fmtsim.engines.cuda.optim.schemes import kernels_of
 from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, torch_step
 from fmtsim.spec.optimizer import Numbers
+from fmtsim.support.errors import DeviceError
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
 nesterov = functools.partial(SGD, nesterov=True)

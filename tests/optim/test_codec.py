@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu.optim import elementary as cpu_elementary
-from fmtsim.ops import encode
+from fmtsim.casts.ops import encode
+from fmtsim.engines.cpu.optim import elementary as cpu_elementary
+from fmtsim.engines.torch_engine import elementary as torch_elementary
 from fmtsim.optim import StateFormat, codec
 from fmtsim.rounding import elementary
 from fmtsim.spec.cast import CastSpec
-from fmtsim.torch_engine import elementary as torch_elementary
 from tests.support import records
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu.optim import steps as cpu_steps
-from fmtsim.cuda.optim import steps as cuda_steps
+from fmtsim.engines.cpu.optim import steps as cpu_steps
+from fmtsim.engines.cuda.optim import steps as cuda_steps
 from fmtsim.optim import StateFormat, torch_step
 from fmtsim.rounding import codebooks
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.optim import SGD, AdamW, Lion, Madam, Scheme, StateFormat, codec, get_scheme
+from fmtsim.support.errors import ArgumentError, DtypeError
 
 E4M3 = fmtsim.get_format("e4m3")
 
@@ -218,7 +218,7 @@ def test_rules_of_the_catalogue():
 
 
 def test_codebooks_that_kernels_cannot_tell_apart_have_no_fast_path():
-    from fmtsim.cpu.optim import steps
+    from fmtsim.engines.cpu.optim import steps
     from fmtsim.rounding import codebooks
 
     close = CodebookFormat(name="close", values=tuple(i / 10**6 for i in range(255)) + (1.0,))

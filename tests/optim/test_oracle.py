@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu.optim import steps
+from fmtsim.engines.cpu.optim import steps
 from fmtsim.optim import rules
 from fmtsim.rounding.elementary import exp, ln
 from tests.support import optim_oracle as oracle

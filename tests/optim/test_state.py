@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.errors import ArgumentError
 from fmtsim.optim import codec, torch_step
 from fmtsim.spec.optimizer import KINDS, key_of
+from fmtsim.support.errors import ArgumentError
 from tests.support.optim_samples import gradients, parameter
 
 SHAPES = ((33, 256), (17,), (4, 40))

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError
 from fmtsim.ptq import PtqRecipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.recipes import Rule
 from fmtsim.spec.scaling import Scaling
+from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp
 

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.gemm.products.native import is_native
+from fmtsim.lab.search.switching import relative_noise
 from fmtsim.ptq import Gptq, PtqRecipe, get_ptq_recipe, load_ptq_recipe, save_ptq_recipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.recipes.attention import flash_attention_3
-from fmtsim.search.switching import relative_noise
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 
-pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 
 DATA = [normal(20, 64, seed=s) for s in (1, 2)]
 X = normal(32, 64, seed=3) * 2

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.ptq import (
@@ -41,6 +40,7 @@ from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard, Sparsity
+from fmtsim.support.errors import ArgumentError
 from tests.support import records
 from tests.support.operands import normal
 from tests.support.ptq_oracle import cast

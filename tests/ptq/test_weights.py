@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.ptq import Gptq, LearnedRounding
 from fmtsim.ptq.gptq import gptq, output_error
@@ -16,6 +15,7 @@ from fmtsim.ptq.grid import Grid, grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
+from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 from tests.support.ptq_oracle import brain_surgeon, encoded_step
 

@@ -12,7 +12,7 @@ from fmtsim import Rounding, get_recipe
 from fmtsim.gemm.products.native import is_native
 from tests.support import transformer_engine as te
 
-pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ON_THE_CARD = pytest.mark.skipif(not is_native("h200"), reason="needs an NVIDIA H200")

@@ -8,7 +8,7 @@ the largest result; a wrong operand is off by 1e-3 and more.
 import pytest
 import torch
 
-from fmtsim.arguments import random_keys
+from fmtsim.casts.arguments import random_keys
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.gemm.layers.keys import stream_of
 from fmtsim.gemm.layers.linear import EmulatedGEMM

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 import fmtsim
-from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.products.native import is_native
@@ -16,10 +15,11 @@ from fmtsim.gemm.units.unit import describe
 from fmtsim.nn.convert import convert
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 
-pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 
 BF16 = torch.bfloat16
 HOPPER = {"te_delayed", "te_current", "te_block", "fp8lm", "coat", "deepseek_v3", "ao_tensorwise", "ao_rowwise",

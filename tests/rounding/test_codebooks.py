@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.catalogue import dynamic_values
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, table_of, thresholds_of
+from fmtsim.support.errors import ArgumentError
 
 F32 = np.float32
 BOOKS = [get_format(name) for name in ("bnb_dynamic8", "bnb_dynamic8_unsigned", "nf4")]

@@ -9,8 +9,8 @@ import struct
 import mpmath
 import pytest
 
-from fmtsim.errors import ArgumentError
 from fmtsim.rounding import elementary
+from fmtsim.support.errors import ArgumentError
 
 mpmath.mp.prec = 160
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmtsim.errors import ArgumentError, CodeError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, LogFormat
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value, floor_log2, round_value
+from fmtsim.support.errors import ArgumentError, CodeError
 from tests.support.bits import identical
 from tests.support.casts import DETERMINISTIC, adversarial, element_formats
 

@@ -3,9 +3,9 @@
 
 import pytest
 
-from fmtsim.errors import ArgumentError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import philox4x32, random_integer, random_word
+from fmtsim.support.errors import ArgumentError
 
 ONES = 0xFFFFFFFF
 

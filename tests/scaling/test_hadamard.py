@@ -9,11 +9,11 @@ import torch
 from torch.func import jvp, vmap
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.scaling.butterflies import _parts
 from fmtsim.scaling.hadamard import hadamard, root
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix
 from fmtsim.scaling.signs import mask_bits, random_signs, sign_bits
+from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.operands import normal, wide
 

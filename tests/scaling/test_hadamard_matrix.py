@@ -6,12 +6,12 @@ import hashlib
 import pytest
 import torch
 
-from fmtsim.errors import ArgumentError
+from fmtsim.engines.torch_engine.philox import words
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.hadamard_matrix import CONSTRUCTIONS, MODULI, base_matrix, base_of, hadamard_matrix
 from fmtsim.scaling.signs import accumulate_signs, random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
-from fmtsim.torch_engine.philox import words
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import wide
 

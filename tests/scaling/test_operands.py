@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.sparse._semi_structured_conversions import _sparse_semi_structured_tile
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import blocks_of, largest, windows
@@ -19,6 +18,7 @@ from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Clamp, Sparsity
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 

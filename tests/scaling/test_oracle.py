@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import block_scaling
 from fmtsim.rounding.oracle import encode_value, round_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
+from fmtsim.support.errors import ArgumentError
 
 F32 = numpy.float32
 FLT_MAX = (2.0 - 2.0**-23) * 2.0**127

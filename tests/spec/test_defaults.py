@@ -8,8 +8,8 @@ import pytest
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.lab.search import Policy
 from fmtsim.rounding.modes import Rounding
-from fmtsim.search import Policy
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath

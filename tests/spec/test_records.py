@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
@@ -24,6 +23,7 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer, scaling_for
 from fmtsim.spec.schedule import schedule
 from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.support.errors import ArgumentError, FormatError
 
 E4M3, E2M1, FP32, BF16, FP64 = (get_format(name) for name in ("e4m3", "e2m1", "fp32", "bf16", "fp64"))
 E8M0, MX, NV = get_format("e8m0"), get_format("mxfp4"), get_format("nvfp4")

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from fmtsim import Datapath, get_unit
-from fmtsim.cuda.gemm import block_scaled, fma_chain, fp32_aligned, fp64_aligned, fp64_tensor_core
+from fmtsim.engines.cuda.gemm import block_scaled, fma_chain, fp32_aligned, fp64_aligned, fp64_tensor_core
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from tests.support.gemm_engine import gemm_spec

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import torch
 
-from fmtsim.calibration.check import Data, multiply
-from fmtsim.calibration.gpu import NO_EXTRAS
-from fmtsim.errors import DeviceError
+from fmtsim.lab.calibration.check import Data, multiply
+from fmtsim.lab.calibration.gpu import NO_EXTRAS
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import DeviceError
 
 CHAIN = GemmPlan()
 

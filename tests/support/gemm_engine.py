@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import fmtsim
 from fmtsim import GemmPlan, get_format, get_unit, list_units
-from fmtsim.cpu.gemm.engine import gemm, supports_gemm
-from fmtsim.errors import ArgumentError
+from fmtsim.engines.cpu.gemm.engine import gemm, supports_gemm
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import RandomKey
@@ -25,6 +24,7 @@ from fmtsim.spec.datapath import (
     sum_dtype,
 )
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import sums
 

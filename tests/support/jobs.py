@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.analysis.comparison import plot_ulps
-from fmtsim.cli import calibrate, train  # noqa: F401
-from fmtsim.cli.main import main
-from fmtsim.files import TEMPORARY, write_file
 from fmtsim.formats.tensor_file import read_tensors
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.plotting import png
+from fmtsim.lab.analysis.comparison import plot_ulps
+from fmtsim.lab.cli import calibrate, train  # noqa: F401
+from fmtsim.lab.cli.main import main
+from fmtsim.lab.search import Policy
 from fmtsim.ptq import Gptq, save_ptq_recipe
-from fmtsim.search import Policy
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.files import TEMPORARY, write_file
+from fmtsim.support.plotting import png
 from tests.support.fake_gpu import FakeGPU
 from tests.support.ptq_models import ANYWHERE, DATA, mlp
 

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from fmtsim.quantize import quantize
+from fmtsim.casts.quantize import quantize
 
 FLT_MAX = torch.finfo(torch.float32).max
 MASK23 = (1 << 23) - 1

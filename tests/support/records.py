@@ -16,13 +16,13 @@ from typing import Any
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.gemm.targets import cublaslt
+from fmtsim.lab.reproduce.catalogue import CLAIMS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.catalogue import RECIPES
-from fmtsim.reproduce.catalogue import CLAIMS
 
 FILE = Path(__file__).with_name("records.txt")
-ROOMS = ("distributed", "nn", "nn.unit_scaling", "optim", "ptq", "recipes", "search")
+ROOMS = ("distributed", "lab.search", "nn", "nn.unit_scaling", "optim", "ptq", "recipes")
 MODULES = ("fmtsim", *(f"fmtsim.{room}" for room in ROOMS))
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import torch
 
 import fmtsim
-from fmtsim.analysis.observation import Observation
-from fmtsim.analysis.page import write_page
-from fmtsim.analysis.stats import Counts, OperandStats
+from fmtsim.lab.analysis.observation import Observation
+from fmtsim.lab.analysis.page import write_page
+from fmtsim.lab.analysis.stats import Counts, OperandStats
 from fmtsim.nn.coverage import Coverage, RawWeight
 
 UNKIND = "</script><img src=x onerror=\"document.title='taken'\"><!--{{data}}"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from fmtsim import GemmPlan, get_format, get_unit
-from fmtsim.errors import PlanUnknownWarning
 from fmtsim.gemm.targets import target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.support.errors import PlanUnknownWarning
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import Overflow
@@ -16,11 +15,12 @@ from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_uni
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import machine_name, takes_logarithms
-from fmtsim.records import check_types, located
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, FormatError, shown
+from fmtsim.support.records import check_types, located
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

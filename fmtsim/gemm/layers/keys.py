@@ -17,18 +17,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import drawn_key, drawn_numbers
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.arguments import drawn_key, drawn_numbers
+from fmtsim.casts.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.route import Route
-from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
-from fmtsim.replay.hooks import drawn
-from fmtsim.replay.programs import Programs, kind_of
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard, Sparsity
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.replay.hooks import drawn
+from fmtsim.support.replay.programs import Programs, kind_of
 
 Generator = int | torch.Generator | None
 Result = TypeVar("Result")

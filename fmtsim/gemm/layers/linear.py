@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_dense, check_saved, check_together, takes
-from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import autocasts, constant_in_graphs, is_bare, is_dense, without_autocast, without_own_modes
-from fmtsim.errors import ArgumentError, DtypeError, shown
+from fmtsim.casts.arguments import check_dense, check_saved, check_together, takes
+from fmtsim.casts.autograd import OnceOnly
+from fmtsim.casts.ops import define_operator
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.operand import is_on_gpu
@@ -26,9 +25,17 @@ from fmtsim.gemm.layers.passes import Pass, Saved, saved_of
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.gemm.layers.shared import forget, is_shared, share, shared
 from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
-from fmtsim.ops import define_operator
-from fmtsim.records import checked
 from fmtsim.spec.operand import Operand
+from fmtsim.support.dispatch import (
+    autocasts,
+    constant_in_graphs,
+    is_bare,
+    is_dense,
+    without_autocast,
+    without_own_modes,
+)
+from fmtsim.support.errors import ArgumentError, DtypeError, shown
+from fmtsim.support.records import checked
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (

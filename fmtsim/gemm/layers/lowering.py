@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fmtsim.replay.programs import repeated
+from fmtsim.support.replay.programs import repeated
 
 Steps = Callable[..., list[Tensor] | Tensor]
 Facts = tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]  # of tensors; None where there is none

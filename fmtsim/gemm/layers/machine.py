@@ -16,10 +16,10 @@ from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import run_product
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.replay.hooks import refuse
 from fmtsim.spec.call import UNIT_SCALES, Operation, ScaleKind
 from fmtsim.spec.operand import Operand, last_cast
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.replay.hooks import refuse
 
 _HIGH = Quantizer()
 

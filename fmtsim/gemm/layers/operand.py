@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_bare
-from fmtsim.errors import ArgumentError
+from fmtsim.casts.ops import cpu_engine, decode, encode, fused_engine, quantize
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
-from fmtsim.ops import cpu_engine, decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast, times_blocks
 from fmtsim.scaling.constants import constant
@@ -34,6 +32,8 @@ from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, multiplied, spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Sparsity
+from fmtsim.support.dispatch import is_bare
+from fmtsim.support.errors import ArgumentError
 
 NO_KEYS = Keys()
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first

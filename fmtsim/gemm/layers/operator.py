@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fmtsim.casts.ops import Key, define_operator, key_tensor, random_key, with_keys
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.keys import SEEDED, Layer, find_layer
 from fmtsim.gemm.layers.lowering import announce, call, has_known_sizes, lower
@@ -29,14 +30,13 @@ from fmtsim.gemm.layers.operand import (
     quantize_both,
     quantize_operand,
 )
-from fmtsim.ops import Key, define_operator, key_tensor, random_key, with_keys
-from fmtsim.replay.hooks import refuse
 from fmtsim.scaling.inlined import covers, inlined
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import Differentiable, StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp
+from fmtsim.support.replay.hooks import refuse
 
 _quantizers: dict[str, Quantizer] = {}
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fmtsim.casts.ops import Key
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, counts_passes, stream_of
 from fmtsim.gemm.layers.machine import multiply_on_machine
@@ -14,7 +15,6 @@ from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize
 from fmtsim.gemm.layers.operator import Asked, traced_both, traced_draws, traced_operand
 from fmtsim.gemm.layers.product import multiply, rotations_to_undo, round_output, unrotated, wide_dtype
 from fmtsim.gemm.layers.watch import Seen, Watchers
-from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.operand import Keys, Operand, block_of, last_cast
 from fmtsim.spec.quantizer import Quantizer

@@ -10,7 +10,8 @@ from itertools import product as pairs
 import torch
 from torch import Tensor
 
-from fmtsim.float64 import has_float64
+from fmtsim.casts.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
+from fmtsim.casts.quantize import quantize
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.lowering import announce, call, has_known_sizes, lower
@@ -18,13 +19,12 @@ from fmtsim.gemm.layers.operand import is_on_gpu, values_of, widened
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
-from fmtsim.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
-from fmtsim.quantize import quantize
 from fmtsim.scaling.inlined import inlined_product
 from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
+from fmtsim.support.float64 import has_float64
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -4,7 +4,6 @@
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
@@ -12,6 +11,7 @@ from fmtsim.gemm.products.scales import product_kind
 from fmtsim.spec.call import OperandFormat, ScaleKind, scale_kind
 from fmtsim.spec.operand import last_cast
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import FormatError
 
 INT8: Any = get_format("int8_full")
 _HINT = "pass datapath= (a Datapath of your own, which takes the values), or leave the machine out"

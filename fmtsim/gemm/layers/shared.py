@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import is_untouched
-from fmtsim.replay.gpu import current_stream
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.replay.gpu import current_stream
 
 _NAME = "x_f"
 

@@ -16,7 +16,7 @@ from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import BASES, GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.table import Facts, Tabular
+from fmtsim.support.table import Facts, Tabular
 
 _STEPS = {
     "scale": "times the product of both scales",

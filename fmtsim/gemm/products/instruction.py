@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_together, random_keys
-from fmtsim.dispatch import is_readable
-from fmtsim.errors import ArgumentError, DtypeError, shown
+from fmtsim.casts.arguments import check_together, random_keys
+from fmtsim.casts.ops import define_operator, quantize
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import check_tensor, operand_format, read_operand
@@ -17,12 +16,13 @@ from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import unit_scale_format, unit_scales
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.ops import define_operator, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, OperandFormat, ScaleKind
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
+from fmtsim.support.dispatch import is_readable
+from fmtsim.support.errors import ArgumentError, DtypeError, shown
 
 
 def mma(

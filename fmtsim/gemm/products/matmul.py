@@ -6,15 +6,15 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_flags, check_saved, check_together
-from fmtsim.autograd import OnceOnly
-from fmtsim.errors import ArgumentError, DtypeError, shown
+from fmtsim.casts.arguments import check_flags, check_saved, check_together
+from fmtsim.casts.autograd import OnceOnly
+from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.products.operands import FLOATS, asked_product, check_matrices, check_tensor, inner_length
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
-from fmtsim.quantize import quantize
 from fmtsim.spec.call import Operation
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, DtypeError, shown
 
 # Offsets of the two backward products under one seed, which no batch reaches.
 _OFFSETS = (1 << 40, 1 << 41)

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, DtypeError, FormatError, NativeWarning
+from fmtsim.casts.ops import define_operator, load_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operands import fp4_of_fp8, inner_length, matrix_layout, own_dtype
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.gemm.targets.library_bug import warn_of_native_bug
 from fmtsim.gemm.targets.target import Target, get_target
-from fmtsim.ops import define_operator, load_engine
 from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, OperandFormat, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.dispatch import constant_in_graphs
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, NativeWarning
 
 _LIBRARY_SUMS = {
     "fp32": (torch.float16, torch.bfloat16, torch.float32),

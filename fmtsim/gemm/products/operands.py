@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim import ops
-from fmtsim.arguments import check_dense, check_together
-from fmtsim.dispatch import constant_in_graphs, is_readable
-from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
+from fmtsim.casts import ops
+from fmtsim.casts.arguments import check_dense, check_together
+from fmtsim.casts.ops import define_operator
+from fmtsim.casts.quantize import decode
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.ops import define_operator
-from fmtsim.quantize import decode
 from fmtsim.spec.call import Layout, OperandFormat, Operation
+from fmtsim.support.dispatch import constant_in_graphs, is_readable
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
 _PLAIN = {
     torch.float16: "fp16",

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim import ops
-from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.float64 import check_float64
+from fmtsim.casts import ops
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -25,6 +22,9 @@ from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.engine import Engine
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import Epilogue
+from fmtsim.support.dispatch import constant_in_graphs
+from fmtsim.support.errors import ArgumentError, DtypeError
+from fmtsim.support.float64 import check_float64
 
 OUT_DTYPES = (
     torch.float32,

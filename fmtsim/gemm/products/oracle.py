@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from itertools import count, repeat
 from typing import Any
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.oracle_units import (
     Product,
@@ -30,6 +29,7 @@ from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import Epilogue, GemmPlan
+from fmtsim.support.errors import ArgumentError
 
 Block = list[int]
 Chain = list[Block]

@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import is_negative, power_of_two, round_value, rounds_away
 from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.support.errors import ArgumentError
 
 NEAREST = Rounding(mode="nearest_even")
 DOWN = Rounding(mode="down")

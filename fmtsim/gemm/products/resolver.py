@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import random_keys
-from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
+from fmtsim.casts.arguments import random_keys
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
@@ -32,6 +30,8 @@ from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatap
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import adds_in_order, schedule
+from fmtsim.support.dispatch import constant_in_graphs
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
 ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}

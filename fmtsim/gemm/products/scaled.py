@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_flags, check_together
-from fmtsim.errors import ArgumentError, DtypeError, shown
+from fmtsim.casts.arguments import check_flags, check_together
 from fmtsim.gemm.products.operands import check_tensor, inner_length, operand_format
 from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.gemm.products.scales import check_scales, read_scales, recipe_names, swizzle_names
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, DtypeError, shown
 
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim import ops
-from fmtsim.arguments import check_dense
-from fmtsim.dispatch import constant_in_graphs, is_readable
-from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
+from fmtsim.casts import ops
+from fmtsim.casts.arguments import check_dense
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import inner_length
-from fmtsim.replay.gpu import captures
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.gemm_spec import gemm_spec_from_json
+from fmtsim.support.dispatch import constant_in_graphs, is_readable
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
+from fmtsim.support.replay.gpu import captures
 
 _BLOCK = 128
 _FORMATS = {SCALE_KINDS[kind].dtype: SCALE_KINDS[kind].unit_scale for kind in UNIT_SCALES}

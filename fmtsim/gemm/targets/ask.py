@@ -25,10 +25,10 @@ from typing import Any, Final
 
 import torch
 
-from fmtsim.errors import DeviceError
+from fmtsim.casts.ops import load_engine
 from fmtsim.gemm.targets.question import Choice, Kind, Question
-from fmtsim.ops import load_engine
 from fmtsim.spec.call import ScaleKind
+from fmtsim.support.errors import DeviceError
 
 _TYPES: Final = {"tf32": 0, "fp16": 2, "bf16": 14, "e4m3": 28, "e5m2": 29, "e2m1": 33}  # cudaDataType
 _OUT: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}

@@ -17,12 +17,12 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from fmtsim.errors import ArgumentError, DataError, shown
-from fmtsim.files import StrPath, write_file
 from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.targets.packing import LARGEST, WINDOW, deflate, from_planes, inflate, pack, planes, unpack
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.spec.call import ScaleKind
+from fmtsim.support.errors import ArgumentError, DataError, shown
+from fmtsim.support.files import StrPath, write_file
 
 Along = Literal["m", "k"]
 Runs = tuple[tuple[int, Choice | None], ...]

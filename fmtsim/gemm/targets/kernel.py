@@ -7,17 +7,17 @@ from typing import Any, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.cublaslt import Architecture, Order, order_of, tile_of
 from fmtsim.gemm.targets.question import Choice
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.records import at, check_types, fields_of, hints_of, located, record_of
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import FP32
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import at, check_types, fields_of, hints_of, located, record_of
 
 _OWN = ("algorithm", "stages", "slices", "align", "line")
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps

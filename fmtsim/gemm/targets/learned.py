@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from fmtsim.errors import DataError
-from fmtsim.files import StrPath, write_file
 from fmtsim.gemm.targets.book import CUTLASS, kind_from_list, kind_to_list
 from fmtsim.gemm.targets.packing import LARGEST
 from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.support.errors import DataError
+from fmtsim.support.files import StrPath, write_file
 
 MAGIC: Final = b"fmtsim learned 1"
 _HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this

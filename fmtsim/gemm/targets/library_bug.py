@@ -3,11 +3,11 @@
 
 from dataclasses import replace
 
-from fmtsim.errors import FmtsimError, LibraryBugWarning
 from fmtsim.gemm.targets.doubts import warn_once, without_doubts
 from fmtsim.gemm.targets.target import Target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import FmtsimError, LibraryBugWarning
 
 _STEP, _STEPS, _TILE = 64, 16, 128  # multiples of 64 that are tried; tiles of K are 64 or 128 wide
 

@@ -7,7 +7,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Book
@@ -17,10 +16,11 @@ from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Choice, Question, question_of
 from fmtsim.gemm.units.unit import get_unit, units_that_take
-from fmtsim.records import READERS, at, check_types, fields_of, load_record, located, record_of
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
 from fmtsim.spec.gemm_spec import Basis, GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
+from fmtsim.support.records import READERS, at, check_types, fields_of, load_record, located, record_of
 
 PLANS = Path(__file__).with_name("plans")
 

@@ -8,12 +8,10 @@ from typing import Literal, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, LogFormat
-from fmtsim.records import check_types
 from fmtsim.spec.datapath import (
     Arithmetic,
     Datapath,
@@ -22,7 +20,9 @@ from fmtsim.spec.datapath import (
     PairwiseDatapath,
     TwoStageDatapath,
 )
-from fmtsim.table import Row, aligned, filled, html
+from fmtsim.support.errors import ArgumentError, did_you_mean, shown
+from fmtsim.support.records import check_types
+from fmtsim.support.table import Row, aligned, filled, html
 
 Accumulate = Literal["fp32", "fp16", "fp64", "int32"]
 Strength = Literal["recorded", "compared", "reported", "defined"]

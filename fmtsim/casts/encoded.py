@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoded tensors: packed codes with the scales that decode them, in memory and in files."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+import torch
+
+from fmtsim.casts import ops
+from fmtsim.casts.arguments import check_dense, check_readable, check_together, decoded, decoding_cast, short_codebook
+from fmtsim.casts.stored import layout_of, restore, restore_traced, store
+from fmtsim.formats.block import Format
+from fmtsim.formats.serialization import format_from_json, format_to_json
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
+from fmtsim.spec.cast import EncodedParts
+from fmtsim.support.dispatch import is_readable
+from fmtsim.support.errors import ArgumentError, CodeError, DataError, DtypeError, FormatError, shown
+from fmtsim.support.records import located, parse_json
+from fmtsim.support.table import facts_html
+
+_LAYOUT = "1"  # of files; a reader refuses any other
+_PARTS = ("scales", "tensor_scale", "offsets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Encoded:
+    """Hold a tensor as codes and scales, in as few bytes as its format needs.
+
+    ``fmtsim.encode`` makes them; ``from_parts`` makes them from what an engine returns.
+
+    Args:
+        format: The format.
+        shape: The shape of the tensor that was encoded.
+        dim: The inner axis of blocks, as a negative number.
+        codes: Codes of 8, 16, 32 and 64 bits in uint8, int16, int32 and int64 of the tensor's shape; codes of
+            another width as packed bytes, ``dim`` moved last (docs/semantics.md, section 11).
+        scales: ``[outer_blocks, inner_blocks]``: uint8 codes where the scale format has 8 bits or fewer, else values
+            in its own dtype; the steps of LogFMT tiles in float32. None for element formats.
+        tensor_scale: float32, 0-d, of two-level formats, else None.
+        offsets: int32 zero points or the float32 lowest logarithms of LogFMT tiles, like ``scales``, else None.
+        cast: The cast that made it, as operators carry it; torch.compile reads the format from this text.
+        validated: Codes and scales are known to be those of the format, which saves looking at them.
+
+    Raises:
+        CodeError: A part has another dtype or shape than the format asks for, or a code that is none.
+        ArgumentError, FormatError: ``shape``, ``dim`` or ``format`` is none; parts are on different devices.
+    """
+
+    format: Format
+    shape: torch.Size
+    dim: int
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    cast: str | None = None
+    validated: InitVar[bool] = False
+
+    def __post_init__(self, validated: bool) -> None:
+        if not torch.compiler.is_compiling():  # which could not trace it
+            _check_fields(self)
+            if not validated:
+                _require_values(self)
+
+    @staticmethod
+    def from_parts(
+        parts: EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1, *, validated: bool = False
+    ) -> "Encoded":
+        """Pack what an engine's encode returned.
+
+        Args:
+            parts: Codes of the tensor's shape with the scales and offsets that the format asks for.
+            fmt: The format.
+            shape: The tensor's shape.
+            dim: The inner axis of blocks.
+            validated: Codes and scales are known to be those of the format, which saves looking at them.
+
+        Raises:
+            CodeError: A code, a scale, a shape or a dtype does not belong to the format.
+            ArgumentError: ``dim`` is not a dimension of ``shape``.
+        """
+        shape, dim = torch.Size(shape), _negative_dim(dim, len(shape))
+        if parts.codes.shape != shape:
+            raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
+        codes, scales = store(parts.codes, parts.scales, fmt, dim, validated=validated)
+        rest: dict[str, Any] = {"scales": scales, "tensor_scale": parts.tensor_scale, "offsets": parts.offsets}
+        return Encoded(format=fmt, shape=shape, dim=dim, codes=codes, **rest, validated=validated)
+
+    def parts(self) -> EncodedParts:
+        """Return unpacked codes and float32 scales, as engines take them."""
+        if is_readable(self.codes):
+            codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
+        else:
+            codes, scales = restore_traced(self.codes, self.scales, self._text(), self.shape)
+        return EncodedParts(codes, scales, self.tensor_scale, self.offsets)
+
+    def unpacked(self) -> torch.Tensor:
+        """Return the codes of the tensor's shape, as non-negative integers in ``code_dtype(bits)``."""
+        return self.parts().codes
+
+    def decode(self, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the values.
+
+        Args:
+            out_dtype: float16, bfloat16, float32 or float64, to which values are rounded once, to nearest even; or a
+                float8 dtype that holds every value of the format. None means float32 where it holds all, else float64.
+            out: A tensor of the shape, on the codes' device, to write to and return.
+
+        Raises:
+            DtypeError: ``out_dtype`` or ``out`` has another dtype, the two differ, or float8 lacks a value.
+            ArgumentError: ``out`` has another shape or device.
+        """
+        if out is not None:
+            check_dense("out", out)
+            check_together(codes=self.codes, out=out)
+        if out is not None and out.shape != self.shape:
+            raise ArgumentError(f"out has shape {tuple(out.shape)}; pass a tensor of shape {tuple(self.shape)}")
+        if out is not None and out_dtype not in (None, out.dtype):
+            raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
+        text = self._text()
+        dtype, validated = decoded(text, out_dtype if out is None else out.dtype)
+        values = ops.decode(self.parts(), text, dtype, validated=validated)
+        return values if out is None else out.copy_(values)
+
+    def _text(self) -> str:
+        return self.cast or decoding_cast(self.format, self.dim)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for _, tensor in self._tensors())
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of all tensors for each element, 0 for an empty tensor."""
+        count = math.prod(self.shape)
+        return 8 * self.nbytes / count if count else 0.0
+
+    def to(self, device: torch.device | str) -> "Encoded":
+        """Return the same on another device."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors()}
+        return Encoded(format=self.format, shape=self.shape, dim=self.dim, **moved, validated=True)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a safetensors file, which appears complete or not at all.
+
+        Codes and scales carry the dtype tags of safetensors where there are such (``F8_E4M3``, ``F4``, ``F8_E8M0``,
+        ...); the metadata holds the format as JSON, the shape, ``dim`` and a checksum of everything.
+
+        Raises:
+            DataError: The file cannot be written.
+            ArgumentError: The tensors have no numbers: they are on meta, or fake.
+        """
+        check_readable("the encoded tensor", self.codes)
+        stored = {}
+        for name, (tag, shape, _, _) in layout_of(self.format, self.shape, self.dim).items():
+            tensor = getattr(self, name).detach().cpu().contiguous()
+            stored[name] = StoredTensor(tag, shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        metadata = {"fmtsim": _LAYOUT, "format": format_to_json(self.format)}
+        metadata |= {"shape": json.dumps(list(self.shape)), "dim": str(self.dim)}
+        write_tensors(path, stored, metadata)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Encoded":
+        """Read what ``save`` wrote, to the CPU.
+
+        Raises:
+            DataError: The file is missing, truncated, corrupt or not of this layout.
+            CodeError: Its tensors do not fit its format, or hold codes that the format does not have.
+        """
+        stored, metadata = read_tensors(path)
+        with located(str(path)):
+            return _of_file(stored, metadata)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("codes", *_PARTS):
+            if (tensor := getattr(self, name)) is not None:
+                yield name, tensor
+
+    def _repr_html_(self) -> str:
+        facts = [
+            ("format", self.format.name), ("shape", str(tuple(self.shape))), ("blocks along dim", str(self.dim)),
+            ("size", f"{self.nbytes:,} bytes, {self.bits_per_element:.4g} bits an element"),
+            ("device", str(self.device)),
+        ]  # fmt: skip
+        return facts_html([*facts, *((name, f"{t.dtype} {tuple(t.shape)}") for name, t in self._tensors())])
+
+    def __repr__(self) -> str:
+        return (
+            f"Encoded({self.format.name}, shape {tuple(self.shape)}, dim {self.dim}, {self.nbytes} bytes, "
+            f"{self.bits_per_element:.4g} bits an element, {self.device})"
+        )
+
+
+def _check_fields(encoded: Encoded) -> None:
+    """Refuse an encoded tensor unless each part has the dtype and the shape that its format asks for."""
+    fmt, shape, dim = encoded.format, encoded.shape, encoded.dim
+    if not isinstance(fmt, Format):
+        raise FormatError(f"format={shown(fmt)} is not a format record; pass fmtsim.get_format(name)")
+    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise ArgumentError(f"shape={shown(shape)} is not a shape; pass a tuple of sizes")
+    if type(dim) is not int or not -max(len(shape), 1) <= dim < 0:
+        raise ArgumentError(f"dim={shown(dim)} is not a dimension; choose {-max(len(shape), 1)} to -1")
+    layout = layout_of(fmt, torch.Size(shape), dim)
+    for name in ("codes", *_PARTS):
+        tensor: torch.Tensor | None = getattr(encoded, name)
+        if (tensor is None) != (name not in layout):
+            found, expected = ("none", "some") if tensor is None else ("some", "none")
+            raise CodeError(f"{fmt.name}: {name} expected {expected}, found {found}")
+        if tensor is None:
+            continue
+        check_dense(name, tensor)
+        _, _, dtype, size = layout[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, size):
+            raise CodeError(f"{fmt.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}")
+    check_together(codes=encoded.codes, **{name: getattr(encoded, name) for name in _PARTS})
+
+
+def _require_values(encoded: Encoded) -> None:
+    """Refuse codes beyond the end of a codebook that does not fill its bits, and scales that are none."""
+    if not is_readable(encoded.codes):
+        return
+    codes, *_ = encoded.parts()  # which looks at the scales
+    book = short_codebook(encoded.format)
+    if book is not None and codes.numel() and int(codes.max()) >= len(book.values):
+        raise CodeError(f"code {int(codes.max())} is outside {book.name} (0 to {len(book.values) - 1})")
+
+
+def _of_file(stored: dict[str, StoredTensor], metadata: dict[str, str]) -> Encoded:
+    """Build what the tensors and the metadata of a file say, checked."""
+    fmt, shape, dim = _read_metadata(metadata)
+    layout = layout_of(fmt, shape, dim)
+    if set(stored) != set(layout):
+        raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
+    tensors: dict[str, Any] = {}
+    for name, (tag, elements, dtype, size) in layout.items():
+        found = stored[name]
+        if (found.tag, found.shape) != (tag, elements):
+            raise CodeError(
+                f"tensor {name!r} is {found.tag} {list(found.shape)}; "
+                f"{fmt.name} of shape {tuple(shape)}, dim {dim} expects {tag} {list(elements)}"
+            )
+        raw = torch.frombuffer(found.data, dtype=torch.uint8) if len(found.data) else torch.empty(0, dtype=torch.uint8)
+        tensors[name] = raw.view(dtype).reshape(size)
+    return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
+
+
+def _read_metadata(metadata: dict[str, str]) -> tuple[Format, torch.Size, int]:
+    """Return what the metadata of a file says, checked."""
+    if metadata.get("fmtsim") != _LAYOUT:
+        raise DataError(f"layout {shown(metadata.get('fmtsim'))}; this version of fmtsim reads layout {_LAYOUT!r}")
+    try:
+        fmt = format_from_json(metadata["format"])
+        sizes, dim = parse_json(metadata["shape"]), int(metadata["dim"])
+    except (KeyError, ValueError) as error:
+        raise DataError(f"the metadata is not that of an encoded tensor: {error}") from None
+    whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+    if not whole or math.prod(max(size, 1) for size in sizes) >= 1 << 63:
+        raise DataError(f"shape {shown(metadata['shape'])} in the metadata; expected a list of sizes")
+    if not -max(len(sizes), 1) <= dim < 0:
+        raise DataError(f"dim {shown(dim)} in the metadata; expected {-max(len(sizes), 1)} to -1")
+    return fmt, torch.Size(sizes), dim
+
+
+def _negative_dim(dim: int, rank: int) -> int:
+    rank = max(rank, 1)
+    if not -rank <= dim < rank:
+        raise ArgumentError(f"dim={dim} is out of range for {rank} dimensions; choose {-rank} to {rank - 1}")
+    return dim - rank if dim >= 0 else dim

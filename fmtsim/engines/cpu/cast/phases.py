@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phases of the fast kernels for block formats: where blocks lie, largest magnitudes, scales, and one element."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy import float32, int32, uint64
+
+from fmtsim.engines.cpu.cast.scalar import limited, magic_addition, nearest_magic
+from fmtsim.engines.cpu.cast.scales import CEIL, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of
+
+_MAGNITUDE = int32(0x7FFFFFFF)
+_MANTISSA = int32(0x007FFFFF)
+_NORMAL = int32(0x00800000)
+_INF = int32(0x7F800000)
+_ONE = float32(1)
+_ONE_BITS = int32(0x3F800000)
+_FLT_MIN = np.float32(1.1754943508222875e-38)
+
+
+class Layout(NamedTuple):
+    """Blocks of a matrix and the range of power-of-two scales within which float32 arithmetic is exact.
+
+    Attributes:
+        outer, inner: Rows and columns of a block.
+        group: Blocks side by side that go through the phases together.
+        lowest, highest: Smallest and largest exponent of a scale that the fast kernel takes.
+        preset: Bits of an amax that all blocks share, or -1.
+    """
+
+    outer: int
+    inner: int
+    group: int
+    lowest: np.int32
+    highest: np.int32
+    preset: np.int32
+
+
+@device
+def _raise_amaxes(x, inner, amaxes):
+    """Raise ``amaxes`` to the largest magnitudes of a row's blocks, as float32 bits (NaN and Inf are the largest)."""
+    if inner == 16:
+        for b in range(x.size // 16):
+            base = uint64(16 * b)
+            amax = int32(0)
+            for j in range(16):
+                amax = max(amax, bits32(x[base + uint64(j)]) & _MAGNITUDE)
+            amaxes[b] = max(amaxes[b], amax)
+    else:
+        for b in range(x.size // inner):
+            block = x[b * inner : b * inner + inner]
+            amax = int32(0)
+            for j in range(inner):
+                amax = max(amax, bits32(block[j]) & _MAGNITUDE)
+            amaxes[b] = max(amaxes[b], amax)
+    for i in range(x.size - x.size % inner, x.size):  # the last block may be short
+        amaxes[x.size // inner] = max(amaxes[x.size // inner], bits32(x[i]) & _MAGNITUDE)
+
+
+@device
+def binary_scales(amaxes, shifts, count, p, layout):
+    """Turn amax bits into scale exponents, as exponent bits; return how many blocks the fast kernel cannot take."""
+    refused = int32(0)
+    for b in range(count):
+        bits = amaxes[b]
+        if p.rule == RCEIL:
+            bits = bits32(float32(float32_of(bits) * p.reciprocal_max))
+        elif p.rule == EVEN:
+            bits += int32(1) << int32(22 - p.mantissa_bits)
+        exponent = int32((bits >> int32(23)) - int32(127))
+        if (p.rule == RCEIL or p.rule == CEIL) and bits & _MANTISSA:
+            exponent += int32(1)
+        if p.rule != RCEIL:
+            exponent -= int32(p.max_exponent)
+        exponent = int32(0) if amaxes[b] == int32(0) else exponent  # zeros are zeros under any scale
+        strange = amaxes[b] >= _INF or (bits < _NORMAL and amaxes[b] != int32(0))
+        refused += int32(strange or exponent < layout.lowest or exponent > layout.highest)
+        shifts[b] = int32(exponent << int32(23))
+    return refused
+
+
+@device
+def real_scales(amaxes, scales, factors, count, p, sg):
+    """Turn amax bits into scales and factors; return how many blocks hold NaN or Inf."""
+    refused = int32(0)
+    step = float32(p.encode_scale * p.reciprocal_max)
+    for b in range(count):
+        refused += int32(amaxes[b] >= _INF)
+        amax = float32_of(min(amaxes[b], int32(_INF - int32(1))))
+        factors[b] = amax
+        if p.arithmetic == TWO_LEVEL:
+            scale = min(float32(amax * step), FLT_MAX)
+        elif p.arithmetic == ENCODE:
+            scale = float32(_ONE / min(float32(p.max / amax), FLT_MAX))
+        else:
+            scale = min(max(float32(amax / p.max), _FLT_MIN), FLT_MAX)
+        scales[b] = _ONE if p.arithmetic != TWO_LEVEL and amax == float32(0) else scale
+    if not p.plain:
+        for b in range(count):
+            scales[b] = nearest_magic(scales[b], sg, False)
+    for b in range(count):
+        product = float32(scales[b] * p.decode_scale)
+        factor = FLT_MAX if product == float32(0) else min(float32(_ONE / product), FLT_MAX)
+        if p.arithmetic == ENCODE and p.plain:
+            factor = _ONE if factors[b] == float32(0) else min(float32(p.max / factors[b]), FLT_MAX)
+        factors[b] = factor
+    return refused
+
+
+@device
+def powers(shifts, scales, factors, count):
+    """Turn exponent bits of power-of-two scales into the scales and their reciprocals."""
+    for b in range(count):
+        scales[b] = float32_of(int32(shifts[b] + _ONE_BITS))
+        factors[b] = float32_of(int32(_ONE_BITS - shifts[b]))
+
+
+@device
+def saturated(value, min_binade, limit, limit_negative, g):
+    """Round a finite float32 to nearest even on the grid whose smallest binade is given, saturating at the limits."""
+    bits = bits32(value)
+    rounded = magic_addition(limited(bits, limit, limit_negative), min_binade, g.magic_shift)
+    return float32(float32_of(bits32(rounded) | (bits & ~_MAGNITUDE)) + g.zero)
+
+
+@device
+def per_lane(values, inner, size):
+    """Repeat, in place, a value a block to one a strip, the last first: strips are 16 lanes, or a whole odd block."""
+    strips = inner // 16
+    if inner % 16 == 0 and strips > 1:
+        for strip in range((size + 15) // 16 - 1, -1, -1):
+            values[strip] = values[strip // strips]
+
+
+@device
+def bounds(group, shape, layout):
+    """Return the rows and columns of a group of blocks."""
+    width = layout.inner * layout.group
+    across = (shape[1] + width - 1) // width
+    r0, k0 = (group // across) * layout.outer, (group % across) * width
+    return r0, min(r0 + layout.outer, shape[0]), k0, min(k0 + width, shape[1])
+
+
+@device
+def largest_magnitudes(x, r0, r1, k0, k1, layout, amaxes):
+    """Write the largest magnitudes of a group's blocks, as bits; the preset one where all blocks share it."""
+    amaxes[:] = max(layout.preset, int32(0))
+    if layout.preset < int32(0):
+        for r in range(r0, r1):
+            _raise_amaxes(x[r, k0:k1], layout.inner, amaxes)

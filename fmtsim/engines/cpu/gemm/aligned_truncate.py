@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact fused products by one fused multiply-add each: the perturbed floor.
+
+A unit cuts every product p to a multiple of the grid u = 2^(E - F), toward zero, and adds the cuts exactly. With
+round-toward-zero set, a running sum that carries a large positive constant M = 1.5 * 2^(E - F + bits) has the grid u
+itself, so adding p to it is a floor. Toward zero is a floor of the slightly enlarged product, plus one where p < 0:
+
+    trunc(p / u) = floor(p (1 + eps) / u) + [p < 0]     for 0 < eps < min(2^-W, 2^-(F + 2)), W the bits of p
+
+for p > 0 the enlargement never reaches the next grid point; for p < 0 it lies strictly below trunc(p), on the grid or
+not. So ``1 + eps`` is folded into the first operand, and the number of negative products, which depends on the signs
+alone, is counted by one xor and one population count a block. The same holds for the addend. (Identity verified in
+tests against exact integers.)
+
+The kernels here need terms that are cut toward zero, and a tile of operands in which no sum leaves the normal range of
+the accumulator, to which it is cut as well, or rounded to nearest even or stochastically; aligned_rounding.py takes the
+rest.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from fmtsim.engines.cpu.cast.philox import fill64
+from fmtsim.engines.cpu.gemm.accumulate import end_block
+from fmtsim.engines.cpu.gemm.operands import TOP_BYTE, pitch_of
+from fmtsim.engines.cpu.runtime.jit import device, overload, subroutine
+from fmtsim.engines.cpu.runtime.packed import bytes_shifted20, bytes_shifted23
+from fmtsim.engines.cpu.runtime.simd import (
+    LANES,
+    NEAREST_EVEN,
+    TOWARD_ZERO,
+    and_,
+    as_f32,
+    as_f64,
+    as_i32,
+    as_i64,
+    broadcast,
+    broadcast_bytes,
+    fma,
+    fsub,
+    high_words,
+    iadd,
+    join_words,
+    load,
+    lshr,
+    or_,
+    popcount,
+    set_rounding,
+    shl,
+    smax,
+    smin,
+    splat,
+    store,
+    umax,
+    xor,
+    zext64,
+)
+
+
+class Draw(NamedTuple):
+    """Where stochastic rounding takes its words: key, first block and row of a tile, and the product's size."""
+
+    key: tuple[np.uint32, np.uint32, np.uint32, np.uint32]
+    bits: int
+    block: int
+    row: int
+    rows: int
+    columns: int
+
+
+@device
+def negatives_of(signs_a, signs_b, a, b, step, words):  # type: ignore[no-untyped-def]
+    """Count the negative products of a block in each column."""
+    count = popcount(xor(broadcast(signs_a, a), load(signs_b, b)))
+    for w in range(1, words):
+        count = iadd(count, popcount(xor(broadcast(signs_a, a + w * step), load(signs_b, b + w * LANES))))
+    return count
+
+
+@device
+def start64(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
+    """Return M + the count of negatives + the cut addend; ``base`` is the exponent field of byte 0."""
+    high = high_words(c)
+    count = iadd(negatives, lshr(high, splat(np.int32(31))))
+    # bytes below 128 are those of zeros: no product, so the addend decides
+    field = iadd(bytes_shifted20(smin(e8, splat(np.int8(0)))), splat(np.int32(base)))
+    field = iadd(smax(field, and_(high, splat(np.int32(0x7FF00000)))), splat(np.int32(shift)))
+    return fma(c, eps, join_words(count, field))
+
+
+@device
+def finish64(s, mask):  # type: ignore[no-untyped-def]
+    """Take M away, which shares the binade of s, and cut to the accumulator's bits."""
+    constant = or_(and_(as_i64(s), splat(np.int64(-1 << 52))), splat(np.int64(1 << 51)))
+    return as_f64(and_(as_i64(fsub(s, as_f64(constant))), splat(mask)))
+
+
+@device
+def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
+    """Return where block ``index`` of row 0 lies in the layout of the first operand, and the step from row to row."""
+    group = max(pitch, LANES)
+    slot = index * pitch
+    return slot // group * rows * group + slot % group, group
+
+
+def _end64(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
+    """Take M away and round to the accumulator's bits, which ``mask`` keeps: toward zero, or as ``rounding`` says."""
+    raise NotImplementedError
+
+
+@overload(_end64)
+def _end64_as(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
+    if isinstance(rounding, types.NoneType):
+        return lambda s, mask, rounding, words, at: finish64(s, mask)
+
+    def end(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
+        bits = as_i64(finish64(s, np.int64(-1)))
+        if rounding.draws:
+            added = zext64(lshr(load(words, at), splat(rounding.right)))
+            added = shl(added, splat(rounding.left))
+        else:  # half a place, less one where the last bit is even
+            odd = and_(lshr(bits, splat(rounding.dropped)), splat(np.int64(1)))
+            added = iadd(odd, splat((np.int64(1) << (rounding.dropped - 1)) - 1))
+        return as_f64(and_(iadd(bits, added), splat(mask)))
+
+    return end
+
+
+def _draw(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+    """Write the words of a block where ``rounding`` takes any."""
+    raise NotImplementedError
+
+
+@overload(_draw)
+def _draw_where(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+    if isinstance(rounding, types.NoneType):
+        return lambda rounding, draw, index, rows, column, words: None
+
+    def draws(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+        if rounding.draws:
+            draw_words(draw, index, rows, column, words)
+
+    return draws
+
+
+class Nearby(NamedTuple):
+    """How float64 sums are rounded up or down to an accumulator, in a range where all are its normal numbers.
+
+    To nearest even, or stochastically, where the upper bits of a word are added to the bits that are dropped.
+    """
+
+    draws: bool
+    dropped: np.int64  # bits of a float64 that the accumulator lacks
+    right: np.int32  # shifts of a word, after which its random bits lie where the dropped ones begin
+    left: np.int64
+
+
+@subroutine
+def draw_words(draw, index, rows, column, words):  # type: ignore[no-untyped-def]
+    """Write the random words of 64 outputs of all rows in block ``index`` to words [rows][64]; 128 more are scratch."""
+    o0, o1, k0, k1 = draw.key
+    beyond = rows * LANES
+    for m in range(rows):
+        place = ((draw.block + index) * draw.rows + draw.row + m) * draw.columns + column
+        if place & 63 == 0:
+            fill64(words, m * LANES, place >> 6, o0, o1, k0, k1)
+        else:
+            fill64(words, beyond, place >> 6, o0, o1, k0, k1)
+            fill64(words, beyond + LANES, (place >> 6) + 1, o0, o1, k0, k1)
+            store(words, m * LANES, load(words, beyond + (place & 63)))
+
+
+@subroutine
+def truncate64(  # type: ignore[no-untyped-def]
+    a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte, rounding, draw, column, buffer
+):
+    """Run the blocks of a slab through float64 sums, for all rows of a and the 64 columns of b.
+
+    a, b: Rows and Panel with byte exponents and float64 values. acc: float64 [rows][64], the running chains.
+    ``factor`` is 1 + eps; ``mask`` keeps the accumulator's bits of a float64; ``floor_byte`` is 0. ``rounding`` is
+    None where sums are truncated, else a Nearby, which takes ``draw``, the product's column of lane 0 and memory for
+    words, 64 a row and 128.
+    """
+    words, pitch, rows = (block + 31) // 32, pitch_of(block), a.top.size
+    eps = splat(factor)
+    shift = np.int32(((52 - fraction_bits) << 20) | (1 << 19))
+    base = b.top - np.int32(2 * TOP_BYTE) + np.int32(1023)
+    set_rounding(TOWARD_ZERO)
+    for index in range(order.ends.size):
+        first, y = index * pitch * LANES, index * words * LANES
+        place, step = place_of(index, pitch, rows)
+        _draw(rounding, draw, index, rows, column, buffer)
+        for m in range(0, rows, 2):
+            p, x = place + m * step, index * words * rows + m
+            q = p + step
+            e0 = splat(floor_byte)
+            e1 = e0
+            for j in range(block):
+                e = load(b.exponents, first + j * LANES)
+                e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, p + j)))
+                e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, q + j)))
+            n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
+            n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
+            s0 = start64(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps)
+            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps)
+            for j in range(block):
+                v = load(b.values, first + j * LANES)
+                s0 = fma(broadcast(a.values, p + j), v, s0)
+                s1 = fma(broadcast(a.values, q + j), v, s1)
+            store(acc, m * LANES, _end64(s0, mask, rounding, buffer, m * LANES))
+            store(acc, (m + 1) * LANES, _end64(s1, mask, rounding, buffer, (m + 1) * LANES))
+        if order.ends[index]:
+            set_rounding(NEAREST_EVEN)
+            end_block(acc, order, index, rows, sums)
+            set_rounding(TOWARD_ZERO)
+    set_rounding(NEAREST_EVEN)
+
+
+@device
+def _start32(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
+    field = iadd(bytes_shifted23(e8), splat(np.int32(base)))
+    field = iadd(smax(field, and_(as_i32(c), splat(np.int32(0x7F800000)))), splat(np.int32(shift)))
+    return fma(c, eps, as_f32(field))
+
+
+@device
+def _finish32(s, c, negatives, mask):  # type: ignore[no-untyped-def]
+    counted = iadd(as_i32(s), iadd(negatives, lshr(as_i32(c), splat(np.int32(31)))))
+    constant = or_(and_(counted, splat(np.int32(-1 << 23))), splat(np.int32(1 << 22)))
+    return as_f32(and_(as_i32(fsub(as_f32(counted), as_f32(constant))), splat(mask)))
+
+
+@subroutine
+def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
+    """Run the blocks of a slab through float32 sums: truncate64 for 8-bit inputs and short fractions, twice as fast.
+
+    ``floor_byte`` is the byte of the smallest product exponent, which an empty block counts as: sums are multiples of
+    its grid, so none is cut, and products with TINY stay below it.
+    """
+    words, pitch, rows = (block + 31) // 32, pitch_of(block), a.top.size
+    eps = splat(factor)
+    shift = np.int32(((23 - fraction_bits) << 23) | (1 << 22))
+    base = b.top - np.int32(2 * TOP_BYTE) + np.int32(127)
+    nothing = splat(floor_byte)
+    set_rounding(TOWARD_ZERO)
+    for index in range(order.ends.size):
+        first, y = index * pitch * LANES, index * words * LANES
+        place, step = place_of(index, pitch, rows)
+        for m in range(0, rows, 4):
+            p, x = place + m * step, index * words * rows + m
+            q, r, t = p + step, p + 2 * step, p + 3 * step
+            e0 = e1 = e2 = e3 = nothing
+            for j in range(block):
+                e = load(b.exponents, first + j * LANES)
+                e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, p + j)))
+                e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, q + j)))
+                e2 = umax(e2, iadd(e, broadcast_bytes(a.exponents, r + j)))
+                e3 = umax(e3, iadd(e, broadcast_bytes(a.exponents, t + j)))
+            c0, c1 = load(acc, m * LANES), load(acc, (m + 1) * LANES)
+            c2, c3 = load(acc, (m + 2) * LANES), load(acc, (m + 3) * LANES)
+            n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
+            n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
+            n2 = negatives_of(a.signs, b.signs, x + 2, y, rows, words)
+            n3 = negatives_of(a.signs, b.signs, x + 3, y, rows, words)
+            s0 = _start32(c0, e0, n0, (a.top[m] + base) << np.int32(23), shift, eps)
+            s1 = _start32(c1, e1, n1, (a.top[m + 1] + base) << np.int32(23), shift, eps)
+            s2 = _start32(c2, e2, n2, (a.top[m + 2] + base) << np.int32(23), shift, eps)
+            s3 = _start32(c3, e3, n3, (a.top[m + 3] + base) << np.int32(23), shift, eps)
+            for j in range(block):
+                v = load(b.values, first + j * LANES)
+                s0 = fma(broadcast(a.values, p + j), v, s0)
+                s1 = fma(broadcast(a.values, q + j), v, s1)
+                s2 = fma(broadcast(a.values, r + j), v, s2)
+                s3 = fma(broadcast(a.values, t + j), v, s3)
+            store(acc, m * LANES, _finish32(s0, c0, n0, mask))
+            store(acc, (m + 1) * LANES, _finish32(s1, c1, n1, mask))
+            store(acc, (m + 2) * LANES, _finish32(s2, c2, n2, mask))
+            store(acc, (m + 3) * LANES, _finish32(s3, c3, n3, mask))
+        if order.ends[index]:
+            set_rounding(NEAREST_EVEN)
+            end_block(acc, order, index, rows, sums)
+            set_rounding(TOWARD_ZERO)
+    set_rounding(NEAREST_EVEN)

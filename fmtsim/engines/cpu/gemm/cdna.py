@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The units of CDNA2 and CDNA3 (docs/matmul.md, section 3), 64 columns at a time in plain loops over float32 tiles.
+
+All numbers of a two-stage unit are integers times a power of two that float64 holds exactly: products of float32
+numbers have 48 bits, sums as many as ``covers`` allows, and scaling by a power of two changes no digit.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.engines.cpu.gemm.accumulate import end_block
+from fmtsim.engines.cpu.gemm.fma_chain import Scales, Step, run_chains
+from fmtsim.engines.cpu.gemm.operands import pitch_of
+from fmtsim.engines.cpu.gemm.slabs import Slabs
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float64_of, kernel
+from fmtsim.engines.cpu.runtime.simd import LANES
+from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import FP32, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+
+_ZERO = -126  # the exponent of a zero product and of a zero addend
+_NOTHING = -1024  # exponent of a zero: products with one stay below every other
+_NORMAL = np.float32(FP32.min_normal)
+
+
+def covers(spec: GemmSpec) -> bool:
+    """Say whether float64 holds the sums of a two-stage unit, and float32 the operands of it or of a pairwise one."""
+    unit = spec.datapath
+    if not is_representable(spec.a, torch.float32) or not is_representable(spec.b, torch.float32):
+        return False
+    if isinstance(unit, TwoStageDatapath):
+        return max(unit.fraction_bits, unit.sum_bits) + 4 + unit.block.bit_length() <= 53
+    return isinstance(unit, PairwiseDatapath)
+
+
+def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, _: RandomKey, out: Tensor) -> None:
+    """Write the product of a unit that ``covers`` to out; the arguments are those of the engine's ``gemm``."""
+    unit = spec.datapath
+    assert isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
+    lowest, smallest = (spec.a.min_exponent, spec.b.min_exponent), (spec.a.min_normal, spec.b.min_normal)
+
+    def step(slabs: Slabs) -> Step:
+        slots, block = slabs.whole.slots, slabs.block
+        if isinstance(unit, TwoStageDatapath):
+            bits = unit.fraction_bits, unit.sum_bits
+            return lambda tile, acc, order, sums: two_stage(
+                tile.rows, tile.panel, slots, block, order, sums, acc, lowest, bits, unit.parity
+            )
+        return lambda tile, acc, order, sums: pairwise(
+            tile.rows, tile.panel, slots, block, unit.block, order, sums, acc, smallest
+        )
+
+    run_chains(a, b, c, scales, spec, out, np.float32, step)
+
+
+@device
+def _exponents(numbers, lowest):  # type: ignore[no-untyped-def]
+    """Return the exponents of float32 numbers, as int32; zeros have _NOTHING."""
+    result = np.empty(numbers.size, np.int32)
+    for i in range(numbers.size):
+        x = abs(numbers[i])
+        e = (bits32(x) >> 23) - 127 if x >= _NORMAL else (bits32(np.float32(x * np.float32(2.0**64))) >> 23) - 191
+        result[i] = max(e, lowest) if x != 0 else _NOTHING
+    return result
+
+
+@device
+def _power(e):  # type: ignore[no-untyped-def]
+    """Return 2^e as float64."""
+    return float64_of(np.int64(e + 1023) << 52)
+
+
+@kernel
+def two_stage(rows, panel, slots, block, order, sums, acc, lowest, bits, parity):  # type: ignore[no-untyped-def]
+    """Run all blocks of a tile through a two-stage unit: acc float32 [height][64], the running chains."""
+    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
+    ea, eb = _exponents(rows, lowest[0]), _exponents(panel, lowest[1])
+    # one row a half: largest exponent, sum; and what is not finite
+    tops, totals, special = np.empty((2, LANES), np.int32), np.empty((2, LANES)), np.empty(LANES)
+    limit = np.inf if parity else 2.0**128
+    for index in range(order.ends.size):
+        here = slots[index * pitch : index * pitch + block]
+        for m in range(height):
+            tops[:], totals[:], special[:] = -2048, 0, 0
+            for j in range(block):
+                if here[j] >= 0:
+                    _raise(tops[j & 1 if parity else 0], ea[m * k + here[j]], eb[here[j] * LANES :])
+            if not parity or block == 1 or here[1] < 0:
+                tops[1] = tops[0]
+            for j in range(block):
+                if here[j] >= 0:
+                    half = j & 1 if parity else 0
+                    x, column = np.float64(rows[m * k + here[j]]), panel[here[j] * LANES :]
+                    _cut(totals[half], special, x, column, tops[half], bits[0], limit)
+            _with_addend(acc[m * LANES : (m + 1) * LANES], tops, totals, special, bits, parity)
+        if order.ends[index]:
+            end_block(acc, order, index, height, sums)
+
+
+@device
+def _raise(top, e, column):  # type: ignore[no-untyped-def]
+    for n in range(LANES):
+        both = e + column[n]
+        top[n] = max(top[n], both if both > -700 else np.int32(_ZERO))
+
+
+@device
+def _cut(total, special, x, column, top, fraction_bits, limit):  # type: ignore[no-untyped-def]
+    """Add x times a column, cut toward zero, to the totals, and what counts as Inf or NaN to ``special``."""
+    for n in range(LANES):
+        p = x * np.float64(column[n])
+        total[n] += np.trunc(p * _power(fraction_bits - top[n]))
+        special[n] += 0.0 if abs(p) < limit else p * np.inf
+
+
+@device
+def _with_addend(acc, tops, totals, special, bits, parity):  # type: ignore[no-untyped-def]
+    """Add the sum of the products to 64 running sums (step 2) and round to float32 (step 3)."""
+    fraction_bits, sum_bits = bits
+    of_c = _exponents(acc, np.int32(_ZERO))
+    for n in range(LANES):
+        c, top = np.float64(acc[n]), max(tops[0, n], tops[1, n])
+        total = np.floor(totals[0, n] * _power(tops[0, n] - top)) + np.floor(totals[1, n] * _power(tops[1, n] - top))
+        own = max(of_c[n], np.int32(_ZERO))
+        e = max(top, own)
+        kept = np.floor(c * _power(fraction_bits - e))
+        if parity and own < e - fraction_bits - 1:
+            kept = 0.0
+        products = np.floor(total * _power(top - e + sum_bits - fraction_bits))
+        y = np.float32(products * _power(e - sum_bits) + kept * _power(e - fraction_bits))
+        found = special[n] + (0.0 if abs(c) < np.inf else c)
+        acc[n] = np.float32(found) if found != 0 else y + np.float32(0)  # NaN is not 0; -0 becomes +0
+
+
+@device
+def _without(x, smallest):  # type: ignore[no-untyped-def]
+    """Return an operand, +0 if it is subnormal."""
+    return x if abs(x) >= smallest or not abs(x) > 0 else np.float32(0)
+
+
+@device
+def _flushed(x):  # type: ignore[no-untyped-def]
+    """Return a result, zero of its sign if it is subnormal."""
+    return np.float32(0) * x if abs(x) < _NORMAL else x
+
+
+@kernel
+def pairwise(rows, panel, slots, block, length, order, sums, acc, smallest):  # type: ignore[no-untyped-def]
+    """Run all blocks of a tile through a pairwise unit that adds ``length`` products; see two_stage."""
+    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
+    level = np.empty((length, LANES), np.float32)
+    least_a, least_b = np.float32(smallest[0]), np.float32(smallest[1])
+    for index in range(order.ends.size):
+        here = slots[index * pitch : index * pitch + block]
+        for m in range(height):
+            level[:] = 0
+            for j in range(block):
+                if here[j] >= 0:
+                    x = _without(rows[m * k + here[j]], least_a)
+                    _multiply(level[j], x, panel[here[j] * LANES :], least_b)
+            count = length
+            while count > 1:
+                count //= 2
+                for j in range(count):
+                    _add(level[j], level[2 * j], level[2 * j + 1])
+            for n in range(LANES):
+                acc[m * LANES + n] = _flushed(_without(acc[m * LANES + n], _NORMAL) + level[0, n])
+        if order.ends[index]:
+            end_block(acc, order, index, height, sums)
+
+
+@device
+def _multiply(out, x, column, least):  # type: ignore[no-untyped-def]
+    for n in range(LANES):
+        out[n] = _flushed(x * _without(column[n], least))
+
+
+@device
+def _add(out, x, y):  # type: ignore[no-untyped-def]
+    for n in range(LANES):
+        out[n] = _flushed(x[n] + y[n])

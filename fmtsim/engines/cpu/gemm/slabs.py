@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of products as arrays: slots, blocks and what follows them, cut into slabs that fit a cache."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from fmtsim.engines.cpu.gemm.accumulate import CHAIN_END, PART_END, Order
+from fmtsim.engines.cpu.gemm.operands import pitch_of
+from fmtsim.spec.datapath import Arithmetic, Datapath
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import ZERO, combination, schedule
+
+_NONE = np.zeros(0, np.float32)
+_SLOTS = 512  # of a slab, unless one block is longer: rows and a panel then stay in a second-level cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab:
+    """Some of the blocks of a product, in order.
+
+    ``slots`` (int32) holds the index along K of every slot, -1 where a block is filled up; ``first`` is the number of
+    the slab's first block.
+    """
+
+    slots: np.ndarray
+    order: Order
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slabs:
+    """A product: its slabs, all of it in one, the slots of a block, how many parts, and where chains begin along K."""
+
+    slabs: tuple[Slab, ...]
+    whole: Slab
+    block: int
+    parts: int
+    starts: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
+    """Return the slabs of a product of K terms."""
+    parts = schedule(k, unit, plan)
+    blocks = [(block, p, c) for p, part in enumerate(parts) for c, chain in enumerate(part) for block in chain.blocks]
+    length = max((len(block) for block, _, _ in blocks), default=1)
+    if isinstance(unit, Datapath):
+        length = -(-length // unit.group) * unit.group  # whole groups
+    pitch = pitch_of(length)
+    slots = np.full((len(blocks), pitch), -1, np.int32)
+    ends, owners, chains = (np.zeros(len(blocks), kind) for kind in (np.int8, np.int32, np.int32))
+    starts = np.array([chain.start for part in parts for chain in part], np.int64)
+    number, before = 0, (0, 0)
+    for index, (block, p, c) in enumerate(blocks):
+        slots[index, : len(block)] = block
+        if index and (p, c) != before:
+            number += 1
+            ends[index - 1] = CHAIN_END if p == before[0] else PART_END
+        owners[index], chains[index], before = p, number, (p, c)
+    ends[-1:] = PART_END
+    step = max(_SLOTS // pitch, 1)
+
+    def cut(start: int, stop: int) -> Slab:
+        order = Order(ends[start:stop], owners[start:stop], chains[start:stop])
+        return Slab(slots[start:stop].reshape(-1), order, start)
+
+    cuts = tuple(cut(i, i + step) for i in range(0, len(blocks), step))
+    return Slabs(cuts, cut(0, len(blocks)), length, len(parts), starts)
+
+
+class Stacked(NamedTuple):
+    """Sums of single products that are added on a stack, whose slots are the parts of ``order``.
+
+    ``slots`` (int64) holds the index along K of every product, -1 for a sum without products; ``additions`` (int64)
+    says behind each how many times the two sums on top are added.
+    """
+
+    slots: np.ndarray
+    order: Order
+    additions: np.ndarray
+    depth: int
+
+
+@lru_cache(maxsize=32)
+def stacked(k: int, unit: Arithmetic, plan: GemmPlan) -> Stacked:
+    """Return the products of K terms in the order in which a ``combination`` needs their sums."""
+    sums, waiting, deepest = schedule(k, unit, plan), 0, 0
+    slots: list[int] = []
+    ends: list[int] = []
+    parts: list[int] = []
+    additions: list[int] = []
+    for number, follow in combination(k, plan):
+        chains = [[-1]] if number == ZERO else [[i for (i,) in chain.blocks] for chain in sums[number]]
+        for chain in chains:
+            slots += chain
+            ends += [*[0] * (len(chain) - 1), CHAIN_END]
+        ends[-1] = PART_END
+        deepest = max(deepest, waiting)
+        parts += [waiting] * (len(slots) - len(parts))
+        additions += [*[0] * (len(slots) - len(additions) - 1), follow]
+        waiting += 1 - follow
+    order = Order(np.array(ends, np.int8), np.array(parts, np.int32), np.zeros(len(slots), np.int32))
+    return Stacked(np.array(slots, np.int64), order, np.array(additions, np.int64), deepest + 1)
+
+
+def chain_scales(
+    scales: tuple[Tensor | None, Tensor | None], slabs: Slabs, plan: GemmPlan
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales of every chain, [chains, M] and [chains, N], where a plan multiplies chains by scales.
+
+    They are empty where it does not; scales that are absent are ones, and empty as well.
+    """
+    if not plan.scaled_promotion or plan.promote_every is None or scales[0] is None or scales[1] is None:
+        return _NONE, _NONE
+    place = slabs.starts // plan.promote_every
+    return scales[0].detach().numpy().T[place], scales[1].detach().numpy().T[place]

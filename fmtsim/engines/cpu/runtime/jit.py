@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How kernels are compiled: decorators for numba, and instructions that it lacks."""
+
+import functools
+from collections.abc import Callable
+
+import llvmlite.ir as ir
+import numba
+from numba import extending, types
+from numba.extending import intrinsic
+from numba.np import arrayobj
+
+from fmtsim.engines.cpu.runtime.inlined import Inlined
+from fmtsim.engines.cpu.runtime.kernel_cache import KernelCache, cache_folder, kernel_name
+from fmtsim.support.compilation import compiling
+
+
+def kernel(function: Callable) -> Callable:
+    """Compile a function at its first call for each signature, without the GIL, and keep the machine code on disk."""
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = KernelCache(function)  # type: ignore[attr-defined]
+    compiler = dispatcher._compiler  # type: ignore[attr-defined]
+    compiler.compile = _announced(compiler.compile, kernel_name(function))
+    return dispatcher
+
+
+def _announced(compile_: Callable, name: str) -> Callable:
+    """Return what compiles a kernel, below a line that says so where it takes long."""
+
+    @functools.wraps(compile_)
+    def compiled(*arguments):  # type: ignore[no-untyped-def]
+        with compiling(name, cache_folder()):
+            return compile_(*arguments)
+
+    return compiled
+
+
+def device(function: Callable) -> Callable:
+    """Compile a helper that is inlined into the kernels that call it."""
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, pipeline_class=Inlined)(function)
+
+
+def subroutine(function: Callable) -> Callable:
+    """Compile a helper that kernels call: long branching code, whose copies would cost more to compile than to call."""
+    return numba.njit(nogil=True, error_model="numpy", pipeline_class=Inlined)(function)
+
+
+def overload(stub: Callable) -> Callable:
+    """Name what stands for a function in compiled code; keys of the cache find it by the function's ``overload``."""
+
+    def register(function: Callable) -> Callable:
+        stub.overload = function  # type: ignore[attr-defined]
+        options = {"error_model": "numpy", "pipeline_class": Inlined}
+        return extending.overload(stub, jit_options=options)(function)  # type: ignore[arg-type]
+
+    return register
+
+
+def _bitcast(source: types.Type, target: types.Type, llvm: ir.Type) -> Callable:
+    @intrinsic
+    def cast(typing_context, value):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return builder.bitcast(args[0], llvm)
+
+        return target(source), generate
+
+    return cast
+
+
+bits32 = _bitcast(types.float32, types.int32, ir.IntType(32))
+float32_of = _bitcast(types.int32, types.float32, ir.FloatType())
+bits64 = _bitcast(types.float64, types.int64, ir.IntType(64))
+float64_of = _bitcast(types.int64, types.float64, ir.DoubleType())
+
+
+@intrinsic
+def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of array[index], which may lie behind the array's end."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(function, [address, word(0), word(3), word(1)])  # a read, into all levels, of data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums to nearest even in order: fused multiply-adds one after another, and blocks of exact sums.
+
+fma_chain.cu has the method. Here is which units it takes and in which arithmetic. Sums in float16, bfloat16, float32
+and float64 are what the device's own instructions compute; other accumulators take float32 where the formats alone
+prove that right, else float64, with marks for the tiles whose numbers do not fit.
+"""
+
+import math
+import struct
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.engines.cuda.gemm.job import TILE, Job
+from fmtsim.engines.cuda.gemm.packed import Side, launch, pack, panels_of
+from fmtsim.engines.cuda.gemm.problem import (
+    REALS,
+    TYPES,
+    Range,
+    is_plain,
+    layout_of,
+    macros,
+    order_bytes,
+    outer_format,
+    problem_of,
+    promotion_of,
+    range_of,
+)
+from fmtsim.engines.cuda.runtime import Defines, Programs
+from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import GemmSpec
+
+HALVES, BFLOATS, FLOATS, DOUBLES = range(4)  # the macro NUMBERS
+_PLACES: Final = 32  # of a panel that one block of threads prepares
+_WORDS = {HALVES: torch.int32, BFLOATS: torch.int32, FLOATS: torch.float32, DOUBLES: torch.float64}
+_DEPTH = {HALVES: 16, BFLOATS: 16, FLOATS: 16, DOUBLES: 8}  # places of a stage
+_STAGES: Final = 4
+_RESIDENT = {HALVES: 2, BFLOATS: 2, FLOATS: 2, DOUBLES: 1}  # blocks of threads on a multiprocessor
+_UNROLL: Final = 4  # k positions of a loop; two where sums are promoted, of which four would spill
+_NARROW: Final = -60  # lowest exponent above which sums are expected to become subnormal
+
+
+class _Shape(NamedTuple):
+    """How the kernels run a unit: the macros of fma_chain.cu but those of speed, and the numbers of ``Limits``."""
+
+    numbers: int
+    kept: int
+    block: int
+    clamped: bool
+    bounded: bool
+    promotes: int
+    signed: bool
+    emin: int
+    emax: int
+
+    @property
+    def native(self) -> bool:
+        """Whether the instruction's result is the accumulator's."""
+        return self.numbers <= BFLOATS or (self.numbers, self.kept) in ((FLOATS, 23), (DOUBLES, 52))
+
+    @property
+    def padded(self) -> int:
+        """Places of a block."""
+        depth = _DEPTH[self.numbers]
+        return self.block if depth % self.block == 0 else -(-self.block // depth) * depth
+
+    @property
+    def defines(self) -> Defines:
+        """The macros of the product."""
+        whole = self.block if _DEPTH[self.numbers] % self.block == 0 else 0
+        return macros(
+            NUMBERS=self.numbers, KEPT=self.kept, BLOCK=whole, CLAMPED=int(self.clamped), BOUNDED=int(self.bounded),
+            PROMOTES=self.promotes, SIGNED=int(self.signed), STAGES=_STAGES,
+            RESIDENT=_RESIDENT[self.numbers], UNROLL=1 if self.clamped else 2 if self.promotes == 1 else _UNROLL,
+        )  # fmt: skip
+
+    def limits(self, k: int) -> bytes:
+        """Return the structure ``Limits``."""
+        logs = math.ceil(math.log2(k)), math.ceil(math.log2(self.block))
+        return struct.pack("<6i", self.emin, self.emax, *logs, self.padded, (self.emin + 1023) << 20)
+
+
+def programs(job: Job) -> Programs | None:
+    """Return the kernels that ``run`` launches, None where they do not take a product."""
+    shape = _shape_of(job) if job.a.dtype in REALS and job.b.dtype in REALS else None
+    if shape is None:
+        return None
+    sides = (_operand_defines(shape, x.dtype, side) for side, x in enumerate((job.a, job.b)))
+    product = "fma_chain.cu", "fma_chain", shape.defines
+    return product, *(("fma_chain_pack.cu", "pack_operand", defines) for defines in sides)
+
+
+def _shape_of(job: Job) -> _Shape | None:
+    return shape_of(job.spec, job.order.block, job.shape[2], job.c is not None)
+
+
+@lru_cache(maxsize=1024)
+def shape_of(spec: GemmSpec, block: int, k: int, with_c: bool) -> _Shape | None:
+    """Return how the kernels run blocks of a length, None where they do not."""
+    unit = spec.datapath
+    if not isinstance(unit, Datapath) or unit.fraction_bits is not None or unit.scale is not None or unit.group > 1:
+        return None
+    acc, promotion = unit.accumulator, promotion_of(spec)
+    if unit.rounding.mode != "nearest_even" or not is_plain(acc) or not is_plain(outer_format(spec)):
+        return None
+    if not all(isinstance(fmt, FloatFormat) for fmt in (spec.a, spec.b)):
+        return None
+    a, b = range_of(spec.a), range_of(spec.b)
+    numbers = _instruction(spec) if block == 1 else None
+    bounded = clamped = False
+    if numbers is None and not all(is_representable(fmt, torch.float32) for fmt in (spec.a, spec.b)):
+        return None
+    native = numbers is not None
+    if numbers is None and block == 1 and _short(a, b, acc):
+        highest = a.top + b.top + math.ceil(math.log2(k)) + 1  # a sum gains at most twice a product
+        numbers = FLOATS
+        bounded = (with_c and not promotion) or highest > min(acc.max_exponent, 126 - 23 + acc.mantissa_bits)
+    elif numbers is None:
+        numbers = DOUBLES
+        clamped = a.lsb + b.lsb < acc.min_exponent - acc.mantissa_bits and acc.min_exponent > _NARROW
+        bounded = block > 1 or (with_c and not promotion) or acc.max_exponent < -_NARROW
+        if acc.mantissa_bits > 25 or (block == 1 and a.bits + b.bits + acc.mantissa_bits > 49):
+            return None
+    if unit.signed_zero and not native:
+        return None
+    kept, ends = acc.mantissa_bits, (acc.min_exponent, acc.max_exponent)
+    return _Shape(numbers, kept, block, clamped, bounded, promotion, unit.signed_zero, *ends)
+
+
+def _instruction(spec: GemmSpec) -> int | None:
+    """Return the arithmetic in which the device's fused multiply-add is the unit's, None where there is none."""
+    unit = spec.datapath
+    assert isinstance(unit, Datapath)
+    of_layout = {(5, 10, 15): (HALVES, torch.float16), (8, 7, 127): (BFLOATS, torch.bfloat16),
+                 (8, 23, 127): (FLOATS, torch.float32), (11, 52, 1023): (DOUBLES, torch.float64)}  # fmt: skip
+    numbers, dtype = of_layout.get(layout_of(unit.accumulator), (None, torch.float32))
+    return numbers if all(is_representable(fmt, dtype) for fmt in (spec.a, spec.b)) else None
+
+
+def _short(a: Range, b: Range, acc: FloatFormat) -> bool:
+    """Say whether float32, rounded once more, gives an accumulator's sums: no number is longer than it or finer."""
+    fits = a.bits + b.bits <= acc.mantissa_bits + 1 <= 11
+    return fits and a.lsb + b.lsb >= max(acc.min_exponent - acc.mantissa_bits, -126) and a.top + b.top <= 126
+
+
+def run(job: Job, sums: Tensor, marks: Tensor) -> None:
+    """Write the sums [parts, M, N] of all tiles but those that it marks."""
+    found, shape, order, (m, n, k) = programs(job), _shape_of(job), job.order, job.shape
+    assert found is not None and shape is not None
+    panels = panels_of(m), panels_of(n, 2 * TILE if shape.numbers <= BFLOATS else TILE)
+    left, of_left, right, of_right, flags = pack(job, found, panels, lambda side: _side(job, shape, side, panels[side]))
+    launch(
+        job, found[0], (panels[0] * panels[1], 1, len(order.parts)), left, right, of_left, of_right, flags, job.c,
+        order_bytes(job), np.int64(order.blocks * shape.padded), marks, sums, shape.limits(k), problem_of(job, TILE),
+        shared=_STAGES * 2 * TILE * _DEPTH[shape.numbers] * left.element_size(),
+    )  # fmt: skip
+
+
+def _side(job: Job, shape: _Shape, side: int, panels: int) -> Side:
+    """Return how an operand is packed: words, and the spans of their exponents, in the layout of fma_chain.cuh."""
+    x, order = (job.a, job.b)[side], job.order
+    places = order.blocks * shape.padded
+    spans = 1 if shape.native or shape.numbers != DOUBLES else panels * places
+    # a stage is copied whole, so the last one may read behind the last place
+    words = torch.empty((panels * places + _DEPTH[shape.numbers]) * TILE, dtype=_WORDS[shape.numbers], device=x.device)
+    source = (
+        x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source, np.int32(order.block),
+        np.int32(shape.padded), np.int32(order.blocks), np.int64(places),
+    )  # fmt: skip
+    return Side(
+        (panels, -(-places // _PLACES)), source, (words, torch.empty(spans, dtype=torch.int32, device=x.device))
+    )
+
+
+def _operand_defines(shape: _Shape, dtype: torch.dtype, side: int) -> Defines:
+    spans = int(shape.numbers == DOUBLES and not shape.native)
+    return macros(NUMBERS=shape.numbers, TYPE=TYPES.index(dtype), SECOND=side, SPANS=spans)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU's own matrix unit: which call of torch a product is, and the switches that decide its bits.
+
+Nothing here emulates. A call is described by plain facts and tensors, ``torch_call`` says which function of torch it is
+and with which arguments, ``run`` calls it under exactly the switches that the description names.
+
+The FP8, 16-bit, TF32 and int8 calls ran on an H200. The calls with MX and NVFP4 scales follow torch's API and are
+tested up to the call: no Blackwell GPU has run them.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmtsim.support.errors import DeviceError, first_line
+
+_LINE = 16  # bytes to which cuBLASLt wants FP8 operands aligned
+_BLOCK = 128
+# By kind of scales: torch.nn.functional.ScalingType of both operands where blocks are rows, and dtype of small scales.
+_SMALL = {"mx": ("BlockWise1x32", torch.float8_e8m0fnu), "nvfp4": ("BlockWise1x16", torch.float8_e4m3fn)}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCall:
+    """Describe a product that torch is to compute.
+
+    Args:
+        function: ``"mm"``, ``"bmm"``, ``"linear"``, ``"scaled_mm"`` or ``"int_mm"``.
+        out_dtype: Dtype of the result.
+        scaling: Kind of scales of scaled_mm: ``"tensor"``, ``"row"``, ``"block_128"``, ``"row_block_128"``, ``"mx"``
+            or ``"nvfp4"``.
+        fast_accum: use_fast_accum of scaled_mm.
+        tf32: Whether float32 operands are rounded to TF32.
+        fp16_accumulation: Whether float16 products are summed in float16.
+        rows_per_scale_a, rows_per_scale_b: Rows that share the scales of a block of 128: 1 or 128.
+        older: Take torch._scaled_mm for MX and NVFP4, too, which torch had first; it takes no tensor scales then.
+    """
+
+    function: str
+    out_dtype: torch.dtype
+    scaling: str = "none"
+    fast_accum: bool = False
+    tf32: bool = False
+    fp16_accumulation: bool = False
+    rows_per_scale_a: int = 1
+    rows_per_scale_b: int = 1
+    older: bool = False
+
+
+class NativeScales(NamedTuple):
+    """Hold the scales of both operands.
+
+    ``a`` and ``b`` are float32: one element, one for each row, or [row blocks, blocks along K]; for MX and NVFP4 codes
+    [rows, blocks] as uint8. ``tensor_scale_a`` and ``tensor_scale_b`` are those of two-level NVFP4. ``result``
+    multiplies an FP8 result.
+    """
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    tensor_scale_a: Tensor | None = None
+    tensor_scale_b: Tensor | None = None
+    result: Tensor | None = None
+
+
+class TorchCall(NamedTuple):
+    """A function of torch with its arguments; calling it computes the product."""
+
+    name: str
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> Tensor:
+        """Return the product."""
+        return self.function(*self.arguments, **self.options)
+
+
+def run(
+    call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None = None, scales: NativeScales | None = None
+) -> Tensor:
+    """Return the product that torch computes on the tensors' device.
+
+    Args:
+        call: Which product.
+        a: [..., M, K] in its own dtype; the strides matter for the order of sums, and are kept for 16 bits and more.
+        b: [..., K, N].
+        bias: [N], for linear and scaled_mm.
+        scales: Of scaled_mm.
+
+    Raises:
+        DeviceError: torch or its library refuses the call; the message has torch's own first line. Out of memory is
+            torch.OutOfMemoryError, as ever.
+    """
+    native = torch_call(call, a, b, bias, scales or NativeScales())
+    try:
+        with torch.no_grad(), torch.autocast(a.device.type, enabled=False), switches(call):
+            return native()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        what = " x ".join(f"{list(x.shape)} {x.dtype}" for x in (a, b))
+        raise DeviceError(
+            f"{native.name} refused {what} -> {call.out_dtype}: {first_line(error)}; "
+            "pass native=False to emulate the product"
+        ) from error
+
+
+def torch_call(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
+    """Return the function of torch that a product is, with its arguments; nothing is computed but copies to layouts."""
+    if call.function in ("mm", "bmm"):
+        wide = {} if call.out_dtype == a.dtype else {"out_dtype": call.out_dtype}
+        return TorchCall(f"torch.{call.function}", getattr(torch, call.function), (a, b), wide)
+    if call.function == "linear":
+        return TorchCall("torch.nn.functional.linear", F.linear, (a, b.mT, bias), {})
+    a, b = row_major(a), row_major(b.mT).mT
+    if call.function == "int_mm":
+        return TorchCall("torch._int_mm", torch._int_mm, (a, b), {})
+    if call.scaling in ("tensor", "row"):
+        return _scaled(call, a, b, bias, scales)
+    return _block_scaled(call, a, b, bias, scales)
+
+
+def _scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
+    """Return torch._scaled_mm with one scale for each tensor, or for each row of a and column of b."""
+    shapes: tuple[tuple[int, ...], ...] = ((), ()) if call.scaling == "tensor" else ((a.shape[0], 1), (1, b.shape[1]))
+    pair = [_single(s, a) if shape == () else _vector(s, shape, a) for s, shape in zip(scales[:2], shapes, strict=True)]
+    options: dict[str, Any] = {"bias": bias, "out_dtype": call.out_dtype, "use_fast_accum": call.fast_accum}
+    if scales.result is not None and call.out_dtype.itemsize == 1:
+        options["scale_result"] = scales.result.reshape(())
+    return TorchCall("torch._scaled_mm", torch._scaled_mm, (a, b, *pair), options)
+
+
+def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
+    """Return torch.nn.functional.scaled_mm with blocks of 128 (Hopper), or with MX or NVFP4 scales (Blackwell)."""
+    if call.older and call.scaling in _SMALL and scales.tensor_scale_a is scales.tensor_scale_b is None:
+        dtype = _SMALL[call.scaling][1]
+        pair = [swizzled(s).view(dtype) for s in scales[:2]]  # type: ignore[arg-type]
+        how = {"bias": bias, "out_dtype": call.out_dtype, "use_fast_accum": call.fast_accum}
+        return TorchCall("torch._scaled_mm", torch._scaled_mm, (a, b, *pair), how)
+    kinds: Any = getattr(F, "ScalingType", None)
+    swizzles: Any = getattr(F, "SwizzleType", None)
+    function: Any = getattr(F, "scaled_mm", None)
+    if kinds is None or function is None:
+        raise DeviceError(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; take torch 2.10 or later")
+    assert scales.a is not None and scales.b is not None
+    lists: list[list[Tensor]]
+    recipes: list[list[Any]]
+    if call.scaling in _SMALL:
+        name, dtype = _SMALL[call.scaling]
+        lists = [[swizzled(s).view(dtype)] for s in scales[:2]]  # type: ignore[arg-type]
+        recipes = [[getattr(kinds, name)], [getattr(kinds, name)]]
+        for tensor_scale, listed, recipe in zip(scales[2:4], lists, recipes, strict=True):
+            if tensor_scale is not None:
+                listed.append(tensor_scale.reshape(()))
+                recipe.append(kinds.TensorWise)
+        orders = [[swizzles.SWIZZLE_32_4_4] + [swizzles.NO_SWIZZLE] * (len(listed) - 1) for listed in lists]
+    else:
+        rows = call.rows_per_scale_a, call.rows_per_scale_b
+        lists = [[block_scales(s, each)] for s, each in zip(scales[:2], rows, strict=True)]  # type: ignore[arg-type]
+        recipes = [[kinds.BlockWise1x128 if each == 1 else kinds.BlockWise128x128] for each in rows]
+        orders = [[swizzles.NO_SWIZZLE], [swizzles.NO_SWIZZLE]]
+    options = {
+        "swizzle_a": orders[0], "swizzle_b": orders[1], "bias": bias, "output_dtype": call.out_dtype,
+        "use_fast_accum": call.fast_accum,
+    }  # fmt: skip
+    arguments = (a, b, lists[0], recipes[0], lists[1], recipes[1])
+    return TorchCall("torch.nn.functional.scaled_mm", function, arguments, options)
+
+
+def block_scales(scales: Tensor, rows_per_scale: int) -> Tensor:
+    """Return float32 scales [row blocks, blocks along K] in the layout that torch takes.
+
+    1x128: the same shape with the rows contiguous. 128x128: K first, padded with ones to a multiple of 4, K contiguous.
+    """
+    if rows_per_scale == 1:
+        return scales.t().contiguous().t()
+    blocks = scales.shape[1]
+    padded = scales.new_ones(scales.shape[0], -(-blocks // 4) * 4)
+    padded[:, :blocks] = scales
+    return padded.t()
+
+
+def swizzled(codes: Tensor) -> Tensor:
+    """Return codes [rows, blocks] of small scales, flat, in the order that cuBLAS takes (1D block scaling factors).
+
+    Rows are padded to 128, blocks to 4, both with zeros. Tiles of 128 x 4 follow each other along a row of tiles; row r
+    of a tile lies at ``16 (r mod 32) + 4 (r div 32)``, its four codes side by side.
+    """
+    rows, blocks = codes.shape
+    down, across = -(-rows // _BLOCK), -(-blocks // 4)
+    padded = codes.new_zeros(down * _BLOCK, across * 4)
+    padded[:rows, :blocks] = codes
+    return padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def row_major(x: Tensor) -> Tensor:
+    """Return a matrix of 8-bit numbers with its rows contiguous and aligned, itself where it is so already."""
+    if x.is_contiguous() and x.data_ptr() % _LINE == 0:
+        return x
+    return x.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(x.dtype)
+
+
+def _single(scale: Tensor | None, like: Tensor) -> Tensor:
+    return torch.ones((), device=like.device) if scale is None else scale.reshape(())
+
+
+def _vector(scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    if scale is None or scale.numel() == 1:
+        return _single(scale, like).expand(shape).contiguous()
+    return scale.reshape(shape).contiguous()
+
+
+@contextmanager
+def switches(call: NativeCall) -> Iterator[None]:
+    """Set what torch's products look at besides their operands, and restore it.
+
+    TF32 and float16 sums are as the call says; partial sums may be rounded to 16 bits and K may be split, and cuBLAS is
+    preferred, as torch has it by default. The switches belong to the process: a product that another thread starts
+    meanwhile sees them too. Calls of fmtsim wait for each other.
+    """
+    matmul = torch.backends.cuda.matmul
+    wanted: dict[str, Any] = {
+        "allow_fp16_accumulation": call.fp16_accumulation,
+        "allow_fp16_reduced_precision_reduction": (True, True),
+        "allow_bf16_reduced_precision_reduction": (True, True),
+    }
+    with _lock, ExitStack() as stack:
+        precision = matmul.fp32_precision
+        if (precision == "tf32") != call.tf32:
+            _set(stack, "fp32_precision", "tf32" if call.tf32 else "ieee", precision)
+        for name, value in wanted.items():
+            now = getattr(matmul, name)
+            if isinstance(value, tuple):
+                now = (now, getattr(matmul, f"{name}_split_k", True))
+            if now != value:
+                _set(stack, name, value, now)
+        preferred = torch.backends.cuda.preferred_blas_library
+        library = preferred()
+        if library == torch._C._BlasBackend.Cublaslt:
+            stack.callback(preferred, library)
+            preferred("cublas")
+        yield
+
+
+def _set(stack: ExitStack, name: str, value: Any, before: Any) -> None:
+    stack.callback(setattr, torch.backends.cuda.matmul, name, before)
+    setattr(torch.backends.cuda.matmul, name, value)

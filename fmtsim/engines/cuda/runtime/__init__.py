@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How kernels are compiled, kept on disk, loaded and launched: ``kernel(file, name, index, defines)`` returns one."""
+
+from fmtsim.engines.cuda.runtime.launch import Kernel
+from fmtsim.engines.cuda.runtime.program import (
+    KERNELS,
+    Defines,
+    Program,
+    Programs,
+    architecture,
+    available,
+    cache_folder,
+    capability,
+    compiled,
+    device_index,
+    finished,
+    index_of,
+    kernel,
+    multiprocessors,
+    serves,
+    shared_limit,
+    source_of,
+    why_unavailable,
+)
+from fmtsim.engines.cuda.runtime.warmup import warmup
+
+__all__ = [
+    "KERNELS", "Defines", "Kernel", "Program", "Programs", "architecture", "available", "cache_folder",
+    "capability", "compiled", "device_index", "finished", "index_of", "kernel", "multiprocessors", "serves",
+    "shared_limit", "source_of", "warmup", "why_unavailable",
+]  # fmt: skip

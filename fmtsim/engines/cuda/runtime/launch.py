@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a kernel is started: the driver's own call on torch's current stream, with as little Python around it as can be.
+
+How the arguments of a call lie in memory is worked out once per kernel and kinds of arguments, and held to what the
+kernel takes; after that a launch fills one buffer and calls ``cuLaunchKernel``.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmtsim.support.errors import DeviceError
+from fmtsim.support.replay.gpu import current_gpu, current_stream
+from fmtsim.support.replay.hooks import Structure, launched, word_of
+
+SLOT = 16  # every argument begins at a multiple of as many bytes, which suits structures of 16-byte words too
+ANNOUNCED = 48 * 1024  # more bytes of dynamic shared memory than this must be announced to the driver
+NO_CONTEXT = (201, 400)  # errors of a thread that has not used CUDA: it has no context, and its stream 0 no device
+REFUSALS = {
+    1: "the grid, the block or the shared memory is larger than the device allows",
+    2: "the device is out of memory; free tensors or call torch.cuda.empty_cache()",
+    209: "the kernel was compiled for another architecture",
+    701: "a block needs more registers or shared memory than a multiprocessor has",
+}
+_WORD = np.uint64(0)
+
+Layers = int | tuple[int, ...]  # of a grid, or of a block of threads: up to three
+Bound = Callable[..., None]
+
+
+class Kernel:
+    """A kernel on one device; calling it launches it on torch's current stream of that device.
+
+    Args:
+        handle: What cuda-core's ``ObjectCode.get_kernel`` returned.
+        name: The kernel's name, for messages.
+        index: Number of the device.
+    """
+
+    __slots__ = ("_context", "_function", "_handle", "_index", "_launch", "_layouts", "_name", "_shared", "_sizes")
+
+    def __init__(self, handle: Any, name: str, index: int) -> None:
+        from cuda.bindings import driver
+
+        self._handle, self._name, self._index = handle, name, index  # the handle keeps the module loaded
+        self._launch = driver.cuLaunchKernel
+        self._layouts: dict[tuple[type, ...], _Layout] = {}
+        self._shared = ANNOUNCED
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().query()  # makes the device's context the thread's
+            self._context = checked(driver.cuCtxGetCurrent(), name)
+            self._function = checked(driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle))), name)
+            checked(driver.cuFuncLoad(self._function), name)  # a graph could not capture that
+        self._sizes = [parameter.size for parameter in handle.arguments_info]
+
+    def __call__(self, grid: Layers, block: Layers, *arguments: Any, shared: int = 0) -> None:
+        """Launch: tensors pass their address, None a null pointer, numpy scalars their value, bytes a structure.
+
+        A structure that holds addresses is a ``Structure``, so that a launch can be repeated (fmtsim/support/replay).
+
+        ``grid`` and ``block`` are ints or tuples of up to three; ``shared`` is the dynamic shared memory in bytes.
+
+        Raises:
+            DeviceError: The driver refuses the launch.
+            TypeError: The arguments are not what the kernel takes.
+        """
+        launched(self, (grid, block), arguments, shared=shared)
+        layout = self._layouts.get(tuple(map(type, arguments))) or self._lay_out(arguments)
+        if shared > self._shared:
+            self._announce(shared)
+        memory = layout.fill(arguments)
+        self._start(_three(grid), _three(block), shared, memory.address)
+        layout.free.append(memory)
+
+    def bound(self, block: Layers, leading: int | tuple[int, ...], *rest: Any) -> Bound:
+        """Return a launch of which only the grid and the first arguments are still to be said, for calls that repeat.
+
+        Args:
+            block: As in a call.
+            leading: How many arguments come with each launch: tensors, None, or integers of 64 bits as Python ints; or
+                the sizes of as many structures, which come as in a call.
+            rest: The arguments behind them, as in a call.
+
+        Returns:
+            A function of the grid and of the leading arguments.
+
+        Raises:
+            TypeError: The arguments are not what the kernel takes.
+        """
+        words = isinstance(leading, int)
+        first = [_WORD] * leading if isinstance(leading, int) else [bytes(size) for size in leading]
+        layout = self._held(_Layout((*first, *rest)))
+        codes = "".join("Q8x" if words else f"{size}s{-size % SLOT}x" for size in layout.sizes[: len(first)])
+        threads, pack, free = _three(block), struct.Struct(f"={codes}").pack_into, layout.free
+
+        def start(blocks: tuple[int, ...], *given: Any) -> None:
+            try:
+                memory = free.pop()
+            except IndexError:  # the first launch, or as many at once as never before
+                memory = layout.fill((*first, *rest))
+            pack(memory.bytes, 0, *given)
+            self._start(blocks, threads, 0, memory.address)
+            free.append(memory)
+
+        def launch(grid: Layers, *given: Any) -> None:
+            blocks = _three(grid)
+            launched(start, (blocks,), given, words=True)
+            start(blocks, *map(word_of, given))
+
+        return launch
+
+    def _start(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> None:
+        """Ask the driver for a launch with arguments at an address."""
+        if current_gpu() == self._index:
+            stream = current_stream(self._index)
+            (error,) = self._launch(self._function, *blocks, *threads, shared, stream, address, 0)
+            if error and int(error) in NO_CONTEXT:
+                error = self._launch_in_context(blocks, threads, shared, address)
+        else:
+            with torch.cuda.device(self._index):
+                error = self._launch_in_context(blocks, threads, shared, address)
+        if error:
+            raise self._refused(int(error), f"grid={_said(blocks)}, block={_said(threads)}, shared={shared}")
+
+    def _launch_in_context(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> Any:
+        """Make the device's context the thread's and launch."""
+        from cuda.bindings import driver
+
+        checked(driver.cuCtxSetCurrent(self._context), self._name)
+        stream = current_stream(self._index)
+        return self._launch(self._function, *blocks, *threads, shared, stream, address, 0)[0]
+
+    def _refused(self, error: int, how: str) -> DeviceError:
+        hint = f"; {REFUSALS[error]}" if error in REFUSALS else ""
+        return DeviceError(
+            f"{self._name} cannot be launched on cuda:{self._index} with {how}: {_words_of(error)}{hint}"
+        )
+
+    def _announce(self, shared: int) -> None:
+        """Allow launches with this much dynamic shared memory."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared)
+        if int(error):
+            raise self._refused(int(error), f"shared={shared}")
+        self._shared = shared
+
+    def _lay_out(self, arguments: tuple[Any, ...]) -> "_Layout":
+        layout = self._layouts[tuple(map(type, arguments))] = self._held(_Layout(arguments))
+        return layout
+
+    def _held(self, layout: "_Layout") -> "_Layout":
+        """Return a layout that is the kernel's, or say what it is not."""
+        if layout.sizes != self._sizes:
+            raise TypeError(f"{self._name} takes arguments of {self._sizes} bytes, not of {layout.sizes}")
+        return layout
+
+
+def _three(size: Layers) -> tuple[int, ...]:
+    return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
+
+
+def _said(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0] if sizes[1:] == (1, 1) else sizes)
+
+
+class _Memory:
+    """Bytes that hold the arguments of one launch, and the pointers to them that the driver wants."""
+
+    __slots__ = ("address", "bytes", "pointers")
+
+    def __init__(self, offsets: list[int], size: int) -> None:
+        self.bytes = ctypes.create_string_buffer(size + SLOT)
+        start = -ctypes.addressof(self.bytes) % SLOT
+        self.bytes = (ctypes.c_char * size).from_buffer(self.bytes, start)
+        base = ctypes.addressof(self.bytes)
+        self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + offset for offset in offsets))
+        self.address = ctypes.addressof(self.pointers)
+
+
+class _Layout:
+    """Where arguments of certain types lie; ``free`` holds memory that no launch is using, whatever the thread."""
+
+    __slots__ = ("_offsets", "_pack", "_pointers", "_size", "_structures", "free", "sizes")
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        codes = [_code(value) for value in arguments]
+        self.sizes = [struct.calcsize(f"={code}") for code in codes]
+        self._offsets, self._size = [], 0
+        text = "="
+        for code, size in zip(codes, self.sizes, strict=True):
+            self._offsets.append(self._size)
+            text += f"{code}{-size % SLOT}x"
+            self._size += size + -size % SLOT
+        self._structures = [(i, n) for i, n in enumerate(self.sizes) if isinstance(arguments[i], bytes | Structure)]
+        self._pointers = [i for i, value in enumerate(arguments) if value is None or isinstance(value, torch.Tensor)]
+        self._pack = struct.Struct(text).pack_into
+        self.free: list[_Memory] = []
+
+    def fill(self, arguments: tuple[Any, ...]) -> _Memory:
+        """Return memory that holds the arguments; put it back into ``free`` after the launch, which copies it."""
+        values = list(arguments)
+        for place, size in self._structures:
+            values[place] = data = bytes(arguments[place])
+            if len(data) != size:
+                raise TypeError(f"a structure of {size} bytes was given {len(data)}")
+        try:
+            memory = self.free.pop()
+        except IndexError:
+            memory = _Memory(self._offsets, self._size)
+        for place in self._pointers:
+            values[place] = word_of(values[place])
+        self._pack(memory.bytes, 0, *values)
+        return memory
+
+
+def _code(value: Any) -> str:
+    """Return the code of ``struct`` for an argument."""
+    if value is None or isinstance(value, torch.Tensor):
+        return "Q"
+    if isinstance(value, bytes):
+        return f"{len(value)}s"
+    if isinstance(value, Structure):
+        return f"{value.layout.size}s"
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        kind = {"b": "?", "i": " bh i   q", "u": " BH I   Q", "f": "  e f   d"}[value.dtype.kind]
+        return kind[value.dtype.itemsize if len(kind) > 1 else 0]
+    raise TypeError(f"{value!r} has no width in C; wrap it in a numpy scalar")
+
+
+def checked(answer: tuple[Any, ...], what: str) -> Any:
+    """Return the first result of a call of the driver, or raise its error as a DeviceError."""
+    error, *results = answer
+    if int(error):
+        raise DeviceError(f"{what}: {_words_of(int(error))}")
+    return results[0] if results else None
+
+
+def _words_of(error: int) -> str:
+    from cuda.bindings import driver
+
+    status, text = driver.cuGetErrorString(driver.CUresult(error))
+    return f"{driver.CUresult(error).name} ({text.decode() if not int(status) else error})"

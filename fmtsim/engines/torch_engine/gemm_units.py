@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The units of AMD and integer units (docs/matmul.md, section 3)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fmtsim.engines.torch_engine.gemm_blocks import product_range
+from fmtsim.engines.torch_engine.gemm_operands import Rows, cleaned, exact, exponents, specials
+from fmtsim.engines.torch_engine.gemm_round import SAFE, round_value
+from fmtsim.engines.torch_engine.gemm_wide import WideUnit
+from fmtsim.engines.torch_engine.reals import FLT_MIN, power_of_two
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.datapath import FP32, Datapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.support.errors import ArgumentError
+
+_ZERO = -126  # the exponent that zeros count with
+
+
+class TwoStageUnit:
+    """CDNA3: products are aligned among themselves, then their sum with the running sum, in float64 integers."""
+
+    def __init__(self, datapath: TwoStageDatapath, a: FloatFormat, b: FloatFormat) -> None:
+        widest = max(datapath.fraction_bits, datapath.sum_bits) + 3 + datapath.block.bit_length()
+        top, bottom = product_range(a, b)
+        if widest > 52 or a.mantissa_bits + b.mantissa_bits > 50 or max(top, -bottom) > SAFE:
+            raise ArgumentError(
+                f"a two-stage unit of {datapath.fraction_bits} and {datapath.sum_bits} bits with {a.name} x {b.name} "
+                "does not fit in float64; choose fewer bits, or operands of 25 mantissa bits in float32's range"
+            )
+        self.datapath, self.span = datapath, datapath.block
+        self.weight = 2 * datapath.block
+        self._lowest = a.min_exponent, b.min_exponent
+
+    def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+        """Return the running sum after one block, float64."""
+        path, rows = self.datapath, pieces[0]
+        products, exponent = self._products(rows)
+        large = products.abs() >= 2.0**128
+        if not path.parity:
+            total, top = self._aligned(torch.where(large, 0.0, products), exponent)
+        else:
+            even, top_even = self._aligned(products[0::2], exponent[0::2])
+            odd, top_odd = self._aligned(products[1::2], exponent[1::2]) if len(products) > 1 else (even * 0, top_even)
+            top = torch.maximum(top_even, top_odd)
+            total = torch.floor(even * power_of_two(top_even - top)) + torch.floor(odd * power_of_two(top_odd - top))
+        result = self._with_addend(total, top, cleaned(state, False))
+        special = specials(pieces, state)
+        if not path.parity:
+            infinite = torch.copysign(torch.full_like(products, torch.inf), products)
+            special = special + torch.where(large, infinite, 0.0).sum(0)
+        return torch.where(torch.isfinite(special), result, special)
+
+    def _products(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        values = [cleaned(exact(x), rows.finite) for x in (rows.a, rows.b)]
+        first, second = (exponents(x, lowest) for x, lowest in zip(values, self._lowest, strict=True))
+        products = values[0] * values[1]
+        return products, torch.where(products == 0, _ZERO, first + second).to(torch.int64)
+
+    def _aligned(self, products: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the products truncated at ``2**(top - fraction_bits)``, in those units, and top."""
+        top = exponent.amax(0)
+        return torch.trunc(products * power_of_two(self.datapath.fraction_bits - top)).sum(0), top
+
+    def _with_addend(self, total: torch.Tensor, top: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        path = self.datapath
+        own = exponents(state, _ZERO).clamp(min=_ZERO).to(torch.int64)
+        both = torch.maximum(top, own)
+        gain = power_of_two(top - both + (path.sum_bits - path.fraction_bits))
+        addend = torch.floor(state * power_of_two(path.fraction_bits - both))
+        if path.parity:
+            addend = torch.where(own < both - path.fraction_bits - 1, 0.0, addend)
+        products = torch.floor(total * gain) * power_of_two(both - path.sum_bits)
+        return round_value(products + addend * power_of_two(both - path.fraction_bits), FP32) + 0.0
+
+
+class PairwiseUnit:
+    """CDNA2: float32 products and sums in pairs, subnormal numbers flushed at every step."""
+
+    def __init__(self, datapath: PairwiseDatapath, a: FloatFormat, b: FloatFormat) -> None:
+        self.datapath, self.span = datapath, datapath.block
+        self.weight = 2 * datapath.block
+        self._smallest = a.min_normal, b.min_normal
+        self._wide = None
+        if a.mantissa_bits + b.mantissa_bits > 51:  # float64 does not hold the product
+            path = Datapath(block=1, fraction_bits=None, rounding=Rounding(), signed_zero=True)
+            self._wide = WideUnit(path, a, b, 1)
+
+    def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+        """Return the running sum after one block, float64."""
+        rows = pieces[0]
+        a, b = (_without(exact(x), small) for x, small in zip((rows.a, rows.b), self._smallest, strict=True))
+        if self._wide is None:
+            terms = _flushed(a * b)
+        else:
+            minus_zero = torch.full(torch.broadcast_shapes(a.shape, b.shape), -0.0, dtype=a.dtype, device=a.device)
+            terms = _flushed(self._wide.step([Rows(a[None], b[None], finite=rows.finite)], minus_zero, None))
+        if len(terms) < self.datapath.block:
+            terms = torch.cat([terms, terms.new_zeros(self.datapath.block - len(terms), *terms.shape[1:])])
+        while len(terms) > 1:
+            terms = _flushed(terms[0::2] + terms[1::2])
+        return _flushed(_without(state, FLT_MIN) + terms[0])
+
+
+def _without(x: torch.Tensor, smallest: float) -> torch.Tensor:
+    """Return x with +0 for subnormal numbers."""
+    return torch.where((x.abs() < smallest) & (x != 0), 0.0, x)
+
+
+def _flushed(x: torch.Tensor) -> torch.Tensor:
+    """Round to float32 and make zeros of their sign from subnormal results.
+
+    A float64 sum of two float32 numbers may be rounded again: 53 bits are more than twice 24 and 2.
+    """
+    y = round_value(x, FP32)
+    return torch.where(y.abs() < FLT_MIN, torch.copysign(torch.zeros_like(y), y), y)
+
+
+def integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a b^T`` of int8 matrices ``[m, L]`` and ``[n, L]`` as int64, exact up to ``L = 2**38``.
+
+    Pieces of the product are taken in float32: partial sums are integers up to ``2**24``, in whatever order they are
+    added, and int8 survives the narrower operands that torch may be set to use.
+    """
+    pieces = zip(a.split(1024, 1), b.split(1024, 1), strict=True)
+    first, *rest = (torch.matmul(x.to(torch.float32), y.to(torch.float32).t()).to(torch.int64) for x, y in pieces)
+    return sum(rest, first)
+
+
+def wrapped(x: torch.Tensor) -> torch.Tensor:
+    """Return int64 elements modulo ``2**32`` in the range of int32."""
+    return ((x + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

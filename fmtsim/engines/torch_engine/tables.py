@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounding to lists of values: codebooks and logarithmic number systems (docs/semantics.md, section 3)."""
+
+from functools import lru_cache
+
+import torch
+
+from fmtsim.engines.torch_engine.storage import bits_of
+from fmtsim.formats.spec import CodebookFormat, LogFormat
+from fmtsim.rounding.modes import Rounding
+from fmtsim.support.float64 import constants, from_bits
+
+
+def encode_codebook(
+    y: torch.Tensor, fmt: CodebookFormat, rounding: Rounding, words: torch.Tensor | None
+) -> torch.Tensor:
+    """Round float64 elements to the codes of a codebook, int64; Inf saturates, NaN is the largest value."""
+    patterns, codes = _codebook(fmt, y.device)
+    values = from_bits(patterns)
+    nan = torch.isnan(y)
+    y = torch.where(nan, values[-1], y)
+    last = values.numel() - 1
+    rank = (torch.searchsorted(values, y.contiguous(), right=True) - 1).clamp(0, last)
+    lower, upper = values[rank], values[(rank + 1).clamp(max=last)]
+    y = torch.minimum(torch.maximum(y, values[0]), values[-1])
+    up = moves_up(y, lower, upper, rank, (lower + upper) / 2, bits_of(y) < 0, rounding, words)
+    return codes[(rank + up).clamp(max=last)]
+
+
+def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
+    """Round float64 elements to the codes of a logarithmic system, int64; Inf saturates, NaN is the largest value."""
+    *patterns, first = _log_table(fmt, y.device)
+    values, thresholds = map(from_bits, patterns)
+    nan = torch.isnan(y)
+    negative = (bits_of(y) < 0) & ~nan
+    magnitude = torch.where(nan, values[-1], y.abs()).clamp(fmt.magnitudes[0], fmt.magnitudes[-1])
+    rank = torch.searchsorted(values, magnitude.contiguous(), right=True) - 1
+    last = values.numel() - 1
+    upper = values[(rank + 1).clamp(max=last)]
+    parity = first[rank]
+    up = moves_up(magnitude, values[rank], upper, parity, thresholds[rank], negative, rounding, words, flipped=negative)
+    magnitude_code = first[(rank + up).clamp(max=last)]
+    return torch.where(negative, magnitude_code | (1 << (fmt.bits - 1)), magnitude_code)
+
+
+def decode_codebook(codes: torch.Tensor, fmt: CodebookFormat) -> torch.Tensor:
+    """Return the values of codes in float64; zero is +0, codes beyond the list are NaN."""
+    values = [value + 0.0 for value in fmt.values]
+    values += [float("nan")] * ((1 << fmt.bits) - len(values))
+    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
+
+
+def decode_log(codes: torch.Tensor, fmt: LogFormat) -> torch.Tensor:
+    """Return the values of codes in float64."""
+    values = [*fmt.magnitudes, *(-value for value in fmt.magnitudes)]
+    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
+
+
+def moves_up(
+    y: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    rank: torch.Tensor,
+    middle: torch.Tensor,
+    negative: torch.Tensor,
+    rounding: Rounding,
+    words: torch.Tensor | None,
+    flipped: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decide between two neighbouring values, as int64 zeros and ones.
+
+    Args:
+        y: The numbers, float64, ``lower <= y``, and ``y < upper`` except above the last value.
+        lower: The value of rank ``rank``.
+        upper: The value of the next rank.
+        rank: Ranks of the lower values, whose parity counts.
+        middle: Where the nearest modes turn.
+        negative: The sign of the number, which decides between values of equal magnitude.
+        rounding: The mode.
+        words: Random integers of stochastic rounding.
+        flipped: Where y, lower and upper are magnitudes of negative numbers: up and down swap.
+    """
+    mode = rounding.mode
+    inexact = y != lower
+    if mode == "stochastic":
+        assert words is not None
+        up = _stochastic((y - lower) / (upper - lower), rounding, words)
+    elif mode in ("up", "down"):
+        up = torch.full_like(inexact, mode == "up") if flipped is None else flipped == (mode == "down")
+    elif mode == "to_odd":
+        up = (rank & 1) == 0
+    elif mode == "toward_zero":
+        up = torch.where((lower < 0) & (upper > 0), ~negative, upper <= 0)
+    else:
+        up = (y > middle) | ((y == middle) & _tie_moves_up(lower, upper, rank, negative, mode))
+    return (up & inexact).to(torch.int64)
+
+
+def _tie_moves_up(
+    lower: torch.Tensor, upper: torch.Tensor, rank: torch.Tensor, negative: torch.Tensor, mode: str
+) -> torch.Tensor:
+    if mode == "nearest_even":
+        return (rank & 1) == 1
+    below, above = lower.abs(), upper.abs()
+    chosen = above > below if mode == "nearest_away" else above < below
+    return torch.where(below == above, ~negative, chosen)
+
+
+def _stochastic(t: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
+    """Decide by the fraction t in [0, 1]; scaling by a power of two and cutting to an integer are exact."""
+    t = torch.where(torch.isfinite(t), t, 0.0)
+    bits = rounding.bits + (rounding.variant == "b")
+    if rounding.variant == "b":
+        words = 2 * words + 1
+    scaled = t * float(1 << bits)
+    fraction = torch.round(scaled) if rounding.variant == "c" else torch.floor(scaled)  # torch rounds ties to even
+    return fraction.to(torch.int64) + words >= (1 << bits)
+
+
+def _patterns(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    return codes.to(torch.int64) & ((1 << bits) - 1)
+
+
+@lru_cache(maxsize=64)
+def _codebook(fmt: CodebookFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits of the sorted distinct values in float64 and the first code of each."""
+    firsts: dict[float, int] = {}
+    for code, value in enumerate(fmt.values):
+        firsts.setdefault(value + 0.0, code)  # -0 and +0 are one value, +0
+    ordered = sorted(firsts)
+    codes = [firsts[value] for value in ordered]
+    return bits_of(constants(ordered, device)), torch.tensor(codes, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _log_table(fmt: LogFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the bits of magnitudes and turning points (the last repeated), and the first code of each magnitude."""
+    values = constants(fmt.magnitudes, device)
+    thresholds = constants([*fmt.thresholds, fmt.magnitudes[-1]], device)
+    return bits_of(values), bits_of(thresholds), torch.searchsorted(values, values)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attribute: what each operand of each layer costs in loss."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.gemm.layers.watch import watching
+from fmtsim.lab.analysis.attribution import Attribution, AttributionRow
+from fmtsim.lab.analysis.batch_runs import Runs
+from fmtsim.lab.analysis.operand_probe import Key, Probe
+from fmtsim.lab.analysis.operand_sites import ALL, AttentionSite, Site, sites_of
+from fmtsim.nn.attention_mode import ATTENTION
+from fmtsim.nn.convert import convert, is_converted
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.saved_activations import SAVING
+from fmtsim.nn.scaled_operations import SCALED
+from fmtsim.ptq.calibrate import check_model
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.progress import Progress, make_progress
+
+_STEP = {torch.float32: 1e-3, torch.float64: 1e-5}  # how far parameters are moved, relative to their norm
+_HALF_STEP = 3e-2
+_SCORES = 2  # backward passes for the KL
+Cost = tuple[float, float | None]  # loss and KL
+
+
+def attribute(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Tensor] | None = None,
+    recipe: Any = None,
+    *,
+    exact: bool = False,
+    logits: Callable[[Any], Tensor] | None = None,
+    generator: int = 0,
+    progress: bool | None = None,
+    **options: Any,
+) -> Attribution:
+    """Say what each operand of each layer costs: in loss, in KL of the outputs, in noise of the gradients.
+
+    Everything is about one batch and the model as it is: rounding of an operand alone against no rounding, both in
+    float32 arithmetic on no machine. Operands of the forward pass (``x_f w_f``, ``q k v p`` of quantised attention)
+    have a loss and a KL. Those of the backward pass (``g_d w_d g_w x_w``) change neither; they have
+    ``gradient_noise``, the squared error of the gradient of all Parameters relative to its square. That is what an
+    optimizer sees: an error without bias adds to the noise of the batch, by its square.
+
+    The estimate is to second order: ``<g, e> + <g' - g, s e> / 2``, e being what an operand's rounding adds to its
+    product, g the gradient there, and g' that of a pass in which the errors of all operands are added, each with a
+    random sign s for each row of the batch (which cancels what operands do to each other). The KL is half the mean of
+    ``<g, e>^2`` over gradients g from random directions of the logits that have its second derivative as covariance.
+    Noise of ``g_w`` and ``x_w`` is that of the weight's gradient itself; noise of ``g_d`` and ``w_d``,
+    which spreads to all layers below, comes from a forward pass along a random direction of the Parameters; errors that
+    rows of the batch share are underestimated. It takes 4 forward and 4 backward passes (2 without KL), in which layers
+    run their products some ten times. Batches of 8 rows and more are estimated better; the first size of tensors is
+    taken for the rows.
+
+    Args:
+        model: A trained model, converted, or plain with ``recipe``. A copy runs, so that the model stays as it is; what
+            it runs as (training or evaluation) stays too, with the same random state in each pass.
+        batch: What the model takes: a tensor, a tuple of arguments, or a dict of keywords.
+        loss: ``loss(output)`` or ``loss(output, batch)``, a number; None takes the output, or its ``loss``.
+        recipe: As in ``convert``, for a plain model.
+        exact: Switch the operands on one at a time: a forward pass each, or a backward pass.
+        logits: ``logits(output)``, a tensor ``[..., classes]`` whose softmax the KL compares; None takes the output's
+            ``logits``, and without there is no KL.
+        generator: Seed of stochastic roundings and random rotations, each of which has one draw, and of the signs.
+        progress: As in ``ptq``.
+        options: ``format=``, ``scaling=``, ``filter_fn=`` ... of ``convert``, for a plain model.
+
+    Returns:
+        Rows with costs, ``worst``, ``rules`` and more. Deterministic for a seed, on one device and number of threads.
+        An operand whose rounding gives NaN or Inf costs infinity; a note names it.
+
+    Raises:
+        ArgumentError: Nothing is rounded, the model is not converted and no recipe is given (or both), a batch or loss
+            that does not fit, or a loss that is not finite without any rounding: the message says at which layer.
+
+    >>> from fmtsim.lab.training.gpt import GPT, GPTConfig
+    >>> model = GPT(GPTConfig(context=8, width=32, layers=1, heads=2, vocabulary=16), seed=0)
+    >>> tokens = torch.arange(32).reshape(4, 8) % 16
+    >>> found = attribute(model, (tokens, tokens.roll(-1, 1)), format="e2m1")
+    >>> found.worst(1)[0].operand in ("x_f", "w_f"), len(found.rows)
+    (True, 30)
+    """
+    check_model("attribute", model)
+    _check_options(model, loss, logits, generator, recipe, options)
+    fresh = not is_converted(model) and not _attends(model)
+    with torch.inference_mode(False), torch.enable_grad():
+        copied = copy.deepcopy(model)
+        if fresh:
+            convert(copied, recipe, **options)
+        machine = _machine_note(copied)
+        sites = sites_of(copied, 1000 * generator, fresh=fresh)
+        if not sites:
+            raise ArgumentError(f"no operand of {type(model).__name__} is rounded; choose another recipe")
+        with make_progress(progress, verb="attribute") as show:
+            return _attribute(Runs(copied, batch, loss, logits), sites, exact, generator, show, machine)
+
+
+def _attribute(
+    runs: Runs, sites: list[Site], exact: bool, seed: int, show: Progress, notes: list[str]
+) -> Attribution:  # fmt: skip
+    probe = Probe(sites, runs.samples, seed)
+    with watching(probe):
+        show.stage("passes", 4)
+        probe.begin("plain")
+        loss, logits = runs.forward()
+        start = loss.item()
+        sites, idle = [s for s in sites if s in probe.ran], [s for s in sites if s not in probe.ran and s.expected]
+        if not math.isfinite(start):
+            raise ArgumentError(_not_finite(runs, probe, start))
+        plain = runs.backward(probe, loss, "first", again=exact or logits is not None)
+        show.step(1)
+        if exact:
+            noise = _exact_noise(runs, probe, sites, loss, plain, show)
+        else:
+            costs, noise = _estimates(runs, probe, sites, logits, seed, show)
+    reference = None if logits is None else logits.detach()
+    if exact:
+        costs = _exact_costs(runs, sites, start, reference, show)
+    for site in sites:
+        site.install(ALL)
+    rounded, kl = runs.measure(reference)
+    total = sum(map(_square, plain)) or 1.0
+    noise = {key: math.inf if key in probe.broken else square / total for key, square in noise.items()}
+    rows = tuple(_row(site, name, costs, noise) for site in sites for name in site.formats)
+    return Attribution(
+        rows=rows, exact=exact, plain_loss=start, rounded_loss=rounded, rounded_kl=kl,
+        passes=(runs.forwards, runs.backwards), notes=(*notes, *_notes(runs, probe, rows, loss.dtype, idle)),
+    )  # fmt: skip
+
+
+def _estimates(
+    runs: Runs, probe: Probe, sites: list[Site], logits: Tensor | None, seed: int, show: Progress
+) -> tuple[dict[Key, Cost], dict[Key, float]]:
+    """Return estimates of loss and KL, and of the squared errors of all gradients."""
+    if logits is not None:
+        _scores(runs, probe, logits, seed)
+    show.step(2)
+    noise = _noise(runs, probe, [key for key in _keys(sites, "backward") if key[1] not in key[0].local], seed)
+    show.step(3)
+    probe.begin("shifted")
+    runs.backward(probe, runs.forward()[0], "loss")
+    show.step(4)
+    costs: dict[Key, Cost] = {}
+    for key in _keys(sites, "forward"):
+        second = 0.0 if key[0].name in probe.rerouted else probe.second[key]
+        kl = None if logits is None else probe.score[key] / (2 * _SCORES * logits[..., 0].numel())
+        broken = key in probe.broken
+        costs[key] = (math.inf, kl and math.inf) if broken else (probe.first[key] + second / 2, kl)
+    return costs, noise
+
+
+def _scores(runs: Runs, probe: Probe, logits: Tensor, seed: int) -> None:
+    """Run backward passes from random directions of the logits, whose covariance is the KL's second derivative.
+
+    With ``p = softmax(logits)`` that is ``diag(p) - p p^T``. Errors of rows are looked at one by one, and operands do
+    not meet: half the mean of the squares is the KL, to second order.
+    """
+    p, source = logits.detach().float().softmax(-1), torch.Generator().manual_seed(seed)
+    for i in range(_SCORES):
+        wide = p.sqrt() * torch.randn(p.shape, generator=source).to(p)
+        direction = wide - p * wide.sum(-1, keepdim=True)
+        runs.backward(probe, (logits.float() * direction).sum(), "score", again=i + 1 < _SCORES)
+
+
+def _noise(runs: Runs, probe: Probe, flows: list[Key], seed: int) -> dict[Key, float]:
+    """Return the squared errors of all gradients, estimated.
+
+    Let an error e of the gradient of an input x change the gradient of the Parameters by ``A e``. A forward pass along
+    a random direction v of the Parameters moves x by ``A^T v``, and the square of ``<A^T v, e> = <v, A e>`` is
+    ``|A e|^2`` in expectation. Rows of the batch are looked at one by one, so that their mean is near it.
+    """
+    if flows:
+        source = torch.Generator().manual_seed(seed)
+        along = [torch.randn(p.shape, generator=source).to(p) for p in runs.parameters]
+        size, weight = (math.sqrt(sum(map(_square, ts))) for ts in (along, [p.detach() for p in runs.parameters]))
+        step = _STEP.get(runs.parameters[0].dtype, _HALF_STEP) * (weight or 1.0) / size
+        with _moved(runs.parameters, along, step), torch.no_grad():
+            probe.begin("tangent", step)
+            runs.forward()
+    return {**probe.local, **{key: probe.flowing[key] for key in flows}}
+
+
+def _exact_noise(
+    runs: Runs, probe: Probe, sites: list[Site], loss: Tensor, plain: list[Tensor | None], show: Progress
+) -> dict[Key, float]:
+    """Return the squared errors of all gradients, of a backward pass for each operand."""
+    keys, found = _keys(sites, "backward"), dict[Key, float]()
+    show.stage("operands of the backward pass", len(keys))
+    for i, key in enumerate(keys):
+        probe.injected = key
+        moved = runs.backward(probe, loss, "inject", again=i + 1 < len(keys))
+        found[key] = sum(_square(d) for d in _difference(moved, plain))
+        show.step(i + 1)
+    return found
+
+
+def _exact_costs(
+    runs: Runs, sites: list[Site], plain: float, reference: Tensor | None, show: Progress
+) -> dict[Key, Cost]:
+    """Return the changes of loss and KL, of a forward pass for each operand."""
+    keys, found = _keys(sites, "forward"), dict[Key, Cost]()
+    show.stage("operands of the forward pass", len(keys))
+    for i, (site, operand) in enumerate(keys):
+        site.install(operand)
+        loss, kl = runs.measure(reference)
+        site.install(None)
+        sound = math.isfinite(loss)
+        found[site, operand] = (loss - plain, kl) if sound else (math.inf, kl and math.inf)
+        show.step(i + 1)
+    return found
+
+
+def _keys(sites: list[Site], which: str) -> list[Key]:
+    return [(site, name) for site in sites for name in getattr(site, which)]
+
+
+def _row(site: Site, name: str, costs: Mapping[Key, Cost], noise: Mapping[Key, float]) -> AttributionRow:
+    loss, kl = costs.get((site, name), (None, None))
+    relative = noise.get((site, name), 0.0) if name in site.backward else None
+    module = None if isinstance(site, AttentionSite) else site.module
+    return AttributionRow(
+        layer=site.name, operand=name, format=site.formats[name], loss=loss, kl=kl, gradient_noise=relative,
+        module=module,
+    )  # fmt: skip
+
+
+def _notes(
+    runs: Runs, probe: Probe, rows: tuple[AttributionRow, ...], dtype: torch.dtype, idle: list[Site]
+) -> list[str]:  # fmt: skip
+    found = [runs.why_no_kl] if runs.why_no_kl else []
+    if dtype.itemsize < 4:
+        found.append(f"the loss is {dtype}, which loses small changes of it: compute the loss in float32")
+    found += [f"not run by this batch: {', '.join(site.name for site in idle)}"] if idle else []
+    broken = [f"{row.layer} {row.operand}" for row in rows if math.inf in (row.loss, row.gradient_noise)]
+    found += [f"rounding gives NaN or Inf: {', '.join(broken)}"] if broken else []
+    names = ", ".join(sorted(probe.rerouted))
+    found += [f"first order alone, because rounding changes which rows they get: {names}"] if names else []
+    return found
+
+
+def _not_finite(runs: Runs, probe: Probe, loss: float) -> str:
+    probe.begin("finite")
+    runs.measure(None)
+    where = f"{probe.infinite} is the first that is NaN or Inf" if probe.infinite else "no layer that is rounded is"
+    return f"the loss is {loss} without any rounding: {where}; look for it in the batch, the weights and loss="
+
+
+def _machine_note(model: nn.Module) -> list[str]:
+    """Return what of the model's arithmetic is not attributed to any operand."""
+    configs = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
+    gemms = [gemm for config in configs for gemm in (config.fprop, config.dgrad, config.wgrad)]
+    found = {gemm.machine for gemm in gemms if gemm.machine}
+    notes = [f"no row has what this costs: products {'; '.join(sorted(found))}"] if found else []
+    if any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING)):
+        notes.append(
+            "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are poor, "
+            "pass exact=True"
+        )
+    return notes
+
+
+def _check_options(model: nn.Module, loss: Any, logits: Any, generator: Any, recipe: Any, options: Any) -> None:
+    for name, function in (("loss", loss), ("logits", logits)):
+        if function is not None and not callable(function):
+            raise ArgumentError(f"{name}={shown(function)} is not a function; write {name}=lambda output: ...")
+    if type(generator) is not int or generator < 0:
+        raise ArgumentError(f"attribute generator={shown(generator)} is not a seed; pass a whole number from 0")
+    given, there = recipe is not None or bool(options), is_converted(model) or _attends(model)
+    if given and there:
+        raise ArgumentError(f"{type(model).__name__} is converted already; leave recipe= and other formats out")
+    if not given and not there:
+        raise ArgumentError(f"{type(model).__name__} is not converted; pass recipe= or format=, or call fmtsim.convert")
+
+
+def _attends(model: nn.Module) -> bool:
+    return any(ATTENTION in module.__dict__ for module in model.modules())
+
+
+@contextmanager
+def _moved(parameters: list[nn.Parameter], along: list[Tensor], step: float) -> Iterator[None]:
+    """Add a step along a direction to parameters, and take it back."""
+    before = [p.data for p in parameters]
+    for p, d in zip(parameters, along, strict=True):
+        p.data = p.data + step * d
+    try:
+        yield
+    finally:
+        for p, data in zip(parameters, before, strict=True):
+            p.data = data
+
+
+def _difference(a: list[Tensor | None], b: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if x is None or y is None else x - y for x, y in zip(a, b, strict=True)]
+
+
+def _square(t: Tensor | None) -> float:
+    return 0.0 if t is None else float(t.float().square().sum())

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operands lose most, as a table and as a picture: what an Observation shows of its statistics."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
+from fmtsim.lab.analysis.stats import OperandStats, Sample, in_order
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
+from fmtsim.support.table import Rows, Tabular
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Layers = Mapping[str, Mapping[str, OperandStats]]
+History = Mapping[int, Mapping[str, Mapping[str, Sample]]]
+Measure = Literal["underflow", "saturation", "sqnr"]
+MEASURES: dict[Measure, str] = {"underflow": "underflow_percent", "saturation": "saturation_percent", "sqnr": "sqnr_db"}
+_WORDS = {"underflow": "underflow, %", "saturation": "saturation, %", "sqnr": "SQNR, dB"}
+_MOST_ROWS = 120  # of labels in a picture; of more layers every second, third ... has its name
+_TAIL = 0.001  # share of elements on either side that the thick part of an exponent range leaves out
+
+
+class Loss(NamedTuple):
+    """What a format lost of one operand."""
+
+    layer: str
+    operand: str
+    stats: OperandStats
+
+
+class Losses(Tabular, tuple[Loss, ...]):
+    """Operands with what they lost; ``print`` shows a table."""
+
+    __slots__ = ()
+
+    def _content(self) -> tuple[Rows]:
+        cells = [("layer", "operand", "format", "underflow %", "saturation %", "SQNR dB", "amax")]
+        for layer, operand, s in self:
+            ratio = "lossless" if s.sqnr_db == math.inf else "-" if math.isnan(s.sqnr_db) else f"{s.sqnr_db:.1f}"
+            gone = "-" if math.isnan(s.underflow_percent) else f"{s.underflow_percent:.2f}"
+            lost = (gone, f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
+            cells.append((layer or "(model)", operand, s.format, *lost))
+        return (Rows(cells, left=range(3)),)
+
+
+def losses_of(layers: Layers) -> Losses:
+    """Return all operands in the order of layers."""
+    return Losses(Loss(layer, operand, s) for layer, operands in layers.items() for operand, s in operands.items())
+
+
+def worst(losses: Losses, n: int, by: Measure) -> Losses:
+    """Return the n operands that lose most, the worst first; of equal ones that with more noise, then the earlier.
+
+    Raises:
+        ArgumentError: No such measure, or n below 1.
+    """
+    check_measure("worst", by)
+    if type(n) is not int or n < 1:
+        raise ArgumentError(f"n={shown(n)} is not a number of operands; pass 1 or more")
+    return Losses(sorted(losses, key=lambda loss: (-badness(loss.stats, by), -badness(loss.stats, "sqnr")))[:n])
+
+
+def check_measure(verb: str, by: Measure) -> None:
+    """Raise ArgumentError for a measure that there is not."""
+    if not isinstance(by, str) or by not in MEASURES:
+        raise ArgumentError(f"{verb} by={shown(by)} is not a measure; choose one of {', '.join(MEASURES)}")
+
+
+def badness(s: OperandStats | Sample, by: Measure) -> float:
+    """Return how much was lost by a measure, so that more is worse; -inf for a tensor of zeros."""
+    value: float = getattr(s, MEASURES[by])
+    return -math.inf if math.isnan(value) else value if by != "sqnr" else -value
+
+
+def plot_losses(
+    layers: Layers, history: History, path: str | Path | None, *, by: Measure, operand: str | None, title: str
+) -> "Figure":
+    """Draw a row for each layer: what it lost, over the steps where there are several, and where its exponents lie.
+
+    As ``Observation.plot``.
+
+    Raises:
+        ArgumentError: Nothing was observed, no layer has the operand, or there is no such measure.
+    """
+    check_measure("plot", by)
+    chosen = [worst(losses_of({layer: _only(operands, operand)}), 1, by) for layer, operands in layers.items()]
+    rows = [losses[0] for losses in chosen if losses]
+    if not rows:
+        known = ", ".join(in_order(op for operands in layers.values() for op in operands))
+        raise ArgumentError(
+            f"plot operand={shown(operand)} was not observed; choose one of {known}, or None"
+            if known
+            else "plot has nothing to draw; observe at least one step"
+        )
+    figure = new_figure(11.0, 1.7 + 0.17 * max(6, min(len(rows), _MOST_ROWS)))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
+    if len(history) > 1:
+        _heatmap(figure, left, rows, history, by, operand)
+    else:
+        _bars(left, rows, by)
+    _ranges(right, rows)
+    every = math.ceil(len(rows) / _MOST_ROWS)
+    names = [f"{loss.layer or '(model)'}  {loss.operand}" for loss in rows]
+    left.set_yticks(range(0, len(rows), every), names[::every], fontsize=7, parse_math=False)
+    left.set_ylim(len(rows) - 0.5, -0.5)
+    if operand is None:
+        left.set_title("of each layer the operand that loses most", fontsize=9, loc="left")
+    set_title(figure, title)
+    return saved(figure, path)
+
+
+def _only(operands: Mapping[str, OperandStats], operand: str | None) -> Mapping[str, OperandStats]:
+    return operands if operand is None else {name: s for name, s in operands.items() if name == operand}
+
+
+def _heatmap(
+    figure: "Figure", panel: "Axes", rows: list[Loss], history: History, by: Measure, operand: str | None
+) -> None:
+    """Draw the worst operand of each layer in each step."""
+    import matplotlib
+
+    grid = torch.full((len(rows), len(history)), math.nan)
+    for column, layers in enumerate(history.values()):
+        for row, loss in enumerate(rows):
+            seen = [s for op, s in layers.get(loss.layer, {}).items() if operand in (None, op)]
+            values = [getattr(s, MEASURES[by]) for s in seen if not math.isnan(getattr(s, MEASURES[by]))]
+            if values:
+                grid[row, column] = min(values) if by == "sqnr" else max(values)
+    finite = grid[grid.isfinite()].tolist() or [0.0]
+    low = min(finite) if by == "sqnr" else 0.0
+    colours = matplotlib.colormaps["YlOrRd_r" if by == "sqnr" else "YlOrRd"].with_extremes(
+        bad="#d9d9d9", over="#ffffff"
+    )
+    drawn = panel.imshow(
+        grid.numpy(), aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=max(*finite, low + 1.0)
+    )
+    steps = list(history)
+    ticks = range(0, len(steps), math.ceil(len(steps) / 10))
+    panel.set_xticks(ticks, [str(steps[i]) for i in ticks])
+    label_axes(panel, "step", "")
+    panel.grid(False)
+    lossless = ", white: nothing lost" if grid.isposinf().any() else ""
+    inch = 1.0 / figure.get_figheight()
+    bar = figure.colorbar(drawn, ax=panel, location="top", fraction=0.12 * inch, pad=0.4 * inch, aspect=60, shrink=0.7)
+    bar.set_label(_WORDS[by] + lossless + (", grey: zeros or not run" if grid.isnan().any() else ""))
+
+
+def _bars(panel: "Axes", rows: list[Loss], by: Measure) -> None:
+    values = [getattr(loss.stats, MEASURES[by]) for loss in rows]
+    finite = [v if math.isfinite(v) else 0.0 for v in values]
+    panel.barh(range(len(rows)), finite, height=0.8, color=COLOURS[0])
+    for place, value in enumerate(values):
+        if not math.isfinite(value):
+            word = "lossless" if value == math.inf else "zeros" if math.isnan(value) else "infinite noise"
+            panel.annotate(f" {word}", (0, place), fontsize=6, va="center")
+    label_axes(panel, _WORDS[by], "")
+    panel.set_xlim(min(0.0, *finite), max(*finite, 1.0) * 1.02)
+
+
+def _ranges(panel: "Axes", rows: list[Loss]) -> None:
+    """Draw the exponents that an element format sees, and beside them those of its own values."""
+    for place, (_, _, s) in enumerate(rows):
+        if s.window is not None:
+            bottom, top = (math.floor(math.log2(edge)) for edge in s.window)
+            panel.barh(place, top + 1 - bottom, left=bottom - 0.5, height=1.0, color=COLOURS[4], alpha=0.3, linewidth=0)
+        counts = s.scaled_exponents.double()
+        if not counts.any():
+            continue
+        used = counts.nonzero().flatten()
+        shares = counts.cumsum(0) / counts.sum()
+        inner = [int((shares > _TAIL).nonzero()[0]), int((shares >= 1 - _TAIL).nonzero()[0])]
+        for (low, high), height in (((int(used[0]), int(used[-1])), 0.15), (inner, 0.5)):
+            panel.barh(
+                place, high + 1 - low, left=low + LOWEST_EXPONENT - 0.5, height=height, color=COLOURS[0], linewidth=0
+            )
+    panel.barh(0, 0, color=COLOURS[0], label=f"elements (thick: all but {200 * _TAIL:g} %)")
+    panel.barh(0, 0, color=COLOURS[4], alpha=0.3, label="the format's own values")
+    panel.locator_params(axis="x", integer=True)
+    label_axes(panel, "exponent of x / scale", "")
+    panel.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)

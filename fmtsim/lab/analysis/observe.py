@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""observe: collect statistics of every operand of a converted model while it runs."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fmtsim.casts.arguments import check_module
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.watch import Seen, Watcher
+from fmtsim.lab.analysis.measure import measure
+from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
+from fmtsim.lab.analysis.shadow import Shadow
+from fmtsim.lab.analysis.stats import OperandStats
+from fmtsim.nn.attention_call import AttentionCall
+from fmtsim.nn.attention_mode import ATTENTION
+from fmtsim.nn.modules import EmulatedModule, Emulation
+from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.support.errors import ArgumentError, shown
+
+_UNREAD = 1024  # operands whose counts stay on their devices, some 20 KB each: a step waits for no device
+
+
+class ModelObservation(Observation):
+    """The statistics of a model, which collects them while it runs inside the ``with``; ``fmtsim.observe`` makes it."""
+
+    def __init__(
+        self, model: nn.Module, *, recipe: str | Path | Recipe | LinearConfig | None = None,
+        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), every: int = 1,
+    ) -> None:  # fmt: skip
+        check_module("observe", model)
+        check_asked("observe", every, recipe, format, rules)
+        super().__init__(every=every)
+        model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
+        self._model = model
+        plain = recipe is not None or format is not None
+        self._shadow = Shadow(model, recipe, format, rules) if plain else None
+        model = model if self._shadow is None else self._shadow.model
+        self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
+        self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
+        self._active = False
+        self._stance: Any = None  # of compilers, before the with
+        self._hooks: list[RemovableHandle] = []
+        self._unread: list[tuple[int, str, str, Format | None, Tensor]] = []
+        if not self._modules and not self._attention:
+            raise ArgumentError(
+                f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first, "
+                "or pass recipe= or format= to see what that would do to this model"
+            )
+
+    @property
+    def layers(self) -> Layers:
+        """Layer -> operand -> statistics over all observed steps."""
+        self._read()
+        return super().layers
+
+    @property
+    def counts(self) -> StepCounts:
+        """Step -> layer -> operand -> what ``history`` has the figures of."""
+        self._read()
+        return super().counts
+
+    def __enter__(self) -> "ModelObservation":
+        for name, place in self._places():
+            if place.observer is not None:
+                raise ArgumentError(f"layer {name!r} is observed already; leave the outer observe first")
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            self._stance = torch.compiler.set_stance("force_eager")
+        if self._shadow is not None:
+            self._shadow.attach()
+        self._hooks.append(self._model.register_forward_pre_hook(self._begin, prepend=True))
+        self._active = True
+        self._watch(max(1, self.steps))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._active = False  # graphs made inside may still run backward; they are no longer counted
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._watch(None)
+        if self._shadow is not None:
+            self._shadow.detach()
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+        if kind is None and self.steps and not self.layers:
+            raise ArgumentError(
+                f"observe saw {self.steps} calls of the model and no product in them: it was compiled inside the with, "
+                "or no layer that is observed ran; compile before the with, where compiled models run eagerly"
+            )
+
+    def _begin(self, *_: Any) -> None:
+        """Begin a step, before the model's forward."""
+        if len(self._unread) > _UNREAD:
+            self._read()
+        if self._shadow is not None:
+            self._shadow.begin(self.steps)
+        skipped = self.steps % self.every != 0
+        self.steps += 1
+        self._watch(None if skipped else self.steps)
+
+    def _watch(self, step: int | None) -> None:
+        """Observe layers from now on, as parts of a step; None stops it."""
+        for name, place in self._places():
+            place.observer = None if step is None else partial(self._observer, step, name)
+
+    def _places(self) -> Iterator[tuple[str, Emulation | AttentionCall]]:
+        """Yield what is observed, by name; a module that was reverted meanwhile is none."""
+        for module in self._modules:
+            if module.emulation is not None:
+                yield module.emulation.name, module.emulation
+        for attended in self._attention:
+            yield attended.name, attended.call
+
+    @property
+    def notes(self) -> list[str]:
+        """What of a model that is not converted is simulated and what is not seen, in words."""
+        if self._shadow is None:
+            return []
+        known = {how.name: {_named(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)}
+        absent = [layer or "(model)" for layer, parts in known.items() if parts.isdisjoint(self.layers)]
+        unseen = [each.name or "(model)" for each in self._attention if each.name not in self.layers]
+        notes = [f"not called: {_some(absent)}"] if absent else []
+        notes += [f"no attention seen, not called or of another kind: {_some(unseen)}"] if unseen else []
+        return [*self._shadow.notes, *notes]
+
+    def _observer(self, step: int, module: str, part: str) -> Watcher:
+        return _Layer(self, step, _named(module, part))
+
+    def see(self, step: int, layer: str, seen: Seen) -> None:
+        """Count an operand of a layer in a step."""
+        if self._active:
+            fmt, (x, q, dim) = seen.made.quantizer.format, seen.rounded()
+            self._unread.append((step, layer, seen.name, fmt, measure(x, q, fmt, dim, seen.scales())))
+
+    def _read(self) -> None:
+        """Take what was counted from its devices, each asked once."""
+        unread, self._unread = self._unread, []
+        numbers: dict[int, Tensor] = {}
+        for device in {measured.device for *_, measured in unread}:
+            places = [i for i, (*_, measured) in enumerate(unread) if measured.device == device]
+            numbers |= zip(places, torch.stack([unread[i][-1] for i in places]).cpu(), strict=True)
+        for i, (step, layer, operand, fmt, _) in enumerate(unread):
+            self.count(step, layer, operand, OperandStats().read(numbers[i], fmt))
+
+
+class _Layer(Watcher):
+    """Let an observation see the operands of a layer in a step."""
+
+    def __init__(self, observation: ModelObservation, step: int, name: str) -> None:
+        self._observation, self._step, self._name = observation, step, name
+
+    def operand(self, seen: Seen) -> None:
+        """See one."""
+        self._observation.see(self._step, self._name, seen)
+
+
+def observe(
+    model: nn.Module, *, recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
+    rules: Sequence[Rule] | str | Path = (), every: int = 1,
+) -> ModelObservation:  # fmt: skip
+    """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
+
+    Forward and backward inside the ``with`` are counted; outside it a model pays nothing. Under activation
+    checkpointing the recomputed forward counts again. What torch.compile made runs eagerly inside the ``with``, also in
+    steps that are not observed. Elements of any float dtype; NaN and infinities are counted
+    apart (``nonfinite``). Outputs, gradients and random numbers of the model keep their bits.
+
+    Args:
+        model: A converted model; or one that is not, with ``recipe`` or ``format``.
+        recipe: What ``fmtsim.convert`` takes. The model computes as it does, and the operands of its products (those
+            that ``convert`` would find, with the gradients that come) are cast beside it: memory and time of a
+            step about double. Random rounding draws from a generator of its own. The table's foot says what of the
+            model, or of the recipe, is not seen.
+        format: Likewise: a format of activations, weights and gradients, scaled as ``fmtsim.convert`` does, and of
+            attention's operands, which ``convert`` leaves alone.
+        rules: Exceptions for layers, beside ``recipe`` or ``format``, or a file of them: as ``fmtsim.convert`` takes
+            them.
+        every: Observe the first of so many calls of the model; the others pay nothing.
+
+    Raises:
+        ArgumentError: No layer is converted and neither recipe nor format given, or one is given and the model is
+            converted; both are given; there are rules alone, or one that fits no layer; the model is observed already;
+            ``every`` is not a number from 1. At the end of the ``with``: the model was called, and no layer ran in
+            eager code.
+        FormatError: No such recipe or format.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    >>> with observe(model, format="mxfp8_e4m3") as stats:
+    ...     model(torch.ones(32, 64)).sum().backward()
+    >>> stats["2"]["g_d"].amax
+    1.0
+    """
+    return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
+
+
+def check_asked(who: str, every: int, recipe: Any, format: Any, rules: Any) -> None:
+    """Refuse an ``every`` that is not a number from 1, a recipe beside a format, and rules beside neither."""
+    if type(every) is not int or every < 1:
+        raise ArgumentError(f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth")
+    if recipe is not None and format is not None:
+        raise ArgumentError(f"{who} got recipe and format; pass one of them")
+    if rules and recipe is None and format is None:
+        raise ArgumentError(f"{who} got rules, which are exceptions of recipe= or format=; pass one of these as well")
+
+
+def _named(layer: str, part: str) -> str:
+    return ".".join(filter(None, (layer, part)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a copy of a model, forward and backward: what comparisons of machines run."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fmtsim.casts.arguments import takes
+from fmtsim.support.errors import ArgumentError, shown
+
+_LOSSES = ("output['loss']", "output.loss")
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Step(NamedTuple):
+    """Results of a step by name, the loss among the outputs where there is one, and the gradients."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    loss: Tensor | None
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that is not a function of the model's output."""
+    if loss is not None and not takes(loss, None):
+        raise ArgumentError(f"loss={shown(loss)} is not a function of the model's output; write loss=lambda y: ...")
+
+
+def batch_of(batch: Any) -> Batch:
+    """Return positional arguments and keywords: of a tensor, a list or tuple of arguments, or a dict of keywords."""
+    if isinstance(batch, dict) or (hasattr(batch, "keys") and hasattr(batch, "items")):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, list | tuple) else (batch,)), {}
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, change: Callable[[nn.Module], None] = lambda made: None) -> Iterator[nn.Module]:
+    """Give a copy of a model that may run; torch's generators are afterwards as they were."""
+    made = copy.deepcopy(model)
+    change(made)
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        yield made
+
+
+def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
+    """Run a model forward and backward; its parameters' gradients are those of this step.
+
+    Args:
+        model: The model.
+        batch: Its arguments.
+        loss: A function of the output that gives a number to differentiate. None differentiates an output of one
+            number or one that is called loss, and else the sum of the outputs' elements, each times a random number of
+            its own, from a fixed seed.
+    """
+    arguments, options = pytree.tree_map_only(Tensor, _leaf, batch)
+    y = model(*arguments, **options)
+    found = dict(_tensors("output", y))
+    if not found:
+        raise ArgumentError(f"the model returned {shown(y)}, which holds no tensor; let it return some, or a dict")
+    if loss is not None:
+        found["loss"] = _number(loss(y))
+    said = next((found[name] for name in ("loss", *_LOSSES) if name in found and found[name].numel() == 1), None)
+    number = _differentiate(list(found.values()) if said is None else [said])
+    leaves = {
+        **dict(_tensors("batch", arguments)),
+        **dict(_tensors("batch", options)),
+        **dict(model.named_parameters()),
+    }
+    gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
+    return Step({name: t.detach() for name, t in found.items()}, gradients, number)
+
+
+def _number(x: Any) -> Tensor:
+    if not isinstance(x, Tensor) or x.numel() != 1 or not x.requires_grad:
+        raise ArgumentError(f"loss= returned {shown(x)}; return one number that depends on the model's parameters")
+    return x
+
+
+def _tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a tuple, list or dict with the names of their places."""
+    leaves, _ = pytree.tree_flatten_with_path(x)
+    yield from ((f"{name}{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _differentiate(outputs: list[Tensor]) -> Tensor | None:
+    """Go back from one number, which is returned, or from random gradients of all outputs."""
+    outputs = [y for y in outputs if y.requires_grad]
+    if len(outputs) == 1 and outputs[0].numel() == 1:
+        torch.autograd.backward(outputs, [torch.ones_like(outputs[0])])
+        return outputs[0].detach()
+    generator = torch.Generator().manual_seed(0)
+    seeds = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in outputs]
+    if outputs:
+        torch.autograd.backward(outputs, seeds)
+    return None
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cast the operands of a model's products beside it: the model computes as it does, and its bits stay.
+
+A shadow is a second model over the same Parameters, which ``convert`` was given. Each layer of the first one that the
+shadow has converted runs as ever; then the shadow's runs on copies that share its numbers, and when the gradient of the
+first one's output comes, it goes back through the shadow's.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.lab.analysis.attention_calls import AttentionCalls, Call
+from fmtsim.nn.attention_call import AttentionCall
+from fmtsim.nn.attention_mode import ATTENTION, Attended, QuantisedAttention, attentions
+from fmtsim.nn.convert import convert, is_converted, set_step
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.parameter_products import READS, ParameterMode, product
+from fmtsim.nn.report import report
+from fmtsim.nn.sdpa import attend
+from fmtsim.nn.wrapped import unwrap, wrap
+from fmtsim.recipes.attention import AttentionConfig, attention_like
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.support.dispatch import without_own_modes
+from fmtsim.support.errors import ArgumentError, FmtsimError
+
+MARK: Final = "_fmtsim_observed"  # on a module that is observed: the forward that the instance had of its own, or None
+ATTENDED: Final = "_fmtsim_observed_attention"  # likewise, where its own code runs attention
+_NOT_SEEN: Final = {
+    "replace": "what the recipe puts in the place of gated layers",
+    "activations": "the cast of activations that the recipe keeps",
+}  # fmt: skip
+_Copies = dict[Tensor, Tensor]
+_Parts = list[tuple[nn.Module, nn.Module]]
+
+
+class Shadow:
+    """Hold what a recipe or format would make of a model that is not converted.
+
+    Args:
+        model: The model; it is changed between ``attach`` and ``detach`` alone.
+        recipe, format, rules: As in ``convert``.
+
+    Attributes:
+        model: The shadow.
+        notes: What of the model, or of the recipe, is not seen, in words.
+
+    Raises:
+        ArgumentError: The model is converted already, or ``convert`` refuses it.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: str | Path | Recipe | LinearConfig | None, format: str | Format | None,
+        rules: Sequence[Rule] | str | Path = (),
+    ) -> None:  # fmt: skip
+        if is_converted(model):
+            raise ArgumentError(
+                f"{type(model).__name__} is converted already, and recipe= and format= are for models that are not; "
+                "observe(model) alone shows what its own formats lose, fmtsim.revert(model) takes them away first"
+            )
+        recipe, attention, self.notes = _products_alone(recipe, format)
+        self._copies: dict[nn.Module, nn.Module] = {}
+        self.model = _copied(model, self._copies)
+        # The filter takes everything: convert has nothing to warn of. The generator is the shadow's own, so that the
+        # model draws the numbers that it would have drawn.
+        found = self._attend(model, attention)
+        try:
+            if not found or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
+                convert(
+                    self.model, recipe, format=format, rules=rules, generator=0, filter_fn=lambda module, name: True
+                )  # fmt: skip
+        except ArgumentError as error:
+            seen = f"; {'; '.join(self.notes)}" if self.notes else ""
+            raise ArgumentError(
+                f"{error}{seen}; what fmtsim.convert does to a copy of the model, observe(copy) shows"
+            ) from error
+        if any(isinstance(m, EmulatedModule) for m in self.model.modules()):
+            self.notes.append(report(self.model).summary)
+        self._pairs = [(module, copy) for module, copy in self._copies.items() if _is_run(copy)]
+        self._scheduled = any(isinstance(m, EmulatedModule) and m.emulation.plan for m in self.model.modules())  # type: ignore[union-attr]
+        self._inside = 0
+
+    def _attend(self, model: nn.Module, config: AttentionConfig | None) -> bool:
+        """Give copies of modules that run attention a quantised one; say whether there is one."""
+        chosen = [] if config is None else [(n, m) for n, m in attentions(model) if ATTENTION not in m.__dict__]
+        keys = torch.Generator().manual_seed(0)
+        for name, module in chosen:
+            assert config is not None
+            call = AttentionCall(config, keys)
+            self._copies[module].__dict__[ATTENTION] = Attended(name=name, call=call, recipe=True, strict=False)
+        self._attending = [m for _, m in chosen if not isinstance(m, nn.MultiheadAttention)]
+        return bool(chosen)
+
+    def attach(self) -> None:
+        """Run the shadow beside the model from now on, as far as its layers have observers."""
+        for module in (*(module for module, _ in self._pairs), *self._attending):
+            if MARK in module.__dict__ or ATTENDED in module.__dict__:
+                raise ArgumentError(f"{type(module).__name__} is observed already; leave the outer observe first")
+        for module, copy in self._pairs:
+            writer = READS in copy.__dict__ and not isinstance(copy, EmulatedModule)
+            wrap(module, MARK, self._writer(copy) if writer else self._layer(module, copy))
+        for module in self._attending:
+            wrap(module, ATTENDED, self._attention(self._copies[module].__dict__[ATTENTION]))
+
+    def detach(self) -> None:
+        """Leave the model alone again."""
+        for module in self._attending:
+            unwrap(module, ATTENDED)
+        for module, _ in self._pairs:
+            unwrap(module, MARK)
+
+    def begin(self, step: int) -> None:
+        """Tell a recipe with a schedule the step."""
+        if self._scheduled:
+            set_step(self.model, step)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a layer of the model runs that the shadow has, too."""
+        return self._inside > 0
+
+    def _layer(self, module: nn.Module, copy: nn.Module) -> Callable[..., Any]:
+        parts = [(part, self._copies[part]) for part in module.modules()]
+
+        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            self._inside += 1  # products that the layer's own forward writes are not those of a writer around it
+            try:
+                y = forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            if _is_observed(copy):
+                own = [p for part, _ in parts for p in part._parameters.values() if p is not None]
+                run_beside(y, lambda copies: _call(copy, parts, copies, args, kwargs), [*_tensors(args, kwargs), *own])
+            return y
+
+        return run
+
+    def _writer(self, copy: nn.Module) -> Callable[..., Any]:
+        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            with _Beside(copy, self):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def _attention(self, how: Attended) -> Callable[..., Any]:
+        def see(call: Call) -> None:
+            def cast(copies: _Copies) -> Tensor:
+                return attend(how.call, copies[call.q], copies[call.k], copies[call.v], **call.options)
+
+            try:
+                run_beside(call.y, cast, [call.q, call.k, call.v])
+            except FmtsimError as error:  # the model itself runs on
+                note = f"not seen: attention of {how.name or '(model)'}: {error}"
+                self.notes += [note] if note not in self.notes else []
+
+        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if how.call.observer is None else AttentionCalls(see):
+                return forward(*args, **kwargs)
+
+        return run
+
+
+class _Beside(ParameterMode):
+    """Cast the operands of products with Parameters that a model writes itself, and leave the products to torch."""
+
+    def __init__(self, copy: nn.Module, shadow: Shadow) -> None:
+        super().__init__(copy)
+        self._shadow = shadow
+
+    def multiplied(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return torch's own product."""
+        y: Tensor = func(*args, **kwargs)
+        by = {} if self._shadow.inside else {t: self.find(t) for t in _tensors(args, kwargs)}
+        if not any(multiply is not None and _is_observed(multiply.args[0]) for multiply in by.values()):  # type: ignore[attr-defined]
+            return y
+
+        def cast(copies: _Copies) -> Tensor | None:
+            known: dict[Any, Any] = {copies[t]: multiply for t, multiply in by.items()}
+            return product(
+                func, lambda t: known.get(t) or known.get(getattr(t, "_base", None)),
+                _mapped(args, copies), _mapped(kwargs, copies),
+            )  # fmt: skip
+
+        if run_beside(y, cast, list(by)) is None:
+            self.leave(func, args, kwargs)
+        return y
+
+
+def run_beside(y: Any, run: Callable[[_Copies], Any], tensors: list[Tensor]) -> Any:
+    """Run a function on copies of tensors, and go back through it when the gradient of y, or of its first part, comes.
+
+    Args:
+        y: What the model made of the tensors.
+        run: The same with casts, from copies by tensor: they share numbers, not gradients.
+        tensors: What the model's products read.
+    """
+    copies = {t: t.detach().requires_grad_(t.requires_grad) for t in tensors}
+    # Activation checkpointing counts what is saved for backward, so these tensors are kept aside.
+    with without_own_modes(), saved_tensors_hooks(lambda t: t, lambda t: t):
+        made = _first(run(copies))
+    out, leaves = _first(y), [copy for copy in copies.values() if copy.requires_grad]
+    if made is not None and made.requires_grad and out.requires_grad:
+
+        def back(g: Tensor) -> None:
+            torch.autograd.grad(made, leaves, g.to(made.dtype), retain_graph=True, allow_unused=True)
+
+        _call_with_gradient(out, back)
+    return made
+
+
+def _call_with_gradient(y: Tensor, function: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of y as it is now, whatever the model then writes into y in place.
+
+    A layer's output is a view of its product where that is one of matrices. Written to in place, a view loses its hooks
+    and the tensor that it is of does not.
+    """
+    base = y._base
+    if base is None or base.numel() != y.numel() or not base.is_contiguous():
+        y.register_hook(function)
+        return
+    size, stride, offset = y.size(), y.stride(), y.storage_offset() - base.storage_offset()
+
+    def as_y(g: Tensor) -> None:
+        g = g.contiguous()
+        function(g.as_strided(size, stride, g.storage_offset() + offset))
+
+    base.register_hook(as_y)
+
+
+def _products_alone(recipe: Any, format: Any) -> tuple[Any, AttentionConfig | None, list[str]]:
+    """Return a recipe without what is not a product with weights, its attention, and in words what else that was."""
+    if recipe is None:
+        return None, attention_like(linear_config(x=format, w=format, g=format, scaling=None)), []
+    if isinstance(recipe, LinearConfig):
+        return recipe, None, []
+    named = get_recipe(recipe)
+    if any(replacement.kind == "operations" for replacement in named.replace):
+        raise ArgumentError(
+            f"recipe {named.name!r} scales the whole model and divides its weights, so its operands are not those of "
+            "this model; fmtsim.convert a copy.deepcopy of it and observe that"
+        )
+    parts = {name: getattr(named, name) for name in _NOT_SEEN}
+    notes = [f"not seen: {words}" for name, words in _NOT_SEEN.items() if parts[name]]
+    return dataclasses.replace(named, attention=None, replace=(), activations=None), named.attention, notes
+
+
+def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a module that has the same Parameters, buffers and attributes, in containers of its own."""
+    if module not in copies:
+        made = copies[module] = object.__new__(type(module))
+        # Not by its own __setattr__: that of compiled modules writes to the model.
+        made.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        modules = {n: None if m is None else _copied(m, copies) for n, m in module._modules.items()}
+        made.__dict__.update(_modules=modules, training=False)  # no dropout: it would draw numbers
+    return copies[module]
+
+
+def _is_run(copy: nn.Module) -> bool:
+    whole = isinstance(copy, EmulatedModule) and copy.emulation is not None
+    return READS in copy.__dict__ or whole or (isinstance(copy, nn.MultiheadAttention) and ATTENTION in copy.__dict__)
+
+
+def _is_observed(copy: nn.Module) -> bool:
+    how = copy.emulation if isinstance(copy, EmulatedModule) else copy.__dict__[ATTENTION].call
+    return how is not None and how.observer is not None
+
+
+def _call(copy: nn.Module, parts: _Parts, copies: _Copies, args: Any, kwargs: Any) -> Any:
+    """Call the forward of a shadow's layer with copies in the place of the model's tensors."""
+    before = [shadow._parameters for _, shadow in parts]
+    try:
+        for part, shadow in parts:
+            shadow._parameters = {n: None if p is None else copies[p] for n, p in part._parameters.items()}  # type: ignore[misc]
+        args, kwargs, how = _mapped(args, copies), _mapped(kwargs, copies), copy.__dict__.get(ATTENTION)
+        if how is None or how is parts[0][0].__dict__.get(ATTENTION):  # of a model that has it, it is seen there
+            return type(copy).forward(copy, *args, **kwargs)
+        given = inspect.signature(nn.MultiheadAttention.forward).bind(copy, *args, **kwargs).arguments
+        given["need_weights"] = False  # those are what torch's function does not return
+        with QuantisedAttention(how.call):
+            return type(copy).forward(**given)
+    finally:
+        for (_, shadow), parameters in zip(parts, before, strict=True):
+            shadow._parameters = parameters
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+
+
+def _mapped(values: Any, copies: _Copies) -> Any:
+    if isinstance(values, dict):
+        return {name: _mapped(value, copies) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_mapped(value, copies) for value in values)
+    return copies.get(values, values) if isinstance(values, Tensor) else values
+
+
+def _first(y: Any) -> Any:
+    return y[0] if isinstance(y, list | tuple) else y

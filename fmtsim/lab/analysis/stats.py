@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a tensor a format lost: underflow, saturation, signal-to-noise ratio and where its exponents lie."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import OPERANDS
+from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, measure, window_of
+from fmtsim.recipes.attention import BACKWARD
+
+_NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"))
+_PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Count what happened to elements that were cast.
+
+    Args:
+        elements: Elements seen.
+        nonzero: Finite elements that were not zero.
+        underflowed: Those that became zero.
+        saturated: Finite elements whose nearest value lies beyond the format's largest, under their block's scale.
+        nonfinite: NaN and infinite elements; they enter no other count.
+        amax: Largest finite magnitude.
+        signal: Sum of squares of the finite elements.
+        noise: Sum of squares of their errors; infinite where a finite element became Inf or NaN.
+    """
+
+    elements: int = 0
+    nonzero: int = 0
+    underflowed: int = 0
+    saturated: int = 0
+    nonfinite: int = 0
+    amax: float = 0.0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    @property
+    def underflow_percent(self) -> float:
+        """Share of the non-zero elements that became zero; NaN for a tensor of zeros, which has none to lose."""
+        return 100.0 * self.underflowed / self.nonzero if self.nonzero else math.nan
+
+    @property
+    def saturation_percent(self) -> float:
+        """Share of the finite elements that lie beyond the largest value."""
+        finite = self.elements - self.nonfinite
+        return 100.0 * self.saturated / finite if finite else 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantisation noise ratio in dB: inf where nothing was lost, NaN for a tensor of zeros."""
+        if self.signal == 0.0:
+            return math.nan
+        if self.noise == 0.0:
+            return math.inf
+        return -math.inf if math.isinf(self.noise) else 10.0 * math.log10(self.signal / self.noise)
+
+    def count(self, other: "Counts") -> None:
+        """Add the counts of others."""
+        for name in FIGURES:
+            mine, its = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, its) if name == "amax" else mine + its)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Say what a format lost of one operand in one step.
+
+    Args:
+        elements: Elements seen.
+        underflow_percent: Share of the non-zero elements that became zero; NaN for a tensor of zeros.
+        saturation_percent: Share of the finite elements that lie beyond the format's largest value.
+        sqnr_db: Signal to quantisation noise ratio in dB: inf where nothing was lost, NaN for a tensor of zeros.
+        amax: Largest finite magnitude.
+        nonfinite: NaN and infinite elements.
+    """
+
+    elements: int
+    underflow_percent: float
+    saturation_percent: float
+    sqnr_db: float
+    amax: float
+    nonfinite: int
+
+    @classmethod
+    def of(cls, counts: Counts) -> "Sample":
+        """Return the figures of counts."""
+        return cls(**{field.name: getattr(counts, field.name) for field in fields(cls)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON types; infinite and undefined ratios are None."""
+        return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in asdict(self).items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class OperandStats(Counts):
+    """Count what happened to one operand, over all calls that were added.
+
+    Args:
+        elements, nonzero, underflowed, saturated, nonfinite, amax, signal, noise: As in ``Counts``.
+        format: Name of the format, "high precision" for none; of several, one after the other.
+        exponents: Elements by ``floor(log2|x|)``, from LOWEST_EXPONENT to HIGHEST_EXPONENT, int64.
+        scaled_exponents: The same of x divided by its block's scale: what the element format sees.
+        window: Smallest and largest magnitude of the element format, None where there is none.
+    """
+
+    format: str = ""
+    exponents: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), repr=False)
+    scaled_exponents: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), repr=False)
+    window: tuple[float, float] | None = None
+
+    def add(self, x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> "OperandStats":
+        """Count a tensor, its quantised values and the format they are in (None for high precision); return self."""
+        return self.read(measure(x, q, fmt, dim), fmt)
+
+    def read(self, measured: Tensor, fmt: Format | None) -> "OperandStats":
+        """Count what ``measure`` returned for a tensor in a format; return self."""
+        numbers = measured.cpu()
+        figures = dict(zip(FIGURES, numbers[: len(FIGURES)].tolist(), strict=True))
+        whole = {name: value if name in ("amax", "signal", "noise") else int(value) for name, value in figures.items()}
+        counts = numbers[len(FIGURES) :].long()
+        return self.merge(
+            OperandStats(
+                **whole, format="high precision" if fmt is None else fmt.name, exponents=counts[:BINS],
+                scaled_exponents=counts[BINS:], window=window_of(fmt),
+            )
+        )  # fmt: skip
+
+    def merge(self, other: "OperandStats") -> "OperandStats":
+        """Add the counts of other statistics; return self."""
+        self.format = ", ".join(dict.fromkeys(filter(None, (*self.format.split(", "), other.format))))
+        self.count(other)
+        self.exponents += other.exponents
+        self.scaled_exponents += other.scaled_exponents
+        self.window = other.window or self.window
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON types; infinite and undefined ratios are None."""
+        return {
+            "format": self.format,
+            **Sample.of(self).to_dict(),
+            "exponents": _by_exponent(self.exponents),
+            "scaled_exponents": _by_exponent(self.scaled_exponents),
+            "window": None if self.window is None else list(self.window),
+        }
+
+
+def _by_exponent(counts: Tensor) -> dict[int, int]:
+    return {i + LOWEST_EXPONENT: int(counts[i]) for i in counts.nonzero().flatten().tolist()}
+
+
+def in_order(operands: Iterable[str]) -> list[str]:
+    """Return names of operands, each once, in the order that all tables have: those of layers, of attention, others.
+
+    >>> in_order(["dv.b", "p", "g_d", "g_w", "w_d", "q", "g_w"])
+    ['g_d', 'w_d', 'g_w', 'q', 'p', 'dv.b']
+    """
+    return sorted(set(operands), key=lambda name: (_PLACES.get(name, len(_PLACES)), name))
+
+
+def operand_in_words(operand: str) -> str:
+    """Return an operand's tensor and product in words; a name that is none of an operand as it is.
+
+    >>> operand_in_words("g_w"), operand_in_words("q"), operand_in_words("dv.a")
+    ('gradients, weight gradient', 'queries, attention', "attention's dv")
+    """
+    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
+    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
+    attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights"}
+    tensor, _, product = operand.partition("_")
+    if tensor in tensors and product in products:
+        return f"{tensors[tensor]}, {products[product]}"
+    if operand[:2] in ("dq", "dk", "dv", "dp"):
+        return f"attention's {operand[:2]}"
+    return f"{attention[operand]}, attention" if operand in attention else operand

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of one step: every operation in order of execution, with hashes of the bits that went in and came out."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.interop import dtype_name
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
+from fmtsim.support import table
+from fmtsim.support.errors import ArgumentError, DataError
+from fmtsim.support.records import check_types, parse_json, record_of
+
+VERSION = 1
+Level = Literal["modules", "aten"]
+Direction = Literal["forward", "backward"]
+AGAIN = "recomputed "
+"""What the names of modules' calls begin with that activation checkpointing runs again."""
+
+_SHOWN = 60  # operations in a text
+_KEY = "fmtsim_trace"
+_TAGS = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
+_HEADER = ("", "layer", "direction", "operation", "output", "shape", "dtype", "hash", "largest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBits:
+    """Hold what a trace keeps of a tensor.
+
+    Args:
+        name: What it is to its operation: ``"input 0"``, ``"weight"``, ``"output"``.
+        shape: Its sizes.
+        dtype: Its dtype, without ``torch.``.
+        hash: 16 hexadecimal digits, of all bits in row-major order.
+        parts: Hashes of the batch's members, in their order, where the first dimension is a multiple of the batch.
+        amax: Largest magnitude of a floating-point tensor of 16 bits or more; None where that is not finite, and of
+            other tensors.
+        special: ``"nan"`` or ``"inf"`` where such a tensor holds one (``"nan"`` if both), else empty.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    hash: str
+    parts: tuple[str, ...] = ()
+    amax: float | None = None
+    special: Literal["", "inf", "nan"] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Describe one operation of a step.
+
+    Args:
+        index: Its place in the order in which operations ended, from 0.
+        layer: Name of the module that ran it, empty for the model itself.
+        direction: Of the pass.
+        operation: The module's class (``"recomputed "`` before it under activation checkpointing);
+            ``"gradient of weight"``; an operand (``"x_f"``) or product (``"fprop"``) of a converted layer; at level
+            ``"aten"`` also torch's operators.
+        call: How often the same operation of the layer ran before.
+        inputs: Tensors that it read: arguments, parameters and buffers; of a backward operation the incoming gradient.
+        outputs: Tensors that it returned.
+        facts: Headings and texts: unit and accumulation order of a product, quantiser, random keys.
+    """
+
+    index: int
+    layer: str
+    direction: Direction
+    operation: str
+    call: int
+    inputs: tuple[TensorBits, ...]
+    outputs: tuple[TensorBits, ...]
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        again = f", call {self.call + 1}" if self.call else ""
+        return f"{self.layer or '(model)'} {self.direction}: {self.operation}{again}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Trace(table.Tabular):
+    """Hold the operations of one step; ``print`` shows a table, ``save`` writes a file that any machine reads.
+
+    Args:
+        operations: In order of execution; an operation stands where it ended, a module behind what it called.
+        level: ``"modules"`` or ``"aten"``.
+        model: Class of the model.
+        parameters: Name, shape and dtype of each.
+        batch: Size of the first dimension of the first input.
+        device: What it ran on.
+        versions: Of fmtsim and torch.
+        loss: The loss as ``float.hex`` writes it, empty where no number was differentiated.
+        gradients: Of parameters, at the end.
+        version: Of the file's layout.
+
+    Attributes:
+        tensors: What was kept of operations by index: name (as in inputs and outputs) to tensor.
+    """
+
+    operations: tuple[Operation, ...]
+    level: Level = "modules"
+    model: str = ""
+    parameters: tuple[tuple[str, str, str], ...] = ()
+    batch: int = 0
+    device: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
+    loss: str = ""
+    gradients: tuple[TensorBits, ...] = ()
+    version: int = VERSION
+    tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict, compare=False, init=False)
+
+    def first_nonfinite(self) -> Operation | None:
+        """Return the first operation that made a NaN of none or an Inf of finite inputs, or that read a NaN.
+
+        What was read was given, or made by code between operations or by the loss. None where all is finite; infinities
+        that were given, as masks have them, do not count.
+        """
+        return next((one for one in self.operations if _made(one) or _reads_nan(one)), None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file that appears whole or not at all: the record as JSON, and the kept tensors.
+
+        Raises:
+            DataError: The file cannot be written.
+        """
+        kept, dtypes = {}, {}
+        for index, each in self.tensors.items():
+            for name, x in each.items():
+                key = f"{index}.{name}"
+                kept[key], dtypes[key] = _stored(x), dtype_name(x.dtype)
+        text = json.dumps({"trace": self._record(), "dtypes": dtypes}, separators=(",", ":"), allow_nan=False)
+        write_tensors(path, kept, {_KEY: text})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Trace":
+        """Read what ``save`` wrote, on any machine.
+
+        Raises:
+            DataError: The file is missing, damaged, no trace, or of another version of the layout.
+        """
+        stored, metadata = read_tensors(path)
+        if _KEY not in metadata:
+            raise DataError(f"{path} is not a trace; write one with fmtsim trace, or with fmtsim.trace(...).save(path)")
+        try:
+            content = parse_json(metadata[_KEY])
+            record, dtypes = content["trace"], content["dtypes"]
+            version = record["version"]
+            if version != VERSION:
+                raise DataError(
+                    f"{path} has version {version} of traces, and this fmtsim reads version {VERSION}; "
+                    "trace again with one version of fmtsim on both sides"
+                )
+            found: Trace = record_of(cls, record, "trace")
+            check_types(found)
+            for one in found.operations:
+                check_types(one)
+                for bits in (*one.inputs, *one.outputs):
+                    check_types(bits)
+            for key, each in stored.items():
+                index, _, name = key.partition(".")
+                found.tensors.setdefault(int(index), {})[name] = _tensor(each, dtypes[key])
+        except (ArgumentError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path} is a damaged trace: {error}; trace again") from None
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, without tensors."""
+        return self._record()
+
+    def _record(self) -> dict[str, Any]:
+        fields = (one.name for one in dataclasses.fields(self) if one.init)
+        return {name: _plain(getattr(self, name)) for name in fields}  # the version, too
+
+    def _content(self) -> Iterable[table.Rows | str]:
+        more = len(self.operations) - _SHOWN
+        rest = (f"... and {more:,} more",) if more > 0 else ()
+        return table.Rows([_HEADER, *self._rows(_SHOWN)]), *rest, self.summary
+
+    @property
+    def summary(self) -> str:
+        """The trace in a line: operations, device, loss, and the first that is not finite."""
+        loss = f", loss {float.fromhex(self.loss)!r}" if self.loss else ""
+        bad, said = self.first_nonfinite(), ""
+        if bad is not None:
+            kind = "Inf" if "nan" not in {x.special for x in (*bad.inputs, *bad.outputs)} else "NaN"
+            said = f"; the first {kind} is {'made' if _made(bad) else 'read'} by {bad}"
+        return f"{len(self.operations):,} operations of {self.model} on {self.device}{loss}{said}"
+
+    def _rows(self, most: int) -> list[table.Row]:
+        rows: list[table.Row] = []
+        for one in self.operations[:most]:
+            head = (str(one.index), one.layer or "(model)", one.direction, one.operation)
+            for x in one.outputs or (None,):
+                what = ("",) * 5 if x is None else _cells(x)
+                rows.append((*head, *what))
+        return rows
+
+
+def _cells(x: TensorBits) -> table.Row:
+    largest = x.special or ("" if x.amax is None else f"{x.amax:.4g}")
+    return x.name, "x".join(map(str, x.shape)) or "()", x.dtype, x.hash, largest
+
+
+def _made(one: Operation) -> bool:
+    """Say whether an operation made a NaN of none, or an Inf of finite inputs."""
+    before, after = ({x.special for x in each} - {""} for each in (one.inputs, one.outputs))
+    return bool(after) and not before or ("nan" in after and "nan" not in before)
+
+
+def _reads_nan(one: Operation) -> bool:
+    return any(x.special == "nan" for x in one.inputs)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        default = {one.name: one.default for one in dataclasses.fields(value)}
+        items = ((name, getattr(value, name)) for name in default)
+        return {name: _plain(item) for name, item in items if item != default[name]}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _stored(x: Tensor) -> StoredTensor:
+    x = x.detach().cpu().contiguous()
+    tag, shape = _TAGS.get(x.dtype, "U8"), tuple(x.shape)
+    raw = (x if x.dim() else x.view(1)).view(torch.uint8)
+    return StoredTensor(tag, shape if x.dtype in _TAGS else tuple(raw.shape), raw.numpy().tobytes())
+
+
+def _tensor(stored: StoredTensor, dtype: str) -> Tensor:
+    kind = getattr(torch, dtype)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"{dtype} is not a dtype")
+    raw = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8) if stored.data else torch.empty(0).byte()
+    if stored.tag == "U8" and kind != torch.uint8:
+        return raw.view(stored.shape).view(kind)
+    return raw.view(kind).view(stored.shape)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a GPU about many calls: find a plan for each that explains what it shows and has its bits."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.lab.calibration.check import Checked, is_scalar, make_data, question, verify
+from fmtsim.lab.calibration.fit import fits
+from fmtsim.lab.calibration.gpu import GPU, Extras
+from fmtsim.lab.calibration.order import Sighting, explains, look
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Arithmetic, Datapath
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import DeviceError
+
+Status = Literal["verified", "not found", "skipped"]
+Units = Callable[[GemmCall], Arithmetic]
+Guess = Callable[[GemmCall], GemmPlan | None]
+Advance = Callable[[int, str], None]
+
+SEEDS = (20261121, 7)
+TRIED = 32  # plans that explain a call and whose bits are compared, at each stage
+SCALAR = "fp32_fma"  # what runs where a library has no use for its matrix unit: one row, one column, few products
+PAIRS = 2  # rows and columns that are repeated over a whole result
+ENOUGH = 4  # plans with the GPU's bits
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What was found about one call.
+
+    Args:
+        call: The call.
+        status: ``"verified"``: the bits of ``plans`` are those of the GPU; ``"not found"``: no plan has them;
+            ``"skipped"``: the GPU could not be asked.
+        plans: Plans with the GPU's bits, any of which will do; likely ones first.
+        outputs: Results compared bit for bit.
+        note: What the best plan misses, or why the call was skipped.
+        unit: Name of the unit, where it is not the one that multiplies such operands elsewhere: ``SCALAR``.
+    """
+
+    call: GemmCall
+    status: Status
+    plans: tuple[GemmPlan, ...] = ()
+    outputs: int = 0
+    note: str = ""
+    unit: str | None = None
+
+
+def calibrate(
+    gpu: GPU,
+    calls: Sequence[GemmCall],
+    units: Units,
+    *,
+    guess: Guess | None = None,
+    seeds: Sequence[int] = SEEDS,
+    advance: Advance | None = None,
+) -> list[Finding]:
+    """Find the accumulation order of every call.
+
+    Args:
+        GPU: Whom to ask.
+        calls: The calls; those with equal K together share work.
+        units: The arithmetic of a call's unit.
+        guess: A plan to try first, from a rule or an earlier calibration; it must explain what the GPU shows and have
+            its bits, like any other.
+        seeds: Data to compare, one set for each.
+        advance: Told how many calls are done, and about the current one.
+    """
+    found = []
+    for done, call in enumerate(calls):
+        if advance is not None:
+            advance(done, f"{call.a} M={call.m} N={call.n} K={call.k}")
+        try:
+            found.append(find_plan(gpu, call, units(call), guess=guess, seeds=seeds))
+        except DeviceError as error:
+            found.append(Finding(call=call, status="skipped", note=str(error)))
+    return found
+
+
+def find_plan(
+    gpu: GPU, call: GemmCall, arithmetic: Arithmetic, *, guess: Guess | None = None, seeds: Sequence[int] = SEEDS
+) -> Finding:
+    """Find the accumulation order of one call; arguments are those of ``calibrate``.
+
+    Where no order on the call's unit has the GPU's bits, chains of float32 multiply-adds are tried, whose operands are
+    not rounded to TF32.
+    """
+    seen = look(gpu, call)
+    asked = question(call)
+    answers = [(seed, gpu.ask(call, *make_data(asked, seed))) for seed in seeds]
+    found = _explained(gpu, call, arithmetic, seen, answers, guess)
+    if found.status == "verified" or not isinstance(arithmetic, Datapath) or call.accumulate != "fp32":
+        return found
+    if call.operation == "scaled_mm" or is_scalar(arithmetic):
+        return found
+    scalar = _explained(gpu, call, scalar_unit(call), seen, answers, None)
+    return replace(scalar, unit=SCALAR) if scalar.status == "verified" else found
+
+
+def scalar_unit(call: GemmCall) -> Arithmetic:
+    """Return the arithmetic of calls for which a library has no use for its matrix unit."""
+    return get_unit(SCALAR).mode("fp32", "fp32")
+
+
+def _explained(
+    gpu: GPU, call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None, answers: list[tuple[int, Tensor]],
+    guess: Guess | None,
+) -> Finding:  # fmt: skip
+    """Look for plans that explain what was seen, and have the bits of the answers."""
+    outputs = sum(answer.numel() for _, answer in answers)
+    right: list[GemmPlan] = []
+    best: Checked | None = None
+    for stage in _stages(call, arithmetic, seen, guess):
+        for plan in islice(stage, TRIED):
+            checked = _compare(call, answers, arithmetic, plan)
+            if not checked.mismatches:
+                right.append(plan)
+            elif best is None or checked.mismatches < best.mismatches:
+                best = checked
+            if len(right) == ENOUGH:
+                break
+        if right:
+            break
+    if right:
+        found = Finding(call=call, status="verified", plans=tuple(right), outputs=outputs)
+        return _everywhere(gpu, found, answers[0][0])
+    if best is not None:
+        note = f"of {outputs} results {best.mismatches} differ from the nearest plan; {best.first}"
+    else:
+        note = f"no plan explains what was seen: {profile(seen)}"
+    return Finding(call=call, status="not found", outputs=outputs, note=note)
+
+
+def _everywhere(gpu: GPU, found: Finding, seed: int) -> Finding:
+    """Ask whether the whole result is summed in one order: equal rows and columns then give equal bits everywhere."""
+    call = found.call
+    data = make_data(question(call), seed)
+    for number in range(PAIRS):
+        row, column = min(2 * number + 1, len(data.a) - 1), min(number, len(data.b) - 1)
+        extras = Extras(*(None if x is None else x[:1] for x in data.extras))
+        wrong = gpu.differing(call, data.a[row : row + 1], data.b[column : column + 1], extras)
+        if wrong:
+            note = f"{wrong} of {call.m * call.n} results are summed in another order than the first"
+            return replace(found, status="not found", note=note)
+    return found
+
+
+def _stages(
+    call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None, guess: Guess | None
+) -> Iterator[Iterable[GemmPlan]]:
+    """Yield plans that explain what was seen, with all that a sighting cannot show."""
+    known = None if guess is None else guess(call)
+    if known is not None and explains(call.k, arithmetic, known, seen):
+        yield [replace(known, source="", verified=False)]
+    for stage in fits(call, arithmetic, seen):
+        yield (variant for plan in stage for variant in _variants(call, plan))
+
+
+def _variants(call: GemmCall, plan: GemmPlan) -> Iterable[GemmPlan]:
+    """Return a plan with every way to round partial sums, add a bias and apply scales that a library may have."""
+    plans = [plan]
+    half: Any = get_format(call.out) if call.out in _HALVES else None
+    # A plan in place says where the bias goes, and without one it is like any other where results are float32.
+    in_place = plan.split > 1 and plan.reduce == "serial" and (half is not None or call.bias)
+    if plan.split > 1 and half is not None:
+        partial = [replace(plan, partial=half, round_trip=True), replace(plan, partial=half)]
+        plans = [*partial, plan] if call.accumulate == "fp16" else [plan, *reversed(partial)]
+    if call.bias and half is not None:
+        plans += [replace(x, bias_after_rounding=True) for x in plans]
+    if in_place and call.scaling == "none":
+        plans.append(replace(plan, reduce="in_place", partial=half))
+    if call.scaling == "row":
+        plans = [replace(x, epilogue=rule) for x in plans for rule in ("column_row", "row_column")]
+    return plans
+
+
+def _compare(call: GemmCall, answers: list[tuple[int, Tensor]], arithmetic: Arithmetic, plan: GemmPlan) -> Checked:
+    outputs = mismatches = 0
+    first = ""
+    for seed, answer in answers:
+        checked = verify(call, answer, seed, arithmetic, plan)
+        outputs, mismatches = outputs + checked.outputs, mismatches + checked.mismatches
+        first = first or checked.first
+        if mismatches:
+            break
+    return Checked(outputs, mismatches, first)
+
+
+def profile(seen: Sighting | None) -> str:
+    """Return the steps of a sighting, so that a person can read the order off: place and units lost from there on."""
+    if seen is None:
+        return "K is too small to see anything"
+    steps = [i for i in range(len(seen.lost)) if not i or seen.lost[i] != seen.lost[i - 1]]
+    shown = ", ".join(f"{seen.ends[i]}:{seen.lost[i]}" for i in steps[:12])
+    return f"{shown}{', ...' if len(steps) > 12 else ''} of {len(seen.units)} units in {len(steps)} steps"

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fmtsim bench``: casts against a plain copy, products against torch's float32 one, start-up times and extra memory.
+
+``fmtsim bench gpu`` is in bench_gpu.py, ``fmtsim bench layers`` in bench_layers.py.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fmtsim.lab.bench import cpu, gemm, overheads
+from fmtsim.lab.bench.against import compared
+from fmtsim.lab.bench.overheads import Overhead
+from fmtsim.lab.bench.timing import Timed
+from fmtsim.lab.cli import bench_against
+from fmtsim.lab.cli.arguments.bench import DEFAULTS, MEANT
+from fmtsim.lab.cli.info import processor_name
+from fmtsim.lab.cli.options import check_positive, check_threads, chosen_cases
+from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, jsonable, origin, versions_of, write_json
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.files import check_folder
+
+Measured = tuple[dict[str, Any], Callable[[], str]]
+Keep = Callable[[dict[str, Any]], None]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; a missed target, or what became slower, is shown and is not an error."""
+    _check_meant(arguments)
+    check_positive(arguments, "side", "shape", "threads", "repeats")
+    for count in arguments.threads:
+        check_threads(count)
+    if arguments.record is not None:
+        check_folder(arguments.record.parent, "--record")
+    before = None if arguments.against is None else bench_against.read(arguments.against, arguments.what)
+
+    def keep(record: dict[str, Any]) -> None:
+        if arguments.record is not None:
+            write_json(arguments.record, record)
+
+    record, text = _measure(arguments, keep)
+    at_work("")
+    keep(record)
+    parts = [text]
+    if before is not None:
+        found = compared(before, jsonable(record))
+        record = record | {"against": found.to_dict()}
+        parts.append(lambda: "\n" + bench_against.text_of(found, before, record, arguments.against))
+    answer(arguments, record, lambda: "\n".join(part() for part in parts))
+    return 0
+
+
+def _check_meant(arguments: argparse.Namespace) -> None:
+    """Refuse an option of another job than the one that is asked for."""
+    for name in dict.fromkeys(name for names in MEANT.values() for name in names):
+        given = getattr(arguments, name) not in (DEFAULTS.get(name), False)
+        if given and name not in MEANT[arguments.what]:
+            jobs = " and ".join(what for what, names in MEANT.items() if name in names)
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} belongs to fmtsim bench {jobs}, not to {arguments.what}; leave it out"
+            )
+
+
+def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
+    """Return the record of what is asked for, and how it reads."""
+    if arguments.what == "gpu":
+        from fmtsim.lab.cli import bench_gpu
+
+        return bench_gpu.measured(arguments, keep)
+    if arguments.what == "layers":
+        from fmtsim.lab.cli import bench_layers
+
+        return bench_layers.measured(arguments, keep)
+    results = list(_results(arguments))
+    others = [] if arguments.kernels_only else list(_overheads(arguments))
+    machine = {"processor": processor_name(), **versions_of(("torch", "numba")), **origin()}
+    key, table = ("kernels", cast_table) if arguments.what == "casts" else ("products", product_table)
+    record = {"machine": machine, key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
+    about = f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n"
+    parts = [about, table(results), *(["", overhead_table(others)] if others else [])]
+    return record, lambda: "\n".join(parts)
+
+
+def _results(arguments: argparse.Namespace) -> Iterator[Any]:
+    how: dict[str, Any] = {"threads": arguments.threads, "repeats": arguments.repeats}
+    bench: Any = cpu if arguments.what == "casts" else gemm
+    how |= {"side": arguments.side} if arguments.what == "casts" else {"shape": tuple(arguments.shape)}
+    for case in each_shown(chosen_cases(bench.CASES, arguments.only)):
+        yield bench.measure(case, **how)
+
+
+def _overheads(arguments: argparse.Namespace) -> Iterator[Overhead]:
+    if arguments.what == "casts":
+        at_work("import time")
+        yield overheads.import_time()
+    work: overheads.Work = "casts" if arguments.what == "casts" else "products"
+    at_work("first calls")
+    yield from overheads.first_calls(work)
+    at_work("extra memory")
+    yield from overheads.extra_memory(work, arguments.side)
+
+
+def cast_table(results: Sequence[cpu.Result]) -> str:
+    """Return a line for each cast: its speed, its share of a copy's, and whether that was the target."""
+    header = ["cast", f"copy, {results[0].fewest} thread", "Gelem/s", "of copy", "target", "met"]
+    rows = []
+    for result in results:
+        first = result.fewest
+        gigabytes = 8 * result.elements / result.base_seconds[first] / 1e9
+        rows.append([
+            result.case.name, f"{gigabytes:.1f} GB/s", f"{result.elements / result.seconds[first] / 1e9:.2f}",
+            f"{result.ratio():.2f}", f"{result.case.target:.2f}", "yes" if result.met else "NO", *_threads(result),
+        ])  # fmt: skip
+    return format_table(header + _thread_header(results[0], "copy"), rows)
+
+
+def product_table(results: Sequence[gemm.Result]) -> str:
+    """Return a line for each case: its speed, its share of torch's float32 product, and whether that was the target."""
+    header = ["product", "shape", "ms", "GMAC/s", "of sgemm", "target", "stretch", "extra cost", "limit", "met"]
+    return format_table(header + _thread_header(results[0], "sgemm"), map(_product_row, results), left=(0, 1))
+
+
+def _product_row(result: gemm.Result) -> list[str]:
+    case, seconds, (m, n, k) = result.case, result.seconds[result.fewest], result.shape
+    verdict = "stretch" if result.stretched else {True: "pass", False: "MISS", None: "-"}[result.met]
+    shares = ["-" if value is None else f"{value:.2f}" for value in (case.target, case.stretch)]
+    costs = ["-" if value is None else f"{100 * value:+.0f} %" for value in (result.extra, case.extra)]
+    shape, work = f"{m}x{n}x{k}", case.products * m * n * k
+    return [
+        case.name, shape if case.side is None else f"{case.products} of {shape}", f"{1e3 * seconds:.1f}",
+        f"{work / seconds / 1e9:.2f}",
+        f"{result.ratio():.3g}" if result.ratio() < 0.1 else f"{result.ratio():.2f}", *shares, *costs, verdict,
+        *_threads(result),
+    ]  # fmt: skip
+
+
+def _thread_header(result: Timed, base: str) -> list[str]:
+    counts = [count for count in result.seconds if count != result.fewest]
+    return [word for count in counts for word in (f"{count} threads", f"of {base}", f"{base} gains")]
+
+
+def _threads(result: Timed) -> list[str]:
+    cells = []
+    for count in result.seconds:
+        if count != result.fewest:
+            gain, base_gain = result.gains(count)
+            cells += [f"{gain:.2f}x", f"{result.ratio(count):.2f}", f"{base_gain:.2f}x"]
+    return cells
+
+
+def overhead_table(overheads: Sequence[Overhead]) -> str:
+    """Return a line for each figure with its limit."""
+    rows = []
+    for item in overheads:
+        value = "not measurable here" if item.value is None else f"{item.value:.3f} {item.unit}"
+        rows.append((item.name, value, f"{item.limit:g} {item.unit}", {True: "yes", False: "NO", None: "-"}[item.met]))
+    return format_table(("what", "measured", "limit", "met"), rows)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fmtsim calibrate``: ask the GPU for its arithmetic and its library's orders, or hold it to what is known of it."""
+
+import argparse
+import datetime
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmtsim.gemm.model_calls import model_calls
+from fmtsim.gemm.models import PASSES, parse_tokens
+from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.lab.calibration.arithmetic import Measured, arithmetics, family_of, measure_all
+from fmtsim.lab.calibration.campaign import SEEDS, Finding, calibrate
+from fmtsim.lab.calibration.evidence import Evidence, load_evidence
+from fmtsim.lab.calibration.gpu import open_gpu
+from fmtsim.lab.calibration.planfile import plan_file, write_plan
+from fmtsim.lab.calibration.recheck import RuleCheck, recheck
+from fmtsim.lab.calibration.unit_calls import kinds_of
+from fmtsim.lab.calibration.unit_check import TorchCard, check_unit, emulate_again
+from fmtsim.lab.cli.arguments.calibrate import EVIDENCE, PLAN, QUICK
+from fmtsim.lab.cli.calibrate_book import run_book, run_learn
+from fmtsim.lab.cli.layers import chosen_dtypes, chosen_shapes
+from fmtsim.lab.cli.options import check_positive
+from fmtsim.lab.cli.output import MISMATCH, answer, format_table, write_json
+from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.spec.call import GemmCall
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.files import check_file
+from fmtsim.support.progress import make_progress
+
+SHOWN = 10
+MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "fp8_fast": ("e4m3", "e5m2"),
+         "fp8_slow": ("e4m3", "e5m2")}  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, verify and write; 0 where a plan file was written, 1 where a measured unit's bits are not explained.
+
+    With ``--check``, ``--unit`` and ``--evidence``: 0 where no bit differs and every rule, or kind of call, was run.
+    """
+    jobs = {"book": run_book, "learn": run_learn, "check": run_check, "unit": run_unit, "evidence": run_evidence}
+    asked = [name for name in jobs if getattr(arguments, name) is not None]
+    if len(asked) > 1:
+        raise ArgumentError(f"--{asked[0]} and --{asked[1]} are different jobs; give one of them")
+    if asked:
+        return jobs[asked[0]](arguments)
+    calls = chosen_calls(arguments)
+    out = check_output(arguments.out or PLAN)
+
+    base = None if arguments.base is None else get_target(arguments.base)
+    gpu = open_gpu(arguments.device)
+    start = time.perf_counter()
+    family = family_of(torch.cuda.get_device_capability(torch.device(arguments.device)))
+    measured, found = ask(gpu, calls, base, arguments.quick, family)
+    seconds = time.perf_counter() - start
+    target = write(out, gpu, measured, found, base)
+
+    def text() -> str:
+        written = f"{len(calls):,} calls in {seconds:.0f} s; written: {out}, {len(target.rules)} rules"
+        return f"{summary(measured, found)}\n\n{written}\nuse it: fmtsim.mm(a, b, target={str(out)!r})"
+
+    answer(arguments, _record(measured, found, target, seconds, out), text)
+    return 0 if all(unit.known for unit in measured) else MISMATCH
+
+
+def chosen_calls(arguments: argparse.Namespace) -> list[GemmCall]:
+    """Return the calls that the arguments mean."""
+    passes = PASSES[:1] if arguments.no_gradients else PASSES
+    calls = model_calls(chosen_shapes(arguments), parse_tokens(arguments.tokens), chosen_dtypes(arguments), passes)
+    if not calls:
+        raise ArgumentError(
+            f"--dtypes {arguments.dtypes!r} leaves no call: FP8 takes K and N that are multiples of 16; add a dtype"
+        )
+    return calls[:: -(-len(calls) // QUICK)] if arguments.quick else calls
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Hold the GPU to a target, and print a line for every rule."""
+    check_positive(arguments, "calls")
+    target = get_target(arguments.check)
+    open_gpu(arguments.device)
+    with make_progress(None, transient=True) as progress:
+        found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, progress=progress))
+    names = ("calls", "outputs", "mismatches", "note")
+    record = [
+        {"rule": x.number, "when": x.when, "kernel": x.kernel, "basis": x.basis}
+        | {name: getattr(x, name) for name in names}
+        for x in found
+    ]
+    answer(arguments, record, lambda: check_table(found))
+    return 0 if all(x.calls and not x.mismatches for x in found) else MISMATCH
+
+
+def run_unit(arguments: argparse.Namespace) -> int:
+    """Hold the GPU to the emulation of a unit, and write what it showed."""
+    out = check_output(arguments.out or EVIDENCE, "an evidence file")
+    get_unit(arguments.unit)  # before a GPU is looked for
+    card = TorchCard(arguments.device)
+    with make_progress(None, transient=True) as progress:
+        progress.stage("kinds of calls", len(kinds_of(arguments.unit)))
+        found = check_unit(arguments.unit, card, progress.step)
+    record = recipe_to_dict(found)
+    write_json(out, record)
+    answer(arguments, record, lambda: f"{evidence_table(found)}\nwritten: {out}; fmtsim calibrate --evidence {out}")
+    return 0 if found.proves else MISMATCH
+
+
+def run_evidence(arguments: argparse.Namespace) -> int:
+    """Read evidence, emulate its calls again, and show it."""
+    found = load_evidence(arguments.evidence)
+    wrong = list(emulate_again(found))
+    record = recipe_to_dict(found) | {"calls_that_differ_here": wrong}
+    answer(arguments, record, lambda: evidence_table(found, wrong))
+    return 0 if found.proves and not any(wrong) else MISMATCH
+
+
+def evidence_table(found: Evidence, wrong: Sequence[int | None] = ()) -> str:
+    """Return a line for every kind of calls; ``wrong`` has how many of its calls differ when emulated here."""
+    rows = []
+    for i, kind in enumerate(found.kinds):
+        off = next((call for call in kind.calls if call.mismatches), None)
+        notes = ["" if kind.calls else "not run"]
+        if off is not None:
+            notes.append(
+                f"{off.operation} {off.m}x{off.n}x{off.k} {off.a} {off.b} {off.out}, {off.data} data: {off.first}"
+            )
+        notes += [kind.note, f"emulated here: {wrong[i]} calls differ" if wrong and wrong[i] else ""]
+        numbers = [f"{n:,}" if kind.calls else "-" for n in (len(kind.calls), kind.outputs, kind.mismatches)]
+        functions = ", ".join(dict.fromkeys(call.function for call in kind.calls))
+        rows.append((kind.name, kind.unit, functions, *numbers, "; ".join(filter(None, notes))))
+    head = ("kind", "unit", "function", "calls", "outputs", "mismatches", "note")
+    about = (
+        f"{found.unit} on {found.card}, driver {found.driver}, torch {found.torch}, {found.cublaslt}, "
+        f"fmtsim {found.fmtsim}, {found.date}"
+    )
+    ran = [kind for kind in found.kinds if kind.calls]
+    calls, outputs = sum(len(kind.calls) for kind in ran), sum(kind.outputs for kind in ran)
+    idle = len(found.kinds) - len(ran)
+    total = (
+        f"{len(ran)} kinds, {calls:,} calls, {outputs:,} numbers compared, {sum(k.mismatches for k in ran):,} differ"
+    )
+    again = "; emulated again here, every call has the GPU's bits" if wrong and not any(wrong) and found.proves else ""
+    return "\n".join(
+        (about, "", format_table(head, rows, left=(0, 1, 2, 6)), "",
+         f"{total}{f'; {idle} kinds were not run' if idle else ''}{again}")
+    )  # fmt: skip
+
+
+def check_table(found: Sequence[RuleCheck]) -> str:
+    """Return a line for every rule: what it is about, what ran, and what differs."""
+    rows = [
+        (_number(x), x.basis, x.kernel, _conditions(x.when), f"{x.calls:,}", f"{x.outputs:,}", f"{x.mismatches:,}")
+        for x in found
+    ]  # fmt: skip
+    lines = [format_table(("rule", "basis", "kernel", "when", "calls", "numbers", "differ"), rows, left=(1, 2, 3))]
+    lines += [f"{'' if x.number is None else 'rule '}{_number(x)}: {x.note}" for x in found if x.note]
+    calls, outputs, wrong = (sum(getattr(x, name) for x in found) for name in ("calls", "outputs", "mismatches"))
+    idle = sum(not x.calls for x in found)
+    lines.append(f"\n{len(found)} rules, {calls:,} calls, {outputs:,} numbers compared, {wrong:,} differ"
+                 f"{f'; {idle} rules were not run' if idle else ''}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _number(found: RuleCheck) -> str:
+    return "book" if found.number is None else str(found.number)
+
+
+def _conditions(when: dict[str, Any]) -> str:
+    """Return the conditions of a rule in a few words, without those that nearly all rules have."""
+    usual = {"operation": ["mm", "linear"], "accumulate": "fp32", "bias": False}
+    return " ".join(
+        f"{name}={'|'.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in when.items()
+        if usual.get(name) != value
+    )
+
+
+def check_output(name: str, what: str = "a plan file, by which target= knows it") -> Path:
+    """Return the path of a file to write; refuse one that could not be written, before the GPU works for minutes."""
+    out = Path(name).expanduser()
+    if out.suffix != ".json":
+        raise ArgumentError(f"--out {out} does not end in .json as {what}; choose another")
+    check_file("--out", out)
+    return out
+
+
+def ask(
+    gpu: Any, calls: Sequence[GemmCall], base: Any, quick: bool, family: str
+) -> tuple[list[Measured], list[Finding]]:
+    """Measure the units that the calls run on, then find the order of every call."""
+    modes = dict.fromkeys(mode for call in calls for mode in next(x for x in MODES.values() if call.a in x))
+    with make_progress(None, transient=True) as progress:
+        progress.stage("units and calls", len(modes) + len(calls))
+        measured: list[Measured] = []
+        for unit in measure_all(gpu, [*modes, "int8"], family):
+            progress.step(len(measured), f"unit for {unit.mode}")
+            measured.append(unit)
+        known = arithmetics(measured)
+        units = lambda call: known[call.a, call.accumulate]  # noqa: E731
+        left = [call for call in calls if (call.a, call.accumulate) in known]
+        guess = None if base is None else lambda call: base.find(call).plan
+        found = calibrate(
+            gpu, left, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
+            advance=lambda done, text: progress.step(len(modes) + done, text),
+        )  # fmt: skip
+    return measured, found
+
+
+def write(out: Path, gpu: Any, measured: list[Measured], found: list[Finding], base: Any) -> Any:
+    """Write the plan file and return its target."""
+    known = arithmetics(measured)
+    target = plan_file(
+        out.stem, gpu.library, found, lambda call: known[call.a, call.accumulate], measured=measured, base=base,
+        date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+    write_plan(target, out)
+    return target
+
+
+def summary(measured: list[Measured], found: list[Finding]) -> str:
+    """Return a table of calls by dtype and outcome, the units, and the first calls without a plan."""
+    lines = [str(unit) for unit in measured]
+    rows: dict[tuple[str, str], Counter[str]] = {}
+    for finding in found:
+        call = finding.call
+        speed = ("fast" if call.fast_accum else "slow") if call.operation == "scaled_mm" else ""
+        rows.setdefault((f"{call.a} {speed}".strip(), call.operation), Counter())[finding.status] += 1
+    table = [
+        (dtype, operation, *(f"{count[status]:,}" for status in ("verified", "not found", "skipped")))
+        for (dtype, operation), count in rows.items()
+    ]
+    lines += ["", format_table(("dtype", "call", "verified", "not found", "skipped"), table, left=(0, 1))]
+    missing = [finding for finding in found if finding.status != "verified"]
+    for finding in missing[:SHOWN]:
+        call = finding.call
+        lines.append(f"{finding.status}: {call.operation} M={call.m} N={call.n} K={call.k} {call.a}; {finding.note}")
+    if len(missing) > SHOWN:
+        lines.append(f"... and {len(missing) - SHOWN} more, which the plan file calls guesses; --json has all of them")
+    return "\n".join(lines)
+
+
+def _record(measured: list[Measured], found: list[Finding], target: Any, seconds: float, out: Path) -> dict[str, Any]:
+    units = [
+        {name: getattr(unit, name) for name in ("mode", "unit", "outputs", "mismatches")}
+        | {"arithmetic": repr(unit.arithmetic), "facts": dict(unit.facts)}
+        for unit in measured
+    ]
+    calls = [
+        {name: getattr(finding.call, name) for name in ("operation", "m", "n", "k", "a", "fast_accum")}
+        | {name: getattr(finding, name) for name in ("status", "outputs", "note")}
+        for finding in found
+    ]
+    return {"library": target.library, "seconds": seconds, "file": str(out), "units": units, "calls": calls}

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of the command line: find the subcommand, run it, and turn errors into one line."""
+
+import argparse
+import contextlib
+import importlib
+import os
+import re
+import shutil
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from fmtsim.lab.cli.output import version_of
+from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
+from fmtsim.support.interrupts import raised
+
+GROUPS: dict[str, dict[str, str]] = {
+    "Numbers and formats": {
+        "formats": "list number formats with their width and range",
+        "table": "show every code of a format",
+        "cast": "round numbers to a format, with codes, errors and neighbours",
+        "explain": "explain how a number, or a block of numbers, got its bits",
+    },
+    "Matrix products": {
+        "mm": "run one matrix product on a target or unit and explain its bits",
+        "invariance": "list the batch sizes at which a row's bits change, layer by layer",
+    },
+    "Models": {
+        "observe": "measure underflow, saturation and SQNR of a model's operands, and write a report",
+        "attribute": "attribute loss to operands, and recommend layers to leave in high precision",
+        "ptq": "quantise a trained model from a few batches, and print the loss before and after",
+        "search": "find a format for each layer of a trained model within a budget of bit operations",
+        "train": "train a small GPT in full precision and under simulated precision, side by side",
+        "sweep": "train a small model over schemes, learning rates, widths and seeds, and count failed runs",
+        "memory": "estimate the memory that training or serving a model needs on each device",
+        "reproduce": "reproduce published claims at small scale, and report which hold",
+    },
+    "Results": {
+        "trace": "record every operation of a step of a model, with hashes of all bits, in a file",
+        "bisect": "name the first operation whose bits differ between two traces or models",
+        "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
+        "verify": "check the engines against the oracle and against each other",
+    },
+    "This machine": {
+        "info": "show versions, devices, engines and threads",
+        "completion": "print a script by which bash, zsh or fish completes commands, options and names",
+        "doctor": "report what is missing on this machine; with --gemm, products of which a library drops terms",
+        "warmup": "compile kernels now, so that no later call waits for the compiler",
+        "calibrate": "measure this GPU's arithmetic and its library's accumulation orders, and write a plan file",
+        "bench": "time casts relative to a copy, products (bench gemm), the CUDA engine (gpu), training steps (layers)",
+    },
+}
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+BAD_INPUT = 2
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
+
+# Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
+_NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
+
+# What torch says for want of memory, on a CPU, on a GPU, and of sizes whose product is not a number of bytes.
+_NO_MEMORY = re.compile(
+    r"tried to allocate [\d.]+ \w+|out of memory|Storage size calculation overflowed", re.IGNORECASE
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0 is success, 1 a check that found a mismatch, 2 bad input with one line on stderr, 130 and 143 Ctrl-C and SIGTERM.
+    """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by whoever started us, as daemons do
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    words = list(sys.argv[1:] if argv is None else argv)
+    # A leading space makes a word positional for argparse and means nothing to those that read numbers.
+    words = [f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words]
+    with raised() as interruption, _short_warnings():
+        try:
+            return _run(words)
+        except KeyboardInterrupt as interrupt:
+            word, status = interruption()
+            detail = f"; {interrupt}" if str(interrupt) else ""
+            print(f"\nfmtsim: {word}{detail}", file=sys.stderr)
+            return status
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Show each warning of fmtsim once, as a line without the place in the code that gave it."""
+    with warnings.catch_warnings():
+        show, told = warnings.showwarning, set[str]()
+
+        def shorter(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+            if not category.__module__.startswith("fmtsim."):
+                show(message, category, *rest, **named)
+            elif str(message) not in told:
+                told.add(str(message))
+                print(f"fmtsim: warning: {message}", file=sys.stderr)
+
+        warnings.showwarning = shorter
+        yield
+
+
+def _run(words: list[str]) -> int:
+    """Run a subcommand, and turn errors into one line."""
+    try:
+        command = next((word for word in words if not word.startswith("-")), None)
+        if command is not None and command not in COMMANDS:
+            hint = did_you_mean(command, COMMANDS)
+            raise ArgumentError(f"unknown command {shown(command)}{hint}; fmtsim --help shows what there is")
+        parser = build_parser(command)
+        if not words:
+            parser.print_help()
+            return 0
+        arguments = parser.parse_args(words)
+        status = _command(arguments.command).run(arguments)
+        sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
+        return status or 0
+    except FmtsimError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        _drop_output()
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk below standard output
+            _drop_output()
+        return _fail(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        said = _NO_MEMORY.search(str(error))
+        if said is None and not isinstance(error, MemoryError):
+            raise
+        detail = f" ({said[0]})" if said else ""
+        return _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all subcommands; only ``command``'s own arguments are declared, to be quick."""
+    parser = _Parser(
+        prog="fmtsim",
+        usage="fmtsim [-h] [-V] COMMAND ...",
+        description=f"Bit-exact number formats, rounding and low-precision training for PyTorch.\n\n{_listed()}",
+        epilog="fmtsim COMMAND --help shows the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"fmtsim {version_of('fmtsim')}")
+    commands = parser.add_subparsers(
+        dest="command", prog="fmtsim", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
+    for name, summary in COMMANDS.items():
+        subparser = commands.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.")
+        if name == command:
+            importlib.import_module(f"fmtsim.lab.cli.arguments.{name}").add_arguments(subparser)
+    return parser
+
+
+def _listed() -> str:
+    """Return the commands by task, within the width of the terminal."""
+    width = max(map(len, COMMANDS)) + 4
+    columns = max(40, shutil.get_terminal_size().columns - 2)
+    lines = []
+    for title, group in GROUPS.items():
+        lines.append(f"{title}:")
+        for name, summary in group.items():
+            lines += textwrap.wrap(f"  {name:<{width - 2}}{summary}", columns, subsequent_indent=" " * width)
+    return "\n".join(lines)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong, as every other error does."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but refuse what is left over here, where options that are close are known."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            unknown = next((word for word in rest if word.startswith("--")), "")
+            hint = did_you_mean(unknown.partition("=")[0], self._option_string_actions) if unknown else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print below a usage of many lines."""
+        raise ArgumentError(f"{message}; {self.prog} --help shows what is allowed")
+
+
+def _command(name: str) -> ModuleType:
+    return importlib.import_module(f"fmtsim.lab.cli.{name}")
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds to nowhere; the interpreter would fail on it as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str) -> int:
+    print(f"fmtsim: error: {' '.join(message.splitlines())}", file=sys.stderr)
+    return BAD_INPUT

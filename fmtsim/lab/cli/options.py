@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What subcommands share of their arguments: declaring them, reading their text, refusing what cannot be done."""
+
+import argparse
+import dataclasses
+import fnmatch
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fmtsim.formats.spec import OVERFLOWS
+from fmtsim.gemm.models import DTYPES
+from fmtsim.lab.cli import names
+from fmtsim.lab.cli.names import Names
+from fmtsim.rounding.modes import ALIASES, MODES
+from fmtsim.support.errors import ArgumentError, first_line
+
+MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
+TARGET_OPTIONS = ("target", "unit", "datapath")
+
+Parser = argparse._ActionsContainer
+"""A parser, or a group of its options."""
+
+
+def option(
+    parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "N", known: Names = tuple, **more: Any
+) -> None:  # fmt: skip
+    """Declare an argument with a value: numbers have the type of their default, which the help text ends with.
+
+    ``known`` are names that completion offers; ``type=one_of(names)`` refuses all others.
+    """
+    if isinstance(default, int | float):
+        more.setdefault("type", type(default))
+    if default not in (None, []):
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        text = f"{text} (default {shown})"
+    metavar = None if "choices" in more else metavar
+    _offer(known, parser.add_argument(name, default=default, metavar=metavar, help=text, **more))
+
+
+def count(parser: Parser, name: str, text: str) -> None:
+    """Declare an option whose value is an integer, None where it is left out."""
+    option(parser, name, text, type=int)
+
+
+def flag(parser: Parser, name: str, text: str) -> None:
+    """Declare an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def repeated(
+    parser: Parser, name: str, text: str, metavar: str = "NAME", known: Names = tuple, **more: Any
+) -> None:  # fmt: skip
+    """Declare an option that may be given several times; ``known`` as in ``option``."""
+    more = {"default": []} | more
+    _offer(known, parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more))
+
+
+def _offer(known: Names, action: argparse.Action) -> None:
+    action.known = known  # type: ignore[attr-defined]
+
+
+def offered(action: argparse.Action) -> tuple[str, ...]:
+    """Return the words that complete an argument: its choices, or the names that its declaration knows."""
+    return tuple(map(str, getattr(action, "known", tuple)() if action.choices is None else action.choices))
+
+
+def one_of(known: Names) -> Callable[[str], str]:
+    """Return an option's ``type`` that takes some names, for names that are not known without torch.
+
+    ``choices`` of argparse are read while the option is declared, these where the option is given.
+    """
+
+    def check(text: str) -> str:
+        if text not in (choices := list(known())):
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(choices)})")
+        return text
+
+    return check
+
+
+def add_json(parser: Parser) -> None:
+    """Add ``--json``: one JSON document on standard output instead of text."""
+    flag(parser, "--json", "print one JSON document instead of text")
+
+
+def add_rounding(parser: Parser) -> None:
+    """Add ``--rounding``, ``--overflow``, ``--random-bits`` and ``--seed``."""
+    option(parser, "--rounding", f"one of {', '.join(MODES)}, or short: {', '.join(ALIASES)}", "nearest_even", "MODE",
+           names.roundings)  # fmt: skip
+    option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", metavar="RULE",
+           known=names.overflows)  # fmt: skip
+    count(parser, "--random-bits", "random bits of stochastic rounding, 1 to 32")
+    option(parser, "--seed", "seed of stochastic rounding", 0)
+
+
+def add_device(parser: Parser, default: str = "cpu") -> None:
+    """Add ``--device``."""
+    names = "cpu, cuda or cuda:1" if default == "cpu" else "cuda or cuda:1"
+    option(parser, "--device", names, default, "DEVICE")
+
+
+def add_target(parser: Parser) -> None:
+    """Add ``--target``, ``--unit``, ``--datapath`` and ``--plan``: arithmetic and accumulation order."""
+    option(
+        parser, "--target", "a GPU with its library, such as h200, or a plan file", metavar="NAME", known=names.targets
+    )
+    option(parser, "--unit", "an MMA unit alone, such as hopper.wgmma or exact", metavar="NAME", known=names.units)
+    record = "FIELD=VALUE,..."
+    own = "a unit of your own, such as block=32,fraction_bits=10 or logarithms,entries=4"
+    option(parser, "--datapath", own, metavar=record)
+    option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar=record)
+
+
+def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
+    """Add ``--model``, ``--shapes`` and ``--dtypes``."""
+    repeated(parser, "--model", f"linear layers of this model: {models}", known=names.models, dest="models")
+    option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE")
+    option(parser, "--dtypes", f"of {', '.join(DTYPES)}", dtypes, "LIST")
+
+
+def add_tokens(parser: Parser) -> None:
+    """Add ``--tokens``, which ``parse_tokens`` reads, and ``--no-gradients``."""
+    tokens = "rows of the layers' input: a list (1,77,512), or the powers of two in a range (1..8192)"
+    option(parser, "--tokens", tokens, "1..8192", "LIST")
+    flag(parser, "--no-gradients", "forward products only")
+
+
+def target_given(arguments: argparse.Namespace) -> list[str]:
+    """Return which of ``--target``, ``--unit`` and ``--datapath`` are given."""
+    return [name for name in TARGET_OPTIONS if getattr(arguments, name) is not None]
+
+
+def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return target, unit, datapath and plan as given, records of the last two."""
+    from fmtsim.spec.datapath import Datapath, LogDatapath
+    from fmtsim.spec.plan import GemmPlan
+
+    found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit, "datapath": None, "plan": None}
+    if arguments.datapath is not None:
+        found["datapath"] = parse_record(arguments.datapath, Datapath, "--datapath", logarithms=LogDatapath)
+    if arguments.plan is not None:
+        found["plan"] = parse_record(arguments.plan, GemmPlan, "--plan")
+    return found
+
+
+def parse_number(text: str) -> float:
+    """Read a decimal or hexadecimal float, inf or nan.
+
+    Raises:
+        ArgumentError: The text is not a number, or lies beyond float64.
+    """
+    word = text.strip().lower().replace("_", "")
+    try:
+        value = float.fromhex(word) if "0x" in word else float(word)
+    except (ValueError, OverflowError):
+        raise ArgumentError(
+            f"{text.strip()!r} is not a number of float64; write 0.1, -3e-5, 0x1.8p-3, inf or nan"
+        ) from None
+    if math.isinf(value) and "inf" not in word:
+        raise ArgumentError(f"{text.strip()} is beyond float64 (1.797e308); write inf if infinity is meant")
+    return value
+
+
+def parse_numbers(words: Sequence[str]) -> list[float]:
+    """Read numbers; a word ``-`` stands for those on standard input, between spaces or lines.
+
+    Raises:
+        ArgumentError: A word is not a number, or standard input has none.
+    """
+    found: list[float] = []
+    for word in words:
+        given = sys.stdin.read().split() if word.strip() == "-" else [word]
+        if not given:
+            raise ArgumentError("standard input, which - stands for, has no numbers; pipe some, such as 0.1 -3e-5")
+        found += map(parse_number, given)
+    return found
+
+
+def parse_int(text: str) -> int:
+    """Read a decimal, hexadecimal (0x) or binary (0b) integer."""
+    try:
+        return int(text.strip(), 0)
+    except ValueError:
+        raise ArgumentError(f"{text.strip()!r} is not an integer; write 17, 0x11 or 0b10001") from None
+
+
+def parse_record(text: str, record: type, option: str, **others: type) -> Any:
+    """Build a record from ``field=value,...``: integers, none, true, false, and names.
+
+    A first word without a value names one of the other records.
+
+    Raises:
+        ArgumentError: a field is unknown, lacks a value, or has one that is not possible.
+    """
+    first, _, rest = text.partition(",")
+    if first.strip() in others:
+        text, record = rest, others[first.strip()]
+    known = [field.name for field in dataclasses.fields(record)]
+    words = {"none": None, "true": True, "false": False}
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in known:
+            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(known)}")
+        number = value.removeprefix("-").isdecimal()
+        values[name] = int(value) if number else words.get(value.lower(), value)
+    return record(**values)
+
+
+def check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse numbers, or lists of them, that are below 1; None passes."""
+    for name in names:
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < 1:
+                raise ArgumentError(f"--{name.replace('_', '-')} {value} is not possible; choose 1 or more")
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is not there, or that holds no numbers (meta)."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ArgumentError(
+            f"--device {name} is not there: {first_line(error)}; choose cpu, or look at fmtsim info"
+        ) from None
+
+
+def check_threads(number: int, option: str = "--threads") -> None:
+    """Refuse a number of CPU threads, or of processes, that no machine has."""
+    if not 1 <= number <= MOST_THREADS:
+        allowed = "1 or more" if number < 1 else f"1 to {MOST_THREADS}"
+        raise ArgumentError(f"{option} {number} is not allowed; choose {allowed}")
+
+
+def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:
+    """Return the cases whose names match a pattern.
+
+    Raises:
+        ArgumentError: None does; the message lists them.
+    """
+    found = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
+    if not found:
+        names = ", ".join(repr(case.name) for case in cases)
+        raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
+    return found
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fmtsim train``: train a small model in a baseline precision and under simulated precision, side by side."""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fmtsim.formats.registry import get_format
+from fmtsim.lab.bench.timing import bounded_threads
+from fmtsim.lab.cli.arguments.train import EVERY
+from fmtsim.lab.cli.options import check_device, check_threads, read_target, target_given
+from fmtsim.lab.cli.output import MISMATCH, answer, format_table, json_text, print_text
+from fmtsim.lab.cli.train_summary import summary
+from fmtsim.lab.training.artifacts import CHECKPOINT, make_record, settings, write_artifacts, write_unfinished
+from fmtsim.lab.training.checkpoint import Checkpoint
+from fmtsim.lab.training.config import TrainConfig
+from fmtsim.lab.training.corpus import Corpus, load_corpus
+from fmtsim.lab.training.evidence import check_text, make_check_record, write_check
+from fmtsim.lab.training.gpt import GPTConfig
+from fmtsim.lab.training.lockstep import check_native
+from fmtsim.lab.training.loop import compare_schemes
+from fmtsim.lab.training.models import source_digest
+from fmtsim.lab.training.schemes import ADAMW, HIGH_PRECISION, Scheme
+from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
+from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.files import check_folder
+from fmtsim.support.progress import Progress, make_progress
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train both models, write the artifacts and print a summary; Ctrl-C leaves a report and a checkpoint, or nothing.
+
+    With ``--check native`` both models are the same, and 1 says that a bit differs.
+    """
+    if arguments.recipe == "list":
+        return _list_recipes()
+    config = _config(arguments)
+    check_device(arguments.device)
+    if arguments.threads is not None:
+        check_threads(arguments.threads)
+    out = Path(arguments.out).expanduser()
+    check_folder(out)
+    if arguments.minutes is not None and not (arguments.check and arguments.minutes > 0):
+        raise ArgumentError(f"--minutes {arguments.minutes:g} limits --check native; pass both, and a number above 0")
+    if arguments.check:
+        if arguments.resume or arguments.checkpoint_every is not None:
+            raise ArgumentError("--check native has no checkpoints; leave --resume and --checkpoint-every out")
+        return _check(arguments, config, out)
+    corpus = load_corpus(arguments.data, config.model.context)
+    with _training(arguments, out) as progress:
+        checkpoint = _checkpoint(arguments, config, corpus, out)
+        with _reported(config, corpus, checkpoint, out):
+            baseline, simulated = compare_schemes(config, corpus, progress, checkpoint)
+        record = make_record(config, corpus, baseline, simulated)
+        paths = write_artifacts(out, record, baseline, simulated)
+    _answer(arguments, record, lambda: summary(record, baseline, simulated), paths)
+    return 0
+
+
+@contextlib.contextmanager
+def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
+    """Show progress and bound torch's threads; Ctrl-C ends with a line that says what there is to go on from."""
+    try:
+        with bounded_threads(arguments.threads), make_progress(not arguments.quiet) as progress:
+            yield progress
+    except KeyboardInterrupt as interrupt:
+        left = f"a checkpoint is in {out}, go on with --resume" if (out / CHECKPOINT).exists() else ""
+        words = "; ".join(filter(None, (str(interrupt), left)))
+        raise KeyboardInterrupt(words or f"nothing was written to {out}") from None
+
+
+@contextlib.contextmanager
+def _reported(config: TrainConfig, corpus: Corpus, checkpoint: Checkpoint, out: Path) -> Iterator[None]:
+    """Write the report of a comparison that is interrupted, if it can be written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        written = None
+        with contextlib.suppress(FmtsimError):
+            written = write_unfinished(out, config, corpus, checkpoint)
+        raise KeyboardInterrupt(written or "") from None
+
+
+def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, out: Path) -> Checkpoint:
+    """Return where checkpoints go, read where the training goes on; refuse to begin where one waits."""
+    every, path = arguments.checkpoint_every, out / CHECKPOINT
+    if path.exists() and not arguments.resume:
+        raise ArgumentError(
+            f"{path} is of a training that was cut short; pass --resume to go on, delete it, or choose another --out"
+        )
+    checkpoint = Checkpoint(path, settings(config, corpus), EVERY if every is None else every)
+    if arguments.resume:
+        said = checkpoint.read() if path.exists() else f"no checkpoint in {out}, training begins"
+        print(f"resume: {said}", file=sys.stderr)
+    return checkpoint
+
+
+def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: Callable[[], str], paths: list[Path]) -> None:
+    files = [str(path) for path in paths]
+    answer(arguments, {**record, "files": files}, lambda: f"{text()}\n\nwritten: {', '.join(files)}")
+
+
+def _list_recipes() -> int:
+    rows = [(name, get_recipe(name).source) for name in list_recipes()]
+    print_text(lambda: format_table(("recipe", "source"), rows, left=(0, 1)))
+    return 0
+
+
+def _check(arguments: argparse.Namespace, config: TrainConfig, out: Path) -> int:
+    """Train natively and emulated in lockstep; 0 where all bits agree after all steps, else 1."""
+    corpus = load_corpus(arguments.data, config.model.context)
+    with _training(arguments, out) as progress:
+        result = check_native(config, corpus, progress, arguments.minutes)
+    record = make_check_record(config, corpus, result)
+    text = check_text(record)
+    paths = write_check(out, record, text, lambda found: json_text(found, indent=1))
+    _answer(arguments, record, lambda: text, paths)
+    return 0 if result.equal else MISMATCH
+
+
+def _config(arguments: argparse.Namespace) -> TrainConfig:
+    for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
+        get_format(name)  # an unknown name fails here, with close matches
+    sizes = {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads")}
+    machine = _machine(arguments) | {"reduction": arguments.reduction}
+    if arguments.level is not None and arguments.recipe is None:
+        raise ArgumentError(f"--level {arguments.level} is a recipe's; pass --recipe {_with_levels()} as well")
+    if arguments.recipe is not None:
+        simulated = _recipe(arguments, machine)
+    else:
+        names = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
+        given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+        simulated = Scheme(**{"format": "e4m3"} | given | machine, optimizer=_optimizer(arguments, None))
+    baseline = Scheme(format=arguments.baseline, grad_format=arguments.baseline)
+    rest = {name: getattr(arguments, name) for name in ("steps", "batch_size", "ranks", "lr", "seed", "device")}
+    model = {"model": GPTConfig(**sizes), "architecture": arguments.model}
+    config = TrainConfig(simulated=simulated, baseline=baseline, **model, **rest)
+    source_digest(config.architecture)  # an unknown model fails here
+    return config
+
+
+def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
+    """Return the scheme of a recipe, beside which nothing else describes formats or sums."""
+    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
+    if given:
+        raise ArgumentError(
+            f"--recipe says everything about formats and sums; leave {' and '.join(given)} out, or put it into a "
+            "recipe file of your own"
+        )
+    recipe = get_recipe(arguments.recipe)
+    if arguments.level is not None:
+        if not recipe.levels:
+            raise ArgumentError(
+                f"--level {arguments.level}: recipe {recipe.name} has no levels; pass --recipe {_with_levels()}, or "
+                "leave --level out"
+            )
+        recipe = recipe.at_level(arguments.level)
+    if machine["target"] == "recipe":
+        machine |= {"target": None, **recipe.made_for}
+    return Scheme(format=HIGH_PRECISION, recipe=recipe, optimizer=_optimizer(arguments, recipe.optimizer), **machine)
+
+
+def _with_levels() -> str:
+    """Return the recipes that have levels, as words."""
+    return " or ".join(name for name in list_recipes() if get_recipe(name).levels)
+
+
+def _optimizer(arguments: argparse.Namespace, own: OptimizerConfig | None) -> OptimizerConfig:
+    """Return the recipe's optimizer, or AdamW in float32, with what is asked for instead."""
+    given = {"rule": arguments.optimizer, "state": arguments.state}
+    return dataclasses.replace(own or ADAMW, **{name: value for name, value in given.items() if value is not None})
+
+
+def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return target, unit, plan and autocast as a Scheme takes them."""
+    given = target_given(arguments)
+    if len(given) > 1:
+        raise ArgumentError(
+            f"fmtsim train takes one of --target, --unit and --datapath, not {' and '.join(f'--{n}' for n in given)}"
+        )
+    if arguments.plan is not None and not given:
+        raise ArgumentError("--plan is an accumulation order; pass --target, --unit or --datapath as well")
+    if arguments.fast_accum and arguments.target is None:
+        raise ArgumentError("--fast-accum chooses between a library's kernels; pass --target as well")
+    if arguments.target == "recipe" and arguments.recipe is None:
+        raise ArgumentError("--target recipe is the machine that a recipe was made for; pass --recipe as well")
+    options = read_target(arguments)
+    own = options.pop("datapath")
+    return {**options, "unit": arguments.unit if own is None else own, "autocast": arguments.autocast}

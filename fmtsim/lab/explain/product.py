@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a product has the bits it has: the unit, the accumulation order, and what stands behind both."""
+
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.casts.arguments import check_together
+from fmtsim.gemm.products.explanation import MmExplanation, explained, runs
+from fmtsim.gemm.products.matmul import Options, checked_options
+from fmtsim.gemm.products.operands import asked_product, check_tensor, inner_length, matrix_layout
+from fmtsim.gemm.products.resolver import call_name, recorded_calls, resolve
+from fmtsim.nn.products import Inputs, LayerExplanation, explain_layer
+from fmtsim.spec.call import GemmCall, Operation
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError
+
+
+@overload
+def explain_mm(a: nn.Module, b: Inputs) -> LayerExplanation: ...
+@overload
+def explain_mm(a: Tensor, b: Tensor, *, out_dtype: Any = ..., target: Any = ..., unit: Any = ..., datapath: Any = ...,
+               plan: Any = ..., accumulate: Any = ..., allow_tf32: bool = ..., allow_fp16_accumulation: bool = ...,
+               use_fast_accum: bool = ..., a_format: Any = ..., b_format: Any = ..., native: bool | None = ...,
+) -> MmExplanation: ...  # fmt: skip
+def explain_mm(
+    a: Any,
+    b: Any,
+    *,
+    out_dtype: torch.dtype | None = None,
+    target: Any = None,
+    unit: Any = None,
+    datapath: Any = None,
+    plan: GemmPlan | None = None,
+    accumulate: str | None = None,
+    allow_tf32: bool = False,
+    allow_fp16_accumulation: bool = False,
+    use_fast_accum: bool = False,
+    a_format: Any = None,
+    b_format: Any = None,
+    native: bool | None = None,
+) -> MmExplanation | LayerExplanation:
+    """Explain what ``mm`` would compute, or the three products of a converted layer; nothing is multiplied.
+
+    Args:
+        a: [M, K], or [B, M, K] for ``bmm``. On a target, FP8 operands stand for ``scaled_mm`` with a scale for each
+            tensor, and int8 operands for ``int_mm``. Or a layer that ``convert`` changed.
+        b: [K, N], or [B, K, N]. For a layer its input (or a list of its inputs), of which shape, strides and dtype
+            count, on any device; or the number of rows of its products: tokens, positions of a convolution. The result
+            then has ``fprop``, ``dgrad`` and ``wgrad``, by part (``["out_proj"]``) where a layer has several weights,
+            as if every tensor required a gradient. The layer names its machine: no keyword goes with it.
+        use_fast_accum: As in ``scaled_mm``.
+        out_dtype, target, unit, datapath, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format,
+            native: As in ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the
+            GPU multiplies or is emulated, and why.
+
+    Raises:
+        ArgumentError, DtypeError, FormatError: As the verb.
+
+    >>> a = torch.zeros(64, 4096, dtype=torch.bfloat16)
+    >>> print(explain_mm(a, a.mT, unit="hopper.wgmma"))
+    call       mm: [64, 4096] bf16 x [4096, 64] bf16 -> bfloat16
+    unit       hopper.wgmma: blocks of 16, F=25, E>=-133, toward_zero to fp32
+    evidence   equal to recorded hardware bits: H200: torch.mm; probes on H200 give the lower bound of E
+    order      one chain from +0, k in order
+    epilogue   rounded to bfloat16, to nearest even
+    source     one chain, k in order: a unit alone names no library
+    >>> import fmtsim
+    >>> layer = fmtsim.convert(nn.Linear(4096, 64).bfloat16(), format="e4m3", target="h200")
+    >>> explain_mm(layer, 512).wgrad.order
+    'a fresh chain every 128 products, each added to an outer sum rounded to nearest'
+    """
+    given: Options = {
+        "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
+        "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
+        "a_format": a_format, "b_format": b_format, "native": native,
+    }  # fmt: skip
+    if isinstance(a, nn.Module):
+        named = [name for name, value in (given | {"use_fast_accum": use_fast_accum}).items() if value]
+        if named or native is not None:
+            raise ArgumentError(
+                f"explain_mm of a layer takes no {named[0] if named else 'native'}=: convert gave the layer its machine"
+            )
+        return explain_layer(a, b)
+    check_tensor("a", a, "2+")
+    check_tensor("b", b, "2+")
+    check_together(a=a, b=b)
+    if a.dim() != b.dim() or a.dim() > 3:
+        raise ArgumentError(f"a has {a.dim()} dimensions, b {b.dim()}; pass two matrices, or two stacks of them")
+    options = checked_options("explain_mm", given)
+    operation = _operation(a, b, target is not None)
+    if operation == "int_mm":
+        options |= {"out_dtype": torch.int32, "accumulate": "int32"}
+    formats, tf32, dtype, sums = asked_product(operation, a, b.mT, options)
+    call = GemmCall(
+        operation=operation, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), a=call_name(formats[0]),
+        b=call_name(formats[1]), out=dtype or a.dtype, accumulate=sums or "", fast_accum=use_fast_accum,
+        scaling="tensor" if operation == "scaled_mm" else "none", a_layout=matrix_layout(a),
+        b_layout=matrix_layout(b, transposed=True), batch=a.shape[0] if a.dim() == 3 else 1, formats=formats,
+        target=target, unit=options["unit"], plan=plan,
+    )  # fmt: skip
+    with recorded_calls():  # a guess is said in words here
+        found = resolve(call)
+    shown = explained(call, found, tf32)
+    if target is None or (native is None and a.device.type != "cuda"):
+        return shown
+    how = runs(call, (a.dtype, b.dtype), a.device, native, converted=bool(tf32))
+    return replace(shown, rows=(*shown.rows, ("runs", how)))
+
+
+def _operation(a: Tensor, b: Tensor, library: bool) -> Operation:
+    if a.dtype == b.dtype == torch.int8:
+        return "int_mm"
+    if library and all(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in (a, b)):
+        return "scaled_mm"
+    return "bmm" if a.dim() == 3 else "mm"

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training keeps of weights: they themselves, copies, gradients and what an optimizer remembers, in bytes."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from fmtsim.formats.registry import get_format
+from fmtsim.lab.memory.bits import bits_of, bits_per_element
+from fmtsim.lab.memory.devices import Devices
+from fmtsim.lab.memory.estimate import MemoryLine
+from fmtsim.lab.memory.weights import Weight
+from fmtsim.optim import rules
+from fmtsim.optim.catalogue import get_scheme, list_schemes
+from fmtsim.optim.madam import madam
+from fmtsim.optim.table import describe
+from fmtsim.recipes.system import OptimizerConfig
+from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
+from fmtsim.support.errors import ArgumentError, did_you_mean, shown
+
+RULES = {rule.name: rule for rule in (rules.ADAMW, rules.ADAM, rules.LION, rules.SGD)} | {"madam": madam(2, True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """Give an update rule's states and how a scheme keeps them.
+
+    Args:
+        rule: Its name.
+        slots: The states that it has, of ``"first"`` and ``"second"``.
+        scheme: How they are kept.
+    """
+
+    rule: str
+    slots: tuple[str, ...]
+    scheme: Scheme
+
+    def formats(self, weight: Weight) -> dict[str, StateFormat]:
+        """Return how each state of a weight is kept."""
+        return self.scheme.formats(weight.shape, self.slots)
+
+    def state_bytes(self, weights: Iterable[Weight], slot: str) -> int:
+        """Return the bytes of one state, or of weights that the optimizer keeps packed (slot ``"weights"``)."""
+        found = ((w, self.formats(w).get(slot)) for w in weights)
+        return sum(fmt.bytes_of(w.shape) * w.repeat for w, fmt in found if fmt is not None)
+
+    def __str__(self) -> str:
+        return self.rule if self.scheme.name == "fp32" else f"{self.rule} with states of {self.scheme.name}"
+
+    def kept(self, slot: str) -> str:
+        """Return the format of a state in a few words."""
+        return describe(getattr(self.scheme, slot)).replace("float32", "fp32")
+
+    @property
+    def weights(self) -> StateFormat | None:
+        """How it keeps the weights themselves, None where a bfloat16 parameter or a master copy does."""
+        fmt = self.scheme.weights
+        return None if fmt is None or in_parameter(fmt, torch.bfloat16) else fmt
+
+
+def optimizer_of(optimizer: str | Scheme | OptimizerConfig | None) -> Optimizer:
+    """Return an optimizer: a rule (states in float32), a scheme (AdamW's states, Madam's of ``lns_madam``), or both.
+
+    Args:
+        optimizer: ``"adamw"``, ``"bnb8"``, ``"lion:bnb8"``, a Scheme or a recipe's record; None is ``"adamw"``.
+
+    Raises:
+        ArgumentError: There is no such rule or scheme.
+    """
+    if isinstance(optimizer, OptimizerConfig):
+        return optimizer_of(f"{optimizer.rule}:{optimizer.state}")
+    if isinstance(optimizer, Scheme):
+        return Optimizer(rule="adamw", slots=rules.ADAMW.slots, scheme=optimizer)
+    if optimizer is None:
+        return optimizer_of("adamw")
+    if not isinstance(optimizer, str):
+        raise ArgumentError(f"optimizer={shown(optimizer)} is not an optimizer; pass a name such as 'adamw' or 'bnb8'")
+    first, colon, second = optimizer.partition(":")
+    rule, state = (first, second) if colon else (first, "fp32") if first in RULES else ("adamw", first)
+    rule = "madam" if optimizer == "lns_madam" else rule
+    if rule not in RULES or state not in list_schemes():
+        known = [*RULES, *list_schemes()]
+        hint = did_you_mean(state if rule in RULES else rule, known)
+        raise ArgumentError(
+            f"optimizer={shown(optimizer)} is unknown{hint} (choose a rule: {', '.join(RULES)}; a scheme: "
+            f"{', '.join(list_schemes())}; or both as 'lion:bnb8')"
+        )
+    return Optimizer(rule=rule, slots=RULES[rule].slots, scheme=get_scheme(state))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Give the formats of what training keeps.
+
+    Args:
+        weights: Of the weights; None is as the optimizer keeps them.
+        master: Of the copy that it updates, None without one.
+        gradients: Of the gradients.
+        optimizer: The optimizer.
+    """
+
+    weights: str | None
+    master: str | None
+    gradients: str
+    optimizer: Optimizer
+
+
+def weight_lines(
+    weights: tuple[Weight, ...], adapters: tuple[Weight, ...], formats: Precision, at: Devices, *, early: bool
+) -> Iterator[MemoryLine]:
+    """Yield weights, copies, gradients and states of one device.
+
+    Args:
+        weights: Those of the model.
+        adapters: Those that are trained instead of them, if any.
+        formats: How they are kept.
+        at: The devices.
+        early: Copies for the backward product are made in the forward pass, too.
+    """
+    trained, own = adapters or weights, formats.optimizer
+
+    def line(name: str, kept: str, total: int, stage: int, of: tuple[Weight, ...] = trained) -> MemoryLine:
+        formula = per_element(sum(w.elements for w in of), total) + at.words(stage)
+        return MemoryLine(name=name, kept=kept, bytes=at.share(total, stage), formula=formula)
+
+    if formats.weights is None:
+        plain = [w for w in weights if "weights" not in own.formats(w)]
+        total = own.state_bytes(weights, "weights") + stored_bytes(plain, "bf16")
+        yield line("weights", own.kept("weights"), total, 3, weights)
+    else:
+        yield line("weights", formats.weights, stored_bytes(weights, formats.weights), 3, weights)
+    yield from _copies(weights, formats, at, early)
+    if adapters:
+        yield line("adapters", "bf16", stored_bytes(adapters, "bf16"), 3)
+    if formats.weights is not None and own.weights is not None:
+        yield line("master weights", own.kept("weights"), own.state_bytes(trained, "weights"), 1)
+    elif formats.master is not None:
+        yield line("master weights", formats.master, stored_bytes(trained, formats.master), 1)
+    yield line("gradients", formats.gradients, stored_bytes(trained, formats.gradients), 2)
+    for slot in own.slots:
+        yield line(f"{slot} moment", own.kept(slot), own.state_bytes(trained, slot), 1)
+    numbers = history_numbers(weights)
+    if numbers:
+        yield MemoryLine(
+            name="scale histories", kept="fp32", bytes=4 * numbers, formula=per_element(numbers, 4 * numbers)
+        )
+
+
+def _copies(weights: tuple[Weight, ...], formats: Precision, at: Devices, early: bool) -> Iterator[MemoryLine]:
+    """Yield the line of quantised weights that wait for the backward pass, if there are any."""
+    stored = 16.0 if formats.weights is None else bits_per_element(formats.weights)
+    copies = [(w, copy_bits(w, stored, early=early)) for w in weights if w.matrix]
+    quantised = [(w, bits) for w, bits in copies if bits]
+    total = sum(ceil(w.elements * sum(bits) / 8) for w, bits in quantised)
+    if total:
+        elements = sum(w.elements for w, _ in quantised)
+        kept = dict.fromkeys(q.format.name for w, _ in quantised if w.config is not None
+                             for q in (w.config.fprop.b, w.config.dgrad.b)[: 1 + early] if q.format)  # fmt: skip
+        formula = per_element(elements, total) + at.words(3)
+        yield MemoryLine(name="quantised weights", kept=", ".join(kept), bytes=at.share(total, 3), formula=formula)
+
+
+def checked_format(name: str, fmt: str | None) -> str | None:
+    """Return the name of a format, None for None.
+
+    Raises:
+        FormatError: There is no such format.
+    """
+    return None if fmt is None else get_format(fmt).name
+
+
+def per_element(elements: int, total: float) -> str:
+    """Return a total as elements times bytes."""
+    return f"{elements:,} x {total / elements:.6g} bytes"
+
+
+def stored_bytes(weights: Iterable[Weight], fmt: str) -> int:
+    """Return the bytes of weights in a format; one below 16 bits is that of linear layers, others are in bfloat16."""
+    narrow = bits_per_element(fmt) < 16
+
+    def bits(weight: Weight) -> float:
+        wide = narrow and not weight.linear
+        return bits_per_element("bf16") if wide else bits_per_element(fmt, weight.shape[-1])
+
+    return sum(ceil(weight.elements * bits(weight) / 8) for weight in weights)
+
+
+def copy_bits(weight: Weight, stored: float, *, early: bool) -> list[float]:
+    """Return the bits of an element of each quantised copy of a layer's weights that waits for the backward pass.
+
+    Args:
+        weight: The weight.
+        stored: Bits of the weights themselves; copies in as many are none.
+        early: Copies for the backward product are made in the forward pass, too.
+    """
+    if weight.config is None:
+        return []
+    forward, backward = weight.config.fprop.b, weight.config.dgrad.b
+    copies = [bits_of(forward)] if early or backward.source != "original" else []
+    copies += [bits_of(backward)] if early and backward.source == "original" else []
+    return [bits for bits in copies if bits is not None and bits < stored]
+
+
+def history_numbers(weights: Iterable[Weight]) -> int:
+    """Return the largest magnitudes that delayed scales remember, of all operands."""
+    found = 0
+    for weight in weights:
+        operands = {} if weight.config is None else weight.config.operands
+        rules = {(name[0], q) for name, q in operands.items()}
+        histories = [q.scaling.history for _, q in rules if q.scaling is not None and q.scaling.history is not None]
+        found += sum(history.length for history in histories) * weight.repeat
+    return found

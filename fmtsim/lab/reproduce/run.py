@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run claims: measure with each seed, compare with what is expected, and take the time."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from fmtsim.lab.reproduce.catalogue import get_claims
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, Verdict
+from fmtsim.lab.verify.workers import as_done
+from fmtsim.support.errors import FmtsimError
+
+_APART = 1000  # seeds lie so far apart: experiments that count up from a seed share no numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Set one number beside what it should be: its value with each seed, NaN where the experiment does not give it."""
+
+    expected: Expected
+    values: tuple[float, ...]
+
+    @property
+    def ours(self) -> float:
+        """Mean of the seeds, infinite or NaN where one of them is."""
+        return sum(self.values) / len(self.values) if self.values else math.nan
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the mean shows."""
+        return self.expected.verdict(self.ours)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Say how a claim came out.
+
+    Args:
+        claim: Which.
+        runs: What was measured, by seed; empty where the experiment broke off.
+        seconds: How long it took.
+        error: Why it broke off, empty where it did not.
+    """
+
+    claim: Claim
+    runs: tuple[Measured, ...]
+    seconds: float
+    error: str = ""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The numbers, in the order of the claim."""
+        return tuple(
+            Row(expected=one, values=tuple(run.numbers.get(one.name, math.nan) for run in self.runs))
+            for one in self.claim.expected
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the means over the seeds show of the claim."""
+        return self.claim.verdict({row.expected.name: row.ours for row in self.rows})
+
+    @property
+    def change(self) -> int:
+        """Steps from the recorded verdict to this one: positive where it got worse, 0 where it is the same."""
+        order = get_args(Verdict)
+        return order.index(self.verdict) - order.index(self.claim.recorded)
+
+    @property
+    def worse(self) -> bool:
+        """Whether less is shown than is recorded, or the experiment broke off."""
+        return bool(self.error) or self.change > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain JSON types (NaN and infinities as floats)."""
+        rows = [
+            {
+                "number": row.expected.name,
+                "published": row.expected.published,
+                "origin": row.expected.origin,
+                "ours": row.ours,
+                "seeds": list(row.values),
+                "low": row.expected.low,
+                "high": row.expected.high,
+                "part": row.expected.part,
+                "judged": row.expected.bounded or row.expected.native,
+                "verdict": row.verdict,
+            }
+            for row in self.rows
+        ]
+        names = ("says", "source", "notes", "bounds", "recorded")
+        about = {"claim": self.claim.name} | {name: getattr(self.claim, name) for name in names}
+        ending = {"verdict": self.verdict, "worse": self.worse, "seconds": self.seconds, "error": self.error}
+        return about | ending | {"numbers": rows}
+
+
+def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None = None) -> Result:
+    """Run a claim's experiment.
+
+    Args:
+        claim: Which.
+        tell: Called with the part that is done, 0 to 1.
+        seeds: How many seeds, from the first of the claim on; None: as many as it asks for. Without effect where an
+            experiment draws nothing.
+
+    Returns:
+        The result; an error of fmtsim in the experiment ends it and is quoted there. The caller's random generators are
+        left as they were.
+    """
+    start, error = time.perf_counter(), ""
+    found: list[Measured] = []
+    with torch.random.fork_rng(devices=[]):
+        try:
+            every = list(_settings(claim, seeds))
+            for done, values in enumerate(every):
+                found.append(claim.measure(lambda part, done=done: tell((done + part) / len(every)), **values))
+        except FmtsimError as problem:
+            found, error = [], str(problem)
+    return Result(claim=claim, runs=tuple(found), seconds=time.perf_counter() - start, error=error)
+
+
+def run_claims(claims: Sequence[Claim], workers: int, *, seeds: int | None = None) -> Iterator[Result]:
+    """Run claims in processes, a CPU thread each, slow ones first; yield results as they are there.
+
+    Claims that read the same runs share a process. Other arguments are those of ``run_claim``.
+    """
+    alike: dict[Any, list[Claim]] = {}
+    for claim in claims:
+        alike.setdefault((claim.measure, claim.settings), []).append(claim)
+    groups = sorted(alike.values(), key=lambda group: not any(claim.slow for claim in group))
+    known = {claim.name: claim for claim in claims}
+    tasks = [([claim.name for claim in group], seeds) for group in groups]
+    for found in as_done(_run_group, tasks, workers, torch.set_num_threads, 1):
+        for name, runs, seconds, error in found:
+            yield Result(claim=known[name], runs=runs, seconds=seconds, error=error)
+
+
+def _run_group(task: tuple[list[str], int | None]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
+    """Run claims, by names and the number of seeds; return names, and of results what another process may be sent."""
+    names, seeds = task
+    done = [run_claim(claim, seeds=seeds) for claim in get_claims(names)]
+    return [(each.claim.name, each.runs, each.seconds, each.error) for each in done]
+
+
+def _settings(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each run."""
+    values = dict(claim.settings)
+    if "seeds" in values:
+        yield values if seeds is None else values | {"seeds": tuple(range(seeds))}
+    elif "seed" in values:
+        for run in range(seeds or claim.seeds):
+            yield values | {"seed": values["seed"] + run * _APART}
+    else:
+        yield values

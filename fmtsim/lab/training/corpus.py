@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real text to train on: any file or folder, or the sources of Python's own standard library."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fmtsim.support.errors import DataError
+
+MAX_BYTES = 32 * 1024 * 1024  # a training run of minutes sees less; larger corpora are cut here and say so
+VALIDATION_SHARE = 10  # the last tenth is held out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Hold a text as bytes.
+
+    Args:
+        name: Where it came from, for records and pictures.
+        train: uint8 [n], all but the last tenth.
+        validation: uint8, the last tenth.
+        files: Files that were read.
+        truncated: Whether reading stopped at MAX_BYTES.
+        tasks: Whether it is questions with answers (``training/tasks.py``).
+    """
+
+    name: str
+    train: Tensor
+    validation: Tensor
+    files: int
+    truncated: bool
+    tasks: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Length of the whole text."""
+        return self.train.numel() + self.validation.numel()
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the whole text."""
+        found = hashlib.sha256(self.train.numpy().data)
+        found.update(self.validation.numpy().data)
+        return found.hexdigest()
+
+
+def load_corpus(path: str | Path | None, context: int) -> Corpus:
+    """Read a text file, all text files below a folder, or, for None, the standard library's modules.
+
+    Files in a folder are read in the order of their names; hidden files and files with NUL bytes are passed over.
+
+    Args:
+        path: A file or a folder.
+        context: Bytes that the model sees at once; the held-out tenth must be longer than that.
+
+    Raises:
+        DataError: the path is missing, unreadable, empty, binary or too short.
+    """
+    source = _standard_library() if path is None else Path(path).expanduser()
+    name = "Python standard library" if path is None else str(path)
+    hint = "pass --data with a text file or a folder of text files"
+    if not source.exists():
+        raise DataError(f"--data {name}: no such file or folder; {hint}, or leave it out for Python's own sources")
+    if source.is_file():
+        text, files, truncated = _single(source, hint)
+    elif source.is_dir():
+        text, files, truncated = _folder(source, name, recursive=path is not None, hint=hint)
+    else:
+        raise DataError(f"--data {name}: neither a file nor a folder; {hint}")
+    needed = VALIDATION_SHARE * (context + 2)
+    if len(text) < needed:
+        raise DataError(
+            f"--data {name}: {len(text)} bytes of text, at least {needed} are needed for context {context}; "
+            "pass more text or a smaller --context"
+        )
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    split = len(text) - len(text) // VALIDATION_SHARE
+    return Corpus(name=name, train=data[:split], validation=data[split:], files=files, truncated=truncated)
+
+
+def sample(
+    data: Tensor, batch: int, context: int, generator: torch.Generator, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Draw windows of a text: inputs and the bytes that follow them, int64 [batch, context] both, on a device."""
+    starts = torch.randint(data.numel() - context, (batch, 1), generator=generator)
+    windows = data[starts + torch.arange(context + 1)].long().to(device)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _standard_library() -> Path:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    if not (folder / "os.py").is_file():
+        raise DataError(f"the standard library's sources are not at {folder}; pass --data with a text file or a folder")
+    return folder
+
+
+def _single(path: Path, hint: str) -> tuple[bytes, int, bool]:
+    text, whole = _read(path, MAX_BYTES)
+    if not text:
+        raise DataError(f"--data {path}: the file is empty; {hint}")
+    if b"\0" in text:
+        raise DataError(f"--data {path}: the file holds NUL bytes and is not text; {hint}")
+    return text, 1, not whole
+
+
+def _folder(folder: Path, name: str, *, recursive: bool, hint: str) -> tuple[bytes, int, bool]:
+    parts, total, seen, truncated = [], 0, 0, False
+    for path in _files(folder) if recursive else sorted(folder.glob("*.py")):
+        seen += 1
+        text, whole = _read(path, MAX_BYTES - total)
+        truncated |= not whole
+        if text and b"\0" not in text:
+            parts.append(text)
+            total += len(text)
+        if total >= MAX_BYTES:
+            truncated = True
+            break
+    if not parts:
+        why = f"{seen} files, all empty or binary" if seen else "no files"
+        raise DataError(f"--data {name}: the folder holds {why}; {hint}")
+    return b"\n".join(parts), len(parts), truncated
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (
+            Path(place, name) for name in sorted(names) if not name.startswith(".") and Path(place, name).is_file()
+        )
+
+
+def _read(path: Path, limit: int) -> tuple[bytes, bool]:
+    """Return at most limit bytes of a file, and whether that was all."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit + 1)
+    except OSError as error:
+        raise DataError(
+            f"--data {path}: {error.strerror or error}; check its permissions, or pass another path"
+        ) from None
+    return text[:limit], len(text) <= limit

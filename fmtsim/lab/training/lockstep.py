@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train one model twice in lockstep, and compare the bits of every loss, gradient and weight after each step.
+
+The two sides start from the same weights and see the same batches; they differ in how products are computed. For
+``fmtsim train --check native`` one side runs every product of a linear layer on the GPU's own unit, the other emulates
+it; whatever else happens in a step is the same code on the same device.
+"""
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.gemm.layers.config import linear_config
+from fmtsim.gemm.products.native import why_not_native
+from fmtsim.gemm.targets.target import Target, get_target
+from fmtsim.lab.analysis.bisect import bisect
+from fmtsim.lab.analysis.compare import compare
+from fmtsim.lab.analysis.comparison import Comparison
+from fmtsim.lab.analysis.deterministic import deterministic
+from fmtsim.lab.training.config import TrainConfig
+from fmtsim.lab.training.corpus import Corpus, sample
+from fmtsim.lab.training.gpt import LanguageModel
+from fmtsim.lab.training.learner import Learner, autocast
+from fmtsim.lab.training.loop import collected_guesses, keys, simulate
+from fmtsim.lab.training.models import MODELS, build_model
+from fmtsim.nn.convert import set_step
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.progress import Progress
+
+HEAD_FORMAT = "bf16"  # of the output head, which FP8 training leaves in 16 bits
+_CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Side(NamedTuple):
+    """One of the two models, with what it is called."""
+
+    label: str
+    model: nn.Module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The first tensor of a run whose bits differ.
+
+    Args:
+        step: The step, counted from 1.
+        kind: ``"loss"``, ``"gradient"`` or ``"weight"`` (after the optimizer's step).
+        tensor: Name of the parameter, ``"loss"`` for that.
+        comparison: All of the tensor; ``comparison.first`` has the index and both codes.
+        product: The first operation that differs, as far as a second run forward and backward shows (``bisect``).
+    """
+
+    step: int
+    kind: str
+    tensor: str
+    comparison: Comparison
+    product: str = ""
+
+    def __str__(self) -> str:
+        where = f"; {self.product}" if self.product else ""
+        wrong, count = self.comparison.mismatches, self.comparison.count
+        return (
+            f"step {self.step}, {self.kind} of {self.tensor} {self.comparison.first}; {wrong} of {count} differ{where}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Lockstep:
+    """Record what a run in lockstep found.
+
+    Args:
+        labels: What the two sides are called.
+        parameters: Numbers in the model.
+        steps: Steps after which all bits agreed.
+        losses: Of each step.
+        compared: Numbers whose bits were compared.
+        mismatch: The first difference, None where there is none.
+        stopped: Why the run ended early other than by a mismatch.
+        timed_out: That was the time limit.
+        seconds: Wall time of forward and backward of both sides, and of the rest.
+        products: Emulated calls and their plans, each once.
+        guesses: Warnings of plans that are guesses.
+        digest: SHA-256 of all weights at the end, of both sides.
+    """
+
+    labels: tuple[str, str]
+    parameters: int
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    compared: int = 0
+    mismatch: Mismatch | None = None
+    stopped: str | None = None
+    timed_out: bool = False
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    products: list[tuple[GemmCall, GemmSpec]] = field(default_factory=list)
+    guesses: list[str] = field(default_factory=list)
+    digest: tuple[str, str] = ("", "")
+
+    @property
+    def equal(self) -> bool:
+        """Whether no bit differed, in all steps or in those before the time limit."""
+        return self.mismatch is None and (self.stopped is None or self.timed_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordingTarget(Target):
+    """A target that keeps what it was asked."""
+
+    asked: dict[GemmCall, GemmSpec] = field(default_factory=dict)
+
+    def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
+        """Return what the target says, and remember it."""
+        self.asked[call] = found = Target.resolve(self, call, strict=strict)
+        return found
+
+
+def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minutes: float | None = None) -> Lockstep:
+    """Train with the GPU's own products and with emulated ones, in lockstep.
+
+    Args:
+        config: ``config.simulated`` names formats and the target; ``config.device`` has to be that GPU.
+        corpus: What is learnt.
+        progress: Is told of each step.
+        minutes: Time after which no step begins; None takes all steps.
+
+    Raises:
+        ArgumentError: There is no target, or the device is not its GPU; it says why.
+    """
+    target = config.simulated.target
+    if target is None:
+        raise ArgumentError("--check native compares a GPU with its emulation; pass --target, for example h200")
+    with deterministic(config.device):
+        reason = why_not_native(target, config.device)
+        if reason is not None:
+            raise ArgumentError(f"--check native is not possible: {reason}; pass --device cuda on the target's GPU")
+        record = recording(get_target(target))
+        sides = (
+            build_side("native", config, target=record, native=True),
+            build_side("emulated", config, target=record, native=False),
+        )
+        with collected_guesses() as guesses:
+            result = run_lockstep(sides, config, corpus, progress, minutes)
+    result.products, result.guesses = list(record.asked.items()), guesses
+    return result
+
+
+def recording(target: Target) -> RecordingTarget:
+    """Return a copy of a target that remembers the calls it is asked about."""
+    return RecordingTarget(**{f.name: getattr(target, f.name) for f in dataclasses.fields(Target)})
+
+
+def emulates_head(config: TrainConfig) -> bool:
+    """Say whether the output head multiplies on the machine: of this package's models, whose scales are not fixed."""
+    return config.architecture in MODELS and not config.simulated.unit_variance
+
+
+def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
+    """Return a model from the config's seed whose layers, and head by ``emulates_head``, run on the scheme's machine.
+
+    Args:
+        label: What the side is called.
+        config: The training.
+        machine: What to replace of the machine, as keywords of ``convert``.
+    """
+    model = build_model(config)
+    simulate(model, config.simulated, config, keys(config), **machine)
+    if emulates_head(config):
+        assert isinstance(model, LanguageModel)
+        head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT)
+        model.head = head.on(**{"target": config.simulated.target, "unit": config.simulated.unit} | machine)
+    return Side(label, model)
+
+
+def run_lockstep(
+    sides: tuple[Side, Side], config: TrainConfig, corpus: Corpus, progress: Progress, minutes: float | None = None
+) -> Lockstep:
+    """Train two models with equal weights on the same batches, and stop at the first bit that differs.
+
+    Compared are the loss and every gradient before, and every weight after each step of the optimizer.
+    """
+    end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    first, second = (side.model for side in sides)
+    learners = [Learner(side.model, config.simulated, config) for side in sides]
+    result = Lockstep(labels=(sides[0].label, sides[1].label), parameters=sum(p.numel() for p in first.parameters()))
+    batches = torch.Generator().manual_seed(config.seed + 1)
+    label = f"{sides[0].label} and {sides[1].label}"
+    progress.stage(label, config.steps)
+    result.mismatch = _compared(result, 0, "weight", _weights(first), _weights(second))
+    while result.mismatch is None and result.stopped is None and result.steps < config.steps:
+        if time.perf_counter() >= end:
+            result.stopped, result.timed_out = f"the time limit of {minutes:g} minutes", True
+            break
+        step = result.steps + 1
+        batch = sample(corpus.train, config.batch_size, config.model.context, batches, config.device)
+        result.mismatch = _step(result, step, sides, learners, batch, config)
+        if result.mismatch is None and result.stopped is None:
+            result.steps = step
+            progress.step(step, f"loss {result.losses[-1]:.4f}")
+    result.digest = digest(_weights(first)), digest(_weights(second))
+    if result.stopped or result.mismatch:
+        progress.say(f"{label}: stopped, {result.stopped or result.mismatch}")
+    return result
+
+
+def _step(
+    result: Lockstep, step: int, sides: tuple[Side, Side], learners: Sequence[Learner],
+    batch: tuple[Tensor, Tensor], config: TrainConfig,
+) -> Mismatch | None:  # fmt: skip
+    losses = []
+    for index, learner in enumerate(learners):
+        began = time.perf_counter()
+        set_step(learner.model, step - 1)
+        losses.append(learner.backward(*batch, step))
+        _wait(config.device)
+        result.seconds[index] += time.perf_counter() - began
+    began = time.perf_counter()
+    first, second = (side.model for side in sides)
+    mismatch = _compared(result, step, "loss", [("loss", losses[0])], [("loss", losses[1])])
+    mismatch = mismatch or _compared(result, step, "gradient", _gradients(first), _gradients(second))
+    if mismatch is not None:
+        return dataclasses.replace(mismatch, product=_birthplace(sides, batch, config))
+    result.losses.append(float(losses[0]))
+    if not math.isfinite(result.losses[-1]):
+        result.stopped = f"the loss became {result.losses[-1]} at step {step}"
+        return None
+    for learner in learners:
+        learner.set_rate(step)
+        learner.step(taken=learner.unscale())
+    mismatch = _compared(result, step, "weight", _weights(first), _weights(second))
+    _wait(config.device)
+    result.seconds[2] += time.perf_counter() - began
+    return mismatch
+
+
+def _compared(
+    result: Lockstep, step: int, kind: str, first: Iterable[tuple[str, Tensor]], second: Iterable[tuple[str, Tensor]]
+) -> Mismatch | None:
+    """Compare tensors by name in order; one answer comes from the device however many there are."""
+    pairs = [(name, a, b) for (name, a), (_, b) in zip(first, second, strict=True)]
+    different = torch.stack([(_bits(a) != _bits(b)).any() for _, a, b in pairs]).tolist()
+    result.compared += sum(a.numel() for _, a, _ in pairs)
+    if not any(different):
+        return None
+    name, a, b = pairs[different.index(True)]
+    return Mismatch(step=step, kind=kind, tensor=name, comparison=compare(a, b))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().view(_CODES[x.element_size()])
+
+
+def _weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return ((name, p.detach()) for name, p in model.named_parameters())
+
+
+def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def _birthplace(sides: tuple[Side, Side], batch: tuple[Tensor, Tensor], config: TrainConfig) -> str:
+    """Return the first operation that differs where copies of both models run forward and backward again."""
+    with autocast(config.simulated, config.device):
+        found = bisect(*((side.model, batch) for side in sides))
+    if found.equal:
+        return "when forward and backward are repeated no bit differs"
+    first = "" if found.comparison is None else f": {found.tensor} {found.comparison.first}"
+    return f"first in {found.a}{first}"
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of the bits of tensors, in order."""
+    total = hashlib.sha256()
+    for _, x in tensors:
+        total.update(_bits(x).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the options of ``fmtsim train`` to a linear config: a format, a way of scaling it, rounding, and a target."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from fmtsim.distributed.reduction import get_reduction
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.layers.scalings import ScalingName, usual_scaling
+from fmtsim.optim.catalogue import get_scheme
+from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.recipes.spec import LossScale, Recipe
+from fmtsim.recipes.system import OptimizerConfig
+from fmtsim.rounding.modes import RoundingName
+from fmtsim.spec.datapath import Datapath, LogDatapath
+from fmtsim.spec.gemm_spec import record_to_dict
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import ArgumentError
+
+HIGH_PRECISION = "fp32"
+ADAMW = OptimizerConfig(state=HIGH_PRECISION)  # torch's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """Name a way of training: formats, scaling, rounding and target as on the command line.
+
+    Args:
+        format: Format of activations and weights; ``"fp32"`` without a target or unit converts nothing.
+        grad_format: Format of gradients; None means e5m2 for element formats of 8 bits and fewer, else ``format``.
+        scaling: One of SCALINGS; None means the format's own blocks, ``"tensor"`` for element formats of 8 bits and
+            fewer, ``"none"`` for wider ones.
+        rounding: Rounding of activations and weights.
+        grad_rounding: Rounding of gradients.
+        target: A GPU with its library that multiplies, by name or path; None multiplies in float32.
+        unit: An MMA unit alone instead, by name, or as a Datapath or LogDatapath.
+        plan: Accumulation order instead of the target's own.
+        fast_accum: use_fast_accum of the target's forward products.
+        fast_backward: use_fast_accum of the products of gradients as well.
+        recipe: A recipe instead of formats, scaling, rounding and fast sums; ``format`` is ``"fp32"`` then.
+        autocast: Dtype of everything else under ``torch.autocast``, instead of the recipe's own.
+        optimizer: Optimizer and state scheme instead of the recipe's own, or of AdamW in float32.
+        reduction: Reduction of gradients over ranks by name, instead of the recipe's own, or of float32's mean.
+
+    Raises:
+        ArgumentError: An unknown state scheme or reduction, or options that need others.
+    """
+
+    format: str
+    grad_format: str | None = None
+    scaling: ScalingName | None = None
+    rounding: RoundingName = "nearest_even"
+    grad_rounding: RoundingName = "nearest_even"
+    target: str | None = None
+    unit: str | Datapath | LogDatapath | None = None
+    plan: GemmPlan | None = None
+    fast_accum: bool = False
+    fast_backward: bool = False
+    recipe: Recipe | None = None
+    autocast: str | None = None
+    optimizer: OptimizerConfig | None = None
+    reduction: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.fast_backward and not self.fast_accum:
+            raise ArgumentError("--fast-backward extends --fast-accum to gradients; pass --fast-accum as well")
+        if self.recipe is not None and self.autocast is None:
+            object.__setattr__(self, "autocast", self.recipe.autocast)
+        get_scheme(self.states.state)
+        get_reduction(self.reduced_by)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether anything is quantised, or multiplied by a target or unit."""
+        return self.recipe is not None or get_format(self.format).name != HIGH_PRECISION or self.emulated
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a target or an MMA unit multiplies."""
+        return self.target is not None or self.unit is not None
+
+    @property
+    def states(self) -> OptimizerConfig:
+        """The optimizer in force."""
+        return self.optimizer or (self.recipe and self.recipe.optimizer) or ADAMW
+
+    @property
+    def reduced_by(self) -> str:
+        """The reduction of gradients in force, where there are ranks."""
+        return self.reduction or (self.recipe and self.recipe.reduction) or HIGH_PRECISION
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced otherwise than in float32, which needs ranks."""
+        return self.reduced_by != HIGH_PRECISION
+
+    @property
+    def unit_variance(self) -> bool:
+        """Whether the recipe gives weights unit variance, which wants other learning rates."""
+        return self.recipe is not None and any(one.kind == "operations" for one in self.recipe.replace)
+
+    @property
+    def gathered(self) -> str:
+        """The format in which the chosen level of a recipe gathers weights, else empty."""
+        return (self.recipe and self.recipe.gathered) or ""
+
+    @property
+    def gradient(self) -> str:
+        """The format of gradients in force."""
+        return self.grad_format or ("e5m2" if usual_scaling(get_format(self.format)) == "tensor" else self.format)
+
+    @property
+    def label(self) -> str:
+        """A short description for legends and tables."""
+        optimizer = str(self.states) if self.states != ADAMW else ""
+        system = (optimizer, f"gradients reduced by {self.reduced_by}" if self.reduces else "")
+        return ", ".join(filter(None, (self._products, *system)))
+
+    @property
+    def _products(self) -> str:
+        """The part of the label that is about products."""
+        machine = Gemm(**self.machine, fast_accum=self.fast_accum).machine
+        if self.recipe is not None:
+            return ", ".join(filter(None, (self.recipe.name, machine)))
+        if not self.simulated:
+            return HIGH_PRECISION
+        formats = self.format if self.gradient == self.format else f"{self.format}/{self.gradient}"
+        scaling = self.scaling or usual_scaling(get_format(self.format))
+        names = {"nearest_even": "", "stochastic": "SR"}
+        forward, backward = (names.get(mode, mode) for mode in (self.rounding, self.grad_rounding))
+        parts = [formats, "unscaled" if scaling == "none" else f"scaled by {scaling}" if scaling else ""]
+        if forward == backward:
+            parts.append(forward)
+        else:
+            parts += [f"{tensors} {mode}" for tensors, mode in (("x w", forward), ("g", backward)) if mode]
+        parts += [machine, "also of gradients" if self.fast_backward else ""]
+        return ", ".join(filter(None, parts))
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """Target, unit and plan of the products, as keywords of ``convert``."""
+        return {"target": self.target, "unit": self.unit, "plan": self.plan}
+
+    def linear_config(self) -> LinearConfig:
+        """Return the config of every layer without a recipe, without its machine.
+
+        Raises:
+            FormatError, ArgumentError: The options do not fit together.
+        """
+        config = linear_config(
+            x=self.format, w=self.format, g=self.gradient, scaling=self.scaling, rounding=self.rounding,
+            grad_rounding=self.grad_rounding, fast_accum=self.fast_accum,
+        )  # fmt: skip
+        backward = {name: dataclasses.replace(getattr(config, name), fast_accum=self.fast_backward)
+                    for name in ("dgrad", "wgrad")}  # fmt: skip
+        return dataclasses.replace(config, **backward)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How the loss is scaled."""
+        return None if self.recipe is None else self.recipe.loss_scale
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types, records of units, plans and recipes as in their files."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.recipe is not None:
+            fields["recipe"] = recipe_to_dict(self.recipe)
+        return {
+            name: record_to_dict(value) if isinstance(value, Datapath | LogDatapath | GemmPlan) else value
+            for name, value in fields.items()
+        } | {"optimizer": dataclasses.asdict(self.states), "reduction": self.reduced_by}

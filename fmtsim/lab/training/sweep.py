@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small model over and over: schemes x learning rates x widths x steps x seeds, each run a line of a file."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.lab.analysis.deterministic import deterministic
+from fmtsim.lab.analysis.sharpness import sharpness
+from fmtsim.lab.search.switching import bits_of
+from fmtsim.lab.training.config import CLIP, FINAL_SHARE, TrainConfig
+from fmtsim.lab.training.corpus import Corpus
+from fmtsim.lab.training.gpt import GPTConfig
+from fmtsim.lab.training.learner import autocast
+from fmtsim.lab.training.loop import begin, collected_guesses, take_step, validate
+from fmtsim.lab.training.schemes import HIGH_PRECISION, Scheme
+from fmtsim.lab.training.tasks import score
+from fmtsim.recipes import Recipe, get_recipe, list_recipes
+from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
+
+LOOKS = 10  # of the loss's sharpness in a run, evenly over its steps
+
+
+class Point(NamedTuple):
+    """Name one run: a scheme (``scheme_of``), peak learning rate, width, steps, and the seed of all that is drawn."""
+
+    scheme: str
+    lr: float
+    width: int
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepConfig:
+    """Say what all runs of a sweep have in common: sizes, batches, the schedule, the device and the text."""
+
+    layers: int = 2
+    heads: int = 4
+    context: int = 32
+    batch_size: int = 8
+    architecture: str = "gpt"
+    final_rate: float = FINAL_SHARE
+    clip: float | None = CLIP
+    device: str = "cpu"
+
+    def train_config(self, point: Point) -> TrainConfig:
+        """Return the training of a point; it has no baseline of its own."""
+        scheme = scheme_of(point.scheme)
+        return TrainConfig(
+            simulated=scheme, baseline=scheme, model=GPTConfig(
+                context=self.context, width=point.width, layers=self.layers, heads=self.heads
+            ), architecture=self.architecture, steps=point.steps, batch_size=self.batch_size, lr=point.lr,
+            final_rate=self.final_rate, clip=self.clip, seed=point.seed, device=self.device,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRun:
+    """Hold what one run gave.
+
+    Args:
+        point: Which run.
+        parameters: Weights, without embeddings.
+        tokens: That were learnt from.
+        losses: Of each step, nats per byte.
+        validation: Loss on held-out text after the last step, NaN where the run stopped.
+        stopped: Why it ended early, None if it did not.
+        sharpness: At some steps (``LOOKS``), counted from 1: that of the loss at each byte of the step's batch, their
+            mean, percent. (Lee et al. take the last token of each sequence, which is noise where these are few.)
+        tasks: On a text of tasks: how many held-out answers were right, and how many there were, by task.
+        seconds: Wall time.
+    """
+
+    point: Point
+    parameters: int
+    tokens: int
+    losses: tuple[float, ...]
+    validation: float
+    stopped: str | None = None
+    sharpness: tuple[tuple[int, float], ...] = ()
+    tasks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last tenth of the steps, infinite where the run stopped."""
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        return math.inf if self.stopped or not tail else sum(tail) / len(tail)
+
+    def to_line(self) -> str:
+        """Return the run as a line of JSON; numbers that are not finite are null."""
+        record = self.point._asdict() | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
+        record["losses"] = [_finite(loss) for loss in self.losses]
+        record["sharpness"] = [(step, _finite(value)) for step, value in self.sharpness]
+        return json.dumps(record | {"validation": _finite(self.validation)}, allow_nan=False) + "\n"
+
+    @classmethod
+    def of_line(cls, line: str) -> "SweepRun":
+        """Return the run that a line describes."""
+        record = json.loads(line)
+        point = Point(*(record.pop(name) for name in Point._fields))
+        losses = tuple(_number(loss) for loss in record.pop("losses"))
+        looks = tuple((step, _number(value)) for step, value in record.pop("sharpness"))
+        tasks = {name: (right, asked) for name, (right, asked) in record.pop("tasks").items()}
+        known: dict[str, Any] = {
+            "losses": losses,
+            "sharpness": looks,
+            "tasks": tasks,
+            "validation": _number(record.pop("validation")),
+        }
+        return cls(point=point, **known, **record)
+
+
+def scheme_of(text: str) -> Scheme:
+    """Return a scheme from a word of the command line.
+
+    A recipe's name or file, a format (as in ``fmtsim train --format``), or two of either: ``A/B`` computes the forward
+    product as A does and both products of the gradients as B does.
+
+    Raises:
+        FmtsimError: There is no such recipe or format, or a recipe of a pair has no linear layers.
+    """
+    forward, slash, backward = text.partition("/")
+    if not slash or text.endswith(".json"):
+        recipe = _recipe(text)
+        return Scheme(format=text) if recipe is None else Scheme(format=HIGH_PRECISION, recipe=recipe)
+    first, second = (linear_of(word) for word in (forward, backward))
+    linear = dataclasses.replace(second, fprop=first.fprop)
+    return Scheme(format=HIGH_PRECISION, recipe=Recipe(name=text, linear=linear, source="a pair of two schemes"))
+
+
+def _recipe(word: str) -> Recipe | None:
+    """Return the recipe that a word names, None for a format; float32 quantises nothing and is no recipe here."""
+    if word == HIGH_PRECISION:
+        return None
+    if word.endswith(".json"):
+        return get_recipe(word)
+    with contextlib.suppress(ArgumentError):
+        return get_recipe(word)
+    try:
+        get_format(word)
+    except FmtsimError:
+        hint = did_you_mean(word, [*list_recipes(), *list_formats()])
+        raise ArgumentError(
+            f"scheme {shown(word)} is neither a recipe nor a format{hint}; fmtsim formats and fmtsim train --recipe "
+            "list have the names"
+        ) from None
+    return None
+
+
+def linear_of(word: str) -> LinearConfig:
+    """Return how linear layers run under a recipe or format; ArgumentError where a recipe has none."""
+    recipe = _recipe(word)
+    if word == HIGH_PRECISION:
+        return LinearConfig()
+    linear = linear_config(x=word, w=word, g=word) if recipe is None else recipe.linear
+    if not isinstance(linear, LinearConfig):
+        raise ArgumentError(f"{word!r} has no linear layers to pair; choose another recipe, or a format")
+    return linear
+
+
+def speed_of(word: str, *, backward: bool) -> float:
+    """Return how many times faster than in 16 bits a scheme's products are: 16 over the bits of their wider operand."""
+    linear = linear_of(word)
+    gemms = (linear.dgrad, linear.wgrad) if backward else (linear.fprop,)
+    return 16 / max(bits_of(operand) for gemm in gemms for operand in (gemm.a, gemm.b))
+
+
+def points_of(
+    schemes: Sequence[str], rates: Sequence[float], widths: Sequence[int], steps: Sequence[int], seeds: Sequence[int]
+) -> list[Point]:
+    """Return every combination once, the first seed of all before the second, so that a part of a sweep is even."""
+    lists = itertools.product(seeds, schemes, rates, widths, steps)
+    found = [Point(scheme, lr, width, count, seed) for seed, scheme, lr, width, count in lists]
+    return list(dict.fromkeys(found))
+
+
+class _Logits(TorchFunctionMode):
+    """Keep the logits and targets of every cross entropy that is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy and len(args) > 1:
+            self.seen.append((args[0].detach(), args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def train_point(config: SweepConfig, point: Point, corpus: Corpus) -> SweepRun:
+    """Train one model; equal arguments give equal losses, bit for bit, on one machine with one number of threads."""
+    began, train = time.perf_counter(), config.train_config(point)
+    looks = {max(1, round(point.steps * look / LOOKS)) for look in range(1, LOOKS + 1)}
+    sharp: list[tuple[int, float]] = []
+    with collected_guesses(), deterministic(train.device):
+        scheme = train.simulated
+        parts = begin(scheme, train)
+        run, model = parts.run, parts.learner.model
+        for step in range(1, point.steps + 1):
+            with _Logits() if step in looks else contextlib.nullcontext() as logits:
+                take_step(step, parts, scheme, train, corpus)
+            if logits is not None and logits.seen:
+                z, targets = logits.seen[0]
+                sharp.append((step, float(sharpness(z.float().flatten(0, -2), targets.flatten()).mean())))
+            if run.stopped is not None:
+                break
+        validation, tasks = math.nan, {}
+        if run.stopped is None:
+            with autocast(scheme, train.device), _Logits() as logits:
+                validation = validate(model, train, corpus)
+            tasks = score([(z.argmax(-1), t) for z, t in logits.seen], train.model.context) if corpus.tasks else {}
+    weights = sum(p.numel() for name, p in model.named_parameters() if not re.search("embedding|position", name))
+    return SweepRun(
+        point=point, parameters=weights, tokens=len(run.losses) * train.batch_size * train.model.context,
+        losses=tuple(round(loss, 5) for loss in run.losses), validation=validation, stopped=run.stopped,
+        sharpness=tuple(sharp), tasks=tasks, seconds=round(time.perf_counter() - began, 3),
+    )  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of runs: what a sweep has done is there as soon as it is done, and the rest is trained by many processes."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fmtsim
+from fmtsim.lab.analysis.deterministic import deterministic
+from fmtsim.lab.training.corpus import Corpus
+from fmtsim.lab.training.loop import collected_guesses, rehearse
+from fmtsim.lab.training.models import source_digest
+from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, scheme_of, train_point
+from fmtsim.lab.verify.workers import as_done
+from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.support.errors import ArgumentError, DataError
+from fmtsim.support.files import write_file, write_folder
+from fmtsim.support.progress import Progress
+
+RUNS, SETTINGS = "runs.jsonl", "sweep.json"
+
+
+def run_sweep(
+    config: SweepConfig, points: Sequence[Point], corpus: Corpus, out: Path, progress: Progress, workers: int = 1
+) -> list[SweepRun]:
+    """Train all points that a folder does not hold yet, and return the runs of all points, in their order.
+
+    Each run is a line of ``runs.jsonl``, there as soon as it ends. Every run has a CPU thread of its own, so that its
+    bits do not depend on how many processes share the work.
+
+    Raises:
+        ArgumentError: The folder holds a sweep of other settings; the message has the first one that differs.
+        DataError: A file of the folder cannot be read or written.
+        DeviceError: A process died.
+    """
+    _check_settings(out, config, corpus, {point.scheme for point in points})
+    found = {run.point: run for run in read_runs(out)}
+    waiting = [point for point in points if point not in found]
+    if waiting:
+        first = {point.scheme: point for point in reversed(waiting)}
+        for point in first.values():  # options that do not fit fail here, and kernels are compiled once
+            with collected_guesses(), deterministic(config.device):
+                rehearse(config.train_config(point._replace(steps=1)))
+        progress.stage("runs", len(waiting))
+        for done, run in enumerate(_trained(config, waiting, corpus, workers), 1):
+            found[run.point] = run
+            write_file(out / RUNS, "".join(each.to_line() for each in found.values()))
+            progress.step(done, f"{run.point.scheme} lr {run.point.lr:g}: {run.final_loss:.3f}")
+    return [found[point] for point in points]
+
+
+def read_runs(folder: Path) -> list[SweepRun]:
+    """Return the runs of a folder; a last line that was cut short does not count.
+
+    Raises:
+        DataError: A line is no run.
+    """
+    path = folder / RUNS
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole = text.splitlines(keepends=True)
+    runs = []
+    for number, line in enumerate(whole, 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            runs.append(SweepRun.of_line(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {number} is no run ({error}); delete the line, or choose another --out"
+            ) from None
+    return runs
+
+
+def _check_settings(out: Path, config: SweepConfig, corpus: Corpus, schemes: Iterable[str]) -> None:
+    """Write what decides the bits of a sweep, or compare it with what the folder has."""
+    path = out / SETTINGS
+    now = {
+        "fmtsim": fmtsim.__version__, "torch": torch.__version__, **asdict(config),
+        "architecture_sha256": source_digest(config.architecture), "corpus": corpus.name,
+        "corpus_sha256": corpus.sha256,
+    }  # fmt: skip
+    told = {name: _definition(name) for name in sorted(schemes)}
+    try:
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now | {"schemes": {}}
+        known = before.pop("schemes")
+        pairs = [(f"scheme {name}", known[name], told[name]) for name in told if name in known]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise DataError(f"{path} is not of a sweep ({error}); delete it, or choose another --out") from None
+    for name, old, new in [*((name, before.get(name), value) for name, value in now.items()), *pairs]:
+        if json.loads(json.dumps(new)) != old:
+            raise ArgumentError(
+                f"{out} holds a sweep of another {name} ({old!r:.60}, not {new!r:.60}); choose another --out, or "
+                "pass the same options"
+            )
+    write_folder(out, {SETTINGS: json.dumps(now | {"schemes": known | told}, indent=1) + "\n"})
+
+
+def _definition(name: str) -> Any:
+    scheme = scheme_of(name)
+    return name if scheme.recipe is None else recipe_to_dict(scheme.recipe)
+
+
+def _trained(config: SweepConfig, points: Sequence[Point], corpus: Corpus, workers: int) -> Iterator[SweepRun]:
+    if workers == 1 or len(points) == 1:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield from (train_point(config, point, corpus) for point in points)
+        finally:
+            torch.set_num_threads(before)
+        return
+    yield from as_done(_run, points, workers, _begin, config, corpus)
+
+
+_shared: list[Any] = []  # of a process that is one of several: the config and the text
+
+
+def _begin(config: SweepConfig, corpus: Corpus) -> None:
+    torch.set_num_threads(1)
+    _shared[:] = [config, corpus]
+
+
+def _run(point: Point) -> SweepRun:
+    return train_point(_shared[0], point, _shared[1])

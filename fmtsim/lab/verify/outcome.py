@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A check, ready to run, what it finds, and the engines that it looks at."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fmtsim.casts.ops import load_engine
+from fmtsim.lab.analysis.compare import compare
+from fmtsim.lab.verify.device import OnDevice
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random
+from fmtsim.spec.engine import Casts
+from fmtsim.support.errors import DataError
+
+Found = TypeVar("Found")
+Advance = Callable[[float], None]
+"""Called with the share of a check that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Say how many results of one check on one format were compared, how many differed, and where first."""
+
+    check: str
+    format: str
+    cases: int
+    mismatches: int
+    first: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+
+class Task(NamedTuple):
+    """Name one check; ``run`` does it, tells its argument the share that is done, and returns what it found."""
+
+    name: str
+    run: Callable[[Advance], Any]
+
+
+def task_of(name: str, check: Callable[[Advance], Found], failed: Callable[[str], Found]) -> Task:
+    """Return a task that takes its own time, and for which an error of the check is a mismatch.
+
+    Args:
+        name: What a progress bar shows.
+        check: The check; a DataError of it ends the command.
+        failed: What is found where the check raises another error, from a text that names it: the others are still
+            worth running.
+    """
+
+    def run(advance: Advance) -> Found:
+        start = time.perf_counter()
+        try:
+            found = check(advance)
+        except DataError:
+            raise
+        except Exception as error:
+            found = failed(f"raised {type(error).__name__}: {error}")
+        advance(1.0)
+        return replace(found, seconds=time.perf_counter() - start)  # type: ignore[type-var]  # a dataclass
+
+    return Task(name, run)
+
+
+class Tally:
+    """Count comparisons of bits and remember the first that differ."""
+
+    def __init__(self, check: str, format: str) -> None:
+        self._check, self._format = check, format
+        self._cases = self._mismatches = 0
+        self._first = ""
+
+    def compare(self, got: torch.Tensor, right: torch.Tensor, inputs: torch.Tensor, what: str) -> None:
+        """Compare two tensors bit for bit; ``inputs`` has the same shape and names the numbers they came from."""
+        self._cases += right.numel()
+        if got.shape != right.shape or got.dtype != right.dtype:
+            self._mismatches += max(right.numel(), 1)
+            kinds = f"{got.dtype} {tuple(got.shape)}, expected {right.dtype} {tuple(right.shape)}"
+            self._first = self._first or f"{what}: {kinds}"
+            return
+        if torch.equal(bits_of(got), bits_of(right)):
+            return
+        found = compare(got.reshape(-1), right.reshape(-1))
+        self._mismatches += found.mismatches
+        if not self._first and found.first is not None:
+            (index,) = found.first.index
+            given = f" of {inputs.reshape(-1)[index].item()!r}" if inputs.shape == right.shape else ""
+            actual, expected = (f"{x!r} ({code})" for x, code in zip(found.first.values, found.first.hex, strict=True))
+            self._first = f"{what}: element {index}{given} is {actual}, expected {expected}"
+
+    def outcome(self) -> Outcome:
+        """Return what was counted so far."""
+        return Outcome(
+            check=self._check, format=self._format, cases=self._cases, mismatches=self._mismatches, first=self._first
+        )
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor as integers."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()]) if tensor.dtype.is_floating_point else tensor
+
+
+def engines(device: torch.device | None = None) -> dict[str, Casts]:
+    """Return the engines that run on this machine's CPU (the numba engine only where numba loads), and a device's."""
+    found: dict[str, Casts] = {"torch_engine": load_engine("torch_engine")}
+    with contextlib.suppress(ImportError):
+        found["cpu"] = load_engine("cpu")
+    if device is not None:
+        found[str(device)] = OnDevice(device)
+    return found
+
+
+def covers(engine: Casts, verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
+    """Say whether an engine takes a cast; engines without ``supports`` take all."""
+    supports = getattr(engine, "supports", None)
+    return supports is None or bool(supports(verb, spec, *tensors))
+
+
+class PlantedError:
+    """Wrap an engine so that the lowest bit of one result of each call is wrong: a check must see it."""
+
+    def __init__(self, engine: Casts) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def quantize(self, x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
+        """Quantise, then flip a bit of the last element."""
+        self._engine.quantize(x, spec, random, out)
+        _flip(out)
+
+    def encode(self, x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
+        """Encode, then flip a bit of the last code."""
+        parts = self._engine.encode(x, spec, random)
+        _flip(parts.codes)
+        return parts
+
+    def decode(self, parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
+        """Decode, then flip a bit of the last element."""
+        self._engine.decode(parts, spec, out)
+        _flip(out)
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        bits = bits_of(tensor).reshape(-1)
+        bits[-1] ^= 1
+        tensor.copy_((bits.view(tensor.dtype) if tensor.dtype.is_floating_point else bits).reshape(tensor.shape))

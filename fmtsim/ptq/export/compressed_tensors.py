@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder that compressed-tensors, and with it vLLM and transformers, reads: safetensors beside a config.json.
+
+Names and shapes are those of compressed-tensors 0.20 (``compressors/``); the tests read the folders with it.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.casts.quantize import decode
+from fmtsim.formats.packing import pack, unpack
+from fmtsim.ptq.export.weights import CodedWeight
+
+_CHOICES = "choose int4_g32, int8_token, e4m3_static, mxfp4 or mxfp8, or another layout="
+Tensors = dict[str, Tensor]
+
+
+def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors of a layer by the names that follow its own, and its scheme."""
+    if weight.is_integer:
+        found = _integers(weight)
+    elif weight.is_element("e4m3") and weight.block != (1, 32):
+        found = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
+    else:
+        found = _microscaled(weight)
+    tensors, layout = found
+    inputs = _inputs(weight, layout)
+    if weight.inputs == "static":
+        assert weight.x_scale is not None
+        tensors["input_scale"] = weight.x_scale.reshape(1)
+    kind = "int" if weight.is_integer else "float"
+    weights = {
+        "num_bits": weight.element.bits,
+        "type": kind,
+        "symmetric": True,
+        "strategy": weight.per,
+        "dynamic": False,
+    }
+    weights |= {"group_size": weight.block[1]} if weight.per == "group" else {}
+    weights |= {"scale_dtype": "torch.uint8"} if layout.startswith("mx") else {}
+    weights |= {"block_structure": list(weight.block)} if weight.per == "block" else {}
+    return tensors, {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
+
+
+def _integers(weight: CodedWeight) -> tuple[Tensors, str]:
+    scales = _scales(weight)
+    if weight.inputs != "none" and weight.element.bits == 8:
+        return {"weight": weight.integers, "weight_scale": scales}, "int-quantized"
+    if weight.per == "tensor":
+        raise weight.refuse("packed integers have a scale a channel or group, and this one a tensor", _CHOICES)
+    bits, (rows, columns) = weight.element.bits, weight.elements.shape
+    packed = pack(weight.integers.to(torch.int32) + (1 << bits - 1), bits)  # the least integer is code 0
+    words = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 4)).view(torch.int32)
+    shape = torch.tensor([rows, columns])
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, "pack-quantized"
+
+
+def _microscaled(weight: CodedWeight) -> tuple[Tensors, str]:
+    for element, layout in (("e2m1", "mxfp4-pack"), ("e2m3", "mxfp6-pack"), ("e4m3", "mxfp8")):
+        if weight.is_mx(element):
+            codes = weight.codes
+            own = codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(codes, weight.element.bits)
+            name = "weight" if element == "e4m3" else "weight_packed"
+            return {name: own, "weight_scale": weight.powers}, f"{layout}-quantized"
+    if weight.tensor_scale is not None:
+        raise weight.refuse(
+            "compressed-tensors stores 1 / scale of the tensor, which is another number", "choose layout='torchao'"
+        )
+    raise weight.refuse(f"compressed-tensors has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
+
+
+def _scales(weight: CodedWeight) -> Tensor:
+    rows, columns = weight.elements.shape
+    if rows % weight.block[0] or columns % weight.block[1]:
+        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", "leave the layer out")
+    return weight.scale.reshape(1) if weight.per == "tensor" else weight.scale
+
+
+def _inputs(weight: CodedWeight, layout: str) -> dict[str, Any] | None:
+    kind = weight.inputs
+    if kind == "none":
+        return None
+    common = {"symmetric": True, "dynamic": kind != "static"}
+    if kind == "mx" and layout.startswith("mx"):
+        return {"num_bits": weight.element.bits, "type": "float", "strategy": "group", "group_size": 32, **common}
+    for element, numbers in (("int8", "int"), ("int4", "int"), ("e4m3", "float")):
+        if weight.inputs_are(element) and kind in ("static", "tensor", "token"):
+            bits = 4 if element == "int4" else 8
+            return {"num_bits": bits, "type": numbers, "strategy": "token" if kind == "token" else "tensor", **common}
+    raise weight.refuse(f"compressed-tensors has no scheme for inputs in {weight.x}", _CHOICES)
+
+
+def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: list[str]) -> str:
+    """Return config.json: the model's own, where it has one, with what is quantised and how."""
+    groups: dict[str, dict[str, Any]] = {}
+    for layer, scheme in schemes.items():
+        groups.setdefault(json.dumps(scheme), {"targets": [], **scheme})["targets"].append(layer)
+    layouts = {scheme["format"] for scheme in schemes.values()}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
+    }
+    own: Any = getattr(model, "config", None)
+    config = own.to_dict() if hasattr(own, "to_dict") else {}
+    return json.dumps({**config, "quantization_config": quantization}, indent=2, default=str) + "\n"
+
+
+def values_of(tensors: Tensors, scheme: dict[str, Any]) -> Tensor:
+    """Return the weight of a layer's tensors and scheme, float32."""
+    bits, scale = scheme["weights"]["num_bits"], tensors["weight_scale"]
+    layout = scheme["format"]
+    if layout == "pack-quantized":
+        rows, columns = tensors["weight_shape"].tolist()
+        codes = unpack(
+            tensors["weight_packed"].reshape(rows, -1).view(torch.uint8)[:, : -(-columns * bits // 8)], bits, columns
+        )
+        elements = codes.float() - (1 << bits - 1)
+    elif layout.startswith("mx"):
+        element = {4: "e2m1", 6: "e2m3", 8: "e4m3"}[bits]
+        packed = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"].view(torch.uint8)
+        elements = decode(unpack(packed, bits, packed.shape[1] * 8 // bits), element).float()
+        scale = decode(scale, "e8m0").float()
+    else:
+        elements = tensors["weight"].float() if layout == "int-quantized" else decode(tensors["weight"], "e4m3").float()
+    return spread_over(elements, scale)
+
+
+def spread_over(elements: Tensor, scale: Tensor) -> Tensor:
+    """Return elements times the scales of their blocks; one scale is that of the tensor."""
+    grid = scale.reshape(1, 1) if scale.numel() == 1 else scale
+    height, width = (n // m for n, m in zip(elements.shape, grid.shape, strict=True))
+    return elements * grid.repeat_interleave(height, 0).repeat_interleave(width, 1)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: weights in ggml's blocks Q8_0, Q4_0 and MXFP4, written and read by the package ``gguf``."""
+
+import importlib
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.casts.quantize import decode
+from fmtsim.ptq.export.weights import CodedWeight
+from fmtsim.support.errors import DataError, FmtsimError, first_line
+
+_GROUP = 32
+_CHOICES = "choose q8_0, q4_0 or mxfp4_weights, or another layout="
+_MORE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def library() -> Any:
+    """Return the package ``gguf``; raise FmtsimError where it is missing."""
+    try:
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise FmtsimError("layout='gguf' needs the package gguf; pip install 'fmtsim[gguf]'") from None
+
+
+def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
+    """Return a weight as ggml's blocks, uint8 [outputs, bytes], and their type."""
+    rows, columns = weight.elements.shape
+    if weight.inputs != "none":
+        raise weight.refuse(f"GGUF stores weights alone, and inputs are {weight.x}", _CHOICES)
+    if weight.block != (1, _GROUP) or columns % _GROUP or weight.tensor_scale is not None:
+        raise weight.refuse(f"GGUF's blocks are 1 x {_GROUP}, and these {weight.block} of {rows} x {columns}", _CHOICES)
+    fours = (rows, columns // _GROUP, _GROUP)
+    if weight.is_mx("e2m1"):
+        scales, halves, kind = weight.powers, weight.codes, "MXFP4"
+    elif weight.is_integer and weight.element.bits in (4, 8):
+        scales, halves, kind = _half(weight), weight.integers.to(torch.int16) + 8, "Q4_0"
+    else:
+        raise weight.refuse(f"GGUF has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
+    if weight.is_integer and weight.element.bits == 8:
+        codes, kind = weight.integers.view(torch.uint8).reshape(fours), "Q8_0"
+    else:  # element i of a block shares a byte with element i + 16
+        low, high = halves.to(torch.uint8).reshape(fours).chunk(2, -1)
+        codes = low | high << 4
+    return torch.cat([scales.reshape(rows, columns // _GROUP, -1).view(torch.uint8), codes], -1).reshape(rows, -1), kind
+
+
+def _half(weight: CodedWeight) -> Tensor:
+    half = weight.scale.to(torch.float16)
+    if not torch.equal(half.float(), weight.scale):
+        raise weight.refuse("GGUF's scales are float16, which does not hold these", "choose q8_0 or q4_0, whose are")
+    return half
+
+
+def content(coded: Mapping[str, CodedWeight], rest: Mapping[str, Tensor], architecture: str) -> bytes:
+    """Return the bytes of a file of weights and other tensors by name."""
+    gguf, types = library(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        writer = gguf.GGUFWriter(path, architecture)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for name, weight in coded.items():
+            blocks, types[name] = blocks_of(weight)
+            writer.add_tensor(name, blocks.numpy(), raw_dtype=gguf.GGMLQuantizationType[types[name]])
+        for name, t in rest.items():
+            if t.dtype == torch.bfloat16:
+                kind = gguf.GGMLQuantizationType.BF16
+                writer.add_tensor(name, t.view(torch.uint8).numpy(), raw_dtype=kind)
+            else:
+                writer.add_tensor(name, t.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name: those in blocks as float32, others in their dtype."""
+    try:
+        tensors = library().GGUFReader(path).tensors
+        return {tensor.name: _values(tensor) for tensor in tensors}
+    except FmtsimError:
+        raise
+    except Exception as error:  # of damaged bytes the reader raises anything
+        raise DataError(f"{path} is not a GGUF file that can be read: {first_line(error)}") from None
+
+
+def _values(tensor: Any) -> Tensor:
+    kind, shape = tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape))
+    raw = torch.from_numpy(np.array(tensor.data))
+    if kind not in ("Q8_0", "Q4_0", "MXFP4"):
+        if raw.dtype == torch.uint8 and kind not in _MORE:
+            raise DataError(f"{tensor.name!r} is of type {kind}; read_export knows Q8_0, Q4_0 and MXFP4")
+        return raw.view(_MORE.get(kind, raw.dtype)).reshape(shape)
+    head = 1 if kind == "MXFP4" else 2
+    blocks = raw.view(torch.uint8).reshape(-1, head + (_GROUP if kind == "Q8_0" else _GROUP // 2))
+    scales, codes = blocks[:, :head], blocks[:, head:]
+    if kind == "Q8_0":
+        elements = codes.contiguous().view(torch.int8).float()
+    else:
+        codes = torch.cat([codes & 15, codes >> 4], 1)
+        elements = decode(codes, "e2m1").float() if kind == "MXFP4" else codes.float() - 8
+    scale = decode(scales, "e8m0").float() if kind == "MXFP4" else scales.contiguous().view(torch.float16).float()
+    return (elements * scale).reshape(shape)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao's tensors as a safetensors file, which its ``unflatten_tensor_state_dict`` turns into a state_dict.
+
+Classes and their fields are those of torchao 0.18 (``prototype/safetensors``); the tests load the files with it.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.casts.quantize import decode
+from fmtsim.formats.packing import pack, unpack
+from fmtsim.ptq.export.compressed_tensors import spread_over
+from fmtsim.ptq.export.weights import CodedWeight
+
+_CHOICES = "choose int4_g32, int8_token, e4m3_token, mxfp4_weights or nvfp4_weights, or another layout="
+Tensors = dict[str, Tensor]
+
+
+def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors of a layer's weight by their attribute, and the record that says which class they make."""
+    rows, columns = weight.elements.shape
+    if rows % weight.block[0] or columns % weight.block[1]:
+        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", "leave the layer out")
+    if weight.is_integer:
+        kind, tensors, fields = _integers(weight)
+    elif weight.is_element("e2m1") and weight.tensor_scale is not None and weight.block == (1, 16):
+        kind, tensors, fields = _nvfp4(weight)
+    elif weight.is_mx("e4m3") or weight.is_mx("e2m1"):
+        kind, tensors, fields = _mx(weight)
+    elif weight.is_element("e4m3") and weight.tensor_scale is None:
+        kind, tensors, fields = _float8(weight)
+    else:
+        raise weight.refuse(f"torchao has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
+    return tensors, {"_type": kind, "_data": fields, "_tensor_data_names": list(tensors)}
+
+
+def _integers(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
+    tensors = {"qdata": weight.integers, "scale": weight.scale}
+    if weight.inputs == "token" and weight.inputs_are("int8") and weight.element.bits == 8 and weight.per == "channel":
+        act = {"granularity": _PER_ROW, "mapping_type": _enum("MappingType", "SYMMETRIC"), "reduce_range": False}
+        fields = {"block_size": [1, weight.block[1]], "dtype": _dtype(weight.dtype)}
+        return "Int8Tensor", tensors, {**fields, "act_quant_kwargs": _record("QuantizeTensorToInt8Kwargs", act)}
+    dynamic = {"none": None, "token_zp": "int8_asym_per_token"}
+    if weight.inputs not in dynamic:
+        raise weight.refuse(f"torchao has no integer weights under inputs in {weight.x}", _CHOICES)
+    return (
+        "IntxUnpackedToInt8Tensor",
+        {**tensors, "zero_point": torch.zeros_like(weight.scale, dtype=torch.int8)},
+        {
+            "target_dtype": {"_type": "torch.dtype", "_data": f"int{weight.element.bits}"},
+            "block_size": list(weight.block),
+            "dtype": _dtype(weight.dtype),
+            "activation_quantization": dynamic[weight.inputs],
+        },
+    )
+
+
+def _float8(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
+    act = None
+    if weight.inputs in ("token", "tensor") and weight.inputs_are("e4m3"):
+        per = _PER_ROW if weight.inputs == "token" else _record("PerTensor", {})
+        act = {"float8_dtype": _dtype(torch.float8_e4m3fn), "granularity": per, "kernel_preference": _AUTO}
+    elif weight.inputs != "none":
+        raise weight.refuse(f"torchao has no float8 weights under inputs in {weight.x}", _CHOICES)
+    fields = {
+        "block_size": list(weight.block),
+        "mm_config": None,
+        "act_quant_kwargs": act and _record("QuantizeTensorToFloat8Kwargs", act),
+        "kernel_preference": _AUTO,
+        "dtype": _dtype(weight.dtype),
+    }
+    return "Float8Tensor", {"qdata": weight.codes.view(torch.float8_e4m3fn), "scale": weight.scale}, fields
+
+
+def _mx(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
+    if weight.inputs != "none":
+        raise weight.refuse(f"this layout has MX weights alone, and inputs are {weight.x}", _CHOICES)
+    small = weight.is_element("e2m1")
+    tensors = {
+        "qdata": pack(weight.codes, 4) if small else weight.codes.view(torch.float8_e4m3fn),
+        "scale": weight.powers.view(torch.float8_e8m0fnu),
+    }
+    fields = {
+        "elem_dtype": _dtype(torch.float4_e2m1fn_x2 if small else torch.float8_e4m3fn),
+        "block_size": 32,
+        "orig_dtype": _dtype(weight.dtype),
+        "kernel_preference": _enum("KernelPreference", "EMULATED"),
+        "act_quant_kwargs": None,
+        "is_swizzled_scales": False,
+    }
+    return "MXTensor", tensors, fields
+
+
+def _nvfp4(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
+    if weight.inputs != "none":
+        raise weight.refuse(f"this layout has NVFP4 weights alone, and inputs are {weight.x}", _CHOICES)
+    assert weight.tensor_scale is not None
+    tensors = {
+        "qdata": pack(weight.codes, 4),
+        "scale": weight.scale.to(torch.float8_e4m3fn),  # on its grid: nothing is rounded
+        "per_tensor_scale": weight.tensor_scale,
+    }
+    fields = {"block_size": 16, "orig_dtype": _dtype(weight.dtype), "is_swizzled_scales": False,
+              "use_triton_kernel": False, "act_quant_kwargs": None}  # fmt: skip
+    return "NVFP4Tensor", tensors, fields
+
+
+def _record(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"_type": kind, "_data": fields}
+
+
+def _enum(kind: str, name: str) -> dict[str, Any]:
+    return {"_type": kind, "_data": name}
+
+
+def _dtype(dtype: torch.dtype) -> dict[str, Any]:
+    return {"_type": "torch.dtype", "_data": str(dtype).removeprefix("torch.")}
+
+
+_PER_ROW, _AUTO = _record("PerRow", {"dim": -1}), _enum("KernelPreference", "AUTO")
+
+
+def named(layer: str, attribute: str) -> str:
+    """Return the key of an attribute of a layer's weight in the file."""
+    return f"{layer}._weight_{attribute}"
+
+
+def metadata_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the file's metadata from the record of every tensor by its name in a state_dict."""
+    return {"tensor_names": json.dumps(list(records))} | {name: json.dumps(each) for name, each in records.items()}
+
+
+def values_of(tensors: Tensors, record: dict[str, Any]) -> Tensor:
+    """Return the weight of a record's tensors, float32."""
+    qdata, scale, kind = tensors["qdata"], tensors["scale"], record["_type"]
+    if kind in ("MXTensor", "NVFP4Tensor"):
+        small = qdata.dtype == torch.uint8
+        codes = unpack(qdata, 4, qdata.shape[1] * 2) if small else qdata.view(torch.uint8)
+        elements = decode(codes, "e2m1" if small else "e4m3").float()
+        scale = decode(scale.view(torch.uint8), "e4m3" if kind == "NVFP4Tensor" else "e8m0").float()
+    else:
+        elements = decode(qdata, "e4m3").float() if qdata.dtype == torch.float8_e4m3fn else qdata.float()
+    if "per_tensor_scale" not in tensors:
+        return spread_over(elements, scale)
+    return (spread_over(elements.double(), scale.double()) * tensors["per_tensor_scale"].double()).float()

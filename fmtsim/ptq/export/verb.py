@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""export and read_export: files of compressed-tensors, torchao and GGUF, with the codes that fmtsim rounded to."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
+from fmtsim.ptq.export import compressed_tensors, gguf, torchao
+from fmtsim.ptq.export.weights import CodedWeight, weights_of
+from fmtsim.support.errors import ArgumentError, DataError, shown
+from fmtsim.support.files import write_file, write_folder
+
+Layout = Literal["compressed-tensors", "torchao", "gguf"]
+_TAGS = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+_DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
+_FILES = ("model.safetensors", "config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Say what was written; ``print`` shows it.
+
+    Args:
+        layout: The layout.
+        files: What was written.
+        coded: Layers whose weights are codes and scales, with their formats.
+        values: Other tensors, which are stored as the values that they have.
+    """
+
+    layout: str
+    files: tuple[Path, ...]
+    coded: dict[str, str]
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        formats: dict[str, int] = {}
+        for name in self.coded.values():
+            formats[name] = formats.get(name, 0) + 1
+        counts = ", ".join(f"{count} in {name}" for name, count in formats.items())
+        where = " and ".join(map(str, self.files))
+        return f"{where}: {self.layout}, weights of {counts}, {len(self.values)} tensors as values"
+
+
+def export(model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping[str, str] | None = None) -> Export:
+    """Write a quantised model for another library: the codes and scales that its linear weights were rounded to.
+
+    The model is one that ``fmtsim.ptq`` or ``fmtsim.load_ptq`` made, or one in training under a recipe that casts its
+    weights (``ao_int4_qat``): those are rounded as its next forward pass would round them. Other tensors, quantised
+    convolutions among them, are written as values. No number is rounded: what a layout cannot hold is an error.
+
+    Args:
+        model: The quantised model.
+        path: ``"compressed-tensors"``: a folder, for ``model.safetensors`` and ``config.json`` (the model's own,
+            where it has a ``config``, with ``quantization_config``). Others: a file.
+        layout: ``"compressed-tensors"``, ``"torchao"`` (a safetensors file that torchao's
+            ``unflatten_tensor_state_dict`` reads), or ``"gguf"`` (blocks Q8_0, Q4_0 and MXFP4; weights alone; needs
+            ``fmtsim[gguf]``).
+        names: Names of tensors in a GGUF file by those of the state_dict, as the program that reads it wants them.
+
+    Returns:
+        What was written, as an Export.
+
+    Raises:
+        ArgumentError: The layout is unknown, or has no place for a weight or the quantised inputs of a layer, which
+            is named; or no weight of the model is quantised.
+        DataError: The files cannot be written.
+        FmtsimError: GGUF without the package ``gguf``.
+
+    >>> import tempfile, torch, fmtsim
+    >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int4_g32", [torch.ones(8, 64)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = fmtsim.export(model, folder + "/model.safetensors", "torchao")
+    ...     same = torch.equal(fmtsim.read_export(found.files[0])["0.weight"], model[0].weight)
+    >>> found.coded, same
+    ({'0': 'int4'}, True)
+    """
+    if layout not in get_args(Layout):
+        raise ArgumentError(f"layout={shown(layout)} is unknown; choose one of {', '.join(get_args(Layout))}")
+    if names is not None and layout != "gguf":
+        raise ArgumentError(f"names= with layout={layout!r}, whose names are the model's; leave names= out")
+    coded, rest = weights_of(model)
+    write = {"compressed-tensors": _compressed, "torchao": _torchao, "gguf": _gguf}[layout]
+    files = write(model, Path(path).expanduser(), coded, rest, names or {})
+    found = {weight.layer: weight.element.name for weight in coded}
+    return Export(layout=layout, files=tuple(files), coded=found, values=tuple(rest))
+
+
+Names = Mapping[str, str]
+Coded = list[CodedWeight]
+
+
+def _compressed(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names) -> list[Path]:
+    tensors, schemes = dict(rest), {}
+    for weight in coded:
+        own, schemes[weight.layer] = compressed_tensors.tensors_of(weight)
+        tensors |= {f"{weight.layer}.{name}": t for name, t in own.items()}
+    left = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in schemes]
+    config = compressed_tensors.config_of(model, schemes, left)
+    return write_folder(path, dict(zip(_FILES, (_safetensors(tensors, {"format": "pt"}), config), strict=True)))
+
+
+def _torchao(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names) -> list[Path]:
+    records: dict[str, Any] = {name: {"_type": "Tensor"} for name in rest}
+    tensors = dict(rest)
+    for weight in coded:
+        own, records[f"{weight.layer}.weight"] = torchao.tensors_of(weight)
+        tensors |= {torchao.named(weight.layer, name): t for name, t in own.items()}
+    write_file(path, _safetensors(tensors, torchao.metadata_of(records)))
+    return [path]
+
+
+def _gguf(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names) -> list[Path]:
+    weights = {f"{weight.layer}.weight": weight for weight in coded}
+    unknown = [name for name in names if name not in weights and name not in rest]
+    if unknown:
+        raise ArgumentError(f"names= has {unknown[0]!r}, which the model has not; its state_dict lists its tensors")
+    architecture = getattr(getattr(model, "config", None), "model_type", "") or "fmtsim"
+    coded_by_name = {names.get(name, name): weight for name, weight in weights.items()}
+    write_file(path, gguf.content(coded_by_name, {names.get(name, name): t for name, t in rest.items()}, architecture))
+    return [path]
+
+
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    stored = {
+        name: StoredTensor(
+            _TAGS[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+        for name, t in tensors.items()
+    }
+    return tensor_content(stored, metadata)
+
+
+def read_export(path: str | Path) -> dict[str, Tensor]:
+    """Read what ``export`` wrote: every tensor by its name in the model, weights in codes as float32 values.
+
+    Args:
+        path: The folder, or the file. A GGUF file may be any of types Q8_0, Q4_0, MXFP4 and ordinary numbers; its
+            names are those in the file.
+
+    Raises:
+        DataError: There is no such file, or it is another thing.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return _read_compressed(path)
+    if path.suffix == ".gguf":
+        return gguf.read(path)
+    tensors, metadata = _read(path)
+    try:
+        records = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+    except (KeyError, ValueError):
+        raise DataError(f"{path} has no tensors of torchao; pass what fmtsim.export wrote") from None
+    found = {}
+    for name, record in records.items():
+        layer = name.removesuffix(".weight")
+        parts = {each: tensors[torchao.named(layer, each)] for each in record.get("_tensor_data_names", ())}
+        found[name] = torchao.values_of(parts, record) if parts else tensors[name]
+    return found
+
+
+def _read_compressed(path: Path) -> dict[str, Tensor]:
+    tensors, _ = _read(path / _FILES[0])
+    try:
+        groups = json.loads((path / _FILES[1]).read_text())["quantization_config"]["config_groups"].values()
+    except (OSError, ValueError, KeyError):
+        raise DataError(f"{path / _FILES[1]} has no quantization_config; pass what fmtsim.export wrote") from None
+    found = dict(tensors)
+    for group in groups:
+        for layer in group["targets"]:
+            own = {name.removeprefix(f"{layer}."): found.pop(name) for name in tensors if name.startswith(f"{layer}.")}
+            found[f"{layer}.weight"] = compressed_tensors.values_of(own, group)
+            found |= {f"{layer}.bias": own["bias"]} if "bias" in own else {}
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    stored, metadata = read_tensors(path)
+    tensors = {}
+    for name, (tag, shape, data) in stored.items():
+        raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+        tensors[name] = raw.view(_DTYPES[tag]).reshape(shape)
+    return tensors, metadata

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a quantised model as codes and scales, with what the layers do to their inputs."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.casts.quantize import encode
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.nn.convert import converted_modules
+from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
+from fmtsim.ptq.reshape import DIVISOR
+from fmtsim.ptq.state import WEIGHTS, RoundedWeight
+from fmtsim.scaling.history import DelayedScale, StoredScale
+from fmtsim.spec.operand import Operand, block_of
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Sparsity
+from fmtsim.support.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CodedWeight:
+    """Hold the weight of a linear layer as its elements and scales.
+
+    Args:
+        layer: The layer's name.
+        element: Format of the elements.
+        elements: Values of that format, [outputs, inputs].
+        scale: float32 [row blocks, inner blocks].
+        tensor_scale: float32, 0-d, of formats with a scale of the tensor, else None.
+        block: Rows and columns that share a scale, none beyond the matrix.
+        dtype: The Parameter's.
+        x: Quantiser of the inputs.
+        x_scale: float32, 0-d: the static scale of the inputs, None without.
+    """
+
+    layer: str
+    element: ElementFormat
+    elements: Tensor
+    scale: Tensor
+    tensor_scale: Tensor | None
+    block: tuple[int, int]
+    dtype: torch.dtype
+    x: Quantizer
+    x_scale: Tensor | None
+
+    @property
+    def codes(self) -> Tensor:
+        """Codes of the elements, unsigned."""
+        return encode(self.elements.float(), self.element).unpacked()
+
+    @property
+    def integers(self) -> Tensor:
+        """Elements of a signed integer format of at most 8 bits, int8."""
+        return self.elements.to(torch.int8)
+
+    @property
+    def powers(self) -> Tensor:
+        """Scales that are powers of two as codes of E8M0, uint8."""
+        return encode(self.scale, "e8m0").unpacked()
+
+    @property
+    def per(self) -> str:
+        """What shares a scale: ``"tensor"``, ``"channel"``, ``"group"`` or ``"block"``."""
+        rows, columns = self.block
+        if self.scale.numel() == 1:
+            return "tensor" if self.elements.shape[0] > 1 or columns >= self.elements.shape[1] else "group"
+        if rows > 1:
+            return "block"
+        return "channel" if columns >= self.elements.shape[1] else "group"
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether elements are signed integers of 8 bits or fewer, under real scales and no other."""
+        e = self.element
+        plain = isinstance(e, IntFormat) and e.signed and not e.fraction_bits and e.bits <= 8
+        return plain and self.tensor_scale is None
+
+    def is_mx(self, element: str) -> bool:
+        """Say whether this is the MX format of an element: blocks of 32 under powers of two."""
+        powers = bool(torch.frexp(self.scale).mantissa.eq(0.5).all())
+        return self.is_element(element) and self.block == (1, 32) and self.tensor_scale is None and powers
+
+    def is_element(self, name: str) -> bool:
+        """Say whether elements are of a format by its name."""
+        return self.element == get_format(name)
+
+    @property
+    def inputs(self) -> str:
+        """How inputs are quantised, in a word: ``"none"``, ``"static"``, ``"tensor"``, ``"token"``, ``"token_zp"``,
+        ``"mx"``, or the quantiser itself where none of these fits."""
+        fmt, block = self.x.format, block_of(self.x)
+        if self.x.transforms or self.x.then is not None:
+            return str(self.x)
+        if fmt is None:
+            return "none"
+        if isinstance(fmt, BlockFormat) and (fmt.zero_point or fmt.power_of_two):
+            return "token_zp" if fmt == get_format("uint8_channel_zp") else "mx" if block == (1, 32) else str(self.x)
+        kinds: dict[Any, str] = {(1, None): "token", (None, None): "tensor" if self.x_scale is None else "static"}
+        return kinds.get(block, str(self.x))
+
+    def inputs_are(self, name: str) -> bool:
+        """Say whether elements of the inputs are of a format by its name."""
+        fmt = self.x.format
+        return (fmt.element if isinstance(fmt, BlockFormat) else fmt) == get_format(name)
+
+    def refuse(self, what: str, hint: str) -> ArgumentError:
+        """Return the error that a layout has no place for a layer."""
+        return ArgumentError(f"layer {self.layer!r}: {what}; {hint}")
+
+
+def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
+    """Return the linear weights that a model quantises, and every other tensor of its state_dict by name.
+
+    Raises:
+        ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, or it has no codes of its own.
+    """
+    rounded: dict[str, RoundedWeight] = model.__dict__.get(WEIGHTS, {})
+    coded = []
+    for name, module in converted_modules(model, "export"):
+        if DIVISOR in module._buffers:
+            raise ArgumentError(
+                f"layer {name!r}: SmoothQuant divides its inputs, for which layouts have no place; "
+                "choose a recipe without smooth="
+            )
+        if isinstance(module, EmulatedLinear) and (found := _coded(name, module, rounded.get(name))) is not None:
+            coded.append(found)
+    if not coded:
+        raise ArgumentError(
+            f"{type(model).__name__} has no linear layer with a quantised weight; call fmtsim.ptq(model, recipe, data) "
+            "first, or train it under a recipe that quantises weights"
+        )
+    taken = {f"{weight.layer}.weight" for weight in coded}
+    rest = {
+        name: t.detach().cpu().contiguous()
+        for name, t in model.state_dict().items()
+        if name not in taken and STATE not in name.split(".")
+    }
+    return coded, rest
+
+
+def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight | None:
+    if not name:
+        raise ArgumentError("the model is a single layer, whose weight has no layer's name; wrap it in nn.Sequential")
+    assert module.emulation is not None
+    product, w = module.emulation.config.fprop, module.weight.detach()
+    if rounded is None:  # a model in training: the weight is rounded in every forward pass
+        if product.b.format is None or product.b.source == "stored":
+            return None
+        made, x = _rounded_now(name, w, product.b), product.a
+    else:
+        made, x = _rounded_before(name, w, rounded), rounded.x
+    fmt = made.quantizer.format
+    element: Any = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    return CodedWeight(
+        layer=name, element=element, elements=made.elements.cpu(), scale=_or_one(made.scale, made.tensor_scale).cpu(),
+        tensor_scale=None if made.scale is None or made.tensor_scale is None else made.tensor_scale.cpu(),
+        block=(min(made.block[0], w.shape[0]), min(made.block[1], w.shape[1])) if made.scale is not None else w.shape,
+        dtype=w.dtype, x=x, x_scale=_static_scale(module),
+    )  # fmt: skip
+
+
+def _or_one(scale: Tensor | None, tensor_scale: Tensor | None) -> Tensor:
+    if scale is not None:
+        return scale
+    return torch.ones(1, 1) if tensor_scale is None else tensor_scale.reshape(1, 1)
+
+
+def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
+    turned = [t for t in quantizer.transforms if not isinstance(t, Sparsity)]
+    if turned or quantizer.then is not None or quantizer.is_random:
+        raise ArgumentError(
+            f"layer {name!r}: its weight is {quantizer}, not one set of codes; choose a recipe that casts weights alone"
+        )
+    return _with_codes(name, quantize_operand(w, quantizer))
+
+
+def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
+    quantizer = replace(rounded.w, source="stored", transforms=())
+    if rounded.scale is None:
+        made = quantize_operand(w, replace(rounded.w, transforms=()))
+    else:
+        scales = StoredScale(rounded.scale.to(w.device), None if rounded.tensor_scale is None else rounded.tensor_scale)
+        made = quantize_operand(w, quantizer, state=scales.to(w.device))
+    if not torch.equal(_with_codes(name, made).values(torch.float32).to(w.dtype), w):
+        raise ArgumentError(
+            f"layer {name!r}: its weight is not what fmtsim.ptq rounded, or was rounded under scales that moved with "
+            "GPTQ; quantise again, with Gptq(groups='static')"
+        )
+    return made
+
+
+def _with_codes(name: str, made: Operand) -> Operand:
+    fmt = made.quantizer.format
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    hidden = isinstance(fmt, BlockFormat) and made.scale is None
+    if hidden or not isinstance(element, FloatFormat | IntFormat):
+        raise ArgumentError(
+            f"layer {name!r}: weights are {made.quantizer}, whose scales are not kept apart; choose floating-point or "
+            "symmetric integer elements"
+        )
+    return made
+
+
+def _static_scale(module: EmulatedModule) -> Tensor | None:
+    memory = dict(module._modules[STATE].named_children()).get("x_f") if STATE in module._modules else None  # type: ignore[union-attr]
+    return memory.scales().scale.reshape(()).cpu() if isinstance(memory, DelayedScale) else None

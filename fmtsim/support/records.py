@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What records have in common: fields that hold what their types say, and how JSON becomes records."""
+
+import dataclasses
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from numbers import Integral
+from operator import index
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+
+R = TypeVar("R")
+
+LARGEST_FILE = 1 << 28  # bytes of JSON
+DEEPEST = 64  # objects and lists inside each other
+
+READERS: dict[Any, Callable[[Any, str], Any]] = {}
+"""How values of a type are read where they are not objects of its fields; each takes a value and the way to it."""
+
+
+def check_types(record: Any, error: type[FmtsimError] = ArgumentError) -> None:
+    """Raise an error where a field of a record does not hold what its type says."""
+    cls: Any = type(record)
+    for name, hint, default in _fields(cls):
+        value = getattr(record, name)
+        if value is default or _fits(value, hint):  # most fields of most records hold their default
+            continue
+        if not _fits(whole := as_int(value), hint):
+            raise error(f"{type(record).__name__} {name}={shown(value)} is not allowed; {_allowed(hint)}")
+        object.__setattr__(record, name, whole)
+
+
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Return the types of a record's fields."""
+    return _hints(cls)
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Return an argument that is what a type says, whole numbers as ints; a list counts as a tuple.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    found = as_int(tuple(value) if isinstance(value, list) else value)
+    if not _fits(found, hint):
+        raise ArgumentError(f"{name}={shown(value)} is not allowed; {_allowed(hint)}")
+    return found
+
+
+def check_items(value: Any, types: dict[str, Any], what: str) -> None:
+    """Raise ArgumentError where something saved is not a dict with these items, each of its type."""
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{what} is {shown(value)}; pass the dict that was saved")
+    for name, hint in types.items():
+        if name not in value:
+            raise ArgumentError(f"{what} has no {name!r}; pass what was saved")
+        if not _fits(value[name], hint):
+            raise ArgumentError(f"{what} has {name!r}: {shown(value[name])}; it should be {_in_words(hint)}")
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+@cache
+def _fields(cls: Any) -> tuple[tuple[str, Any, Any], ...]:
+    """Return name, type and default of a record's fields; without a default, what no field holds."""
+    hints = _hints(cls)
+    return tuple((field.name, hints[field.name], field.default) for field in dataclasses.fields(cls))
+
+
+def as_int(value: Any) -> Any:
+    """Return a whole number of another library, such as a numpy.int64, as an int; other things as they are."""
+    if type(value) is tuple:
+        return tuple(map(as_int, value))
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else index(value)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Say whether a value is of a type; numbers have 64 bits, and text can be written."""
+    origin, arguments = _apart(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is Literal:
+        return type(value) in {type(each) for each in arguments} and value in arguments
+    if origin is tuple:
+        each = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
+        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(key, arguments[0]) and _fits(item, arguments[1]) for key, item in value.items()
+        )
+    if hint is int or (hint is float and isinstance(value, int)):
+        return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
+    if hint is str:
+        return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
+    return hint is Any or isinstance(value, origin or hint)
+
+
+@cache
+def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
+
+
+def _allowed(hint: Any) -> str:
+    """Say what a type allows: "choose" where that is a list, "pass" where it is a kind of thing."""
+    leaves = _leaves(hint)
+    values = [value for leaf in leaves if get_origin(leaf) is Literal for value in get_args(leaf)]
+    if values and all(leaf is NoneType or get_origin(leaf) is Literal for leaf in leaves):
+        return f"choose {', '.join(map(repr, [None, *values] if NoneType in leaves else values))}"
+    return f"pass {_in_words(hint)}"
+
+
+def _in_words(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_in_words, arguments)))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return f"a tuple ({', '.join('...' if each is ... else _in_words(each) for each in arguments)})"
+    return _WORDS.get(hint) or f"a {getattr(origin or hint, '__name__', hint)}"
+
+
+_WORDS = {int: "a whole number of 64 bits", float: "a number", bool: "True or False", str: "text", NoneType: "None"}
+
+
+def read_file(path: str | os.PathLike[str], error: type[FmtsimError], largest: int | None = None) -> bytes:
+    """Return what an ordinary file holds.
+
+    Raises:
+        error: There is none, it cannot be read, it is not an ordinary file, or it has more than ``largest`` bytes.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise error(f"{shown(path)} is not a path; pass a str or a pathlib.Path")
+    try:
+        about = os.stat(path)
+        if stat.S_ISREG(about.st_mode) and about.st_size <= (about.st_size if largest is None else largest):
+            with open(path, "rb") as file:
+                return file.read()
+    except (OSError, ValueError, TypeError, MemoryError) as failure:  # ValueError: a null byte in a name
+        reason = getattr(failure, "strerror", None) or str(failure) or "it does not fit into memory"
+        raise error(f"cannot read {shown_path(path)}: {reason}") from None
+    size = f"it has {about.st_size:,} bytes, at most {largest:,} are expected" if stat.S_ISREG(about.st_mode) else ""
+    raise error(f"cannot read {shown_path(path)}: {size or 'it is not a file; name one'}")
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as errors show it."""
+    text = str(path)
+    return text if text.isprintable() else shown(text)
+
+
+def read_json(path: str | os.PathLike[str], error: type[FmtsimError], what: str) -> Any:
+    """Return what a JSON file holds: no key twice, no NaN, no infinity.
+
+    Raises:
+        error: It cannot be read, or is not JSON; ``what`` is what it should have been.
+    """
+    try:
+        return parse_json(read_file(path, error, LARGEST_FILE).decode("utf-8"))
+    except ValueError as failure:
+        if isinstance(failure, error):
+            raise
+        raise error(f"{shown_path(path)} is not a valid {what}: {failure}") from None
+
+
+def parse_json(text: str) -> Any:
+    """Return what JSON says; raise ValueError where it says nothing, or one thing twice."""
+    if not isinstance(text, str):
+        raise ValueError(f"{shown(text)} is not text")
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except RecursionError:
+        raise ValueError(f"more than {DEEPEST} objects or lists inside each other") from None
+    check_depth(value)
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{shown(next(name for name in names if names.count(name) > 1))} stands twice in one object")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def check_depth(value: Any, room: int = DEEPEST) -> None:
+    """Raise ValueError where objects and lists lie too deep inside each other."""
+    if isinstance(value, dict | list | tuple):
+        if not room:
+            raise ValueError(f"more than {DEEPEST} objects or lists inside each other")
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, room - 1)
+
+
+@contextmanager
+def located(path: str) -> Iterator[None]:
+    """Put the way to a field before what its record says is wrong."""
+    try:
+        yield
+    except FmtsimError as error:
+        raise at(path, type(error), str(error)) from None
+
+
+def at(path: str, error: type[FmtsimError], text: str) -> FmtsimError:
+    """Return an error about what lies at the end of a way."""
+    return error(f"{path}: {text}" if path else text)
+
+
+def record_of(cls: type, value: Any, path: str) -> Any:
+    """Build a record of a class from an object of JSON; ``path`` is what errors call it."""
+    a_name = f"a{'n' * (cls.__name__[0] in 'AEIO')} {cls.__name__}"
+    value = fields_of(value, path, a_name)
+    if path.count(".") > DEEPEST:
+        raise at(path, ArgumentError, f"more than {DEEPEST} objects inside each other")
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    known = {field.name for field in fields}
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        has = ", ".join(sorted(known))
+        raise at(path, ArgumentError, f"{a_name} has no field {shown(unknown[0])}; it has {has}")
+    absent = [field.name for field in fields if _is_required(field) and field.name not in value]
+    if absent:
+        raise at(path, ArgumentError, f"{a_name} needs {' and '.join(map(repr, absent))}")
+    hints = hints_of(cls)
+    values = {name: _value(hints[name], item, f"{path}.{name}" if path else name) for name, item in value.items()}
+    with located(path):
+        return cls(**values)
+
+
+def fields_of(value: Any, path: str, what: str) -> dict[str, Any]:
+    """Return a copy of an object of JSON; raise ArgumentError where it is none."""
+    if not isinstance(value, dict):
+        raise at(path, ArgumentError, f"{shown(value)} is not an object; write the fields of {what}, {{...}}")
+    return dict(value)
+
+
+def _is_required(field: Any) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def kinds_of(hint: Any) -> dict[str, Any]:
+    """Return the classes of records among what a type, or the items of a tuple, may be, by name."""
+    leaves = _leaves(hint)
+    items = [item for leaf in leaves if get_origin(leaf) is tuple for each in get_args(leaf) for item in _leaves(each)]
+    records: list[Any] = [leaf for leaf in (*leaves, *items) if dataclasses.is_dataclass(leaf)]
+    return {record.__name__: record for record in records}
+
+
+def _leaves(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _value(hint: Any, value: Any, path: str) -> Any:
+    """Return a field's value, made of what JSON says; what fits nothing goes on to the record, which refuses it."""
+    leaves = _leaves(hint)
+    reader = next((READERS[leaf] for leaf in leaves if leaf in READERS), None)
+    if value is None or reader is not None:
+        return None if value is None else reader(value, path)  # type: ignore[misc]
+    for leaf in leaves:
+        arguments = get_args(leaf)
+        if get_origin(leaf) is tuple:
+            return _items(arguments, value, path)
+        if get_origin(leaf) is dict and isinstance(value, dict) and arguments[1] is not Any:
+            return {name: _value(arguments[1], item, f"{path}.{name}") for name, item in value.items()}
+    kinds = kinds_of(hint)
+    return _of_kind(kinds, value, path) if kinds and isinstance(value, dict | str) else value
+
+
+def _items(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
+    if not isinstance(value, list):
+        if kinds_of(arguments[0]):
+            raise at(path, ArgumentError, f"{shown(value)} is not a list; write [...]")
+        return value
+    each = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+    if len(each) != len(value):
+        return tuple(value)
+    return tuple(_value(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(zip(each, value, strict=True)))
+
+
+def _of_kind(kinds: dict[str, Any], value: Any, path: str) -> Any:
+    """Build a record of one of several classes, where the object says of which under "kind"."""
+    if len(kinds) == 1:
+        return record_of(next(iter(kinds.values())), value, path)
+    fields = dict(value) if isinstance(value, dict) else {"kind": value}
+    kind = fields.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise at(path, ArgumentError, f"kind={shown(kind)} is unknown; choose one of {', '.join(kinds)}")
+    return record_of(kinds[kind], fields, path)
+
+
+def load_record(path: str | os.PathLike[str], what: str, read: Callable[[Any, str], R]) -> R:
+    """Return what a JSON file says.
+
+    Args:
+        path: The file.
+        what: What it should be, such as ``"recipe file"``.
+        read: Takes what the file holds, and what errors call the file.
+
+    Raises:
+        ArgumentError: It cannot be read, is not JSON, or a field is wrong; the message has the file and the field.
+    """
+    value = read_json(path, ArgumentError, what)
+    try:
+        return read(value, str(path))
+    except FmtsimError as error:
+        raise ArgumentError(str(error)) from None

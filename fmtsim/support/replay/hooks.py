@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a function says while it is written down: which kernels it starts, which keys it draws, what may differ."""
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fmtsim.support.replay.recorder import Recorder
+
+Key = TypeVar("Key")
+
+
+class Structure(NamedTuple):
+    """Name an argument of a kernel that is a structure: values as ``struct`` packs them, tensors as their addresses."""
+
+    layout: struct.Struct
+    values: tuple[Tensor | int | bytes | None, ...]
+
+    def __bytes__(self) -> bytes:
+        return self.layout.pack(*map(word_of, self.values))
+
+
+def word_of(value: Any) -> Any:
+    """Return what ``struct`` packs for a value: the address of a tensor, 0 for None, a structure's bytes."""
+    if value is None:
+        return 0
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return bytes(value) if isinstance(value, Structure) else value
+
+
+class _Thread(threading.local):
+    recorder: "Recorder | None" = None
+
+
+THREAD = _Thread()
+"""Who writes down what the running thread does."""
+
+
+def launched(
+    start: Callable[..., None], fixed: Sequence[Any], given: Sequence[Any], *, words: bool = False, **options: Any
+) -> None:
+    """Say that ``start(*fixed, *given, **options)`` launches a kernel.
+
+    Args:
+        start: A function, to which nothing happens between calls.
+        fixed, options: What is the same in each.
+        given: Tensors, None, numbers, bytes, ``Structure``; no addresses in any other way.
+        words: ``start`` takes what ``word_of`` makes of them.
+    """
+    if THREAD.recorder is not None:
+        THREAD.recorder.launch(partial(start, **options) if options else start, fixed, given, words=words)
+
+
+def drawn(draw: Callable[[], Key]) -> Key:
+    """Return a key that is drawn in each call."""
+    return draw() if THREAD.recorder is None else THREAD.recorder.draw(draw)
+
+
+def packed(key: Any, data: bytes, pack: Callable[[Any], bytes]) -> bytes:
+    """Return bytes for a launch, those that ``pack`` made of a key."""
+    if THREAD.recorder is not None and key is not None:
+        THREAD.recorder.note(key, data, pack)
+    return data
+
+
+def refuse() -> None:
+    """Say that what runs hangs on more than its tensors, or remembers something."""
+    if THREAD.recorder is not None:
+        THREAD.recorder.fits = False

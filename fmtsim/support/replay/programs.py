@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of functions by their kind: the first runs as it is, the second is written down, later ones are repeated."""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from torch import Tensor
+
+from fmtsim.support.replay.gpu import captures
+from fmtsim.support.replay.hooks import THREAD
+from fmtsim.support.replay.recorder import Program, Recorder
+
+Result = TypeVar("Result")
+
+_MOST: Final = 256  # kinds of calls that are remembered together
+_ONCE: Final = object()  # a kind of call that was seen once
+
+
+def kind_of(t: Tensor | None) -> Hashable:
+    """Return what a function may decide by of a tensor."""
+    return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16)
+
+
+class Programs:
+    """Run functions, and repeat what they ask of a device."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def run(self, key: Hashable, tensors: Sequence[Tensor | None], function: Callable[[], Result]) -> Result:
+        """Return what a function returns: tensors and other values in tuples, lists and named tuples.
+
+        Args:
+            key: What the function decides by.
+            tensors: Those that it reads, all on one device; no other but constants.
+            function: What is to be done.
+        """
+        if THREAD.recorder is not None:
+            return function()
+        found = self._found.get(key)
+        if type(found) is Program and found.takes(tensors):
+            return found.run(*tensors)  # type: ignore[no-any-return]
+        if found is _ONCE and not any(t is not None and captures(t.device) for t in tensors):
+            recorder = Recorder(tensors)
+            result = recorder.run(function)
+            self._found[key] = recorder.program(result)
+            return result
+        if found is None and key not in self._found:
+            if len(self._found) >= _MOST:
+                self._found.clear()
+            self._found[key] = _ONCE
+        return function()
+
+
+def repeated(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that repeats what its calls ask of a GPU: of tensors, numbers and text, also in lists."""
+    programs = Programs()
+
+    def run(*arguments: Any) -> Result:
+        tensors: list[Tensor] = []
+        key = tuple([_part(x, tensors) for x in arguments])
+        if not all(map(_is_on_gpu, tensors)):
+            return function(*arguments)
+        return programs.run(key, tensors, partial(function, *arguments))
+
+    return run
+
+
+def _is_on_gpu(t: Tensor) -> bool:
+    return t.is_cuda
+
+
+def _part(x: Any, tensors: list[Tensor]) -> Hashable:
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return kind_of(x)
+    return tuple([_part(each, tensors) for each in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]

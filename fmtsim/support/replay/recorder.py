@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of a function does, as lines of Python that do it again."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from re import escape, finditer
+from types import CodeType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fmtsim.support.replay.gpu import current_gpu
+from fmtsim.support.replay.hooks import THREAD, Structure
+
+Result = TypeVar("Result")
+Key = TypeVar("Key")
+
+_LARGEST: Final = 4096  # numbers of a tensor that a program may keep
+_aten = torch.ops.aten
+_EMPTY: Final = (
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)  # fmt: skip
+_VIEWS: Final = (_aten.transpose.int, _aten.t.default, _aten.view.default, _aten._unsafe_view.default)
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+# What code of inductor's calls, in half the time of torch's own functions.
+_empty_on_gpu: Callable[..., Tensor] | None = getattr(_guards, "_empty_strided_cuda", None)
+_viewed: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", None) or (
+    lambda x, shape, strides, offset: x.as_strided(shape, strides, x.storage_offset() + offset)
+)
+
+
+class Program(NamedTuple):
+    """Hold what repeats a call, given its tensors, which pairs of them are one tensor, and the GPU that it runs on."""
+
+    run: Callable[..., Any]
+    same: Sequence[tuple[int, int]]
+    gpu: int | None
+
+    def takes(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Say whether a call of its kind is one that it repeats."""
+        if self.same and any(tensors[one] is not tensors[other] for one, other in self.same):
+            return False
+        return self.gpu is None or self.gpu == current_gpu()
+
+
+class _Line(NamedTuple):
+    """Hold a line of a program, the places that it reads and makes, and whether it does more than that."""
+
+    text: str
+    reads: Sequence[int]
+    makes: Sequence[int] = ()
+    acts: bool = True
+
+
+class Recorder(TorchDispatchMode):
+    """Write down what runs under it.
+
+    A tensor or a key that each call has anew is ``t3`` in a program's text, another value ``c4``: by its place.
+
+    Args:
+        tensors: Those that every call has.
+
+    Attributes:
+        fits: Whether that may be repeated.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.fits = True
+        self._device = next((t.device for t in tensors if t is not None), None)
+        self._names: list[str] = []  # by places
+        self._places = WeakTensorKeyDictionary()  # of tensors that are still there
+        self._keys: dict[int, tuple[Any, int]] = {}  # those that were drawn, by their identity, and their places
+        self._memory: list[tuple[int, int]] = []  # first and last address of what is not constant
+        self._constants: dict[str, Any] = {}
+        self._lines: list[_Line] = []
+        self._views: dict[Any, int] = {}  # by what they are views of, and how
+        self._bases: dict[int, tuple[int, int]] = {}  # of views: what they lie in, and how many numbers on
+        self._shown: set[int] = set()  # views of what a call was given: torch counts what is written into those
+        self._notes: list[tuple[bytes, int, str]] = []  # bytes that stand for a key, and the function that makes them
+        self._unused: set[int] = set()  # keys that no launch has got
+        self._same: list[tuple[int, int]] = []
+        for t in tensors:
+            if t is not None and t in self._places:
+                self._same.append((self._place(t), len(self._names)))
+            self._new(t)
+        self._given = len(self._names)
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns, which is written down."""
+        with self:
+            THREAD.recorder = self
+            try:
+                return function()
+            finally:
+                THREAD.recorder = None
+
+    def program(self, result: Any) -> Program | None:
+        """Return what repeats it, None where nothing may."""
+        returned: list[int] = []
+        lines = [f" return {self._text(result, returned)}"]
+        if not self.fits or self._unused or self._device is None or self._shown.intersection(returned):
+            return None
+        needed = set(returned)
+        for line in reversed(self._lines):
+            if line.acts or needed.intersection(line.makes):
+                touched = {place for place in (*line.reads, *line.makes) if self._names[place].startswith("t")}
+                done = "".join(f"; {self._names[place]} = None" for place in sorted(touched - needed))
+                lines.append(f" {line.text}{done}")
+                needed |= touched
+        text = "\n".join([f"def run({', '.join(self._names[: self._given])}):", *reversed(lines)])
+        exec(_compiled(text), self._constants)
+        gpu = self._device.index if self._device.type == "cuda" else None
+        return Program(self._constants["run"], self._same, gpu)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch and write it down."""
+        kwargs, THREAD.recorder = kwargs or {}, None  # launches inside are the operation's
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            THREAD.recorder = self
+        if self.fits:
+            self._operation(func, args, kwargs, made)
+        return made
+
+    def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        found = [made] if isinstance(made, Tensor) else made
+        tensors = isinstance(found, list | tuple) and all(isinstance(t, Tensor) for t in found)
+        if not tensors or func is _aten.lift_fresh.default or any(t.device != self._device for t in found):
+            self.fits = False  # a number of it, or one of the host's
+            return
+        if func in _EMPTY:
+            take = (_empty_on_gpu if made.is_cuda else None) or partial(_empty_strided, made.device)
+            self._make(take, (tuple(made.shape), made.stride(), made.dtype), made)
+        elif func is _aten.detach.default:
+            self._hold(made, self._place(args[0]))
+        elif func in _VIEWS:
+            self._view(args[0], made)
+        elif all(t not in self._places for t in found) or made is args[0]:
+            self._call(func, args, kwargs, [] if made is args[0] else found, single=found is not made)
+        else:
+            self.fits = False
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any], made: Sequence[Tensor], *, single: bool) -> None:
+        """Write down an operation that made tensors, or none where it wrote into one."""
+        reads: list[int] = []
+        given = [self._text(x, reads) for x in args]
+        given += [f"{name}={self._text(x, reads)}" for name, x in kwargs.items()]
+        text, places = f"{self._constant(func)}({', '.join(given)})", [self._new(t) for t in made]
+        if places:
+            names = ", ".join(self._names[place] for place in places)
+            text = f"{names} = {text}" if single else f"{names}, = {text}"
+        acts = func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+        self._lines.append(_Line(text, reads, places, acts))
+
+    def _view(self, x: Tensor, made: Tensor) -> None:
+        """Write down a view, as one of memory that was taken or given."""
+        place = self._place(x)
+        base, moved = self._bases.get(place, (place, 0))
+        moved += int(made.storage_offset() - x.storage_offset())
+        how = base, tuple(made.shape), made.stride(), moved
+        if how in self._views:
+            self._hold(made, self._views[how])
+            return
+        where = self._views[how] = self._make(_viewed, how[1:], made, base)
+        self._bases[where] = base, moved
+        if base < self._given:
+            self._shown.add(where)
+
+    def _make(self, function: Callable[..., Tensor], values: tuple[Any, ...], made: Tensor, *reads: int) -> int:
+        """Write down that a function made a tensor of tensors at some places, and of values."""
+        place = self._new(made)
+        given = ", ".join((*(self._names[each] for each in reads), *map(self._constant, values)))
+        self._lines.append(_Line(f"{self._names[place]} = {self._constant(function)}({given})", reads, [place], False))
+        return place
+
+    def launch(self, start: Callable[..., None], fixed: Sequence[Any], given: Sequence[Any], *, words: bool) -> None:
+        """Write down a launch (``launched``)."""
+        reads: list[int] = []
+        texts = [*map(self._constant, fixed), *(self._text(x, reads, words=words) for x in given)]
+        self._lines.append(_Line(f"{self._constant(start)}({', '.join(texts)})", reads))
+
+    def draw(self, draw: Callable[[], Key]) -> Key:
+        """Draw a key, in each call."""
+        THREAD.recorder = None
+        with _disable_current_modes():
+            key = draw()
+        THREAD.recorder = self
+        place = self._new(None)
+        self._keys[id(key)] = key, place
+        self._unused.add(place)
+        self._lines.append(_Line(f"{self._names[place]} = {self._constant(draw)}()", (), [place]))
+        return key
+
+    def note(self, key: Any, data: bytes, pack: Callable[[Any], bytes]) -> None:
+        """Remember what bytes stand for a key, for launches that get them."""
+        if id(key) in self._keys:
+            self._notes.append((data, self._keys[id(key)][1], self._constant(pack)))
+        elif self._notes or self._unused:
+            self.fits = False  # it may be one that was drawn, moved on
+
+    def _new(self, t: Tensor | None) -> int:
+        """Return a place for what each call has anew."""
+        place = len(self._names)
+        self._names.append(f"t{place}")
+        if t is not None:
+            self._hold(t, place)
+        return place
+
+    def _hold(self, t: Tensor, place: int) -> None:
+        """Say that a tensor is what lies at a place."""
+        self._places[t] = place
+        memory = t.untyped_storage()
+        self._memory.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes()))
+
+    def _place(self, t: Tensor) -> int:
+        """Return where a tensor is; one that nobody made here is a constant."""
+        found: int | None = self._places.get(t)
+        if found is None:
+            self.fits &= t.numel() <= _LARGEST and t.device == self._device and not self._moves(t.data_ptr())
+            found = self._places[t] = len(self._names)
+            self._names.append(self._constant(t))
+        return found
+
+    def _constant(self, x: Any) -> str:
+        name = f"c{len(self._constants)}"
+        self._constants[name] = x
+        return name
+
+    def _text(self, x: Any, reads: list[int], *, words: bool = False) -> str:
+        """Return the text of a value, or of what ``word_of`` makes of it; reads: takes the places that it names."""
+        if x is None:
+            return "0" if words else "None"
+        if isinstance(x, Tensor):
+            place = self._place(x)
+            reads.append(place)
+            return f"{self._names[place]}.data_ptr()" if words else self._names[place]
+        if isinstance(x, Structure):
+            values = [self._text(value, reads, words=True) for value in x.values]
+            return f"{self._constant(x.layout.pack)}({', '.join(values)})"
+        if isinstance(x, bytes):
+            return self._bytes(x, reads)
+        if isinstance(x, int | np.integer) and self._moves(int(x)):
+            self.fits = False
+        if isinstance(x, list | tuple) and any(isinstance(each, Tensor | tuple | list) for each in x):
+            parts, kind = "".join(f"{self._text(each, reads)}, " for each in x), type(x)
+            return f"[{parts}]" if kind is list else f"{'' if kind is tuple else self._constant(kind)}({parts})"
+        return self._constant(x)
+
+    def _bytes(self, data: bytes, reads: list[int]) -> str:
+        """Return the same of bytes, which hold addresses in no other way than ``Structure``."""
+        for start in range(0, len(data) - 7, 4):
+            if self._moves(int.from_bytes(data[start : start + 8], "little")):
+                self.fits = False
+        pieces, end = [], 0
+        notes = [(m.span(), place, pack) for made, place, pack in self._notes for m in finditer(escape(made), data)]
+        for (start, stop), place, pack in sorted(notes, key=lambda note: (note[0][0], -note[0][1])):
+            self._unused.discard(place)
+            if start >= end:  # else part of one that was longer
+                reads.append(place)
+                pieces += [self._constant(data[end:start]), f"{pack}({self._names[place]})"]
+                end = stop
+        return f"b''.join(({', '.join((*pieces, self._constant(data[end:])))}))" if pieces else self._constant(data)
+
+    def _moves(self, address: int) -> bool:
+        """Say whether a number is an address in memory that each call has anew."""
+        return any(first <= address < last for first, last in self._memory)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<fmtsim.support.replay>", "exec")
+
+
+def _empty_strided(device: torch.device, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

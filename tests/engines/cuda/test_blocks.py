@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block formats on the device: the bits of the CPU engine, for every format, rule, rounding, layout and dtype."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.casts.encoded import Encoded
+from fmtsim.engines import cpu
+from fmtsim.engines.cuda.cast import block, decoding, general
+from fmtsim.engines.cuda.cast.block_macros import CODES, PACKED, draws_words, fast_macros, output_of
+from fmtsim.formats.block import BlockFormat, scaled, with_block
+from fmtsim.formats.representable import result_dtype
+from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.spec.cast import EncodedParts, RandomKey
+from tests.support.bits import assert_same_bits
+from tests.support.casts import cast_spec
+from tests.support.operands import numbers
+
+KEY = RandomKey(0x1234567890ABCDEF, 5)
+NAMES = sorted(name for name in fmtsim.list_formats() if isinstance(fmtsim.get_format(name), BlockFormat))
+SLOW = pytest.mark.slow
+
+
+def check(x, spec, device, random=None, out_dtype=None):
+    """Hold quantize, encode and decode of the device to the CPU engine's bits."""
+    dtype = out_dtype or result_dtype(spec.format, x.dtype)
+    given = random.to(device) if isinstance(random, torch.Tensor) else random
+    wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
+    cpu.quantize(x, spec, random, wanted)
+    block.quantize_blocks(x.to(device), spec, given, found)
+    assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}")
+    parts = cpu.encode(x, spec, random)
+    coded = block.encode_blocks(x.to(device), spec, given)
+    for name, mine, theirs in zip(parts._fields, coded, parts, strict=True):
+        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}")
+    decoded = torch.empty(x.shape, dtype=dtype, device=device)
+    decoding.decode(coded, spec, decoded)
+    assert_same_bits(decoded, wanted, what=f"decoded {spec.format.name}")
+
+
+def check_packed(x, spec, device, random=None):
+    """Hold codes and scales as ``Encoded`` keeps them to the CPU engine's."""
+    wanted = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, spec.dim)
+    found = block.encode_blocks(x.to(device), spec, random, packed=True)
+    for name in ("codes", "scales", "tensor_scale", "offsets"):
+        assert_same_bits(getattr(found, name), getattr(wanted, name), what=f"{name} of {spec.format.name}, packed")
+
+
+def check_general(x, spec, device, random=None):
+    """Hold the general kernels to the CPU engine's bits, also where faster ones would run."""
+    dtype = result_dtype(spec.format, x.dtype)
+    wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
+    cpu.quantize(x, spec, random, wanted)
+    general.cast_general(x.to(device), EncodedParts(found), spec, random)
+    assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
+    parts = cpu.encode(x, spec, random)
+    codes = torch.empty(x.shape, dtype=parts.codes.dtype, device=device)
+    made = block.with_scales(codes, x.shape, spec, torch.float32)
+    general.cast_general(x.to(device), made, spec, random)
+    for name, mine, theirs in zip(parts._fields, made, parts, strict=True):
+        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
+
+
+def is_fast(x, spec, random=None):
+    output = output_of(result_dtype(spec.format, x.dtype))
+    return output is not None and draws_words(spec, random) and fast_macros(spec, x.dtype, output) is not None
+
+
+# Runs and columns: the kernels that are specialised by macros.
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim", "mode"),
+    [
+        ("mxfp4", torch.bfloat16, -1, "nearest_even"),
+        ("mxfp8_e4m3", torch.float32, -2, "nearest_even"),
+        pytest.param("mxfp4", torch.bfloat16, -1, "stochastic", marks=SLOW),
+        pytest.param("mxfp4", torch.bfloat16, -2, "stochastic", marks=SLOW),
+        pytest.param("mxfp4", torch.float32, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxfp8_e5m2", torch.float16, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxfp8_e5m2", torch.float16, -2, "nearest_even", marks=SLOW),
+        pytest.param("mxfp8_e4m3_rceil", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxfp6_e2m3", torch.bfloat16, -2, "nearest_even", marks=SLOW),
+        pytest.param("mxfp6_e3m2", torch.float32, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxint8", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxint8", torch.float32, -2, "stochastic", marks=SLOW),
+        ("nvfp4", torch.float32, -1, "nearest_even"),
+        pytest.param("nvfp4", torch.bfloat16, -1, "stochastic", marks=SLOW),
+        pytest.param("nvfp4", torch.bfloat16, -2, "nearest_even", marks=SLOW),
+        pytest.param("e4m3_1x128", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("e4m3_1x128", torch.float32, -2, "nearest_even", marks=SLOW),
+        pytest.param("e4m3_1x128_pow2", torch.bfloat16, -2, "nearest_even", marks=SLOW),
+        pytest.param("int4_g32", torch.float32, -1, "nearest_even", marks=SLOW),
+        ("e4m3_channel", torch.bfloat16, -1, "nearest_even"),
+        pytest.param("e4m3_tensor", torch.float32, -2, "nearest_even", marks=SLOW),
+        pytest.param("e5m2_tensor", torch.float16, -1, "stochastic", marks=SLOW),
+        pytest.param("int8_tensor", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("int8_channel", torch.float32, -1, "stochastic", marks=SLOW),
+    ],
+)
+def test_fast_kernels_have_the_bits_of_the_cpu_engine(name, dtype, dim, mode, device):
+    spec, random = cast_spec(name, mode, dim), KEY if mode == "stochastic" else None
+    shape = (18, 384) if dim == -1 else (256, 70)
+    x = numbers(shape, dtype)
+    assert is_fast(x, spec, random)
+    check(x, spec, device, random)
+    check(numbers(shape, dtype, 1, special=False), spec, device, random)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mxfp4",
+        "nvfp4",
+        pytest.param("mxfp6_e2m3", marks=SLOW),
+        pytest.param("mxfp6_e3m2", marks=SLOW),
+        pytest.param("mxfp8_e4m3", marks=SLOW),
+        pytest.param("mxfp8_e5m2", marks=SLOW),
+        pytest.param("e4m3_1x128", marks=SLOW),
+    ],
+)
+def test_every_bfloat16_below_a_largest_one(name, device):
+    spec = cast_spec(name)
+    run = spec.format.block[1]
+    for power, top in ((0, 1.9921875), (0, 1.3671875), (-110, 1.0), (90, 1.6328125), (-124, 1.1171875)):
+        largest = torch.tensor(top * 2.0**power).to(torch.bfloat16).view(torch.int16).item()
+        below = torch.arange(largest + 1, dtype=torch.int32)
+        both = torch.cat([below, below - 32768])
+        both = torch.cat([both, both.new_zeros(-both.numel() % (32 * (run - 1)))]).view(-1, run - 1)
+        x = torch.cat([torch.full((both.shape[0], 1), largest), both], 1).to(torch.int16).view(torch.bfloat16)
+        check_packed(x, spec, device)
+        if result_dtype(spec.format, x.dtype) == torch.bfloat16:
+            check(x, spec, device)
+
+
+@SLOW
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil"])
+@pytest.mark.parametrize("element", ["e2m1", "e5m2", "e4m3fnuz", "int4_full", "int8_f6"])
+def test_power_of_two_rules(element, rule, device):
+    fmt = scaled(fmtsim.get_format(element), (1, 64), rule)
+    check(numbers((16, 256), torch.bfloat16), cast_spec(fmt), device)
+
+
+@SLOW
+@pytest.mark.parametrize("arithmetic", ["divide", "reciprocal", "encode"])
+@pytest.mark.parametrize("scale", ["fp32", "e4m3", "bf16", "fp16", "ue5m3"])
+def test_real_rules(arithmetic, scale, device):
+    fmt = scaled(fmtsim.get_format("e2m3"), (1, 16))
+    scaling = dataclasses.replace(fmt.scaling, arithmetic=arithmetic, scale=fmtsim.get_format(scale))
+    fmt = dataclasses.replace(fmt, scaling=scaling)
+    check(numbers((16, 64), torch.float32), cast_spec(fmt), device)
+    check(numbers((64, 16), torch.bfloat16), cast_spec(fmt, dim=-2), device)
+
+
+@SLOW
+@pytest.mark.parametrize("run", [16, 32, 64, 96, 128, 256, 512, 1024, 2048])
+def test_lengths_of_blocks(run, device):
+    fmt = scaled(fmtsim.get_format("e4m3"), (1, run), "floor")
+    for dtype in (torch.float32, torch.bfloat16):
+        check(numbers((6, 2 * run), dtype), cast_spec(fmt), device)
+    check(numbers((2 * run, 6), torch.bfloat16), cast_spec(fmt, dim=-2), device)
+
+
+# The general kernels: one code for everything.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_general_kernels_have_the_bits_of_the_cpu_engine(name, device):
+    for dtype, dim in ((torch.float32, -1), (torch.float64, -2), (torch.bfloat16, -2), (torch.float16, -1)):
+        check_general(numbers((9, 150), dtype), cast_spec(name, dim=dim), device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxint8", "uint4_g32_zp", "nf4_g64", "lns8_channel", "e4m3_1x128"])
+def test_general_kernels_in_every_rounding(name, mode, device):
+    random = KEY if mode == "stochastic" else None
+    for overflow in ("saturate", "ieee"):
+        check_general(numbers((7, 100), torch.float32), cast_spec(name, mode, overflow=overflow), device, random)
+
+
+@pytest.mark.parametrize(
+    "rounding",
+    [
+        Rounding(mode="stochastic", random_bits=8, layout="cvt_rs"),
+        Rounding(mode="stochastic", random_bits=13, layout="cvt_rs"),
+        Rounding(mode="stochastic", random_bits=5, variant="b"),
+        Rounding(mode="stochastic", random_bits=11, variant="c"),
+    ],
+)
+def test_random_bits_and_given_words(rounding, device):
+    x = numbers((5, 96), torch.bfloat16)
+    words = torch.randint(0, 1 << rounding.bits, x.shape, generator=torch.Generator().manual_seed(3))
+    for name in ("mxfp4", "nvfp4", "uint4_g32_zp"):
+        for dim in (-1, -2):
+            check(x, cast_spec(name, rounding, dim), device, KEY, torch.float32)
+            if rounding.layout == "word":
+                check(x, cast_spec(name, rounding, dim), device, words, torch.float32)
+
+
+@pytest.mark.parametrize("block", [(1, 24), (3, 5), (None, 7), (4, None), (128, 128), (None, None), (1, 1)])
+def test_blocks_of_any_size_and_short_ones(block, device):
+    for rule in ("floor", "amax"):
+        fmt = scaled(fmtsim.get_format("e3m2"), block, rule)
+        for shape, dim in (((13, 37), -1), ((5, 6, 7), -2), ((5, 6, 7), -3), ((41,), -1), ((1, 3), -2)):
+            check(numbers(shape, torch.float32), cast_spec(fmt, dim=dim), device)
+    zero_points = with_block(fmtsim.get_format("uint4_g32_zp"), block)
+    check(numbers((13, 37), torch.float32), cast_spec(zero_points), device)
+
+
+def test_strides_views_and_results_in_place(device):
+    spec = cast_spec("mxfp4")
+    x = numbers((64, 96), torch.bfloat16)
+    held = numbers((130, 200), torch.bfloat16)
+    views = [x.t(), held[1:65, 3:99], held[::2, 8:104], numbers((4, 6, 64), torch.bfloat16).transpose(0, 1)]
+    for view in views:
+        for dim in (-1, -2):
+            wanted = torch.empty(view.shape, dtype=view.dtype)
+            cpu.quantize(view, dataclasses.replace(spec, dim=dim), None, wanted)
+            moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).copy_(view)
+            found = torch.empty_like(moved)
+            block.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, found)
+            assert_same_bits(found, wanted)
+            block.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, moved)
+            assert_same_bits(moved, wanted)
+
+
+def test_dtypes_of_results(device):
+    x = numbers((6, 64), torch.float32)
+    for name in ("mxfp8", "nvfp4", "int4_g32"):
+        spec = cast_spec(name)
+        wide = torch.empty(x.shape, dtype=torch.float64)
+        cpu.quantize(x, spec, None, wide)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            found = torch.empty(x.shape, dtype=dtype, device=device)
+            block.quantize_blocks(x.to(device), spec, None, found)
+            wanted = fmtsim.quantize(wide, dtype, overflow="ieee", out_dtype=dtype)
+            assert_same_bits(found, wanted, what=(name, dtype))
+
+
+def test_empty_and_single_elements(device):
+    for name in ("mxfp4", "nvfp4", "e4m3_tensor", "uint8_channel_zp"):
+        spec = cast_spec(name)
+        for shape in ((), (1,), (0,), (0, 32), (3, 0), (1, 1)):
+            x = torch.full(shape, 1.3)
+            check(x, spec, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim"),
+    [
+        ("mxfp4", torch.bfloat16, -1),
+        ("int4_g32", torch.float32, -2),
+        pytest.param("mxfp4", torch.float32, -1, marks=SLOW),
+        pytest.param("nvfp4", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("nvfp4", torch.float32, -2, marks=SLOW),
+        pytest.param("mxfp6_e2m3", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("mxfp6_e3m2", torch.float32, -1, marks=SLOW),
+        pytest.param("mxfp8_e4m3", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("mxfp8_e4m3", torch.bfloat16, -2, marks=SLOW),
+        pytest.param("e4m3_1x128", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("uint4_g32_zp", torch.float32, -1, marks=SLOW),
+        pytest.param("nf4_g64", torch.float32, -2, marks=SLOW),
+    ],
+)
+def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
+    spec = cast_spec(name, dim=dim)
+    x = numbers((128, 256) if dim == -1 else (256, 64), dtype)
+    check_packed(x, spec, device)
+    check_packed(numbers((3, 48) if dim == -1 else (96, 6), dtype, 1), spec, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mxfp4", torch.float32),
+        ("mxfp8_e4m3", torch.bfloat16),
+        pytest.param("mxfp4", torch.bfloat16, marks=SLOW),
+        pytest.param("mxfp6_e2m3", torch.float32, marks=SLOW),
+        pytest.param("mxfp6_e3m2", torch.bfloat16, marks=SLOW),
+        pytest.param("nvfp4", torch.float32, marks=SLOW),
+        pytest.param("int4_g32", torch.bfloat16, marks=SLOW),
+        pytest.param("mxint8", torch.bfloat16, marks=SLOW),
+    ],
+)
+def test_packed_codes_of_stochastic_rounding(name, dtype, device):
+    """Blocks of all sizes of numbers, next to where float32 ends on both sides, and a whole tile."""
+    spec, key = cast_spec(name, "stochastic"), RandomKey(0x123456789ABCDEF, 0xFEDCBA9876543210)
+    x = numbers((44, 256), torch.float32, 5, special=False)
+    powers = torch.cat([torch.linspace(-149, -90, 30), torch.linspace(100, 127, 14)]).round().double()
+    sized = (x.double() / x.abs().max() * 2.0 ** powers[:, None]).to(dtype)
+    assert is_fast(x, spec, key)
+    for part in (sized, numbers((4, 2048), dtype, 6), numbers((3, 96), dtype, 7)):
+        check_packed(part, spec, device, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "nvfp4", "mxint8", "uint4_g32_zp"])
+def test_every_code_under_strange_scales(name, dtype, device):
+    spec = cast_spec(name)
+    generator = torch.Generator().manual_seed(3)
+    parts = cpu.encode(numbers((24, 384), torch.float32), spec, None)
+    scales = parts.scales.clone()
+    scales.view(-1)[::7] = float("nan")
+    if not spec.format.zero_point:
+        scales.view(-1)[3::11] = float("inf")
+    codes = torch.randint(0, 1 << spec.format.bits, parts.codes.shape, generator=generator).to(torch.uint8)
+    parts = parts._replace(codes=codes, scales=scales)
+    wanted, found = torch.empty(codes.shape, dtype=dtype), torch.empty(codes.shape, dtype=dtype, device=device)
+    cpu.decode(parts, spec, wanted)
+    decoding.decode(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
+    assert_same_bits(found, wanted)
+
+
+def test_what_is_covered(device):
+    assert block.covers_blocks(cast_spec("mxfp4"), torch.float32, torch.bfloat16)
+    assert not block.covers_blocks(cast_spec("mxfp4"), torch.int32)
+    assert not block.covers_blocks(cast_spec("e4m3"), torch.float32)
+    wide = dataclasses.replace(fmtsim.get_format("uint8_tensor_zp"), element=fmtsim.get_format("uint16"))
+    assert block.covers_blocks(cast_spec(wide), torch.float32)
+    assert fast_macros(cast_spec("mxfp4", overflow="ieee"), torch.float32, 0) is None
+    assert fast_macros(cast_spec("nf4_g64"), torch.float32, CODES) is None
+    assert fast_macros(cast_spec("int8_channel"), torch.float32, PACKED) is not None
+
+
+@pytest.mark.parametrize("planted", ["scale", "element", "block"])
+def test_planted_errors_are_caught(planted, emulated, monkeypatch):
+    spec = cast_spec("mxfp4")
+    x = numbers((4, 64), torch.bfloat16, special=False)
+    wrong = {
+        "scale": dataclasses.replace(spec, format=with_block(spec.format, None, "ceil")),
+        "element": dataclasses.replace(spec, rounding=Rounding(mode="nearest_away")),
+        "block": dataclasses.replace(spec, format=with_block(spec.format, (1, 64))),
+    }[planted]
+    real = block.quantize_blocks
+    monkeypatch.setattr(block, "quantize_blocks", lambda x, _, random, out: real(x, wrong, random, out))
+    x[0, 0] = 1.25 * x[0, :32].abs().max().log2().floor().exp2() / 4  # a tie under every scale
+    with pytest.raises(AssertionError, match="values of mxfp4"):
+        check(x, spec, torch.device("cpu"))
+
+
+def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
+    spec, x = cast_spec("mxfp4", "stochastic"), numbers((4, 64), torch.float32, special=False)
+    check_packed(x, spec, torch.device("cpu"), KEY)
+    real = block.encode_blocks
+    monkeypatch.setattr(block, "encode_blocks", lambda x, spec, _, packed: real(x, spec, RandomKey(8), packed))
+    with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
+        check_packed(x, spec, torch.device("cpu"), KEY)
+
+
+def test_a_planted_error_in_packed_codes_is_caught(emulated, monkeypatch):
+    spec = cast_spec("mxfp4")
+    wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
+    real = block.encode_blocks
+    monkeypatch.setattr(block, "encode_blocks", lambda x, _, random, packed: real(x, wrong, random, packed))
+    with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
+        check_packed(numbers((4, 64), torch.bfloat16, special=False), spec, torch.device("cpu"))

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""observe: every layer and operand of a step, exactly once, and nothing outside the with."""
+
+import json
+import math
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.lab.analysis.losses import losses_of
+from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
+from fmtsim.lab.analysis.observation import Observation
+from fmtsim.lab.analysis.observe import ModelObservation, observe
+from fmtsim.lab.analysis.page.data import observation_data
+from fmtsim.lab.analysis.stats import OperandStats
+from fmtsim.nn import convert, revert
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
+from fmtsim.support.errors import ArgumentError
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    return convert(net, format="e2m1", grad_format="e5m2", scaling="none")
+
+
+def test_a_step_is_counted_by_layer_and_operand(model):
+    x = torch.randn(5, 6)
+    with observe(model) as stats:
+        model(x).sum().backward()
+    assert set(stats.layers) == {"0", "2"}
+    # The input needs no gradient, so the first layer computes no dgrad.
+    assert list(stats["0"]) == ["x_f", "w_f", "g_w", "x_w"]
+    assert list(stats["2"]) == ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"]
+    assert stats["0"]["x_f"].elements == 30 and stats["0"]["x_f"].amax == float(x.abs().max())
+    small = (model[0].weight != 0) & (model[0].weight.abs() <= 0.25)
+    assert stats["0"]["w_f"].underflow_percent == pytest.approx(100 * float(small.float().mean()))
+    assert stats["2"]["g_w"].format == "e5m2"
+
+
+def test_steps_add_up_and_nothing_is_counted_outside(model):
+    x = torch.randn(5, 6)
+    with observe(model) as stats:
+        model(x)
+        late = model(x)
+    model(x)
+    late.sum().backward()
+    assert stats["0"]["x_f"].elements == 60
+    assert "g_w" not in stats["0"]
+    assert all(m.emulation.observer is None for m in (model[0], model[2]))
+
+
+def test_operands_have_one_order_whatever_was_cast_first():
+    """A GPU casts the gradient for both its products from one read, before the weight of the first."""
+    order = ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w", "q", "k", "v", "p", "dv.a", "dv.b", "dk.a", "another"]
+    stats, seen = Observation(), OperandStats().add(torch.ones(2), torch.ones(2), get_format("e4m3"))
+    for layer, names in {"one": ["g_w", "x_f", "x_w"], "all": order[::-1]}.items():
+        for name in names:
+            stats.count(1, layer, name, seen)
+    assert list(stats["one"]) == ["x_f", "g_w", "x_w"] and list(stats["all"]) == order
+    assert [(loss.layer, loss.operand) for loss in losses_of(stats.layers)][:4] == [
+        ("one", "x_f"), ("one", "g_w"), ("one", "x_w"), ("all", "x_f")
+    ]  # fmt: skip
+    assert list(stats.history[1]["all"]) == list(stats.to_dict()["layers"]["all"]) == order
+    assert observation_data(stats)["operands"] == order
+
+
+def test_history_has_every_second_step_by_itself(model):
+    x = torch.randn(5, 6)
+    with observe(model, every=2) as stats:
+        for factor in (1.0, 7.0, 3.0, 9.0, 5.0):
+            model(factor * x).sum().backward()
+            assert (model[0].emulation.observer is None) == (factor in (7.0, 9.0))
+    assert (stats.steps, stats.every, list(stats.history)) == (5, 2, [1, 3, 5])
+    assert [step["0"]["x_f"].amax for step in stats.history.values()] == [float((f * x).abs().max()) for f in (1, 3, 5)]
+    assert stats["0"]["x_f"].elements == 90 and stats.history[3]["0"]["x_f"].elements == 30
+    with observe(model) as alone:
+        model(3.0 * x).sum().backward()
+    assert stats.history[3] == alone.history[1]
+
+
+def test_a_backward_pass_belongs_to_the_step_of_its_forward(model):
+    x = torch.randn(5, 6)
+    with observe(model) as stats:
+        model[2](torch.randn(3, 8))  # before any call of the model: the first step's
+        losses = [model(f * x).sum() for f in (1.0, 2.0)]
+        (losses[0] + 4.0 * losses[1]).backward()
+    assert [step["2"]["g_w"].amax for step in stats.history.values()] == [1.0, 4.0]
+    assert [step["2"]["x_f"].elements for step in stats.history.values()] == [40 + 24, 40]
+
+
+def test_no_step_takes_counts_from_their_device_until_many_wait(model, monkeypatch):
+    x, found, taken = torch.randn(5, 6), [], []
+    read = ModelObservation._read
+    monkeypatch.setattr(ModelObservation, "_read", lambda self: taken.append(len(self._unread)) or read(self))
+    for most, reads in ((1024, [30]), (15, [20, 10])):  # of ten operands a step
+        taken.clear()
+        monkeypatch.setattr(sys.modules[ModelObservation.__module__], "_UNREAD", most)
+        with observe(model) as stats:
+            for factor in (1.0, 7.0, 3.0):
+                model(factor * x).sum().backward()
+        found.append(stats.to_dict())
+        assert [number for number in taken if number] == reads
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True, "all"])
+def test_every_is_a_number_of_steps(model, every):
+    with pytest.raises(ArgumentError, match="is not a number of steps; pass 1 to observe all, 10 for every tenth"):
+        observe(model, every=every)
+
+
+def test_observing_changes_no_result(model):
+    x = torch.randn(5, 6)
+    plain = model(x)
+    with observe(model):
+        assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("columns", [None, 32])
+def test_elements_are_counted_as_their_format_sees_them(columns):
+    """Under a scale rule x / scale is what saturates, and has the exponents that a format's window is drawn for."""
+    block = (None if columns is None else 1, columns)
+    quantizer = Quantizer(format=get_format("e4m3"), scaling=Scaling(block=block))
+    net = convert(nn.Linear(64, 8, bias=False), recipe=LinearConfig(fprop=Gemm(a=quantizer)))
+    x = 1e-9 * torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    x[3, 5] = 1e-6
+    with observe(net) as stats, torch.no_grad():
+        net(x)
+    blocks = x.double().reshape((1, -1) if columns is None else (-1, columns))
+    scaled = blocks * (448 / blocks.abs().amax(1, keepdim=True))
+    seen = stats[""]["x_f"]
+    found = {i + LOWEST_EXPONENT: n for i, n in enumerate(seen.scaled_exponents.tolist()) if n}
+    assert found == Counter((torch.frexp(scaled)[1] - 1).flatten().tolist())
+    assert seen.saturated == 0 and max(found) == 8 and seen.exponents.sum() == x.numel()
+    assert not torch.equal(seen.exponents, seen.scaled_exponents)
+
+
+def test_the_table_and_the_record(model):
+    with torch.no_grad():
+        model[2].weight.fill_(1e-4)
+    with observe(model) as stats:
+        model(torch.randn(5, 6)).sum().backward()
+    lines = [line.split() for line in str(stats).splitlines()]
+    assert lines[0] == ["layer", "operand", "format", "underflow", "%", "saturation", "%", "SQNR", "dB", "amax"]
+    assert ["2", "w_f", "e2m1", "100.00", "0.000", "0.0", "0.0001"] in lines
+    assert ["2", "g_w", "e5m2", "0.00", "0.000", "lossless", "1"] in lines
+    assert stats._repr_html_().count("<tr>") == len(lines) - 1 and repr(stats) == str(stats)
+    assert str(observe(model)) == "nothing is observed yet; call the model inside `with observe(model) as stats:`"
+    record = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
+    assert (record["steps"], record["every"]) == (1, 1)
+    w, g = record["layers"]["2"]["w_f"], record["layers"]["2"]["g_w"]
+    assert w["underflow_percent"] == 100.0 and g["sqnr_db"] is None
+    assert w["exponents"] == w["scaled_exponents"] == {str(math.floor(math.log2(1e-4))): 32}
+    assert w["window"] == [0.5, 6.0]
+    figures = ("elements", "underflow_percent", "saturation_percent", "sqnr_db", "amax", "nonfinite")
+    assert record["history"]["1"]["2"]["w_f"] == {name: w[name] for name in figures}
+
+
+def test_parts_of_attention_are_layers():
+    attention = convert(nn.MultiheadAttention(8, 2), config=None, format="e4m3")
+    with observe(attention) as stats:
+        x = torch.randn(3, 8)
+        attention(x, x, x)
+    assert list(stats.layers) == ["in_proj", "out_proj"]
+
+
+def test_high_precision_layers_are_lossless():
+    from fmtsim.gemm.layers.config import LinearConfig
+
+    layer = convert(nn.Linear(4, 4), config=LinearConfig())
+    with observe(layer) as stats:
+        layer(torch.randn(2, 4))
+    assert stats[""]["x_f"].sqnr_db == math.inf and "(model)" in str(stats)
+
+
+def test_nested_and_empty_observations_are_errors(model):
+    with observe(model):
+        with pytest.raises(ArgumentError, match=r"layer '0' is observed already"), observe(model):
+            pass
+        assert model[0].emulation.observer is not None
+    with pytest.raises(ArgumentError, match=r"no converted layer in Sequential; call fmtsim.convert first"):
+        observe(revert(model))
+
+
+class Own(nn.Sequential):
+    """A module with code of its own, which torch compiles."""
+
+    def forward(self, x):
+        for module in self:
+            x = module(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
+@pytest.mark.parametrize("converted", [True, False])
+def test_compiled_models_run_eagerly_while_they_are_observed(model, converted):
+    what = {} if converted else {"format": "e2m1"}
+    model, x = Own(*(model if converted else revert(model))), torch.randn(5, 6)
+
+    def run(net):
+        net(x).sum().backward()
+
+    with observe(model, **what) as plain:
+        run(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    run(compiled)
+    for watched in (model, compiled):
+        with observe(watched, **what) as stats:
+            run(compiled)
+        assert stats.to_dict() == plain.to_dict()
+    model.compile(backend="eager", fullgraph=True)
+    run(model)
+    with observe(model, **what) as stats:
+        run(model)
+        with observe(nn.Linear(3, 3), format="e4m3"):
+            pass  # one inside another leaves the outer one's compilers off
+        run(model)
+    assert stats.steps == 2 and stats.history[2] == plain.history[1]
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_calls_in_which_nothing_is_seen_are_an_error_in_the_end(model):
+    model.forward = lambda x: x
+    with (
+        pytest.raises(ArgumentError, match=r"saw 1 calls of the model and no product in them: it was compiled inside"),
+        observe(model),
+    ):
+        model(torch.ones(2, 6))
+    assert model[0].emulation.observer is None
+
+
+def test_an_error_inside_removes_the_observers(model):
+    with pytest.raises(ZeroDivisionError), observe(model):
+        1 / 0  # noqa: B018
+    assert model[0].emulation.observer is None
+
+
+def test_format_names_are_those_of_the_records(model):
+    with observe(model) as stats:
+        model(torch.randn(5, 6))
+    assert stats["0"]["x_f"].format == get_format("e2m1").name

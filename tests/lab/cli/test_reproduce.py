@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``fmtsim reproduce`` prints, writes and returns."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from fmtsim.lab.cli.main import main
+from fmtsim.lab.reproduce import catalogue
+from fmtsim.lab.reproduce.catalogue import CLAIMS
+from fmtsim.support.errors import ArgumentError
+
+
+@pytest.fixture
+def run(capsys):
+    """Run ``fmtsim reproduce`` and return its exit code, standard output and standard error."""
+
+    def command(*words: str) -> tuple[int, str, str]:
+        status = main(["reproduce", *words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """Make the claim ``gaudi`` show less than recorded, by scales that do not reach far enough."""
+
+    def change(claim):
+        if claim.name != "gaudi":
+            return claim
+        return dataclasses.replace(claim, settings=tuple((dict(claim.settings) | {"decades": 12.0}).items()))
+
+    monkeypatch.setattr(catalogue, "CLAIMS", tuple(map(change, CLAIMS)))
+
+
+def test_list(run):
+    status, text, err = run("--list")
+    assert (status, err) == (0, "")
+    assert all(claim.name in text for claim in CLAIMS)
+    records = json.loads(run("--list", "--json")[1])
+    assert [record["name"] for record in records] == [claim.name for claim in CLAIMS]
+
+
+def test_one_claim(run):
+    status, text, err = run("--only", "gaudi")
+    assert status == 0
+    assert err.startswith("gaudi: shown in part, ")
+    header, _, *rows = text.splitlines()
+    assert header.split() == ["claim", "number", "compared", "with", "ours", "seeds", "verdict", "seconds"]
+    assert [row.split()[0] for row in rows[:3]] == ["gaudi", "power", "16^k,"]
+    assert "1 shown in part; nothing is worse than recorded" in text
+
+
+def test_seeds(run):
+    status, text, _ = run("--only", "gaudi", "--seeds", "2", "--quiet", "--json")
+    (claim,) = json.loads(text)["claims"]
+    assert status == 0 and [len(number["seeds"]) for number in claim["numbers"]] == [2, 2]
+    status, _, err = run("--only", "gaudi", "--seeds", "0")
+    assert status == 2 and "--seeds 0 runs nothing; choose 1 or more" in err
+
+
+def test_json_and_markdown(run):
+    record = json.loads(run("--only", "gaudi", "--json", "--quiet")[1])
+    assert record["worse"] == []
+    (claim,) = record["claims"]
+    assert (claim["claim"], claim["verdict"], claim["recorded"]) == ("gaudi", "shown in part", "shown in part")
+    assert (claim["error"], claim["worse"], claim["numbers"][0]["published"]) == ("", False, None)
+    _, text, err = run("--only", "gaudi", "--markdown", "--quiet")
+    assert err == ""
+    header = "| claim | number | compared with | ours | seeds | verdict | seconds |"
+    assert text.startswith(f"{header}\n|---|---|--:|--:|--:|---|--:|\n| gaudi |")
+    assert "- **gaudi**: scales of powers of two" in text
+
+
+def test_a_claim_that_shows_less_is_1(run, wrong):
+    status, text, err = run("--only", "gaudi", "--only", "dge")
+    assert status == 1
+    assert "gaudi: not shown (WORSE than recorded: shown in part)" in err
+    assert "1 shown, 1 not shown; WORSE than recorded: gaudi" in text
+
+
+def test_an_experiment_that_breaks_off_is_3(run, monkeypatch):
+    def broken(tell, **settings):
+        raise ArgumentError("no such thing")
+
+    claims = tuple(dataclasses.replace(claim, measure=broken) if claim.name == "dge" else claim for claim in CLAIMS)
+    monkeypatch.setattr(catalogue, "CLAIMS", claims)
+    status, text, err = run("--only", "gaudi", "--only", "dge")
+    assert status == 3
+    assert "dge: BROKE OFF" in err and "broke off: no such thing" in text
+    assert "1 shown in part, 1 broke off; WORSE than recorded: dge" in text
+
+
+def test_a_claim_that_is_not_shown_and_recorded_so_is_0(run):
+    status, text, _ = run("--only", "quest_error", "--quiet", "--seeds", "1")
+    assert status == 0 and "1 not shown; nothing is worse than recorded" in text
+
+
+def test_folder(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run("--only", "gaudi", "--only", "dge", "--out", str(tmp_path / "claims"), "--quiet")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == ["claims.json", "claims.md", "dge.png"]
+    assert (tmp_path / "claims" / "dge.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_folder_without_matplotlib(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = run("--only", "dge", "--out", str(tmp_path), "--quiet")
+    assert (status, err) == (0, "no plots: matplotlib is not installed (pip install 'fmtsim[viz]')\n")
+
+
+def test_bad_arguments(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    status, _, err = run("--only", "dge", "--out", str(tmp_path / "file"))
+    assert status == 2
+    assert "is a file; choose a folder" in err
+    status, _, err = run("--only", "gaudy")
+    assert status == 2
+    assert "unknown claim 'gaudy'; did you mean 'gaudi'" in err
+    monkeypatch.setattr(catalogue, "CLAIMS", (dataclasses.replace(CLAIMS[0], slow=True),))
+    status, _, err = run("--quick")
+    assert status == 2
+    assert "every claim named with --only is slow; leave --quick out" in err

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fmtsim train`` on a machine: it reaches the model, the summary and the record; guesses are told once."""
+
+import json
+import warnings
+
+import pytest
+
+from fmtsim.gemm.targets import doubts
+from fmtsim.lab.cli.main import main
+from fmtsim.lab.cli.train_summary import summary
+from fmtsim.lab.training.artifacts import make_record
+from fmtsim.lab.training.config import TrainConfig
+from fmtsim.lab.training.corpus import load_corpus
+from fmtsim.lab.training.gpt import GPTConfig
+from fmtsim.lab.training.loop import Run, collected_guesses, compare_schemes
+from fmtsim.lab.training.schemes import Scheme
+from fmtsim.recipes import get_recipe
+from fmtsim.spec.datapath import Datapath
+from fmtsim.support.errors import PlanUnknownWarning
+from fmtsim.support.progress import Progress
+
+SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Let every guess warn, whatever ran before in this process."""
+    monkeypatch.setattr(doubts, "_warned", set())
+
+
+def command(text, tmp_path, *words):
+    return main(["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--quiet", *words])
+
+
+def compared(text, scheme, steps=3):
+    model = GPTConfig(context=16, width=16, layers=1, heads=2)
+    baseline = Scheme(format="fp32")
+    config = TrainConfig(simulated=scheme, baseline=baseline, model=model, steps=steps, batch_size=2, lr=1e-2, seed=0)
+    corpus = load_corpus(text, 16)
+    return config, corpus, *compare_schemes(config, corpus, Progress())
+
+
+@pytest.mark.parametrize(
+    ("words", "label", "unit"),
+    [
+        (["--unit", "hopper.wgmma"], "on hopper.wgmma", "hopper.wgmma"),
+        (["--target", "h200", "--fast-accum"], "on h200, fast accumulation", None),
+        (["--datapath", "block=32,fraction_bits=4", "--plan", "promote_every=32"],
+         "on blocks of 32, F=4, toward_zero to fp32, own plan", {"kind": "fused", "block": 32, "fraction_bits": 4}),
+    ],
+)  # fmt: skip
+def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label, unit):
+    assert command(text, tmp_path, *words, "--json") == 0
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    assert printed.err == "" and record["simulated"]["label"] == f"e4m3/e5m2, scaled by tensor, {label}"
+    scheme = record["config"]["simulated"]
+    assert scheme["unit"] == unit and scheme["target"] == ("h200" if "--target" in words else None)
+    assert scheme["fast_accum"] == ("--fast-accum" in words) and record["simulated"]["guesses"] == []
+    assert label in (tmp_path / "run" / "layers.txt").read_text()
+    assert record["simulated"]["losses"][1] != record["baseline"]["losses"][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "label"),
+    [
+        (["--recipe", "te_current", "--target", "recipe", "--autocast", "bfloat16"], "te_current, on h200"),
+        (
+            ["--recipe", "te_mxfp8", "--unit", "blackwell.tcgen05.mxf8f6f4", "--width", "32"],
+            "te_mxfp8, on blackwell.tcgen05.mxf8f6f4",
+        ),
+        (
+            ["--recipe", "lns", "--target", "recipe"],
+            "lns, on blocks of 1, exact, nearest_even to fp32, Madam(state='lns_madam')",
+        ),
+    ],
+)
+def test_a_recipe_on_a_machine(text, tmp_path, capsys, words, label):
+    """It is in the legend, the record and every layer; its losses are not those of the recipe alone."""
+    assert command(text, tmp_path, *words, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["simulated"]["label"] == label
+    assert label.partition(", ")[2] in (tmp_path / "run" / "layers.txt").read_text()
+    scheme = record["config"]["simulated"]
+    assert scheme["autocast"] == ("bfloat16" if "--autocast" in words else None)
+
+
+def test_autocast_and_machine_reach_the_losses(text):
+    recipe = get_recipe("te_current")
+    schemes = [
+        Scheme(format="fp32", recipe=recipe, **how)
+        for how in ({}, {"autocast": "bfloat16"}, {"unit": Datapath(block=32, fraction_bits=4)})
+    ]
+    assert len({tuple(compared(text, scheme)[3].losses) for scheme in schemes}) == 3
+
+
+def test_fewer_bits_are_seen_in_the_losses(text):
+    few = Datapath(block=32, fraction_bits=4)  # a Hopper unit's 13 bits may leave every loss of so short a run as it is
+    losses = {unit: compared(text, Scheme(format="e4m3", unit=unit))[3].losses for unit in (None, few, "exact")}
+    assert losses[few] != losses["exact"]
+    assert losses["exact"] == pytest.approx(losses[None], abs=1e-4)
+    assert compared(text, Scheme(format="e4m3", unit=few))[3].losses == losses[few]
+
+
+def test_guesses_are_summed_up_at_the_end(text, fresh, capsys):
+    config, corpus, base, simulated = compared(text, Scheme(format="bf16", target="a100"), steps=1)
+    assert len(simulated.guesses) == 9 and base.guesses == []  # of four layers' twelve products, six differ by layout
+    assert all("a100 has no recorded accumulation order" in guess for guess in simulated.guesses)
+    record = make_record(config, corpus, base, simulated)
+    assert record["simulated"]["guesses"] == simulated.guesses
+    said = summary(record, base, simulated)
+    assert said.count("no recorded accumulation order") == 1 and "(and 8 other products, in record.json)" in said
+    assert "--plan" in said and "take --unit" in said
+    assert capsys.readouterr().err == ""
+
+
+def test_an_order_that_was_given_is_no_guess(text, fresh, tmp_path, capsys):
+    assert command(text, tmp_path, "--format", "bf16", "--target", "a100", "--plan", "promote_every=8") == 0
+    printed = capsys.readouterr()
+    assert "no recorded order" not in printed.out and printed.err == ""
+
+
+def test_other_warnings_are_shown_as_ever():
+    with pytest.warns(UserWarning, match="other"), collected_guesses() as guesses:  # noqa: SIM117
+        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
+        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
+        warnings.warn("other", UserWarning, stacklevel=1)
+    assert guesses == ["a guess", "a guess"]
+    with pytest.raises(PlanUnknownWarning):  # an error again, as everywhere in these tests
+        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
+
+
+def test_one_guess_is_no_list():
+    simulated = Run(
+        label="x", losses=[1.0], guesses=["target t has no recorded accumulation order for mm M=1; guessing"]
+    )
+    record = {"corpus": {"name": "n", "bytes": 1, "files": 1, "truncated": False}}
+    said = summary(record, Run(label="fp32", losses=[1.0]), simulated)
+    assert "for mm M=1: their order" not in said and "for mm M=1: its accumulation order was guessed." in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "h200", "--unit", "exact"], "takes one of --target, --unit and --datapath, not --target and --u"),
+        (["--plan", "split=2"], "--plan is an accumulation order; pass --target, --unit or --datapath"),
+        (["--fast-accum"], "--fast-accum chooses between a library's kernels; pass --target as well"),
+        (["--unit", "exact", "--fast-accum"], "--fast-accum chooses between a library's kernels"),
+        (["--unit", "hoper"], "unknown unit 'hoper'; did you mean"),
+        (["--target", "h300"], "unknown target 'h300'; did you mean"),
+        (["--datapath", "blocks=3"], "--datapath 'blocks=3' is not FIELD=VALUE; fields are block,"),
+        (["--datapath", "block=0"], "block=0 is not possible; choose 1 or more"),
+        (
+            ["--unit", "hopper.wgmma", "--format", "int8"],
+            "no unit multiplies e5m2_tensor_amax by int8_tensor_amax: integers",
+        ),
+        (["--unit", "hopper.wgmma", "--format", "mxfp4"], "does not take e2m1 x e2m1 with e8m0 scales"),
+        (["--target", "h200", "--format", "mxfp4"], "target h200 has no unit for e2m1 x e2m1"),
+        (["--unit", "hopper.wgmma", "--scaling", "block32"], "no unit multiplies e4m3 in blocks of (1, 32) with fp32"),
+        (["--target", "recipe"], "--target recipe is the machine that a recipe was made for; pass --recipe as well"),
+        (
+            ["--recipe", "te_mxfp8", "--target", "h200"],
+            "te_mxfp8: fprop: target h200 has no unit for e4m3 x e4m3 -> fp32 with scaling 'mx'",
+        ),
+        (
+            ["--recipe", "te_current", "--target", "h200", "--fast-accum"],
+            "--recipe says everything about formats and sums; leave --fast-accum out",
+        ),
+    ],
+)
+def test_bad_machines_fail_before_the_baseline(text, tmp_path, capsys, words, message):
+    assert command(text, tmp_path, *words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
+    assert not (tmp_path / "run").exists()

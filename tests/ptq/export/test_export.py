@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports hold the bits that ptq and training rounded to, as fmtsim reads them and as the libraries themselves do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.formats.tensor_file import StoredTensor, write_tensors
+from fmtsim.ptq.export import gguf as gguf_layout
+from fmtsim.ptq.export.compressed_tensors import config_of
+from fmtsim.ptq.grid import nearest
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
+from tests.support.operands import normal
+
+FLOAT8 = ("e4m3_static", "e4m3_token", "nemotron", "e4m3_token_24")
+SCHEMES = {
+    "compressed-tensors": (
+        *FLOAT8, "int4_g32", "int4_channel", "int4_gptq", "int4_token", "w4a4", "int8_token", "int8_static",
+        "mxfp4", "mxfp6", "mxfp8", "mxfp4_weights",
+    ),
+    "torchao": ("int4_g32", "int4_channel", "int4_gptq", "int8_token", "e4m3_token", "e4m3_dynamic", "mxfp4_weights",
+                "nvfp4_weights"),
+    "gguf": ("q8_0", "q4_0", "mxfp4_weights"),
+}  # fmt: skip
+CASES = [(layout, scheme) for layout, schemes in SCHEMES.items() for scheme in schemes]
+ENDS = {"compressed-tensors": "", "torchao": ".safetensors", "gguf": ".gguf"}
+READERS = Path(__file__).with_name("other_readers.py")
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)).to(dtype)
+
+
+def quantised(scheme, dtype=torch.float32, model=None, **machine):
+    return fmtsim.ptq(net(dtype) if model is None else model, scheme, [normal(32, 64, seed=1).to(dtype)], **machine)
+
+
+def tensors_of(model):
+    return {name: t for name, t in model.state_dict().items() if "fmtsim_state" not in name}
+
+
+def same(found, model):
+    own = tensors_of(model)
+    return set(found) == set(own) and all(torch.equal(found[name].to(t.dtype), t) for name, t in own.items())
+
+
+@pytest.mark.parametrize(("layout", "scheme"), CASES)
+def test_an_export_holds_what_was_rounded(layout, scheme, tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        model, path = quantised(scheme, dtype), tmp_path / f"{dtype}{ENDS[layout]}"
+        found = fmtsim.export(model, path, layout)
+        assert list(found.coded) == ["0", "2"] and found.values == ("0.bias",)
+        assert same(fmtsim.read_export(path), model)
+        assert str(found).endswith(f"{layout}, weights of 2 in {found.coded['0']}, 1 tensors as values")
+
+
+def test_a_config_groups_layers_by_scheme_and_names_the_layout(tmp_path):
+    fmtsim.export(quantised("int4_g32"), tmp_path / "m", "compressed-tensors")
+    said = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    (group,) = said["config_groups"].values()
+    assert (said["format"], said["ignore"], group["targets"]) == ("pack-quantized", [], ["0", "2"])
+    schemes = {"a": {"format": "x"}, "b": {"format": "y"}, "c": {"format": "x"}}
+    said = json.loads(config_of(nn.Module(), schemes, ["d"]))["quantization_config"]
+    assert [group["targets"] for group in said["config_groups"].values()] == [["a", "c"], ["b"]]
+    assert (said["format"], said["ignore"]) == ("mixed-precision", ["d"])
+
+
+def test_a_machines_model_a_loaded_one_and_one_in_training_are_exported(tmp_path):
+    model = quantised("int4_gptq", target="chain")
+    loaded = fmtsim.load_ptq(net(), fmtsim.ptq_state(model))
+    trained = fmtsim.convert(net(), recipe="ao_int4_qat")
+    for name, each in (("ptq", model), ("loaded", loaded), ("trained", trained)):
+        fmtsim.export(each, tmp_path / name, "torchao")
+    assert same(fmtsim.read_export(tmp_path / "ptq"), model)
+    assert (tmp_path / "ptq").read_bytes() == (tmp_path / "loaded").read_bytes()
+    rounded = fmtsim.read_export(tmp_path / "trained")
+    for n in "02":
+        layer = trained.get_submodule(n)
+        assert torch.equal(rounded[f"{n}.weight"], nearest(layer.weight, layer.emulation.config.fprop.b))
+
+
+@pytest.fixture(scope="module")
+def reads():
+    """A Python that has the libraries: FMTSIM_READERS_PYTHON, or this one."""
+    python = os.environ.get("FMTSIM_READERS_PYTHON", sys.executable)
+    imports = "import torchao, compressed_tensors, gguf, safetensors"
+    if subprocess.run([python, "-W", "ignore", "-c", imports], capture_output=True).returncode:
+        pytest.skip(
+            f"{python} lacks torchao, compressed-tensors or gguf; FMTSIM_READERS_PYTHON names one that has them"
+        )
+    return lambda *paths: subprocess.run([python, READERS, *map(str, paths)], check=True, capture_output=True)
+
+
+def test_the_libraries_read_the_same_bits(reads, tmp_path):
+    models = {}
+    for layout, scheme in CASES:
+        dtype = torch.bfloat16 if scheme == "nvfp4_weights" else torch.float32  # torchao rounds its two scales' product
+        path = tmp_path / f"{layout}_{scheme}{ENDS[layout]}"
+        models[path] = quantised(scheme, dtype)
+        fmtsim.export(models[path], path, layout)
+    reads(*models)
+    wrong = [path.name for path, model in models.items() if not same(torch.load(f"{path}.values"), model)]
+    assert not wrong
+
+
+def test_torchao_computes_what_a_model_trained_for_int4_does(reads, tmp_path):
+    model, x = fmtsim.convert(net(), recipe="ao_int4_qat"), normal(16, 64, seed=2)
+    fmtsim.export(model, tmp_path / "qat.safetensors", "torchao")
+    torch.save((x, (64, 96, 64)), tmp_path / "qat.inputs")
+    reads(tmp_path / "qat.safetensors")
+    assert torch.equal(torch.load(tmp_path / "qat.outputs"), model(x))
+
+
+def test_sizes_are_those_of_the_codes(tmp_path):
+    model = quantised("q4_0", model=nn.Sequential(nn.Linear(64, 4096, bias=False)))
+    fmtsim.export(model, tmp_path / "m.gguf", "gguf", names={"0.weight": "output.weight"})
+    assert (tmp_path / "m.gguf").stat().st_size < 64 * 4096 * 4.6 / 8 + 1024
+    assert torch.equal(fmtsim.read_export(tmp_path / "m.gguf")["output.weight"], model[0].weight)
+
+
+def changed(scheme):
+    model = quantised(scheme)
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1e-3
+    return model
+
+
+BAD = [
+    (net, "torchao", r"export found no converted module in Sequential; convert it first"),
+    (lambda: fmtsim.convert(net(), recipe="fp32"), "torchao", r"Sequential has no linear layer with a quantised"),
+    (lambda: quantised("int4_g32"), "onnx", r"layout='onnx' is unknown; choose one of compressed-tensors, "),
+    (lambda: changed("int4_g32"), "torchao", r"layer '0': its weight is not what fmtsim.ptq rounded"),
+    (lambda: quantised("int4_gptq_dynamic"), "torchao", r"its weight is not what .* Gptq\(groups='static'\)"),
+    (lambda: quantised("nvfp4_weights"), "compressed-tensors", r"stores 1 / scale of the tensor, .* layout='torchao'"),
+    (lambda: quantised("minifloat_e3m2"), "compressed-tensors", r"has no e3m2_finite in blocks of \(1, 64\)"),
+    (lambda: quantised("int4_token"), "torchao", r"torchao has no integer weights under inputs in int8"),
+    (lambda: quantised("e4m3_static"), "torchao", r"torchao has no float8 weights under inputs in e4m3"),
+    (lambda: quantised("mxfp8"), "torchao", r"MX weights alone, and inputs are mxfp8_e4m3"),
+    (lambda: quantised("nvfp4"), "torchao", r"NVFP4 weights alone, and inputs are nvfp4"),
+    (lambda: quantised("minifloat_e3m2"), "torchao", r"torchao has no e3m2_finite in blocks of \(1, 64\)"),
+    (lambda: quantised("int4_g32"), "gguf", r"GGUF's scales are float16, which does not hold these"),
+    (lambda: quantised("int4_channel"), "gguf", r"GGUF's blocks are 1 x 32, and these \(1, 64\) of 96 x 64"),
+    (lambda: quantised("int8_token"), "gguf", r"GGUF stores weights alone, and inputs are int8"),
+    (lambda: quantised("mxfp4_weights", model=nn.Linear(64, 64)), "gguf", r"wrap it in nn.Sequential"),
+    (lambda: fmtsim.convert(net(), recipe="halo1"), "torchao", r"its weight is Hadamard .*, not one set of codes"),
+    (lambda: fmtsim.convert(net(), format="uint8_channel_zp"), "torchao", r"scales are not kept apart"),
+    (lambda: quantised("int4_g32", model=nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8))), "torchao",
+     r"layer '1': blocks of \(1, 32\) do not divide 8 x 48; leave the layer out"),
+    (lambda: quantised("int4_g32", model=nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8))), "compressed-tensors",
+     r"layer '1': blocks of \(1, 32\) do not divide 8 x 48"),
+    (lambda: quantised("gaudi_unit"), "compressed-tensors", r"has no e4m3_ieee in blocks of"),
+    (lambda: quantised("e3m4_static"), "compressed-tensors", r"has no e3m4fn in blocks of"),
+    (lambda: quantised("e5m2_direct"), "compressed-tensors", r"has no e5m2 in blocks of"),
+    (lambda: quantised("int8_smooth", model=nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8))), "torchao",
+     r"layer '1': SmoothQuant divides its inputs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "layout", "message"), BAD)
+def test_what_a_layout_cannot_hold_is_refused(make, layout, message, tmp_path):
+    with pytest.raises(ArgumentError, match=message):
+        fmtsim.export(make(), tmp_path / "out", layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_for_gguf(tmp_path):
+    with pytest.raises(ArgumentError, match=r"names= with layout='torchao', whose names are the model's"):
+        fmtsim.export(quantised("q8_0"), tmp_path / "m", "torchao", names={})
+    with pytest.raises(ArgumentError, match=r"names= has '1.weight', which the model has not"):
+        fmtsim.export(quantised("q8_0"), tmp_path / "m", "gguf", names={"1.weight": "x"})
+
+
+def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
+    write_tensors(tmp_path / "m.safetensors", {"a": StoredTensor("U8", (1,), b"0")}, {})
+    with pytest.raises(DataError, match=r"m.safetensors has no tensors of torchao; pass what fmtsim.export wrote"):
+        fmtsim.read_export(tmp_path / "m.safetensors")
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes())
+    with pytest.raises(DataError, match=r"config.json has no quantization_config"):
+        fmtsim.read_export(tmp_path)
+    (tmp_path / "m.gguf").write_bytes(b"not a file of ggml")
+    with pytest.raises(DataError, match=r"m.gguf is not a GGUF file that can be read"):
+        fmtsim.read_export(tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(FmtsimError, match=r"layout='gguf' needs the package gguf; pip install 'fmtsim\[gguf\]'"):
+        fmtsim.export(quantised("q8_0"), tmp_path / "n.gguf", "gguf")
+
+
+def test_a_type_of_ggml_that_is_not_known_is_named(tmp_path):
+    gguf = gguf_layout.library()
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "none")
+    writer.add_tensor("w", torch.zeros(1, 144, dtype=torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    with pytest.raises(DataError, match=r"'w' is of type Q4_K; read_export knows Q8_0, Q4_0 and MXFP4"):
+        fmtsim.read_export(tmp_path / "k.gguf")
+
+
+def test_a_state_says_what_weights_were_rounded_with_and_older_ones_do_not():
+    state = fmtsim.ptq_state(quantised("int4_g32"))
+    for weights, message in (
+        (3, r"the state has 'weights': 3; it should be a dict"),
+        ({"0": {"w": {}}}, r"the state's weights.0 has no 'x'"),
+        ({"0": {"w": {"format": "e9"}, "x": {}, "scales": {}}}, r"the state's weights.0.w.format: unknown format 'e9'"),
+    ):
+        with pytest.raises(FmtsimError, match=message):
+            fmtsim.load_ptq(net(), {**state, "weights": weights})
+    older = fmtsim.load_ptq(net(), {name: value for name, value in state.items() if name != "weights"})
+    with pytest.raises(ArgumentError, match=r"no linear layer with a quantised weight; call fmtsim.ptq"):
+        fmtsim.export(older, "never", "torchao")

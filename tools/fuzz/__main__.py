@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call everything that takes strings, files or tensors with inputs that nobody writes::
+
+    python -m tools.fuzz --minutes 60             # all targets in turn, with fresh inputs until the time is over
+    python -m tools.fuzz --target recipe --seed 7 # those whose name has this in it, again the same inputs
+
+A call ends with a result, with one of fmtsim's own errors, or is a defect; the status is 1 where there was a defect.
+"""
+
+import argparse
+import datetime
+import resource
+import sys
+import time
+
+from tools.fuzz.target import Report
+from tools.fuzz.targets import TARGETS
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__.split("::")[0])
+    parser.add_argument("--minutes", type=float, default=60, help="how long (default 60)")
+    parser.add_argument("--seed", type=int, help="of the inputs (default: the clock)")
+    parser.add_argument("--target", default="", help="part of the names of targets")
+    parser.add_argument("--round", type=int, default=500, help="inputs of a target before the next one (default 500)")
+    parser.add_argument("--memory", type=int, default=12, help="GiB that may be mapped (default 12)")
+    parser.add_argument("--trace", action="store_true", help="show a traceback of each defect")
+    options = parser.parse_args()
+    targets = [target for target in TARGETS if options.target in target.name]
+    if not targets:
+        parser.error(f"--target {options.target}: choose from {', '.join(target.name for target in TARGETS)}")
+    resource.setrlimit(resource.RLIMIT_AS, (options.memory << 30, options.memory << 30))
+    seed = int(time.time()) if options.seed is None else options.seed
+    report, end = Report(), time.monotonic() + 60 * options.minutes
+    print(f"seed {seed}, {len(targets)} targets, until {datetime.timedelta(minutes=options.minutes)} are over")
+    while time.monotonic() < end:
+        for target in targets:
+            if time.monotonic() < end:
+                report.run(target, options.round, seed)
+        seed += 1
+    print(report)
+    if options.trace:
+        for *_, trace in report.defects.values():
+            print(trace)
+    return 1 if report.defects else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

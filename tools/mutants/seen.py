@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests see which functions: recorded by a run of all tests under coverage.py, kept in ``seen.txt``.
+
+As a pytest plugin (``-p tools.mutants.seen``) it notes how long each test takes, and which CUDA kernels it runs on the
+host, where coverage.py does not look.
+"""
+
+import ast
+import json
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tools.mutants.sites import ROOT
+
+MAP = Path(__file__).with_name("seen.txt")
+MOST_TESTS = 8  # of one function
+MOST_OF_KERNELS = 24  # of one file of kernels, all of whose functions share them
+# Functions that numba compiles are seen by nobody: the tests of their engine, the quickest first.
+COMPILED = {
+    "fmtsim/engines/cpu/cast/": (
+        "tests/engines/cpu/test_codes.py", "tests/engines/cpu/test_choices.py",
+        "tests/engines/equality/test_layouts.py", "tests/engines/equality/test_equality.py",
+    ),
+    "fmtsim/engines/cpu/gemm/": (
+        "tests/engines/cpu/test_gemm_bits.py", "tests/engines/cpu/test_gemm_units.py", "tests/engines/cpu/test_gemm.py",
+        "tests/gemm/test_lanes.py", "tests/engines/cpu/test_choices.py", "tests/engines/equality/test_products.py",
+    ),
+    "fmtsim/engines/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
+    "fmtsim/engines/cpu/counting.py": ("tests/lab/analysis/test_stats.py",),
+    "fmtsim/engines/cpu/runtime/": ("tests/engines/cpu", "tests/optim/test_engines.py", "tests/engines"),
+}  # fmt: skip
+# Nor is what a test runs in a process of its own: for the Python of these rooms it comes behind those that see it.
+APART = {
+    "cuda": (
+        "tests/engines/cuda/test_launches.py::test_definitions_are_those_that_were_recorded",
+        "tests/engines/cuda/test_launches.py::test_launches_are_those_that_were_recorded",
+    )
+}
+
+_notes: dict[str, Any] = {"seconds": defaultdict(float), "kernels": defaultdict(set)}
+_running = ""
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    global _running
+    _running = _function(nodeid)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    _notes["seconds"][_function(report.nodeid)] += report.duration
+
+
+def pytest_configure() -> None:
+    from tests.engines.cuda.emulator import kernels
+
+    real = kernels.HostKernel.__init__
+
+    def noted(self: Any, file: str, *rest: Any, **named: Any) -> None:
+        real(self, file, *rest, **named)
+        self._file = file
+
+    call = kernels.HostKernel.__call__
+
+    def seen(self: Any, *given: Any, **named: Any) -> None:
+        _notes["kernels"][_running].add(self._file)
+        call(self, *given, **named)
+
+    kernels.HostKernel.__init__, kernels.HostKernel.__call__ = noted, seen  # type: ignore[method-assign]
+
+
+def pytest_sessionfinish() -> None:
+    folder = os.environ.get("FMTSIM_SEEN")
+    if folder:
+        kernels = {test: sorted(files) for test, files in _notes["kernels"].items()}
+        text = json.dumps({"seconds": _notes["seconds"], "kernels": kernels})
+        (Path(folder) / f"{os.getpid()}.json").write_text(text)
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.split("[")[0]
+
+
+def functions_of(file: str) -> dict[int, str]:
+    """Return the function of each line of a Python file, ``Class.method``; empty at the top level."""
+    found: dict[int, str] = {}
+
+    def walk(node: ast.AST, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = name
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                inner = f"{name}.{child.name}".lstrip(".")
+                found.update(dict.fromkeys(range(child.lineno, (child.end_lineno or child.lineno) + 1), inner))
+            walk(child, inner)
+
+    walk(ast.parse((ROOT / file).read_text()), "")
+    return found
+
+
+def write_map(coverage_file: str, notes: str) -> int:
+    """Write ``seen.txt`` from coverage.py's data with contexts and what the plugin noted; return its functions."""
+    import coverage
+
+    seconds: dict[str, float] = defaultdict(float)
+    seen: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))  # lines of a function
+    for path in Path(notes).glob("*.json"):
+        note = json.loads(path.read_text())
+        for test, spent in note["seconds"].items():
+            seconds[test] = max(seconds[test], spent)  # the controller has the sums, workers their shares
+        for test, files in note["kernels"].items():
+            for file in files:
+                for part in _with_headers(f"fmtsim/engines/cuda/{file}"):
+                    seen[part, ""][test] += 1
+    data = coverage.CoverageData(coverage_file)
+    data.read()
+    for measured in data.measured_files():
+        file = os.path.relpath(measured, ROOT)
+        functions = functions_of(file)
+        for line, contexts in data.contexts_by_lineno(measured).items():
+            for test in {_function(context.split("|")[0]) for context in contexts if context}:
+                seen[file, functions.get(line, "")][test] += 1
+    return _write(seen, seconds)
+
+
+def _write(seen: dict[tuple[str, str], dict[str, int]], seconds: dict[str, float]) -> int:
+    def rank(tests: dict[str, int]) -> list[str]:
+        """Those that run most of the function's lines first, of these the quickest, and one a file."""
+        order = sorted(tests, key=lambda test: (-tests[test], seconds[test], test))
+        first = {test.split("::")[0]: test for test in reversed(order)}
+        return [*(test for test in order if first[test.split("::")[0]] == test), *order]
+
+    most = {place: MOST_TESTS if place[0].endswith(".py") else MOST_OF_KERNELS for place in seen}
+    chosen = {place: list(dict.fromkeys(rank(tests)))[: most[place]] for place, tests in sorted(seen.items())}
+    MAP.write_text(_text(chosen, seconds))
+    return len(chosen)
+
+
+def _text(chosen: dict[tuple[str, str], list[str]], seconds: dict[str, float]) -> str:
+    """Return the tests, a line each, and below the places by file: functions that the same tests see share a line."""
+    names = sorted({test for tests in chosen.values() for test in tests})
+    numbers = {test: str(i) for i, test in enumerate(names)}
+    functions: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for (file, function), tests in chosen.items():
+        functions[file, *(numbers[test] for test in tests)].append(function)
+    rows = [f"{file}:{','.join(named)} {' '.join(tests)}" for (file, *tests), named in functions.items()]
+    return "\n".join([*(f"{test} {seconds[test]:.1f}" for test in names), "", *rows]) + "\n"
+
+
+def read_map() -> tuple[dict[str, list[str]], dict[str, float]]:
+    """Return the tests of each ``file:function``, and how many seconds each takes."""
+    tests, _, places = MAP.read_text().partition("\n\n")
+    named = [line.rsplit(" ", 1) for line in tests.splitlines()]
+    found = {}
+    for line in places.splitlines():
+        place, *numbers = line.split(" ")
+        file, functions = place.split(":")
+        found |= {f"{file}:{function}": [named[int(i)][0] for i in numbers] for function in functions.split(",")}
+    return found, {name: float(spent) for name, spent in named}
+
+
+def _with_headers(file: str, found: frozenset[str] = frozenset()) -> set[str]:
+    """Return a kernel file and the headers that it includes, as paths below the root."""
+    path = next((ROOT / "fmtsim/engines/cuda").rglob(Path(file).name), None)
+    if path is None:
+        return set()
+    name = os.path.relpath(path, ROOT)
+    reached = {name}
+    for header in re.findall(r'#include "([^"]+)"', path.read_text()):
+        if header not in found:
+            reached |= _with_headers(header, found | {Path(name).name, header})
+    return reached

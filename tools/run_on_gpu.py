@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU is asked after a change of kernels or plans: one check after the other, each alone, with a limit::
+
+    python -m tools.run_on_gpu --out found                 # all, some 35 minutes on an H200
+    python -m tools.run_on_gpu --out found --only tests,trace
+
+Each check's output goes to ``found/NAME.txt``; a line says how it ended. Status 1 where one failed or ran out of time.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from fmtsim.lab.cli.output import format_table
+
+_PYTEST: Final = (
+    "-m",
+    "pytest",
+    "-q",
+    "-o",
+    "addopts=",
+    "--import-mode=importlib",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "not slow",
+)
+_FMTSIM: Final = ("-m", "fmtsim")
+_LAYERS: Final = (*_FMTSIM, "bench", "layers", "--device", "cuda", "--only")
+
+# Name, words behind Python's, seconds at most.
+CHECKS: Final[tuple[tuple[str, tuple[str, ...], int], ...]] = (
+    ("tests", (*_PYTEST, "tests/engines/cuda", "tests/scaling", "-k", "gpu"), 400),
+    ("optimizers", (*_PYTEST, "tests/optim", "-k", "gpu"), 200),
+    ("analysis", (*_PYTEST, "tests/lab/analysis"), 200),
+    ("machines", (*_PYTEST, "tests/recipes/test_machines.py", "-k", "h200_itself"), 200),
+    ("ranks", (*_PYTEST, "tests/distributed/test_gpu.py"), 500),
+    ("collectives", ("benchmarks/collectives.py", "--device", "cuda", "--ranks", "8"), 120),
+    ("verify", (*_FMTSIM, "verify", "--device", "cuda"), 400),
+    ("train", (*_FMTSIM, "train", "--device", "cuda", "--target", "h200", "--check", "native", "--steps", "5"), 60),
+    ("layer", (*_LAYERS, "layer *"), 120),
+    ("llama_eager", (*_LAYERS, "llama eager *"), 200),
+    ("llama_default", (*_LAYERS, "llama default *"), 500),
+    ("gpt", (*_LAYERS, "gpt reduce-overhead *"), 500),
+    ("speeds", (*_FMTSIM, "bench", "gpu"), 400),
+    ("steps", ("benchmarks/optim.py", "--device", "cuda"), 120),
+    ("trace", ("benchmarks/trace.py", "--device", "cuda", "--target", "h200"), 90),
+    ("observe", ("benchmarks/observe_cost.py", "--device", "cuda", "--dtype", "bfloat16", "--width", "4096"), 90),
+    ("plans", (*_FMTSIM, "calibrate", "--check", "h200", "--calls", "3"), 200),
+)
+
+
+def run(words: tuple[str, ...], seconds: int, out: Path) -> tuple[str, float]:
+    """Return how a check ended and how long it took; its output goes to a file."""
+    began = time.monotonic()
+    with out.open("w", encoding="utf-8") as file:
+        try:
+            code = subprocess.run(
+                [sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"more than {seconds} s", time.monotonic() - began
+    return "passed" if code == 0 else f"status {code}", time.monotonic() - began
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run checks and print a table."""
+    names = [name for name, _, _ in CHECKS]
+    parser = argparse.ArgumentParser(prog="python -m tools.run_on_gpu", description=__doc__.partition("::")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for what the checks print")
+    parser.add_argument("--only", default=",".join(names), help=f"of {', '.join(names)}")
+    given = parser.parse_args(words)
+    asked = given.only.split(",")
+    if unknown := [name for name in asked if name not in names]:
+        parser.error(f"--only: there is no check {unknown[0]!r}; choose from {', '.join(names)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name, command, seconds in CHECKS:
+        if name not in asked:
+            continue
+        ended, took = run(command, seconds, given.out / f"{name}.txt")
+        lines = (given.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        rows.append((name, ended, f"{took:.0f}", lines[-1][:100] if lines else ""))
+        print(f"{name}: {ended}, {took:.0f} s", flush=True)
+    print(format_table(("check", "ended", "s", "last line"), rows, left=(0, 1, 3)))
+    return int(any(ended != "passed" for _, ended, _, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
