@@ -32,12 +32,11 @@ from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import self_test
 from fmtsim.engines.cuda.runtime.warmup import variants
 from fmtsim.formats.packing import code_dtype
+from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import Operand
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.quantizer import Hadamard, Quantizer
 from tests.engines.cuda.emulator import emulated
 from tests.engines.cuda.emulator.patching import replaced
 from tests.support.gemm_engine import addend, gemm_spec, operand, unit_scales
@@ -233,7 +232,7 @@ def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tupl
 
 def steps(device: torch.device, few: bool) -> None:
     """Do steps of optimizers whose states have kernels, on parameters that end within blocks and vectors."""
-    engines = importlib.import_module("fmtsim.optim.engines")
+    engines = importlib.import_module("fmtsim.optim.stepping")
     usual = fmtsim.optim.AdamW
     schemes = ("bnb8", "ao_4bit", "coat", "fp8lm", "intel_2t", "coat_plain", "bf16_sr", "fp32", "int8_weights")
     cases = [(name, usual, {}) for name in schemes]

@@ -15,7 +15,7 @@ from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.state import ReductionState
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
-from fmtsim.spec.scaling import Scaling
+from fmtsim.formats.scaling import Scaling
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import checked
 

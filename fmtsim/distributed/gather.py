@@ -9,18 +9,27 @@ from torch import Tensor
 
 from fmtsim.casts.arguments import check_input, check_readable
 from fmtsim.casts.quantize import encode, quantize
-from fmtsim.distributed.arithmetic import canonical, each, require_ranks
+from fmtsim.distributed.arithmetic import (
+    canonical,
+    each,
+    from_bytes,
+    from_rows,
+    require_ranks,
+    require_row_blocks,
+    row_template,
+    to_bytes,
+    to_rows,
+)
 from fmtsim.distributed.ranks import Ranks
-from fmtsim.distributed.wire import from_bytes, from_rows, require_row_blocks, row_template, to_bytes, to_rows
 from fmtsim.formats.block import FP32, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.blocks import statistic
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.scales import Scales
-from fmtsim.scaling.statistics import statistic
 from fmtsim.spec.cast import CastSpec
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.records import checked
 

@@ -23,7 +23,7 @@ from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import simulate
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
-from fmtsim.spec.scaling import Scaling
+from fmtsim.formats.scaling import Scaling
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_types, checked
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from fmtsim.formats.block import FP32
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import OVERFLOWS, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import float32
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown
 from fmtsim.support.float64 import float64
 from fmtsim.support.records import check_types

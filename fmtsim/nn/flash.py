@@ -19,8 +19,7 @@ from fmtsim.recipes.attention import AttentionConfig, element_formats
 from fmtsim.recipes.build import HIGH
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys, Operand, last_cast, spread
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp
+from fmtsim.spec.quantizer import Clamp, Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 
 _HALVES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}

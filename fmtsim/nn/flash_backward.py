@@ -11,9 +11,8 @@ from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.watch import Watchers
 from fmtsim.nn.flash import CallKeys, Flash, Heads, product, quantised
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.scaling.transforms import rotated
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard
+from fmtsim.scaling.cast import rotated
+from fmtsim.spec.quantizer import Hadamard, Quantizer
 
 
 class _Source(NamedTuple):

@@ -3,8 +3,7 @@
 
 from fmtsim.gemm.layers.config import LinearConfig, product_of
 from fmtsim.scaling.hadamard_matrix import base_of
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard, Sparsity
+from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_flags
-from fmtsim.optim import checkpoint, engines, torch_step
+from fmtsim.optim import checkpoint, stepping
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule, hyperparameters
 from fmtsim.spec.optimizer import Numbers, ParameterStep, Scheme, StateFormat, in_parameter
@@ -103,7 +103,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 before, or no kernel takes a parameter.
         """
         if not all(group["capturable"] for group in self.param_groups):
-            engines.refuse_capture(
+            stepping.refuse_capture(
                 "steps are counted on the host, and every replay would be the same one; make the optimizer with "
                 "capturable=True"
             )
@@ -134,8 +134,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def _full_step(self) -> None:
         steps = self._steps()
-        fused = engines.run(steps, self.rule, self.scheme, self._count)
-        self._batches = engines.batches_of(steps, self.param_groups, self.rule, self.scheme) if fused else None
+        fused = stepping.run_steps(steps, self.rule, self.scheme, self._count)
+        self._batches = stepping.batches_of(steps, self.param_groups, self.rule, self.scheme) if fused else None
 
     def nonfinite_gradients(self) -> int:
         """Return how many elements of gradients were NaN or infinite in all steps so far; waits for the device.
@@ -149,7 +149,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for index, (_, p) in enumerate(self._parameters()):
             fmt = self._formats_of(p).get("weights")
             if p in self.state and fmt is not None and not in_parameter(fmt, p.dtype):
-                fresh = torch_step.start(torch_step.local(p), {"weights": fmt}, self.rule, self.seed, index)
+                fresh = stepping.start(stepping.local(p), {"weights": fmt}, self.rule, self.seed, index)
                 self.state[p].update({name: fresh[name] for name in fresh if name.startswith("weights")})
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self.check_group(group)
         parameters = [p for _, p in self._parameters()]
-        shards, formats = [torch_step.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
+        shards, formats = [stepping.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
         states = checkpoint.states(state_dict, shards, formats, self.rule, self.scheme, convert)
         self.__dict__["param_groups"] = groups
         self._batches = None
@@ -197,32 +197,32 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def _formats_of(self, p: Tensor) -> Mapping[str, StateFormat]:
         if p not in self._formats:
-            self._formats[p] = self.scheme.formats(tuple(torch_step.local(p).shape), self.rule.slots)
+            self._formats[p] = self.scheme.formats(tuple(stepping.local(p).shape), self.rule.slots)
         return self._formats[p]
 
     def _count(self, device: torch.device) -> Tensor:
         """Return the counter of a device: int64, 0-d."""
         if device not in self._nonfinite:
-            engines.refuse_capture(_FIRST)
+            stepping.refuse_capture(_FIRST)
             self._nonfinite[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._nonfinite[device]
 
     def _steps(self) -> list[ParameterStep]:
         """Return what the step has to do; raise before anything is changed."""
         every = enumerate(self._parameters())
-        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and torch_step.local(p).numel()]
+        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and stepping.local(p).numel()]
         for index, _, p in found:
             self._check(index, p)
         numbers: dict[tuple[int, int], Any] = {}
         steps = []
         for index, group, p in found:
             assert p.grad is not None
-            state, here, formats = self.state[p], torch_step.local(p), self._formats_of(p)
+            state, here, formats = self.state[p], stepping.local(p), self._formats_of(p)
             if not state:
-                engines.refuse_capture(_FIRST)
-                state.update(torch_step.start(here, formats, self.rule, self.seed, index))
+                stepping.refuse_capture(_FIRST)
+                state.update(stepping.start(here, formats, self.rule, self.seed, index))
             self._count_there(group, p)
-            gradient, live = torch_step.local(p.grad).resolve_neg(), group["capturable"] and engines.on_cuda(here)
+            gradient, live = stepping.local(p.grad).resolve_neg(), group["capturable"] and stepping.on_cuda(here)
             step = 0 if live else int(state["step"]) + 1
             key = (id(group), step)
             if key not in numbers:
@@ -241,7 +241,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """Keep the count of a parameter's steps where its group says: in a tensor beside it, or on the host."""
         count = self.state[p].get("step") if p in self.state else None
         if group["capturable"] and isinstance(count, int):
-            self.state[p]["step"] = torch.tensor(count, dtype=torch.int64, device=torch_step.local(p).device)
+            self.state[p]["step"] = torch.tensor(count, dtype=torch.int64, device=stepping.local(p).device)
         elif not group["capturable"] and isinstance(count, Tensor):
             self.state[p]["step"] = int(count)
 
@@ -253,9 +253,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"the gradient of parameter {index} is sparse ({g.layout}); use dense gradients (sparse=False of an "
                 "embedding), or torch.optim.SparseAdam for it"
             )
-        state, here = self.state.get(p) or {}, torch_step.local(p)
+        state, here = self.state.get(p) or {}, stepping.local(p)
         if not torch.compiler.is_compiling() and not all(
-            x.is_meta or is_readable(x) for x in (here, torch_step.local(g))
+            x.is_meta or is_readable(x) for x in (here, stepping.local(g))
         ):
             raise ArgumentError(f"parameter {index} or its gradient is fake, or traced by vmap; step with real tensors")
         shape = state.get("shape", here.shape)
@@ -269,7 +269,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"parameter {index} is on {here.device} now, its state on {', '.join(map(str, places))}; "
                 "optimizer.load_state_dict(optimizer.state_dict()) moves it"
             )
-        if torch_step.local(g).shape != here.shape:
+        if stepping.local(g).shape != here.shape:
             raise ArgumentError(
                 f"the gradient of parameter {index} is {list(g.shape)}, the parameter {list(p.shape)}; set it anew"
             )

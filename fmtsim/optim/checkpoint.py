@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.optim import codec, torch_step
+from fmtsim.optim import codec, stepping
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import CONSTANTS, Rule
 from fmtsim.spec.optimizer import Scheme, StateFormat, key_of
@@ -111,7 +111,7 @@ def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: 
 
 def _same(index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule) -> dict[str, Any]:
     """Return a copy of a saved state after holding every tensor to the one that a first step would make."""
-    model = torch_step.start(p.detach(), formats, rule, 0, 0)
+    model = stepping.start(p.detach(), formats, rule, 0, 0)
     count = saved.get("step")
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_floating_point() and not count.is_meta:
         saved = {**saved, "step": int(count)}  # of an optimizer that counts on the device
@@ -151,12 +151,12 @@ def _converted(
         here = {name: value.to(p.device) if isinstance(value, Tensor) else value for name, value in saved.items()}
         for slot, fmt in source.formats(shape, rule.slots).items():
             if slot in here:
-                values[slot] = codec.decode(torch_step.parts_of(here, slot), fmt, shape)
+                values[slot] = codec.decode(stepping.parts_of(here, slot), fmt, shape)
     step = int(saved["step"])
-    state = torch_step.start(values.get("weights", p), formats, rule, seed, index)
+    state = stepping.start(values.get("weights", p), formats, rule, seed, index)
     for slot in rule.slots:
         key = key_of(seed, step, index, slot)
-        torch_step.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
+        stepping.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
     return state | {"step": step} | {name: saved[name].to(p.device) for name in CONSTANTS if name in saved}
 
 

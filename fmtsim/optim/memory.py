@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fmtsim.optim import torch_step
+from fmtsim.optim import stepping
 from fmtsim.optim.base import QuantizedOptimizer
 from fmtsim.spec.optimizer import in_parameter
 
@@ -51,8 +51,8 @@ def memory(optimizer: QuantizedOptimizer) -> Memory:
     seen: set[tuple[object, int]] = set()  # memory that several tensors share counts once
     for group in optimizer.param_groups:
         for p in group["params"]:
-            shape = tuple(torch_step.local(p).shape)
-            elements += torch_step.local(p).numel()
+            shape = tuple(stepping.local(p).shape)
+            elements += stepping.local(p).numel()
             for kind, tensor in _tensors(p, optimizer):
                 storage = tensor.untyped_storage()
                 if (tensor.device, storage.data_ptr()) not in seen:
@@ -67,9 +67,9 @@ def memory(optimizer: QuantizedOptimizer) -> Memory:
 
 
 def _tensors(p: Tensor, optimizer: QuantizedOptimizer) -> Iterator[tuple[str, Tensor]]:
-    yield "parameters", torch_step.local(p)
+    yield "parameters", stepping.local(p)
     if p.grad is not None:
-        yield "gradients", torch_step.local(p.grad)
+        yield "gradients", stepping.local(p.grad)
     for name, value in optimizer.state.get(p, {}).items():
         if isinstance(value, Tensor):
             kind = name.split("_")[0]

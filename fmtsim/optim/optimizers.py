@@ -10,7 +10,7 @@ from fmtsim.casts.arguments import check_flags
 from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import rules
 from fmtsim.optim.base import Params, QuantizedOptimizer
-from fmtsim.optim.madam import BASES, madam
+from fmtsim.optim.rules import BASES, madam
 from fmtsim.spec.optimizer import Scheme
 from fmtsim.support.errors import ArgumentError, shown
 

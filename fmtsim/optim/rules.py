@@ -4,23 +4,38 @@
 Every line of an ``update`` is one float32 operation or several in the order of the parentheses; nothing is fused, and
 nothing divides by a Python number (torch would multiply by a reciprocal on some devices). ``Numbers`` are worked out in
 double precision and rounded to float32 once.
+
+Madam multiplies weights by a factor, so a logarithm changes by an integer. Source: Zhao et al., LNS-Madam,
+arXiv:2106.13914; jiaweizzhao/lns-madam-optimizer 42eba0a. In float32, one operation at a time (``limit`` is 3 times the
+root mean square of the first weights):
+
+1. ``v = beta v + (rest g) g``.
+2. ``n = g / sqrt(v / correction)``, 0 where that is NaN, clamped to ``[-bound, bound]``.
+3. With ``round_update``: n to the nearest even integer.
+4. Weights as floats: ``x = (lr n) sign(w) + lr wd``; ``w * base**-x``, clamped to ``[-limit, limit]``. The power is
+   ``exp(-x ln base)`` of ``fmtsim.rounding.elementary`` in float64, rounded to float32.
+   Weights as codes of a logarithmic format with gamma steps an octave: the code of the magnitude falls by
+   ``rne(((lr gamma) n) sign(w))`` and stays in the format's range. Signs never change.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.casts.ops import load_engine
 from fmtsim.spec.optimizer import Hyperparameters, Numbers, Scheme
 from fmtsim.support.float64 import float64
 
 CONSTANTS = ("limit",)
 """What rules may work out from a parameter before its first step, by name; float32 [1]."""
+RMS_FACTOR = 3.0
+"""Root mean squares of the first weights that ``limit`` is, and that a scale which is fixed at first reaches to."""
 
 Group = Mapping[str, Any]
 States = dict[str, Tensor]
@@ -158,3 +173,63 @@ ADAM = Rule(name="adam", slots=_MOMENTS, update=_adam, numbers=partial(_adam_num
 LION = Rule(name="lion", slots=("first",), update=_lion, numbers=_lion_numbers)
 SGD = Rule(name="sgd", slots=("first",), update=_sgd, numbers=_sgd_numbers)
 NESTEROV = Rule(name="nesterov", slots=("first",), update=_nesterov, numbers=_sgd_numbers)
+
+
+BASES = (2, "e")
+
+
+@lru_cache(maxsize=8)
+def madam(base: int | str, round_update: bool) -> Rule:
+    """Return the rule with factors that are powers of 2 or of e, and directions rounded to integers or not."""
+
+    return Rule(
+        name=f"madam(base={base}, round_update={round_update})",
+        slots=("second",),
+        numbers=_numbers,
+        update=partial(_update, base, round_update),
+        constants=_limit,
+        steps=partial(_steps, base, round_update),
+    )
+
+
+def _update(base: int | str, rounded: bool, p: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Tensor, States]:
+    direction, v = _direction(g, states, n, rounded)
+    x = (direction * n.size) * p.sign() + n.penalty
+    exponent = float64(x) * (-math.log(2.0) if base == 2 else -1.0)
+    factor = load_engine("torch_engine").exp(exponent).to(torch.float32)
+    limit = states["limit"]
+    return torch.minimum(torch.maximum(p * factor, -limit), limit), {"second": v}
+
+
+def _steps(
+    base: int | str, rounded: bool, g: Tensor, signs: Tensor, states: States, n: Numbers, gamma: int
+) -> tuple[Tensor, States]:
+    assert base == 2  # Madam refuses others for weights kept as logarithms
+    direction, v = _direction(g, states, n, rounded)
+    return ((direction * float32(n.size * gamma)) * signs).round().to(torch.int64), {"second": v}
+
+
+def _numbers(group: Group, step: int, scheme: Scheme) -> Numbers:
+    beta = group["beta"]
+    return numbers(
+        beta2=beta,
+        rest2=1.0 - beta,
+        correction=1.0 - beta**step,
+        size=group["lr"],
+        bound=group["bound"],
+        penalty=group["lr"] * group["weight_decay"],
+    )
+
+
+def _direction(g: Tensor, states: States, n: Numbers, rounded: bool) -> tuple[Tensor, Tensor]:
+    v = states["second"] * n.beta2 + (g * n.rest2) * g
+    direction = g / square_root(v / torch.full_like(v, n.correction))
+    direction = torch.where(direction == direction, direction, 0.0).clamp(-n.bound, n.bound)
+    return direction.round() if rounded else direction, v
+
+
+def _limit(p: Tensor) -> States:
+    """Return the largest magnitude that weights may have, worked out on the CPU in float64."""
+    squares = float(p.cpu().to(torch.float64).square().sum())
+    limit = RMS_FACTOR * math.sqrt(squares / max(p.numel(), 1))
+    return {"limit": torch.tensor([limit], dtype=torch.float32, device=p.device)}

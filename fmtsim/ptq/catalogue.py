@@ -6,12 +6,11 @@ from typing import Any
 
 from fmtsim.formats.block import Block
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.ptq.spec import Calibration, Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Sparsity
+from fmtsim.spec.quantizer import Quantizer, Sparsity
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592 (details unverified)"
 _AGGARWAL = "Aggarwal et al., minifloat post-training quantisation, arXiv:2311.12359; brevitas"

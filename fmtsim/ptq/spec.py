@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from fmtsim.formats.scaling import History
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.operand import keeps_scales
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History
-from fmtsim.spec.transform import Hadamard, Sparsity
+from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_types, located
 

@@ -8,6 +8,7 @@ import torch
 
 from fmtsim.formats.block import Block, BlockFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.route import element_of
@@ -16,11 +17,8 @@ from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import machine_name, unit_takes
 from fmtsim.recipes.build import BF16, FORWARD, HIGH, scale_format
 from fmtsim.spec.datapath import Arithmetic
-from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import block_of, last_cast
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer, StraightThrough
 from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.records import check_types, located
 

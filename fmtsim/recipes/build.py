@@ -4,12 +4,12 @@
 from typing import Any
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 
 
 def scale_format(name: str) -> FloatFormat:

@@ -5,15 +5,12 @@ from typing import Any
 
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import ScaleRule
+from fmtsim.formats.scaling import PowerOfTwo, ScaleRule, Scaling, TensorScale
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import BF16, BLACKWELL, E4M3, E8M0, FORWARD, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding, RoundingName
-from fmtsim.spec.gradient import ClipMask, Differentiable
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import PowerOfTwo, Scaling, TensorScale
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.quantizer import Clamp, ClipMask, Differentiable, Hadamard, Quantizer
 
 _TE = "Transformer Engine d0067d0, NVFP4BlockScaling"
 _NVIDIA = "NVIDIA, arXiv:2509.25149"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fmtsim.formats.block import FP32, scaled, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
+from fmtsim.formats.scaling import SCALE_RULES, History, PowerOfTwo, ScaleRule, Scaling
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import flash_attention_3
@@ -14,7 +14,6 @@ from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, E4M3, FORWARD, HOPPER, 
 from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule
 from fmtsim.recipes.system import Level, OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History, PowerOfTwo, Scaling
 
 _TE = "Transformer Engine d0067d0"
 _MX_TRAINING = "Rouhani et al., Microscaling Data Formats for Deep Learning, arXiv:2310.10537 (details unverified)"

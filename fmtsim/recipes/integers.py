@@ -3,13 +3,12 @@
 
 from dataclasses import replace
 
+from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import BLACKWELL, CHAIN, FORWARD, HIGH, HOPPER, cast, layer
 from fmtsim.recipes.spec import Recipe
 from fmtsim.recipes.system import OptimizerConfig
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.quantizer import Hadamard, Quantizer
 
 _HALO = "Ashkboos et al., HALO, arXiv:2501.02625; IST-DASLab/HALO d8c1dc9"
 _LECTURE = "gpu-mode/lectures 7cb40f6, lecture 30; torchao 36027d8, int8 mixed-precision training"

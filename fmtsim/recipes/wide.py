@@ -5,8 +5,7 @@ from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.build import FORWARD, HOPPER, cast
 from fmtsim.recipes.spec import LossScale, Recipe
 from fmtsim.rounding.modes import RoundingName
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Sparsity
+from fmtsim.spec.quantizer import Quantizer, Sparsity
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py and the CPU and CUDA kernels behind it"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources; details unverified)"

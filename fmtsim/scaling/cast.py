@@ -1,24 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix in an element format under the scales that a rule makes of it."""
+"""A matrix in an element format under the scales of a rule: transform, statistic, scale, element, slope."""
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fmtsim.casts import ops
 from fmtsim.casts.quantize import quantize
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.blocks import block_sizes, blocked, folded_sum, statistic
+from fmtsim.scaling.hadamard import hadamard
+from fmtsim.scaling.hadamard_matrix import random_signs
 from fmtsim.scaling.scales import Scales, one_level, two_levels
-from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import spread
-from fmtsim.spec.quantizer import scaling_for
-from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.quantizer import (
+    Clamp,
+    ClipMask,
+    Differentiable,
+    GradientRule,
+    Hadamard,
+    Sparsity,
+    StraightThrough,
+    Transform,
+    TrustMask,
+    scaling_for,
+)
 from fmtsim.support.float64 import float64
+
+
+def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a matrix after a transform, and what was cut off it."""
+    if isinstance(transform, Clamp):
+        return _clamped(x.float(), transform)
+    if isinstance(transform, Sparsity):
+        return torch.where(_in_tiles(x) if transform.tiles else _in_rows(x), x, 0.0), None
+    y = rotated(x, transform, signs)
+    if transform.rounded is not None:
+        y = quantize(y, transform.rounded, out_dtype=torch.float32)
+    return y, None
+
+
+def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False) -> Tensor:
+    """Rotate a matrix along the axis that a transform names, or back; ``signs`` is the key of random ones."""
+    dim = -1 if transform.axis == "inner" else 0
+    size = transform.size or x.shape[dim]
+    mask = random_signs(size, signs) if transform.signs == "random" else transform.signs
+    return hadamard(x, size, mask, dim=dim, inverse=inverse)
+
+
+def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
+    """Clamp to quantiles, elements of the sorted magnitudes' places ``int((1 - level) n)`` and ``int(level n)``."""
+    rows = x.reshape(1, -1) if transform.per == "tensor" else x
+    n = rows.shape[1]
+    places = [min(max(int(part * n), 0), n - 1) for part in (1 - transform.level, transform.level)]
+    ordered = rows.sort(dim=1).values
+    low, high = (ordered[:, place : place + 1] for place in places)
+    y = rows.clamp(low, high).reshape(x.shape)
+    return y, x - y if transform.compensate else None
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Say which elements are the two largest of four neighbours in a row, the earlier of equal ones."""
+    fours = x.abs().reshape(x.shape[0], -1, 4)
+    places = fours.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+    return torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, places, True).reshape(x.shape)
+
+
+def _in_tiles(x: Tensor) -> Tensor:
+    """Say which elements of tiles of 4 x 4 are kept, largest first, while their row and column have fewer than two."""
+    rows, columns = x.shape[0] // 4, x.shape[1] // 4
+    tiles = x.abs().reshape(rows, 4, columns, 4).transpose(1, 2).reshape(-1, 16)
+    kept, each = torch.zeros_like(tiles, dtype=torch.bool), torch.arange(len(tiles), device=x.device)
+    in_row, in_column = (torch.zeros(len(tiles), 4, dtype=torch.int64, device=x.device) for _ in range(2))
+    for place in tiles.sort(dim=-1, descending=True, stable=True).indices.unbind(-1):
+        row, column = place // 4, place % 4
+        room = (in_row[each, row] < 2) & (in_column[each, column] < 2)
+        kept[each, place] = room
+        in_row[each, row] += room
+        in_column[each, column] += room
+    return kept.reshape(rows, columns, 4, 4).transpose(1, 2).reshape(x.shape)
+
 
 Keys = tuple[RandomKey | None, RandomKey | None]
 _OF_KERNELS = (torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -200,3 +267,24 @@ def _corrected(found: Scaled, scaling: Scaling, sizes: tuple[int, int], key: Ran
     each = spread(c, (1, scaling.eden // sizes[1]), found.scales.scale.shape)
     stored = _in_format(found.scales.scale * each, scaling.scale, scaling.scale_rounding, key)
     return found._replace(scales=found.scales._replace(scale=stored))
+
+
+def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | None:
+    """Return the slope of every element, [M, N]: float32, or bool for 1 and 0 under masks; None where all are 1.
+
+    Masks are exact; the slopes of ``Differentiable`` are float32 results of torch.pow, whose last bit depends on the
+    device. NaN elements have slope 0 under masks.
+    """
+    y = cast.scaled
+    if isinstance(rule, StraightThrough):
+        return None
+    if isinstance(rule, ClipMask):
+        return y.abs() < element.max
+    if isinstance(rule, TrustMask):
+        return (y - cast.elements).abs() <= rule.limit
+    assert isinstance(rule, Differentiable)
+    low, high = (quantize(y, element, rounding=way, overflow="saturate") for way in ("down", "up"))
+    width = high - low
+    u = torch.where(width > 0, 2 * (y - low) / width - 1, 1.0).abs()
+    steep = (u.pow(1 / rule.k - 1) / rule.k).clamp(max=rule.cap)
+    return torch.where(y.abs() <= element.max, steep, 0.0)

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.scaling.blocks import block_sizes
 from fmtsim.scaling.scales import Scales, one_level, two_levels
-from fmtsim.scaling.statistics import block_sizes
-from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import Operand, folds
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.quantizer import Quantizer, StraightThrough
 
 _SIGN, _MAGNITUDE, _INFINITY = -1 << 31, (1 << 31) - 1, 0xFF << 23  # of a float32
 _LEAST_SCALE: Final = 1 << 22  # the bits of 2**-127

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.scaling import Statistic
+from fmtsim.formats.scaling import Scaling, Statistic
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.operand import Keys, Operand
 from fmtsim.spec.optimizer import Counter, ParameterStep, Scheme
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Transform
+from fmtsim.spec.quantizer import Quantizer, Transform
 
 
 class Casts(Protocol):

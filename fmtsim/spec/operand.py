@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fmtsim.formats.block import FP32, Block, BlockFormat
 from fmtsim.formats.representable import is_representable
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.float64 import float64
 
 _BFLOAT16_BITS: Final = 8  # significant bits of bfloat16

@@ -31,12 +31,11 @@ from fmtsim.distributed import (
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
-from fmtsim.distributed.ranks import Ranks
-from fmtsim.distributed.store import exchange
+from fmtsim.distributed.ranks import Ranks, exchange
+from fmtsim.formats.scaling import History, Scaling
 from fmtsim.nn import convert, share_scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History, Scaling
 from fmtsim.support.errors import ArgumentError, CollectiveError, DtypeError
 from tests.support.reduction_checks import (
     HOOKS,

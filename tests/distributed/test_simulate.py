@@ -13,11 +13,11 @@ import torch
 
 import fmtsim
 from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
+from fmtsim.distributed.arithmetic import from_bytes, require_row_blocks, to_bytes
 from fmtsim.distributed.gather import HALO, require_whole
-from fmtsim.distributed.wire import from_bytes, require_row_blocks, to_bytes
+from fmtsim.formats.scaling import History, Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
-from fmtsim.spec.scaling import History, Scaling
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support import records
 from tests.support import reduction_oracle as oracle

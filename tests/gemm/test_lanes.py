@@ -14,9 +14,8 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.order import same_order
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.schedule import STACK, ZERO, combination
+from fmtsim.spec.schedule import STACK, ZERO, combination, same_order
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import sums

@@ -6,6 +6,7 @@ import torch
 
 from fmtsim import Gemm, LinearConfig, Quantizer, get_format
 from fmtsim.casts.quantize import quantize
+from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import product
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
@@ -15,8 +16,7 @@ from fmtsim.gemm.layers.passes import Pass
 from fmtsim.gemm.layers.product import multiply
 from fmtsim.gemm.layers.watch import Told
 from fmtsim.spec.operand import Operand
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.quantizer import Hadamard
 from tests.support.bits import assert_same_bits
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16

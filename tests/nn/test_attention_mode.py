@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
+from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.nn import convert
 from fmtsim.nn.attention_call import AttentionCall
@@ -19,7 +20,6 @@ from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError
 from tests.support.models import gpt
 from tests.support.operands import normal

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.nn import EmulatedLinear, convert, recipe_state, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.models import net, step, without_scales
 from tests.support.operands import normal

@@ -14,7 +14,7 @@ import fmtsim
 from fmtsim.formats.registry import get_format
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from fmtsim.recipes import AttentionConfig
-from fmtsim.scaling.signs import random_signs
+from fmtsim.scaling.hadamard_matrix import random_signs
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError

@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import fmtsim
+from fmtsim.formats.scaling import History, Scaling
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.nn.sdpa import quantised_attention
 from fmtsim.recipes import AttentionConfig, flash_attention_3
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.gradient import ClipMask
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History, Scaling
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.quantizer import Clamp, ClipMask, Hadamard, Quantizer
 from fmtsim.support.errors import ArgumentError, FmtsimError, FormatError
 from tests.support.operands import normal
 

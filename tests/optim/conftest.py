@@ -5,7 +5,7 @@ import pytest
 
 from fmtsim.engines.cpu.optim import steps as cpu_steps
 from fmtsim.engines.cuda.optim import steps as cuda_steps
-from fmtsim.optim import engines
+from fmtsim.optim import stepping
 
 
 @pytest.fixture
@@ -22,4 +22,4 @@ def only_torch(monkeypatch):
 @pytest.fixture
 def on_cuda(emulated, monkeypatch):
     """Let the CUDA kernel, emulated, take parameters that lie on the CPU."""
-    monkeypatch.setattr(engines, "on_cuda", lambda p: True)
+    monkeypatch.setattr(stepping, "on_cuda", lambda p: True)

@@ -13,7 +13,7 @@ import fmtsim
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.optim.launch import launches
 from fmtsim.engines.cuda.optim.schemes import kernels_of
-from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, torch_step
+from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, stepping
 from fmtsim.spec.optimizer import Numbers
 from fmtsim.support.errors import DeviceError
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
@@ -55,7 +55,7 @@ def without_counts(optimizer_class, *arguments, **options):
 def test_counts_on_the_device_change_no_bit(scheme, cls, dtype, on_cuda, monkeypatch):
     """Three steps, two of them by the short way of the CUDA engine; gradients that are not finite among them."""
     wanted = without_counts(cls, scheme, 3, True, dtype)
-    monkeypatch.setattr(torch_step, "run", lambda *given: pytest.fail("torch did the step"))
+    monkeypatch.setattr(stepping, "run", lambda *given: pytest.fail("torch did the step"))
     assert same(without_counts(cls, scheme, 3, True, dtype, capturable=True), wanted)
 
 
@@ -108,7 +108,7 @@ def test_scalars_of_the_device_are_those_of_the_host(rule, scheme, beta, emulate
     """Powers are worked out by squaring, in pairs of numbers; what both give to float32 is the same."""
     scheme = fmtsim.optim.get_scheme(scheme)
     known = {"adamw": rules.ADAMW, "adam": rules.ADAM, "lion": rules.LION, "sgd": rules.SGD}
-    host = known.get(rule) or fmtsim.optim.madam.madam(2, True)
+    host = known.get(rule) or fmtsim.optim.rules.madam(2, True)
     own = {"sgd": {"momentum": beta}, "madam(base=2, round_update=True)": {"beta": beta, "bound": 10.0}}
     group = HYPER | own.get(rule, {"betas": (0.9, beta), "eps": 1e-8})
     given = rules.hyperparameters(group, torch.device("cpu"))

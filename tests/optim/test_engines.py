@@ -11,7 +11,7 @@ import torch
 import fmtsim
 from fmtsim.engines.cpu.optim import steps as cpu_steps
 from fmtsim.engines.cuda.optim import steps as cuda_steps
-from fmtsim.optim import StateFormat, torch_step
+from fmtsim.optim import StateFormat, stepping
 from fmtsim.rounding import codebooks
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
@@ -80,7 +80,7 @@ def equal(a, b):
 @pytest.mark.parametrize("bad", [False, True])
 def test_the_cpu_kernel_has_the_bits_of_torch(scheme, cls, bad, only_torch, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(torch_step, "run", lambda *given: pytest.fail("torch did the step"))
+        patch.setattr(stepping, "run", lambda *given: pytest.fail("torch did the step"))
         fused = train(cls, scheme, bad=bad)
     only_torch()
     assert equal(fused, train(cls, scheme, bad=bad))
@@ -163,10 +163,10 @@ OWN = {
     ["fp8lm", "coat", *OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel_2t", "coat_plain"))],
 )
 def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch, monkeypatch):
-    step = torch_step.run
-    monkeypatch.setattr(torch_step, "run", lambda *given: pytest.fail("torch did the step"))
+    step = stepping.run
+    monkeypatch.setattr(stepping, "run", lambda *given: pytest.fail("torch did the step"))
     fused = extremes(OWN.get(scheme, scheme))
-    monkeypatch.setattr(torch_step, "run", step)
+    monkeypatch.setattr(stepping, "run", step)
     only_torch()
     assert equal(fused, extremes(OWN.get(scheme, scheme)))
 
@@ -269,9 +269,9 @@ def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
 def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
     whole = train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None)
     parts = []
-    step = torch_step._run
-    monkeypatch.setattr(torch_step, "_run", lambda one, *rest: (parts.append(one.parameter.numel()), step(one, *rest)))
-    monkeypatch.setattr(torch_step, "PART", {False: 1024, True: 1024})
+    step = stepping._run
+    monkeypatch.setattr(stepping, "_run", lambda one, *rest: (parts.append(one.parameter.numel()), step(one, *rest)))
+    monkeypatch.setattr(stepping, "PART", {False: 1024, True: 1024})
     assert equal(whole, train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None))
     assert max(parts) == 1024
 
@@ -300,7 +300,7 @@ def test_copies_take_the_kernels_too(monkeypatch):
     optimizer = pickle.loads(pickle.dumps(fmtsim.optim.AdamW([p], state="bnb8")))
     (p,) = optimizer.param_groups[0]["params"]
     p.grad = torch.ones_like(p)
-    monkeypatch.setattr(torch_step, "run", lambda *given: pytest.fail("torch did the step"))
+    monkeypatch.setattr(stepping, "run", lambda *given: pytest.fail("torch did the step"))
     optimizer.step()
 
 

@@ -9,7 +9,7 @@ import torch
 
 import fmtsim
 from fmtsim.optim import Scheme, StateFormat
-from fmtsim.optim.table import bytes_per_parameter, scheme_table
+from fmtsim.optim.catalogue import bytes_per_parameter, scheme_table
 
 # bytes a parameter of both moments and of kept weights: codes, and scales of large tensors
 PUBLISHED = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.optim import codec, torch_step
+from fmtsim.optim import codec, stepping
 from fmtsim.spec.optimizer import KINDS, key_of
 from fmtsim.support.errors import ArgumentError
 from tests.support.optim_samples import gradients, parameter
@@ -165,10 +165,10 @@ def test_conversion_decodes_and_encodes(source, target):
         formats = [s.optimizer.scheme.formats(tuple(p.shape), ("first", "second")) for s in (first, second)]
         assert new["step"] == 3
         for slot in ("first", "second"):
-            number = codec.decode(torch_step.parts_of(old, slot), formats[0][slot], tuple(p.shape))
+            number = codec.decode(stepping.parts_of(old, slot), formats[0][slot], tuple(p.shape))
             wanted = codec.encode(number.contiguous(), formats[1][slot], {}, None)
             for name, tensor in wanted.items():
-                assert torch.equal(torch_step.parts_of(new, slot)[name].view(-1), tensor.view(-1)), (slot, name)
+                assert torch.equal(stepping.parts_of(new, slot)[name].view(-1), tensor.view(-1)), (slot, name)
     second.steps(3, 4)
 
 
@@ -183,7 +183,7 @@ def test_conversion_from_torch():
     state = ours.optimizer.state[p]
     assert state["step"] == 1
     fmt = ours.optimizer.scheme.first
-    assert torch.allclose(codec.decode(torch_step.parts_of(state, "first"), fmt, p.shape), theirs.state[p]["exp_avg"])
+    assert torch.allclose(codec.decode(stepping.parts_of(state, "first"), fmt, p.shape), theirs.state[p]["exp_avg"])
     for change, message in (
         (lambda s: s.pop("exp_avg_sq"), r"parameter 0: the state has \[.*none of \('exp_avg_sq',\)"),
         (
@@ -208,7 +208,7 @@ def test_weights_kept_are_refreshed_on_request():
     p.data.fill_(0.75)
     training.optimizer.refresh_weights()
     kept = codec.decode(
-        torch_step.parts_of(training.optimizer.state[p], "weights"), training.optimizer.scheme.weights, p.shape
+        stepping.parts_of(training.optimizer.state[p], "weights"), training.optimizer.scheme.weights, p.shape
     )
     assert torch.equal(kept, p.detach())
 

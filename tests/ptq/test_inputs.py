@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import PtqRecipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.recipes import Rule
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp

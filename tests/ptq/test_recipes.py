@@ -15,6 +15,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.ptq import (
     Calibration,
@@ -37,9 +38,7 @@ from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
 from fmtsim.recipes.spec import Steps
 from fmtsim.spec.operand import Keys
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Hadamard, Sparsity
+from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 from tests.support import records
 from tests.support.operands import normal

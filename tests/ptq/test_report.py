@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
+from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.training.gpt import GPT, GPTConfig
 from fmtsim.nn import quantised_attention
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache
 from fmtsim.ptq.catalogue import operand, quantised_cache
 from fmtsim.ptq.report import ratio
 from fmtsim.recipes import Rule
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp

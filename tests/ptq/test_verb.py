@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.formats.scaling import History, Scaling
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
-from fmtsim.spec.scaling import History, Scaling
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.operands import normal

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import Gptq, LearnedRounding
 from fmtsim.ptq.gptq import gptq, output_error
 from fmtsim.ptq.grid import Grid, grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 from tests.support.ptq_oracle import brain_surgeon, encoded_step

@@ -13,7 +13,7 @@ from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.gemm.layers.keys import stream_of
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.recipes import get_recipe
-from fmtsim.scaling.signs import random_signs, sign_bits
+from fmtsim.scaling.hadamard_matrix import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
 from tests.support import recipe_oracle as oracle
 from tests.support.operands import normal

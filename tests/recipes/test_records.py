@@ -12,6 +12,7 @@ import pytest
 
 import fmtsim
 from fmtsim.distributed import get_reduction
+from fmtsim.formats.scaling import History, Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.optim import get_scheme
 from fmtsim.recipes import Level, LossScale, Recipe, Replacement, Rule, Steps, diff, get_recipe, list_recipes
@@ -20,7 +21,6 @@ from fmtsim.recipes.catalogue import MARKS, RECIPES, catalogue_markdown, with_ca
 from fmtsim.recipes.registry import _names, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.table import HEADINGS
-from fmtsim.spec.scaling import History, Scaling
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support import records
 

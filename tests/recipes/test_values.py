@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fmtsim.formats.scaling import History, Scaling
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History, Scaling
 
 
 def quantised(name, operand, x, key=0):

@@ -9,10 +9,8 @@ import torch
 from torch.func import jvp, vmap
 
 import fmtsim
-from fmtsim.scaling.butterflies import _parts
-from fmtsim.scaling.hadamard import hadamard, root
-from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix
-from fmtsim.scaling.signs import mask_bits, random_signs, sign_bits
+from fmtsim.scaling.hadamard import _parts, hadamard, root
+from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix, mask_bits, random_signs, sign_bits
 from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.operands import normal, wide

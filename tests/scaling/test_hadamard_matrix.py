@@ -8,8 +8,16 @@ import torch
 
 from fmtsim.engines.torch_engine.philox import words
 from fmtsim.scaling.hadamard import hadamard
-from fmtsim.scaling.hadamard_matrix import CONSTRUCTIONS, MODULI, base_matrix, base_of, hadamard_matrix
-from fmtsim.scaling.signs import accumulate_signs, random_signs, sign_bits
+from fmtsim.scaling.hadamard_matrix import (
+    CONSTRUCTIONS,
+    MODULI,
+    accumulate_signs,
+    base_matrix,
+    base_of,
+    hadamard_matrix,
+    random_signs,
+    sign_bits,
+)
 from fmtsim.spec.cast import RandomKey
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits

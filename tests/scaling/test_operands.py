@@ -8,16 +8,13 @@ import torch
 from torch.sparse._semi_structured_conversions import _sparse_semi_structured_tile
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import blocks_of, largest, windows
-from fmtsim.scaling.cast import Scaled, cast
+from fmtsim.scaling.cast import Scaled, cast, slope, transformed
+from fmtsim.scaling.hadamard_matrix import random_signs
 from fmtsim.scaling.scales import Scales
-from fmtsim.scaling.signs import random_signs
-from fmtsim.scaling.slope import slope
-from fmtsim.scaling.transforms import transformed
-from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Clamp, Sparsity
+from fmtsim.spec.quantizer import Clamp, ClipMask, Differentiable, Sparsity, StraightThrough, TrustMask
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal

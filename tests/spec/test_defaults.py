@@ -14,11 +14,9 @@ from fmtsim.spec.call import GemmCall
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.gradient import Differentiable, StraightThrough, TrustMask
 from fmtsim.spec.optimizer import FLOAT32, Scheme, StateFormat
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.quantizer import Clamp, Differentiable, Hadamard, Quantizer, StraightThrough, TrustMask
 
 DEFAULTS = {  # all but None, False, "" and (), which the other fields have
     FloatFormat: {"signed": True, "nan": "ieee", "infinities": True, "has_zero": True, "has_subnormals": True,

@@ -17,12 +17,19 @@ from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, scale_kind
 from fmtsim.spec.cast import CastSpec, block_counts, matrix_shape, spec_from_json
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
-from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
 from fmtsim.spec.operand import Operand, block_of, folds, last_cast, spread
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.quantizer import Quantizer, scaling_for
+from fmtsim.spec.quantizer import (
+    Clamp,
+    ClipMask,
+    Differentiable,
+    Hadamard,
+    Quantizer,
+    StraightThrough,
+    TrustMask,
+    scaling_for,
+)
 from fmtsim.spec.schedule import schedule
-from fmtsim.spec.transform import Clamp, Hadamard
 from fmtsim.support.errors import ArgumentError, FormatError
 
 E4M3, E2M1, FP32, BF16, FP64 = (get_format(name) for name in ("e4m3", "e2m1", "fp32", "bf16", "fp64"))

@@ -17,8 +17,7 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import Keys, Operand, folds
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Transform
+from fmtsim.spec.quantizer import Quantizer, Transform
 
 _MOST: Final = 4096  # quantisers that are remembered
 

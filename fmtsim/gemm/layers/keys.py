@@ -24,8 +24,7 @@ from fmtsim.gemm.layers.route import Route
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard, Sparsity
+from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.replay.hooks import drawn
 from fmtsim.support.replay.programs import Programs, kind_of

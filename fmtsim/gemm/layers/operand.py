@@ -19,21 +19,17 @@ from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast, times_blocks
-from fmtsim.scaling.constants import constant
+from fmtsim.scaling.blocks import block_sizes, statistic
+from fmtsim.scaling.cast import cast, slope, times_blocks, transformed
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.scaling.scales import FLT_MIN
-from fmtsim.scaling.slope import slope
-from fmtsim.scaling.statistics import block_sizes, statistic
-from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
-from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, multiplied, spread
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Sparsity
+from fmtsim.spec.quantizer import Quantizer, Sparsity, StraightThrough
 from fmtsim.support.dispatch import is_bare
 from fmtsim.support.errors import ArgumentError
+from fmtsim.support.replay.gpu import constant
 
 NO_KEYS = Keys()
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first

@@ -30,12 +30,10 @@ from fmtsim.gemm.layers.operand import (
     quantize_both,
     quantize_operand,
 )
+from fmtsim.scaling.blocks import block_sizes
 from fmtsim.scaling.inlined import covers, inlined
-from fmtsim.scaling.statistics import block_sizes
-from fmtsim.spec.gradient import Differentiable, StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp
+from fmtsim.spec.quantizer import Clamp, Differentiable, Quantizer, StraightThrough
 from fmtsim.support.replay.hooks import refuse
 
 _quantizers: dict[str, Quantizer] = {}

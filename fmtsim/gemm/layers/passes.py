@@ -15,10 +15,9 @@ from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize
 from fmtsim.gemm.layers.operator import Asked, traced_both, traced_draws, traced_operand
 from fmtsim.gemm.layers.product import multiply, rotations_to_undo, round_output, unrotated, wide_dtype
 from fmtsim.gemm.layers.watch import Seen, Watchers
-from fmtsim.scaling.statistics import block_sizes
+from fmtsim.scaling.blocks import block_sizes
 from fmtsim.spec.operand import Keys, Operand, block_of, last_cast
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard, Transform
+from fmtsim.spec.quantizer import Hadamard, Quantizer, Transform
 
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
 

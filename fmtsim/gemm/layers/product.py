@@ -19,11 +19,10 @@ from fmtsim.gemm.layers.operand import is_on_gpu, values_of, widened
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
+from fmtsim.scaling.cast import rotated
 from fmtsim.scaling.inlined import inlined_product
-from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.operand import Operand
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.quantizer import Hadamard, Quantizer
 from fmtsim.support.float64 import has_float64
 
 HALVES = (torch.bfloat16, torch.float16)

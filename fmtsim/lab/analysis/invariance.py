@@ -13,8 +13,8 @@ from fmtsim.gemm.targets.doubts import without_doubts
 from fmtsim.lab.analysis.layer_products import LayerProduct, Model, check_rows, dtype_of, products_of
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.order import same_order
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import same_order
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title

@@ -18,8 +18,7 @@ from fmtsim.nn.flash import Inputs
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.parameter_products import ParameterProduct
 from fmtsim.recipes.attention import BACKWARD, AttentionConfig
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp, Hadamard, Sparsity
+from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer, Sparsity
 
 _MADE_OF = {"w_d": "w_f", "x_w": "x_f", "g_w": "g_d"}  # what an operand with source "forward" is, or is made of
 _REUSED = ("forward", "requantised")

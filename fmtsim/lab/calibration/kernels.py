@@ -9,8 +9,8 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.lab.calibration.campaign import Finding, Units, scalar_unit
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.order import same_order
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import same_order
 
 TILES = (64, 128, 32, 16, 256, 512, 8)
 SLICES = ((8, 64), (4, 32), (8, 0), (4, 0))  # align and line of Kernel

@@ -13,9 +13,8 @@ from fmtsim.lab.memory.devices import Devices
 from fmtsim.lab.memory.estimate import MemoryLine
 from fmtsim.lab.memory.weights import Weight
 from fmtsim.optim import rules
-from fmtsim.optim.catalogue import get_scheme, list_schemes
-from fmtsim.optim.madam import madam
-from fmtsim.optim.table import describe
+from fmtsim.optim.catalogue import describe, get_scheme, list_schemes
+from fmtsim.optim.rules import madam
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown

@@ -18,8 +18,7 @@ from fmtsim.nn.convert import convert
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.gradient import StraightThrough
-from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer, StraightThrough
 
 _NVFP4 = "NVIDIA, Pretraining LLMs with NVFP4, arXiv:2509.25149, sections 3 and 4, figure 4"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources)"

@@ -11,11 +11,10 @@ from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.lab.reproduce.estimators import operand
 from fmtsim.lab.reproduce.samples import decibels, draw, generator, normal, relative_error, through, told
 from fmtsim.nn.smooth import smooth_swiglu
+from fmtsim.scaling.cast import rotated
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.operand import Keys
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer
 
 _HALO = "Ashkboos et al., HALO, arXiv:2501.02625; IST-DASLab/HALO d8c1dc9"
 _FP4 = "Wang et al., arXiv:2501.17116, table 1"

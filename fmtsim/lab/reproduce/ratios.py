@@ -9,13 +9,13 @@ from torch import Tensor
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.lab.reproduce.samples import decibels, draw, generator, normal, relative_error, told
 from fmtsim.ptq.catalogue import minifloat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from fmtsim.spec.scaling import Scaling
 
 _QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951; Qualcomm FP8-quantization ede19a9"
 _FLOATS = ("e2m5", "e3m4", "e4m3", "e5m2")

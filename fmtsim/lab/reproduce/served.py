@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import IntFormat
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.lab.reproduce.multipliers import luts
@@ -21,7 +22,6 @@ from fmtsim.ptq import ptq
 from fmtsim.ptq.calibrate import evaluating
 from fmtsim.ptq.catalogue import minifloat, operand
 from fmtsim.ptq.spec import Calibration, PtqRecipe
-from fmtsim.spec.scaling import Scaling
 
 _GAUDI = "Intel, FP8 inference on Gaudi, arXiv:2503.09975 (abstract): less than 1 % of accuracy lost"
 _QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951, section on networks trained in FP8"

@@ -18,8 +18,7 @@ from fmtsim.ptq.reshape import DIVISOR
 from fmtsim.ptq.state import WEIGHTS, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
 from fmtsim.spec.operand import Operand, block_of
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Sparsity
+from fmtsim.spec.quantizer import Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of torch's GPUs every call asks: torch's own C functions, where it has them."""
+"""What of torch's GPUs every call asks, and numbers that are made once for a device and stay there."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -14,3 +15,35 @@ current_stream: Callable[[int], int] = getattr(
 def captures(device: torch.device) -> bool:
     """Say whether a CUDA graph is being captured: what it makes is not there before it runs, and must not be kept."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers on a device, in memory that no CUDA graph owns.
+
+    torch.compile with CUDA graphs runs what it will capture once before, with the graph's memory, where nothing may
+    stay. That is the running thread's alone.
+    """
+
+    def make() -> torch.Tensor:
+        made = torch.tensor(numbers, dtype=dtype).to(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # others read it on streams of their own
+        return made
+
+    if device.type != "cuda":
+        return make()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def constant(value: float, device: torch.device) -> torch.Tensor:
+    """Return a number on a device, float32, 0-d, made once."""
+    key = value, device
+    if key in _constants:
+        return _constants[key]
+    if captures(device):
+        return torch.full((), value, dtype=torch.float32, device=device)
+    return _constants.setdefault(key, lasting(value, torch.float32, device))
+
+
+_constants: dict[tuple[float, torch.device], torch.Tensor] = {}

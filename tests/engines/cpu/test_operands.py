@@ -15,7 +15,7 @@ from fmtsim.gemm.layers import operand, product
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling import cast, statistics
-from fmtsim.scaling.butterflies import transform
+from fmtsim.scaling.hadamard import transform
 from fmtsim.scaling.hadamard_matrix import base_matrix
 from fmtsim.scaling.scales import Scales
 from fmtsim.spec.cast import CastSpec, RandomKey

@@ -11,13 +11,12 @@ import fmtsim
 from fmtsim.engines import cpu
 from fmtsim.engines.cuda.cast import block, scaled
 from fmtsim.engines.cuda.gemm import finish
+from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.gradient import ClipMask
 from fmtsim.spec.operand import multiplied
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.quantizer import ClipMask, Quantizer
 from tests.support.bits import INTEGERS, assert_same_bits, same_bits
 from tests.support.casts import cast_spec
 from tests.support.operands import numbers

@@ -7,9 +7,8 @@ import torch
 import fmtsim.engines.cuda
 from fmtsim.engines.cuda.cast import hadamard as engine
 from fmtsim.scaling import hadamard as verbs
-from fmtsim.scaling.butterflies import transform
-from fmtsim.scaling.hadamard_matrix import base_matrix
-from fmtsim.scaling.signs import random_signs, sign_bits
+from fmtsim.scaling.hadamard import transform
+from fmtsim.scaling.hadamard_matrix import base_matrix, random_signs, sign_bits
 from tests.support.bits import assert_same_bits
 from tests.support.operands import numbers
 

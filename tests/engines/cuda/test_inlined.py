@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import operand, operator, product
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
@@ -13,9 +14,7 @@ from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling import scales
 from fmtsim.scaling.inlined import _scales, covers, inlined
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.quantizer import Hadamard, Quantizer
 from tests.support.bits import assert_same_bits
 from tests.support.operands import bfloat16s, normal
 

@@ -21,8 +21,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.quantizer import Hadamard, Quantizer
 from tests.support.bits import assert_same_bits
 from tests.support.emulated_gpu import drawn, take_for_host
 from tests.support.operands import bfloat16s

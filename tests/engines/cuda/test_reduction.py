@@ -12,12 +12,12 @@ import fmtsim
 from fmtsim.casts import ops
 from fmtsim.distributed import AutoFactor, get_reduction
 from fmtsim.distributed.arithmetic import Batch, Hop, canonical, factors_of
+from fmtsim.distributed.collective import Operators, stages_of
 from fmtsim.distributed.simulate import simulate_batches
-from fmtsim.distributed.stages import Operators, stages_of
 from fmtsim.engines import cuda
 from fmtsim.engines.cuda.cast.reduction import ReductionStages, covers_reduction
+from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.scaling import Scaling
 from tests.support.bits import assert_same_bits
 from tests.support.reductions import BASE, gradients
 

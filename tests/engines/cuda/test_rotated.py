@@ -10,14 +10,13 @@ import torch
 
 import fmtsim
 from fmtsim.engines.cuda.cast import hadamard, rotated, rotated_plan
+from fmtsim.formats.scaling import TensorScale
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.transforms import rotated as transform
+from fmtsim.scaling.cast import rotated as transform
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.gradient import ClipMask
 from fmtsim.spec.operand import Keys, spread
-from fmtsim.spec.scaling import TensorScale
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.quantizer import Clamp, ClipMask, Hadamard
 from tests.support.bits import INTEGERS, assert_same_bits
 from tests.support.operands import numbers
 

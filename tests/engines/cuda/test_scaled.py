@@ -10,18 +10,15 @@ import fmtsim
 from fmtsim.engines.cuda.cast import scaled, scaled_rules
 from fmtsim.engines.cuda.cast.scaled_rules import COLUMNS, LONG_COLUMNS, RUNS, TENSOR, TILES, matrix_layout
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.scaling import block_scaling
+from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast
+from fmtsim.scaling.blocks import block_sizes, statistic
+from fmtsim.scaling.cast import cast, slope
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.oracle import quantize_matrix
-from fmtsim.scaling.slope import slope
-from fmtsim.scaling.statistics import block_sizes, statistic
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.gradient import ClipMask, TrustMask
 from fmtsim.spec.operand import spread
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History, Scaling, TensorScale
+from fmtsim.spec.quantizer import ClipMask, Quantizer, TrustMask
 from fmtsim.support.errors import DeviceError
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.operands import numbers

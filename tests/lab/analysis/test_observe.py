@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.lab.analysis.losses import losses_of
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
@@ -20,7 +21,6 @@ from fmtsim.lab.analysis.page.data import observation_data
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.nn import convert, revert
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import ArgumentError
 
 

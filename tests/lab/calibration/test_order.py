@@ -15,8 +15,8 @@ from fmtsim.lab.calibration.campaign import calibrate, find_plan
 from fmtsim.lab.calibration.check import make_data, question, verify
 from fmtsim.lab.calibration.order import LEVELS, Sighting, _positions, expected, explains, look
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.order import same_order as order_of
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import same_order as order_of
 from tests.support.fake_gpu import FakeGPU, fp8, mm
 
 HOPPER, AMPERE = get_unit("hopper.wgmma"), get_unit("ampere.mma")

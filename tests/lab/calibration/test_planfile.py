@@ -17,8 +17,8 @@ from fmtsim.lab.calibration.campaign import Finding, calibrate, scalar_unit
 from fmtsim.lab.calibration.kernels import cover, entries_of, kernels_of
 from fmtsim.lab.calibration.planfile import merged, plan_file, plan_text, write_plan
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.order import same_order
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from tests.support.fake_gpu import FakeGPU, fp8, mm
 

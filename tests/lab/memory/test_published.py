@@ -6,7 +6,7 @@ import pytest
 import fmtsim
 from fmtsim.lab.memory import ModelSize, bits_per_element, model_size
 from fmtsim.lab.memory.weights import weights_of
-from fmtsim.optim.table import bytes_per_parameter
+from fmtsim.optim.catalogue import bytes_per_parameter
 
 
 def gpt(hidden, heads, blocks=1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of the blocks of a matrix: largest magnitudes, and means (fmtsim/scaling/statistics.py defines them)."""
+"""Statistics of the blocks of a matrix: largest magnitudes, and means (fmtsim/scaling/blocks.py defines them)."""
 
 import numpy as np
 import torch

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of Madam in one pass on weights that are kept as logarithms, whose codes move by integers.
 
-The definition is fmtsim/optim/madam.py; the bits are the same.
+The definition is fmtsim/optim/rules.py; the bits are the same.
 """
 
 import numpy as np

@@ -11,7 +11,7 @@ from fmtsim.engines.cuda.cast.parameters import DTYPES, aligned, macros
 from fmtsim.engines.cuda.cast.rotated_plan import rotation_of
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel
 from fmtsim.engines.cuda.runtime.launch import Bound
-from fmtsim.spec.transform import Transform
+from fmtsim.spec.quantizer import Transform
 
 Scales = tuple[Tensor | None, Tensor | None]
 

@@ -27,13 +27,11 @@ from fmtsim.engines.cuda.cast.scaled_rules import matrix_layout, rule_of
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.block import E8M0, BlockFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
-from fmtsim.spec.gradient import ClipMask
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History, Scaling, TensorScale
-from fmtsim.spec.transform import Hadamard
+from fmtsim.spec.quantizer import ClipMask, Hadamard, Quantizer
 
 Variants = Iterator[tuple[str, str, Defines]]
 

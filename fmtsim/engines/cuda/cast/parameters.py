@@ -11,8 +11,8 @@ import torch
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import MODES, Rounding
-from fmtsim.scaling.constants import lasting
 from fmtsim.spec.cast import Random, RandomKey
+from fmtsim.support.replay.gpu import lasting
 from fmtsim.support.replay.hooks import packed
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as common.cuh numbers them

@@ -15,11 +15,11 @@ from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, aligned
 from fmtsim.engines.cuda.cast.scaled_rules import NO_RULE, rule_of
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.replay.gpu import captures
 
 MOST_RANKS = 64  # a thread holds the casts of all
@@ -42,7 +42,7 @@ def covers_reduction(spec: CastSpec, scaling: Scaling | None, x: Tensor, ranks: 
 
 
 class ReductionStages:
-    """The stages of one reduction on one rank (fmtsim/distributed/stages.py says what each does); none waits.
+    """The stages of one reduction on one rank (fmtsim/distributed/collective.py says what each does); none waits.
 
     Args:
         x: [rows, columns], contiguous.

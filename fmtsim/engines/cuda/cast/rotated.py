@@ -18,10 +18,10 @@ from fmtsim.engines.cuda.cast.rotated_plan import Launch, Plan, kernel_macros, p
 from fmtsim.engines.cuda.runtime import device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
-from fmtsim.scaling.constants import constant
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.replay.gpu import constant
 from fmtsim.support.replay.hooks import Structure, packed
 
 Keys = tuple[RandomKey | None, RandomKey | None]

@@ -21,14 +21,11 @@ from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.engines.cuda.runtime.launch import Bound
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import block_scaling
+from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
-from fmtsim.spec.gradient import ClipMask, StraightThrough
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling, TensorScale
-from fmtsim.spec.transform import Hadamard, Transform
+from fmtsim.spec.quantizer import ClipMask, Hadamard, Quantizer, StraightThrough, Transform
 
 SIZES = (16, 32)
 _LONG = 128  # elements of the transform and of the group whose scales are corrected together

@@ -6,7 +6,7 @@
 
 #if CAST == DEVIATION
 
-// The standard deviation of 32 numbers: float64 sums in the order of fmtsim.scaling.statistics, and a quick way to the
+// The standard deviation of 32 numbers: float64 sums in the order of fmtsim.scaling.blocks, and a quick way to the
 // power of two that follows from it.
 
 // The standard deviation of those of 32 numbers that are finite.
@@ -95,7 +95,7 @@ DEVICE float scale_drawn(float value, u32 rest) {
   return __fmaf_rn(-binade, base, __fmaf_ru(binade, base, low));
 }
 
-// Sums of the products of a group, in the order of fmtsim.scaling.statistics.folded_sum: places whose bits are read
+// Sums of the products of a group, in the order of fmtsim.scaling.blocks.folded_sum: places whose bits are read
 // backwards are added like digits that carry.
 __device__ __noinline__ float correction_slowly(
     const Source& source, const u32* signs, const float* factor, float tensor) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the statistic of a block becomes its scale: the rules of block formats (docs/semantics.md, sections 5 to 7), from
-// extremes in float64, and scale rules as data (fmtsim.spec.scaling), from a float32 statistic by the float32 operations
+// extremes in float64, and scale rules as data (fmtsim.formats.scaling), from a float32 statistic by the float32 operations
 // that fmtsim/scaling/scales.py names, in its order.
 #pragma once
 #include "element.cuh"
@@ -24,7 +24,7 @@ DEVICE float power_of_two(float x, bool up) {
   return as_float(bits & ~FLOAT_MANTISSA);
 }
 
-// Sums whose order is defined (fmtsim/scaling/statistics.py): elements at the largest distance first.
+// Sums whose order is defined (fmtsim/scaling/blocks.py): elements at the largest distance first.
 template <int Count, typename Number, int Size>
 DEVICE Number folded(Number (&x)[Size]) {
   if constexpr (Count > 1) {

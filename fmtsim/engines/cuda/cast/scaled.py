@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands under a scale rule (``fmtsim.spec.scaling.Scaling``) in one or two launches: scales, elements, masks.
+"""Operands under a scale rule (``fmtsim.formats.scaling.Scaling``) in one or two launches: scales, elements, masks.
 
 The bits are those of ``fmtsim.scaling.cast.cast``: the same float32 operations in the same order, the same random
 words. What depends on quantiser, dtype, shape and layout alone is worked out once and saved as a plan.
@@ -28,12 +28,12 @@ from fmtsim.engines.cuda.cast.scaled_rules import (
     matrix_layout,
     rule_of,
 )
-from fmtsim.scaling.constants import constant
+from fmtsim.formats.scaling import Scaling
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer, scaling_for
-from fmtsim.spec.scaling import Scaling
 from fmtsim.support.errors import DeviceError
+from fmtsim.support.replay.gpu import constant
 
 Keys = tuple[RandomKey | None, RandomKey | None]
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # x, values, scales, mask
@@ -310,7 +310,7 @@ class _Plan:
 def mean_of(x: Tensor, statistic: str) -> Tensor:
     """Return the mean magnitude (``"mean_abs"``) or the root mean square (``"rms"``) of the finite elements of x.
 
-    The sums are folded sums of float64 (``fmtsim.scaling.statistics``). x is contiguous and not empty.
+    The sums are folded sums of float64 (``fmtsim.scaling.blocks``). x is contiguous and not empty.
 
     Returns:
         Bits of a float32, int32 [1].

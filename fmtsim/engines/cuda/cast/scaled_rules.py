@@ -12,11 +12,10 @@ from fmtsim.engines.cuda.cast.grid import BITS, FIXED, FLUSHING, MAGIC, Grid, gr
 from fmtsim.engines.cuda.cast.parameters import macros
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.block import FP32, Block
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.quantizer import ClipMask, Differentiable, Quantizer, StraightThrough, TrustMask
 
 MOMENTS: Final = ("std", "rms", "mean_abs")
 _STATISTICS = ("amax", *MOMENTS)

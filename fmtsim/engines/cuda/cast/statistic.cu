@@ -137,7 +137,7 @@ KERNEL __launch_bounds__(512) amaxes_of_columns(const Number* x, u32* found, u64
 }
 
 // Means over a whole matrix: float64 sums of neighbours at a distance that is halved until one number is left, zeros
-// filling up to a power of two (fmtsim/scaling/statistics.py). A thread folds the 32 numbers at the largest distances,
+// filling up to a power of two (fmtsim/scaling/blocks.py). A thread folds the 32 numbers at the largest distances,
 // so that each launch leaves one number of 32.
 #define FOLDED 32
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step on many parameters at once, whose moments are E4M3 codes of groups of 128 with expanded range (COAT):
 // decode, update, encode from one read. The update is that of fmtsim/optim/rules.py (optimizer_rules.cuh); the expansion, step by step, that of
-// fmtsim/optim/expansion.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.
+// fmtsim/optim/codec.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.
 //
 // Scales, powers and centres are worked out so, those of two groups by eight lanes at once. Numbers are first found by
 // shorter ways, whose errors are bounded: unless a rounding could go another way within the bound, the result is the
@@ -14,7 +14,7 @@
 #define GROUP 128  // a warp's; a lane has four neighbours
 #define TOP 448.0f
 #define FLOOR 1e-30f
-#define RANGE 11.516439284270025  // fmtsim.optim.expansion.RANGE: ln(448 * 448 / 2)
+#define RANGE 11.516439284270025  // fmtsim.optim.codec.RANGE: ln(448 * 448 / 2)
 
 // fmtsim.rounding.elementary.ln of a positive, finite, normal number.
 __device__ __noinline__ double ln_of(double x) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step makes of one element: the rules of fmtsim/optim/rules.py and madam.py, operation by operation.
+// What a step makes of one element: the rules of fmtsim/optim/rules.py, operation by operation.
 // Macros: UPDATE: one of those below. GAMMA, TOP_CODE: of Madam, codes an octave and the largest of a magnitude.
 #pragma once
 #include "common.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counts a step of parameters whose steps are counted on the device, and works out its scalars as `numbers` of
-// fmtsim/optim/rules.py and madam.py do on the host: in double precision, rounded once to float32.
+// fmtsim/optim/rules.py does on the host: in double precision, rounded once to float32.
 //
 // Macros: DECOUPLED: whether Adam's weight decay multiplies parameters. FOLDED: bias corrections are part of the step's
 // size. AFTER: decay multiplies after the update. Those of optimizer.cuh.

@@ -3,7 +3,7 @@
 
 Moments are codes of codebooks or of expanded groups, or states, weights among them, are floating-point codes, with
 scales of blocks, of tensors, or none. Weights are also integers with scales of rows, and logarithms. The definition is
-fmtsim/optim: rules.py and madam.py (the updates), codec.py (scales and codes); the bits are the same.
+fmtsim/optim: rules.py (the updates), codec.py (scales and codes); the bits are the same.
 """
 
 import struct
