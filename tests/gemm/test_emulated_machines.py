@@ -10,6 +10,7 @@ import fmtsim
 from fmtsim import Datapath, EmulatedGEMM, Gemm, GemmPlan, LinearConfig, Quantizer, get_format, linear_config
 from fmtsim.formats.block import scaled
 from fmtsim.gemm.products import resolver
+from fmtsim.recipes import get_recipe
 from tests.support import layer_oracle
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
@@ -138,6 +139,17 @@ def test_sizes_that_a_library_refuses_are_padded_with_zeros(name):
         for one, other in zip(got[:3], expected, strict=False):
             assert one.is_contiguous()
             assert_same_bits(one, other[: one.shape[0], : one.shape[1]])
+
+
+@pytest.mark.parametrize("name", ["te_current", "ao_rowwise", "deepseek_v3", "int8_mixed"])
+@pytest.mark.parametrize("sizes", [(0, 128, 128), (128, 0, 128), (128, 128, 0), (0, 0, 0)])
+def test_empty_operands_have_no_scales_and_zeros_for_a_product(name, sizes):
+    m, n, k = sizes
+    x, w, bias = torch.zeros(m, k, requires_grad=True), torch.zeros(n, k, requires_grad=True), torch.ones(n)
+    y = fmtsim.EmulatedGEMM.apply(x, w, bias, get_recipe(name).linear.on(target="h200"))
+    y.sum().backward()
+    assert torch.equal(y, torch.ones(m, n))
+    assert not x.grad.any() and not w.grad.any()
 
 
 def test_ragged_sizes_and_several_batch_dimensions_on_a_unit():

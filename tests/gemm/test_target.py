@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines with their libraries: which plan a call gets, what stands behind it, and what plan files may say."""
 
+import itertools
 import json
 import warnings
 from dataclasses import replace
@@ -76,6 +77,31 @@ def test_scales_of_rows_of_128():
         "block_128": (512, 2, "guess"), "row_block_128": (128, 2, "guess")
     }  # fmt: skip
     assert resolve(fp8(64, 128, 5120, scaling="row_block_128")).basis != "guess"
+
+
+@pytest.mark.parametrize("name", fmtsim.list_targets())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_an_empty_product_is_zeros_or_the_bias(name, dtype):
+    """Nothing is asked of the library's choices: their orders are learned from sizes that are divided by."""
+    options = {torch.float16: {"allow_fp16_accumulation": True}, torch.float32: {"allow_tf32": True}}.get(dtype, {})
+    for m, n, k, batch in itertools.product((0, 1, 16), (0, 1, 16), (0, 1, 16), (0, 2)):
+        if m and n and k and batch:
+            continue
+        a, b, bias = torch.zeros(batch, m, k), torch.zeros(batch, k, n), torch.arange(float(n)).to(dtype)
+        if dtype == torch.float8_e4m3fn:
+            if name != "a100" and 1 not in (n, k):  # which torch refuses
+                one = torch.ones(())
+                y = fmtsim.scaled_mm(torch.zeros(m, k).to(dtype), torch.zeros(n, k).to(dtype).t(), one, one,
+                                     bias.bfloat16(), out_dtype=torch.bfloat16, target=name)  # fmt: skip
+                assert torch.equal(y, bias.bfloat16().expand(m, n))
+            continue
+        a, b = a.to(dtype), b.to(dtype)
+        assert torch.equal(fmtsim.bmm(a, b, target=name, **options), torch.zeros(batch, m, n, dtype=dtype))
+        if batch:
+            y = fmtsim.linear(a[0], b[0].mT, bias, target=name, strict=True)
+            assert torch.equal(y, bias.expand(m, n))
+            assert torch.equal(fmtsim.mm(a[0], b[0], target=name, **options), torch.zeros(m, n, dtype=dtype))
+            assert fmtsim.explain_mm(a[0], b[0], target=name, **options).basis == "rule"
 
 
 def test_a_bias_with_one_column():

@@ -50,6 +50,9 @@ def multiply_on_machine(
         ArgumentError, DtypeError, FormatError: These operands are not multiplied together there.
     """
     refuse()
+    if 0 in (*a.elements.shape, b.elements.shape[0]):  # nothing is multiplied, and empty operands have no scales
+        y = a.elements.new_zeros(a.elements.shape[0], b.elements.shape[0], dtype=wide_dtype(own))
+        return finish(y, None, None, None, bias, y.dtype if gemm.out.format is not None else dtype, traced)
     rest = _rest_on_machine(a, b, gemm)
     after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, own))
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)

@@ -22,10 +22,11 @@ from fmtsim.gemm.products.operator import finish, output_format, run_gemm
 from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.doubts import without_doubts
+from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN
 from fmtsim.gemm.targets.library_bug import warn_of_bug
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation, ScaleKind
+from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
@@ -37,16 +38,6 @@ ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
 NO_SCALES = Scales()
 _asked: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("asked", default=None)
-_ONE_CHAIN = GemmPlan(source="one chain, k in order: a unit alone names no library")
-_SCALED_CHAINS: dict[ScaleKind, GemmPlan] = {
-    kind: GemmPlan(
-        promote_every=128,
-        scaled_promotion=True,
-        successive_scales=kind == "row_block_128",
-        source="a chain for every 128 products",
-    )
-    for kind in LARGE_BLOCKS
-}
 
 
 def target_or_unit(
@@ -268,7 +259,7 @@ def _resolved(call: GemmCall, record: Any) -> GemmSpec:
 def _of_unit(call: GemmCall) -> GemmSpec:
     # The records themselves, so that a format that was never registered is judged too.
     formats: Any = call.formats or (get_format(call.a), get_format(call.b))
-    plan = call.plan or _SCALED_CHAINS.get(call.scaling, _ONE_CHAIN)
+    plan = call.plan or CHAINS.get(call.scaling, ONE_CHAIN)
     a, b = formats
     if not isinstance(call.unit, Arithmetic):
         unit = get_unit(call.unit)
@@ -315,7 +306,7 @@ def _accumulates(path: Arithmetic) -> str:
 
 def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
     """Refuse an accumulation order that the unit or the call cannot follow."""
-    if isinstance(path, LogDatapath) and plan != _ONE_CHAIN:
+    if isinstance(path, LogDatapath) and plan != ONE_CHAIN:
         raise ArgumentError("a LogDatapath adds its blocks one after another; leave plan= out")
     schedule(1, path, plan)  # promotions of unit and plan that disagree
     if isinstance(path, IntegerDatapath) and (plan.scaled_promotion or plan.partial or plan.reduce == "in_place"):

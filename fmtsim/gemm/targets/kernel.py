@@ -12,7 +12,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.cublaslt import Architecture, Order, order_of, tile_of
 from fmtsim.gemm.targets.question import Choice
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.spec.call import GemmCall
+from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, ScaleKind
 from fmtsim.spec.datapath import FP32
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.spec.plan import GemmPlan
@@ -22,6 +22,18 @@ from fmtsim.support.records import at, check_types, fields_of, hints_of, located
 _OWN = ("algorithm", "stages", "slices", "align", "line")
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
 _BITS = {"fp16": 16, "bf16": 16, "tf32": 32, "fp32": 32, "fp64": 64}
+
+CHAINS: dict[ScaleKind, GemmPlan] = {
+    kind: GemmPlan(
+        promote_every=128,
+        scaled_promotion=True,
+        successive_scales=kind == "row_block_128",
+        source="a chain for every 128 products",
+    )
+    for kind in LARGE_BLOCKS
+}
+"""Orders of a unit alone whose sums are scaled on the way; those of other kinds of scales are ``ONE_CHAIN``."""
+ONE_CHAIN = GemmPlan(source="one chain, k in order: a unit alone names no library")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

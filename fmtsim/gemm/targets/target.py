@@ -12,7 +12,7 @@ from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Book
 from fmtsim.gemm.targets.cublaslt import Architecture, order_of
 from fmtsim.gemm.targets.doubts import warn_once
-from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits, matches
+from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, Kernel, Rule, Splits, matches
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Choice, Question, question_of
 from fmtsim.gemm.units.unit import get_unit, units_that_take
@@ -131,14 +131,6 @@ class Target:
             self.doubt(call, found.plan, strict)
         return found
 
-    def unit(self, call: GemmCall) -> str:
-        """Return the name of the unit for a call's operands; a rule may name another.
-
-        Raises:
-            ArgumentError: There is none.
-        """
-        return self.takes(call.a, call.b, call.accumulate, call.scaling)
-
     def takes(self, a: str, b: str, accumulate: str, scaling: ScaleKind) -> str:
         """Return the name of the unit for operands of two formats, sums in ``accumulate``, and a kind of scales.
 
@@ -172,8 +164,11 @@ class Target:
 
         First come tables of calls and recorded ones, then the library's own choice out of the book or asked here, then
         other rules, what the trees say, and rules that are guesses.
-        A single row or column has no layout: what a rule knows of either serves.
+        A single row or column has no layout: what a rule knows of either serves. Of a product without elements every
+        order is the same.
         """
+        if 0 in (call.m, call.n, call.k, call.batch):
+            return Found(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
         recorded, others, tables = _rules_by_size(self)
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
         found = self._ruled(call, first)
@@ -315,7 +310,7 @@ def get_target(name: str | Path | Target | Any) -> Target:
 @lru_cache(maxsize=4096)
 def _resolution(target: Target, call: GemmCall) -> GemmSpec:
     """Look a call up among the rules, which a training asks for the same products in every step."""
-    unit = target.unit(call)
+    unit = target.takes(call.a, call.b, call.accumulate, call.scaling)
     found = target.find(call)
     a, b, scale = call.a, call.b, _unit_scale(call.scaling)
     if found.unit is not None:
@@ -388,12 +383,11 @@ def target_to_dict(target: Target) -> dict[str, Any]:
         "units": [[list(inputs), accumulate, unit] for inputs, accumulate, unit in target.units],
         "kernels": {name: kernel.to_dict() for name, kernel in target.kernels.items()},
         "splits": {name: split.to_dict() for name, split in target.splits.items()},
-        "rules": [_said(rule) for rule in target.rules],
+        "rules": [
+            {name: getattr(rule, name) for name in Rule.__dataclass_fields__ if getattr(rule, name) is not None}
+            for rule in target.rules
+        ],
     }
-
-
-def _said(rule: Rule) -> dict[str, Any]:
-    return {name: getattr(rule, name) for name in Rule.__dataclass_fields__ if getattr(rule, name) is not None}
 
 
 def _library(text: str) -> str:

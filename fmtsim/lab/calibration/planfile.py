@@ -100,7 +100,8 @@ def _knows(base: Target | None, finding: Finding) -> bool:
         warnings.simplefilter("ignore")
         resolution = base.resolve(finding.call)
     plan = dataclasses.replace(resolution.plan, source="", verified=False)
-    unit = finding.unit or base.unit(finding.call)
+    call = finding.call
+    unit = finding.unit or base.takes(call.a, call.b, call.accumulate, call.scaling)
     return resolution.basis != "guess" and plan in finding.plans and resolution.unit == unit
 
 

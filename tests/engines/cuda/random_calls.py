@@ -198,7 +198,7 @@ def digest(calls: list[GemmCall]) -> int:
 def emulated(call: GemmCall, target) -> tuple[bytes, str, str]:
     """Return a target's bits, what stands behind its plan, and where that is from."""
     found = target.find(call)
-    unit = get_unit(found.unit or target.unit(call))
+    unit = get_unit(found.unit or target.takes(call.a, call.b, call.accumulate, call.scaling))
     a, b = (found.operands or name for name in (call.a, call.b))
     arithmetic = unit.find(a, b, call.accumulate, None).datapath
     asked = plain(call)
