@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run, book_bytes, write_book
 from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.lab.calibration.book import sizes_of
 from fmtsim.support.errors import ArgumentError, DataError
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)
@@ -57,6 +58,19 @@ def test_a_choice_holds_up_to_the_next_run():
     assert {m: known.find(question(m)) for m in expected} == expected
     assert known.find(question(16385)) is None and known.find(question(1 << 40)) is None
     assert known.run(question(70)) == Run(WHOLE, "m", 65, 128) and len(known) == 1
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_rows_between_two_that_were_asked_are_certain_where_both_have_the_choice(step):
+    """As 777 of 776 to 2496 is not: between 769 (2 parts) and 784 (3 parts) rows beyond 776 were never asked."""
+    starts = (step, 68, 100, 768 + step, 776, 1040, 4200)
+    runs = tuple((start, SPLIT if place % 2 else WHOLE) for place, start in enumerate(starts))
+    each = family(runs=runs, step=step)
+    known, (asked, _) = book(each), sizes_of(each)
+    for low, high in itertools.pairwise(asked[: asked.index(8192) + 1]):
+        changes = any(low < start <= high for start, _ in runs)
+        for m in range(low, high, step):
+            assert known.run(question(m)).certain(question(m)) == (m == low or not changes), m
 
 
 @pytest.mark.parametrize(

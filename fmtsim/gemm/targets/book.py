@@ -36,6 +36,8 @@ _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
             RecursionError)  # fmt: skip
 
 EVERY_K: Final = 512  # along K all sizes up to this one are asked, larger ones lie apart
+ROWS: Final = ((64, 1), (512, 4), (2048, 16), (16384, 64))
+"""Numbers of rows that are asked, so far apart up to a number, and each number's successor with them."""
 CUTLASS: Final = (21, 23, 24)  # ALGO_ID
 
 
@@ -72,8 +74,15 @@ class Run(NamedTuple):
         """Return whether the sizes around a question were asked densely enough for what was chosen.
 
         Between values of K that lie apart, CUTLASS kernels' splits change: 29 of 20,000 such choices were others.
+        Between numbers of rows that lie apart, a choice is certain where both of them have it; where it changes in
+        between, it may change more than once (777x16x4096 in bfloat16, which an H200 did not add as the book says).
         """
-        return self.along == "m" or question.k <= EVERY_K or self.choice.algorithm not in CUTLASS
+        if self.along == "k":
+            return question.k <= EVERY_K or self.choice.algorithm not in CUTLASS
+        m, apart = question.m, _apart(question.m)
+        low = m // apart * apart
+        last_asked = low + self.step * (_apart(low) > self.step)
+        return m in (low, last_asked) or (self.first <= last_asked and (self.last or m + apart) >= low + apart)
 
     def said(self, question: Question) -> str:
         """Return the sizes that the entry of a question is about, in words."""
@@ -81,6 +90,10 @@ class Run(NamedTuple):
         sizes = f"[*, {k}] x [{k}, {n}]" if self.along == "m" else f"[{m}, *] x [*, {n}]"
         last = "" if self.last is None else f" <= {self.last}"
         return f"{kind.a} {sizes}, {self.first} <= {self.along.upper()}{last}"
+
+
+def _apart(m: int) -> int:
+    return next((apart for most, apart in ROWS if m <= most), 1)
 
 
 class Book:

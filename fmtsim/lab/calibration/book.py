@@ -17,7 +17,7 @@ import torch
 
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
-from fmtsim.gemm.targets.book import EVERY_K, Along, Book, Family, Runs, write_book
+from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs, write_book
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
@@ -35,8 +35,7 @@ DIED: Final = (
     "--workers"
 )
 _SAVED = 20  # times as long as it takes to write the file passes before it is written again
-# Sizes that are asked are so far apart up to a size; changes between two of them are bisected.
-_ROWS: Final = ((64, 1), (512, 4), (2048, 16), (MOST, 64))
+# Tokens that are asked are so far apart up to a number, as ROWS; changes between two of them are bisected.
 _TOKENS: Final = ((EVERY_K, 1), (4096, 32), (MOST, 128))
 
 
@@ -127,7 +126,7 @@ def sizes_of(family: Family) -> tuple[list[int], int]:
     stride = 2 * family.step if family.along == "k" and family.step < 8 else family.step
     begin = family.step
     found = [begin]
-    for last, apart in _ROWS if family.along == "m" else _TOKENS:
+    for last, apart in ROWS if family.along == "m" else _TOKENS:
         apart = -(-apart // stride) * stride
         pair = (0, stride) if family.along == "m" and apart > stride else (0,)
         sizes = range(begin + apart, last + 1, apart)
