@@ -202,7 +202,7 @@ def products(device: torch.device, few: bool) -> None:
     """Multiply on every unit, by every path that takes the product and by the general one."""
     groups(device)
     shapes = ((5, 3, 40), (130, 70, 96)) if few else ((1, 1, 1), (5, 3, 40), (130, 70, 96), (64, 129, 67))
-    paths = (DISPATCH.FAST, (DISPATCH.fp64_aligned,), ())
+    paths = (DISPATCH.FAST, (DISPATCH.aligned_fp64_fma,), ())
     for unit in fmtsim.list_units():
         for mode in fmtsim.get_unit(unit).modes[:: 2 if few else 1]:
             names = mode.inputs or ("bf16", "fp32")

@@ -9,11 +9,11 @@ import torch
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import (
+    aligned_fp64_fma,
+    aligned_fp64_mma,
+    aligned_fp64_mma_configurations,
     block_scaled,
     fma_chain,
-    fp64_aligned,
-    fp64_tensor_core,
-    fp64_tensor_core_configurations,
 )
 from tests.support.bits import assert_same_bits
 from tests.support.cuda_cases import custom
@@ -108,7 +108,7 @@ def test_ties_of_terms(with_c, block, term, device):
     a[:, ::block] = 16.0
     b[1::2] = torch.where(drawn(10, 6 * block) > 0, 1.0, -1.0)
     c = (2 * drawn(33, 20) + 1) / 2 if with_c else None
-    assert check(fp64_aligned, a.bfloat16(), b.bfloat16(), spec, c, device=device) == 0
+    assert check(aligned_fp64_fma, a.bfloat16(), b.bfloat16(), spec, c, device=device) == 0
     even = a[:, 1:2] * torch.ones(1, block)  # sums to nearest of all terms at once would differ
     assert (even.sum(1) != even.round().sum(1)).any()
 
@@ -116,14 +116,14 @@ def test_ties_of_terms(with_c, block, term, device):
 def test_the_longest_sums_of_terms(device):
     """As many of the largest terms as a block has, of one sign, and an addend as large: below 2^31 by one."""
     spec = gemm_spec(replace(NEAREST, min_exponent=None), "fp16")
-    assert fp64_aligned.shape_of(spec, 16) is not None
+    assert aligned_fp64_fma.shape_of(spec, 16) is not None
     largest = torch.full((2, 48), 2.0 - 2.0**-10).half()
     signs = torch.tensor([[1.0], [-1.0]]).half()
     c = torch.tensor([[3.999, -3.999], [3.9999998, 2.5]])
     for addend_of in (None, c, -c):
-        assert check(fp64_aligned, largest * signs, largest, spec, addend_of, device=device) == 0
+        assert check(aligned_fp64_fma, largest * signs, largest, spec, addend_of, device=device) == 0
     longer = gemm_spec(replace(NEAREST, min_exponent=None, fraction_bits=26), "fp16")
-    assert fp64_aligned.shape_of(longer, 16) is None
+    assert aligned_fp64_fma.shape_of(longer, 16) is None
 
 
 def test_numbers_just_below_a_multiple_of_the_grid(device):
@@ -134,7 +134,7 @@ def test_numbers_just_below_a_multiple_of_the_grid(device):
     a[:, 2], b[:, 2] = 2.0**-12, -(2.0**-13)
     a[:, 3], b[:, 3] = 2.0**-12, -(2.0**-14)
     spec = gemm_spec(Datapath(block=16, fraction_bits=25, min_exponent=-133), "fp16")
-    for path in (fp64_aligned, fp64_tensor_core):
+    for path in (aligned_fp64_fma, aligned_fp64_mma):
         assert check(path, a.half(), b.half(), spec, device=device) == 0
 
 
@@ -142,14 +142,16 @@ def test_random_words_of_four_columns(device):
     """Columns in multiples of 64 share counters; several panels, of which both operands change places."""
     spec = gemm_spec(replace(BFLOAT_SUMS, rounding="stochastic"), "bf16")
     for m, n, k in ((3, 192, 20), (130, 64, 5)):
-        assert check(fp64_aligned, *operands("bf16", m, n, k), spec, device=device) == 0
+        assert check(aligned_fp64_fma, *operands("bf16", m, n, k), spec, device=device) == 0
 
 
 def test_sums_that_leave_the_accumulator(device):
     ones, small = torch.full((1, 16), 100.0).bfloat16(), torch.full((1, 16), 2.0**-66).bfloat16()
     narrow = gemm_spec(replace(BFLOAT_SUMS, accumulator="fp16"), "bf16")
-    assert check(fp64_aligned, ones, ones, narrow, device=device) == 1
-    assert check(fp64_aligned, small, small, gemm_spec(BFLOAT_SUMS, "bf16"), device=device) == 1  # sums are subnormal
+    assert check(aligned_fp64_fma, ones, ones, narrow, device=device) == 1
+    assert (
+        check(aligned_fp64_fma, small, small, gemm_spec(BFLOAT_SUMS, "bf16"), device=device) == 1
+    )  # sums are subnormal
 
 
 def test_scales_that_lead_too_far_are_left(device):
@@ -157,8 +159,8 @@ def test_scales_that_lead_too_far_are_left(device):
     a, b = operands("bf16", 3, 4, 64)
     for power, left in ((40, 0), (127, 1), (-126, 0)):
         scales = torch.full((3, 2), 2.0**power), torch.full((4, 2), 2.0**-40)
-        assert check(fp64_aligned, a, b, spec, None, *scales, device=device) == left
-    assert check(fp64_aligned, a * 2.0**-60, b, spec, None, torch.full((3, 2), 2.0**-126), None, device=device) == 1
+        assert check(aligned_fp64_fma, a, b, spec, None, *scales, device=device) == left
+    assert check(aligned_fp64_fma, a * 2.0**-60, b, spec, None, torch.full((3, 2), 2.0**-126), None, device=device) == 1
 
 
 # Aligned sums on the fp64 tensor core.
@@ -169,20 +171,20 @@ def test_scales_that_lead_too_far_are_left(device):
 def test_exponents_of_any_width(fmt, low, device):
     """What lies too far below its row is left to another path, never wrong."""
     a, b = (wide(rows, 100, seed=rows, low=low, high=12).to(DTYPES[fmt]) for rows in (70, 140))
-    assert check(fp64_tensor_core, a, b, definition(fmt), device=device) == 0 or low < -12
+    assert check(aligned_fp64_mma, a, b, definition(fmt), device=device) == 0 or low < -12
 
 
 @pytest.mark.parametrize(("scale", "left"), [(1e-17, 0), (1e-20, 2), (1e18, 2), (1e19, 2)])
 def test_ends_of_the_range_are_left(scale, left, device):
     a, b = ((normal(rows, 100, seed=rows) * scale).bfloat16() for rows in (70, 140))
-    assert check(fp64_tensor_core, a, b, definition("bf16"), device=device) == left
+    assert check(aligned_fp64_mma, a, b, definition("bf16"), device=device) == left
 
 
 @pytest.mark.parametrize(("fmt", "power"), [("e4m3", 0), ("e4m3", 50), ("bf16", 0), ("bf16", 50), ("bf16", -140)])
 def test_addends_of_any_size(fmt, power, device):
     c = normal(70, 140, seed=3).bfloat16().float() * 2.0**power
     c[0, :9], c[1, 5] = 0, -0.0
-    assert check(fp64_tensor_core, *operands(fmt), definition(fmt), c, device=device) == 0 or power < -100
+    assert check(aligned_fp64_mma, *operands(fmt), definition(fmt), c, device=device) == 0 or power < -100
 
 
 @pytest.mark.parametrize("power", [0, -8, -70])
@@ -192,22 +194,22 @@ def test_addends_of_rows_of_zeros(power, device):
     a[2:60:2], b[:, :64] = 0, 16 * b[:, :64]
     spec = definition("bf16", unit=Datapath(block=32, fraction_bits=8))
     c = normal(70, 140, seed=3).bfloat16().float() * 2.0**power
-    assert check(fp64_tensor_core, a, b, spec, c, device=device) == 0 or power < -8
+    assert check(aligned_fp64_mma, a, b, spec, c, device=device) == 0 or power < -8
 
 
 @pytest.mark.parametrize(("kept", "terms"), [(13, "toward_zero"), (9, "toward_zero"), (13, "down")])
 def test_chains_that_the_next_block_need_not_cut_again(kept, terms, device):
     """A chain keeps what is below the accumulator's last place only where the next block truncates that anyway."""
     unit = Datapath(block=32, fraction_bits=13, accumulator=custom(8, kept), term_rounding=terms)
-    numbers = fp64_tensor_core.plan_of(definition("e4m3", unit=unit), 32, 100)
+    numbers = aligned_fp64_mma.plan_of(definition("e4m3", unit=unit), 32, 100)
     assert numbers is not None and numbers.single and numbers.kept == kept
-    assert check(fp64_tensor_core, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
+    assert check(aligned_fp64_mma, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
 
 
 @pytest.mark.parametrize(("fmt", "eight"), [("e4m3", True), ("fp16", False)])
 def test_spacings_of_powers(fmt, eight):
     """A spacing of 8 takes a shift; formats of many exponents have no room for it."""
-    assert (fp64_tensor_core.plan_of(definition(fmt), 32, 100).spacing == 8) is eight
+    assert (aligned_fp64_mma.plan_of(definition(fmt), 32, 100).spacing == 8) is eight
 
 
 @pytest.mark.slow
@@ -215,18 +217,18 @@ def test_spacings_of_powers(fmt, eight):
 def test_scaled_promotion(successive, device):
     plan = replace(SLOW, scaled_promotion=True, successive_scales=successive)
     scales = [torch.rand((rows, 2), generator=torch.Generator().manual_seed(rows)) for rows in (70, 140)]
-    assert check(fp64_tensor_core, *operands("e4m3"), definition("e4m3", plan=plan), None, *scales, device=device) == 0
+    assert check(aligned_fp64_mma, *operands("e4m3"), definition("e4m3", plan=plan), None, *scales, device=device) == 0
     c = normal(70, 140, seed=3)
-    assert check(fp64_tensor_core, *operands("e4m3"), definition("e4m3", plan=SLOW), c, device=device) == 0
+    assert check(aligned_fp64_mma, *operands("e4m3"), definition("e4m3", plan=SLOW), c, device=device) == 0
 
 
 def test_one_operand_with_scales(device):
     spec = definition("e4m3", unit="blackwell.tcgen05.mxf8f6f4")
     scale = unit_scales(spec, 70, 100, "normal", 1)
-    assert check(fp64_tensor_core, *operands("e4m3"), spec, None, scale, None, device=device) == 0
+    assert check(aligned_fp64_mma, *operands("e4m3"), spec, None, scale, None, device=device) == 0
 
 
-KINDS = {  # of fp64_tensor_core.cu, by unit, format and plan
+KINDS = {  # of aligned_fp64_mma.cu, by unit, format and plan
     "short": ("hopper.wgmma", "e4m3", GemmPlan()),
     "short-promoted": ("hopper.wgmma", "e4m3", SLOW),
     "long": ("blackwell.tcgen05", "e4m3", GemmPlan()),
@@ -236,10 +238,10 @@ KINDS = {  # of fp64_tensor_core.cu, by unit, format and plan
     "blocks-of-8": ("hopper.wgmma", "tf32", GemmPlan()),
 }
 MORE = [(4, 1, 3, 1), (2, 2, 3, 2, 8), (2, 2, 3, 2, 32, True), (1, 1, 3, 4, 8, True)]
-CHOICES = fp64_tensor_core_configurations.CHOICES
+CHOICES = aligned_fp64_mma_configurations.CHOICES
 ALL_CHOICES = sorted(
     {choice for choices in CHOICES.values() for choice in choices}
-    | {fp64_tensor_core_configurations.Choice(*more) for more in MORE}
+    | {aligned_fp64_mma_configurations.Choice(*more) for more in MORE}
 )
 
 
@@ -249,21 +251,21 @@ ALL_CHOICES = sorted(
 def test_every_choice(choice, kind, device, monkeypatch):
     """What ptxas makes of a specialisation has been wrong where the same source, as another one, was right."""
     unit, fmt, plan = KINDS[kind]
-    monkeypatch.setattr(fp64_tensor_core_configurations, "CHOICES", dict.fromkeys(CHOICES, (choice,)))
-    fp64_tensor_core._shape.cache_clear()
+    monkeypatch.setattr(aligned_fp64_mma_configurations, "CHOICES", dict.fromkeys(CHOICES, (choice,)))
+    aligned_fp64_mma._shape.cache_clear()
     try:
         spec = definition(fmt, unit=unit, plan=plan)
-        assert check(fp64_tensor_core, *operands(fmt, k=300), spec, device=device) == 0
+        assert check(aligned_fp64_mma, *operands(fmt, k=300), spec, device=device) == 0
     finally:
-        fp64_tensor_core._shape.cache_clear()
+        aligned_fp64_mma._shape.cache_clear()
 
 
 def chosen(kind, **change):
     unit, fmt, plan = KINDS[kind]
     block = {"tf32": 8, "bf16": 16, "fp16": 16, "e4m3": 32}[fmt]
-    numbers = fp64_tensor_core.plan_of(definition(fmt, unit=unit, plan=plan), block, 4096)
+    numbers = aligned_fp64_mma.plan_of(definition(fmt, unit=unit, plan=plan), block, 4096)
     rest = int(plan != GemmPlan()), numbers.two_words, numbers.wide, numbers.down, numbers.single
-    shape = fp64_tensor_core_configurations.fitting(
+    shape = aligned_fp64_mma_configurations.fitting(
         block, block, *rest, numbers.fraction_bits, numbers.kept, numbers.spacing == 8, limit=227 << 10
     )
     return shape._replace(**change)
@@ -272,17 +274,17 @@ def chosen(kind, **change):
 @needs_nvrtc
 @pytest.mark.parametrize("kind", KINDS)
 def test_usual_kernels_do_not_spill(kind):
-    """Spills are slow, and one has cost the low word of a float64 (fp64_tensor_core_chains.cuh)."""
+    """Spills are slow, and one has cost the low word of a float64 (aligned_fp64_mma_chains.cuh)."""
     from cuda.bindings import nvrtc
 
     of_13_0 = kind == "long" and nvrtc.nvrtcVersion()[1:] == (13, 0)  # so it was measured for docs/performance.md
-    assert spilled(runtime.compiled("fp64_tensor_core.cu", "sm_90", chosen(kind).defines).code) == (8 if of_13_0 else 0)
+    assert spilled(runtime.compiled("aligned_fp64_mma.cu", "sm_90", chosen(kind).defines).code) == (8 if of_13_0 else 0)
 
 
 @needs_nvrtc
 def test_spills_are_noticed():
     crowded = chosen("long", columns=4, halves=2, resident=2)
-    assert spilled(runtime.compiled("fp64_tensor_core.cu", "sm_90", crowded.defines).code) > 0
+    assert spilled(runtime.compiled("aligned_fp64_mma.cu", "sm_90", crowded.defines).code) > 0
 
 
 # Block scales.
@@ -329,5 +331,5 @@ def test_group_by_group_alone(kind, emulated, monkeypatch):
 
 def test_devices_without_fp64_tensor_cores(emulated):
     job = job_of(*operands("bf16"), gemm_spec(get_unit("hopper.wgmma").mode("bf16", "bf16"), "bf16"))
-    assert fp64_tensor_core.programs(job) is not None and fp64_aligned.programs(job) is not None
-    assert fp64_tensor_core.programs(replace(job, gpu=job.gpu._replace(capability=(8, 9)))) is None
+    assert aligned_fp64_mma.programs(job) is not None and aligned_fp64_fma.programs(job) is not None
+    assert aligned_fp64_mma.programs(replace(job, gpu=job.gpu._replace(capability=(8, 9)))) is None

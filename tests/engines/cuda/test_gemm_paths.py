@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from fmtsim import Datapath, GemmPlan
-from fmtsim.engines.cuda.gemm import block_scaled, fma_chain, fp32_aligned, fp64_aligned, fp64_tensor_core, usual
+from fmtsim.engines.cuda.gemm import (
+    aligned_fp32_fma,
+    aligned_fp64_fma,
+    aligned_fp64_mma,
+    block_scaled,
+    fma_chain,
+    usual,
+)
 from tests.engines.cuda.emulator import emulated as pretend
 from tests.support import cuda_gemm, gemm_engine
 from tests.support.bits import assert_same_bits
@@ -49,7 +56,7 @@ def test_units(name, device):
 @pytest.mark.parametrize("name", [*CASES, *RARER])
 def test_units_on_every_kind(name, with_c, device):
     case = (CASES | RARER)[name]
-    if with_c and case.path in (fp32_aligned, block_scaled):
+    if with_c and case.path in (aligned_fp32_fma, block_scaled):
         pytest.skip("the path takes no addend")
     for shape in (SHAPE, (3, 64, 40)) if case.unit.rounding.mode == "stochastic" else (SHAPE,):
         assert check_kinds(case.path, case.spec, shape, KINDS, device, with_c)[0] == 0
@@ -57,7 +64,7 @@ def test_units_on_every_kind(name, with_c, device):
 
 @paths
 def test_bits_of_the_oracle(case, device):
-    kind = "normal" if case.path in (fma_chain, fp64_aligned) else "wide"  # of which these leave tiles
+    kind = "normal" if case.path in (fma_chain, aligned_fp64_fma) else "wide"  # of which these leave tiles
     a, b, _, scale_a, scale_b = operands(case, 3, 2, 70, kind)
     given = {} if scale_a is None else {"scale_a": scale_a, "scale_b": scale_b}
     sums, marks = product_of(case.path, a, b, case.spec, None, scale_a, scale_b, device=device)
@@ -164,9 +171,9 @@ def test_exponents_of_long_rows(turned, device):
     a[5], a[6, ::2] = 0, 0
     a = a.bfloat16().mT.contiguous().mT if turned else a.bfloat16()
     job = job_of(a, a, spec, device=device)
-    plan = fp64_tensor_core._plan(job)
-    shape = fp64_tensor_core._shape_of(job, plan)
-    _, bases = fp64_tensor_core._packed(job, plan, shape, -(-job.order.blocks // shape.run) * shape.run, True)
+    plan = aligned_fp64_mma._plan(job)
+    shape = aligned_fp64_mma._shape_of(job, plan)
+    _, bases = aligned_fp64_mma._packed(job, plan, shape, -(-job.order.blocks // shape.run) * shape.run, True)
     nothing, special = -(1 << 20), 1 << 21
     assert bases.tolist() == [3, 60, 1, -20, special, nothing, *[-20] * 64, *[nothing] * 58]
 
@@ -184,7 +191,7 @@ def test_tiles_with_specials_are_left(case, device):
     want = expected(a, b, case.spec, None, *scales)
     assert marks.tolist() == [[1, 0], [1, 1]]
     assert_same_bits(sums[0][:128, 128:], want[:128, 128:])
-    assert (sums[0][128:, 128:] == 7).all() or case.path is fp64_tensor_core
+    assert (sums[0][128:, 128:] == 7).all() or case.path is aligned_fp64_mma
     out = torch.empty(140, 131, device=device)
     DISPATCH.gemm(*(cuda_gemm.moved(x, device) for x in (a, b, None, *scales)), case.spec, None, out)
     assert_same_bits(out.cpu(), want)
@@ -194,7 +201,7 @@ def test_tiles_with_specials_are_left(case, device):
 @paths
 def test_other_devices_and_threads_in_any_order(case, capability):
     with pretend(capability, reversed_order=True):
-        if case.path is not fp64_tensor_core or capability == (8, 0):
+        if case.path is not aligned_fp64_mma or capability == (8, 0):
             assert check_kinds(case.path, case.spec, (20, 40, 100), ("normal",)) == [0]
         else:
             assert case.path.programs(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None
@@ -241,7 +248,7 @@ def test_units_for_other_paths(name, emulated):
 def test_operands_for_other_paths(emulated):
     for path, unit_of, fmt in (
         (fma_chain, FMA, "fp64"), (fma_chain, replace(FMA, accumulator=custom(8, 10)), "fp32"),
-        (fp64_tensor_core, Datapath(), "fp32"), (fp32_aligned, EIGHT, "bf16"), (fp64_aligned, HALF, "fp32"),
+        (aligned_fp64_mma, Datapath(), "fp32"), (aligned_fp32_fma, EIGHT, "bf16"), (aligned_fp64_fma, HALF, "fp32"),
     ):  # fmt: skip
         case = Case(path, unit_of, fmt)
         assert path.programs(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None, (path, fmt)
@@ -259,27 +266,29 @@ def test_operands_for_other_paths(emulated):
 ], ids=str)  # fmt: skip
 def test_a_wrong_constant_is_noticed(name, change, emulated, monkeypatch):
     case = CASES[name]
-    attribute = {fp64_tensor_core: "plan_of", fma_chain: "shape_of", fp64_aligned: "shape_of"}.get(case.path, "_shape")
+    attribute = {aligned_fp64_mma: "plan_of", fma_chain: "shape_of", aligned_fp64_fma: "shape_of"}.get(
+        case.path, "_shape"
+    )
     real = getattr(case.path, attribute)
 
     def wrong(*given):
         shape = real(*given)
         return shape._replace(**change) if hasattr(shape, "_replace") else replace(shape, **change)
 
-    fp64_tensor_core._table.cache_clear()
+    aligned_fp64_mma._table.cache_clear()
     monkeypatch.setattr(case.path, attribute, wrong)
     kinds = ("wide", "codes", "normal")
     with pytest.raises(AssertionError, match="differ"):
         check_kinds(case.path, case.spec, (20, 24, 256), kinds)
-    fp64_tensor_core._table.cache_clear()
+    aligned_fp64_mma._table.cache_clear()
 
 
 def test_kernels_of_usual_products_are_compiled_ahead():
     """The first path that takes a product is the one whose kernels are listed."""
-    for capability, path in (((9, 0), "fp64_tensor_core"), ((12, 0), "fp32_aligned")):
+    for capability, path in (((9, 0), "aligned_fp64_mma"), ((12, 0), "aligned_fp32_fma")):
         listed = list(usual.variants(capability))
         files = {file.removesuffix("_pack.cu").removesuffix(".cu") for file, *_ in listed}
-        assert files == {"block_scaled", "fma_chain", "fp64_aligned", path} and len(set(listed)) > 100
+        assert files == {"block_scaled", "fma_chain", "aligned_fp64_fma", path} and len(set(listed)) > 100
 
 
 @pytest.mark.parametrize("name", [*CASES, *(name for name in RARER if "chain of" not in name)])

@@ -11,7 +11,7 @@ import torch
 
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm import fp32_aligned, self_test
+from fmtsim.engines.cuda.gemm import aligned_fp32_fma, self_test
 from fmtsim.support.errors import DeviceError, KernelWarning
 from tests.engines.cuda.emulator import COMPILER
 from tests.engines.cuda.emulator import emulated as pretend
@@ -201,14 +201,14 @@ def test_wrong_macros_are_found(self_tests, monkeypatch):
     """A real kernel, compiled for a unit that keeps a bit less."""
     spec = gemm_spec(FP8, "e4m3")
     expected = dispatched(spec)
-    defines = fp32_aligned._product_defines
+    defines = aligned_fp32_fma._product_defines
 
     def wrong(*arguments):
         return tuple((key, "(12)" if key == "KEPT" else value) for key, value in defines(*arguments))
 
-    monkeypatch.setattr(fp32_aligned, "_product_defines", wrong)
+    monkeypatch.setattr(aligned_fp32_fma, "_product_defines", wrong)
     self_test._chosen.clear()
-    with pytest.warns(KernelWarning, match=r"fp32_aligned.cu .*-DKEPT=\(12\)"):
+    with pytest.warns(KernelWarning, match=r"aligned_fp32_fma.cu .*-DKEPT=\(12\)"):
         assert_same_bits(dispatched(spec), expected)
 
 
@@ -287,7 +287,7 @@ def test_another_kernel_is_tested_again(disk, path, tmp_path, monkeypatch):
         (kernels / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(runtime, "KERNELS", kernels)
     dispatched(spec)
-    (kernels / "fp64_tensor_core.cu").write_text("// other\n" + (kernels / "fp64_tensor_core.cu").read_text())
+    (kernels / "aligned_fp64_mma.cu").write_text("// other\n" + (kernels / "aligned_fp64_mma.cu").read_text())
     anew()
     dispatched(spec)
     assert path.ran == 1 + len(SMALL) and len(list(folder.iterdir())) == 2

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Units that add groups of products exactly before the alignment (docs/matmul.md, section 2).
+// NVFP4 and MXFP4 products of Blackwell units, which add groups of products exactly before the alignment (docs/matmul.md,
+// section 2): groups, or whole blocks where nothing is cut, are summed by the bf16 tensor core.
 //
 // The operands are packed as values times scales, of at most 8 bits, which bfloat16 holds. So the bf16 tensor core
 // gives the exact sum of a group, and of a whole block wherever its bits lie close enough: the terms of a block are

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The units of section 3 of docs/matmul.md, one output a thread. UNIT: 0 two-stage, 1 pairwise, 2 integers.
+// Products of AMD's CDNA units and of integer units (docs/matmul.md, section 3), one output a thread, in doubles and
+// 64-bit integers. UNIT: 0 two-stage, 1 pairwise, 2 integers.
 #include "problem.cuh"
 
 #define TWO_STAGE 0

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import (
+    aligned_fp32_fma,
+    aligned_fp64_fma,
+    aligned_fp64_mma,
     block_scaled,
     fma_chain,
-    fp32_aligned,
-    fp64_aligned,
-    fp64_tensor_core,
     general,
     self_test,
 )
@@ -28,7 +28,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 
 # The faster first, where several take a product.
 _MOST = 65535  # parts that a grid of blocks counts
-FAST = (block_scaled, fp64_tensor_core, fma_chain, fp32_aligned, fp64_aligned)
+FAST = (block_scaled, aligned_fp64_mma, fma_chain, aligned_fp32_fma, aligned_fp64_fma)
 
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of fused units (docs/matmul.md, section 2) in exact integers, one output a thread: every unit, every number.
+// Products of every fused unit (docs/matmul.md, section 2) and every number in exact integers, one output a thread: the
+// general path, which does what fast paths leave.
 //
 // WIDE: products of two significands need more than 64 bits. LIMBS: digits of an exact sum over all exponents, for the
 // blocks whose terms lie too far apart for 64 bits; 0 where 64 bits hold the sum of every block in units of

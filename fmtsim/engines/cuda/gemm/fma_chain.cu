@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products in order: fused multiply-adds one after another, or exact sums of a block and the running sum, each rounded
-// once, to nearest even, to an accumulator of KEPT mantissa bits.
+// Products of units that add in order (fp32_fma, fp64_fma, exact, chains in any accumulator): fused multiply-adds one after
+// another, or exact sums of a block and the running sum, each rounded once, to nearest even, to KEPT mantissa bits.
 //
 // NUMBERS: what sums are computed in.
 //   HALVES, BFLOATS  the accumulator is float16 or bfloat16 and the instruction does all, two columns at once.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of operands whose groups along the sum have scales: c[m, n] = sum over groups g of
-// fma(a_scale[m, g] P_g, b_scale[n, g], ...), or fma(P_g, a_scale[m, g] b_scale[n, g], ...), P_g being the tensor
-// core's float32 sum of a group's products of bfloat16 elements, each step one rounding to nearest.
+// Native products (nothing is emulated) of bfloat16 operands whose groups along the sum have scales, on Hopper's wgmma:
+// c[m, n] = sum over groups g of fma(a_scale[m, g] P_g, b_scale[n, g], ...), or fma(P_g, a_scale[m, g] b_scale[n, g],
+// ...), P_g being the tensor core's float32 sum of a group's products, each step one rounding to nearest.
 //
 // A block of threads takes tiles of 128 x 128 one after another. A stage holds 64 places of the sum, and the last of
 // a group its scales. Four warps copy stages, as many ahead as there is room for, across the ends of tiles. Two groups

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs an operand for the fp64 tensor core (fp64_tensor_core_layout.cuh), in the accumulation order.
+// Packs an operand of aligned_fp64_mma.cu (aligned_fp64_mma_layout.cuh), in the accumulation order.
 // Macros: TYPE (operands.cuh); SPAN; ROWS of a panel; FIRST 1 for the operand that is enlarged; TWO_WORDS; WIDE;
 // SCALED: numbers are multiplied by scales of the unit.
-#include "fp64_tensor_core_layout.cuh"
+#include "aligned_fp64_mma_layout.cuh"
 #include "operands.cuh"
 
 #define THREADS 256

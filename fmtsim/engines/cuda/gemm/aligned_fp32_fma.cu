@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Aligned sums that fit float32, one fused multiply-add toward zero each: for FP8 and short fractions.
+// FP8 products of Hopper and Ada units on GPUs without fp64 tensor cores: aligned terms of at most 13 fraction bits
+// summed by one float32 multiply-add toward zero each.
 //
 // With u = 2^(E - FRACTION) and a small eps > 0, trunc(p / u) = floor(p (1 + eps) / u) + (p < 0) for every product p.
 // An fma toward zero onto M = 1.5 * 2^23 u takes the floor; a' = a (1 + eps) is packed so; how many products are
@@ -14,7 +15,7 @@
 //
 // Macros: BLOCK (k positions of a block), STEP. Of pack_operand: TYPE (operands.cuh), EMIN (lowest exponent of the
 // operand), ENLARGED (eps is 2^-ENLARGED, 0: none), COLUMNS (1: the second operand), POWER (an exponent e stands as
-// 2^(STEP (e - EMIN) - POWER)). Of fp32_aligned: FRACTION, CHAIN (steps of 16 that one sum of powers takes, 0: half a
+// 2^(STEP (e - EMIN) - POWER)). Of aligned_fp32_fma: FRACTION, CHAIN (steps of 16 that one sum of powers takes, 0: half a
 // step), OFFSET (exponent field of a float32 for quotient 0), KEPT (mantissa bits of the accumulator), EPS (of the
 // addend), PROMOTE, STAGES, UNROLL (k positions of a loop), RESIDENT (blocks of threads on a multiprocessor).
 #include "operands.cuh"
@@ -254,7 +255,7 @@ DEVICE void write_floats(float* sums, i32 rows, i32 columns, const Panels& panel
 }
 
 KERNEL __launch_bounds__(THREADS, RESIDENT)
-fp32_aligned(const float* values_a, const Words4* powers_a, const u32* signs_a, const float* values_b,
+aligned_fp32_fma(const float* values_a, const Words4* powers_a, const u32* signs_a, const float* values_b,
              const Words4* powers_b, const u32* signs_b, const u32* flags, const u8* ends, const i32* part_blocks,
              i32 blocks, float* sums, u8* marks, i32 rows, i32 columns) {
   DYNAMIC_SHARED(memory);

@@ -37,7 +37,7 @@ CHOICES = {
 
 
 class Shape(NamedTuple):
-    """The specialisation of fp64_tensor_core.cu: macros, and what follows from them."""
+    """The specialisation of aligned_fp64_mma.cu: macros, and what follows from them."""
 
     span: int
     block: int

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How packed operands of the kernels on the fp64 tensor core lie in memory: what fp64_tensor_core_pack.cu writes and
-// fp64_tensor_core.cu reads.
+// How packed operands of the kernels on the fp64 tensor core lie in memory: what aligned_fp64_mma_pack.cu writes and
+// aligned_fp64_mma.cu reads.
 //
 // An operand is divided into panels of ROWS rows; a panel's block of products is one record, records of a panel follow
 // each other in the accumulation order. A record holds, for SPAN places (the block's length rounded up to 8):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligned sums in float64: units that round terms toward zero, down or to nearest, and sums in any way.
 
-fp64_aligned.cu has the method, one float64 multiply-add a product. Here is which units it takes; those that truncate
-both terms and sums, to many exponents, go faster in fp64_tensor_core.py.
+aligned_fp64_fma.cu has the method, one float64 multiply-add a product. Here is which units it takes; those that
+truncate both terms and sums, to many exponents, go faster in aligned_fp64_mma.py.
 """
 
 import struct
@@ -69,7 +69,7 @@ class _Shape(NamedTuple):
         return self.mode == _STOCHASTIC
 
     def record(self, side: int) -> int:
-        """Return the bytes of a record of a panel (fp64_aligned.cuh)."""
+        """Return the bytes of a record of a panel (aligned_fp64_fma.cuh)."""
         return self.block * TILE * (10 if side else 12) + TILE * 4
 
     @property
@@ -105,8 +105,8 @@ def programs(job: Job) -> Programs | None:
     if shape is None or _stages(job, shape) < 2:
         return None
     sides = (shape.operand(side, x.dtype, s is not None) for side, (x, s) in enumerate(_operands(job, shape)))
-    product = "fp64_aligned.cu", "fp64_aligned", shape.defines(_stages(job, shape), job.shape[1] % 64 == 0)
-    return product, *(("fp64_aligned_pack.cu", "pack_operand", defines) for defines in sides)
+    product = "aligned_fp64_fma.cu", "aligned_fp64_fma", shape.defines(_stages(job, shape), job.shape[1] % 64 == 0)
+    return product, *(("aligned_fp64_fma_pack.cu", "pack_operand", defines) for defines in sides)
 
 
 def _stages(job: Job, shape: _Shape) -> int:
@@ -190,7 +190,7 @@ def _operands(job: Job, shape: _Shape) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _side(job: Job, shape: _Shape, side: int) -> Side:
-    """Return how an operand is packed: its records (fp64_aligned.cuh)."""
+    """Return how an operand is packed: its records (aligned_fp64_fma.cuh)."""
     x, scale = _operands(job, shape)[side]
     order, panels, unit = job.order, panels_of(x.shape[0]), job.spec.datapath
     assert isinstance(unit, Datapath)

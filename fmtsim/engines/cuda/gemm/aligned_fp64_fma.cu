@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Aligned sums in float64, one multiply-add a product: units that round their terms toward zero, down or to nearest,
-// and the sum of a block in any way.
+// Products of fused units on GPUs without fp64 tensor cores, and of units whose terms or sums round in ways that
+// aligned_fp64_mma.cu does not know: aligned terms summed by one float64 multiply-add each. Terms round toward zero,
+// down or to nearest, the sum of a block in any way.
 //
-// As in fp64_tensor_core.cu, a running sum that carries M = 1.5 * 2^52 u has the grid u = 2^(E - FRACTION) itself, so
+// As in aligned_fp64_mma.cu, a running sum that carries M = 1.5 * 2^52 u has the grid u = 2^(E - FRACTION) itself, so
 // that a multiply-add toward zero adds floor(p / u), and trunc(p / u) = floor(p (1 + eps) / u) + [p < 0]. The first
 // operand carries 1 + eps. The exponents of products are added and compared two columns at a time; with the addend's
 // they make M.
@@ -11,7 +12,7 @@
 // addend to nearest even, B = M + 2 floor(c' / 2u) u is an even number of u, and so is what is nearest to B + p,
 // ties to even, B plus the nearest to p. |p| < 4 * 2^E (16 with scales), so that B + p keeps the exponent of M, and the
 // low words of B and of that sum differ by the term in units of u, modulo 2^32. The unit's terms, with what c' has
-// above B, stay below 2^31 u (fp64_aligned.py asks for that): an integer of 32 bits a result adds low words, which is
+// above B, stay below 2^31 u (aligned_fp64_fma.py asks for that): an integer of 32 bits a result adds low words, which is
 // all that is left to do. What is nearest to B - p lies as far below B, so that every other k position takes it away,
 // and the low words of B cancel. To nearest with ties away from zero, 1 + eps moves every tie.
 //
@@ -31,7 +32,7 @@
 // rounded: MODE_TOWARD_ZERO, MODE_DOWN, MODE_NEAREST_EVEN, MODE_NEAREST_AWAY), ROUND (the mode of sums), BITS (of a
 // random integer), ODD (its variant b: twice the integer plus one), BY_REST (other stochastic variants: the rest
 // decides), ALIGNED (the columns are a multiple of 64), STAGES.
-#include "fp64_aligned.cuh"
+#include "aligned_fp64_fma.cuh"
 
 #define CUT (52 - KEPT)
 #define ABOVE ((CUT << 20) + (1 << 19))  // from the high word of 2^e to that of 1.5 * 2^52 last places
@@ -290,7 +291,7 @@ DEVICE void end_chains(double (&s)[8][8], const Outputs& to, const Problem& p, b
 }
 
 KERNEL __launch_bounds__(THREADS, 1)
-fp64_aligned(const u8* records_a, const u8* records_b, const u32* flags, const void* c, const Order order, i32 blocks,
+aligned_fp64_fma(const u8* records_a, const u8* records_b, const u32* flags, const void* c, const Order order, i32 blocks,
              u8* marks, void* sums, const Limits l, const Problem p) {
   DYNAMIC_SHARED(memory);
   Stage* stages = (Stage*)memory;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligned sums in float32 alone: 8-bit operands and short fractions on GPUs without fp64 tensor cores.
 
-``fp32_aligned.cu`` has the method; here is when it is exact.
+``aligned_fp32_fma.cu`` has the method; here is when it is exact.
 """
 
 import math
@@ -20,7 +20,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
-_FILE = "fp32_aligned.cu"
+_FILE = "aligned_fp32_fma.cu"
 _RESIDENT = 2  # blocks of threads on a multiprocessor
 _UNROLL = 8  # places of a loop
 _TINY = -100  # exponent of what stands for zero
@@ -60,7 +60,7 @@ def programs(job: Job) -> Programs | None:
         return None
     sides = (_operand_defines(shape, side, x.dtype) for side, x in enumerate((job.a, job.b)))
     product = _product_defines(shape, job.promotes)
-    return (_FILE, "fp32_aligned", product), *((_FILE, "pack_operand", defines) for defines in sides)
+    return (_FILE, "aligned_fp32_fma", product), *((_FILE, "pack_operand", defines) for defines in sides)
 
 
 @lru_cache(maxsize=1024)
@@ -140,7 +140,7 @@ def run(job: Job, sums: Tensor, marks: Tensor) -> None:
 
 
 def _side(job: Job, side: int) -> Side:
-    """Return how an operand is packed: values, powers and signs in the layout of fp32_aligned.cu."""
+    """Return how an operand is packed: values, powers and signs in the layout of aligned_fp32_fma.cu."""
     x, order = (job.a, job.b)[side], job.order
     panels, (steps, masks) = panels_of(x.shape[0]), _steps(order.block)
     places = panels * order.blocks * TILE
@@ -155,7 +155,7 @@ def _steps(block: int) -> tuple[int, int]:
 
 
 def _stage_bytes(block: int) -> int:
-    """Return the bytes of both operands of one block, ``Stage`` of fp32_aligned.cu."""
+    """Return the bytes of both operands of one block, ``Stage`` of aligned_fp32_fma.cu."""
     steps, masks = _steps(block)
     return 2 * TILE * (4 * block + 32 * steps + 4 * masks) + 4 * TILE
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligned sums on the fp64 tensor core: units that truncate terms, or round them down, and truncate sums.
 
-fp64_tensor_core.cu has the method. Here is which products it takes, and with which constants. Everything is decided
+aligned_fp64_mma.cu has the method. Here is which products it takes, and with which constants. Everything is decided
 from the formats and the order; tiles whose numbers do not fit (NaN, Inf, sums near the ends of the accumulator's range,
 and far smaller than the largest of their rows and columns) are marked for the general path.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm.fp64_tensor_core_configurations import ROWS_A, Shape, fitting
+from fmtsim.engines.cuda.gemm.aligned_fp64_mma_configurations import ROWS_A, Shape, fitting
 from fmtsim.engines.cuda.gemm.job import Gpu, Job, promotes
 from fmtsim.engines.cuda.gemm.packed import THREADS, panels_of
 from fmtsim.engines.cuda.gemm.problem import SINGLES, TYPES, layout_of, outer_format
@@ -25,14 +25,14 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
-_FILE, _PACK = "fp64_tensor_core.cu", "fp64_tensor_core_pack.cu"
+_FILE, _PACK = "aligned_fp64_mma.cu", "aligned_fp64_mma_pack.cu"
 DEVICES = ((8, 0), (9, 0), (10, 0))  # with fp64 tensor cores of full width
 LONGEST_BLOCK = 64
 _HIGH_WORD = 21  # bits of a significand that the high word of a double holds
 _EIGHT = 8.0  # a spacing by which the kernels of short sums divide without a multiplication
 _LOWEST_POWER, _HIGHEST_POWER = -126, 127  # exponents of normal bfloat16
-_TINY = (1023 - 300) << 20  # high word of what stands for a zero (fp64_tensor_core_layout.cuh)
-_ROW_OF_ZEROS = -(1 << 20)  # fp64_tensor_core_layout.cuh
+_TINY = (1023 - 300) << 20  # high word of what stands for a zero (aligned_fp64_mma_layout.cuh)
+_ROW_OF_ZEROS = -(1 << 20)  # aligned_fp64_mma_layout.cuh
 _EACH = 32  # numbers that a thread of row_exponents looks at
 _SLACK = 0.25  # of the spacing above log2(block): M's fraction must leave room for the sum
 
@@ -47,7 +47,7 @@ class Side(NamedTuple):
 
 
 class FloorPlan(NamedTuple):
-    """How the kernels run a unit on two formats; the names are those of ``Floor`` in fp64_tensor_core.cu."""
+    """How the kernels run a unit on two formats; the names are those of ``Floor`` in aligned_fp64_mma.cu."""
 
     a: Side
     b: Side
@@ -94,7 +94,7 @@ def programs(job: Job) -> Programs | None:
     shape, sides = _shape_of(job, plan), zip((True, False), (job.a, job.b), _scaled(job), strict=True)
     packs = [_pack_defines(shape, _readable(x.dtype), first, scaled) for first, x, scaled in sides]
     names = ("pack_operand", "row_exponents") if plan.wide else ("pack_operand",)
-    return (_FILE, "fp64_tensor_core", shape.defines), *((_PACK, name, each) for each in packs for name in names)
+    return (_FILE, "aligned_fp64_mma", shape.defines), *((_PACK, name, each) for each in packs for name in names)
 
 
 def _plan(job: Job) -> FloorPlan | None:
@@ -188,7 +188,7 @@ def run(job: Job, sums: Tensor, marks: Tensor) -> None:
     shape = _shape_of(job, plan)
     pitch = -(-order.blocks // shape.run) * shape.run
     (a, a_bases), (b, b_bases) = (_packed(job, plan, shape, pitch, first) for first in (True, False))
-    kernel = runtime.kernel(_FILE, "fp64_tensor_core", runtime.device_index(job.a), shape.defines)
+    kernel = runtime.kernel(_FILE, "aligned_fp64_mma", runtime.device_index(job.a), shape.defines)
     kernel(
         (panels_of(m, ROWS_A) * panels_of(n, shape.rows_b), 1, len(order.parts)), shape.threads, a, b, a_bases, b_bases,
         np.int32(pitch), order.part_blocks, order.ends, plan.numbers(), _sums(job, sums, marks, shape.promote),
@@ -204,7 +204,7 @@ def _shape_of(job: Job, plan: FloorPlan) -> Shape:
 def _shape(plan: FloorPlan, block: int, promote: int, gpu: Gpu) -> Shape:
     flags = plan.two_words and not plan.down, plan.wide, plan.down, plan.single
     facts = promote, *flags, plan.fraction_bits, plan.kept, plan.spacing == _EIGHT
-    holds = gpu.capability == (9, 0)  # for 10.0 ptxas would spill M (fp64_tensor_core_chains.cuh)
+    holds = gpu.capability == (9, 0)  # for 10.0 ptxas would spill M (aligned_fp64_mma_chains.cuh)
     return fitting(-(-block // 8) * 8, -(-block // 4) * 4, *facts, limit=gpu.shared, holds=holds)
 
 
@@ -219,14 +219,14 @@ def _readable(dtype: torch.dtype) -> torch.dtype:
 
 
 def _pack_defines(shape: Shape, dtype: torch.dtype, first: bool, scaled: bool) -> Defines:
-    """Return the macros of fp64_tensor_core_pack.cu for an operand."""
+    """Return the macros of aligned_fp64_mma_pack.cu for an operand."""
     named = {"TYPE": TYPES.index(dtype), "SPAN": shape.span, "ROWS": ROWS_A if first else shape.rows_b}
     named |= {"FIRST": first, "TWO_WORDS": first and shape.two_words, "WIDE": shape.wide, "SCALED": scaled}
     return tuple((name, str(int(value))) for name, value in named.items())
 
 
 def _packed(job: Job, plan: FloorPlan, shape: Shape, pitch: int, first: bool) -> tuple[Tensor, Tensor]:
-    """Return an operand's records and the bases of its rows (fp64_tensor_core_layout.cuh)."""
+    """Return an operand's records and the bases of its rows (aligned_fp64_mma_layout.cuh)."""
     side, x, scales = (plan.a, job.a, job.scale_a) if first else (plan.b, job.b, job.scale_b)
     x, scaled = x.to(_readable(x.dtype)), _scaled(job)[not first]
     defines, index = _pack_defines(shape, x.dtype, first, scaled), runtime.device_index(x)
@@ -253,7 +253,7 @@ def _table(plan: FloorPlan, side: Side, device: torch.device) -> Tensor:
 
 
 def _operand(job: Job, plan: FloorPlan, side: Side, x: Tensor, scales: Tensor | None, powers: int) -> bytes:
-    """Return the structure ``Operand`` of fp64_tensor_core_pack.cu."""
+    """Return the structure ``Operand`` of aligned_fp64_mma_pack.cu."""
     unit = job.spec.datapath
     assert isinstance(unit, Datapath)
     strides = (0, 0) if scales is None else scales.stride()
@@ -264,7 +264,7 @@ def _operand(job: Job, plan: FloorPlan, side: Side, x: Tensor, scales: Tensor | 
 
 
 def _sums(job: Job, sums: Tensor, marks: Tensor, promote: int) -> bytes:
-    """Return the structure ``Sums`` of fp64_tensor_core.cu."""
+    """Return the structure ``Sums`` of aligned_fp64_mma.cu."""
     c = (0, 0, 0) if job.c is None else (job.c.data_ptr(), *job.c.stride())
     scales = [_ones(job.a.device) if x is None else x for x in (job.scale_a, job.scale_b)] if promote > 1 else []
     pointers = [x.data_ptr() for x in scales] or [0, 0]

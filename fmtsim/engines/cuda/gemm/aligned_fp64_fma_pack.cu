@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// An operand in the layout of fp64_aligned.cuh; a block of threads makes a record.
+// An operand in the layout of aligned_fp64_fma.cuh; a block of threads makes a record.
 //
 // Macros: BLOCK, FRACTION, TYPE (operands.cuh), SECOND (1: the second operand), EMIN (lowest exponent of the operand),
-// ENLARGED (numbers are multiplied by 1 + 2^-ENLARGED; 0: not), TERMS (fp64_aligned.cu), SCALED (1: by scales of the
+// ENLARGED (numbers are multiplied by 1 + 2^-ENLARGED; 0: not), TERMS (aligned_fp64_fma.cu), SCALED (1: by scales of the
 // unit).
-#include "fp64_aligned.cuh"
+#include "aligned_fp64_fma.cuh"
 
 struct alignas(8) Source {
   const void* x;

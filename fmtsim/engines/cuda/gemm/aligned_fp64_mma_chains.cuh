@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts of fp64_tensor_core.cu: products on the fp64 tensor core, the beginning and end of a block's sum, and those of
-// chains: tiles, the addend, promotion, results.
+// The parts of aligned_fp64_mma.cu: products on the fp64 tensor core; how the sum of a block begins and ends; tiles, the
+// addend, promotion and results of chains.
 #pragma once
 
 // Fragments and their products.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact products of fused units that truncate terms (or round them down), by the perturbed floor on the fp64 tensor
-// core.
+// FP8, FP16, BF16 and TF32 products of Hopper, Ada, Ampere and Blackwell units, which truncate aligned terms (or round
+// them down): the terms of a block are truncated and summed by the fp64 tensor core of the GPU, through a constant whose
+// last place is the alignment grid.
 //
 // A unit truncates every product p to a multiple of the grid u = 2^(E - F) and adds what is left exactly. A running sum
 // that carries a large constant M, between 2^52 u and 2^53 u, has the grid u itself: a fused multiply-add that rounds
@@ -16,7 +17,7 @@
 //     start:  M + trunc(c), one fused multiply-add, and the number of negative terms, added to the low word.
 //     chain:  DMMA, rounding toward zero.
 //     finish: take M away, truncate to the accumulator's bits.
-// fp64_tensor_core_chains.cuh has start and finish, for short sums without arithmetic in float64.
+// aligned_fp64_mma_chains.cuh has start and finish, for short sums without arithmetic in float64.
 //
 // With WIDE every row is divided by the power of two of its base, so that exponents are at most 0; powers too small for
 // bf16 are zero. Blocks whose E is then unknown, or so low that a sum could be subnormal, mark the tile for another
@@ -25,9 +26,9 @@
 // Macros: SPAN, BLOCK (places of a block in use), COLUMNS warps along the columns, HALVES (1, 2) of 16 x 32 outputs a
 // warp, STAGES, RESIDENT blocks of a multiprocessor, RECORDS (blocks of a stage: short ones share a barrier),
 // TWO_WORDS, WIDE, PROMOTE (0 no, 1 plain, 2 scaled, 3 scaled successively), DOWN, SINGLE (sums in float32), FRACTION:
-// F; KEPT: bits of the accumulator; EIGHT: the spacing is 8; DOUBLE_M (fp64_tensor_core_chains.cuh).
+// F; KEPT: bits of the accumulator; EIGHT: the spacing is 8; DOUBLE_M (aligned_fp64_mma_chains.cuh).
 #include "common.cuh"
-#include "fp64_tensor_core_layout.cuh"
+#include "aligned_fp64_mma_layout.cuh"
 
 #define ROWS_A 64
 #define ROWS_B (32 * COLUMNS)
@@ -77,7 +78,7 @@ struct Sums {
   i32 m, n;
 };
 
-#include "fp64_tensor_core_chains.cuh"
+#include "aligned_fp64_mma_chains.cuh"
 
 // Say whether a block has products although its field is below `least`: then the field may be wrong.
 DEVICE bool unknown(const State& s, i32 least, const u32* a, const u32* b) {
@@ -251,7 +252,7 @@ DEVICE void write_results(State& s, const Constants& k, const Sums& sums, const 
 // Grid: x counts tiles of 64 x ROWS_B outputs, z parts. `pitch`: records of a panel. Every warp has 32 columns of 16 or
 // 32 rows.
 KERNEL __launch_bounds__(THREADS, RESIDENT)
-fp64_tensor_core(const u8* a_records, const u8* b_records, const i32* a_bases, const i32* b_bases, i32 pitch,
+aligned_fp64_mma(const u8* a_records, const u8* b_records, const i32* a_bases, const i32* b_bases, i32 pitch,
               const i32* part_blocks, const u8* ends, const Floor f, const Sums sums) {
   DYNAMIC_SHARED(shared);
   const Tile tile = tile_of(sums);
