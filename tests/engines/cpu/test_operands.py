@@ -14,7 +14,7 @@ from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers import operand, product
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling import cast, statistics
+from fmtsim.scaling import blocks, cast
 from fmtsim.scaling.hadamard import transform
 from fmtsim.scaling.hadamard_matrix import base_matrix
 from fmtsim.scaling.scales import Scales
@@ -53,7 +53,7 @@ def torch_operations(monkeypatch):
 
     def run(function, *given, **named):
         with monkeypatch.context() as patch:
-            for of in (cast.ops, statistics, operand, product):
+            for of in (cast.ops, blocks, operand, product):
                 patch.setattr(of, "cpu_engine", lambda x: None)
             patch.setattr("fmtsim.scaling.hadamard.is_dense", lambda x: False)
             return function(*given, **named)
@@ -66,14 +66,14 @@ def torch_operations(monkeypatch):
 def test_statistics(shape, block, threads, torch_operations):
     for x in laid_out(specials(*shape)):
         for kind in ("amax", "std", "rms", "mean_abs"):
-            wanted = torch_operations(statistics.statistic, x, block, kind)
-            assert_same_bits(statistics.statistic(x, block, kind), wanted)
+            wanted = torch_operations(blocks.statistic, x, block, kind)
+            assert_same_bits(blocks.statistic(x, block, kind), wanted)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_elements_times_the_numbers_of_blocks(shape, block, threads, torch_operations):
-    sizes = statistics.block_sizes(block, torch.Size(shape))
+    sizes = blocks.block_sizes(block, torch.Size(shape))
     counts = [-(-extent // size) for extent, size in zip(shape, sizes, strict=True)]
     s = torch.rand(counts, generator=torch.Generator().manual_seed(1)) + 0.1
     eight = [specials(*shape).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
