@@ -15,7 +15,7 @@ import fmtsim
 from fmtsim.lab.training.checkpoint import Checkpoint
 from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.gpt import GPTConfig
-from fmtsim.lab.training.loop import Parts, begin
+from fmtsim.lab.training.run import Parts, begin
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.lab.verify.gemm import gemm_tasks
 from tools.fuzz.corrupt import corrupted, junk, mutated, safetensors_file

@@ -9,7 +9,7 @@ from fmtsim.lab.analysis.losses import badness
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
 from fmtsim.lab.cli.output import format_table
-from fmtsim.lab.training.loop import Run
+from fmtsim.lab.training.run import Run
 
 
 def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:

@@ -16,8 +16,8 @@ from fmtsim.lab.analysis.page import write_page
 from fmtsim.lab.training.checkpoint import Checkpoint
 from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import Corpus
-from fmtsim.lab.training.loop import Run
 from fmtsim.lab.training.models import TITLES, source_digest
+from fmtsim.lab.training.run import Run
 from fmtsim.support.files import Content, write_folder
 
 REPORT, RECORD, LAYERS = "report.html", "record.json", "layers.txt"

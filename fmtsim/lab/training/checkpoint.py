@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
-from fmtsim.lab.analysis.observation import Observation
-from fmtsim.lab.training.loop import Parts, Run
-from fmtsim.nn.coverage import Coverage, RawWeight
-from fmtsim.nn.report import Report, ReportRow
+from fmtsim.lab.training.run import Parts, Run
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.files import write_folder
 
@@ -83,7 +80,7 @@ class Checkpoint:
 
     def _take(self, state: dict[str, Any]) -> str:
         runs, self.guesses, self._pending = state["runs"], state["guesses"], state["current"]
-        self.runs = [_run_of(run) for run in runs]
+        self.runs = [Run.of_state(run) for run in runs]
         done = [f"{run.label} is finished" for run in self.runs]
         if self._pending is not None:
             done.append(f"{self._pending['run']['label']} goes on after step {len(self._pending['run']['losses'])}")
@@ -100,7 +97,7 @@ class Checkpoint:
             parts.learner.load_state_dict(state)
             parts.batches.set_state(state["batches"])
             parts.keys.set_state(state["keys"])
-            found = _run_of(state["run"])
+            found = Run.of_state(state["run"])
             for field in fields(Run):
                 setattr(parts.run, field.name, getattr(found, field.name))
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -116,7 +113,7 @@ class Checkpoint:
             return
         state = {
             "settings": self.settings,
-            "runs": [_run_state(run) for run in self.runs],
+            "runs": [run.state_dict() for run in self.runs],
             "guesses": list(dict.fromkeys(self.guesses)),
             "current": None if parts is None else _state_of(parts),
         }
@@ -133,38 +130,12 @@ class Checkpoint:
 
 def _state_of(parts: Parts) -> dict[str, Any]:
     return {
-        "run": _run_state(parts.run),
+        "run": parts.run.state_dict(),
         "model": parts.learner.model.state_dict(),
         **parts.learner.state_dict(),
         "batches": parts.batches.get_state(),
         "keys": parts.keys.get_state(),
     }
-
-
-def _run_state(run: Run) -> dict[str, Any]:
-    """Return a run as JSON types and tensors."""
-    state = {field.name: getattr(run, field.name) for field in fields(Run)}
-    return state | {
-        "stats": None if run.stats is None else run.stats.state_dict(),
-        "report": None if run.report is None else asdict(run.report),
-    }
-
-
-def _run_of(state: dict[str, Any]) -> Run:
-    stats, report = state["stats"], state["report"]
-    if stats is not None:
-        stats = Observation.of_state(stats)
-    if report is not None:
-        rows = tuple(ReportRow(**row) for row in report["rows"])
-        coverage = report["coverage"]
-        raw = tuple(RawWeight(**row) for row in coverage["raw"])
-        report = Report(
-            rows=rows,
-            notes=tuple(report["notes"]),
-            coverage=Coverage(**{**coverage, "raw": raw, "uncounted": tuple(coverage["uncounted"])}),
-            summary=report["summary"],
-        )
-    return Run(**{**state, "stats": stats, "report": report})
 
 
 def _split(value: Any, name: str, tensors: dict[str, StoredTensor]) -> Any:

@@ -28,8 +28,9 @@ from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.gpt import LanguageModel
 from fmtsim.lab.training.learner import Learner, autocast
-from fmtsim.lab.training.loop import collected_guesses, keys, simulate
+from fmtsim.lab.training.loop import collected_guesses
 from fmtsim.lab.training.models import MODELS, build_model
+from fmtsim.lab.training.run import keys, simulate
 from fmtsim.nn.convert import set_step
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec

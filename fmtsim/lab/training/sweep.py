@@ -25,7 +25,8 @@ from fmtsim.lab.training.config import CLIP, FINAL_SHARE, TrainConfig
 from fmtsim.lab.training.corpus import Corpus
 from fmtsim.lab.training.gpt import GPTConfig
 from fmtsim.lab.training.learner import autocast
-from fmtsim.lab.training.loop import begin, collected_guesses, take_step, validate
+from fmtsim.lab.training.loop import collected_guesses, validate
+from fmtsim.lab.training.run import begin, training_steps
 from fmtsim.lab.training.schemes import HIGH_PRECISION, Scheme
 from fmtsim.lab.training.tasks import score
 from fmtsim.recipes import Recipe, get_recipe, list_recipes
@@ -211,14 +212,11 @@ def train_point(config: SweepConfig, point: Point, corpus: Corpus) -> SweepRun:
         scheme = train.simulated
         parts = begin(scheme, train)
         run, model = parts.run, parts.learner.model
-        for step in range(1, point.steps + 1):
-            with _Logits() if step in looks else contextlib.nullcontext() as logits:
-                take_step(step, parts, scheme, train, corpus)
+        watch = lambda step: _Logits() if step in looks else contextlib.nullcontext()  # noqa: E731
+        for step, logits in training_steps(parts, scheme, train, corpus, watch):
             if logits is not None and logits.seen:
                 z, targets = logits.seen[0]
                 sharp.append((step, float(sharpness(z.float().flatten(0, -2), targets.flatten()).mean())))
-            if run.stopped is not None:
-                break
         validation, tasks = math.nan, {}
         if run.stopped is None:
             with autocast(scheme, train.device), _Logits() as logits:

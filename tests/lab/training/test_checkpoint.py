@@ -15,6 +15,7 @@ import torch
 import fmtsim
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.training import learner, loop
+from fmtsim.lab.training import run as training_run
 from fmtsim.lab.training.artifacts import make_record, settings
 from fmtsim.lab.training.checkpoint import Checkpoint
 from fmtsim.lab.training.config import TrainConfig
@@ -52,7 +53,7 @@ SCHEMES = {
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     """Let every step take no time: seconds are all that differs between equal runs."""
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(training_run, "time", types.SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 def config(simulated=STOCHASTIC, baseline=FP32, **changes):

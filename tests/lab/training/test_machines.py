@@ -13,7 +13,8 @@ from fmtsim.lab.training.artifacts import make_record
 from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.gpt import GPTConfig
-from fmtsim.lab.training.loop import Run, collected_guesses, compare_schemes
+from fmtsim.lab.training.loop import collected_guesses, compare_schemes
+from fmtsim.lab.training.run import Run
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath

@@ -17,7 +17,7 @@ from fmtsim.lab.cli.sweep import _integers
 from fmtsim.lab.training import sweep_folder
 from fmtsim.lab.training.corpus import sample
 from fmtsim.lab.training.learner import schedule
-from fmtsim.lab.training.loop import begin, take_step
+from fmtsim.lab.training.run import begin, training_steps
 from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, points_of, scheme_of, train_point
 from fmtsim.lab.training.sweep_folder import RUNS, read_runs, run_sweep
 from fmtsim.lab.training.sweep_result import (
@@ -63,8 +63,7 @@ def test_points_are_every_combination_seed_after_seed():
 def test_a_run_is_that_of_train_and_sees_the_loss_it_had(corpus, whole):
     train = CONFIG.train_config(POINTS[0])
     parts = begin(train.simulated, train)
-    for step in range(1, 5):
-        take_step(step, parts, train.simulated, train, corpus)
+    assert [step for step, _ in training_steps(parts, train.simulated, train, corpus)] == [1, 2, 3, 4]
     run = whole[0]
     assert run.losses == tuple(round(loss, 5) for loss in parts.run.losses)
     assert (
@@ -187,7 +186,7 @@ def test_gradients_are_clipped_unless_told_otherwise(corpus):
     for clip in (1.0, 1e-3, None):
         train = dataclasses.replace(CONFIG, clip=clip).train_config(POINTS[0])
         parts = begin(train.simulated, train)
-        take_step(1, parts, train.simulated, train, corpus)
+        next(training_steps(parts, train.simulated, train, corpus))
         parts.learner.backward(torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long), 2)
         parts.learner.unscale()
         norms[clip] = float(torch.stack([p.grad.norm() for p in parts.learner.model.parameters()]).norm())

@@ -20,7 +20,8 @@ from fmtsim.lab.training.artifacts import make_record, write_artifacts
 from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.gpt import GPT, GPTConfig, check_size
 from fmtsim.lab.training.learner import schedule
-from fmtsim.lab.training.loop import Run, compare_schemes, observed_steps, train
+from fmtsim.lab.training.loop import compare_schemes, observed_steps, train
+from fmtsim.lab.training.run import Run
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.nn.convert import convert
 from fmtsim.spec.datapath import Datapath
