@@ -11,7 +11,7 @@ import torch
 
 from fmtsim.casts.ops import load_engine
 from fmtsim.lab.bench.usual import usual_calls
-from fmtsim.lab.cli import warmup
+from fmtsim.lab.cli import machine
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.support import compilation
 from fmtsim.support.compilation import compiling
@@ -127,7 +127,9 @@ def test_warmup_runs_the_calls_and_says_what_it_took(terminal, monkeypatch, caps
         with compiling("cast.scalar", None):
             ran.append("first")
 
-    monkeypatch.setattr(warmup, "usual_calls", lambda: iter([("a", first), ("b", lambda: ran.append("second"))]))
+    monkeypatch.setattr(
+        "fmtsim.lab.bench.usual.usual_calls", lambda: iter([("a", first), ("b", lambda: ran.append("second"))])
+    )
     assert main(["warmup", "--quiet", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert ran == ["first", "second"] and found.pop("seconds") >= 0
@@ -147,18 +149,18 @@ def test_warmup_of_a_gpu_shows_how_far_it_is(monkeypatch, capsys):
         return 7
 
     engines["cuda"] = SimpleNamespace(available=lambda: True, warmup=on_gpu)
-    monkeypatch.setattr(warmup, "load_engine", engines.get)
-    monkeypatch.setattr(warmup, "usual_calls", lambda: iter(()))
+    monkeypatch.setattr(machine, "load_engine", engines.get)
+    monkeypatch.setattr("fmtsim.lab.bench.usual.usual_calls", lambda: iter(()))
     shown = SimpleNamespace(
         stage=lambda label, total: steps.append((label, total)), step=lambda done: steps.append(done)
     )
-    assert warmup._on_gpu(torch.device("cuda"), shown) == "7 kernels" and steps == [("cuda", 2), 0, 1, 2]
+    assert machine._on_gpu(torch.device("cuda"), shown) == "7 kernels" and steps == [("cuda", 2), 0, 1, 2]
     assert main(["warmup", "--json"]) == 0
     assert [each["device"] for each in json.loads(capsys.readouterr().out)] == ["cpu", "cuda"]
 
 
 def test_warmup_refuses_devices_without_kernels(monkeypatch, capsys):
-    monkeypatch.setattr(warmup, "check_device", lambda name: None)
+    monkeypatch.setattr(machine, "check_device", lambda name: None)
     assert main(["warmup", "--device", "xpu"]) == BAD_INPUT
     assert "--device xpu has no kernels to compile; choose cpu, cuda or cuda:1" in capsys.readouterr().err
 

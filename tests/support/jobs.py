@@ -24,7 +24,7 @@ import fmtsim
 from fmtsim.formats.tensor_file import read_tensors
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.comparison import plot_ulps
-from fmtsim.lab.cli import calibrate, train  # noqa: F401
+from fmtsim.lab.cli import calibration, training  # noqa: F401
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy
 from fmtsim.ptq import Gptq, save_ptq_recipe
@@ -49,7 +49,7 @@ def run_calibrate(folder: Path) -> None:
     """Calibrate a GPU that is none."""
     hopper = get_unit("hopper.wgmma")
     plan = lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan()  # noqa: E731
-    calibrate.open_gpu = lambda device: FakeGPU(lambda call: hopper.mode(call.a, call.b, call.accumulate), plan)
+    calibration.open_gpu = lambda device: FakeGPU(lambda call: hopper.mode(call.a, call.b, call.accumulate), plan)
     torch.cuda.get_device_capability = lambda device: (9, 0)
     shapes = folder.parent / "shapes.txt"
     shapes.write_text("64 512\n")

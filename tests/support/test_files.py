@@ -20,7 +20,7 @@ import fmtsim
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.page import write_page
 from fmtsim.lab.calibration.planfile import write_plan
-from fmtsim.lab.cli import mm
+from fmtsim.lab.cli import products
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.output import write_json
 from fmtsim.lab.training.evidence import write_check
@@ -35,8 +35,8 @@ from tests.support.faults import largest_file, small_disk
 ROOT = Path(files.__file__).parents[1]
 NEXT = "name a file in a folder that exists, can be written to and has room"
 WRITERS = {
-    "y.npy": lambda path: mm.save(torch.ones(64, 64), path),
-    "y.safetensors": lambda path: mm.save(torch.ones(64, 64), path),
+    "y.npy": lambda path: products.save(torch.ones(64, 64), path),
+    "y.safetensors": lambda path: products.save(torch.ones(64, 64), path),
     "encoded": lambda path: fmtsim.encode(torch.ones(64, 64), "mxfp4").save(path),
     "recipe.json": lambda path: save_recipe(get_recipe("te_nvfp4"), path),
     "ptq.json": lambda path: save_ptq_recipe(get_ptq_recipe("w4a4"), path),
@@ -81,7 +81,7 @@ def test_a_full_disk(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 16) as disk:
         (disk / "y.npy").write_text("old")
         with pytest.raises(DataError, match="y.npy: No space left on device"):
-            mm.save(torch.ones(256, 256), disk / "y.npy")
+            products.save(torch.ones(256, 256), disk / "y.npy")
         assert (disk / "y.npy").read_text() == "old" and os.listdir(disk) == ["y.npy"]
 
 

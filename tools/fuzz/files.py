@@ -28,7 +28,7 @@ from fmtsim.gemm.targets.target import PLANS, get_target, target_from_dict, targ
 from fmtsim.gemm.targets.target import Target as Plan
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.cli.compare import load as load_tensors
+from fmtsim.lab.cli.results import load_tensors
 from fmtsim.lab.explain import explain
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.ptq.registry import get_ptq_recipe, load_ptq_recipe, ptq_recipe_from_dict, ptq_recipe_to_dict

@@ -10,9 +10,8 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
-from types import ModuleType
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NoReturn
 
 from fmtsim.lab.cli.output import version_of
 from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
@@ -55,6 +54,17 @@ GROUPS: dict[str, dict[str, str]] = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+# A command NAME is run by run_NAME of a module here; declare_NAME of a module of arguments/ declares its arguments.
+RUNS = {
+    "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "invariance"),
+    "models": ("observe", "attribute", "ptq", "search"), "training": ("train",),
+    "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "compare", "verify"),
+    "machine": ("info", "completion", "doctor", "warmup"), "calibration": ("calibrate",), "benchmarks": ("bench",),
+}  # fmt: skip
+ARGUMENTS = {
+    "numbers": (*GROUPS["Numbers and formats"], *GROUPS["Matrix products"]),
+    "models": (*GROUPS["Models"],), "results": (*GROUPS["Results"],), "machine": (*GROUPS["This machine"],),
+}  # fmt: skip
 BAD_INPUT = 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
@@ -117,7 +127,7 @@ def _run(words: list[str]) -> int:
             parser.print_help()
             return 0
         arguments = parser.parse_args(words)
-        status = _command(arguments.command).run(arguments)
+        status = _function("run", arguments.command)(arguments)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         return status or 0
     except FmtsimError as error:
@@ -157,7 +167,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
-            importlib.import_module(f"fmtsim.lab.cli.arguments.{name}").add_arguments(subparser)
+            _function("declare", name)(subparser)
     return parser
 
 
@@ -190,8 +200,12 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{message}; {self.prog} --help shows what is allowed")
 
 
-def _command(name: str) -> ModuleType:
-    return importlib.import_module(f"fmtsim.lab.cli.{name}")
+def _function(what: Literal["run", "declare"], command: str) -> Callable[..., Any]:
+    """Return the function that runs a command, or that declares its arguments."""
+    modules, folder = (RUNS, "") if what == "run" else (ARGUMENTS, "arguments.")
+    module = next(module for module, commands in modules.items() if command in commands)
+    found = getattr(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"), f"{what}_{command}")
+    return found  # type: ignore[no-any-return]
 
 
 def _drop_output() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fmtsim.lab.bench.against import compared, figures
-from fmtsim.lab.cli import bench_against
+from fmtsim.lab.cli import benchmarks
 from fmtsim.lab.cli.main import BAD_INPUT, main
 
 MACHINE = {"processor": "a CPU", "torch": "2", "date": "2026-11-23"}
@@ -111,8 +111,8 @@ def test_what_is_not_a_measurement_is_left_out(value):
 def test_the_comparison_in_words():
     now = changed(changed(GPU, "results", 0, "value", by=0.5), "results", 1, "case", to="fp16")
     now["machine"] = {"device": "another GPU", "torch": "3"}
-    assert bench_against.text_of(compared(GPU, now), GPU, now, "old.json").splitlines() == TEXT.splitlines()
-    same = bench_against.text_of(compared(CASTS, CASTS), CASTS, CASTS, "old.json")
+    assert benchmarks.against_text(compared(GPU, now), GPU, now, "old.json").splitlines() == TEXT.splitlines()
+    same = benchmarks.against_text(compared(CASTS, CASTS), CASTS, CASTS, "old.json")
     assert same.splitlines() == [
         "compared with old.json, a CPU, torch 2, 2026-11-23",
         "measurements compared: 3, of which 0 slower by more than 5 %, 0 faster",
@@ -141,7 +141,7 @@ def test_a_file_that_is_not_such_a_record_is_refused_first(what, other, tmp_path
     path = tmp_path / "record.json"
     path.write_text(json.dumps(RECORDS[other]) if other in RECORDS else other)
     if other == what:
-        assert bench_against.read(path, what) == RECORDS[what]
+        assert benchmarks.read_record(path, what) == RECORDS[what]
         return
     assert main(["bench", what, "--against", str(path)]) == BAD_INPUT
     message = capsys.readouterr().err

@@ -11,7 +11,7 @@ import fmtsim.engines.cuda
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.bench import gpu, gpu_cases, gpu_others
 from fmtsim.lab.bench.gpu import CASES, Result, measure, worst
-from fmtsim.lab.cli import bench_gpu
+from fmtsim.lab.cli import device_benchmarks
 from fmtsim.lab.cli.main import main
 
 # The goals on an H200: least, stretch.
@@ -94,7 +94,7 @@ def test_a_row_is_as_good_as_its_worst_case():
     for order in itertools.permutations(results):
         found = worst(order)
         assert [found[row].value for row in (gpu_cases.NEAREST, gpu_cases.LAYER, gpu_cases.CALL)] == [0.94, 1.6, 7.9]
-    lines = bench_gpu.summary(results).splitlines()[2:]
+    lines = device_benchmarks.gpu_summary(results).splitlines()[2:]
     assert [line.split("  ")[0] for line in lines] == ["quantize to nearest even", gpu_cases.LAYER.name,
                                                        gpu_cases.CALL.name]  # fmt: skip
     assert ["MISS" in line for line in lines] == [True, True, False] and "stretch" in lines[2]
@@ -112,7 +112,7 @@ def test_a_row_is_as_good_as_its_worst_case():
     ],
 )
 def test_a_line_shows_the_goal_and_the_verdict(name, value, cells):
-    line = bench_gpu.table([result(name, value)]).splitlines()[-1]
+    line = device_benchmarks.gpu_table([result(name, value)]).splitlines()[-1]
     assert line.removeprefix(name).split() == cells
 
 
@@ -127,7 +127,7 @@ def test_other_software_that_is_missing_or_fails_is_said(monkeypatch):
     assert found == ["mmaemu is not installed", "triton did not run: ValueError: no such card"]
     other = gpu_others.Other(row=gpu_cases.FP8_FAST, software="mmaemu 1", value=6.2, ours=17.0, differing=0)
     assert other.to_dict()["row"] == gpu_cases.FP8_FAST.name
-    text = bench_gpu.others_table([other, *found])
+    text = device_benchmarks.others_table([other, *found])
     assert "mmaemu 1" in text and text.endswith(found[1])
 
 
@@ -153,10 +153,16 @@ def test_tables_to_the_letter():
     results = [result("e4m3 float32", 0.97), result("e5m2 float32", 0.94), result("linear layer mxfp4", 1.6),
                result("exact int8", 61.0)]  # fmt: skip
     other = gpu_others.Other(row=gpu_cases.FP8_FAST, software="mmaemu 1", value=6.2, ours=17.0, differing=1234)
-    text = "\n".join([bench_gpu.table(results), bench_gpu.summary(results), bench_gpu.others_table([other, "no x"])])
+    text = "\n".join(
+        [
+            device_benchmarks.gpu_table(results),
+            device_benchmarks.gpu_summary(results),
+            device_benchmarks.others_table([other, "no x"]),
+        ]
+    )
     assert [line.rstrip() for line in text.splitlines()] == TABLES.splitlines()
-    assert bench_gpu.others_table(["no x", "no y"]) == "no x\nno y"
-    assert [record["cases"] for record, _, _ in bench_gpu.rows_of(results)] == [2, 1, 1]
+    assert device_benchmarks.others_table(["no x", "no y"]) == "no x\nno y"
+    assert [record["cases"] for record, _, _ in device_benchmarks.rows_of(results)] == [2, 1, 1]
 
 
 TABLES = """\

@@ -14,7 +14,7 @@ import fmtsim
 from fmtsim.lab.bench import layers, peers
 from fmtsim.lab.bench.layers import Bench, Case, Result, Step
 from fmtsim.lab.bench.models import Sizes, without_head
-from fmtsim.lab.cli import bench_layers
+from fmtsim.lab.cli import device_benchmarks
 from fmtsim.lab.cli.main import BAD_INPUT, main
 
 SMALL = Sizes(width=64, layers=2, batch_size=2, context=16, vocabulary=64)
@@ -163,7 +163,7 @@ def test_the_tables_to_the_letter():
         Result(case=Case(model="llama", mode="default", recipe="te_nvfp4"), seconds=0.03, plain_seconds=0.02,
                first_seconds=40.0, loss=10.25),
     ]  # fmt: skip
-    text = f"{bench_layers.table(results)}\n{bench_layers.summary(results)}"
+    text = f"{device_benchmarks.layers_table(results)}\n{device_benchmarks.layers_summary(results)}"
     assert [line.rstrip() for line in text.splitlines()] == TABLES.splitlines()
 
 

@@ -12,7 +12,7 @@ from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.calibration import gpu as gpus
 from fmtsim.lab.calibration.gpu import TorchGPU, open_gpu
-from fmtsim.lab.cli import calibrate
+from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DataError, DeviceError
@@ -151,7 +151,7 @@ def test_rows_are_spread_over_the_whole_call(a_layout, b_layout):
 
 def test_a_whole_run(monkeypatch, tmp_path, capsys):
     gpu = FakeGPU(units, lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan())
-    monkeypatch.setattr(calibrate, "open_gpu", lambda device: gpu)
+    monkeypatch.setattr(calibration, "open_gpu", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     (tmp_path / "shapes.txt").write_text("64 512\n")
     out = tmp_path / "mine.json"

@@ -21,7 +21,7 @@ from fmtsim.gemm.targets.question import Question, call_of, question_of
 from fmtsim.lab.calibration import grow, learn
 from fmtsim.lab.calibration.grow import Nodes, Topic
 from fmtsim.lab.calibration.learn import TOPICS, draw
-from fmtsim.lab.cli import calibrate_book
+from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.verify.workers import pool_that_ends
 from fmtsim.support.errors import ArgumentError, DeviceError
@@ -70,11 +70,11 @@ def card(monkeypatch):
 
     opened = partial(open_stand_in, library_file())
     monkeypatch.setattr(grow, "branches", one_leaf)
-    monkeypatch.setattr(calibrate_book, "check_learner", lambda: None)
+    monkeypatch.setattr(calibration, "check_learner", lambda: None)
     monkeypatch.setattr(learn, "check_learner", lambda: None)
-    monkeypatch.setattr(calibrate_book, "learn", partial(learn.learn, topics=[BF16, BF16._replace(share=0.5)]))
-    monkeypatch.setattr(calibrate_book, "open_gpu", lambda device: GPU)
-    monkeypatch.setattr(calibrate_book, "open_asker", lambda index, cached: opened())
+    monkeypatch.setattr(calibration, "learn", partial(learn.learn, topics=[BF16, BF16._replace(share=0.5)]))
+    monkeypatch.setattr(calibration, "open_gpu", lambda device: GPU)
+    monkeypatch.setattr(calibration, "open_asker", lambda index, cached: opened())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
@@ -161,12 +161,12 @@ def test_ctrl_c_ends_growing_trees(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
         "import sys, torch\nfrom functools import partial\nfrom fmtsim.lab.calibration import learn\n"
-        "from fmtsim.lab.cli import calibrate_book\nfrom fmtsim.lab.cli.main import main\n"
+        "from fmtsim.lab.cli import calibration\nfrom fmtsim.lab.cli.main import main\n"
         "from tests.support.cublaslt import library_file, open_stand_in\n"
         "class GPU: library, device = 'a GPU', torch.device('cuda', 0)\n"
         "if __name__ == '__main__':\n"
-        "    calibrate_book.open_gpu = lambda device: GPU\n"
-        "    calibrate_book.learn = lambda path, asker, **rest: learn.learn(\n"
+        "    calibration.open_gpu = lambda device: GPU\n"
+        "    calibration.learn = lambda path, asker, **rest: learn.learn(\n"
         "        path, partial(open_stand_in, library_file()), topics=learn.TOPICS[1:2], **rest)\n"
         "    torch.cuda.get_device_capability = lambda device: (9, 0)\n"
         "    sys.exit(main(['calibrate', '--learn', 'a.trees', '--questions', '400', '--workers', '2']))\n"

@@ -30,7 +30,7 @@ from fmtsim.lab.calibration.book import (
     similar_kinds,
     sizes_of,
 )  # fmt: skip
-from fmtsim.lab.cli import calibrate_book
+from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.output import MISMATCH
 from fmtsim.support.errors import ArgumentError, DeviceError
@@ -265,9 +265,9 @@ def card(monkeypatch):
             torch.device("cuda", 0),
         )
 
-    monkeypatch.setattr(calibrate_book, "make_book", partial(make_book, check=2000))
-    monkeypatch.setattr(calibrate_book, "open_gpu", lambda device: GPU)
-    monkeypatch.setattr(calibrate_book, "open_asker", lambda index, cached: OPEN())
+    monkeypatch.setattr(calibration, "make_book", partial(make_book, check=2000))
+    monkeypatch.setattr(calibration, "open_gpu", lambda device: GPU)
+    monkeypatch.setattr(calibration, "open_asker", lambda index, cached: OPEN())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return GPU
 
@@ -308,7 +308,7 @@ def test_the_command_says_where_book_and_library_differ(card, tmp_path, monkeypa
 def test_an_interrupted_command_says_how_to_go_on(card, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shapes.txt").write_text("48 4096\n")
-    monkeypatch.setattr(calibrate_book, "open_asker", lambda index, cached: Interrupted(1200))
+    monkeypatch.setattr(calibration, "open_asker", lambda index, cached: Interrupted(1200))
     monkeypatch.setattr(books, "CHUNK", 1)
     assert main([*WORDS, "--book"]) == 130
     assert "interrupted; fmtsim.book has what was asked; the same command goes on" in capsys.readouterr().err

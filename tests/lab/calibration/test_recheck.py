@@ -16,7 +16,7 @@ from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_d
 from fmtsim.lab.analysis.native import compare_native
 from fmtsim.lab.calibration import recheck as module
 from fmtsim.lab.calibration.recheck import KINDS, chosen_calls, recheck, shown
-from fmtsim.lab.cli import calibrate
+from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DeviceError
@@ -133,7 +133,7 @@ def test_every_algorithm_in_the_book_is_tried_where_its_runs_begin_and_end(tmp_p
     ran = list(recheck(target, CPU, calls=1, work=WORK, compare=alike))
     assert [x.note for x in ran] == [""] * 4
     assert {(x.number, x.basis, x.calls, x.mismatches) for x in ran} == {(None, "reported", 1, 0)} and len(ran) == 4
-    assert "book  reported  algorithm 66" in calibrate.check_table(ran)
+    assert "book  reported  algorithm 66" in calibration.check_table(ran)
 
 
 def test_what_a_card_refuses_is_told_and_guesses_are_left_out():
@@ -158,7 +158,7 @@ def test_one_call_in_words():
 def test_the_command(monkeypatch, tmp_path, capsys):
     path = tmp_path / "GPU.json"
     path.write_text(json.dumps(target_to_dict(few(number_of(scaling="row"), number_of(a="int8")))))
-    monkeypatch.setattr(calibrate, "open_gpu", lambda device: None)
+    monkeypatch.setattr(calibration, "open_gpu", lambda device: None)
     own = module.recheck
     words = ["calibrate", "--check", str(path), "--calls", "1", "--device", "cpu"]
     for compare, status, text in (
@@ -169,7 +169,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
             "2 rules, 2 calls, 6 numbers compared, 6",
         ),
     ):
-        monkeypatch.setattr(calibrate, "recheck", lambda *a, c=compare, **o: own(*a, work=WORK, compare=c, **o))
+        monkeypatch.setattr(calibration, "recheck", lambda *a, c=compare, **o: own(*a, work=WORK, compare=c, **o))
         assert main(words) == status
         assert text in capsys.readouterr().out
     assert main([*words, "--json"]) == 1

@@ -12,7 +12,7 @@ from fmtsim.lab.calibration import unit_calls as calls
 from fmtsim.lab.calibration.evidence import load_evidence
 from fmtsim.lab.calibration.unit_calls import digest, draw, emulate, kinds_of, orders
 from fmtsim.lab.calibration.unit_check import TorchCard, check_unit, emulate_again
-from fmtsim.lab.cli import calibrate
+from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DeviceError
@@ -54,7 +54,7 @@ def few(monkeypatch):
 
 
 def table(monkeypatch, tmp_path, card, *words):
-    monkeypatch.setattr(calibrate, "TorchCard", lambda device: card)
+    monkeypatch.setattr(calibration, "TorchCard", lambda device: card)
     monkeypatch.chdir(tmp_path)
     return main(["calibrate", *words])
 
@@ -206,7 +206,7 @@ def record(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "SIZES", ((48, 32, 64),))
         found = check_unit("blackwell.tcgen05.nvf4", Card("blackwell.tcgen05.nvf4", (10, 3), "NVIDIA B300"))
-    return json.loads(json.dumps(calibrate.recipe_to_dict(found)))
+    return json.loads(json.dumps(calibration.recipe_to_dict(found)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from fmtsim.lab.bench import gemm
 from fmtsim.lab.bench.gemm import Result, case_named
-from fmtsim.lab.cli.bench import product_table
+from fmtsim.lab.cli.benchmarks import product_table
 from fmtsim.lab.cli.main import BAD_INPUT, main
 
 WORDS = ("bench", "gemm", "--only", "fp8 Hopper*", "--shape", "16", "16", "128", "--repeats", "1", "--kernels-only")

@@ -5,7 +5,6 @@ import numpy
 import pytest
 import torch
 
-from fmtsim.lab.cli import main as front
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.options import MOST_THREADS, check_threads
 from fmtsim.support.errors import ArgumentError
@@ -46,12 +45,10 @@ def test_impossible_input_is_one_line(words, message, capsys):
     ],
 )
 def test_want_of_memory_is_no_traceback_and_a_defect_is(error, code, monkeypatch, capsys):
-    class Failing:
-        @staticmethod
-        def run(arguments):
-            raise error
+    def failing(arguments):
+        raise error
 
-    monkeypatch.setattr(front, "_command", lambda name: Failing)
+    monkeypatch.setattr("fmtsim.lab.cli.machine.run_info", failing)
     if code is None:
         with pytest.raises(RuntimeError, match="a defect"):
             main(["info"])

@@ -74,7 +74,7 @@ def test_info_says_what_serves_a_gpu(monkeypatch, records, kind, hip, available,
     engines = {name: load_engine(name) for name in ("cpu", "cuda", "torch_engine")}
     engines["cuda"] = SimpleNamespace(why_unavailable=lambda device=None: available)
     engines["torch_engine"] = SimpleNamespace(compiles_casts=lambda kind: True)
-    monkeypatch.setattr("fmtsim.casts.ops.load_engine", engines.get)
+    monkeypatch.setattr("fmtsim.lab.cli.machine.load_engine", engines.get)
     monkeypatch.setattr("fmtsim.support.float64.has_float64", lambda device: True)
     device = records("info")["devices"][1]
     about = "ROCm 6.4" if hip else "compute capability 9.4"

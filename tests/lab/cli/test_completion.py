@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 import fmtsim
-from fmtsim.lab.cli import completion, names
+from fmtsim.lab.cli import machine, names
 from fmtsim.lab.cli.main import BAD_INPUT, COMMANDS, main
 
 CASES = [  # words, the last one of which is completed; in bash, = is a word of its own
@@ -32,7 +32,7 @@ CASES = [  # words, the last one of which is completed; in bash, = is a word of 
 
 @pytest.fixture(scope="module")
 def commands():
-    return {name: list(completion._arguments(name)) for name in COMMANDS}
+    return {name: list(machine._arguments_of(name)) for name in COMMANDS}
 
 
 def run_bash(script: str, words: list[str]) -> list[str]:
@@ -48,31 +48,31 @@ def run_bash(script: str, words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(("words", "expected"), CASES)
 def test_bash(words, expected, commands):
-    assert run_bash(completion.bash(commands), words) == expected
+    assert run_bash(machine.bash(commands), words) == expected
 
 
 @pytest.mark.parametrize("words", [["train", "--format", "=", "mxint"], ["train", "--format", "mxint"]])
 def test_bash_completes_behind_an_equals_sign(words, commands):
-    assert run_bash(completion.bash(commands), words) == ["mxint8"]
-    assert len(run_bash(completion.bash(commands), ["train", "--format", "="])) == len(fmtsim.list_formats())
+    assert run_bash(machine.bash(commands), words) == ["mxint8"]
+    assert len(run_bash(machine.bash(commands), ["train", "--format", "="])) == len(fmtsim.list_formats())
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
 @pytest.mark.parametrize(("words", "expected"), [case for case in CASES if case[1]])
 def test_fish(words, expected, commands, tmp_path):
     line = f"complete -C 'fmtsim {' '.join(words)}'"
-    done = subprocess.run(["fish", "-c", f"{completion.fish(commands)}\n{line}"], capture_output=True, text=True,
+    done = subprocess.run(["fish", "-c", f"{machine.fish(commands)}\n{line}"], capture_output=True, text=True,
                           check=True, env={"HOME": str(tmp_path)}, cwd=tmp_path)  # fmt: skip
     assert sorted(row.partition("\t")[0] for row in done.stdout.splitlines()) == expected
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_takes_the_script(commands):
-    subprocess.run(["zsh", "-f", "-n", "-c", completion.zsh(commands)], check=True)
+    subprocess.run(["zsh", "-f", "-n", "-c", machine.zsh(commands)], check=True)
 
 
 def test_every_shell_has_every_command_and_option(commands, capsys):
-    for shell in completion.SHELLS:
+    for shell in machine.SHELLS:
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
         for command, arguments in commands.items():
@@ -96,7 +96,7 @@ def test_names_belong_to_arguments(commands):
 
 
 def test_texts_of_fish_are_quoted():
-    assert completion._quoted(r"it's a \ b") == r"'it\'s a \\ b'"
+    assert machine._quoted(r"it's a \ b") == r"'it\'s a \\ b'"
 
 
 def test_an_unknown_shell_is_refused(capsys):

@@ -63,7 +63,7 @@ def heard():
 @SIGNALS
 def test_in_a_command(heard, monkeypatch, capsys, number, status, word):
     before = [signal.getsignal(each) for each in HANDLERS]
-    monkeypatch.setattr("fmtsim.lab.cli.info.run", lambda arguments: os.kill(os.getpid(), number))
+    monkeypatch.setattr("fmtsim.lab.cli.machine.run_info", lambda arguments: os.kill(os.getpid(), number))
     assert main(["info"]) == status
     assert capsys.readouterr().err == f"\nfmtsim: {word}\n"
     assert [signal.getsignal(each) for each in HANDLERS] == before
@@ -71,7 +71,7 @@ def test_in_a_command(heard, monkeypatch, capsys, number, status, word):
 
 AGAIN = """
 import os, signal, sys
-from fmtsim.lab.cli import info
+from fmtsim.lab.cli import machine
 from fmtsim.lab.cli.main import main
 
 def run(arguments):
@@ -83,7 +83,7 @@ def run(arguments):
         except BaseException:
             print("went on")
 
-info.run = run
+machine.run_info = run
 sys.exit(main(["info"]))
 """
 

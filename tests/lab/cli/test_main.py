@@ -93,13 +93,13 @@ def test_nonsense_is_one_line(words, said, capsys):
     assert err.count("\n") == 1 and err.startswith(f"fmtsim: error: {said}")
 
 
-def test_the_parser_loads_one_command_alone():
+def test_the_parser_loads_one_group_of_commands_and_no_torch():
     code = (
         "import sys; import fmtsim.lab.cli.main as m; m.build_parser('formats'); "
-        "print(*[n for n in m.COMMANDS if f'fmtsim.lab.cli.arguments.{n}' in sys.modules])"
+        "print(*[n for n in m.ARGUMENTS if f'fmtsim.lab.cli.arguments.{n}' in sys.modules], 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["formats"]
+    assert done.stdout.split() == ["numbers", "False"]
     assert build_parser().prog == "fmtsim"
 
 
@@ -134,7 +134,7 @@ def test_a_warning_is_one_line_once(monkeypatch, capsys):
         warnings.warn("another's", UserWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr("fmtsim.lab.cli.info.run", run)
+    monkeypatch.setattr("fmtsim.lab.cli.machine.run_info", run)
     show = warnings.showwarning
     with pytest.warns(UserWarning, match="another's"):
         assert main(["info"]) == 0
@@ -146,13 +146,13 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fmtsim.lab.cli.info.run", interrupted)
+    monkeypatch.setattr("fmtsim.lab.cli.machine.run_info", interrupted)
     assert main(["info"]) == 130
     assert capsys.readouterr().err == "\nfmtsim: interrupted\n"
 
 
 def test_a_file_that_cannot_be_read_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("fmtsim.lab.cli.info.run", lambda arguments: Path("/nonexistent/file").read_text())
+    monkeypatch.setattr("fmtsim.lab.cli.machine.run_info", lambda arguments: Path("/nonexistent/file").read_text())
     assert main(["info"]) == BAD_INPUT
     assert capsys.readouterr().err == "fmtsim: error: /nonexistent/file: No such file or directory\n"
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import fmtsim
 from fmtsim.engines import cuda
 from fmtsim.gemm.products import native
-from fmtsim.lab.cli.arguments.mm import DATA
+from fmtsim.lab.cli.arguments.numbers import DATA
 from fmtsim.lab.cli.main import BAD_INPUT, main
-from fmtsim.lab.cli.operands import make_operands
 from fmtsim.lab.cli.options import parse_record, read_target
+from fmtsim.lab.cli.products import make_operands
 from fmtsim.spec.datapath import Datapath, LogDatapath
 from fmtsim.support.errors import ArgumentError
 
@@ -103,7 +103,7 @@ def test_the_same_seed_gives_the_same_bits(record):
 
 
 def test_only_as_many_rows_are_checked_as_take_seconds(record, monkeypatch):
-    monkeypatch.setattr("fmtsim.lab.cli.mm.MAC_LIMIT", 3 * 64 * 16)
+    monkeypatch.setattr("fmtsim.lab.cli.products.MAC_LIMIT", 3 * 64 * 16)
     assert record("8", "16", "64", "--unit", "hopper.wgmma")["rows_checked"] == 3
 
 

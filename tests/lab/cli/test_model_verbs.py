@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.lab.cli import observe as observe_command
+from fmtsim.lab.cli import models as model_commands
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy
 from fmtsim.recipes.serialization import load_rules
@@ -159,7 +159,7 @@ def test_a_loss_that_is_no_number_is_told(run):
 
 
 def test_an_interrupt_leaves_the_report_of_the_steps_before_it(run, monkeypatch, tmp_path):
-    before, calls = observe_command.call, []
+    before, calls = model_commands.call, []
 
     def call(*arguments, **named):
         calls.append(1)
@@ -167,7 +167,7 @@ def test_an_interrupt_leaves_the_report_of_the_steps_before_it(run, monkeypatch,
             os.kill(os.getpid(), signal.SIGINT)
         return before(*arguments, **named)
 
-    monkeypatch.setattr(observe_command, "call", call)
+    monkeypatch.setattr(model_commands, "call", call)
     status, text = run("observe --model models.py:build --format e4m3 --report page.html")
     assert status == 130 and text == "\nfmtsim: interrupted; after 2 of 6 steps; page.html has them\n"
     assert "Interrupted after 2 of 6 steps" in (tmp_path / "page.html").read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from fmtsim.gemm.targets import doubts
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.train_summary import summary
+from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training.artifacts import make_record
 from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import load_corpus

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from fmtsim.lab.analysis.sharpness import sharpness
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.sweep import _integers
+from fmtsim.lab.cli.studies import _integers
 from fmtsim.lab.training import sweep_folder
 from fmtsim.lab.training.corpus import sample
 from fmtsim.lab.training.learner import schedule

@@ -11,9 +11,9 @@ import torch
 import fmtsim
 from fmtsim.distributed import get_reduction, simulate
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.lab.cli.arguments.train import add_arguments
+from fmtsim.lab.cli.arguments.models import declare_train
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.train import _config
+from fmtsim.lab.cli.training import _config
 from fmtsim.lab.training import learner
 from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import sample
@@ -292,7 +292,7 @@ def test_the_command_runs_a_recipes_system(text, tmp_path, capsys):
 )
 def test_options_go_before_the_recipe(words, optimizer, reduction, ranks):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    declare_train(parser)
     found = _config(parser.parse_args([*SMALL, *words.split()]))
     assert (str(found.simulated.states), found.simulated.reduced_by, found.ranks) == (optimizer, reduction, ranks)
     assert found.baseline.states.state == found.baseline.reduced_by == "fp32"

@@ -14,7 +14,7 @@ import torch
 
 from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.train_summary import summary
+from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training import learner, loop
 from fmtsim.lab.training.artifacts import make_record, write_artifacts
 from fmtsim.lab.training.config import TrainConfig

@@ -129,7 +129,7 @@ def test_a_record_says_how_to_make_it_again(tmp_path, capsys):
 
 
 def test_all_parts_end_in_one_table(monkeypatch, capsys):
-    from fmtsim.lab.cli import verify
+    from fmtsim.lab.cli import results
 
     class Few(Job):
         def tasks(self):
@@ -138,8 +138,8 @@ def test_all_parts_end_in_one_table(monkeypatch, capsys):
     monkeypatch.setattr(units, "SHAPE", (5, 7))
     few = [task for task in units.unit_tasks(torch.device("cpu")) if task.name in ("int8", "turing.mma")]
     monkeypatch.setattr(workers, "Job", Few)
-    monkeypatch.setattr(verify, "device_of", torch.device)
-    monkeypatch.setattr(verify, "_parts", lambda arguments: ("casts", "gemm"))
+    monkeypatch.setattr(results, "device_of", torch.device)
+    monkeypatch.setattr(results, "_parts", lambda arguments: ("casts", "gemm"))
     assert main(["verify", "--device", "cpu", "--workers", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = {line.split()[0]: line.split()[1:] for line in lines[-5:] if line}

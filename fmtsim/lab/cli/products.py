@@ -1,31 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fmtsim mm``: one product on a target or a unit: who multiplied, in which order, and how far from the exact sum."""
+"""Runs of ``fmtsim mm`` and ``invariance``: one product explained bit for bit, and batch sizes that change bits."""
 
 import argparse
 import io
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from fmtsim.casts.quantize import quantize
-from fmtsim.formats.interop import dtype_name
+from fmtsim.casts.quantize import encode, quantize
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.interop import codes_to_tensor, dtype_name, torch_dtype
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.models import PASSES, Shape, layer_shapes, parse_tokens, read_shapes
+from fmtsim.gemm.products.explanation import MmExplanation
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.analysis.comparison import Comparison
-from fmtsim.lab.cli.arguments.mm import SLOW_EVERY
-from fmtsim.lab.cli.mm_report import check_text, record_of, text_of
-from fmtsim.lab.cli.operands import Operands, make_operands
+from fmtsim.lab.analysis.invariance import batch_invariance
+from fmtsim.lab.analysis.ulp import read_codes
+from fmtsim.lab.cli.arguments.numbers import SLOW_EVERY
 from fmtsim.lab.cli.options import check_device, read_target, target_given
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.lab.explain.product import explain_mm
+from fmtsim.lab.training.models import module_of
+from fmtsim.lab.training.own_code import is_function
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.support.files import check_file, write_file
+
+
+def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
+    """Return the layers that the arguments mean: those of gpt2 where they mean none."""
+    shapes = layer_shapes(arguments.models or ([] if arguments.shapes else ["gpt2"]))
+    return shapes + (read_shapes(arguments.shapes) if arguments.shapes else [])
+
+
+def chosen_dtypes(arguments: argparse.Namespace) -> list[str]:
+    """Return the names that ``--dtypes`` lists."""
+    return [word.strip() for word in arguments.dtypes.split(",") if word.strip()]
+
+
+def chosen_model(arguments: argparse.Namespace) -> Any:
+    """Return the layers of the arguments as ``fmtsim.lab.analysis`` takes them, a module where a file has one."""
+    files = [name for name in arguments.models if is_function(name)]
+    if files and (len(arguments.models) > 1 or arguments.shapes):
+        raise ArgumentError(f"--model {files[0]} is asked about alone; leave other models and --shapes out")
+    if not files and arguments.target is None:
+        raise ArgumentError("--target is missing: name a GPU with its library, such as h200, or a plan file")
+    return module_of(files[0]) if files else chosen_shapes(arguments)
+
+
+class Operands(NamedTuple):
+    """Two matrices, a [M, K] and b [K, N], and the formats that their dtypes do not say."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_format: Any
+    b_format: Any
+    tf32: bool
+
+
+def make_operands(sizes: tuple[int, int, int], formats: tuple[str, str], kind: str, seed: int) -> Operands:
+    """Return random operands; the columns of b have K contiguous, as FP8 kernels want it.
+
+    Args:
+        sizes: M, N and K.
+        formats: Of a and of b, by name: floating-point formats or int8 (whose codes are all equally likely).
+        kind: One of ``DATA`` (the arguments of ``fmtsim mm``); numbers beyond a format's range saturate.
+        seed: Of both.
+
+    Raises:
+        ArgumentError: a format is a block format, or of integers other than int8.
+        FormatError: a format is unknown.
+    """
+    names = [get_format(name).name for name in formats]
+    m, n, k = sizes
+    a, a_format = _matrix(m, k, names[0], kind, 2 * seed)
+    b, b_format = _matrix(n, k, names[1], kind, 2 * seed + 1)
+    return Operands(a, b.t(), a_format, b_format, names == ["tf32", "tf32"])
+
+
+def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> tuple[torch.Tensor, str | None]:
+    """Return a matrix on a format, and the format's name where torch has no dtype for it."""
+    fmt = get_format(name)
+    generator = torch.Generator().manual_seed(seed)
+    if name == "int8":
+        return torch.randint(-128, 128, (rows, columns), generator=generator).to(torch.int8), None
+    if isinstance(fmt, BlockFormat | LogTileFormat) or not isinstance(fmt, FloatFormat):
+        raise ArgumentError(f"{name} is neither a floating-point format nor int8; choose e4m3, bf16 or another eXmY")
+    x = _numbers(rows, columns, kind, generator)
+    dtype = torch_dtype(fmt)
+    if dtype is None or name == "e2m1":
+        return quantize(x, fmt, overflow="saturate", out_dtype=torch.float32), None if name == "tf32" else name
+    return codes_to_tensor(encode(x, fmt, overflow="saturate").unpacked(), fmt), None
+
+
+def _numbers(rows: int, columns: int, kind: str, generator: torch.Generator) -> torch.Tensor:
+    if kind == "uniform":
+        return torch.rand(rows, columns, generator=generator, dtype=torch.float64)
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    if kind == "wide":
+        return x * torch.exp2(torch.randint(-8, 9, (rows, columns), generator=generator).double())
+    if kind == "cancel":
+        pairs = columns // 2 * 2
+        bend = torch.randint(-1, 2, (rows, pairs // 2), generator=generator) / 16
+        x[:, 1:pairs:2] = -x[:, 0:pairs:2] * (1 + bend)
+    return x
+
 
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
@@ -33,9 +120,9 @@ MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of 
 BOTH = ("target", "unit")  # are passed to verbs also where they are None
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_mm(arguments: argparse.Namespace) -> int:
     """Multiply, compare with the exact sum (and the device's own unit with its emulation), and print."""
-    _check(arguments)
+    _check_mm(arguments)
     names = (arguments.dtype, arguments.b_dtype or arguments.dtype)
     operands = make_operands((arguments.m, arguments.n, arguments.k), names, arguments.data, arguments.seed)
     moved = on_device(operands, arguments.device)
@@ -53,12 +140,12 @@ def run(arguments: argparse.Namespace) -> int:
     exact = exact_sums(operands)
     with torch.no_grad():
         comparison, relative = errors(y[: exact.shape[0]], exact)
-    record = record_of(arguments, explanation, comparison, relative, y, (first, seconds))
+    record = mm_record(arguments, explanation, comparison, relative, y, (first, seconds))
     if check is not None:
         record["native_against_emulated"] = check.to_dict()
 
     def text() -> str:
-        found = text_of(record, explanation, comparison, y, exact)
+        found = mm_text(record, explanation, comparison, y, exact)
         return found if check is None else f"{found}\n{check_text(check)}"
 
     answer(arguments, record, text)
@@ -153,7 +240,7 @@ def save(y: torch.Tensor, path: Path) -> None:
     write_file(path, content.getvalue())
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_mm(arguments: argparse.Namespace) -> None:
     given = target_given(arguments)
     if len(given) != 1:
         what = "several of them are given" if given else "none is given"
@@ -194,3 +281,97 @@ def _for_mm(operands: Operands, options: dict[str, Any], arguments: argparse.Nam
         return given | options
     rest = {name: value for name, value in options.items() if name != "accumulate"}
     return {**given, **rest, "allow_fp16_accumulation": True}
+
+
+SHOWN = 4
+
+
+def check_text(check: Comparison) -> str:
+    """Return whether a GPU and its emulation agree, and where they do not."""
+    said = "native and emulated: all bits agree" if check.equal else "native against emulated (expected):"
+    return f"\n{said}" if check.equal else "\n".join(["", said, *(f"  {line}" for line in str(check).splitlines())])
+
+
+def mm_record(
+    arguments: argparse.Namespace, explanation: MmExplanation, comparison: Comparison, relative: torch.Tensor,
+    y: torch.Tensor, seconds: tuple[float, float],
+) -> dict[str, Any]:  # fmt: skip
+    """Return what was found as JSON types."""
+    products = arguments.m * arguments.n * arguments.k
+    count = relative.numel()
+    return {
+        "explanation": dict(explanation.rows),
+        "verified": explanation.verified,
+        "data": "uniform" if y.dtype == torch.int32 else arguments.data,
+        "seed": arguments.seed,
+        "rows_checked": comparison.shape[0],
+        "relative_error": {
+            "max": relative.max().item() if count else 0.0,
+            "median": relative.median().item() if count else 0.0,
+            "rms": relative.square().mean().sqrt().item() if count else 0.0,
+        },
+        "against_exact": comparison.to_dict(),
+        "first_outputs": _hex(y[0, :SHOWN]),
+        "seconds": seconds[1],
+        "seconds_of_first_call": seconds[0],
+        "products_per_second": products / seconds[1],
+    }
+
+
+def _hex(values: torch.Tensor) -> list[str]:
+    raw, kind = read_codes(values, "y")
+    mask, digits = (1 << kind.bits) - 1, kind.bits // 4
+    return [f"0x{code & mask:0{digits}X}" for code in raw.tolist()]
+
+
+def mm_text(
+    record: dict[str, Any], explanation: MmExplanation, comparison: Comparison, y: torch.Tensor,
+    exact: torch.Tensor,
+) -> str:  # fmt: skip
+    """Return the record and the explanation for a reader."""
+    error = record["relative_error"]
+    rows = "all outputs" if exact.shape[0] == y.shape[0] else f"the first {exact.shape[0]} of {y.shape[0]} rows"
+    shown = [
+        f"  {code} = {value!r}  (exact {sum_!r})"
+        for code, value, sum_ in zip(
+            record["first_outputs"], y[0, :SHOWN].double().tolist(), exact[0, :SHOWN].tolist(), strict=True
+        )
+    ]
+    width = max(len(heading) for heading, _ in explanation.rows)
+    speed = f"{record['seconds']:.3g} s, {record['products_per_second']:.3g} products/s"
+    first = record["seconds_of_first_call"]
+    return "\n".join(
+        [
+            str(explanation),
+            f"{'data':<{width}}  {record['data']}, seed {record['seed']}",
+            "",
+            f"relative error of {rows} against the exact sums:",
+            f"  largest {error['max']:.3g}, median {error['median']:.3g}, root mean square {error['rms']:.3g}",
+            "",
+            f"bits against the exact sums rounded to {comparison.dtype}:",
+            *(f"  {line}".rstrip() for line in str(comparison).splitlines()),
+            "",
+            "first outputs:",
+            *shown,
+            "",
+            f"{speed} (first call {first:.3g} s)",
+        ]
+    )
+
+
+def run_invariance(arguments: argparse.Namespace) -> int:
+    """Print what was found; 0 also where a row's result changes."""
+    sizes = parse_tokens(arguments.sizes, "--sizes", every=True)
+    plot = None if arguments.plot is None else Path(arguments.plot).expanduser()
+    if plot is not None and plot.suffix != ".png":
+        raise ArgumentError(f"--plot {plot} does not end in .png; choose another name")
+    if plot is not None:
+        check_file("--plot", plot)
+    passes = PASSES[:1] if arguments.no_gradients else PASSES[:2]
+    found = batch_invariance(
+        chosen_model(arguments), arguments.target, sizes, dtypes=chosen_dtypes(arguments), passes=passes
+    )
+    if plot is not None:
+        found.plot(plot)
+    answer(arguments, found.to_dict(), lambda: str(found))
+    return 0

@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fmtsim bench``: casts against a plain copy, products against torch's float32 one, start-up times and extra memory.
-
-``fmtsim bench gpu`` is in bench_gpu.py, ``fmtsim bench layers`` in bench_layers.py.
-"""
+"""Run of ``fmtsim bench``: casts against a plain copy, products against torch's float32 one, overheads, records."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fmtsim.lab.bench import cpu, gemm, overheads
-from fmtsim.lab.bench.against import compared
+from fmtsim.lab.bench.against import Comparison, compared
 from fmtsim.lab.bench.overheads import Overhead
 from fmtsim.lab.bench.timing import Timed
-from fmtsim.lab.cli import bench_against
-from fmtsim.lab.cli.arguments.bench import DEFAULTS, MEANT
-from fmtsim.lab.cli.info import processor_name
+from fmtsim.lab.cli.arguments.machine import BENCH_DEFAULTS, BENCH_OPTIONS
+from fmtsim.lab.cli.machine import processor_name
 from fmtsim.lab.cli.options import check_positive, check_threads, chosen_cases
 from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, jsonable, origin, versions_of, write_json
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder
+from fmtsim.support.records import read_json, shown_path
 
 Measured = tuple[dict[str, Any], Callable[[], str]]
 Keep = Callable[[dict[str, Any]], None]
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_bench(arguments: argparse.Namespace) -> int:
     """Measure and print; a missed target, or what became slower, is shown and is not an error."""
     _check_meant(arguments)
     check_positive(arguments, "side", "shape", "threads", "repeats")
@@ -32,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_threads(count)
     if arguments.record is not None:
         check_folder(arguments.record.parent, "--record")
-    before = None if arguments.against is None else bench_against.read(arguments.against, arguments.what)
+    before = None if arguments.against is None else read_record(arguments.against, arguments.what)
 
     def keep(record: dict[str, Any]) -> None:
         if arguments.record is not None:
@@ -45,17 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
     if before is not None:
         found = compared(before, jsonable(record))
         record = record | {"against": found.to_dict()}
-        parts.append(lambda: "\n" + bench_against.text_of(found, before, record, arguments.against))
+        parts.append(lambda: "\n" + against_text(found, before, record, arguments.against))
     answer(arguments, record, lambda: "\n".join(part() for part in parts))
     return 0
 
 
 def _check_meant(arguments: argparse.Namespace) -> None:
     """Refuse an option of another job than the one that is asked for."""
-    for name in dict.fromkeys(name for names in MEANT.values() for name in names):
-        given = getattr(arguments, name) not in (DEFAULTS.get(name), False)
-        if given and name not in MEANT[arguments.what]:
-            jobs = " and ".join(what for what, names in MEANT.items() if name in names)
+    for name in dict.fromkeys(name for names in BENCH_OPTIONS.values() for name in names):
+        given = getattr(arguments, name) not in (BENCH_DEFAULTS.get(name), False)
+        if given and name not in BENCH_OPTIONS[arguments.what]:
+            jobs = " and ".join(what for what, names in BENCH_OPTIONS.items() if name in names)
             raise ArgumentError(
                 f"--{name.replace('_', '-')} belongs to fmtsim bench {jobs}, not to {arguments.what}; leave it out"
             )
@@ -64,13 +62,13 @@ def _check_meant(arguments: argparse.Namespace) -> None:
 def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
     """Return the record of what is asked for, and how it reads."""
     if arguments.what == "gpu":
-        from fmtsim.lab.cli import bench_gpu
+        from fmtsim.lab.cli.device_benchmarks import measured_gpu
 
-        return bench_gpu.measured(arguments, keep)
+        return measured_gpu(arguments, keep)
     if arguments.what == "layers":
-        from fmtsim.lab.cli import bench_layers
+        from fmtsim.lab.cli.device_benchmarks import measured_layers
 
-        return bench_layers.measured(arguments, keep)
+        return measured_layers(arguments, keep)
     results = list(_results(arguments))
     others = [] if arguments.kernels_only else list(_overheads(arguments))
     machine = {"processor": processor_name(), **versions_of(("torch", "numba")), **origin()}
@@ -155,3 +153,58 @@ def overhead_table(overheads: Sequence[Overhead]) -> str:
         value = "not measurable here" if item.value is None else f"{item.value:.3f} {item.unit}"
         rows.append((item.name, value, f"{item.limit:g} {item.unit}", {True: "yes", False: "NO", None: "-"}[item.met]))
     return format_table(("what", "measured", "limit", "met"), rows)
+
+
+KEYS = {
+    "casts": {"kernels"},
+    "gemm": {"products"},
+    "gpu": {"results", "compiling_seconds"},
+    "layers": {"results", "sizes"},
+}
+
+
+def read_record(path: Path, what: str) -> dict[str, Any]:
+    """Return an earlier record.
+
+    Raises:
+        ArgumentError: The file is not there, or holds something else.
+    """
+    record = read_json(path, ArgumentError, f"record of fmtsim bench {what}")
+    try:
+        compared(record, record)
+        fits = KEYS[what] <= record.keys() and isinstance(record["machine"], dict)
+    except (KeyError, TypeError, AttributeError, OverflowError):
+        fits = False
+    if not fits:
+        raise ArgumentError(
+            f"--against {shown_path(path)} is not a record of fmtsim bench {what}; pass what fmtsim bench {what} "
+            "--record FILE wrote"
+        )
+    return record  # type: ignore[no-any-return]
+
+
+def against_text(found: Comparison, before: dict[str, Any], now: dict[str, Any], path: Path) -> str:
+    """Return the comparison in words and a table."""
+    lines = [f"compared with {shown_path(path)}, {_about_record(before)}"]
+    if _machine(before) != _machine(now):
+        lines.append(f"which is another machine: this is {_machine(now)}")
+    counts = f"{len(found.slower)} slower by more than 5 %, {found.faster} faster"
+    lines.append(f"measurements compared: {found.compared}, of which {counts}")
+    if found.missing:
+        named = ", ".join(found.missing[:3]) + (" ..." if len(found.missing) > 3 else "")
+        lines.append(f"absent there, or under other settings: {len(found.missing)} ({named})")
+    if found.slower:
+        rows = [(c.name, f"{c.before:.4g}", f"{c.now:.4g}", f"{c.slower:.2f}") for c in found.slower]
+        lines += ["", format_table(("slower", "before", "now", "times as long"), rows)]
+    return "\n".join(lines)
+
+
+def _about_record(record: dict[str, Any]) -> str:
+    about = record["machine"]
+    return ", ".join(str(part) for part in (_machine(record), about.get("date")) if part)
+
+
+def _machine(record: dict[str, Any]) -> str:
+    about = record["machine"]
+    name = about.get("device", about.get("processor", "an unknown machine"))
+    return f"{name}, torch {about.get('torch', 'unknown')}"

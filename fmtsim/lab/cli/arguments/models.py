@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of the commands about models and their training."""
+
+import argparse
+from pathlib import Path
+
+from fmtsim.gemm.layers.scalings import SCALINGS
+from fmtsim.lab.cli import names
+from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet
+from fmtsim.lab.cli.options import add_device, add_json, add_target, count, flag, one_of, option, repeated
+
+
+def declare_observe(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_model(parser)
+    add_formats(parser.add_argument_group("the formats to cast the operands to (the model itself is unchanged)"))
+    option(parser, "--steps", "batches, each run forward and backward", 8)
+    option(parser, "--every", "observe the first of every N steps", 1)
+    option(parser, "--lr", "also train with AdamW at this learning rate (default: weights do not change)", type=float)
+    result = parser.add_argument_group("result")
+    option(result, "--worst", "show this many operands, those that lose most", 10)
+    option(result, "--by", "the measure of loss", "underflow", choices=("underflow", "saturation", "sqnr"))
+    option(result, "--report", "write an HTML report (.html)", metavar="FILE")
+    add_quiet(result)
+    add_json(result)
+
+
+def declare_attribute(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_model(parser)
+    add_formats(parser.add_argument_group("the formats to which the model's operands are rounded"))
+    flag(parser, "--exact", "round operands one at a time, a pass for each, instead of an estimate from 8 passes")
+    result = parser.add_argument_group("result")
+    option(result, "--by", "the cost by which layers are named", "loss", choices=("loss", "kl", "gradient"))
+    option(result, "--share", "name the most costly layers, which together have this share of the cost", 0.5)
+    option(result, "--out", "write rules that leave these layers in high precision (.json)", metavar="FILE")
+    option(result, "--report", "write an HTML report (.html)", metavar="FILE")
+    add_quiet(result)
+    add_json(result)
+
+
+def declare_ptq(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    scheme = "a scheme of post-training quantisation, such as int8_static, or a JSON file; 'list' prints all names"
+    option(parser, "--scheme", scheme, metavar="NAME", known=names.schemes, required=True)
+    add_model(parser, required=False)
+    option(parser, "--batches", "batches for calibration, and as many others to measure the loss", 8)
+    add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
+    result = parser.add_argument_group("result")
+    option(result, "--out", "folder for the quantised model (model.pt), its scheme and report", metavar="DIR")
+    layouts = ("compressed-tensors", "torchao", "gguf")
+    option(result, "--export", "also write it to --out for another library", choices=layouts)
+    add_quiet(result)
+    add_json(result)
+
+
+def declare_search(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_model(parser)
+    option(parser, "--batches", "batches for calibration and measurement", 8)
+    what = parser.add_argument_group("formats and budget (--bits or --budget)")
+    option(what, "--bits", "the bit operations of this many bits in both operands of every layer", type=float)
+    option(what, "--budget", "bit operations of a batch", type=float)
+    schemes = "schemes of fmtsim ptq to choose from, JSON files too (default w4a4,minifloat_e3m2,e4m3_static)"
+    option(what, "--schemes", schemes, metavar="LIST")
+    count(what, "--samples", "also try this many assignments, sampled from a policy that is trained on their results")
+    flag(
+        what,
+        "--sensitivity",
+        "estimate what layers lose by fmtsim attribute, on the first batch and the model's own loss",
+    )
+    train = parser.add_argument_group("search while training (instead of the search of a trained model)")
+    steps = "train the model for this many steps on its batches (--batches) in turn, and search in the same steps"
+    count(train, "--while-training", steps)
+    option(train, "--lr", "learning rate, of AdamW", 1e-3)
+    weights = "write the trained weights (.pt), for --checkpoint"
+    option(train, "--weights", weights, metavar="FILE")
+    add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
+    result = parser.add_argument_group("result")
+    out = "write the chosen formats (.json), for ptq --scheme, --rules and convert(rules=)"
+    option(result, "--out", out, metavar="FILE")
+    option(result, "--plot", "draw losses and costs (.png)", metavar="FILE")
+    add_quiet(result)
+    add_json(result)
+
+
+TRAIN_SIZES = {
+    "steps": "optimizer steps of each run",
+    "batch_size": "windows of text per step",
+    "context": "bytes the model sees at once",
+    "width": "width of the hidden state",
+    "layers": "transformer blocks",
+    "heads": "attention heads per block",
+}
+EVERY = 100
+TRAIN_DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3}
+
+
+def declare_train(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    _add_scheme(parser.add_argument_group("what is simulated"))
+    _add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
+    _add_system(parser.add_argument_group("optimizer and ranks (default: those of the recipe)"))
+    how = parser.add_argument_group("model and training")
+    model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; see docs/recipes.md"
+    option(how, "--model", model, "gpt", "NAME")
+    for name, text in TRAIN_SIZES.items():
+        option(how, f"--{name.replace('_', '-')}", text, TRAIN_DEFAULTS[name])
+    option(how, "--lr", "peak learning rate", TRAIN_DEFAULTS["lr"], None)
+    option(how, "--seed", "of weights, batches and stochastic rounding", 0)
+    data = "a text file or a folder of them; by default Python's own sources"
+    option(how, "--data", data, metavar="PATH")
+    add_device(how)
+    count(how, "--threads", "CPU threads (default: torch's choice)")
+    output = parser.add_argument_group("output")
+    option(output, "--out", "folder for the HTML report (report.html), record and table", "fmtsim-train", "DIR")
+    every = f"write a checkpoint to DIR after every N steps; 0: none (default {EVERY})"
+    count(output, "--checkpoint-every", every)
+    flag(output, "--resume", "resume from the checkpoint in DIR with the same bits; start anew if there is none")
+    flag(output, "--quiet", "show no progress")
+    add_json(parser)
+
+
+def _add_scheme(group: argparse._ArgumentGroup) -> None:
+    recipe = (
+        "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
+        "all names, and --target recipe is the GPU that it was designed for"
+    )
+    option(group, "--recipe", recipe, metavar="NAME", known=names.recipes)
+    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME", known=names.formats)
+    gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
+    option(group, "--grad-format", gradients, metavar="NAME", known=names.formats)
+    option(
+        group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE", known=names.roundings
+    )
+    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE",
+           known=names.roundings)  # fmt: skip
+    option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
+    scaling = (
+        "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
+        "block formats have blocks of their own"
+    )
+    option(group, "--scaling", scaling, choices=SCALINGS)
+
+
+def _add_system(group: argparse._ArgumentGroup) -> None:
+    option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
+    rule = "optimizer, such as madam (default adamw)"
+    option(group, "--optimizer", rule, metavar="NAME", known=names.optimizers, type=one_of(names.optimizers))
+    state = "format of its states, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
+    option(group, "--state", state, metavar="NAME", known=names.states)
+    reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
+    option(group, "--reduction", reduction, metavar="NAME", known=names.reductions)
+    ranks = "simulated ranks that share the windows of a step (default 2 with a low-precision reduction, else 1)"
+    count(group, "--ranks", ranks)
+
+
+def _add_target(group: argparse._ArgumentGroup) -> None:
+    add_target(group)
+    dtype = "dtype of operations other than linear layers, under torch.autocast (default: the recipe's, else none)"
+    option(group, "--autocast", dtype, choices=("bfloat16", "float16"))
+    fast = "use_fast_accum=True for a target's forward products; gradients promote their accumulators"
+    flag(group, "--fast-accum", fast)
+    flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
+    check = (
+        "native: instead of the comparison with a baseline, train with the device's own products and with emulated "
+        "ones in lockstep, and stop at the first bit of a loss, gradient or weight that differs (exit code 1)"
+    )
+    option(group, "--check", check, choices=("native",))
+    minutes = "with --check: start no step after this many minutes, and write the findings"
+    option(group, "--minutes", minutes, type=float)
+
+
+SWEEP_DEFAULTS = {
+    "schemes": "bf16,e8m5,e8m4,e8m3,e7m7,e6m7,e5m7",
+    "lr": "2e-3,4e-3,8e-3,1.6e-2",
+    "widths": "64",
+    "steps": "200",
+    "seeds": "0..3",
+}
+SWEEP_SIZES = {
+    "layers": ("transformer blocks", 2),
+    "heads": ("attention heads per block", 4),
+    "context": ("bytes the model sees at once", 32),
+    "batch_size": ("windows of text per step", 8),
+}
+
+
+def declare_sweep(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    what = parser.add_argument_group("runs: every combination of these lists, such as 1,2,4 or 0..3")
+    schemes = "recipes and formats; A/B computes forward as A and gradients as B"
+    option(what, "--schemes", schemes, SWEEP_DEFAULTS["schemes"], "LIST")
+    option(what, "--lr", "peak learning rates", SWEEP_DEFAULTS["lr"], "LIST")
+    option(what, "--widths", "widths of the hidden state", SWEEP_DEFAULTS["widths"], "LIST")
+    option(what, "--steps", "optimizer steps", SWEEP_DEFAULTS["steps"], "LIST")
+    option(what, "--seeds", "of weights, batches and stochastic rounding", SWEEP_DEFAULTS["seeds"], "LIST")
+    how = parser.add_argument_group("model and training")
+    option(how, "--model", "gpt, llama, or FILE.py:function that returns a torch.nn.Module", "gpt", "NAME")
+    for name, (text, default) in SWEEP_SIZES.items():
+        option(how, f"--{name.replace('_', '-')}", text, default)
+    option(how, "--clip", "norm at which gradients are clipped; 0: not at all", 1.0)
+    option(how, "--final-rate", "share of the peak learning rate that is left at the end", 0.1)
+    option(how, "--data", "a text file or a folder of them; by default Python's own sources", metavar="PATH")
+    flag(how, "--tasks", "train on sums, copies and brackets instead, and count right answers")
+    option(
+        how,
+        "--failed",
+        "last loss from which a run has failed (default: halfway from bytes' entropy to the best)",
+        type=float,
+    )
+    add_device(how)
+    count(how, "--workers", "processes that share the runs, a CPU thread each (default: one a core)")
+    law = "fit Quartet's scaling law to widths, steps and schemes; this scheme is the baseline, such as bf16"
+    option(how, "--law", law, metavar="SCHEME")
+    output = parser.add_argument_group("output")
+    out = "folder for the runs and pictures; the same command goes on where it was stopped"
+    option(output, "--out", out, "fmtsim-sweep", "DIR")
+    flag(output, "--quiet", "show no progress")
+    add_json(parser)
+
+
+def declare_memory(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments; those that are left out are the defaults of ``training_memory``."""
+    model = parser.add_argument_group("the model (one of the two)")
+    option(model, "--model", "gpt2, llama-8b, ..., or the config.json of a Hugging Face model", metavar="NAME",
+           known=names.models)  # fmt: skip
+    option(model, "--params", "a number of parameters, such as 7e9: no activations, no cache")
+    weights = parser.add_argument_group("weights and optimizer")
+    option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME",
+           known=names.recipes)  # fmt: skip
+    option(weights, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
+    option(weights, "--optimizer", "adamw, lion, ..., AdamW's states as in bnb8, coat, ..., or both: lion:bnb8",
+           metavar="NAME", known=names.optimizers_and_states)  # fmt: skip
+    option(weights, "--weights", "format of the weights (default: bf16, or what the recipe needs)", metavar="FORMAT",
+           known=names.formats)  # fmt: skip
+    option(weights, "--master", "format of the master weights, or none (default: fp32 beside narrower weights)",
+           metavar="FORMAT", known=names.formats)  # fmt: skip
+    option(weights, "--gradients", "format of the gradients (default: the recipe's, fp32 beside fp32 weights, or bf16)",
+           metavar="FORMAT", known=names.formats)  # fmt: skip
+    count(weights, "--lora", "rank of LoRA adapters; only these are trained")
+    option(weights, "--lora-layers", "a regular expression: layers with adapters", metavar="PATTERN")
+    kept = parser.add_argument_group("what is saved for the backward pass")
+    count(kept, "--tokens", "tokens per sequence; without it, activations are not counted")
+    count(kept, "--batch", "sequences on each device (default 1)")
+    option(kept, "--activations", "format of activations that are not quantised (default bf16)", metavar="FORMAT",
+           known=names.formats)  # fmt: skip
+    option(kept, "--loss-format", "format in which the loss is computed from the logits (default fp32)",
+           metavar="FORMAT", known=names.formats)  # fmt: skip
+    option(kept, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
+    option(
+        kept, "--attention", "whether scores are saved (eager) or not (flash, the default)", choices=("flash", "eager")
+    )
+    flag(kept, "--dropout", "count dropout masks")
+    flag(kept, "--quantize-early", "layers save codes that the forward pass made for the backward product")
+    _add_devices(parser.add_argument_group("devices"))
+    _add_serving(parser.add_argument_group("serving instead of training (with --weights and --devices)"))
+    flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
+    add_json(parser)
+
+
+def _add_devices(devices: argparse._ArgumentGroup) -> None:
+    count(devices, "--devices", "number of devices (default 1)")
+    count(devices, "--zero", "ZeRO stage: 1 shards states, 2 gradients too, 3 weights too, as FSDP does (default 0)")
+    count(devices, "--tensor-parallel", "devices over which each layer is sharded")
+    flag(devices, "--sequence-parallel", "shard activations between layers, too")
+
+
+def _add_serving(served: argparse._ArgumentGroup) -> None:
+    flag(served, "--serve", "count weights and the KV cache")
+    count(served, "--context", "cached tokens per request")
+    count(served, "--requests", "concurrent requests (default 1)")
+    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", known=names.formats)
+
+
+def declare_reproduce(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    flag(parser, "--list", "list the claims, and run none")
+    repeated(parser, "--only", "run only this claim (default: all)", known=names.claims, dest="claims")
+    flag(parser, "--quick", "leave out claims that take more than ten seconds")
+    count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
+    count(parser, "--workers", "processes that share slow claims, a CPU thread each (default: one a core)")
+    flag(parser, "--markdown", "print the table in Markdown, with the sources")
+    text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
+    option(parser, "--out", text, metavar="DIR", type=Path)
+    flag(parser, "--quiet", "show no progress")
+    add_json(parser)

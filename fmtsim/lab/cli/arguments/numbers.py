@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of the commands about numbers, formats and matrix products."""
+
+import argparse
+
+from fmtsim.formats.scaling import SCALE_RULES
+from fmtsim.lab.cli import names
+from fmtsim.lab.cli.options import (
+    add_device,
+    add_json,
+    add_layers,
+    add_rounding,
+    add_target,
+    count,
+    flag,
+    option,
+    repeated,
+)
+
+KINDS = ("float", "int", "codebook", "log", "block", "log_tile")
+
+
+def declare_formats(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "pattern", nargs="?", default="*", help="names or aliases to list, such as 'mx*' (default: all)"
+    )
+    option(parser, "--kind", "list one kind of format", choices=KINDS)
+    add_json(parser)
+
+
+ALL_BITS = 16  # with --all
+
+
+def declare_table(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    option(parser, "format", "name of a format; a block format shows its element", metavar=None, known=names.formats)
+    flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, instead of its landmarks only")
+    repeated(parser, "--code", "show only this code (17, 0x11 or 0b10001)", "N")
+    count(parser, "--columns", "codes side by side (default 4, fewer in a narrow terminal)")
+    add_json(parser)
+
+
+def declare_cast(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
+    )
+    repeated(parser, "--to", "the element format", "FORMAT", names.formats, required=True, dest="formats",
+             default=None)  # fmt: skip
+    add_rounding(parser)
+    add_json(parser)
+
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def declare_explain(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "numbers",
+        nargs="+",
+        metavar="NUMBER",
+        help="one number, or the consecutive numbers of a block; - reads them from standard input",
+    )
+    option(parser, "--format", "any format; blocks are consecutive numbers", metavar=None, known=names.formats,
+           required=True)  # fmt: skip
+    option(parser, "--dtype", "dtype in which the numbers are stored before the cast", "float64", choices=DTYPES)
+    count(parser, "--block-size", "numbers that share a scale")
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", known=names.scale_rules)
+    add_rounding(parser)
+    add_json(parser)
+
+
+DATA = ("normal", "uniform", "wide", "cancel")
+OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
+SLOW_EVERY = 128
+
+
+def declare_mm(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    for name in ("m", "n", "k"):
+        parser.add_argument(name, type=int, metavar=name.upper(), help=f"{name.upper()} of [M, K] x [K, N]")
+    how = parser.add_argument_group("simulated arithmetic (one of these)")
+    add_target(how)
+    option(how, "--accumulate", "fp32, fp16 or fp64, if the target or unit has several", metavar="FORMAT")
+    flag(how, "--slow", f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")
+    where = parser.add_argument_group("where")
+    add_device(where)
+    flag(where, "--emulate", "emulate even if the device is the target")
+    check = "native: run the device's own unit and its emulation, and compare the bits; exit code 1 if they differ"
+    option(where, "--check", check, choices=("native",))
+    what = parser.add_argument_group("operands")
+    option(what, "--dtype", "format of both operands", "e4m3", "FORMAT", names.formats)
+    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT", known=names.formats)
+    data = "N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel"
+    option(what, "--data", data, "normal", choices=DATA)
+    option(what, "--seed", "of the data, and of stochastic rounding", 0)
+    result = parser.add_argument_group("result")
+    option(result, "--out-dtype", "dtype of the result (default float32)", choices=OUT_DTYPES)
+    option(result, "--out", "save the result as .npy or .safetensors", metavar="FILE")
+    add_json(parser)
+
+
+def declare_invariance(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    what = parser.add_argument_group("which products (default: the layers of gpt2)")
+    add_layers(what, "bf16")
+    option(what, "--sizes", "rows of the layers' input: a list (1,77,512) or a range (1..512)", "1..512", "LIST")
+    flag(what, "--no-gradients", "forward products only")
+    named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
+    option(parser, "--target", named, metavar="NAME", known=names.targets)
+    option(parser, "--plot", "save a picture of the sizes with equal results as PNG", metavar="FILE")
+    add_json(parser)

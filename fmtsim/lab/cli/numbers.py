@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of ``fmtsim formats``, ``table``, ``cast`` and ``explain``: number formats, and how numbers get their bits."""
+
+import argparse
+import fnmatch
+import math
+from typing import TYPE_CHECKING, Any
+
+import fmtsim
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.display import bit_fields, code_text, count_of, format_facts, text_table
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.scaling import block_text
+from fmtsim.formats.serialization import format_to_dict
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.lab.cli.arguments.numbers import ALL_BITS
+from fmtsim.lab.cli.options import parse_int, parse_numbers
+from fmtsim.lab.cli.output import answer, format_table, print_text
+from fmtsim.rounding.modes import MODES, Mode, get_rounding
+from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError, FormatError
+from fmtsim.support.table import aligned, number_text
+
+if TYPE_CHECKING:
+    from fmtsim.lab.explain.records import Element
+
+
+def run_formats(arguments: argparse.Namespace) -> int:
+    """Print one line a format, or their records as JSON."""
+    formats = [get_format(name) for name in list_formats(arguments.kind)]
+    formats = [fmt for fmt in formats if _matches(fmt, arguments.pattern)]
+    if not formats:
+        formats = [_unlisted(arguments.pattern, arguments.kind)]
+    header = ("name", "kind", "bits", "max", "min normal", "smallest > 0", "special values and layout", "aliases")
+    rows = map(_format_row, formats)
+    answer(arguments, list(map(_format_record, formats)), lambda: format_table(header, rows, left=(0, 1, 6, 7)))
+    return 0
+
+
+def _matches(fmt: Format, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name.lower(), pattern.lower()) for name in (fmt.name, *fmt.aliases))
+
+
+def _unlisted(pattern: str, kind: str | None) -> Format:
+    """Return the format that a name such as e3m3 spells out; a pattern or another kind is an error."""
+    if not set(pattern) & set("*?["):
+        found = get_format(pattern)
+        if kind in (None, kind_of(found)):
+            return found
+    of_kind = f" of kind {kind}" if kind else ""
+    raise ArgumentError(f"no format{of_kind} matches {pattern!r}; fmtsim formats without a pattern lists all")
+
+
+def kind_of(fmt: Format) -> str:
+    """Return the kind of a format as ``--kind`` names it."""
+    return str(format_to_dict(fmt)["kind"])
+
+
+def _format_record(fmt: Format) -> dict[str, Any]:
+    record = format_to_dict(fmt)
+    record["bits"] = fmt.bits
+    record["default_overflow"] = fmt.default_overflow
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        record["bits_per_element"] = fmt.bits_per_element
+    else:
+        record["max"], record["min"] = fmt.max, fmt.min
+    if isinstance(fmt, FloatFormat):
+        record |= {"min_normal": fmt.min_normal, "min_subnormal": fmt.min_subnormal, "exponent_bias": fmt.exponent_bias}
+    return record
+
+
+def _format_row(fmt: Format) -> tuple[str, ...]:
+    shown = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    largest = "-" if isinstance(shown, LogTileFormat) else _short(shown.max)
+    normal, smallest = "-", "-"
+    if isinstance(shown, FloatFormat):
+        normal, smallest = _short(shown.min_normal), _short(shown.min_subnormal)
+    elif isinstance(shown, IntFormat):
+        smallest = _short(shown.eps / 2 if shown.half_offset else shown.eps)
+    bits = fmt.bits_per_element if isinstance(fmt, BlockFormat | LogTileFormat) else fmt.bits
+    return (fmt.name, kind_of(fmt), f"{bits:g}", largest, normal, smallest, layout(fmt), ", ".join(fmt.aliases))
+
+
+def _short(value: float) -> str:
+    exact = number_text(value)
+    return exact if len(exact) <= 10 else f"{value:.4g}"
+
+
+def layout(fmt: Format) -> str:
+    """Return a few words on what a format's name does not say: special values, or the block and its scale."""
+    if isinstance(fmt, FloatFormat):
+        nan = {"ieee": "NaN", "top": "one NaN", "negative_zero": "NaN at -0", "none": ""}[fmt.nan]
+        words = ["" if fmt.signed else "unsigned", "Inf" if fmt.infinities else "", nan]
+        words += ["" if fmt.has_zero else "no zero", "" if fmt.has_subnormals or not fmt.has_zero else "no subnormals"]
+        return ", ".join(filter(None, words)) or "finite"
+    if isinstance(fmt, BlockFormat):
+        extra = (" x fp32 tensor scale" if fmt.tensor_scale else "") + (", zero point" if fmt.zero_point else "")
+        return f"{fmt.element.name} in {block_text(fmt.block)}, scale {fmt.scale.name} by {fmt.scale_rule}{extra}"
+    if isinstance(fmt, LogTileFormat):
+        return f"tile {block_text(fmt.block)}"
+    if isinstance(fmt, IntFormat):
+        return f"from {fmt.min:g}, step {fmt.eps:g}"
+    return f"from {fmt.min:g}"
+
+
+SHORT_BITS = 8  # up to here every code is printed
+
+
+def run_table(arguments: argparse.Namespace) -> int:
+    """Print the facts of a format and its codes: all of them, or the landmarks of a wide format."""
+    fmt = get_format(arguments.format)
+    if isinstance(fmt, LogTileFormat):
+        raise FormatError(
+            f"{fmt.name} has no table of codes: its values depend on the range of each tile; "
+            f"try fmtsim explain 1 2 3 --format {fmt.name}"
+        )
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    codes = [_check(parse_int(text), element) for text in arguments.code]
+    every = not codes and element.bits <= (ALL_BITS if arguments.all else SHORT_BITS)
+    if arguments.all and element.bits > ALL_BITS:
+        raise FormatError(f"{element.name} has 2**{element.bits} codes; --all stops at {ALL_BITS} bits, leave it out")
+    if every and not arguments.json:
+        print_text(lambda: text_table(fmt, arguments.columns))
+        return 0
+    shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(
+        element
+    )
+    record = {"facts": dict(format_facts(fmt)), "codes": [_code_record(c, n, element) for c, n in shown.items()]}
+    answer(arguments, record, lambda: _table_text(record, element, whole=not codes))
+    return 0
+
+
+def _table_text(record: dict[str, Any], element: ElementFormat, *, whole: bool) -> str:
+    rows = [(code["hex"], code["bits"], number_text(code["value"]), code["is"]) for code in record["codes"]]
+    table = format_table(("code", "bits", "value", "what it is"), rows, left=(0, 1, 3))
+    parts = [*aligned(list(record["facts"].items())), "", table]
+    if whole and element.bits <= ALL_BITS:
+        parts.append(f"\n{count_of(element)} codes in all; --all prints each of them.")
+    return "\n".join(parts)
+
+
+def landmarks(fmt: ElementFormat) -> dict[int, str]:
+    """Return the codes of a wide format that say most about it, in the order of codes."""
+    if isinstance(fmt, FloatFormat):
+        one = fmt.exponent_bias << fmt.mantissa_bits
+        first_normal = (1 << fmt.mantissa_bits) if fmt.has_zero else 0
+        subnormals = {1: "", first_normal - 1: ""} if fmt.has_subnormals and fmt.mantissa_bits else {}
+        candidates = [0, *subnormals, first_normal, one, one + 1, fmt.max_code, fmt.inf_code, fmt.nan_code]
+        found = {code for code in candidates if code is not None}
+        if fmt.has_negative_zero:
+            found |= {fmt.sign_mask, fmt.sign_mask | fmt.max_code}
+    elif isinstance(fmt, IntFormat):
+        lowest = fmt.min_code % (1 << fmt.bits)
+        found = {0, 1, fmt.max_code, lowest, (1 << fmt.bits) - 1}
+    elif isinstance(fmt, LogFormat):
+        found = {0, 1, fmt.gamma, fmt.max_code, fmt.max_code + 1, 2 * fmt.max_code + 1}
+    else:
+        found = {0, 1, count_of(fmt) // 2, count_of(fmt) - 2, count_of(fmt) - 1}
+    return {code: name_of(code, fmt) for code in sorted(found) if code < count_of(fmt)}
+
+
+def name_of(code: int, fmt: ElementFormat) -> str:
+    """Return what a code is: zero, subnormal, largest, infinity, NaN, and so on."""
+    value = fmt.value(code)
+    if math.isnan(value):
+        return "NaN" if not isinstance(fmt, FloatFormat) or code == fmt.nan_code else "NaN, never the result of a cast"
+    if math.isinf(value):
+        return "infinity"
+    if value == 0:
+        return "zero" if math.copysign(1, value) > 0 else "negative zero"
+    names = {fmt.max: "largest", fmt.min: "lowest", 1.0: "one"}
+    if isinstance(fmt, IntFormat) and value < fmt.min:
+        return "decodes, never the result of a cast"
+    if isinstance(fmt, FloatFormat):
+        names |= {fmt.min_normal: "smallest normal", 1.0 + fmt.eps: "next after one"}
+        names |= {fmt.min_subnormal: "smallest subnormal"} if fmt.has_subnormals and fmt.mantissa_bits else {}
+        if value not in names and abs(value) < fmt.min_normal:
+            largest = fmt.min_normal - fmt.min_subnormal
+            return "largest subnormal" if value == largest else "subnormal"
+    return names.get(value, "")
+
+
+def _check(code: int, fmt: ElementFormat) -> int:
+    if not 0 <= code < count_of(fmt):
+        last = count_of(fmt) - 1
+        raise CodeError(f"code {code} is outside {fmt.name}; choose 0 to {last} (0x{last:X})")
+    return code
+
+
+def _code_record(code: int, name: str, fmt: ElementFormat) -> dict[str, Any]:
+    return {
+        "code": code,
+        "hex": code_text(code, fmt),
+        "bits": bit_fields(code, fmt),
+        "value": fmt.value(code),
+        "is": name,
+    }
+
+
+def run_cast(arguments: argparse.Namespace) -> int:
+    """Print one line for each number, format and rounding; ``--rounding all`` shows every mode."""
+    numbers = parse_numbers(arguments.numbers)
+    formats = [_element(name) for name in arguments.formats]
+    modes = MODES if arguments.rounding == "all" else (get_rounding(arguments.rounding).mode,)
+    results = [
+        result
+        for fmt in formats
+        for mode in modes
+        for result in cast(numbers, fmt, mode, arguments.overflow, arguments.random_bits, arguments.seed)
+    ]
+    # By number first: the formats and roundings of one number are what one compares.
+    count = len(numbers)
+    ordered = [results[start] for index in range(count) for start in range(index, len(results), count)]
+    answer(arguments, results, lambda: format_table(_CAST_HEADER, map(_cast_row, ordered), left=(1, 2, 4, 5)))
+    return 0
+
+
+_CAST_HEADER = ("input", "format", "rounding", "value", "code", "bits", "error", "relative", "below", "above")
+
+
+def cast(
+    numbers: list[float], fmt: ElementFormat, rounding: Mode, overflow: Overflow | None, random_bits: int | None,
+    seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Round numbers and return a record for each; the oracle says why, and the engine is compared with it."""
+    bits = random_bits if rounding == "stochastic" else None
+    found = fmtsim.explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
+    if not found.engine_agrees:
+        raise FmtsimError(f"the engine gives other codes of {fmt.name} than the oracle: a defect; try fmtsim verify")
+    return [_cast_record(element, fmt, rounding) for element in found.elements]
+
+
+def _cast_record(element: "Element", fmt: ElementFormat, rounding: Mode) -> dict[str, Any]:
+    return {
+        **{name: getattr(element, name) for name in ("input", "value", "code", "hex", "bits", "error")},
+        **{name: getattr(element.decision, name) for name in ("below", "above")},
+        "format": fmt.name, "rounding": rounding, "relative_error": element.relative_error,
+    }  # fmt: skip
+
+
+def _cast_row(record: dict[str, Any]) -> tuple[str, ...]:
+    error, relative = record["error"], record["relative_error"]
+    return (
+        number_text(record["input"]),
+        record["format"],
+        record["rounding"],
+        number_text(record["value"]),
+        record["hex"],
+        record["bits"],
+        "-" if error is None else f"{float(error):+.4g}" if error else "0",
+        "-" if relative is None else f"{relative:+.3%}" if relative else "0",
+        number_text(record["below"]),
+        number_text(record["above"]),
+    )
+
+
+def _element(name: str) -> ElementFormat:
+    fmt = get_format(name)
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        raise FormatError(
+            f"{fmt.name} scales whole blocks, so a number alone has no cast; "
+            f"try fmtsim explain NUMBER --format {fmt.name}"
+            + (f", or the element: --to {fmt.element.name}" if isinstance(fmt, BlockFormat) else "")
+        )
+    return fmt
+
+
+_EXPLAIN_OPTIONS = ("rounding", "overflow", "random_bits", "block_size", "scale_rule")
+DEFECT = 1
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Print the explanation; exit with 1 where the engine disagrees with the oracle."""
+    import torch
+
+    numbers = parse_numbers(arguments.numbers)
+    options = {name: getattr(arguments, name) for name in _EXPLAIN_OPTIONS}
+    x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
+    explanation = fmtsim.explain(x, arguments.format, generator=arguments.seed, **options)
+    answer(arguments, explanation.to_dict(), lambda: str(explanation))
+    return 0 if explanation.engine_agrees else DEFECT

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of ``fmtsim trace``, ``bisect``, ``compare`` and ``verify``."""
+
+import argparse
+import os
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import fmtsim
+from fmtsim.lab.analysis.bisect import bisect
+from fmtsim.lab.analysis.tracing import trace
+from fmtsim.lab.cli.arguments.results import SUFFIXES
+from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given
+from fmtsim.lab.cli.options import check_positive, target_given
+from fmtsim.lab.cli.output import MISMATCH, answer, format_table, origin, versions_of, write_json
+from fmtsim.lab.training.own_code import told
+from fmtsim.lab.verify import Outcome, workers
+from fmtsim.lab.verify.device import described, device_of
+from fmtsim.lab.verify.gemm import Replay, merged
+from fmtsim.lab.verify.outcome import engines
+from fmtsim.nn import convert
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
+from fmtsim.support.files import check_file, check_folder
+from fmtsim.support.progress import make_progress
+
+if TYPE_CHECKING:
+    from fmtsim import Comparison
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Trace and print what was recorded."""
+    formats, out = formats_given(arguments), file_given(arguments, "out", ".safetensors")
+    if target_given(arguments) and not formats:
+        raise ArgumentError(f"--{target_given(arguments)[0]} needs --recipe or --format, which convert the model")
+    loaded = load_model(arguments, count=1, random_text=True)
+    model, (batch, loss) = loaded.model, loaded.samples[0]
+    if formats:
+        convert(model, generator=arguments.seed, **formats, **machine_given(arguments))
+    with told(arguments.model):
+        found = trace(model, batch, loss, tensors=_tensors(arguments.tensors), level=arguments.level)
+    if out is not None:
+        found.save(out)
+    answer(arguments, found.to_dict(), lambda: str(found) if out is None else f"{found.summary}; wrote {out}")
+    return 0
+
+
+def _tensors(text: str | None) -> bool | list[int | str]:
+    if text is None or text == "all":
+        return text is not None
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    return [int(word) if word.isascii() and word.isdecimal() else word for word in words]
+
+
+def run_bisect(arguments: argparse.Namespace) -> int:
+    """Bisect and print; 0 where all bits agree, 1 where some do not."""
+    texts = arguments.a, arguments.b
+    models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
+    runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
+    try:
+        found = bisect(*runs)
+    except FmtsimError:
+        raise
+    except Exception as error:
+        if not any(models) or isinstance(error, MemoryError):
+            raise
+        raise ArgumentError(f"{' against '.join(texts)}: {type(error).__name__}: {error}") from error
+    answer(arguments, found.to_dict(), lambda: str(found))
+    return 0 if found.equal else MISMATCH
+
+
+def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:
+    loaded = load_model(arguments, model=name, count=1, random_text=True)
+    return loaded.model, *loaded.samples[0]
+
+
+ALONE = "array"  # the name of what a .npy file holds
+
+Tensors = Mapping[str, Callable[[], Any]]
+"""Tensors of a file by name, read when called."""
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Compare and print; 0 where all bits agree, 1 where some do not or a tensor is missing."""
+    if arguments.plot:
+        check_file("--plot", Path(arguments.plot))
+    actual, expected = load_tensors(arguments.actual), load_tensors(arguments.expected)
+    if len(actual) == len(expected) == 1:  # two tensors, whatever they are called
+        (name,) = expected
+        actual = {name: next(iter(actual.values()))}
+    found: dict[str, Comparison] = {}
+    errors: dict[str, str] = {}
+    for name in dict.fromkeys((*expected, *actual)):
+        if name not in actual or name not in expected:
+            errors[name] = f"only in {arguments.expected if name in expected else arguments.actual}"
+            continue
+        try:
+            found[name] = fmtsim.compare(actual[name](), expected[name]())
+        except DataError:
+            raise
+        except FmtsimError as error:
+            if len(expected) == 1:
+                raise
+            errors[name] = str(error)
+    equal = not errors and all(c.equal for c in found.values())
+    record = {"equal": equal, "errors": errors, "tensors": {name: c.to_dict() for name, c in found.items()}}
+    answer(arguments, record, lambda: _compare_text(found, errors))
+    if arguments.plot:
+        from fmtsim.lab.analysis.comparison import plot_ulps
+
+        plot_ulps(found, arguments.plot)
+    return 0 if equal else MISMATCH
+
+
+def load_tensors(text: str) -> Tensors:
+    """Return the tensors of a file, or the one that ``FILE:NAME`` names; each is read when it is asked for.
+
+    Raises:
+        ArgumentError: there is no such file or tensor, or its suffix is not known.
+        DataError: the file cannot be read.
+    """
+    path, name = Path(text), ""
+    if not path.exists() and ":" in text:
+        before, _, name = text.rpartition(":")
+        path = Path(before)
+    if not path.is_file():
+        raise ArgumentError(f"{text}: no such file; pass a {', '.join(SUFFIXES)} file, or FILE:NAME for one tensor")
+    tensors = _open(path)
+    if not name:
+        return tensors
+    if name not in tensors:
+        raise ArgumentError(f"{path} has no tensor {name!r}; it has {', '.join(tensors) or 'none'}")
+    return {name: tensors[name]}
+
+
+def _open(path: Path) -> Tensors:
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path)
+    import numpy
+
+    if path.suffix not in SUFFIXES:
+        raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
+
+    def reader(name: str) -> Callable[[], Any]:
+        return lambda: _reading(path, lambda: content if name == ALONE and path.suffix == ".npy" else content[name])
+
+    if path.suffix == ".npz":  # numpy leaves a file open that is not an archive
+        _reading(path, lambda: zipfile.ZipFile(path).close())
+    # Pages of a .npy file are read as they are compared; "c" because torch wants memory it may write to.
+    content = _reading(path, lambda: numpy.load(path, mmap_mode="c", allow_pickle=False))
+    return {name: reader(name) for name in ([ALONE] if path.suffix == ".npy" else content.files)}
+
+
+def _open_safetensors(path: Path) -> Tensors:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise DataError(f"{path} needs safetensors, which is not installed; pip install 'fmtsim[train]'") from None
+
+    def read(name: str) -> Any:
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        except Exception as error:  # whatever the library makes of a file that is none, or torch of a dtype it lacks
+            raise DataError(f"cannot read {name} of {path}: {error}") from error
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+    except Exception as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    return {name: lambda name=name: read(name) for name in names}  # type: ignore[misc]
+
+
+def _reading(path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception as error:  # whatever numpy makes of a file that is none
+        raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def _compare_text(found: Mapping[str, "Comparison"], errors: Mapping[str, str]) -> str:
+    if len(found) == 1 and not errors:
+        return str(next(iter(found.values())))
+    rows = [_compare_row(name, c) for name, c in found.items()]
+    header = ("tensor", "dtype", "elements", "different", "max ulp", "median", "max relative")
+    parts = [format_table(header, rows, left=(0, 1))] if rows else []
+    parts += [f"{name}: {message}" for name, message in errors.items()]
+    parts += [f"{name}: first difference {c.first}" for name, c in found.items() if not c.equal]
+    if not errors and all(c.equal for c in found.values()):
+        parts.append("all bits agree")
+    return "\n".join(parts)
+
+
+def _compare_row(name: str, c: "Comparison") -> tuple[str, ...]:
+    ulps = ("-", "-") if c.max_ulp is None else (f"{c.max_ulp:,}", f"{c.median_ulp:,}")
+    return (name, c.dtype, f"{c.count:,}", f"{c.mismatches:,}", *ulps, f"{c.max_relative:.3g}")
+
+
+PACKAGES = ("fmtsim", "torch", "numpy", "numba", "cuda-core", "cuda-bindings")
+SHOWN = 20
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Run the checks; 0 where all bits agree, 1 where one does not."""
+    parts = _parts(arguments)
+    _check_verify(arguments, parts)
+    if arguments.record is not None:
+        check_folder(arguments.record.parent, "--record")
+
+    device = device_of(arguments.device) if arguments.device else None
+    number = workers.default_workers(device) if arguments.workers is None else arguments.workers
+    if device is not None and not arguments.json:
+        print(f"{described(device)}\n")
+    names = tuple(arguments.formats) if arguments.formats else None
+    job = workers.Job(
+        parts, device, names, arguments.exhaustive, tuple(arguments.vectors), arguments.limit, arguments.plant_error
+    )
+    start = time.perf_counter()
+    tasks = job.tasks()
+    with make_progress(None, transient=True) as progress:
+        progress.stage("checks", sum(map(len, tasks.values())))
+        found = workers.run(job, tasks, number, lambda name, done: progress.step(done, name))
+    found |= {"gemm": merged(found["gemm"])} if "gemm" in found else {}
+    seconds = time.perf_counter() - start
+    reports = {part: _REPORTS[part](found[part], device) for part in parts}
+    record = {"device": described(device), **reports} if device is not None else reports[parts[0]]
+    answer(arguments, record, lambda: _verify_text(arguments, found, reports, number, seconds))
+    if arguments.record is not None:
+        about = {**origin(), "versions": versions_of(PACKAGES), "workers": number, "wall_seconds": seconds}
+        write_json(arguments.record, about | record)
+    return MISMATCH if any(report["mismatches"] for report in reports.values()) else 0
+
+
+def _verify_text(
+    arguments: argparse.Namespace, found: dict[str, list[Any]], reports: dict[str, Any], workers: int, seconds: float
+) -> str:
+    """Return the table of each part, and one of all parts where there are several."""
+    parts = []
+    if "casts" in found:
+        parts.append(_casts_text(found["casts"], reports["casts"], arguments.exhaustive))
+    if "gemm" in found:
+        parts.append(_gemm_text(found["gemm"], reports["gemm"]["seconds"]))
+    if len(reports) > 1:
+        ending = f"{seconds:.0f} s with {workers} process{'es' if workers > 1 else ''}"
+        parts += [_total(reports), f"{ending}; {_verdict(any(report['mismatches'] for report in reports.values()))}"]
+    return "\n\n".join(parts)
+
+
+def _verdict(failed: object) -> str:
+    return "MISMATCHES" if failed else "all bits agree"
+
+
+def _total(reports: dict[str, Any]) -> str:
+    """Return a table with a line for each part and one for all."""
+    names = {"casts": ("outcomes", "cases"), "gemm": ("sets", "outputs")}
+    rows = []
+    for part, report in reports.items():
+        checks, results = (report[name] for name in names[part])
+        rows.append((part, len(checks), results, report["mismatches"], report["seconds"]))
+    rows.append(("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))))  # type: ignore[arg-type]
+    lines = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in rows]
+    return format_table(("part", "checks", "results compared", "mismatches", "seconds of work"), lines)
+
+
+def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return which halves of the command run."""
+    if arguments.what is not None:
+        return (arguments.what,)
+    if not arguments.device or arguments.formats or arguments.exhaustive:
+        return ("casts",)
+    return ("casts", "gemm")
+
+
+def _check_verify(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
+    """Refuse arguments of a half that does not run, and gemm with nothing to compare."""
+    check_positive(arguments, "workers")
+    names = {"gemm": ("formats", "exhaustive"), "casts": ("vectors", "limit")}
+    for name in (name for part in parts if len(parts) == 1 for name in names[part]):
+        if getattr(arguments, name):
+            option = "--format" if name == "formats" else f"--{name}"
+            raise ArgumentError(f"{option} has no meaning for fmtsim verify {parts[0]}; leave it out")
+    if "gemm" in parts and not arguments.vectors and not arguments.device:
+        raise ArgumentError("fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda")
+
+
+def _report_casts(outcomes: list[Outcome], device: torch.device | None) -> dict[str, Any]:
+    return {
+        "engines": list(engines(device)),
+        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in ("seconds", "cases", "mismatches")},
+        "outcomes": [outcome.to_dict() for outcome in outcomes],
+    }  # fmt: skip
+
+
+def _report_gemm(found: list[Replay], device: torch.device | None) -> dict[str, Any]:
+    names = ("seconds", "outputs", "mismatches")
+    totals = {name: sum(getattr(replay, name) for replay in found) for name in names}
+    return {**totals, "sets": [replay.to_dict() for replay in found]}
+
+
+_REPORTS: dict[str, Callable[..., dict[str, Any]]] = {"casts": _report_casts, "gemm": _report_gemm}
+
+
+def _casts_text(outcomes: list[Outcome], report: dict[str, Any], exhaustive: bool) -> str:
+    failed = [outcome for outcome in outcomes if outcome.mismatches]
+    parts = [_summary(outcomes, exhaustive)]
+    parts += [
+        f"{each.check} {each.format}: {each.mismatches:,} of {each.cases:,} differ; {each.first}"
+        for each in failed[:SHOWN]
+    ]
+    if len(failed) > SHOWN:
+        parts.append(f"... and {len(failed) - SHOWN} more formats; --json has all of them")
+    parts.append(f"engines: {', '.join(report['engines'])}; {report['seconds']:.0f} s; {_verdict(failed)}")
+    return "\n\n".join(parts)
+
+
+def _gemm_text(found: list[Replay], seconds: float) -> str:
+    failed = [replay for replay in found if replay.mismatches]
+    parts = [_gemm_table(found)]
+    for replay in failed[:SHOWN]:
+        number = f"{replay.mismatches:,} of {replay.outputs:,} differ; " if replay.outputs else ""
+        guesses = (
+            f" ({replay.in_guesses:,} of these where the accumulation order is a guess)" if replay.in_guesses else ""
+        )
+        parts.append(f"{replay.set}: {number}{replay.first}{guesses}")
+    outputs = sum(replay.outputs for replay in found)
+    parts.append(f"{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {_verdict(failed)}")
+    return "\n\n".join(parts)
+
+
+def _gemm_table(found: list[Replay]) -> str:
+    rows = []
+    for replay in found:
+        cases = f"{replay.cases:,}" + (f" of {replay.cases + replay.skipped:,}" if replay.skipped else "")
+        plan = ", ".join(f"{count} {basis}" for basis, count in replay.plans) or "-"
+        rows.append(
+            (replay.set, replay.machine, cases, f"{replay.outputs:,}", f"{replay.mismatches:,}", plan,
+             f"{replay.seconds:.1f}")
+        )  # fmt: skip
+    return format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1, 5))
+
+
+def _summary(outcomes: list[Outcome], each: bool) -> str:
+    """Return a table with a line for each check, or for each check and format."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for outcome in outcomes:
+        key = (outcome.check, outcome.format) if each else (outcome.check,)
+        row = rows.setdefault(key, [0, 0, 0])
+        for place, number in enumerate((1, outcome.cases, outcome.mismatches)):
+            row[place] += number
+    header = ("check", "format", "cases", "mismatches") if each else ("check", "formats", "cases", "mismatches")
+    lines = [
+        (*key, *(() if each else (str(count),)), f"{cases:,}", f"{mismatches:,}")
+        for key, (count, cases, mismatches) in rows.items()
+    ]
+    return format_table(header, lines, left=(0, 1) if each else (0,))
