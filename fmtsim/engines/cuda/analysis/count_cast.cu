@@ -104,7 +104,7 @@ DEVICE void find_scales(
   }
   __syncthreads();
   for (u32 i = threadIdx.x; i < blocks; i += THREADS) {
-    float scale = scale_of({0.0, (double)as_float(s.amax[i]), false}, c.scale, tensor).scale;
+    float scale = scale_of({0.0, (double)as_float(s.amax[i]), false}, c.scale, tensor).stored;
     scale = __double2float_rn(__dmul_rn((double)scale, (double)tensor.decode));
     s.factor[i] = SCALED == 1 ? __fdiv_rn(1.0f, scale) : scale;  // from 2^-127 to 2^127
     if (scale > as_float(0x5F000000u)) s.slow = 1;               // 2^63
@@ -199,7 +199,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
     const void* x, const void* q, double* out, Counters* counters, double* sums, const u32* tensor, u64 rows,
     u64 columns, u32 across, u32 block_rows, u32 block_columns, float low, float high
 #if SCALED
-    , const Cast c
+    , const __grid_constant__ Cast c
 #endif
 ) {
   __shared__ Shared s;
@@ -212,7 +212,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
 #if SCALED
   u32 wide = across * 8 / block_columns, blocks = high_tile / block_rows * wide;
   TensorScale whole = {1.0f, 1.0f};
-  if (c.scale.two_level) whole = tensor_scale_of(as_float(tensor[0]), c.scale);
+  if (c.scale.two_level) whole = te_tensor(as_float(tensor[0]), c.scale);
 #endif
   Found f = {};
   for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

@@ -75,16 +75,16 @@ KERNEL block_extremes(const void* x, BlockWords* blocks, u64 total, const __grid
 KERNEL cast(
     const void* x, void* out, float* scales, i32* offsets, float* tensor_scale, const BlockWords* blocks,
     const BlockWords* tensor, u64 total, const __grid_constant__ BlockLayout t, const __grid_constant__ Cast c) {
-  const ScaleParameters& s = c.scale;
+  const FormatRule& s = c.scale;
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (thread >= total) return;
   Place p = {(i64)thread, (i64)thread, thread, 0, false};
   TensorScale whole = {1.0f, 1.0f};
-  BlockScale scale = {1.0f, 1.0f, 0, 0};
+  Scale scale = {1.0f, 1.0f, 1.0f, 0};
   bool invalid = false;
   if (s.two_level) {
     u64 top = larger(tensor->negative, tensor->positive);
-    whole = tensor_scale_of(__longlong_as_double((i64)top), s);
+    whole = te_tensor(__longlong_as_double((i64)top), s);
     if (thread == 0 && tensor_scale != nullptr) *tensor_scale = whole.decode;
   }
   if (blocks != nullptr) {
@@ -106,8 +106,8 @@ KERNEL cast(
   if (t.output == 6) ((u32*)out)[p.out] = (u32)y.code;
   if (t.output == 7) ((u64*)out)[p.out] = y.code;
   if (p.opens && scales != nullptr) {
-    scales[p.block] = invalid ? __int_as_float(0x7FC00000) : scale.scale;
-    if (offsets != nullptr) offsets[p.block] = scale.zero;
+    scales[p.block] = invalid ? __int_as_float(0x7FC00000) : scale.stored;
+    if (offsets != nullptr) offsets[p.block] = scale.number;
   }
 }
 

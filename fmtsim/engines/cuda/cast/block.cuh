@@ -17,26 +17,19 @@ struct BlockAmax {
 };
 
 // That of a block whose elements are Count vectors in each of Lanes neighbouring lanes. All lanes of a warp look together.
-template <bool Finite, int Lanes, int Count, int Size>
-DEVICE u32 amax_of_lanes(const Packed<Size, INPUT_BITS>* in) {
-  u32 top = 0;
-#pragma unroll
-  for (int v = 0; v < Count; ++v) top = raw_larger(top, raw_amax<Size, Finite>(in[v]));
-#pragma unroll
-  for (int flip = 1; flip < Lanes; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
-  return amax_of_raw(top);
-}
-
-template <int Lanes, int Count, int Size>
-DEVICE BlockAmax find_amax(const Packed<Size, INPUT_BITS>* in) {
-  u32 amax = amax_of_lanes<false, Lanes, Count, Size>(in);
+template <int Lanes, int Count, class Vector>
+DEVICE BlockAmax find_amax(const Vector* in) {
+  u32 amax = amax_of_raw(raw_amax_of_lanes<Lanes>(raw_amax<false, Count>(in)));
   BlockAmax found = {amax, amax >= FLOAT_EXPONENT, amax > FLOAT_EXPONENT};
   if (__any_sync(~0u, found.nonfinite)) {  // look again, at finite elements alone
-    amax = amax_of_lanes<true, Lanes, Count, Size>(in);
+    amax = amax_of_raw(raw_amax_of_lanes<Lanes>(raw_amax<true, Count>(in)));
     if (found.nonfinite) found.amax = amax;
   }
   return found;
 }
+
+// The magic number of a binade whose last place has `mantissa` bits above it.
+DEVICE float magic_of(u32 binade, u32 mantissa) { return as_float(binade + ((23u - mantissa) << 23)); }
 
 // A block as its elements see it: the grid of magnitudes under its scale, and what turns a rounded x into a value.
 struct FastBlock {
@@ -53,34 +46,30 @@ DEVICE float fast_scale_rounded(float value) {
   return value;
 #else
   value = fminf(value, as_float(SCALE_LIMIT));
-  float magic = as_float(max(as_bits(value) & FLOAT_EXPONENT, SCALE_LOWEST) + ((23u - SCALE_MANTISSA) << 23));
+  float magic = magic_of(max(as_bits(value) & FLOAT_EXPONENT, SCALE_LOWEST), SCALE_MANTISSA);
   return __fsub_rn(__fadd_rn(value, magic), magic);
 #endif
 }
 
-// tensor: encode holds S_enc / m here.
 DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {
-  BlockScale s = real_scale(
-      as_float(min(amax, 0x7F7FFFFFu)), TWO_LEVEL, tensor.encode, tensor.decode, ARITHMETIC, as_float(ELEMENT_MAX),
-      SCALE_PLAIN, [](float x) { return fast_scale_rounded(x); });
+  const Rule r = rule_of_format(as_float(ELEMENT_MAX), ARITHMETIC == 2, ARITHMETIC == 0, SCALE_PLAIN);
+  float a = as_float(min(amax, as_bits(FLOAT_MAX)));
+  auto store = [](float x) { return fast_scale_rounded(x); };
+  Scale s = TWO_LEVEL ? te_level(a, tensor, store) : one_level(a, r, store);
   bool refused = amax >= FLOAT_EXPONENT;
-  return {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, s.factor, s.scale, s.scale, refused};
+  return {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, s.factor, s.stored, s.stored, refused};
 }
 #else
-DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {
+DEVICE FastBlock fast_block(u32 amax, TensorScale) {
+  // 1. the amax, or what it becomes, whose exponent counts: rceil divides, even adds half a last place of the element
   u32 seen = amax;
-#if RULE == 2
-  seen = as_bits(__fmul_rn(as_float(amax), as_float(ELEMENT_RECIPROCAL)));
-#elif RULE == 3
-  seen += 1u << (22 - EVEN_MANTISSA);
-#endif
+  if (RULE == 2) seen = as_bits(__fmul_rn(as_float(amax), as_float(ELEMENT_RECIPROCAL)));
+  if (RULE == 3) seen += 1u << (22 - EVEN_MANTISSA);
   i32 exponent = (i32)(seen >> 23) - 127;
-#if RULE == 1 || RULE == 2
-  exponent += (seen & 0x7FFFFF) != 0;
-#endif
-#if RULE != 2
-  exponent -= ELEMENT_TOP;
-#endif
+  // 2. up where anything lies behind the leading one
+  if (RULE == 1 || RULE == 2) exponent += (seen & FLOAT_MANTISSA) != 0;
+  // 3. the largest element at 2^exponent
+  if (RULE != 2) exponent -= ELEMENT_TOP;
   // Subnormal amaxes, NaN and Inf land outside the range, too; zeros are zeros under any scale.
   bool refused = (u32)(exponent - SCALE_FIRST) > (u32)(SCALE_LAST - SCALE_FIRST) && amax != 0;
   u32 shift = amax == 0 ? 0u : (u32)exponent << 23;
@@ -99,7 +88,7 @@ DEVICE u32 scale_code(float scale) {
   return as_bits(scale) >> 23;
 #else
   u32 binade = max(as_bits(scale) & FLOAT_EXPONENT, SCALE_LOWEST);
-  float magic = as_float(binade + ((23u - SCALE_MANTISSA) << 23));
+  float magic = magic_of(binade, SCALE_MANTISSA);
   u32 code = as_bits(__fadd_rn(scale, magic)) - as_bits(magic) + ((binade - SCALE_LOWEST) >> (23 - SCALE_MANTISSA));
   return scale == scale ? code : SCALE_NAN;
 #endif
@@ -136,11 +125,8 @@ DEVICE FastElement fast_element(float x, const FastBlock& block) {
 // 1.5 * 2^23 + `more` last places.
 DEVICE float stochastic_sum(const FastElement& e, u32 rest, float more) {
   const float place = as_float((127u - ELEMENT_MANTISSA) << 23), fine = as_float((95u - ELEMENT_MANTISSA) << 23);
-  float low = __fmaf_ru(-__uint2float_rz(rest), __fmul_rn(as_float(e.binade), fine), e.magnitude);
-  return __fmaf_ru(as_float(e.binade), __fmul_rn(12582912.0f + more, place), low);
+  return stochastic_sum(e.magnitude, as_float(e.binade), fine, __fmul_rn(INTEGER_BASE + more, place), rest);
 }
-
-DEVICE float magic_of(u32 binade) { return as_float(binade + ((23u - ELEMENT_MANTISSA) << 23)); }
 
 // rest: what the element's random word lacks of 2^32 - 1; as below.
 DEVICE float fast_value(float x, u32 rest, const FastBlock& block, float decode) {
@@ -149,7 +135,7 @@ DEVICE float fast_value(float x, u32 rest, const FastBlock& block, float decode)
   const float base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));  // 1.5 * 2^23 last places of a binade
   float rounded = __fmaf_rn(-as_float(e.binade), base, stochastic_sum(e, rest, 0.0f));
 #else
-  float magic = magic_of(e.binade);
+  float magic = magic_of(e.binade, ELEMENT_MANTISSA);
   float rounded = __fsub_rn(__fadd_rn(e.magnitude, magic), magic);
 #endif
   float value = as_float(as_bits(rounded) | e.sign);
@@ -171,7 +157,7 @@ DEVICE u32 magnitude_code(const FastElement& e, u32 rest, const FastBlock& block
   float before = (float)(0u - (block.lowest >> (23 - ELEMENT_MANTISSA)) & 0xFFu);  // the same for the whole block
   return add_shifted<23 - ELEMENT_MANTISSA>(e.binade, as_bits(stochastic_sum(e, rest, before)));
 #endif
-  u32 sum = as_bits(__fadd_rn(e.magnitude, magic_of(e.binade)));
+  u32 sum = as_bits(__fadd_rn(e.magnitude, magic_of(e.binade, ELEMENT_MANTISSA)));
   if (ELEMENT_INTEGER) return sum;
   return sum + (e.binade >> (23 - ELEMENT_MANTISSA)) - (block.lowest >> (23 - ELEMENT_MANTISSA));
 }
@@ -200,7 +186,7 @@ struct Path {
 // bytes lie side by side and fill whole ones.
 __device__ __noinline__ float cast_exactly(
     const void* x, void* out, Path path, u32 amax, bool has_nan, TensorScale tensor, const Draw& draw, const Cast& c) {
-  BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
+  Scale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
   bool invalid = has_nan && !c.scale.element_has_nan;
   u32 held = 0, bits = 0;
 #pragma unroll 1
@@ -214,5 +200,5 @@ __device__ __noinline__ float cast_exactly(
     held |= (u32)e.code << bits, bits += OUTPUT_BITS;
     if (bits >= 8) ((u8*)out)[to * OUTPUT_BITS / 8] = (u8)held, held >>= 8, bits -= 8;
   }
-  return invalid ? as_float(0x7FC00000) : s.scale;
+  return invalid ? as_float(0x7FC00000) : s.stored;
 }

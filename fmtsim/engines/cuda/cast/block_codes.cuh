@@ -90,12 +90,12 @@ DEVICE u32 code_pair(u32 raw, const FastBlock& block) {
 #if IN_PAIRS
 // The codes of elements 2 i and 2 i + 1 of a vector.
 template <int COUNT>
-DEVICE u32 pair_of(const Packed<COUNT, INPUT_BITS>& in, int i, const FastBlock& block) {
+DEVICE u32 pair_of(const Vectors<INPUT, COUNT>& in, int i, const FastBlock& block) {
 #if IN_BFLOAT16
   return code_pair(in.words[i], block);
 #else
-  u32 low = segmented_code(input_value(in.get(2 * i)), block);
-  u32 high = segmented_code(input_value(in.get(2 * i + 1)), block);
+  u32 low = segmented_code(in.get(2 * i), block);
+  u32 high = segmented_code(in.get(2 * i + 1), block);
 #if INPUT == 0
   u32 raw = __byte_perm(in.words[2 * i], in.words[2 * i + 1], 0x7632);
 #else
@@ -114,20 +114,20 @@ DEVICE u32 signed_codes(u32 magnitudes, u32 signs) {
 // Codes `first` ... first + 3 of a vector, one a byte, in the order 0 1 2 3, or, ZIPPED, 0 2 1 3.
 #define ZIPPED (OUTPUT == 3 && CODE_BITS == 4)
 template <int COUNT>
-DEVICE u32 four_codes(const Packed<COUNT, INPUT_BITS>& in, const u32 (&rests)[4], int first, const FastBlock& block) {
+DEVICE u32 four_codes(const Vectors<INPUT, COUNT>& in, const u32 (&rests)[4], int first, const FastBlock& block) {
 #if IN_PAIRS
   return __byte_perm(
       pair_of<COUNT>(in, first / 2, block), pair_of<COUNT>(in, first / 2 + 1, block), ZIPPED ? 0x6240 : 0x6420);
 #elif ELEMENT_INTEGER || !ELEMENT_NEGATIVE_ZERO
   u32 codes = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) codes |= fast_code(input_value(in.get(first + i)), rests[i], block) << (8 * i);
+  for (int i = 0; i < 4; ++i) codes |= fast_code(in.get(first + i), rests[i], block) << (8 * i);
   return __byte_perm(codes, 0, ZIPPED ? 0x3120 : 0x3210);
 #else
   u32 code[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    code[i] = magnitude_code(fast_element(input_value(in.get(first + i)), block), rests[i], block);
+    code[i] = magnitude_code(fast_element(in.get(first + i), block), rests[i], block);
   u32 low = __byte_perm(code[0], code[1], 0x0040), high = __byte_perm(code[2], code[3], 0x0040), signs;
 #if INPUT == 0
   signs = __byte_perm(__byte_perm(in.words[first], in.words[first + 1], 0x0073),

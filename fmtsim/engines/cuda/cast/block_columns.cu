@@ -15,7 +15,7 @@
 #define DOWN (RUN > 32 ? RUN / 32 : 1)
 #define ACROSS (8 / DOWN)
 
-typedef Packed<VECTOR, INPUT_BITS> Input;
+typedef Vectors<INPUT, VECTOR> Input;
 typedef Packed<VECTOR, OUTPUT_BITS> Output;
 
 struct alignas(16) ColumnJob {
@@ -103,7 +103,7 @@ DEVICE void store_columns(
     down.clear();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
-      down.put(i, cast_fast(input_value(in[i].get(j)), part.place + i * job.trailing + j, block[j], decode, draw));
+      down.put(i, cast_fast(in[i].get(j), part.place + i * job.trailing + j, block[j], decode, draw));
     store_vector<ROWS, OUTPUT_BITS>(job.out, part.across + j * job.inner, down);
   }
 #else
@@ -113,7 +113,7 @@ DEVICE void store_columns(
     Output y;
     y.clear();
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) y.put(j, cast_fast(input_value(in[i].get(j)), at + j, block[j], decode, draw));
+    for (int j = 0; j < VECTOR; ++j) y.put(j, cast_fast(in[i].get(j), at + j, block[j], decode, draw));
     store_vector<VECTOR, OUTPUT_BITS>(job.out, at, y);
   }
 #endif
@@ -122,14 +122,14 @@ DEVICE void store_columns(
 // Cast along the columns.
 DEVICE void cast_down(
     const ColumnJob& job, const Input (&in)[ROWS], const Part& part, i64 column, i64 top, TensorScale scale,
-    TensorScale step, const Cast& c) {
+    const Cast& c) {
   BlockAmax found[VECTOR];
   find_column_amaxes(in, found);
   FastBlock block[VECTOR];
   bool exactly = false;
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) {
-    block[j] = fast_block(found[j].amax, step);
+    block[j] = fast_block(found[j].amax, scale);
     exactly |= part.there && (block[j].refused || found[j].nonfinite);
   }
   if (part.there && !exactly) store_columns(job, in, part, block, scale.decode, c.draw);
@@ -156,16 +156,16 @@ DEVICE void cast_down(
 
 // Cast row i of a thread's part along the rows.
 DEVICE void cast_across(
-    const ColumnJob& job, const Input& in, u64 place, bool there, TensorScale scale, TensorScale step, const Cast& c) {
+    const ColumnJob& job, const Input& in, u64 place, bool there, TensorScale scale, const Cast& c) {
   BlockAmax found = find_amax<ROW_RUN / VECTOR, 1>(&in);
-  FastBlock block = fast_block(found.amax, step);
+  FastBlock block = fast_block(found.amax, scale);
   bool exactly = there && (block.refused || found.nonfinite);
   if (there && !exactly) {
     Output y;
     y.clear();
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j)
-      y.put(j, cast_fast(input_value(in.get(j)), place + j, block, scale.decode, job.row_draw));
+      y.put(j, cast_fast(in.get(j), place + j, block, scale.decode, job.row_draw));
     store_vector<VECTOR, OUTPUT_BITS>(job.row_out, place, y);
   }
   if (__any_sync(~0u, exactly)) {
@@ -184,18 +184,17 @@ KERNEL __launch_bounds__(256) cast_columns(const __grid_constant__ ColumnJob job
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     in[i].clear();
-    if (part.there) in[i] = load_vector<VECTOR, INPUT_BITS>(job.x, part.place + i * job.trailing);
+    if (part.there) in[i] = Input{load_vector<VECTOR, INPUT_BITS>(job.x, part.place + i * job.trailing)};
   }
-  TensorScale scale = {1.0f, 1.0f}, step = {1.0f, 1.0f};
+  TensorScale scale = {1.0f, 1.0f};
 #if TWO_LEVEL
-  scale = tensor_scale_of(as_float(job.tensor[0]), c.scale);
-  step = {at_most_float_max(__fmul_rn(scale.encode, c.scale.reciprocal_max)), scale.decode};
+  scale = te_tensor(as_float(job.tensor[0]), c.scale);
   if (job.tensor_scale != nullptr && threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0)
     *job.tensor_scale = scale.decode;
 #endif
-  cast_down(job, in, part, column, top, scale, step, c);
+  cast_down(job, in, part, column, top, scale, c);
 #if BOTH
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) cast_across(job, in[i], part.place + i * job.trailing, part.there, scale, step, c);
+  for (int i = 0; i < ROWS; ++i) cast_across(job, in[i], part.place + i * job.trailing, part.there, scale, c);
 #endif
 }

@@ -16,7 +16,7 @@
 #define PER_LANE (VECTORS * VECTOR)
 #define LANES (16 / VECTOR)
 
-typedef Packed<VECTOR, INPUT_BITS> Input;
+typedef Vectors<INPUT, VECTOR> Input;
 typedef Packed<VECTOR, OUTPUT_BITS> Output;
 
 // RUN is the elements of a block, a power of two from 16 on that fits a warp, or 0 where `given` holds amaxes, flags.
@@ -52,7 +52,7 @@ DEVICE u32 block_of(u64 element, const Pieces& p, bool& opens) {
 }
 
 // Find the scales of a lane's blocks. Divisions are dear: the lanes that share blocks share those, too.
-DEVICE void find_scales(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLOCKS], TensorScale step) {
+DEVICE void find_scales(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLOCKS], TensorScale scale) {
 #if RULE == 4 && SPAN > 1
   constexpr int SHARES = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
   u32 share = threadIdx.x % SHARES;
@@ -61,7 +61,7 @@ DEVICE void find_scales(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLO
     u32 amax = found[first].amax;
 #pragma unroll
     for (int k = 1; k < SHARES; ++k) amax = share == k ? found[first + k].amax : amax;
-    FastBlock mine = fast_block(amax, step);
+    FastBlock mine = fast_block(amax, scale);
 #pragma unroll
     for (int k = 0; k < SHARES; ++k) {
       block[first + k] = mine;
@@ -72,7 +72,7 @@ DEVICE void find_scales(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLO
   }
 #else
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) block[b] = fast_block(found[b].amax, step);
+  for (int b = 0; b < BLOCKS; ++b) block[b] = fast_block(found[b].amax, scale);
 #endif
 }
 
@@ -90,8 +90,8 @@ DEVICE void cast_four(
 #else
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
-    u32 low = as_bits(fast_value(input_value(in.get(first + i)), rests[i], block, decode));
-    u32 high = as_bits(fast_value(input_value(in.get(first + i + 1)), rests[i + 1], block, decode));
+    u32 low = as_bits(fast_value(in.get(first + i), rests[i], block, decode));
+    u32 high = as_bits(fast_value(in.get(first + i + 1), rests[i + 1], block, decode));
     if (OUTPUT == 1) y.words[(first + i) / 2] = __byte_perm(low, high, 0x7632);
     else y.words[first + i] = low, y.words[first + i + 1] = high;
   }
@@ -143,12 +143,11 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
   for (int v = 0; v < VECTORS; ++v) {
     in[v].clear();
     u64 first = base + DISTANCE * v;
-    if ((LAYOUT == 2 ? base : first) < total) in[v] = load_vector<VECTOR, INPUT_BITS>(x, first);
+    if ((LAYOUT == 2 ? base : first) < total) in[v] = Input{load_vector<VECTOR, INPUT_BITS>(x, first)};
   }
-  TensorScale scale = {1.0f, 1.0f}, step = {1.0f, 1.0f};
+  TensorScale scale = {1.0f, 1.0f};
 #if TWO_LEVEL
-  scale = tensor_scale_of(as_float(tensor[0]), c.scale);
-  step = {at_most_float_max(__fmul_rn(scale.encode, c.scale.reciprocal_max)), scale.decode};
+  scale = te_tensor(as_float(tensor[0]), c.scale);
   if (tensor_scale != nullptr && thread == 0) *tensor_scale = scale.decode;
 #endif
 
@@ -169,14 +168,14 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     } else {
       u32 flags = given[2 * number[b] + 1];
       found[b] = {given[2 * number[b]], flags != 0, (flags & 1) != 0};
-      block[b] = fast_block(found[b].amax, step);
+      block[b] = fast_block(found[b].amax, scale);
     }
 #else
     found[b] = find_amax<SPAN, VECTORS_PER_BLOCK>(in + b * VECTORS_PER_BLOCK);
 #endif
   }
 #if RUN != 0
-  find_scales(found, block, step);
+  find_scales(found, block, scale);
 #endif
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {

@@ -33,7 +33,7 @@ DEVICE float scaled_value(float value, u32 code, const BlockOfCodes& block, cons
   if (b.offsets != nullptr) value = (float)((i32)code - block.zero);
   value = __fmul_rn(value, block.scale);
   if (b.tensor_scale != nullptr) value = __fmul_rn(value, block.whole);
-  return to_nearest<OUTPUT>(value == value ? value : as_float(0x7FC00000u));
+  return to_nearest<OUTPUT>(canonical(value));
 }
 
 // values: float32 [256].

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.cast.block_macros import ARITHMETICS, RULES
+from fmtsim.engines.cuda.cast.block_macros import RULES
 from fmtsim.engines.cuda.cast.parameters import CODE_DTYPES, DTYPES, draw_of, element_of, tables_of
 from fmtsim.engines.cuda.runtime import device_index, kernel
 from fmtsim.formats.block import BlockFormat
@@ -149,23 +149,25 @@ def _constant_part(spec: CastSpec) -> bytes:
     if not isinstance(fmt, BlockFormat):
         number = element_of(fmt, spec.rounding, spec.overflow)  # type: ignore[arg-type]
         return number + bytes(len(number) + _RULE.size)
-    element, maximum = fmt.element, np.float32(fmt.element.max)
+    element = fmt.element
+    largest = np.float32(element.max)
     rule = _RULE.pack(
         RULES[fmt.scale_rule],
-        ARITHMETICS[fmt.arithmetic],
-        fmt.tensor_scale,
-        fmt.zero_point,
         element.max_exponent,
         element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0,
+        fmt.arithmetic == "encode",
+        fmt.arithmetic == "divide",
+        fmt.scale.name == "fp32",
+        fmt.tensor_scale,
+        fmt.zero_point,
         element.max_code if isinstance(element, IntFormat) else 0,
         element.has_nan and not fmt.zero_point,
-        float(maximum),
-        float(np.float32(1) / maximum),
+        float(largest),
+        float(np.float32(1) / largest),
         float(np.float32(fmt.scale.max)),
-        fmt.scale.name == "fp32",
     )
     number = element_of(_WIDE if fmt.zero_point else element, spec.rounding, spec.overflow)
     return number + element_of(fmt.scale, Rounding(), "saturate") + rule
 
 
-_RULE = struct.Struct("<8i3fi")
+_RULE = struct.Struct("<10i3f12x")

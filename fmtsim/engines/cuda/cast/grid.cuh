@@ -46,6 +46,13 @@ struct alignas(16) Grid {
 
 #define INTEGER_BASE 12582912.0f  // 1.5 * 2^23: the low bits of its sum with an integer are that integer's
 
+// A magnitude rounded stochastically by `rest`, what its random word lacks of 2^32 - 1, as its sum with base binades;
+// fine and base: from a binade to 2^-32, and to 1.5 * 2^23, of its last place. Both steps round up.
+DEVICE float stochastic_sum(float a, float binade, float fine, float base, u32 rest) {
+  float low = __fmaf_ru(-__uint2float_rz(rest), __fmul_rn(binade, fine), a);
+  return __fmaf_ru(binade, base, low);
+}
+
 template <bool Asymmetric>
 DEVICE float clamped(float x, const Grid& g) {
   if (Asymmetric) return fabsf(fminf(fmaxf(x, g.lowest), g.highest));
@@ -105,8 +112,9 @@ DEVICE float binade_of(float a, const Grid& g) {
 // 2^r says the same as d + w / 2^r >= 1.
 template <bool Fixed, bool Whole>
 DEVICE float stochastic_sum(float a, float binade, float base, u32 rest, const Grid& g) {
-  float n = __uint2float_rz(used_rest<Whole>(rest, g)), low = __fmaf_ru(-n, Fixed ? g.fine : binade * g.fine, a);
-  return Fixed ? __fadd_ru(low, base) : __fmaf_ru(binade, base, low);
+  rest = used_rest<Whole>(rest, g);
+  if (!Fixed) return stochastic_sum(a, binade, g.fine, base, rest);
+  return __fadd_ru(__fmaf_ru(-__uint2float_rz(rest), g.fine, a), base);
 }
 
 template <bool Fixed, bool Whole>

@@ -299,7 +299,7 @@ KERNEL __launch_bounds__(THREADS) finish_sums(
         found[0] += inside && fabsf(v[k]) == largest;
         found[1] += inside && !is_finite(v[k]);
         y[k] = __fmul_rn(v[k], factors[w.part]);
-        y[k] = to_nearest<OUTPUT>(y[k] == y[k] ? y[k] : as_float(0x7FC00000u));
+        y[k] = to_nearest<OUTPUT>(canonical(y[k]));
       }
     }
     if (VECTORS && place + RUN <= end) {

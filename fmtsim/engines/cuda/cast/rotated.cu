@@ -12,7 +12,7 @@
 
 // Rotate and cast a lane's numbers in place; bit i of the result says that element i passes the mask.
 DEVICE u32 cast_line(
-    float (&y)[PER_LANE], const Line& line, TensorScale scale, TensorScale step, const Draw& draw, const Cast& c) {
+    float (&y)[PER_LANE], const Line& line, TensorScale scale, const Draw& draw, const Cast& c) {
   rotate(y, line.signs[threadIdx.x % SLICES]);
 #if CAST == CORRECTED
   cast_corrected(y, line, scale.decode, draw);
@@ -26,7 +26,7 @@ DEVICE u32 cast_line(
     u32 amax = 0;
 #pragma unroll
     for (int i = 0; i < RUN; ++i) amax = max(amax, as_bits(y[b * RUN + i]) & MAGNITUDE);
-    piece[b].block = fast_block(amax, step);
+    piece[b].block = fast_block(amax, scale);
     exactly |= piece[b].block.refused || amax >= FLOAT_EXPONENT;
   }
 #elif CAST == LARGEST
@@ -118,22 +118,21 @@ KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJo
   if (threadIdx.x == 0) job.parts[blockIdx.x] = amax;
 }
 
-// The scales of a tensor from the amaxes of its parts, and the step to those of blocks.
-DEVICE void find_scales(TensorScale& scale, TensorScale& step, const RotatedJob& job, const Cast& c) {
-  scale = {1.0f, 1.0f}, step = {1.0f, 1.0f};
+// The scale of a tensor from the amaxes of its parts.
+DEVICE TensorScale find_tensor_scale(const RotatedJob& job, const Cast& c) {
+  TensorScale scale = {1.0f, 1.0f};
 #if TWO_LEVEL
   u32 amax = 0;
   for (i64 i = threadIdx.x; i < job.part_count; i += THREADS) amax = max(amax, job.parts[i]);
   amax = block_max_for_all(amax);
 #if CAST == CORRECTED || CAST == TWO_SCALES
-  float whole = __fdiv_rn(__fdiv_rn(as_float(amax), as_float(TENSOR_TOP)), as_float(TOP));
-  scale.decode = whole == 0.0f ? 1.0f : whole;
+  scale.decode = quartet_tensor(as_float(amax), as_float(TENSOR_TOP), as_float(TOP));
 #else
-  scale = tensor_scale_of(as_float(amax), c.scale);
-  step = {at_most_float_max(__fmul_rn(scale.encode, c.scale.reciprocal_max)), scale.decode};
+  scale = te_tensor(as_float(amax), c.scale);
 #endif
   if (threadIdx.x + blockIdx.x + blockIdx.y == 0) *job.scale = scale.decode;
 #endif
+  return scale;
 }
 
 DEVICE void store_mask(u8* to, u32 passing) {
@@ -151,8 +150,7 @@ DEVICE void store_mask(u8* to, u32 passing) {
 
 // Cast in place within the tile.
 DEVICE void cast_tile(u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
-  TensorScale scale, step;
-  find_scales(scale, step, job, c);
+  TensorScale scale = find_tensor_scale(job, c);
   float y[PER_LANE];
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
@@ -165,7 +163,7 @@ DEVICE void cast_tile(u16* tile, Corner corner, const u32* signs, const RotatedJ
 #else
     Line line = {{at, 1, 0}, signs, job.factor, (u64)(row * job.columns + column)};
 #endif
-    u32 passing = cast_line(y, line, scale, step, DRAW_OF(c.draw), c);
+    u32 passing = cast_line(y, line, scale, DRAW_OF(c.draw), c);
 #if MASKS
     if (row < job.rows && column < job.columns) store_mask(job.mask + line.first, passing);
 #endif

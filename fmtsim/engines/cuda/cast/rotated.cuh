@@ -82,13 +82,6 @@ struct Line {
   u64 first;  // its place in the operand
 };
 
-DEVICE float canonical(float x) { return x == x ? x : as_float(0x7FC00000); }
-
-DEVICE float to_bfloat16(float x) {
-  u32 bits = as_bits(x);
-  return as_float((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
-}
-
 // The sums of a transform, not yet what it makes of them; signs: those of a lane's numbers.
 DEVICE void add_up(float (&y)[PER_LANE], u32 signs) {
   if (SIZE == 1) return;
@@ -102,7 +95,7 @@ DEVICE float transformed(float sum) {
   if (SIZE == 1) return sum;
   float y = __fmul_rn(sum, as_float(root_bits(SIZE)));
   if (CAST != CORRECTED) y = canonical(y);  // there a NaN makes all of its group one
-  return NARROWS ? to_bfloat16(y) : y;
+  return NARROWS ? as_float(rounded_to_bfloat16(as_bits(y)) & 0xFFFF0000u) : y;
 }
 
 DEVICE void rotate(float (&y)[PER_LANE], u32 signs) {

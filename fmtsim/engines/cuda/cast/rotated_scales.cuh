@@ -64,13 +64,9 @@ DEVICE bool quick_scale(const float (&y)[PER_LANE], u32 amax, float& scale) {
 // Two levels of scales as in Quartet II (fmtsim.scaling.scales). A piece under the scale that its amax asks for, rounded
 // to nearest.
 DEVICE Piece two_scales_piece(u32 amax, float tensor) {
-  Piece piece = {};
-  float stored = fast_scale_rounded(__fdiv_rn(__fdiv_rn(as_float(amax), as_float(TOP)), tensor));
-  stored = stored == 0.0f ? 1.0f : stored;
-  piece.block = {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, 1.0f, 1.0f, stored, false};
-  piece.grow = __fmul_rn(piece.block.stored, tensor);
-  piece.shrink = __fdiv_rn(1.0f, piece.grow);
-  return piece;
+  Scale s = quartet_level(as_float(amax), as_float(TOP), tensor, [](float x) { return fast_scale_rounded(x); });
+  return {{ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, 1.0f, 1.0f, s.stored, false},
+          __fdiv_rn(1.0f, s.factor), s.factor};
 }
 #endif
 

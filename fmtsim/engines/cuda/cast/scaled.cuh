@@ -33,11 +33,10 @@ DEVICE float element_of(float y, u32 rest, const Grid& g) {
 // Bits of a value as bfloat16, to nearest even.
 template <bool Clean>
 DEVICE u32 bfloat16_of(float x) {
-  u32 bits = __float_as_uint(x);
 #if FOLDS
-  return (!Clean || SPECIAL) && x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+  return (!Clean || SPECIAL) && x != x ? 0x7FC0u : rounded_to_bfloat16(as_bits(x)) >> 16;
 #else
-  return bits >> 16;
+  return as_bits(x) >> 16;
 #endif
 }
 

@@ -103,10 +103,8 @@ DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     bool clean;
-    u32 top = raw_amax_of<EACH>(in + b * EACH, clean);
-#pragma unroll
-    for (int flip = 1; flip < SPAN; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
-    found[b] = __uint_as_float(amax_of_raw(top));
+    u32 top = finite_raw_amax<EACH>(in + b * EACH, clean);
+    found[b] = __uint_as_float(amax_of_raw(raw_amax_of_lanes<SPAN>(top)));
   }
 }
 #endif
@@ -216,7 +214,7 @@ KERNEL BOUNDS cast_runs(
   scale[0] = shared;
 #else
   float factor = __uint_as_float(*source), stored = reciprocal(factor);
-  scale[0] = {stored, stored, factor, 0.0f};
+  scale[0] = {stored, stored, factor, 0};
 #endif
   if (thread == 0) *scales = scale[0].stored;
 #endif
@@ -224,7 +222,7 @@ KERNEL BOUNDS cast_runs(
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) out[v].clear();
   bool clean;
-  u32 own = raw_amax_of<VECTORS>(in, clean);
+  u32 own = finite_raw_amax<VECTORS>(in, clean);
   if (clean && !WORDS) cast_lane<true>(out, in, scale, at, rule, grid, d);
   else cast_lane<false>(out, in, scale, at, rule, grid, d);
 #pragma unroll

@@ -57,12 +57,12 @@ KERNEL __launch_bounds__(512) cast_tiles(
     in[h].clear();
     if (walk.row < high) in[h].load(x + corner + walk.row * columns + walk.column * 8);
   }
-  top = raw_amax_of<CACHED>(in, clean);
+  top = finite_raw_amax<CACHED>(in, clean);
 #else
   for (; walk.row < high; walk.go()) {
     Eight in[1];
     in[0].load(x + corner + walk.row * columns + walk.column * 8);
-    top = raw_larger(top, raw_amax_of<1>(in, clean));
+    top = raw_larger(top, finite_raw_amax<1>(in, clean));
   }
   clean = false;
 #endif
@@ -142,7 +142,7 @@ DEVICE void cast_rows(
 #pragma unroll
   for (int j = 0; j < ROWS; j++) {
     bool clean;
-    u32 top = amax_of_raw(raw_amax_of<1>(in + j, clean));
+    u32 top = amax_of_raw(finite_raw_amax<1>(in + j, clean));
 #pragma unroll
     for (int flip = 1; flip < 16; flip *= 2) top = max(top, __shfl_xor_sync(~0u, top, flip));
     mine = share == j ? top : mine;
@@ -151,7 +151,7 @@ DEVICE void cast_rows(
 #pragma unroll
   for (int j = 0; j < ROWS; j++) {
     Scale s = {__shfl_sync(~0u, own.stored, j, ROWS), FOLDS ? __shfl_sync(~0u, own.fold, j, ROWS) : 1.0f,
-               __shfl_sync(~0u, own.factor, j, ROWS), 0.0f};
+               __shfl_sync(~0u, own.factor, j, ROWS), 0};
     Results out;
     out.clear();
 #pragma unroll
@@ -227,7 +227,7 @@ KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS)
 #pragma unroll
     for (int j = 0; j < ROWS; j++) {
       u32 passes, at = 16 * i + lane;
-      Scale s = {0.0f, FOLDS ? folds[BLOCK_OF(j)][at] : 1.0f, factors[BLOCK_OF(j)][at], 0.0f};
+      Scale s = {0.0f, FOLDS ? folds[BLOCK_OF(j)][at] : 1.0f, factors[BLOCK_OF(j)][at], 0};
       u32 value = cast_element<false>(in[j].get(i), s, rests[j], rule, grid, passes);
       out[j].put(i, value, passes);
     }

@@ -20,7 +20,7 @@ struct Found { u32 amax, flags; };
 
 DEVICE Found look(u32 top, const Neighbours& v) {
   u32 amax = amax_of_raw(top), flags = amax >= FLOAT_EXPONENT ? 2 | (amax > FLOAT_EXPONENT) : 0;
-  return {flags ? amax_of_raw(raw_amax<VECTOR, true>(v)) : amax, flags};
+  return {flags ? amax_of_raw(raw_amax<true, 1>(&v)) : amax, flags};
 }
 
 DEVICE void raise(u32* found, u64 block, Found f) {
@@ -41,14 +41,14 @@ KERNEL __launch_bounds__(256) amax_of_tensor(const void* x, u32* found, u64 vect
       if (at + i * stride < vectors) v[i] = load_vector<VECTOR, INPUT_BITS>(x, (at + i * stride) * VECTOR);
     }
 #pragma unroll
-    for (int i = 0; i < WORDS_EACH; ++i) top = raw_larger(top, raw_amax<VECTOR>(v[i]));
+    for (int i = 0; i < WORDS_EACH; ++i) top = raw_larger(top, raw_amax<false, 1>(v + i));
     u32 amax = amax_of_raw(top);
     if (amax < FLOAT_EXPONENT) {
       all.amax = max(all.amax, amax);
     } else {
 #pragma unroll
       for (int i = 0; i < WORDS_EACH; ++i) {
-        Found f = look(raw_amax<VECTOR>(v[i]), v[i]);
+        Found f = look(raw_amax<false, 1>(v + i), v[i]);
         all = {max(all.amax, f.amax), all.flags | f.flags};
       }
     }
@@ -77,7 +77,7 @@ KERNEL __launch_bounds__(256) amax_of_runs(
 #pragma unroll
   for (int i = 0; i < WORDS_EACH; ++i) {
     u64 at = first + i * blockDim.x;
-    Found f = look(raw_amax<VECTOR>(v[i]), v[i]);
+    Found f = look(raw_amax<false, 1>(v + i), v[i]);
     u32 piece = (u32)(min(at, vectors - 1) / vectors_per_piece), row = piece / across;
     u32 block = outer == 1 ? piece : row / outer * across + (piece - row * across);
     if (vectors_per_piece % 32 == 0) {  // a warp's vectors share a block
@@ -106,7 +106,7 @@ KERNEL __launch_bounds__(512) amaxes_of_parts(const Number* x, u32* tops, u64 ve
       if (at + v * blockDim.x < vectors) in[v].load(x + (at + v * blockDim.x) * 8);
     }
     bool clean;
-    top = raw_larger(top, raw_amax_of<VECTORS_EACH>(in, clean));
+    top = raw_larger(top, finite_raw_amax<VECTORS_EACH>(in, clean));
   }
   top = block_max(amax_of_raw(top));
   if (threadIdx.x == 0) tops[blockIdx.x] = top;

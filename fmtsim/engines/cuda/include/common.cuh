@@ -125,6 +125,13 @@ DEVICE u32 as_bits(float value) { return (u32)__float_as_int(value); }
 #define FLOAT_EXPONENT 0x7F800000u  // bits of Inf; those of NaN are larger
 #define MAGNITUDE 0x7FFFFFFFu
 
+// The canonical NaN in place of any.
+DEVICE float canonical(float x) { return x == x ? x : as_float(0x7FC00000u); }
+
+// Bits of a float32 that is no NaN; their upper half becomes that of the nearest bfloat16, to even: half a place less
+// one is added, and one more where the place is odd.
+DEVICE u32 rounded_to_bfloat16(u32 bits) { return bits + 0x7FFFu + (bits >> 16 & 1u); }
+
 // y + (x >> Shift), one step where the compiler does not take it apart.
 template <int Shift>
 DEVICE u32 add_shifted(u32 x, u32 y) {

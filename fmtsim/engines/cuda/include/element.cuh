@@ -259,7 +259,7 @@ DEVICE double element_value(u64 code, const Element& e, const Tables& t) {
 
 // float64 to float32, rounded once to nearest even; NaN is canonical.
 DEVICE float float_of_value(double value) {
-  return value == value ? __double2float_rn(value) : __uint_as_float(0x7FC00000u);
+  return canonical(__double2float_rn(value));
 }
 
 // Elements of any dtype in memory.
@@ -272,7 +272,7 @@ DEVICE u32 narrowed(double value, i32 dtype) {
   u32 bits = (u32)__float_as_int(toward_zero);
   if ((double)toward_zero != value) bits |= 1;
   u32 sign = bits >> 31 << 15, magnitude = bits & 0x7FFFFFFF;
-  if (dtype == BFLOAT16) return sign | (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16;
+  if (dtype == BFLOAT16) return sign | rounded_to_bfloat16(magnitude) >> 16;
   if (magnitude >= 0x477FF000) return sign | 0x7C00;  // at least halfway from 65504 to 65536
   if (magnitude < 0x38800000) {  // below 2^-14: steps of 2^-24
     float steps = __fmul_rn(__int_as_float((i32)magnitude), 16777216.0f);
@@ -305,10 +305,9 @@ DEVICE void store_value(void* base, i64 place, double value, i32 dtype) {
 // A float32 rounded to a dtype, as bits; NaN becomes the canonical one. Four such side by side, stored at once.
 template <int Type>
 DEVICE u32 rounded_bits(float value) {
-  u32 bits = as_bits(value);
-  if constexpr (Type == FLOAT32) return value == value ? bits : 0x7FC00000u;
+  if constexpr (Type == FLOAT32) return as_bits(canonical(value));
   if constexpr (Type == FLOAT16) return narrowed(value, Type);
-  return value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
+  return value == value ? rounded_to_bfloat16(as_bits(value)) >> 16 : 0x7FC0;
 }
 template <int Type>
 DEVICE void store_four(void* out, u64 four, const u32 (&y)[4]) {
