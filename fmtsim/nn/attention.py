@@ -1,18 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MultiheadAttention whose projections are emulated; scores, softmax and weighted sums stay in high precision."""
+"""Attention in models: nn.MultiheadAttention with emulated projections, and quantised scaled dot product attention.
 
-import threading
-from collections.abc import Iterator
-from types import FunctionType
-from typing import Any, Final
+``convert`` emulates the projections of nn.MultiheadAttention; its scores, softmax and weighted sums stay in high
+precision. ``convert_attention``, or a recipe with ``attention``, replaces torch's scaled_dot_product_attention
+wherever a model calls it.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.products.resolver import target_or_unit
+from fmtsim.nn.attention_call import AttentionCall, call_of
+from fmtsim.nn.code_names import own_names
 from fmtsim.nn.modules import EmulatedModule, register_emulated
-from fmtsim.support.dispatch import OwnMode
-from fmtsim.support.errors import ArgumentError
+from fmtsim.nn.operations import ModelMode
+from fmtsim.nn.sdpa import attend
+from fmtsim.nn.wrapped import ATTENTION, unwrap, wrap
+from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.support.errors import ArgumentError, FmtsimError
+
+Model = TypeVar("Model", bound=nn.Module)
+Filter = Callable[[nn.Module, str], bool]
+
+_FORWARD: Final = "_fmtsim_attention_forward"
+_FUNCTION: Final = "scaled_dot_product_attention"
+_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Attended:
+    """Say what runs in place of a module's scaled_dot_product_attention.
+
+    Args:
+        name: The module's name in the converted model.
+        call: Quantisers and random numbers.
+        recipe: Whether a recipe put it there, which ``revert`` takes away with the recipe.
+        strict: Whether the module has to call the function.
+    """
+
+    name: str
+    call: AttentionCall
+    recipe: bool
+    strict: bool
 
 
 class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
@@ -69,61 +105,26 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
 register_emulated(EmulatedMultiheadAttention)
 
 
-class _Projections(OwnMode):
-    """Run torch's multi_head_attention_forward with a module's own products; its fused kernel is not taken then."""
+class _Projections(ModelMode):
+    """Give the linear products of torch's multi_head_attention_forward to a module's parts, in order.
+
+    torch then does not take its fused inference kernel.
+    """
 
     def __init__(self, module: EmulatedMultiheadAttention, parts: list[str]) -> None:
         super().__init__()
         self._module, self._parts = module, parts
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the one function."""
-        if func is not F.multi_head_attention_forward:
-            return func(*args, **(kwargs or {}))
-        running().append((self._module, iter(self._parts)))
-        try:
-            return _MULTI_HEAD(*args, **(kwargs or {}))
-        finally:
-            running().pop()
+    def multi_head(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Look into the function."""
+        return self.opened_multi_head(args, kwargs)
 
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-
-_stack, _traced = _Stack(), list[Any]()
-
-
-def running() -> list[Any]:
-    """Return whom the functions that replace torch's belong to, in the order of this thread's calls."""
-    return _traced if torch.compiler.is_compiling() else _stack.calls  # the compiler follows no thread's own data
-
-
-def _project(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    module, parts = running()[-1]
-    return module.gemm(x, w, bias, next(parts))  # type: ignore[no-any-return]
-
-
-def rebuilt(function: Any, **names: Any) -> Any:
-    """Return a function of torch that finds other functions under these names."""
-    made = FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-def multi_head(**names: Any) -> Any:
-    """Return torch's multi_head_attention_forward with other functions under these names, and hooked no more."""
-    return rebuilt(F.multi_head_attention_forward, has_torch_function=lambda tensors: False, **names)
-
-
-_PACKED = ("_in_projection_packed", "_in_projection")
-_MULTI_HEAD: Final = multi_head(
-    linear=_project, **{name: rebuilt(getattr(F, name), linear=_project) for name in _PACKED}
-)
+    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Replace a projection."""
+        if func is not F.linear:
+            return func(*args, **kwargs)
+        x, w, bias = (*args, None)[:3]
+        return self._module.gemm(x, w, bias, self._parts.pop(0))
 
 
 def _check(
@@ -146,3 +147,172 @@ def _check(
         )
     if is_causal and attn_mask is None:
         raise ArgumentError("MultiheadAttention: is_causal=True is a hint about attn_mask; pass attn_mask too")
+
+
+class QuantisedAttention(ModelMode):
+    """Run every ``torch.nn.functional.scaled_dot_product_attention`` inside a ``with`` as ``quantised_attention``.
+
+    Args:
+        config: Quantisers, blocks, offset and unit; or an AttentionCall, which has its generator.
+        generator: As in ``quantised_attention``; an int fixes the draws of every call alike.
+
+    >>> from fmtsim.recipes import flash_attention_3
+    >>> q = torch.eye(32)[None]
+    >>> with QuantisedAttention(flash_attention_3(unit=None), generator=0):
+    ...     y = F.scaled_dot_product_attention(q, q, q)
+    >>> torch.equal(y, F.scaled_dot_product_attention(q, q, q))
+    False
+    """
+
+    def __init__(self, config: AttentionConfig | AttentionCall, generator: Generator = None) -> None:
+        super().__init__()
+        self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
+        self.used = False
+
+    def attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Replace torch's function."""
+        self.used = True
+        return attend(self._call, *args, **kwargs)
+
+    def multi_head(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Look into multi-head attention, which calls torch's function where no weights are asked for."""
+        return self.opened_multi_head(args, kwargs)
+
+
+def convert_attention(
+    model: Model, config: AttentionConfig, *, target: Any = None, unit: Any = None, datapath: Any = None,
+    filter_fn: Filter | None = None, generator: Generator = None,
+) -> Model:  # fmt: skip
+    """Quantise the attention of a model, in place, wherever its modules call torch's scaled_dot_product_attention.
+
+    Modules keep their classes, Parameters, hooks and state_dict; only their instance's forward changes, which runs the
+    old one with ``QuantisedAttention`` switched on, also where activation checkpointing runs it again. It goes with
+    ``fmtsim.convert``, in any order; a recipe with ``attention`` does it there.
+
+    Args:
+        model: Any module.
+        config: Quantisers, blocks, offset and units, such as ``flash_attention_3()``.
+        target: A machine, by name or plan file, whose units multiply in all six products (``AttentionConfig.on``).
+        unit: A matrix unit that does. None of the three leaves the units to the config.
+        datapath: The arithmetic of a unit as a record, likewise.
+        filter_fn: ``filter_fn(module, name)`` says which modules; None takes those whose class has "attention" or
+            "attn" in its name, or whose forward names the function, and which hold none of that kind. These have to
+            call it: Hugging Face's need ``attn_implementation="sdpa"``, and nn.MultiheadAttention
+            ``need_weights=False``.
+        generator: Keys of random signs: None draws from torch's default generator, an int makes one torch.Generator
+            for the whole model, a torch.Generator is used as it is.
+
+    Raises:
+        ArgumentError, FormatError: No module is chosen, one is converted already, or the machine does not multiply an
+            operand. The model is then unchanged. Later, a module that runs without calling the function.
+    """
+    AttentionCall(config)  # refuses what is not a config
+    if any(each is not None for each in (target, unit, datapath)):
+        config = config.on(target=target, unit=target_or_unit("convert_attention", target, unit, datapath))
+    if filter_fn is None:
+        chosen = attentions(model)
+    else:
+        chosen = [(name, module) for name, module in model.named_modules() if filter_fn(module, name)]
+    if not chosen:
+        raise ArgumentError(
+            f"convert_attention found no attention in {type(model).__name__}; "
+            "pass filter_fn= to name the modules that call scaled_dot_product_attention"
+        )
+    check_attentions(chosen)
+    keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
+    attach(chosen, config, keys, recipe=False, strict=filter_fn is None)
+    return model
+
+
+def revert_attention(model: Model) -> Model:
+    """Take quantised attention out of a model again, in place; raise ArgumentError where there is none."""
+    if not detach(model):
+        raise ArgumentError(f"{type(model).__name__} has no converted attention; call convert_attention first")
+    return model
+
+
+def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that call torch's function, as their class's name or its forward says."""
+    found = {name: module for name, module in model.named_modules() if _attends(module)}
+    return [
+        (name, module)
+        for name, module in found.items()
+        if not any(part is not module and _attends(part) for part in module.modules())
+    ]
+
+
+def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that are converted already, or that run attention of another kind.
+
+    Raises:
+        ArgumentError: There is one.
+    """
+    for name, module in chosen:
+        if ATTENTION in module.__dict__:
+            raise ArgumentError(f"the attention of {name!r} is converted already; call revert_attention(model) first")
+        check_kind_of_attention(name, module)
+
+
+def check_kind_of_attention(name: str, module: nn.Module) -> None:
+    """Raise ArgumentError for a module of Hugging Face whose attention does not call torch's function."""
+    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+    if isinstance(runs, str) and runs != "sdpa" and _attends(module):
+        raise ArgumentError(
+            f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
+            f"{_FUNCTION}; build the model with attn_implementation='sdpa'"
+        )
+
+
+def attach(
+    chosen: list[tuple[str, nn.Module]], config: AttentionConfig, generator: Generator, *, recipe: bool, strict: bool
+) -> None:
+    """Give modules quantised attention."""
+    for name, module in chosen:
+        call = AttentionCall(config, generator)
+        module.__dict__[ATTENTION] = Attended(name=name, call=call, recipe=recipe, strict=strict)
+        wrap(module, _FORWARD, _attended)
+
+
+def detach(model: nn.Module, *, recipe: bool | None = None) -> int:
+    """Take quantised attention out again, of recipes, of others or all (None); return how many modules had it."""
+    found = [module for module in model.modules() if ATTENTION in module.__dict__]
+    found = [module for module in found if recipe in (None, module.__dict__[ATTENTION].recipe)]
+    for module in found:
+        del module.__dict__[ATTENTION]
+        unwrap(module, _FORWARD)
+    return len(found)
+
+
+def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward with its attention quantised."""
+    how: Attended | None = module.__dict__.get(ATTENTION)
+    if how is None:  # reverted
+        return forward(*args, **kwargs)
+    mode = QuantisedAttention(how.call)
+    with mode:
+        if torch.compiler.is_compiling():  # the compiler names the line itself
+            y = forward(*args, **kwargs)
+        else:
+            try:
+                y = forward(*args, **kwargs)
+            except FmtsimError as error:
+                raise _named(error, how.name) from error
+    if how.strict and not mode.used:
+        raise ArgumentError(
+            f"layer {how.name!r} ran without calling {_FUNCTION}, so nothing was quantised; call nn.MultiheadAttention "
+            "with need_weights=False, build Hugging Face models with attn_implementation='sdpa' and without "
+            "output_attentions, or take its attention out with fmtsim.nn.revert_attention"
+        )
+    return y
+
+
+def _named(error: FmtsimError, name: str) -> FmtsimError:
+    """Return an error that names a layer, unless it names one."""
+    text = str(error)
+    return error if text.startswith("layer ") else type(error)(f"layer {name!r}: {text}")
+
+
+def _attends(module: nn.Module) -> bool:
+    if _NAME.search(type(module).__name__) is not None:
+        return True
+    return _FUNCTION in own_names(module)

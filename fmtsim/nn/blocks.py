@@ -4,7 +4,7 @@
 from torch import nn
 
 from fmtsim.nn.modules import emulated_class
-from fmtsim.nn.own_products import own_parameters
+from fmtsim.nn.raw_matmuls import own_parameters
 
 
 def find_blocks(model: nn.Module) -> list[str]:

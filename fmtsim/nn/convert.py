@@ -21,7 +21,6 @@ from fmtsim.nn.checkpoint_names import RECIPE, attach_name, detach_name
 from fmtsim.nn.counting import is_meant
 from fmtsim.nn.coverage import estimated, percent, summary_of
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
-from fmtsim.nn.parameter_products import ParameterProduct, attach_products, detach_products
 from fmtsim.nn.planning import (
     Configure,
     Filter,
@@ -33,6 +32,7 @@ from fmtsim.nn.planning import (
     planner_of,
     with_rules,
 )
+from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, detach_products
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe

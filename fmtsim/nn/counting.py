@@ -5,7 +5,6 @@ Parameters are known by their storage, also through views, and what is computed 
 stack, experts that were picked) counts as the Parameter.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
@@ -22,6 +21,7 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import is_untouched
 from fmtsim.gemm.layers.watch import Watcher
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.operations import COUNTS, LOOK_UPS, OperatorMode
 from fmtsim.nn.planning import NO_CONFIG, NO_MATRIX, why_not
 from fmtsim.nn.swaps import FILTERED
 from fmtsim.recipes.plan import HIGH
@@ -38,7 +38,7 @@ def is_meant(reason: str) -> bool:
     return reason.startswith(_MEANT)
 
 
-class Count(TorchDispatchMode, Watcher):
+class Count(OperatorMode, Watcher):
     """Count the products of a forward pass that read a Parameter of a model; ``running`` are the modules that run."""
 
     def __init__(self, model: nn.Module, reasons: Mapping[str, str], running: list[nn.Module]) -> None:
@@ -112,10 +112,9 @@ class Count(TorchDispatchMode, Watcher):
         with _disable_current_modes():
             return run(x, w)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count an operator and run it."""
-        kwargs = kwargs or {}
-        products = _PRODUCTS.get(func.overloadpacket)
+        products = COUNTS.get(func.overloadpacket)
         if products is None:
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -126,7 +125,7 @@ class Count(TorchDispatchMode, Watcher):
             for a, b, count in products(args, out):
                 if places := self.places(b) or self.places(a):
                     self._note(places, count, None)
-        elif func.overloadpacket not in _LOOK_UPS:
+        elif func.overloadpacket not in LOOK_UPS:
             self._follow(func, args, kwargs, out)
         return out
 
@@ -150,51 +149,6 @@ class Count(TorchDispatchMode, Watcher):
                 )  # which keeps the key from being used anew
             elif tensors:
                 self._made.pop(key, None)
-
-
-Products = list[tuple[Tensor, Tensor, int]]  # both operands and the multiply-adds of each product of an operator
-
-
-def _matrix(first: int) -> Callable[[Any, Any], Products]:
-    """Return the formula of ``[.., M, K] [.., K, N]``: every element of the one meets a row of the other."""
-    return lambda args, out: [(args[first], args[first + 1], args[first].numel() * args[first + 1].shape[-1])]
-
-
-def _vector(first: int) -> Callable[[Any, Any], Products]:
-    return lambda args, out: [(args[first], args[first + 1], args[first].numel())]
-
-
-def _grouped(args: Any, out: Any) -> Products:
-    a, b = args[:2]
-    rows = a.numel() // a.shape[0] if a.dim() == 3 and b.dim() == 2 else a.numel()
-    return [(a, b, rows * b.shape[-1])]
-
-
-def _convolution(args: Any, out: Any) -> Products:
-    x, w, transposed = args[0], args[1], args[6]
-    return [(x, w, (x if transposed else out).numel() * math.prod(w.shape[1:]))]
-
-
-def _trilinear(args: Any, out: Any) -> Products:
-    x, w = args[:2]  # F.bilinear: w is [outputs, features, features]
-    return [(x, w, out.numel() * math.prod(w.shape[1:]))]
-
-
-def _recurrent(args: Any, out: Any) -> Products:
-    x = args[0]
-    weights = [t for t in tree_iter(args[1:]) if isinstance(t, Tensor) and t.dim() == 2]
-    return [(x, w, x.numel() // x.shape[-1] * w.numel()) for w in weights]
-
-
-_aten = torch.ops.aten
-_PRODUCTS = {
-    _aten.mm: _matrix(0), _aten.bmm: _matrix(0), _aten.addmm: _matrix(1), _aten.baddbmm: _matrix(1),
-    _aten.addbmm: _matrix(1), _aten._addmm_activation: _matrix(1), _aten._int_mm: _matrix(0),
-    _aten._scaled_mm: _matrix(0), _aten.mv: _vector(0), _aten.addmv: _vector(1), _aten.dot: _vector(0),
-    _aten._grouped_mm: _grouped, _aten.convolution: _convolution, _aten._trilinear: _trilinear,
-    _aten.mkldnn_rnn_layer: _recurrent, _aten._cudnn_rnn: _recurrent, _aten.miopen_rnn: _recurrent,
-}  # fmt: skip
-_LOOK_UPS = {_aten.embedding, _aten._embedding_bag, _aten._embedding_bag_forward_only}
 
 
 def _storage(t: Tensor) -> int | None:

@@ -15,7 +15,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.resolver import target_or_unit
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
-from fmtsim.nn.own_products import Own, own_matrices
+from fmtsim.nn.raw_matmuls import Own, own_matrices
 from fmtsim.nn.rules import Selector
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.swaps import FILTERED

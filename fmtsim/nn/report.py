@@ -15,10 +15,10 @@ from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.checkpoint_names import RECIPE
 from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, summary_of, together
+from fmtsim.nn.explain_layer import MOST_ROWS, layer_products
 from fmtsim.nn.modules import EmulatedModule, emulated_types
-from fmtsim.nn.parameter_products import PRODUCTS, ParameterProduct, own_products
 from fmtsim.nn.planning import why_not
-from fmtsim.nn.products import MOST_ROWS, layer_products
+from fmtsim.nn.raw_matmuls import PRODUCTS, ParameterProduct, own_products
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
 from fmtsim.support.errors import ArgumentError, FmtsimError, shown
 from fmtsim.support.table import Rows, Tabular

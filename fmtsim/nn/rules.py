@@ -10,7 +10,7 @@ from torch import nn
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import emulated_class
-from fmtsim.nn.own_products import own_matrices
+from fmtsim.nn.raw_matmuls import own_matrices
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, CoverageWarning

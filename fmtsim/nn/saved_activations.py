@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.autograd import OnceOnly
+from fmtsim.nn.operations import ModelMode
 from fmtsim.nn.wrapped import Substituted, unwrap_parts, wrap_parts
 from fmtsim.recipes.activations import SavedActivations
 from fmtsim.scaling.repeats import repeat_under
-from fmtsim.support.dispatch import OwnMode, without_own_modes
+from fmtsim.support.dispatch import without_own_modes
 
 SAVING: Final = "_fmtsim_saving"  # on the root and on each norm: its Saving
 _FORWARD: Final = "_fmtsim_saving_forward"
@@ -28,7 +29,6 @@ _ONCE: Final = (
     "activations saved in low precision cannot be differentiated twice: the gradient of a rounded tensor is not "
     "defined; compute second derivatives on the unconverted model (fmtsim.revert)"
 )
-_PRODUCTS: Final = (torch.mul, Tensor.mul)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class Saving:
         return f"{self.how}: {', '.join([f'{count} norm' + 's' * (count != 1), *self.seen])}"
 
 
-class SavingMode(OwnMode):
+class SavingMode(ModelMode):
     """Save the inputs of activation functions and gated products inside a ``with`` in low precision.
 
     Args:
@@ -65,19 +65,20 @@ class SavingMode(OwnMode):
         self._root, self._how = root, root.__dict__[SAVING]
         self._activated: Tensor | None = None  # the last output of an activation function
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace an activation function or a gated product."""
-        kwargs = {} if kwargs is None else kwargs
-        if func is Tensor.unflatten:  # torch.compile cannot trace this method under a mode around this one
-            func = torch.unflatten
-        if func in _ACTIVATIONS and args:
-            how = {name: value for name, value in kwargs.items() if name != "inplace"}
-            y = self._activated = self._saved(func.__name__, partial(func, **how) if how else func, args[:1])
-            return y
-        if func in _PRODUCTS and not kwargs and self._is_gated(*args):
-            self._activated = None
-            return self._saved("gated products", torch.mul, args)
-        return func(*args, **kwargs)
+    def activation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Save the input of SiLU or GELU."""
+        if func not in _ACTIVATIONS or not args:
+            return func(*args, **kwargs)
+        how = {name: value for name, value in kwargs.items() if name != "inplace"}
+        y = self._activated = self._saved(func.__name__, partial(func, **how) if how else func, args[:1])
+        return y
+
+    def multiply(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Save both factors of a gated product."""
+        if kwargs or not self._is_gated(*args):
+            return func(*args, **kwargs)
+        self._activated = None
+        return self._saved("gated products", torch.mul, args)
 
     def _is_gated(self, a: Any, b: Any) -> bool:
         activated = self._activated is not None and (a is self._activated or b is self._activated)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features
 from fmtsim.nn.modules import EmulatedModule, register_emulated
-from fmtsim.nn.scaled_operations import SCALED, ScaledModel
+from fmtsim.nn.scaled_model import SCALED, ScaledModel
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.records import checked

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scale a whole model by fixed factors, as unit scaling and muS do: weights of unit variance, other operations.
 
-Which additions are residual the first batch says, which runs once more beforehand: those of one operand that a norm
-layer read before. The other operand is the branch.
+While the model's forward runs, ``ScaledOperations`` replaces torch's operations: under ``UnitScaled`` by those of
+``fmtsim.nn.unit_scaling``; under ``MuScaled`` norms move to the end of residual branches (Res-Post-LayerNorm).
+Converted layers take their factors themselves (``Emulation.factors``).
+
+The first batch runs once more beforehand to find the residual additions: those of which a norm layer read one operand
+before. The other operand is the branch.
 
 Sources: Blake et al., arXiv:2303.11257; u-muP, arXiv:2407.17465, appendix G for tau; Narayan et al., muS,
 arXiv:2502.05967; unit-scaling a7b5b3c.
@@ -11,6 +15,7 @@ arXiv:2502.05967; unit-scaling a7b5b3c.
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -21,17 +26,213 @@ from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.dry_run import running_modules, undisturbed
+from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.scaled_operations import ADDITIONS, FORWARD, MULTIPLICATIONS, SCALED, Operations, ScaledModel, base_of
+from fmtsim.nn.operations import ACTIVATIONS, MEANINGS, PRODUCT_NAMES, ModelMode
 from fmtsim.nn.unit_scaling import Factors
-from fmtsim.nn.wrapped import unwrap_parts, wrap_parts
+from fmtsim.nn.wrapped import Substituted, forward_of, running_modules, undisturbed, unwrap_parts, wrap_parts
+from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.errors import ArgumentError, CoverageWarning
+
+SCALED: Final = "_fmtsim_scaled"  # on the root and on each norm: the ScaledModel
+FORWARD: Final = "_fmtsim_scaled_forward"  # on each of them
+
+
+@dataclass(slots=True, eq=False)
+class ScaledModel:
+    """Say how a model is scaled.
+
+    Args:
+        by: ``"UnitScaled"`` or ``"MuScaled"``.
+        tau: Part of the variance that comes from a residual branch, under muS.
+        recipe: Name of the recipe, for errors.
+        names: Names of the norms.
+        heads: Modules with the weights that make logits, by module.
+        taus: What the branch behind each norm weighs, in the model's order; None before the first batch.
+        running: The modes of the forward passes under way.
+        checked: Whether the loss is known to be scaled, or somebody was told otherwise.
+    """
+
+    by: str
+    tau: float
+    recipe: str
+    names: dict[nn.Module, str]
+    heads: list[nn.Module]
+    taus: dict[nn.Module, float] | None = None
+    running: list["ScaledOperations"] = field(default_factory=list)
+    checked: bool = False
+
+    def __str__(self) -> str:
+        return f"operations of {self.by}, weights rescaled to unit variance"
+
 
 _NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 
+_MU: Final = frozenset({"product", "embedding", "add", "multiply"})
+_UNIT: Final = _MU | {"activation", "attention", "dropout", "cross_entropy", "divide"}
 
-class _Trace(Operations):
+
+class ScaledOperations(ModelMode):
+    """Run the operations of a model as its ScaledModel says.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self._root = root
+        self._how: ScaledModel = root.__dict__[SCALED]
+        self._unit = self._how.by == "UnitScaled"
+        self._scaled = _UNIT if self._unit else _MU
+        self._skips: dict[Tensor, nn.Module] = {}  # what norms read, with the norm
+        self._summands: set[Tensor] = set()  # embeddings and their sums
+        self.loss: Tensor | None = None  # the last cross entropy
+        self._heads = {getattr(module, "weight", None) for module in self._how.heads}
+
+    def __enter__(self) -> Any:
+        self._how.running.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._how.running.pop()
+        super().__exit__(*error)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Replace an operation."""
+        meaning = MEANINGS.get(func, "other")
+        if meaning not in self._scaled:
+            return func(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            repeat_under((SCALED, self._root), partial(ScaledOperations, self._root))
+        return getattr(self, meaning)(func, args, kwargs)
+
+    def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Return what a norm layer makes of x, which may begin a residual branch."""
+        assert self._how.taus is not None
+        tau = self._how.taus.get(module)
+        if tau is None:
+            return self._normalised(module, forward, x)
+        self._skips[x] = module
+        if not self._unit:
+            return x
+        return self._normalised(module, forward, unit.scale_backward(x, tau / (1 + tau**2) ** 0.5))
+
+    def _normalised(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Run a norm layer; under unit scaling the gradients of its own Parameters have their factor."""
+        if not self._unit:
+            return forward(x)
+        with Substituted(module, partial(unit.scale_backward, factor=(x.shape[-1] / max(x.numel(), 1)) ** 0.5)):
+            return forward(x)
+
+    def add(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Add; a residual branch, and one embedding to another, by their weights."""
+        kind, skip, branch = self.kind(args, kwargs)
+        if kind == "residual":
+            y = self._residual(self._skips.pop(skip), skip, branch)
+            return args[0].copy_(y) if func is Tensor.add_ else y
+        if kind == "embeddings":
+            y = unit.add(*args) if self._unit else (args[0] + args[1]) * 0.5**0.5
+            self._summands.add(y)
+            return y
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def kind(self, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
+        """Return what an addition is, and of a residual one the skip connection and the branch."""
+        if kwargs or len(args) != 2 or not all(isinstance(t, Tensor) for t in args):
+            return "other", None, None
+        a, b = args
+        for skip, branch in ((a, b), (b, a)):
+            if skip in self._skips and skip.shape == branch.shape:
+                return "residual", skip, branch
+        summands = all(isinstance(base_of(t), nn.Parameter) or t in self._summands for t in (a, b))
+        return "embeddings" if summands and a.dim() > 1 and b.dim() > 1 else "other", a, b
+
+    def _residual(self, norm: nn.Module, skip: Tensor, branch: Tensor) -> Tensor:
+        assert self._how.taus is not None
+        tau = self._how.taus[norm]
+        if self._unit:
+            whole = (1 + tau**2) ** 0.5
+            return unit.scale_forward(branch, tau / whole) + skip * (1 / whole)
+        normalised = forward_of(norm, FORWARD)(branch)
+        return (1 - tau) ** 0.5 * skip + tau**0.5 * normalised
+
+    def multiply(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Multiply; a number by which a model multiplies its embeddings is left out."""
+        if len(args) == 2 and not kwargs and isinstance(args[0], Tensor) and args[0] in self._summands:
+            b = args[1]
+            if not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad):
+                return args[0]
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def embedding(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Look up an embedding."""
+        return self._look_up(*args, **kwargs)
+
+    def _look_up(self, input: Tensor, weight: Tensor, *rest: Any, **more: Any) -> Tensor:
+        if self._unit:
+            weight = unit.scale_backward(weight, (weight.shape[0] / max(input.numel(), 1)) ** 0.5)
+        y: Tensor = F.embedding(input, weight, *rest, **more)
+        self._summands.add(y)
+        return y
+
+    def product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Multiply by a weight that is not converted."""
+        return self._linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        factors = Factors(self._how.by, head=weight in self._heads)
+        return unit.scaled_product(F.linear, input, weight, bias, factors(input, weight))
+
+    def activation(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Apply a scaled activation function, never in place."""
+        how = {name: value for name, value in kwargs.items() if name != "inplace"}
+        return getattr(unit, ACTIVATIONS[func])(args[0] if args else how.pop("input"), **how)  # type: ignore[no-any-return]
+
+    def dropout(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Drop out with a factor, never in place."""
+        return _dropout(*args, **kwargs)
+
+    def cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return the loss, whose gradient has a factor."""
+        how = {name: kwargs[name] for name in ("ignore_index", "reduction") if name in kwargs}
+        named = {"logits": kwargs["input"]} if "input" in kwargs else {}
+        named |= {"targets": kwargs["target"]} if "target" in kwargs else {}
+        self.loss = unit.cross_entropy(*args, **named, **how)
+        return self.loss
+
+    def divide(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Divide; of a sum of losses, which becomes a mean, the gradient is not divided."""
+        if self.loss is None or kwargs or args[0] is not self.loss:
+            return func(*args, **kwargs)
+        return unit.scale_forward(args[0], 1 / args[1])
+
+    def attention(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Run scaled attention."""
+        return _attention(*args, **kwargs)
+
+
+def base_of(t: Tensor) -> Tensor:
+    """Return the tensor that another one is a view of, or itself."""
+    return t if t._base is None else t._base
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return unit.dropout(input, p, training) if p else input
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    mult = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # 1 for the usual scale
+    return unit.attention(
+        query, key, value, is_causal=is_causal, mult=mult, dropout_p=dropout_p, attn_mask=attn_mask,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
+
+
+class _Trace(ScaledOperations):
     """Find the residual branches of a model, and what cannot be scaled."""
 
     def __init__(self, root: nn.Module, running: list[nn.Module]) -> None:
@@ -44,28 +245,27 @@ class _Trace(Operations):
         self._inside = 0  # norms whose forward runs
         self.computes_loss = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Look at a call, and run it as it is."""
-        kwargs = {} if kwargs is None else kwargs
         if self._inside:
             return func(*args, **kwargs)
-        kind = "other"
-        if func in ADDITIONS and len(args) == 2:
-            kind, skip, _ = self.kind(args[0], args[1], kwargs)
+        kind, meaning = "other", MEANINGS.get(func, "other")
+        if meaning == "add" and len(args) == 2:
+            kind, skip, _ = self.kind(args, kwargs)
             if kind == "residual":
                 self.branches.append(self._skips.pop(skip))
             elif kind == "other" and _activations(args) == 2 and not all(t in self._products for t in args):
                 self._refuse_sum()
         elif self._unit and _activations(args) and getattr(func, "__name__", "") in _UNSCALED:
             self._refuse(func.__name__, "which has no scaled form")
-        elif func is F.cross_entropy:
+        elif meaning == "cross_entropy":
             self.computes_loss = True
             if self._unit and (why := _loss_fault(*args, **kwargs)):
                 self._refuse("cross_entropy", why)
         y = func(*args, **kwargs)
-        if func is F.embedding or kind == "embeddings":
+        if meaning == "embedding" or kind == "embeddings":
             self._summands.add(y)
-        elif func in MULTIPLICATIONS and all(isinstance(t, Tensor) and t.numel() > 1 for t in args[:2]):
+        elif meaning == "multiply" and all(isinstance(t, Tensor) and t.numel() > 1 for t in args[:2]):
             self._products.add(y)
         return y
 
@@ -107,22 +307,13 @@ def _loss_fault(logits: Tensor, target: Tensor, **how: Any) -> str | None:
     return None if logits.dim() == 2 and not target.is_floating_point() else "which takes logits of [rows, classes]"
 
 
-_UNSCALED: Final = frozenset(
-    ("tanh", "sigmoid", "softmax", "log_softmax", "elu", "selu", "celu", "leaky_relu", "prelu", "rrelu", "relu6", "glu")
-    + ("logsigmoid", "hardtanh", "hardswish", "hardsigmoid", "mish", "softplus", "softsign", "exp", "matmul", "mm")
-    + ("bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "layer_norm")
-    + (
-        "conv_transpose3d",
-        "rms_norm",
-        "group_norm",
-        "batch_norm",
-        "instance_norm",
-        "max_pool2d",
-        "avg_pool2d",
-        "dropout2d",
-    )
-    + ("adaptive_avg_pool2d", "multi_head_attention_forward", "mse_loss", "nll_loss", "kl_div")
-)  # functions of activations whose factors are not known
+# Functions of activations whose factors are not known.
+_UNSCALED: Final = (PRODUCT_NAMES - {"linear"}) | {
+    "multi_head_attention_forward", "tanh", "sigmoid", "softmax", "log_softmax", "elu", "selu", "celu", "leaky_relu",
+    "prelu", "rrelu", "relu6", "glu", "logsigmoid", "hardtanh", "hardswish", "hardsigmoid", "mish", "softplus",
+    "softsign", "exp", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "max_pool2d",
+    "avg_pool2d", "adaptive_avg_pool2d", "dropout2d", "mse_loss", "nll_loss", "kl_div",
+}  # fmt: skip
 
 
 def find_norms(model: nn.Module) -> dict[nn.Module, str]:
@@ -182,7 +373,7 @@ def _scaled(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
         if torch.compiler.is_compiling():
             raise ArgumentError(f"{how.recipe} has to see one batch before torch.compile; call the model once")
         _look(model, how, partial(forward, *args, **kwargs))
-    with Operations(model):
+    with ScaledOperations(model):
         y = forward(*args, **kwargs)
     if not how.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         outputs = [t for t in tree_iter(y) if isinstance(t, Tensor) and t.requires_grad and t.numel() > 1]

@@ -8,21 +8,12 @@ import torch
 from torch import nn
 
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.attention_mode import (
-    ATTENTION,
-    Filter,
-    attach,
-    attentions,
-    check_attentions,
-    check_kind_of_attention,
-    detach,
-)
+from fmtsim.nn.attention import Filter, attach, attentions, check_attentions, check_kind_of_attention, detach
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.rules import Selector
 from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving, detach_saving
 from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
-from fmtsim.nn.scaled_model import attach_scales, detach_scales, find_norms
-from fmtsim.nn.scaled_operations import SCALED, ScaledModel
+from fmtsim.nn.scaled_model import SCALED, ScaledModel, attach_scales, detach_scales, find_norms
 from fmtsim.nn.smooth import (
     ORIGINAL,
     PROJECTIONS,
@@ -34,6 +25,7 @@ from fmtsim.nn.smooth import (
     smoothen,
     unsmooth,
 )
+from fmtsim.nn.wrapped import ATTENTION
 from fmtsim.recipes.spec import Recipe, Replacement
 from fmtsim.support.errors import ArgumentError
 

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give one module another forward, as an attribute of the instance, or other tensors in place of its Parameters.
+"""Change how a module runs, and look at a model while it runs; its class and what it holds stay.
 
-Its class and what it holds stay.
+``wrap`` gives one module another forward as an attribute of the instance, ``Substituted`` hands functions other tensors
+in place of its Parameters.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
-from fmtsim.support.dispatch import OwnMode
+from fmtsim.nn.operations import ModelMode
+
+ATTENTION: Final = "_fmtsim_attention"  # on each module whose attention is quantised: its Attended
 
 
 class _Wrapped(partial):  # type: ignore[type-arg]
@@ -19,7 +25,7 @@ class _Wrapped(partial):  # type: ignore[type-arg]
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(forward_of(*self.args[:2]))
+        return inspect.signature(_inner(*self.args[:2]))
 
 
 def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
@@ -27,22 +33,20 @@ def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
 
     Args:
         module: Any module.
-        mark: Name of the attribute that remembers a forward which the instance had of its own, or None.
+        mark: Name of the attribute that remembers what was done.
         run: A function of the module, of the forward that it had, and of the arguments.
     """
-    module.__dict__[mark] = module.__dict__.get("forward")
-    module.__dict__["forward"] = _Wrapped(_run, module, mark, run)
+    module.__dict__[mark] = module.__dict__["forward"] = _Wrapped(_run, module, module.__dict__.get("forward"), run)
 
 
 def unwrap(module: nn.Module, mark: str) -> None:
     """Undo ``wrap``; where another forward was put around it since, that one goes on calling ``run``."""
-    forward = module.__dict__["forward"]
-    if not (isinstance(forward, _Wrapped) and forward.args[1] == mark):
+    wrapped = module.__dict__.pop(mark)
+    if module.__dict__["forward"] is not wrapped:
         return
-    own = module.__dict__.pop(mark)
     del module.__dict__["forward"]
-    if own is not None:
-        module.__dict__["forward"] = own
+    if wrapped.args[1] is not None:
+        module.__dict__["forward"] = wrapped.args[1]
 
 
 def wrap_parts(
@@ -73,15 +77,18 @@ def unwrap_parts(model: nn.Module, marks: tuple[str, str]) -> bool:
 
 def forward_of(module: nn.Module, mark: str) -> Callable[..., Any]:
     """Return the forward that a wrapped module had."""
-    own = module.__dict__[mark]
+    return _inner(*module.__dict__[mark].args[:2])
+
+
+def _inner(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
     return partial(type(module).forward, module) if own is None else own
 
 
-def _run(module: nn.Module, mark: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(module, forward_of(module, mark), *args, **kwargs)
+def _run(module: nn.Module, own: Callable[..., Any] | None, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(module, _inner(module, own), *args, **kwargs)
 
 
-class Substituted(OwnMode):
+class Substituted(ModelMode):
     """Hand functions other tensors in place of a module's own Parameters.
 
     Args:
@@ -93,10 +100,48 @@ class Substituted(OwnMode):
         super().__init__()
         self._own = {p: change(p) for p in module.parameters(recurse=False)}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the function."""
-        kwargs = {} if kwargs is None else {name: self._of(value) for name, value in kwargs.items()}
-        return func(*map(self._of, args), **kwargs)
+        return func(*map(self._of, args), **{name: self._of(value) for name, value in kwargs.items()})
 
     def _of(self, value: Any) -> Any:
         return self._own.get(value, value) if isinstance(value, nn.Parameter) else value
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run something without gradients, by operators that can be counted; then put buffers and random states back."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    found = [getattr(m.__dict__.get("emulation"), "generator", None) for m in model.modules()]
+    found += [m.__dict__[ATTENTION].call.generator for m in model.modules() if ATTENTION in m.__dict__]
+    states = [(g, g.get_state()) for g in {id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng(devices), torch.no_grad():
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            for generator, state in states:
+                generator.set_state(state)
+            for buffer, value in buffers:
+                buffer.resize_(value.shape).copy_(value)
+
+
+@contextmanager
+def running_modules() -> Iterator[list[nn.Module]]:
+    """Know which modules run: a list that has those whose forward is under way, the innermost last."""
+    stack: list[nn.Module] = []
+
+    def leave(*_: Any) -> None:
+        if stack:
+            stack.pop()
+
+    before = hooks.register_module_forward_pre_hook(lambda module, _: stack.append(module))
+    after = hooks.register_module_forward_hook(leave, always_call=True)
+    try:
+        yield stack
+    finally:
+        before.remove()
+        after.remove()

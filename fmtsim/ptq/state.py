@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fmtsim.casts.arguments import check_module
-from fmtsim.nn.attention_mode import convert_attention
+from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import load_recipe_state, recipe_state

@@ -13,11 +13,11 @@ from torch import nn
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.nn.attention_mode import convert_attention, revert_attention
+from fmtsim.nn.attention import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.own_products import own_matrices
 from fmtsim.nn.planning import machine_of
+from fmtsim.nn.raw_matmuls import own_matrices
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.extended import contract, extend
 from fmtsim.ptq.registry import get_ptq_recipe

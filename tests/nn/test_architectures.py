@@ -10,7 +10,7 @@ import torch
 import fmtsim
 from fmtsim.nn import convert, report
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.parameter_products import ParameterProduct
+from fmtsim.nn.raw_matmuls import ParameterProduct
 from fmtsim.recipes import Rule, get_recipe
 from fmtsim.support.errors import CoverageWarning
 from tests.support.architectures import ARCHITECTURES, RECIPE, architecture

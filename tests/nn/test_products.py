@@ -13,8 +13,8 @@ import fmtsim
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.training.lockstep import recording
 from fmtsim.nn import convert, modules, report
+from fmtsim.nn.explain_layer import explain_layer
 from fmtsim.nn.modules import EmulatedTransposed
-from fmtsim.nn.products import explain_layer
 from fmtsim.recipes import get_recipe
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, PlanUnknownWarning
 from tests.support.operands import normal

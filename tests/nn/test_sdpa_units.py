@@ -10,7 +10,7 @@ import torch
 import fmtsim
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm
-from fmtsim.nn.attention_mode import convert_attention
+from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from fmtsim.recipes import AttentionConfig, get_recipe
 from fmtsim.spec.quantizer import Quantizer

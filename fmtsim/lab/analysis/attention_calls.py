@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmtsim.support.dispatch import OwnMode, without_own_modes
+from fmtsim.nn.operations import MEANINGS, STACKED, ModelMode
+from fmtsim.support.dispatch import without_own_modes
 
-_PRODUCTS: Final = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
-_SOFTMAX: Final = (F.softmax, torch.softmax, Tensor.softmax)
 _KEPT: Final = (F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.float, Tensor.bfloat16, Tensor.half)
 # What scores go through that is run again: it draws no random numbers, and writes to nothing but the scores.
 _PURE: Final = frozenset({
@@ -52,7 +51,7 @@ class _Scores(NamedTuple):
     change: Callable[[Tensor], Tensor]  # from the product to what it is now
 
 
-class AttentionCalls(OwnMode):
+class AttentionCalls(ModelMode):
     """Show somebody each attention that runs inside a ``with``, once it has run."""
 
     def __init__(self, see: Callable[[Call], None]) -> None:
@@ -61,18 +60,17 @@ class AttentionCalls(OwnMode):
         self._scores: dict[Tensor, _Scores] = {}
         self._weights: dict[Tensor, tuple[_Scores, Tensor]] = {}  # and what the softmax is of
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of the model, and look whether it is part of attention."""
-        kwargs = {} if kwargs is None else kwargs
         y = func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if MEANINGS.get(func) == "attention":
             self._see(_of_torch(y, *args, **kwargs))
         elif isinstance(y, Tensor) and y.dim() > 2:
             self._follow(func, args, kwargs, y)
         return y
 
     def _follow(self, func: Any, args: Any, kwargs: Any, y: Tensor) -> None:
-        if func in _PRODUCTS:
+        if func in STACKED:
             a, b = (*args, *kwargs.values())[:2]
             if a in self._weights:
                 self._meet(y, *self._weights[a], b)
@@ -80,7 +78,7 @@ class AttentionCalls(OwnMode):
                 self._scores[y] = _Scores(a, b.mT, lambda s: s)
             return
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if func in _SOFTMAX:
+        if MEANINGS.get(func) == "softmax":
             if first in self._scores and kwargs.get("dim", args[1] if len(args) > 1 else None) in (-1, y.dim() - 1):
                 self._weights[y] = self._scores[first], first.detach().clone()  # type: ignore[index, union-attr]
             return

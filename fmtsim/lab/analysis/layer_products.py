@@ -12,8 +12,8 @@ from fmtsim.gemm.models import PASSES, Shape, layer_shapes
 from fmtsim.gemm.products.native import SCALED_MULTIPLE
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn.coverage import numbered, together
+from fmtsim.nn.explain_layer import layer_products
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.products import layer_products
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import ArgumentError, FmtsimError, shown
 

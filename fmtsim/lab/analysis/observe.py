@@ -21,8 +21,8 @@ from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
 from fmtsim.lab.analysis.shadow import Shadow
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.nn.attention_call import AttentionCall
-from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
+from fmtsim.nn.wrapped import ATTENTION
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, shown
 

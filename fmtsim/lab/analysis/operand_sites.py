@@ -12,11 +12,12 @@ from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, pr
 from fmtsim.gemm.layers.keys import FORWARD, Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.watch import watching
+from fmtsim.nn.attention import Attended
 from fmtsim.nn.attention_call import AttentionCall, run_attention
-from fmtsim.nn.attention_mode import ATTENTION, Attended
 from fmtsim.nn.flash import Inputs
 from fmtsim.nn.modules import EmulatedModule, Emulation
-from fmtsim.nn.parameter_products import ParameterProduct
+from fmtsim.nn.raw_matmuls import ParameterProduct
+from fmtsim.nn.wrapped import ATTENTION
 from fmtsim.recipes.attention import BACKWARD, AttentionConfig
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer, Sparsity
 

@@ -20,14 +20,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.lab.analysis.attention_calls import AttentionCalls, Call
+from fmtsim.nn.attention import Attended, QuantisedAttention, attentions
 from fmtsim.nn.attention_call import AttentionCall
-from fmtsim.nn.attention_mode import ATTENTION, Attended, QuantisedAttention, attentions
 from fmtsim.nn.convert import convert, is_converted, set_step
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.parameter_products import READS, ParameterMode, product
+from fmtsim.nn.operations import RULES
+from fmtsim.nn.raw_matmuls import READS, RawMatmuls
 from fmtsim.nn.report import report
 from fmtsim.nn.sdpa import attend
-from fmtsim.nn.wrapped import unwrap, wrap
+from fmtsim.nn.wrapped import ATTENTION, unwrap, wrap
 from fmtsim.recipes.attention import AttentionConfig, attention_like
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
@@ -170,14 +171,14 @@ class Shadow:
         return run
 
 
-class _Beside(ParameterMode):
+class _Beside(RawMatmuls):
     """Cast the operands of products with Parameters that a model writes itself, and leave the products to torch."""
 
     def __init__(self, copy: nn.Module, shadow: Shadow) -> None:
         super().__init__(copy)
         self._shadow = shadow
 
-    def multiplied(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return torch's own product."""
         y: Tensor = func(*args, **kwargs)
         by = {} if self._shadow.inside else {t: self.find(t) for t in _tensors(args, kwargs)}
@@ -186,13 +187,11 @@ class _Beside(ParameterMode):
 
         def cast(copies: _Copies) -> Tensor | None:
             known: dict[Any, Any] = {copies[t]: multiply for t, multiply in by.items()}
-            return product(
-                func, lambda t: known.get(t) or known.get(getattr(t, "_base", None)),
-                _mapped(args, copies), _mapped(kwargs, copies),
-            )  # fmt: skip
+            find = lambda t: known.get(t) or known.get(getattr(t, "_base", None))  # noqa: E731
+            return RULES[func](find, *_mapped(args, copies), **_mapped(kwargs, copies))
 
         if run_beside(y, cast, list(by)) is None:
-            self.leave(func, args, kwargs)
+            self.note(func, args, kwargs)
         return y
 
 

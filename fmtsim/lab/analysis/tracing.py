@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.watch import watching
@@ -19,6 +18,7 @@ from fmtsim.lab.analysis.fingerprint import has_bits
 from fmtsim.lab.analysis.one_step import batch_of, check_loss, run_step, unchanged
 from fmtsim.lab.analysis.recorder import Recorder, inputs_of, named
 from fmtsim.lab.analysis.trace import Level, Trace
+from fmtsim.nn.operations import OperatorMode
 from fmtsim.spec.gemm_spec import gemm_spec_from_json
 from fmtsim.support.errors import ArgumentError, shown
 
@@ -149,16 +149,16 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorMode):
     """See every operator of torch, but for views and what hashes run."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and record it."""
-        kwargs, name = kwargs or {}, func._schema.name
+        name = func._schema.name
         if self._recorder.busy or func.is_view or name in _NOTHING:
             return func(*args, **kwargs)
         inputs = self._recorder.read(inputs_of(args, kwargs))

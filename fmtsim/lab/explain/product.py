@@ -12,7 +12,7 @@ from fmtsim.gemm.products.explanation import MmExplanation, explained, runs
 from fmtsim.gemm.products.matmul import Options, checked_options
 from fmtsim.gemm.products.operands import asked_product, check_tensor, inner_length, matrix_layout
 from fmtsim.gemm.products.resolver import call_name, recorded_calls, resolve
-from fmtsim.nn.products import Inputs, LayerExplanation, explain_layer
+from fmtsim.nn.explain_layer import Inputs, LayerExplanation, explain_layer
 from fmtsim.spec.call import GemmCall, Operation
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
@@ -29,6 +27,7 @@ from fmtsim.lab.training.loop import collected_guesses, validate
 from fmtsim.lab.training.run import begin, training_steps
 from fmtsim.lab.training.schemes import HIGH_PRECISION, Scheme
 from fmtsim.lab.training.tasks import score
+from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes import Recipe, get_recipe, list_recipes
 from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
 
@@ -190,17 +189,17 @@ def points_of(
     return list(dict.fromkeys(found))
 
 
-class _Logits(TorchFunctionMode):
+class _Logits(ModelMode):
     """Keep the logits and targets of every cross entropy that is computed inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.cross_entropy and len(args) > 1:
+    def cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) > 1:
             self.seen.append((args[0].detach(), args[1]))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def train_point(config: SweepConfig, point: Point, corpus: Corpus) -> SweepRun:

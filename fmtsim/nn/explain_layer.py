@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmtsim.casts.arguments import check_dense
 from fmtsim.formats.interop import dtype_name
@@ -23,13 +22,14 @@ from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, 
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.operations import COUNTS, OperatorMode
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 
 _NO_UNIT = "none: float32 in no particular order; convert with target=, unit= or datapath= for a machine"
-_MULTIPLIES = ("fmtsim::gemm", "fmtsim::multiply_groups", "aten::mm", "aten::addmm")
+_GEMM = "fmtsim::gemm"
 _FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")
 MOST_ROWS = 1 << 26  # torch counts the bytes of attention scores, which nobody makes here, in 64 bits
 Inputs = int | Tensor | Sequence[Tensor]
@@ -284,21 +284,21 @@ def _inputs(module: EmulatedModule, x: Inputs, dtype: torch.dtype) -> list[Tenso
     return found
 
 
-class _Steps(TorchDispatchMode):
+class _Steps(OperatorMode):
     """See what follows a machine's product before the next product."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last, self._done = "", dict[str, tuple[Any, ...]]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Note scales, biases and rotations of the machine's last product."""
         name = func._schema.name
-        if name in _MULTIPLIES:
+        if name in (_GEMM, "fmtsim::multiply_groups") or func.overloadpacket in COUNTS:
             self._last = name
-        elif name in _FOLLOWS and self._last == "fmtsim::gemm":
+        elif name in _FOLLOWS and self._last == _GEMM:
             self._done[name] = args
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def words(self, a: str, b: str, call: GemmCall, out: Quantizer | None, dtype: torch.dtype) -> str:
         """Return what is done to a product before it is a layer's result, empty where nothing is."""

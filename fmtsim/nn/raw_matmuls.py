@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Emulate the products that a model writes itself, wherever one side is a Parameter or a view of one.
+
+A forward that says ``F.linear(x, self.weight)``, ``x @ self.experts[e]`` or ``F.linear(h, self.embedding.weight)`` is
+recognised before it runs by the names in its code. While it runs, ``RawMatmuls`` follows its Parameters through views,
+copies and casts, and gives each product with one to the ``ParameterProduct`` of that Parameter, or to the converted
+layer that it belongs to. Of a stack of matrices ``[experts, N, K]`` each is a product, and all share one memory of
+delayed scales.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from fmtsim.gemm.layers.keys import Generator
+from fmtsim.nn.code_names import is_of_torch, names_in_forward
+from fmtsim.nn.modules import EmulatedModule, emulated_class
+from fmtsim.nn.operations import EMULATED_NAMES, GROUPED_NAMES, RULES, ModelMode, Multiply
+from fmtsim.nn.wrapped import unwrap, wrap
+from fmtsim.recipes.plan import LayerPlan
+from fmtsim.scaling.repeats import repeat_under
+from fmtsim.support.dispatch import constant_in_graphs
+
+PRODUCTS: Final = "fmtsim_products"  # the submodule with what multiplies a module's own Parameters, by their names
+READS: Final = "_fmtsim_reads"  # on each module that writes products: owners and names of Parameters
+FORWARD: Final = "_fmtsim_forward"  # beside it: a forward that the instance had of its own, or None
+_VERBS: Final = EMULATED_NAMES | {"multi_head_attention_forward"}
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LISTS: Final = (nn.ParameterList, nn.ParameterDict)
+_CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Own(NamedTuple):
+    """Name a Parameter that a model multiplies with in code of its own.
+
+    Attributes:
+        owner: Name of the module that holds it.
+        module: The module.
+        parameter: The Parameter's name in the module.
+        head: Whether it is the weight of an embedding, so that a product with it makes logits.
+    """
+
+    owner: str
+    module: nn.Module
+    parameter: str
+    head: bool
+
+
+def own_matrices(model: nn.Module) -> dict[str, Own]:
+    """Return the matrices that a model multiplies with in code of its own, by the names that rules see.
+
+    That is the module's name, or where it has several ``module.parameter``.
+    """
+    modules = dict(model.named_modules())
+    embeddings = {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
+    found: dict[str, Own] = {}
+    for name, module in modules.items():
+        parameters = own_parameters(module)
+        if isinstance(module, _LISTS) and _matrices(module) and _writes(_holder(modules, name)[1]):
+            parameters = tuple(_matrices(module))
+        elif _multiplied_elsewhere(modules, name):
+            parameters = ("weight",)
+        for parameter in parameters:
+            head = id(module._parameters[parameter]) in embeddings
+            own = ".".join(filter(None, (name, parameter))) if len(parameters) > 1 else name
+            found[own] = Own(name, module, parameter, head)
+    return found
+
+
+def own_parameters(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's own matrices, or stacks of them, where its code multiplies with some."""
+    cls = type(module)
+    if cls.__module__.startswith("torch.") or isinstance(module, (EmulatedModule, nn.Embedding, *_CONTAINERS)):
+        return ()
+    if emulated_class(cls) is not None or parametrize.is_parametrized(module):
+        return ()
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+        return ()
+    names = _matrices(module)
+    return tuple(names) if names and _writes(module) else ()
+
+
+def writers(model: nn.Module, owned: list[Own]) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return the modules whose forward may multiply with Parameters itself, each with owners and names of these.
+
+    Args:
+        model: The converted model.
+        owned: Those of ``own_matrices`` that are emulated. Weights of converted layers that other modules read are
+            found beside them.
+    """
+    modules = dict(model.named_modules())
+    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for own in owned:
+        at = [own.module]
+        if isinstance(own.module, _LISTS):
+            at = [_holder(modules, own.owner)[1]]
+        elif isinstance(own.module, nn.Embedding):
+            at = [above for above in _above(modules, own.owner) if _reads(above, "weight")]
+        for module in at:
+            found.setdefault(module, []).append((own.module, own.parameter))
+    by_module: dict[nn.Module, list[Own]] = {}
+    for own in owned:
+        by_module.setdefault(own.module, []).append(own)
+    for module in modules.values():
+        if isinstance(module, EmulatedModule) or not _writes(module):
+            continue
+        known = found.get(module, [])
+        for part in module.modules():
+            names = [own.parameter for own in by_module.get(part, ())]
+            names += _matrices(part) if isinstance(part, EmulatedModule) and part.emulation is not None else []
+            read = [(part, name) for name in names if _reads(module, name) and (part, name) not in known]
+            if read:
+                found.setdefault(module, []).extend(read)
+    return found
+
+
+def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
+    """Say whether the code of modules around another one multiplies by its weight."""
+    if isinstance(modules[name], nn.Embedding):
+        return any(_reads(above, "weight") for above in _above(modules, name))
+    around = modules[name.rpartition(".")[0]]
+    return name.endswith("out_proj") and isinstance(around, nn.MultiheadAttention) and bool(own_parameters(around))
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, p in module._parameters.items()
+        if p is not None and p.dim() in (2, 3) and p.dtype in _FLOATS and type(p).__name__ != "UninitializedParameter"
+    ]
+
+
+def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module]:
+    """Return the nearest module around another whose forward can be called."""
+    while name:
+        name = name.rpartition(".")[0]
+        if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+            break
+    return name, modules[name]
+
+
+def _above(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Module]:
+    """Yield a module and those around it."""
+    yield modules[name]
+    while name:
+        name = name.rpartition(".")[0]
+        yield modules[name]
+
+
+def _writes(module: nn.Module) -> bool:
+    """Say whether a module's own code names a product, or calls what its code does not tell."""
+    cls = type(module)
+    if cls.__module__.startswith("torch."):
+        return False
+    names = names_in_forward(cls)
+    return not _VERBS.isdisjoint(names) or any(
+        callable(value) and (getattr(value, "__name__", "") in _VERBS or not is_of_torch(value))
+        for name, value in vars(module).items()
+        if name in names
+    )
+
+
+@constant_in_graphs
+def names_groups(cls: type[nn.Module]) -> bool:
+    """Say whether the code of a class of modules names ``grouped_mm``."""
+    return not names_in_forward(cls).isdisjoint(GROUPED_NAMES)
+
+
+def _reads(module: nn.Module, attribute: str) -> bool:
+    return _writes(module) and attribute in names_in_forward(type(module))
+
+
+class ParameterProduct(EmulatedModule):
+    """Multiply by one Parameter of a module that is not converted, where that module's model writes the product.
+
+    It holds the quantisers and their memory; the Parameter stays its owner's.
+    """
+
+    owner: nn.Module
+    parameter: str
+
+    def __init__(self, owner: nn.Module, parameter: str) -> None:
+        super().__init__()
+        self.__dict__.update(owner=owner, parameter=parameter)  # the owner is not a submodule
+        self.seen = False  # whether a product was
+        self.shape: tuple[int, int] | None = None  # of its matrix as [N, K], once it is seen
+        self.left: tuple[str, ...] = ()  # functions that read the Parameter and are not emulated
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The Parameter."""
+        return getattr(self.owner, self.parameter)  # type: ignore[no-any-return]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the Parameter, which is the owner's in its model; without ``recurse`` nothing, as FSDP1 asks."""
+        if recurse:
+            yield f"{prefix}.{self.parameter}" if prefix else self.parameter, self.weight
+
+    @staticmethod
+    def matrices(module: Any) -> Iterator[tuple[int, int]]:
+        """Yield the size of the matrix as it was multiplied last, or as it is stored."""
+        yield module.shape or module.weight.shape[-2:]
+
+    def gemm(self, x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
+        """Return ``x w^T + bias``."""
+        if not self.seen and not torch.compiler.is_compiling():
+            self.seen, self.shape = True, (w.shape[0], w.shape[1])
+        return super().gemm(x, w, bias, part)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product with the matrix, or with the first of a stack: what ``explain_mm`` looks at."""
+        w = self.weight.detach()
+        w = w if w.dim() == 2 else w[0]
+        w = w if self.shape in (None, tuple(w.shape)) else w.t()
+        return self.gemm(input, w.requires_grad_(), None)
+
+    def extra_repr(self) -> str:
+        """Show the Parameter before the formats."""
+        return f"{self.parameter} {list(self.weight.shape)}, {self._runs}" if self.emulation else ""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as any module."""
+        return nn.Module.__reduce_ex__(self, protocol)
+
+
+class RawMatmuls(ModelMode):
+    """Emulate every product inside a ``with`` that has one of some Parameters on one side.
+
+    Args:
+        module: The module that reads them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._known: dict[Tensor, Multiply] = {}
+        for owner, name in module.__dict__[READS]:
+            multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]
+            self._known[getattr(owner, name)] = partial(_gemm, multiplies)
+
+    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a product, emulated where one side is one of the Parameters."""
+        y = RULES[func](self.find, *args, **kwargs)
+        if y is None:
+            return self.other_product(func, args, kwargs)
+        if not torch.compiler.is_compiling():
+            repeat_under(self._module, partial(RawMatmuls, self._module))
+        return y
+
+    def other_product(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let torch multiply."""
+        self.note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Remember for the report which Parameters a function reads that is not emulated."""
+        for t in () if torch.compiler.is_compiling() else (*args, *kwargs.values()):
+            found = self.find(t)
+            module = None if found is None else found.args[0]  # type: ignore[attr-defined]
+            if isinstance(module, ParameterProduct) and func.__name__ not in module.left:
+                module.left = (*module.left, func.__name__)
+
+    def view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Take a view, a copy or a cast of a Parameter for that Parameter."""
+        y = func(*args, **kwargs)
+        if (found := self.find(args[0])) is not None:
+            for view in (y,) if isinstance(y, Tensor) else y:
+                self._known[view] = found
+        return y
+
+    def multi_head(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Look into multi-head attention."""
+        return self.opened_multi_head(args, kwargs)
+
+    def find(self, t: Any) -> Multiply | None:
+        """Return what multiplies by a tensor, None where that is not a Parameter that the module reads."""
+        if not isinstance(t, Tensor):
+            return None
+        found = self._known.get(t)
+        return found if found is not None or t._base is None else self._known.get(t._base)
+
+
+def _gemm(module: EmulatedModule, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    return module.gemm(x, w, bias, module.parts[0])
+
+
+def attach_products(
+    model: nn.Module, chosen: list[tuple[str, Own, LayerPlan]], generator: Generator, total_steps: int | None
+) -> None:
+    """Emulate products with a model's own matrices, and those with weights of converted layers that it writes."""
+    for name, own, plan in chosen:
+        made = ParameterProduct(own.module, own.parameter)
+        made.emulate(name, plan, generator, total_steps)
+        own.module.add_module(PRODUCTS, nn.ModuleDict(own_products(own.module) | {own.parameter: made}))
+    for module, read in writers(model, [own for _, own, _ in chosen]).items():
+        module.__dict__[READS] = read
+        wrap(module, FORWARD, _multiplying)
+
+
+def detach_products(model: nn.Module) -> None:
+    """Undo ``attach_products``."""
+    for module in model.modules():
+        if READS not in module.__dict__:
+            continue
+        del module.__dict__[READS]
+        unwrap(module, FORWARD)
+    for module in list(model.modules()):
+        module._modules.pop(PRODUCTS, None)
+
+
+def own_products(module: nn.Module) -> dict[str, ParameterProduct]:
+    """Return what multiplies by a module's own Parameters, by their names; empty where nothing does."""
+    made: Any = module._modules.get(PRODUCTS)
+    return {} if made is None else dict(made.items())
+
+
+def _multiplying(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward with the products that it writes emulated."""
+    if READS not in module.__dict__:  # reverted
+        return forward(*args, **kwargs)
+    if "torch._dynamo" in sys.modules and names_groups(type(module)):  # a compiler does not ask modes about that
+        return torch._dynamo.disable(_run)(module, forward, *args, **kwargs)
+    return _run(module, forward, *args, **kwargs)
+
+
+def _run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with RawMatmuls(module):
+        return forward(*args, **kwargs)
