@@ -17,9 +17,9 @@ from fmtsim.integrations.run_state import FILE, checked_state, gathered, of_this
 from fmtsim.integrations.trackers import check_histograms, exponents, figures, send
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
-from fmtsim.nn.convert import converted_root, is_converted, set_step
+from fmtsim.nn.convert import set_step
 from fmtsim.nn.report import report
-from fmtsim.nn.state import load_recipe_state, recipe_state
+from fmtsim.nn.state import converted_root, is_converted, load_recipe_state, recipe_state
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule

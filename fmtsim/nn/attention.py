@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.products.resolver import target_or_unit
-from fmtsim.nn.attention_call import AttentionCall, call_of
-from fmtsim.nn.code_names import own_names
+from fmtsim.nn.forward import ATTENTION, own_names, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
-from fmtsim.nn.sdpa import attend
-from fmtsim.nn.wrapped import ATTENTION, unwrap, wrap
+from fmtsim.nn.sdpa import AttentionCall, attend, call_of
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.support.errors import ArgumentError, FmtsimError
 

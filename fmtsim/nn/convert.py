@@ -17,7 +17,6 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.scalings import ScalingName
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.checkpoint_names import RECIPE, attach_name, detach_name
 from fmtsim.nn.counting import is_meant
 from fmtsim.nn.coverage import estimated, percent, summary_of
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
@@ -33,7 +32,8 @@ from fmtsim.nn.planning import (
     with_rules,
 )
 from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, detach_products
-from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
+from fmtsim.nn.state import RECIPE, attach_name, converted_modules, detach_name, is_converted
+from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
@@ -255,38 +255,6 @@ def _note(
             module.emulation.recipe = recipe.name
     model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
     model.__dict__[NOTES] = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
-
-
-def is_converted(model: nn.Module) -> bool:
-    """Whether ``convert`` changed something in a model."""
-    return any(isinstance(module, EmulatedModule) for module in model.modules()) or swapped(model)
-
-
-def converted_root(model: nn.Module, verb: str) -> nn.Module:
-    """Return the module that ``convert`` was given: a converted model, or the one within it.
-
-    Raises:
-        ArgumentError: Several parts of the model were converted, each by itself.
-    """
-    roots: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if RECIPE in module.__dict__ and not any(f"{name}.".startswith(root) for root in roots):
-            roots[f"{name}." if name else ""] = module
-    if len(roots) > 1:
-        named = ", ".join(root.removesuffix(".") for root in list(roots)[:3])
-        raise ArgumentError(
-            f"{verb} found {len(roots)} parts of {type(model).__name__} that were converted one by one ({named}); "
-            f"convert {type(model).__name__} in one call, whose rules= say what differs"
-        )
-    return next(iter(roots.values()), model)
-
-
-def converted_modules(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
-    """Return the modules with emulated products by name; raise ArgumentError where ``convert`` changed nothing."""
-    check_module(verb, model)
-    if not is_converted(model):
-        raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
 
 
 def revert(model: Model) -> Model:

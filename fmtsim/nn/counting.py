@@ -22,8 +22,7 @@ from fmtsim.gemm.layers.operand import is_untouched
 from fmtsim.gemm.layers.watch import Watcher
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, LOOK_UPS, OperatorMode
-from fmtsim.nn.planning import NO_CONFIG, NO_MATRIX, why_not
-from fmtsim.nn.swaps import FILTERED
+from fmtsim.nn.planning import FILTERED, NO_CONFIG, NO_MATRIX, why_not
 from fmtsim.recipes.plan import HIGH
 from fmtsim.spec.quantizer import Quantizer
 

@@ -14,11 +14,11 @@ from fmtsim.gemm.layers.config import PRODUCTS
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.counting import Count, plain_products, projections, reason_of
+from fmtsim.nn.forward import running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, own_matrices, own_products
 from fmtsim.nn.scaled_model import is_untraced
-from fmtsim.nn.wrapped import running_modules, undisturbed
 from fmtsim.support.errors import ArgumentError, shown
 
 _ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that nobody multiplies with

@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_dense
-from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
+from fmtsim.gemm.layers.config import OPERANDS, LinearConfig, product_of
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.gemm.layers.watch import Observer, Watcher
-from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.plan import LayerPlan
+from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls
+from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, FmtsimError
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
@@ -348,3 +349,43 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
             f"{original.__name__} has no emulated counterpart any more; revert the model before saving it whole"
         )
     return cls.__new__(cls)
+
+
+def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: int) -> str | None:
+    """Return what does not fit a layer ``[outputs, inputs]`` with so many rows of x, or None where all does.
+
+    Args:
+        config: The layer.
+        tokens: Rows of x; None looks at what does not depend on them alone.
+        outputs: Rows of w.
+        inputs: Columns of w.
+    """
+    inner = {"f": inputs, "d": outputs, "w": tokens}
+    outer = {"x_f": tokens, "w_f": outputs, "g_d": tokens, "w_d": inputs, "g_w": outputs, "x_w": inputs}
+    for name, quantizer in config.operands.items():
+        fault = _fault(quantizer, inner[name[2]], outer[name])
+        if fault is not None:
+            return f"{product_of(name)} {name}: {fault}"
+    return None
+
+
+def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | None:
+    for transform in quantizer.transforms:
+        if isinstance(transform, Sparsity):
+            uneven = [n for n in (inner, outer if transform.tiles else None) if n is not None and n % 4]
+            if uneven:
+                return f"2:4 sparsity needs groups of 4, which do not divide {uneven[0]}"
+        length = inner if not isinstance(transform, Hadamard) or transform.axis == "inner" else outer
+        if not isinstance(transform, Hadamard) or length is None:
+            continue
+        if transform.size is not None and length % transform.size:
+            return f"Hadamard size={transform.size} does not divide {length}"
+        if transform.size is None:
+            try:
+                base_of(length)
+            except ArgumentError as error:
+                return f"a Hadamard matrix of the whole axis does not fit: {error}"
+    group = None if quantizer.scaling is None else quantizer.scaling.eden
+    if group is not None and inner is not None and inner % group:
+        return f"Scaling eden={group} does not divide {inner}"
+    return None

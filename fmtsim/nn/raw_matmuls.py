@@ -19,10 +19,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.code_names import is_of_torch, names_in_forward
+from fmtsim.nn.forward import is_of_torch, names_in_forward, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.operations import EMULATED_NAMES, GROUPED_NAMES, RULES, ModelMode, Multiply
-from fmtsim.nn.wrapped import unwrap, wrap
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import constant_in_graphs

@@ -12,14 +12,14 @@ from torch import nn
 from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
-from fmtsim.nn.checkpoint_names import RECIPE
 from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, summary_of, together
 from fmtsim.nn.explain_layer import MOST_ROWS, layer_products
 from fmtsim.nn.modules import EmulatedModule, emulated_types
-from fmtsim.nn.planning import why_not
+from fmtsim.nn.planning import FILTERED, why_not
 from fmtsim.nn.raw_matmuls import PRODUCTS, ParameterProduct, own_products
-from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
+from fmtsim.nn.state import RECIPE
+from fmtsim.nn.swaps import plain_class, swap_details
 from fmtsim.support.errors import ArgumentError, FmtsimError, shown
 from fmtsim.support.table import Rows, Tabular
 

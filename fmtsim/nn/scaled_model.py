@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_iter
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn import unit_scaling as unit
+from fmtsim.nn.forward import Substituted, forward_of, running_modules, undisturbed, unwrap_parts, wrap_parts
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import ACTIVATIONS, MEANINGS, PRODUCT_NAMES, ModelMode
 from fmtsim.nn.unit_scaling import Factors
-from fmtsim.nn.wrapped import Substituted, forward_of, running_modules, undisturbed, unwrap_parts, wrap_parts
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
+from fmtsim.nn.forward import undisturbed
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.wrapped import undisturbed
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
 from fmtsim.support.errors import ArgumentError

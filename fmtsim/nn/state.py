@@ -1,22 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe remembers of a model's training, to be saved beside its weights and loaded again."""
+"""What ``convert`` left in a model: converted modules, the recipe's name, and the scales that it remembers.
+
+The recipe's name is a buffer of the model that was converted, so that every library that saves a state_dict saves it
+beside the delayed scales; it is written anew at each saving, and checked at loading.
+"""
 
 import hashlib
+import logging
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fmtsim.nn.checkpoint_names import RECIPE
-from fmtsim.nn.convert import converted_modules
+from fmtsim.casts.arguments import check_module
 from fmtsim.nn.modules import STATE, EmulatedModule
-from fmtsim.nn.swaps import swap_details
+from fmtsim.nn.swaps import swap_details, swapped
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_items
 
+RECIPE: Final = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
+NAME: Final = "fmtsim_recipe"  # uint8: the name in UTF-8; one zero for a config
+_LOG = logging.getLogger("fmtsim")
 _FSDP1: Final = "_fsdp_wrapped_module"  # what torch's FullyShardedDataParallel calls the module in it
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether ``convert`` changed something in a model."""
+    return any(isinstance(module, EmulatedModule) for module in model.modules()) or swapped(model)
+
+
+def converted_root(model: nn.Module, verb: str) -> nn.Module:
+    """Return the module that ``convert`` was given: a converted model, or the one within it.
+
+    Raises:
+        ArgumentError: Several parts of the model were converted, each by itself.
+    """
+    roots: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if RECIPE in module.__dict__ and not any(f"{name}.".startswith(root) for root in roots):
+            roots[f"{name}." if name else ""] = module
+    if len(roots) > 1:
+        named = ", ".join(root.removesuffix(".") for root in list(roots)[:3])
+        raise ArgumentError(
+            f"{verb} found {len(roots)} parts of {type(model).__name__} that were converted one by one ({named}); "
+            f"convert {type(model).__name__} in one call, whose rules= say what differs"
+        )
+    return next(iter(roots.values()), model)
+
+
+def converted_modules(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
+    """Return the modules with emulated products by name; raise ArgumentError where ``convert`` changed nothing."""
+    check_module(verb, model)
+    if not is_converted(model):
+        raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
 
 
 def recipe_state(model: nn.Module) -> dict[str, Any]:
@@ -167,3 +206,48 @@ def _runs(module: EmulatedModule) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def attach_name(model: nn.Module) -> None:
+    """Let a model check checkpoints that it loads, and name its recipe in those that it saves with delayed scales."""
+    if any(isinstance(part, DelayedScale) and part.is_saved for part in model.modules()):
+        model.register_buffer(NAME, _encoded(model))
+        model.register_state_dict_post_hook(_write)
+    model.register_load_state_dict_pre_hook(_check)
+
+
+def detach_name(model: nn.Module) -> None:
+    """Undo ``attach_name``."""
+    model._buffers.pop(NAME, None)
+    for key in [key for key, hook in model._load_state_dict_pre_hooks.items() if getattr(hook, "hook", None) is _check]:
+        del model._load_state_dict_pre_hooks[key]
+    for key in [key for key, hook in model._state_dict_hooks.items() if hook is _write]:
+        del model._state_dict_hooks[key]
+
+
+def _encoded(model: nn.Module) -> torch.Tensor:
+    name, device = model.__dict__[RECIPE] or "\0", next(model.parameters()).device
+    return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
+
+
+def _write(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if prefix + NAME in state:
+        state[prefix + NAME] = _encoded(model)
+
+
+def _check(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse scales of another recipe before anything is loaded; without scales in it, leave them as they are."""
+    own, saved = model._buffers.get(NAME), state.get(prefix + NAME)
+    if saved is None:
+        if own is not None:
+            state[prefix + NAME] = own
+            _LOG.info("the checkpoint has no delayed scales; %s goes on with its own", type(model).__name__)
+        return
+    name, ours = bytes(saved.tolist()).decode(errors="replace"), model.__dict__.get(RECIPE)
+    if name != (ours or "\0"):
+        theirs = None if name == "\0" else name
+        raise ArgumentError(
+            f"the checkpoint has delayed scales of recipe {shown(theirs)}, the model runs {shown(ours)}; "
+            f"convert the plain model with recipe={shown(theirs)}, or load the weights alone: "
+            "{name: t for name, t in checkpoint.items() if 'fmtsim' not in name}"
+        )

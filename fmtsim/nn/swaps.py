@@ -9,8 +9,9 @@ from torch import nn
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention import Filter, attach, attentions, check_attentions, check_kind_of_attention, detach
+from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.rules import Selector
+from fmtsim.nn.planning import FILTERED, Selector
 from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving, detach_saving
 from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
 from fmtsim.nn.scaled_model import SCALED, ScaledModel, attach_scales, detach_scales, find_norms
@@ -25,12 +26,10 @@ from fmtsim.nn.smooth import (
     smoothen,
     unsmooth,
 )
-from fmtsim.nn.wrapped import ATTENTION
 from fmtsim.recipes.spec import Recipe, Replacement
 from fmtsim.support.errors import ArgumentError
 
 _FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
-FILTERED: Final = "filter_fn leaves it out"
 
 
 @dataclass(slots=True, kw_only=True)

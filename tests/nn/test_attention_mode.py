@@ -15,8 +15,7 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.nn import convert
 from fmtsim.nn.attention import QuantisedAttention, convert_attention, revert_attention
-from fmtsim.nn.attention_call import AttentionCall
-from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
+from fmtsim.nn.sdpa import AttentionCall, flash_attention_3, quantised_attention
 from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer

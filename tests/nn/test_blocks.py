@@ -10,8 +10,8 @@ from torch import nn
 
 import fmtsim
 from fmtsim.nn import convert, report
-from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.planning import block_of, find_blocks
 from fmtsim.recipes import Recipe, Rule, get_recipe, list_recipes
 from fmtsim.recipes.plan import HIGH
 from fmtsim.support.errors import ArgumentError, CoverageWarning

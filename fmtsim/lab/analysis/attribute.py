@@ -15,11 +15,12 @@ from fmtsim.lab.analysis.attribution import Attribution, AttributionRow
 from fmtsim.lab.analysis.batch_runs import Runs
 from fmtsim.lab.analysis.operand_probe import Key, Probe
 from fmtsim.lab.analysis.operand_sites import ALL, AttentionSite, Site, sites_of
-from fmtsim.nn.convert import convert, is_converted
+from fmtsim.nn.convert import convert
+from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.saved_activations import SAVING
 from fmtsim.nn.scaled_model import SCALED
-from fmtsim.nn.wrapped import ATTENTION
+from fmtsim.nn.state import is_converted
 from fmtsim.ptq.calibrate import check_model
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.progress import Progress, make_progress

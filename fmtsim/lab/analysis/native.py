@@ -14,8 +14,8 @@ from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.analysis.comparison import Comparison, Difference
 from fmtsim.lab.analysis.deterministic import deterministic
 from fmtsim.lab.analysis.one_step import Batch, check_loss, run_step, unchanged
-from fmtsim.nn.convert import converted_modules
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.state import converted_modules
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
 

@@ -20,9 +20,9 @@ from fmtsim.lab.analysis.measure import measure
 from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
 from fmtsim.lab.analysis.shadow import Shadow
 from fmtsim.lab.analysis.stats import OperandStats
-from fmtsim.nn.attention_call import AttentionCall
+from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
-from fmtsim.nn.wrapped import ATTENTION
+from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, shown
 

@@ -13,11 +13,11 @@ from fmtsim.gemm.layers.keys import FORWARD, Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.nn.attention import Attended
-from fmtsim.nn.attention_call import AttentionCall, run_attention
 from fmtsim.nn.flash import Inputs
+from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.raw_matmuls import ParameterProduct
-from fmtsim.nn.wrapped import ATTENTION
+from fmtsim.nn.sdpa import AttentionCall, run_attention
 from fmtsim.recipes.attention import BACKWARD, AttentionConfig
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer, Sparsity
 

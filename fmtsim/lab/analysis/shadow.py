@@ -21,14 +21,14 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.lab.analysis.attention_calls import AttentionCalls, Call
 from fmtsim.nn.attention import Attended, QuantisedAttention, attentions
-from fmtsim.nn.attention_call import AttentionCall
-from fmtsim.nn.convert import convert, is_converted, set_step
+from fmtsim.nn.convert import convert, set_step
+from fmtsim.nn.forward import ATTENTION, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import RULES
 from fmtsim.nn.raw_matmuls import READS, RawMatmuls
 from fmtsim.nn.report import report
-from fmtsim.nn.sdpa import attend
-from fmtsim.nn.wrapped import ATTENTION, unwrap, wrap
+from fmtsim.nn.sdpa import AttentionCall, attend
+from fmtsim.nn.state import is_converted
 from fmtsim.recipes.attention import AttentionConfig, attention_like
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule

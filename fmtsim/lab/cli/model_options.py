@@ -91,7 +91,7 @@ def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def load_plain(arguments: argparse.Namespace, formats: dict[str, Any], **more: Any) -> "Loaded":
     """Return what ``load_model`` does; a model that is not converted needs formats, and one that is takes none."""
-    from fmtsim.nn.convert import is_converted
+    from fmtsim.nn.state import is_converted
 
     loaded = load_model(arguments, **more)
     if not formats and not is_converted(loaded.model):

@@ -9,7 +9,7 @@ from torch import nn
 
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.memory.sizes import ModelSize
-from fmtsim.nn.rules import Selector
+from fmtsim.nn.planning import Selector
 from fmtsim.recipes.spec import Recipe
 
 HEAD = "lm_head"

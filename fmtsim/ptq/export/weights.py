@@ -12,8 +12,8 @@ from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.nn.convert import converted_modules
 from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
+from fmtsim.nn.state import converted_modules
 from fmtsim.ptq.reshape import DIVISOR
 from fmtsim.ptq.state import WEIGHTS, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
