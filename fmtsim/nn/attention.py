@@ -113,11 +113,9 @@ class _Projections(ModelMode):
         super().__init__()
         self._module, self._parts = module, parts
 
-    def multi_head(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Look into the function."""
-        return self.opened_multi_head(args, kwargs)
+    multi_head = ModelMode.opened_multi_head
 
-    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace a projection."""
         if func is not F.linear:
             return func(*args, **kwargs)
@@ -167,14 +165,12 @@ class QuantisedAttention(ModelMode):
         self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
         self.used = False
 
-    def attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+    multi_head = ModelMode.opened_multi_head  # calls torch's function where no weights are asked for
+
+    def attention(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace torch's function."""
         self.used = True
         return attend(self._call, *args, **kwargs)
-
-    def multi_head(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Look into multi-head attention, which calls torch's function where no weights are asked for."""
-        return self.opened_multi_head(args, kwargs)
 
 
 def convert_attention(
@@ -283,9 +279,7 @@ def detach(model: nn.Module, *, recipe: bool | None = None) -> int:
 
 def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with its attention quantised."""
-    how: Attended | None = module.__dict__.get(ATTENTION)
-    if how is None:  # reverted
-        return forward(*args, **kwargs)
+    how: Attended = module.__dict__[ATTENTION]
     mode = QuantisedAttention(how.call)
     with mode:
         if torch.compiler.is_compiling():  # the compiler names the line itself

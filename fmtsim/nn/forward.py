@@ -35,14 +35,15 @@ def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
 
     Args:
         module: Any module.
-        mark: Name of the attribute that remembers what was done.
+        mark: Name of the attribute that remembers the new forward.
         run: A function of the module, of the forward that it had, and of the arguments.
     """
-    module.__dict__[mark] = module.__dict__["forward"] = _Wrapped(_run, module, module.__dict__.get("forward"), run)
+    wrapped = _Wrapped(_run, module, module.__dict__.get("forward"), mark, run)
+    module.__dict__[mark] = module.__dict__["forward"] = wrapped
 
 
 def unwrap(module: nn.Module, mark: str) -> None:
-    """Undo ``wrap``; where another forward was put around it since, that one goes on calling ``run``."""
+    """Undo ``wrap``; where another forward was put around it since, it stays there and calls the inner forward."""
     wrapped = module.__dict__.pop(mark)
     if module.__dict__["forward"] is not wrapped:
         return
@@ -86,8 +87,9 @@ def _inner(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., A
     return partial(type(module).forward, module) if own is None else own
 
 
-def _run(module: nn.Module, own: Callable[..., Any] | None, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(module, _inner(module, own), *args, **kwargs)
+def _run(module: nn.Module, own: Any, mark: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = _inner(module, own)
+    return run(module, forward, *args, **kwargs) if mark in module.__dict__ else forward(*args, **kwargs)
 
 
 class Substituted(ModelMode):

@@ -308,8 +308,8 @@ MEANINGS: Final[dict[Any, str]] = {
 class ModelMode(OwnMode):
     """Run a method in place of each torch function that a model calls: the one of its meaning (``MEANINGS``).
 
-    A method gets the function, its arguments and its keywords, and returns the result; those that a subclass does not
-    define call the function. What a method calls itself is not seen. Several modes nest: the innermost is asked first.
+    A method gets the function and its arguments, and returns the result; those that a subclass does not define call
+    the function. What a method calls itself is not seen. Several modes nest: the innermost is asked first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -320,16 +320,16 @@ class ModelMode(OwnMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the method that a function means."""
-        return getattr(self, MEANINGS.get(func, "other"))(func, args, kwargs)
+        return getattr(self, MEANINGS.get(func, "other"))(func, *args, **kwargs)
 
-    def other(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def other(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function that this mode leaves alone."""
         return func(*args, **kwargs)
 
     product = other_product = view = attention = multi_head = activation = add = multiply = divide = other
     embedding = dropout = cross_entropy = softmax = other
 
-    def opened_multi_head(self, args: Any, kwargs: Any) -> Any:
+    def opened_multi_head(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run F.multi_head_attention_forward so that this mode sees what it calls; torch would run it as a whole."""
         with self:
             return _MULTI_HEAD(*args, **kwargs)

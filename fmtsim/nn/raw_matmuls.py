@@ -245,16 +245,18 @@ class RawMatmuls(ModelMode):
             multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]
             self._known[getattr(owner, name)] = partial(_gemm, multiplies)
 
-    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
+    multi_head = ModelMode.opened_multi_head
+
+    def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a product, emulated where one side is one of the Parameters."""
         y = RULES[func](self.find, *args, **kwargs)
         if y is None:
-            return self.other_product(func, args, kwargs)
+            return self.other_product(func, *args, **kwargs)
         if not torch.compiler.is_compiling():
             repeat_under(self._module, partial(RawMatmuls, self._module))
         return y
 
-    def other_product(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def other_product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Let torch multiply."""
         self.note(func, args, kwargs)
         return func(*args, **kwargs)
@@ -267,17 +269,13 @@ class RawMatmuls(ModelMode):
             if isinstance(module, ParameterProduct) and func.__name__ not in module.left:
                 module.left = (*module.left, func.__name__)
 
-    def view(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def view(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a view, a copy or a cast of a Parameter for that Parameter."""
         y = func(*args, **kwargs)
         if (found := self.find(args[0])) is not None:
             for view in (y,) if isinstance(y, Tensor) else y:
                 self._known[view] = found
         return y
-
-    def multi_head(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Look into multi-head attention."""
-        return self.opened_multi_head(args, kwargs)
 
     def find(self, t: Any) -> Multiply | None:
         """Return what multiplies by a tensor, None where that is not a Parameter that the module reads."""
@@ -323,8 +321,6 @@ def own_products(module: nn.Module) -> dict[str, ParameterProduct]:
 
 def _multiplying(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with the products that it writes emulated."""
-    if READS not in module.__dict__:  # reverted
-        return forward(*args, **kwargs)
     if "torch._dynamo" in sys.modules and names_groups(type(module)):  # a compiler does not ask modes about that
         return torch._dynamo.disable(_run)(module, forward, *args, **kwargs)
     return _run(module, forward, *args, **kwargs)

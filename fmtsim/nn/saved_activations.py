@@ -65,7 +65,7 @@ class SavingMode(ModelMode):
         self._root, self._how = root, root.__dict__[SAVING]
         self._activated: Tensor | None = None  # the last output of an activation function
 
-    def activation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def activation(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the input of SiLU or GELU."""
         if func not in _ACTIVATIONS or not args:
             return func(*args, **kwargs)
@@ -73,7 +73,7 @@ class SavingMode(ModelMode):
         y = self._activated = self._saved(func.__name__, partial(func, **how) if how else func, args[:1])
         return y
 
-    def multiply(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def multiply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Save both factors of a gated product."""
         if kwargs or not self._is_gated(*args):
             return func(*args, **kwargs)
@@ -163,8 +163,8 @@ class _Through(torch.autograd.Function):
 
 def _normalised(module: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a norm layer, which saves its input in low precision; only in training, as in the source."""
-    how: Saving | None = module.__dict__.get(SAVING)
-    if how is None or not module.training or args or kwargs:
+    how: Saving = module.__dict__[SAVING]
+    if not module.training or args or kwargs:
         return forward(x, *args, **kwargs)
     parameters = tuple(module.parameters(recurse=False))
     wide = how.how.flows and any(p.dtype != torch.float32 for p in parameters)
@@ -177,7 +177,7 @@ def _in_float32(module: nn.Module, forward: Callable[..., Tensor], x: Tensor) ->
 
 
 def _saving(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if SAVING not in model.__dict__ or not model.training:
+    if not model.training:
         return forward(*args, **kwargs)
     with SavingMode(model):
         return forward(*args, **kwargs)

@@ -66,8 +66,6 @@ class ScaledModel:
         return f"operations of {self.by}, weights rescaled to unit variance"
 
 
-_NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
-
 _MU: Final = frozenset({"product", "embedding", "add", "multiply"})
 _UNIT: Final = _MU | {"activation", "attention", "dropout", "cross_entropy", "divide"}
 
@@ -105,7 +103,7 @@ class ScaledOperations(ModelMode):
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling():
             repeat_under((SCALED, self._root), partial(ScaledOperations, self._root))
-        return getattr(self, meaning)(func, args, kwargs)
+        return getattr(self, meaning)(func, *args, **kwargs)
 
     def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
         """Return what a norm layer makes of x, which may begin a residual branch."""
@@ -125,7 +123,7 @@ class ScaledOperations(ModelMode):
         with Substituted(module, partial(unit.scale_backward, factor=(x.shape[-1] / max(x.numel(), 1)) ** 0.5)):
             return forward(x)
 
-    def add(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def add(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Add; a residual branch, and one embedding to another, by their weights."""
         kind, skip, branch = self.kind(args, kwargs)
         if kind == "residual":
@@ -157,26 +155,22 @@ class ScaledOperations(ModelMode):
         normalised = forward_of(norm, FORWARD)(branch)
         return (1 - tau) ** 0.5 * skip + tau**0.5 * normalised
 
-    def multiply(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def multiply(self, func: Any, a: Any, b: Any) -> Tensor:
         """Multiply; a number by which a model multiplies its embeddings is left out."""
-        if len(args) == 2 and not kwargs and isinstance(args[0], Tensor) and args[0] in self._summands:
-            b = args[1]
-            if not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad):
-                return args[0]
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        number = not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad)
+        if number and isinstance(a, Tensor) and a in self._summands:
+            return a
+        return func(a, b)  # type: ignore[no-any-return]
 
-    def embedding(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def embedding(self, func: Any, input: Tensor, weight: Tensor, *rest: Any, **more: Any) -> Tensor:
         """Look up an embedding."""
-        return self._look_up(*args, **kwargs)
-
-    def _look_up(self, input: Tensor, weight: Tensor, *rest: Any, **more: Any) -> Tensor:
         if self._unit:
             weight = unit.scale_backward(weight, (weight.shape[0] / max(input.numel(), 1)) ** 0.5)
-        y: Tensor = F.embedding(input, weight, *rest, **more)
+        y: Tensor = func(input, weight, *rest, **more)
         self._summands.add(y)
         return y
 
-    def product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def product(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Multiply by a weight that is not converted."""
         return self._linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -184,52 +178,41 @@ class ScaledOperations(ModelMode):
         factors = Factors(self._how.by, head=weight in self._heads)
         return unit.scaled_product(F.linear, input, weight, bias, factors(input, weight))
 
-    def activation(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def activation(self, func: Any, input: Tensor, inplace: bool = False, **how: Any) -> Tensor:
         """Apply a scaled activation function, never in place."""
-        how = {name: value for name, value in kwargs.items() if name != "inplace"}
-        return getattr(unit, ACTIVATIONS[func])(args[0] if args else how.pop("input"), **how)  # type: ignore[no-any-return]
+        return getattr(unit, ACTIVATIONS[func])(input, **how)  # type: ignore[no-any-return]
 
-    def dropout(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def dropout(self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Drop out with a factor, never in place."""
-        return _dropout(*args, **kwargs)
+        return unit.dropout(input, p, training) if p else input
 
-    def cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Return the loss, whose gradient has a factor."""
-        how = {name: kwargs[name] for name in ("ignore_index", "reduction") if name in kwargs}
-        named = {"logits": kwargs["input"]} if "input" in kwargs else {}
-        named |= {"targets": kwargs["target"]} if "target" in kwargs else {}
-        self.loss = unit.cross_entropy(*args, **named, **how)
+    def cross_entropy(self, func: Any, input: Tensor, target: Tensor, **how: Any) -> Tensor:
+        """Return the loss, whose gradient has a factor; ``_look`` refused what has no scaled form."""
+        given = {name: how[name] for name in ("ignore_index", "reduction") if name in how}
+        self.loss = unit.cross_entropy(input, target, **given)
         return self.loss
 
-    def divide(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def divide(self, func: Any, a: Any, b: Any, **how: Any) -> Tensor:
         """Divide; of a sum of losses, which becomes a mean, the gradient is not divided."""
-        if self.loss is None or kwargs or args[0] is not self.loss:
-            return func(*args, **kwargs)
-        return unit.scale_forward(args[0], 1 / args[1])
+        if self.loss is None or a is not self.loss or how:
+            return func(a, b, **how)  # type: ignore[no-any-return]
+        return unit.scale_forward(a, 1 / b)
 
-    def attention(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+    def attention(
+        self, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Run scaled attention."""
-        return _attention(*args, **kwargs)
+        mult = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # 1 for the usual scale
+        return unit.attention(
+            query, key, value, is_causal=is_causal, mult=mult, dropout_p=dropout_p, attn_mask=attn_mask,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
 
 
 def base_of(t: Tensor) -> Tensor:
     """Return the tensor that another one is a view of, or itself."""
     return t if t._base is None else t._base
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return unit.dropout(input, p, training) if p else input
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    mult = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # 1 for the usual scale
-    return unit.attention(
-        query, key, value, is_causal=is_causal, mult=mult, dropout_p=dropout_p, attn_mask=attn_mask,
-        enable_gqa=enable_gqa,
-    )  # fmt: skip
 
 
 class _Trace(ScaledOperations):
@@ -279,7 +262,7 @@ class _Trace(ScaledOperations):
             self._inside -= 1
 
     def _refuse_sum(self) -> None:
-        """Refuse an addition, but for those that an activation function consists of."""
+        """Refuse an addition, except one inside an activation function (a module without Parameters)."""
         if not self._modules or next(self._modules[-1].parameters(), None) is not None:
             self._refuse("an addition", "of which a norm layer read no operand")
 
@@ -314,19 +297,6 @@ _UNSCALED: Final = (PRODUCT_NAMES - {"linear"}) | {
     "softsign", "exp", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "max_pool2d",
     "avg_pool2d", "adaptive_avg_pool2d", "dropout2d", "mse_loss", "nll_loss", "kl_div",
 }  # fmt: skip
-
-
-def find_norms(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the layers that normalise features, by module: those of torch, and those that are called so."""
-    return {
-        module: name
-        for name, module in model.named_modules()
-        if module is not model and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or _is_named_norm(module))
-    }
-
-
-def _is_named_norm(module: nn.Module) -> bool:
-    return _NORM.search(type(module).__name__) is not None and next(module.children(), None) is None
 
 
 def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> None:
@@ -366,9 +336,7 @@ def _rescale(model: nn.Module, generator: Generator) -> None:
 
 def _scaled(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a model's forward with its operations replaced."""
-    how: ScaledModel | None = model.__dict__.get(SCALED)
-    if how is None:  # reverted
-        return forward(*args, **kwargs)
+    how: ScaledModel = model.__dict__[SCALED]
     if how.taus is None:
         if torch.compiler.is_compiling():
             raise ArgumentError(f"{how.recipe} has to see one batch before torch.compile; call the model once")
@@ -396,9 +364,7 @@ def _check_gradient(model: str, recipe: str, g: Tensor) -> None:
 
 
 def _normalise(norm: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    how: ScaledModel | None = norm.__dict__.get(SCALED)
-    if how is None:
-        return forward(x, *args, **kwargs)
+    how: ScaledModel = norm.__dict__[SCALED]
     if not how.running:
         raise ArgumentError(
             f"layer {how.names[norm]!r} is a part of a model that {how.recipe} scales, and ran without the model; call "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recipe exchanges beside linear layers: attention, and modules that are replaced."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,7 +15,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import FILTERED, Selector
 from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving, detach_saving
 from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
-from fmtsim.nn.scaled_model import SCALED, ScaledModel, attach_scales, detach_scales, find_norms
+from fmtsim.nn.scaled_model import SCALED, ScaledModel, attach_scales, detach_scales
 from fmtsim.nn.smooth import (
     ORIGINAL,
     PROJECTIONS,
@@ -29,6 +30,7 @@ from fmtsim.nn.smooth import (
 from fmtsim.recipes.spec import Recipe, Replacement
 from fmtsim.support.errors import ArgumentError
 
+_NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 _FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 
 
@@ -97,10 +99,17 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
         else:
             _find_operations(model, where, replacement, found)
     if recipe.activations is not None and next(model.children(), None) is not None:
-        norms = _filtered([(name, norm) for norm, name in find_norms(model).items()], filter_fn, found)
+        norms = _filtered([(name, norm) for norm, name in _find_norms(model).items()], filter_fn, found)
         found.saving = Saving(recipe.activations, [norm for _, norm in norms])
         found.notes.append(str(recipe.activations))
     return found
+
+
+def _find_norms(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers that normalise features, by module: those of torch, and those that are called so."""
+    named = lambda m: _NORM.search(type(m).__name__) and not m._modules  # noqa: E731
+    found = ((m, name) for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm) or named(m))
+    return {module: name for module, name in found if module is not model}
 
 
 def _find_operations(model: nn.Module, where: str, replacement: Replacement, found: Swaps) -> None:
@@ -129,7 +138,7 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, fou
         "; ".join(["rates of an optimizer: fmtsim.nn.mu_parameter_groups", *more]),
     ]
     found.scaled = ScaledModel(
-        by=replacement.by, tau=replacement.tau, recipe=f"recipe {found.recipe.name!r}", names=find_norms(model),
+        by=replacement.by, tau=replacement.tau, recipe=f"recipe {found.recipe.name!r}", names=_find_norms(model),
         heads=Selector(model).heads,
     )  # fmt: skip
 

@@ -178,7 +178,7 @@ class _Beside(RawMatmuls):
         super().__init__(copy)
         self._shadow = shadow
 
-    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return torch's own product."""
         y: Tensor = func(*args, **kwargs)
         by = {} if self._shadow.inside else {t: self.find(t) for t in _tensors(args, kwargs)}

@@ -196,7 +196,7 @@ class _Logits(ModelMode):
         super().__init__()
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def cross_entropy(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1:
             self.seen.append((args[0].detach(), args[1]))
         return func(*args, **kwargs)
