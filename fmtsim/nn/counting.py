@@ -33,7 +33,7 @@ Place = tuple[nn.Module, str, str]  # a module, its name, and the name of a para
 
 
 def is_meant(reason: str) -> bool:
-    """Say whether a recipe, config or filter left a module in high precision, rather than what fmtsim can do."""
+    """Return True if a recipe, config or filter left a module in high precision, not a limit of fmtsim."""
     return reason.startswith(_MEANT)
 
 
@@ -100,7 +100,7 @@ class Count(OperatorMode, Watcher):
         self._raw[name, parameter, reason] += count
 
     def layer(self, run: Callable[[Tensor, Tensor], Tensor], layer: Layer, x: Tensor, w: Tensor) -> Tensor:
-        """Count a layer's product, and run it as if nobody counted."""
+        """Count a layer's product, and run it without this mode."""
         places = self.places(w) or self.places(x)
         if places:
             plain, count = plain_products(layer.config), x.numel() * w.shape[0]
@@ -142,10 +142,8 @@ class Count(OperatorMode, Watcher):
             if key is None or key in self._stored:
                 continue
             if whole:
-                self._made[key] = (
-                    StorageWeakRef(t.untyped_storage()),
-                    places,
-                )  # which keeps the key from being used anew
+                # A weak reference keeps torch from giving the key to another storage.
+                self._made[key] = StorageWeakRef(t.untyped_storage()), places
             elif tensors:
                 self._made.pop(key, None)
 
@@ -159,13 +157,16 @@ def _storage(t: Tensor) -> int | None:
 
 
 def plain_products(config: LinearConfig) -> dict[str, int]:
-    """Return for each product of a layer whether it is neither quantised nor on a machine."""
+    """Return 1 for each product of a layer that is neither quantised nor on a target, else 0."""
     first = {"fprop": (None, None), "dgrad": (None, config.fprop.b), "wgrad": (config.dgrad.a, config.fprop.a)}
     return {name: int(not _changes(getattr(config, name), before)) for name, before in first.items()}
 
 
 def _changes(gemm: Gemm, before: tuple[Quantizer | None, ...]) -> bool:
-    """Say whether a product is quantised or on a machine; ``before`` quantised what its operands may be taken from."""
+    """Return True if a product is quantised or on a target.
+
+    ``before`` has the quantisers of the operands that its own may be made from.
+    """
     operands = [(gemm.a, before[0]), (gemm.b, before[1])]
     reused = [q for own, q in operands if own.source in ("forward", "requantised") and q is not None]
     return gemm.emulated or gemm.out.format is not None or not all(map(is_untouched, (gemm.a, gemm.b, *reused)))

@@ -21,7 +21,7 @@ from fmtsim.nn.raw_matmuls import ParameterProduct, own_matrices, own_products
 from fmtsim.nn.scaled_model import is_untraced
 from fmtsim.support.errors import ArgumentError, shown
 
-_ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that nobody multiplies with
+_ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that are added, not multiplied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Coverage:
         backward: Those of the two backward products that would be simulated, of twice ``total``.
         raw: The weights of the others, the largest share first.
         estimated: No batch ran: shapes were counted, each weight as one position of input.
-        uncounted: Operators of other packages that read a weight, whose multiply-adds nobody knows.
+        uncounted: Operators of other packages that read a weight, whose multiply-adds are unknown.
     """
 
     total: int

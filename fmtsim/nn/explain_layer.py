@@ -31,7 +31,7 @@ from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 _NO_UNIT = "none: float32 in no particular order; convert with target=, unit= or datapath= for a machine"
 _GEMM = "fmtsim::gemm"
 _FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")
-MOST_ROWS = 1 << 26  # torch counts the bytes of attention scores, which nobody makes here, in 64 bits
+MOST_ROWS = 1 << 26  # torch counts the bytes of attention scores, which are not made here, in 64 bits
 Inputs = int | Tensor | Sequence[Tensor]
 
 
@@ -285,7 +285,7 @@ def _inputs(module: EmulatedModule, x: Inputs, dtype: torch.dtype) -> list[Tenso
 
 
 class _Steps(OperatorMode):
-    """See what follows a machine's product before the next product."""
+    """Record the operators that finish a target's product: scales, bias, rotation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,12 +56,12 @@ def wrap_parts(
     model: nn.Module, parts: Iterable[nn.Module], how: Any, marks: tuple[str, str], run_part: Callable[..., Any],
     run: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Wrap a model and some of its parts until ``unwrap_parts``, and write on each how.
+    """Wrap a model and some of its parts until ``unwrap_parts``, and store ``how`` on each.
 
     Args:
         model: The model, whose forward becomes ``run``.
         parts: Modules inside it, whose forwards become ``run_part``.
-        how: What the first mark holds on each.
+        how: The value of the first mark's attribute.
         marks: Names of the attribute for that, and of the one that ``wrap`` takes.
         run_part, run: As in ``wrap``.
     """
@@ -71,7 +71,7 @@ def wrap_parts(
 
 
 def unwrap_parts(model: nn.Module, marks: tuple[str, str]) -> bool:
-    """Undo ``wrap_parts``; say whether there was something to undo."""
+    """Undo ``wrap_parts``; return True if there was something to undo."""
     found = [module for module in model.modules() if module.__dict__.pop(marks[0], None) is not None]
     for module in found:
         unwrap(module, marks[1])
@@ -89,7 +89,9 @@ def _inner(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., A
 
 def _run(module: nn.Module, own: Any, mark: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     forward = _inner(module, own)
-    return run(module, forward, *args, **kwargs) if mark in module.__dict__ else forward(*args, **kwargs)
+    if mark not in module.__dict__:  # reverted
+        return forward(*args, **kwargs)
+    return run(module, forward, *args, **kwargs)
 
 
 class Substituted(ModelMode):

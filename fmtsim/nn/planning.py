@@ -327,7 +327,7 @@ class Selector:
         return LayerPlan(rules=tuple(fitting), default=recipe.linear)
 
     def fits(self, name: str, rule: Rule) -> bool:
-        """Say whether a rule is about a layer."""
+        """Return True if a rule applies to a layer."""
         names = {name, self._own[name].owner} if name in self._own else {name}
         if rule.name is not None and not any(re.search(rule.name, each) for each in names):
             return False

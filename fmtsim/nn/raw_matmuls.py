@@ -120,7 +120,7 @@ def writers(model: nn.Module, owned: list[Own]) -> dict[nn.Module, list[tuple[nn
 
 
 def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
-    """Say whether the code of modules around another one multiplies by its weight."""
+    """Return True if the code of modules around another one multiplies by its weight."""
     if isinstance(modules[name], nn.Embedding):
         return any(_reads(above, "weight") for above in _above(modules, name))
     around = modules[name.rpartition(".")[0]]
@@ -153,7 +153,7 @@ def _above(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Module]:
 
 
 def _writes(module: nn.Module) -> bool:
-    """Say whether a module's own code names a product, or calls what its code does not tell."""
+    """Return True if a module's own code names a product, or calls an attribute whose code is not known."""
     cls = type(module)
     if cls.__module__.startswith("torch."):
         return False
@@ -167,7 +167,7 @@ def _writes(module: nn.Module) -> bool:
 
 @constant_in_graphs
 def names_groups(cls: type[nn.Module]) -> bool:
-    """Say whether the code of a class of modules names ``grouped_mm``."""
+    """Return True if the code of a class of modules names ``grouped_mm``."""
     return not names_in_forward(cls).isdisjoint(GROUPED_NAMES)
 
 

@@ -189,5 +189,5 @@ def attach_saving(model: nn.Module, how: Saving) -> None:
 
 
 def detach_saving(model: nn.Module) -> bool:
-    """Undo ``attach_saving``; say whether there was something to undo."""
+    """Undo ``attach_saving``; return True if there was something to undo."""
     return unwrap_parts(model, (SAVING, _FORWARD))

@@ -50,7 +50,7 @@ class ScaledModel:
         heads: Modules with the weights that make logits, by module.
         taus: What the branch behind each norm weighs, in the model's order; None before the first batch.
         running: The modes of the forward passes under way.
-        checked: Whether the loss is known to be scaled, or somebody was told otherwise.
+        checked: Whether the loss is known to be scaled, or a warning said that it is not.
     """
 
     by: str
@@ -310,7 +310,7 @@ def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> N
 
 
 def detach_scales(model: nn.Module) -> bool:
-    """Undo ``attach_scales`` but for the weights; say whether there was something to undo."""
+    """Undo ``attach_scales`` but for the weights; return True if there was something to undo."""
     return unwrap_parts(model, (SCALED, FORWARD))
 
 

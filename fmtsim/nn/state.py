@@ -95,7 +95,7 @@ def _recipe_of(model: nn.Module) -> str | None:
 
 
 def _is_state(value: Any, depth: int = 3) -> bool:
-    """Say whether a value is tensors by layer, operand and field."""
+    """Return True if a value holds tensors by layer, operand and field."""
     if not depth:
         return isinstance(value, torch.Tensor)
     return isinstance(value, dict) and all(_is_state(part, depth - 1) for part in value.values())
