@@ -153,8 +153,7 @@ def running_modules() -> Iterator[list[nn.Module]]:
         after.remove()
 
 
-@lru_cache(maxsize=1024)
-def names_in_forward(cls: Any) -> frozenset[str]:
+def names_in_forward(cls: type[nn.Module]) -> frozenset[str]:
     """Return all names in the code of a class's forward and in the functions that it names, outside of torch.
 
     ``convert`` has to say which Parameters a model may multiply with (rules name them, reports list them) before the
@@ -163,6 +162,11 @@ def names_in_forward(cls: Any) -> frozenset[str]:
     table of functions, such as the experts of transformers, which also counts as ``grouped_mm`` where the table's
     functions are not known.
     """
+    return _names(cls)  # type: ignore[arg-type]  # mypy takes nn.Module's __hash__ for its metaclass's
+
+
+@lru_cache(maxsize=1024)
+def _names(cls: type[nn.Module]) -> frozenset[str]:
     return _reached(cls, [vars(base).get("forward") for base in cls.__mro__ if base is not nn.Module])
 
 

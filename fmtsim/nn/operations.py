@@ -233,13 +233,13 @@ class Product(NamedTuple):
         functions: The functions that models call.
         rule: Computes it as products ``x w^T`` of one matrix of a model; None where fmtsim does not emulate it.
         operators: Operators of torch that it ends in, where no other row has them.
-        count: From an operator's arguments and its result to the operands and multiply-adds of each product.
+        counts: From an operator's arguments and its result to the operands and multiply-adds of each product.
     """
 
     functions: tuple[Any, ...] = ()
     rule: Callable[..., Tensor | None] | None = None
     operators: tuple[Any, ...] = ()
-    count: Callable[[Any, Any], Counted] | None = None
+    counts: Callable[[Any, Any], Counted] | None = None
 
 
 _aten = torch.ops.aten
@@ -277,7 +277,7 @@ PRODUCTS: Final = (
     Product((), None, (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn), _count_recurrent),
 )  # fmt: skip
 RULES: Final = {func: row.rule for row in PRODUCTS for func in row.functions if row.rule is not None}
-COUNTS: Final = {operator: row.count for row in PRODUCTS for operator in row.operators if row.count is not None}
+COUNTS: Final = {operator: row.counts for row in PRODUCTS for operator in row.operators if row.counts is not None}
 STACKED: Final = frozenset(func for func in RULES if func.__name__ in ("matmul", "__matmul__", "bmm"))
 GROUPED_NAMES: Final = frozenset({"grouped_mm", "_grouped_mm"})
 PRODUCT_NAMES: Final = frozenset(func.__name__ for row in PRODUCTS for func in row.functions)
