@@ -21,9 +21,9 @@ from fmtsim.distributed.arithmetic import (
     to_rows,
 )
 from fmtsim.distributed.ranks import Ranks
-from fmtsim.formats.block import FP32, BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import Scaling
+from fmtsim.formats.scaling import Scaling, check_use
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import statistic
@@ -203,10 +203,7 @@ def require_whole(fmt: Format, scaling: Scaling) -> None:
     """Refuse formats with scales of their own, and rules that are not one scale from the largest magnitude."""
     if isinstance(fmt, BlockFormat | LogTileFormat):
         raise ArgumentError(f"{fmt.name} has scales of its own; pass scaling=None, or an element format")
-    one = scaling.block == (None, None) and scaling.statistic == "amax"
-    one = one and scaling.scale == FP32 and not scaling.input_scale
-    if not one or scaling.tensor or scaling.eden or scaling.history or scaling.candidates != (1.0,):
-        raise ArgumentError(f"scaling {scaling} is not one float32 scale from the largest magnitude; choose Scaling()")
+    check_use("the", scaling, "a gathered tensor", ArgumentError)
 
 
 def _check(x: Tensor) -> None:

@@ -8,10 +8,9 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from fmtsim.formats.block import FP32
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
-from fmtsim.formats.scaling import Scaling
+from fmtsim.formats.scaling import Scaling, check_use
 from fmtsim.formats.spec import OVERFLOWS, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import float32
@@ -134,7 +133,10 @@ class Reduction:
         )
         _require((self.factor == "auto") == (self.auto is not None), f"Reduction auto={shown(self.auto)} with "
                  f"factor={shown(self.factor)}", "factor='auto' and auto=AutoFactor() together")  # fmt: skip
-        _require_scaling(self.scaling)
+        if self.scaling is not None:
+            given = f"Reduction scaling={shown(self.scaling)}"
+            _require(isinstance(self.scaling, Scaling), given, "a Scaling record or None")
+            check_use("Reduction", self.scaling, "a reduction", ArgumentError)
         check_types(self)
 
     @property
@@ -153,19 +155,6 @@ class Reduction:
 def _require(condition: bool, given: str, allowed: str) -> None:
     if not condition:
         raise ArgumentError(f"{given} is not allowed; choose {allowed}")
-
-
-def _require_scaling(scaling: Scaling | None) -> None:
-    if scaling is None:
-        return
-    _require(isinstance(scaling, Scaling), f"Reduction scaling={shown(scaling)}", "a Scaling record or None")
-    whole = scaling.block == (None, None) and scaling.statistic in ("amax", "one")
-    _require(whole, f"Reduction scaling of {scaling}", "the amax of the whole tensor, block=(None, None)")
-    _require(scaling.arithmetic != "divide", "Reduction scaling with arithmetic='divide'", "one that multiplies")
-    single = scaling.history is None and scaling.tensor is None and scaling.eden is None
-    single = single and scaling.scale == FP32 and not scaling.input_scale
-    alone = single and scaling.candidates == (1.0,)
-    _require(alone, f"Reduction scaling of {scaling}", "one float32 scale, without history, candidates or second level")
 
 
 _E4M3: Final = get_format("e4m3")

@@ -17,6 +17,7 @@ from fmtsim.formats.scaling import (
     block_scaling,
     block_text,
     check_block,
+    check_use,
     rule_fields,
 )
 from fmtsim.formats.scaling import Block as Block
@@ -58,10 +59,7 @@ class BlockFormat(Displayed):
         )
         check_types(self, FormatError)
         rule, real, scale = self.scale_rule, not self.power_of_two, self.scale
-        own = Scaling(**{name: getattr(self.scaling, name) for name in _OF_FORMATS})
-        given = f"scaling=[{self.scaling}] is none of a format"
-        check(self.scaling == own, given, f"one that sets {', '.join(_OF_FORMATS)} alone, or a Quantizer for it")
-        check(self.arithmetic in _ARITHMETICS, f"arithmetic={self.arithmetic!r} is unknown", ", ".join(_ARITHMETICS))
+        check_use(f"format {shown(self.name)}:", self.scaling, "a block format")
         smooth = isinstance(self.element, CodebookFormat | LogFormat)
         check(not (rule == "even" and smooth), "scale_rule='even' needs mantissa bits", "floor or amax")
         wide = f"scale_rule={rule!r} needs a scale with 8 exponent bits, not {scale.name}"
@@ -218,10 +216,6 @@ class LogTileFormat(Displayed):
 
 ScaledFormat = BlockFormat | LogTileFormat
 Format = ElementFormat | ScaledFormat
-
-
-_OF_FORMATS = ("block", "scale", "exponent_rule", "arithmetic", "tensor", "zero_point")
-_ARITHMETICS: tuple[Arithmetic, ...] = ("divide", "reciprocal", "encode")
 
 
 BLOCK_NAMES: dict[Block, str] = {(None, None): "tensor", (1, None): "channel"}

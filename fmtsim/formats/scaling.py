@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a block's elements become its scale: the one record of scale rules, for block formats and for quantisers.
+"""How a block's elements become its scale: the one record of scale rules.
 
-It lies here because a block format is an element format with a Scaling; ``fmtsim.spec`` has it among its records.
+Block formats, quantisers of operands, states of optimizers and collectives have a Scaling each; ``USES`` says which of
+its fields each of them computes.
 """
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
-from fmtsim.support.errors import FormatError, shown
+from fmtsim.support.errors import FmtsimError, FormatError, shown
 from fmtsim.support.records import as_int, check_types
 
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
 ExponentRule = Literal["floor", "ceil", "rceil", "even"]
 Statistic = Literal["amax", "std", "rms", "mean_abs", "one"]
-Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double"]
+Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double", "decode_divides"]
 PowerOfTwo = Literal["floor", "ceil", "log2"]
 EpsRule = Literal["statistic", "sum", "scale", "inverse"]
-Empty = Literal["one", "previous"]
+Empty = Literal["one", "previous", "zero"]
 LevelOrder = Literal["te", "torchao", "quartet2"]
 
 _RULES: dict[ScaleRule, tuple[ExponentRule | None, FloatFormat]] = {
@@ -105,7 +106,8 @@ class Scaling:
             ``"inverse"`` elements are x * (1 / max(scale, eps)) while the scale itself stays as it is.
         arithmetic: ``"divide"`` s = statistic / top, elements x / s; ``"reciprocal"`` elements x * (1 / s);
             ``"multiply"`` s = statistic * (1 / top), elements x * (1 / s); ``"encode"`` r = top / statistic, elements
-            x * r, s = 1 / r; ``"double"`` as encode, r being the float32 of a float64 quotient.
+            x * r, s = 1 / r; ``"double"`` as encode, r being the float32 of a float64 quotient; ``"decode_divides"``
+            r is the scale itself: elements x * r, values q / r.
         power_of_two: Round the scale to a power of two, down or up ("encode" rounds r the other way). ``"log2"`` is for
             "encode": ``2**-floor(log2(r))`` with r = (1 / statistic) * top, every step rounded to the tensor's dtype,
             where a logarithm may carry into the next power.
@@ -119,7 +121,7 @@ class Scaling:
         candidates: Numbers that a block's scale is multiplied with; the one of least error counts, the first in a tie.
         metric: The error that candidates are compared by: mean absolute or mean squared.
         eden: Elements of a group whose scales are corrected so that ``<x, q> = <x, x>`` (EDEN); None corrects nothing.
-        empty: Scale of a block of zeros: one, or what it was before.
+        empty: Scale of a block of zeros: one, what it was before, or zero.
         history: Delayed scaling, or None.
     """
 
@@ -169,8 +171,6 @@ class Scaling:
         _require(alone, "input_scale, 'log2' or 'inverse' with tensor= or history=", "a rule of one level without one")
         of_tensor = self.block == (None, None)
         _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
-        previous = self.empty == "previous" and self.history is None
-        _require(not previous, "empty='previous' without a history", "history=, or empty='one'")
         for field in () if self.tensor is None else fields(self):
             given = getattr(self, field.name)
             kept = field.name not in _ONE_LEVEL or given == field.default
@@ -205,6 +205,55 @@ class Scaling:
                 "calibrated" if self.history.fixed else f"{self.history.algorithm} of {self.history.length} calls"
             )
         return ", ".join(words)
+
+
+class Use(NamedTuple):
+    """Which fields of a Scaling its owner computes; the others keep their defaults.
+
+    fields: The values that a field may have, by its name; an empty tuple allows all. instead: What else to do.
+    """
+
+    fields: dict[str, tuple[Any, ...]]
+    instead: str = ""
+
+
+_ONE_FLOAT32_SCALE: Final[dict[str, tuple[Any, ...]]] = dict.fromkeys(
+    ("factor", "offset", "top", "margin", "eps", "eps_rule", "arithmetic", "power_of_two", "multiplier", "allowed"), ()
+)
+USES: Final[dict[str, Use]] = {
+    "a block format": Use(
+        dict.fromkeys(("block", "scale", "exponent_rule", "tensor", "zero_point"), ())
+        | {"arithmetic": ("divide", "reciprocal", "encode")},
+        ", or a Quantizer for it",
+    ),
+    "a quantiser": Use(
+        {field.name: () for field in fields(Scaling) if field.name not in ("exponent_rule", "zero_point")}
+        | {"arithmetic": ("divide", "reciprocal", "encode", "multiply", "double"), "empty": ("one", "previous")},
+        ", or pass BlockFormat(element=, scaling=)",
+    ),
+    "a reduction": Use(
+        _ONE_FLOAT32_SCALE
+        | {"statistic": ("amax", "one"), "arithmetic": ("reciprocal", "encode", "multiply", "double")}
+    ),
+    "a gathered tensor": Use(
+        _ONE_FLOAT32_SCALE | {"arithmetic": ("divide", "reciprocal", "encode", "multiply", "double")},
+        ", such as Scaling()",
+    ),
+}
+"""What each owner of a Scaling takes; optimizer states take whole rules (``STATE_RULES``, fmtsim/spec/optimizer.py)."""
+
+
+def check_use(owner: str, scaling: Scaling, use: str, error: type[FmtsimError] = FormatError) -> None:
+    """Raise an error where a Scaling has a field that its owner does not compute; ``use`` is a key of ``USES``."""
+    taken, instead = USES[use]
+    for field in fields(scaling):
+        value = getattr(scaling, field.name)
+        allowed = taken.get(field.name, (field.default,))
+        if allowed and value not in allowed:
+            raise error(
+                f"{owner} scaling=[{scaling}]: {use} takes no {field.name}={shown(value)}; "
+                f"choose {', '.join(map(repr, allowed))}{instead}"
+            )
 
 
 def block_scaling(block: Block, scale_rule: ScaleRule = "amax", **fields: Any) -> Scaling:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The named schemes: how published systems keep their optimizer states."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Block
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.optim.rules import ADAMW
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
+from fmtsim.spec.optimizer import STATE_RULES, Scheme, StateFormat, in_parameter
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown
 from fmtsim.support.table import Row, markdown
 
@@ -26,8 +30,17 @@ def element(name: str) -> ElementFormat:
     return fmt
 
 
-def _blocks(name: str, block: int, **more: object) -> StateFormat:
-    return StateFormat(format=element(name), block=block, scale="amax", **more)  # type: ignore[arg-type]
+def scaled_state(
+    fmt: str | ElementFormat, rule: str, block: Block = (None, None), least: float = 0.0, **more: Any
+) -> StateFormat:
+    """Return a state in an element format, its scales by a rule of ``STATE_RULES``."""
+    scaling = STATE_RULES[rule]
+    scaling = replace(scaling, block=block, eps=least or scaling.eps)
+    return StateFormat(format=element(fmt) if isinstance(fmt, str) else fmt, scaling=scaling, **more)
+
+
+def _blocks(name: str, block: int, **more: Any) -> StateFormat:
+    return scaled_state(name, "amax", (1, block), **more)
 
 
 def _bnb(name: str, block: int) -> Scheme:
@@ -51,12 +64,8 @@ def _ao(name: str, first: str, second: str, block: int) -> Scheme:
     return Scheme(name=name, source=_AO, first=states[0], second=states[1], minimum=_SMALL, whole_blocks=True)
 
 
-def _tensor(name: str, scale: str) -> StateFormat:
-    return StateFormat(format=element(name), scale=scale)  # type: ignore[arg-type]  # the record validates it
-
-
 def _fp8lm(name: str, weights: str, first: str | None = None, second: str | None = None) -> Scheme:
-    states = [StateFormat() if fmt is None else _tensor(fmt, "power_of_two") for fmt in (first, second, weights)]
+    states = [StateFormat() if fmt is None else scaled_state(fmt, "power_of_two") for fmt in (first, second, weights)]
     return Scheme(name=name, source=_MSAMP, first=states[0], second=states[1], weights=states[2])
 
 
@@ -75,9 +84,9 @@ _SCHEMES = (
     Scheme(
         name="intel_2t",
         source=_INTEL,
-        first=_tensor("e4m3_ieee", "reciprocal"),
-        second=_tensor("e5m2", "reciprocal"),
-        weights=_tensor("fp16", "reciprocal"),
+        first=scaled_state("e4m3_ieee", "reciprocal"),
+        second=scaled_state("e5m2", "reciprocal"),
+        weights=scaled_state("fp16", "reciprocal"),
     ),
     Scheme(
         name="coat", source=_COAT, first=_blocks("e4m3", 128, expand=True), second=_blocks("e4m3", 128, expand=True)
@@ -105,15 +114,13 @@ _SCHEMES = (
     Scheme(
         name="int8_weights",
         source=f"{_AO}, prototype/quantized_training/int8.py; gpu-mode/lectures 7cb40f6, lecture 30",
-        weights=StateFormat(
-            format=element("int8_full"), block="row", scale="inverse", rounding=Rounding(mode="stochastic")
-        ),
+        weights=scaled_state("int8_full", "inverse", (1, None), rounding=Rounding(mode="stochastic")),
         matrices=True,
     ),
     Scheme(
         name="lns_madam",
         source="Zhao et al., LNS-Madam, arXiv:2106.13914; jiaweizzhao/lns-madam-optimizer 42eba0a",
-        weights=StateFormat(format=element("lns16_g2048"), scale="fixed"),
+        weights=scaled_state("lns16_g2048", "fixed"),
     ),
 )
 _BY_NAME = {scheme.name: scheme for scheme in _SCHEMES}
@@ -155,9 +162,10 @@ def describe(fmt: StateFormat) -> str:
     if fmt.format is None:
         return "float32"
     words = [fmt.format.name]
-    if fmt.scale != "none":
-        where = {"tensor": "a tensor", "row": "a row"}.get(str(fmt.block), f"{fmt.block}")
-        words.append(f"{where}: {_SCALES[fmt.scale]}")
+    if fmt.rule is not None:
+        outer, inner = fmt.block
+        where = "a tensor" if outer is None else "a row" if inner is None else f"{inner}"
+        words.append(f"{where}: {_SCALES[fmt.rule]}")
     words += ["expanded"] * fmt.expand + ["SR"] * fmt.stochastic + ["ties up"] * (fmt.ties == "up")
     return ", ".join(words)
 

@@ -31,10 +31,10 @@ from torch import Tensor
 from fmtsim.casts.ops import decode as decode_elements
 from fmtsim.casts.ops import encode as encode_elements
 from fmtsim.casts.ops import load_engine
-from fmtsim.formats.packing import pack, unpack
-from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
-from fmtsim.optim.rules import RMS_FACTOR, square_root
+from fmtsim.formats.packing import code_dtype, pack, unpack
+from fmtsim.formats.scaling import Scaling
+from fmtsim.formats.spec import CodebookFormat, ElementFormat
+from fmtsim.optim.rules import square_root
 from fmtsim.rounding.codebooks import thresholds_of
 from fmtsim.rounding.elementary import ln
 from fmtsim.rounding.modes import Rounding
@@ -112,11 +112,6 @@ def _engine(x: Tensor) -> Any:
 Parts = dict[str, Tensor]
 EXPONENTS = (-126, 126)
 """Powers of two that scales may be: both they and their reciprocals are normal."""
-LEAST_INVERTED = 1e-12
-"""The least scale that ``inverse`` inverts."""
-
-_NATIVE = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-"""Formats whose cast to nearest even is torch's own, once numbers are within their range."""
 
 
 def encode(x: Tensor, fmt: StateFormat, previous: Mapping[str, Tensor], key: RandomKey | None) -> Parts:
@@ -130,16 +125,14 @@ def encode(x: Tensor, fmt: StateFormat, previous: Mapping[str, Tensor], key: Ran
     """
     if fmt.format is None:
         return {"codes": x.reshape(-1)}
-    rows = _rows(x, fmt)
+    scaled = rows = _rows(x, fmt)
     parts: Parts = {}
     if fmt.expand:
         scaled, *groups = compress(rows, float(fmt.format.max))
         parts |= dict(zip(("scale", "power", "centre"), (part.reshape(-1) for part in groups), strict=True))
-    elif fmt.scale == "none":
-        scaled = rows
-    else:
-        scale = _scale(rows, fmt, previous.get("scale"))
-        scaled = _scaled(rows, scale, fmt)
+    elif fmt.scaling is not None:
+        scale = _scale(rows, fmt, fmt.scaling, previous.get("scale"))
+        scaled = _scaled(rows, scale, fmt.scaling)
         parts["scale"] = scale.reshape(-1)
     codes = _element_codes(scaled.reshape(-1)[: x.numel()], x, fmt, key)
     return {"codes": packed(codes, fmt.format)} | parts
@@ -153,12 +146,9 @@ def decode(parts: Mapping[str, Tensor], fmt: StateFormat, shape: tuple[int, ...]
     q = _rows(element_values(unpacked(parts["codes"], fmt.format, count), fmt.format).view(shape), fmt)
     if fmt.expand:
         q = expand(q, *(parts[name].view(-1, 1) for name in ("scale", "power", "centre")))
-    elif fmt.scale != "none":
+    elif fmt.scaling is not None:
         scale = parts["scale"].view(-1, 1)
-        if fmt.scale == "reciprocal":
-            q = q / scale
-        else:
-            q = q * (torch.ones_like(scale) / scale if fmt.scale == "power_of_two" else scale)
+        q = q / scale if fmt.scaling.arithmetic == "decode_divides" else q * scale
     return q.reshape(-1)[:count].view(shape)
 
 
@@ -180,37 +170,24 @@ def element_values(codes: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the float32 values of unpacked codes."""
     if fmt.bits <= 8:
         return _values(fmt, codes.device)[codes.to(torch.int64)]
-    if fmt.name in _NATIVE:
-        return codes.to(torch.int16).view(_NATIVE[fmt.name]).to(torch.float32)
-    return decode_elements(EncodedParts(codes), _nearest(fmt), torch.float32)
+    return _decoded(codes.to(code_dtype(fmt.bits)), fmt)
 
 
 @lru_cache(maxsize=64)
 def _values(fmt: ElementFormat, device: torch.device) -> Tensor:
     if isinstance(fmt, CodebookFormat):
         return torch.tensor(fmt.values, dtype=torch.float32, device=device)
-    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8, device=device)
-    return decode_elements(EncodedParts(codes), _nearest(fmt), torch.float32)
+    return _decoded(torch.arange(1 << fmt.bits, dtype=torch.uint8, device=device), fmt)
+
+
+def _decoded(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    cast = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
+    return decode_elements(EncodedParts(codes), cast, torch.float32, validated=True)
 
 
 @lru_cache(maxsize=64)
-def _turning(fmt: CodebookFormat, ties: str, device: torch.device) -> Tensor:
+def _thresholds(fmt: CodebookFormat, ties: str, device: torch.device) -> Tensor:
     return torch.tensor(thresholds_of(fmt, ties), device=device)
-
-
-def _nearest(fmt: ElementFormat) -> CastSpec:
-    return CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
-
-
-def rms_scale(x: Tensor, fmt: StateFormat) -> Tensor:
-    """Return the scale of ``fixed``, float32 [1, 1]: thrice the root mean square over the largest value, in float64.
-
-    It is worked out on the CPU, so that it does not depend on the device.
-    """
-    assert fmt.format is not None
-    squares = x.detach().cpu().to(torch.float64).square().sum()
-    limit = RMS_FACTOR * math.sqrt(float(squares) / max(x.numel(), 1))
-    return torch.tensor([[limit / float(fmt.format.max) or 1.0]], dtype=torch.float32, device=x.device)
 
 
 def _rows(x: Tensor, fmt: StateFormat) -> Tensor:
@@ -222,22 +199,25 @@ def _rows(x: Tensor, fmt: StateFormat) -> Tensor:
     return flat.view(-1, block)
 
 
-def _scale(rows: Tensor, fmt: StateFormat, previous: Tensor | None) -> Tensor:
+def _scale(rows: Tensor, fmt: StateFormat, scaling: Scaling, previous: Tensor | None) -> Tensor:
     """Return the scale of each row as its rule says, float32 [rows, 1]."""
     assert fmt.format is not None
-    if fmt.scale == "fixed":
-        return rms_scale(rows, fmt) if previous is None else previous.view(-1, 1)
+    top = float(fmt.format.max)
+    if scaling.history is not None:  # fixed at first
+        if previous is not None:
+            return previous.view(-1, 1)
+        squares = rows.detach().cpu().to(torch.float64).square().sum()  # on the CPU: the same bits for every device
+        rms = math.sqrt(float(squares) / max(rows.numel(), 1))
+        return torch.tensor([[scaling.multiplier * rms / top or 1.0]], dtype=torch.float32, device=rows.device)
     amax = rows.abs().amax(-1, keepdim=True)
-    if fmt.least:
-        amax = amax.clamp(min=fmt.least)
-    top = torch.full_like(amax, float(fmt.format.max))
-    if fmt.scale in ("amax", "inverse"):
-        return amax / top
-    if fmt.scale == "reciprocal":
-        return torch.where(amax == 0, 1.0, top / amax)
+    amax = amax.clamp(min=fmt.least) if fmt.least else amax
+    if scaling.arithmetic != "decode_divides":
+        return amax / torch.full_like(amax, top)
+    if scaling.power_of_two is None:
+        return torch.where(amax == 0, 1.0, torch.full_like(amax, top) / amax)
     kept = torch.ones_like(amax) if previous is None else previous.view(-1, 1)
     usable = (amax > 0) & (amax < math.inf)
-    return torch.where(usable, power_of_two(torch.where(usable, amax, 1.0), float(fmt.format.max)), kept)
+    return torch.where(usable, power_of_two(torch.where(usable, amax, 1.0), top), kept)
 
 
 def power_of_two(amax: Tensor, top: float) -> Tensor:
@@ -248,13 +228,11 @@ def power_of_two(amax: Tensor, top: float) -> Tensor:
     return ((power.clamp(*EXPONENTS) + 127) << 23).view(torch.float32)
 
 
-def _scaled(rows: Tensor, scale: Tensor, fmt: StateFormat) -> Tensor:
-    if fmt.scale == "amax":
-        scale = torch.where(scale == 0, 1.0, scale)
-    if fmt.scale in ("amax", "fixed"):
-        return rows / scale
-    if fmt.scale == "inverse":
-        scale = torch.ones_like(scale) / scale.clamp(min=LEAST_INVERTED)
+def _scaled(rows: Tensor, scale: Tensor, scaling: Scaling) -> Tensor:
+    if scaling.arithmetic == "divide":
+        return rows / torch.where(scale == 0, 1.0, scale)
+    if scaling.arithmetic == "reciprocal":
+        scale = torch.ones_like(scale) / scale.clamp(min=scaling.eps)
     return rows * scale
 
 
@@ -262,24 +240,11 @@ def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None
     """Round scaled numbers y, flat, to codes; NaN takes code 0 of a codebook."""
     assert fmt.format is not None
     if isinstance(fmt.format, CodebookFormat):
-        codes = torch.searchsorted(
-            _turning(fmt.format, fmt.ties, y.device), torch.where(y == y, y, -math.inf), right=True
-        )
+        bounds = _thresholds(fmt.format, fmt.ties, y.device)
+        codes = torch.searchsorted(bounds, torch.where(y == y, y, -math.inf), right=True)
         if fmt.keep_sign:
             zero = fmt.format.values.index(0.0)
             codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
         return codes
-    name = fmt.format.name
-    if fmt.rounding.mode == "nearest_even" and name in _NATIVE and fmt.format == get_format(name):
-        return _native_codes(y, fmt.format)
     spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
     return encode_elements(y, spec, key if fmt.stochastic else None).codes
-
-
-def _native_codes(y: Tensor, fmt: ElementFormat) -> Tensor:
-    """Cast with torch; Inf becomes the largest value as well, and NaN the format's one."""
-    assert isinstance(fmt, FloatFormat) and fmt.nan_code is not None  # all of _NATIVE are
-    top = float(fmt.max)
-    cast = y.clamp(-top, top).to(_NATIVE[fmt.name])
-    codes = cast.view(torch.uint8 if fmt.bits == 8 else torch.int16)
-    return codes.masked_fill_(y != y, fmt.nan_code)

@@ -29,13 +29,11 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.ops import load_engine
-from fmtsim.spec.optimizer import Hyperparameters, Numbers, Scheme
+from fmtsim.spec.optimizer import RMS_FACTOR, Hyperparameters, Numbers, Scheme
 from fmtsim.support.float64 import float64
 
 CONSTANTS = ("limit",)
 """What rules may work out from a parameter before its first step, by name; float32 [1]."""
-RMS_FACTOR = 3.0
-"""Root mean squares of the first weights that ``limit`` is, and that a scale which is fixed at first reaches to."""
 
 Group = Mapping[str, Any]
 States = dict[str, Tensor]

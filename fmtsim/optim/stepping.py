@@ -68,7 +68,7 @@ def start(p: Tensor, formats: Mapping[str, StateFormat], rule: Rule, seed: int, 
 
 def _zeros(parts: codec.Parts, fmt: StateFormat) -> codec.Parts:
     """Let encoded zeros decode to zero also where the format has none: with a scale of zero."""
-    if fmt.scale == "amax" and not fmt.expand:
+    if fmt.rule == "amax" and not fmt.expand:
         parts["scale"] = torch.zeros_like(parts["scale"])
     return parts
 
@@ -89,7 +89,7 @@ def _parts(step: ParameterStep, nonfinite: str) -> Iterator[ParameterStep]:
     """Yield steps of some blocks each, whose tensors are views; the step itself where its scales are of the whole."""
     p, count, size = step.parameter, step.parameter.numel(), PART[step.parameter.is_cuda]
     formats = step.formats.values()
-    apart = all(fmt.scale == "none" or isinstance(fmt.block, int) for fmt in formats) and "weights" not in step.formats
+    apart = all(fmt.scaling is None or fmt.block[1] is not None for fmt in formats) and "weights" not in step.formats
     apart = apart and nonfinite != "skip" and not any(fmt.stochastic for fmt in formats)
     if count <= size or not apart or not p.is_contiguous() or any(size % fmt.block_of((1,)) for fmt in formats):
         yield step

@@ -3,13 +3,15 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.formats.scaling import Block, History, Scaling
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, table_of
 from fmtsim.rounding.modes import Rounding
@@ -22,44 +24,57 @@ Counter = Callable[[torch.device], Tensor]
 
 KINDS = ("first", "second", "weights")
 PARAMETER_BITS, KIND_BITS = 20, 2
-ScaleRule = Literal["none", "amax", "inverse", "reciprocal", "power_of_two", "fixed"]
 Nonfinite = Literal["propagate", "zero", "skip"]
-SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
 
 GROUP_NUMBERS = 3
 """float32 numbers that an expanded group keeps: scale, power, centre."""
+RMS_FACTOR = 3.0
+"""Root mean squares of the first weights that a scale which is fixed at first reaches to."""
+LEAST_INVERTED = 1e-12
+"""The least scale that ``inverse`` inverts."""
+
+STATE_RULES: dict[str, Scaling] = {
+    "amax": Scaling(arithmetic="divide", empty="zero"),
+    "inverse": Scaling(arithmetic="reciprocal", eps=LEAST_INVERTED, eps_rule="inverse", empty="zero"),
+    "reciprocal": Scaling(arithmetic="decode_divides"),
+    "power_of_two": Scaling(arithmetic="decode_divides", power_of_two="ceil", empty="previous"),
+    "fixed": Scaling(statistic="rms", multiplier=RMS_FACTOR, arithmetic="divide", history=History(fixed=True)),
+}
+"""The scale rules that states may have, by the names that kernels have for them, for any block and least statistic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFormat:
-    """Describe how a tensor of float32 numbers is kept between steps, in row-major order, block by block.
+    """Describe how a tensor of float32 numbers is kept between steps: codes of a format, and scales of a Scaling.
 
-    All arithmetic is float32, one IEEE operation at a time; ``top`` is the format's largest value, ``amax`` the largest
-    magnitude of a block, raised to ``least``; q is a value of the format:
+    A state is read in row-major order. Blocks ``(1, n)`` follow each other past the ends of rows, the last one may be
+    short; ``(1, None)`` is a row of the last dimension, ``(None, None)`` the state. All arithmetic is float32, one IEEE
+    operation at a time; ``top`` is the format's largest value, ``amax`` the largest magnitude of a block, raised to the
+    Scaling's ``eps``; q is a value of the format. The rules of ``STATE_RULES``:
 
     ================  =============================  ==================  =========================
-    scale rule        scale                          encoded             decoded
+    rule              scale                          encoded             decoded
     ================  =============================  ==================  =========================
-    ``none``          -                              ``x``               ``q``
+    (no Scaling)      -                              ``x``               ``q``
     ``amax``          ``s = amax / top``             ``x / s``           ``q * s``
     ``inverse``       ``s = amax / top``             ``x * (1 / t)``,    ``q * s``
                                                      ``t = max(s,
                                                      1e-12)``
     ``reciprocal``    ``s = top / amax``             ``x * s``           ``q / s``
-    ``power_of_two``  ``s``: the largest power of    ``x * s``           ``q * (1 / s)``, exact
+    ``power_of_two``  ``s``: the largest power of    ``x * s``           ``q / s``, exact
                       two with ``s * amax <= top``
     ``fixed``         ``s = 3 rms / top`` of the     ``x / s``           ``q * s``
                       first numbers, never changed
     ================  =============================  ==================  =========================
 
     A block of zeros has s = 0 under ``amax`` (and is encoded as if it were 1) and ``inverse``, else s = 1; under
-    ``power_of_two`` a block whose amax is zero or not finite keeps the scale it had.
+    ``power_of_two`` a block whose amax is zero or not finite keeps the scale it had. Unlike scales of operands, those
+    of states may be subnormal, and NaN or Inf in a block is its amax.
 
     Args:
         format: The element format; None keeps float32.
-        block: Numbers that share a scale; ``"row"`` is the last dimension, ``"tensor"`` all.
-        scale: One of SCALE_RULES.
-        least: What amax is raised to.
+        scaling: A rule of ``STATE_RULES`` with a block of its own, and an ``eps`` under ``eps_rule="statistic"``; None
+            keeps no scale.
         ties: Where codebooks round what lies half-way: to the even code, or up.
         keep_sign: A negative number whose nearest value is zero takes the code below it.
         expand: Raise each block to a power first, so that it fills the format's range (COAT).
@@ -67,21 +82,26 @@ class StateFormat:
     """
 
     format: ElementFormat | None = None
-    block: int | Literal["tensor", "row"] = "tensor"
-    scale: ScaleRule = "none"
-    least: float = 0.0
+    scaling: Scaling | None = None
     ties: Literal["even", "up"] = "even"
     keep_sign: bool = False
     expand: bool = False
     rounding: Rounding = field(default_factory=Rounding)
 
     def __post_init__(self) -> None:
-        if self.block not in ("tensor", "row") and (not isinstance(self.block, int) or self.block < 2):
-            raise ArgumentError(f"block={shown(self.block)} is not allowed; choose 2 or more, 'row' or 'tensor'")
-        if self.scale not in SCALE_RULES:
-            raise ArgumentError(f"scale={shown(self.scale)} is unknown; choose one of {', '.join(SCALE_RULES)}")
-        if self.format is None and (self.scale != "none" or self.expand):
-            raise ArgumentError(f"scale={shown(self.scale)}, expand={self.expand} need a format; float32 takes neither")
+        check_types(self)
+        outer, inner = self.block
+        if outer not in (None, 1) or inner == 1 or (outer is None and inner is not None):
+            raise ArgumentError(
+                f"block={self.block} is not one of a state; choose (1, 2) or longer, (1, None) or (None, None)"
+            )
+        if self.scaling is not None and self.rule is None:
+            raise ArgumentError(
+                f"scaling={self.scaling!r} is not a rule of states; choose one of STATE_RULES of fmtsim.spec.optimizer "
+                f"({', '.join(STATE_RULES)}), with a block of its own"
+            )
+        if self.format is None and (self.scaling is not None or self.expand):
+            raise ArgumentError(f"scaling=[{self.scaling}], expand={self.expand} need a format; float32 takes neither")
         if self.format is not None and self.format.bits > 16:
             raise ArgumentError(
                 f"a state of {self.format.bits} bits is not packed; choose a format of 16 bits or fewer"
@@ -90,9 +110,8 @@ class StateFormat:
             raise ArgumentError(f"{self.format.name} is not in order; sort its values and leave out repeated ones")
         if isinstance(self.format, CodebookFormat) and self.rounding.mode != "nearest_even":
             raise ArgumentError(f"codebooks round to nearest, not {shown(self.rounding.mode)}; leave rounding out")
-        if self.expand and self.scale != "amax":
-            raise ArgumentError(f"expand=True with scale={shown(self.scale)} does not exist; choose scale='amax'")
-        check_types(self)
+        if self.expand and self.rule != "amax":
+            raise ArgumentError(f"expand=True with scaling=[{self.scaling}] does not exist; choose STATE_RULES['amax']")
 
     @property
     def bits(self) -> int:
@@ -104,22 +123,38 @@ class StateFormat:
         """Whether encoding draws random words."""
         return self.rounding.mode == "stochastic"
 
+    @property
+    def block(self) -> Block:
+        """Numbers that share a scale, ``(outer, inner)``."""
+        return (None, None) if self.scaling is None else self.scaling.block
+
+    @property
+    def least(self) -> float:
+        """What the largest magnitude of a block is raised to."""
+        return self.scaling.eps if self.scaling is not None and self.scaling.eps_rule == "statistic" else 0.0
+
+    @property
+    def rule(self) -> str | None:
+        """The name in ``STATE_RULES`` of the rule of its scales, None without scales."""
+        return None if self.scaling is None else _rule_of(self.scaling)
+
     def block_of(self, shape: tuple[int, ...]) -> int:
         """Return how many numbers of a tensor share a scale."""
-        if isinstance(self.block, int):
-            return self.block
-        count = 1
-        for extent in shape if self.block == "tensor" else shape[-1:]:
-            count *= extent
-        return max(count, 1)
+        outer, inner = self.block
+        return inner or max(math.prod(shape if outer is None else shape[-1:]), 1)
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
         """Return the bytes that a tensor's state takes: the arithmetic that memory reports compare with."""
-        count = 1
-        for extent in shape:
-            count *= extent
-        numbers = 0 if self.scale == "none" else GROUP_NUMBERS if self.expand else 1
+        count = math.prod(shape)
+        numbers = 0 if self.scaling is None else GROUP_NUMBERS if self.expand else 1
         return -(-count * self.bits // 8) + 4 * numbers * -(-count // self.block_of(shape))
+
+
+@lru_cache(maxsize=256)
+def _rule_of(scaling: Scaling) -> str | None:
+    eps = 0.0 if scaling.eps_rule == "statistic" else scaling.eps
+    plain = replace(scaling, block=(None, None), eps=eps)
+    return next((name for name, rule in STATE_RULES.items() if rule == plain), None)
 
 
 FLOAT32 = StateFormat()
@@ -172,9 +207,7 @@ class Scheme:
             shape: Of the parameter.
             slots: The states that its update rule has, of ``"first"`` and ``"second"``.
         """
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = math.prod(shape)
         chosen = {slot: getattr(self, slot) for slot in slots}
         for slot, fmt in chosen.items():
             broken = self.whole_blocks and count % fmt.block_of(shape) != 0
@@ -269,7 +302,7 @@ def key_of(seed: int, step: int, index: int, kind: str) -> RandomKey:
 def in_parameter(fmt: StateFormat, dtype: torch.dtype) -> bool:
     """Say whether a parameter of a dtype holds its weights itself, so that no copy of them is kept."""
     native = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return fmt.format is not None and fmt.scale == "none" and native.get(dtype) == fmt.format.name
+    return fmt.format is not None and fmt.scaling is None and native.get(dtype) == fmt.format.name
 
 
 class Book(NamedTuple):
@@ -289,7 +322,7 @@ class Book(NamedTuple):
 def book_of(fmt: StateFormat) -> Book | None:
     """Return the codebook of a state for kernels, None where they do not know its format."""
     element = fmt.format
-    if not isinstance(element, CodebookFormat) or fmt.scale != "amax" or fmt.expand:
+    if not isinstance(element, CodebookFormat) or fmt.rule != "amax" or fmt.expand:
         return None
     if len(element.values) not in (16, 256) or element.values[-1] != 1.0:
         return None

@@ -9,7 +9,7 @@ import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import Scaling
+from fmtsim.formats.scaling import Scaling, check_use
 from fmtsim.formats.spec import FloatFormat, Overflow
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.support.errors import FormatError, shown
@@ -219,10 +219,10 @@ class Quantizer:
         if scaled and (self.format is None or isinstance(self.format, BlockFormat | LogTileFormat)):
             what = "no format" if self.format is None else f"{self.format.name}, which has blocks of its own"
             raise FormatError(f"Quantizer scaling= with {what}; pass an element format such as e4m3")
-        if self.scaling is not None and (self.scaling.exponent_rule or self.scaling.zero_point):
-            raise FormatError(
-                f"Quantizer scaling=[{self.scaling}] is that of a block format; pass BlockFormat(element=, scaling=)"
-            )
+        if self.scaling is not None:
+            check_use("Quantizer", self.scaling, "a quantiser")
+            if self.scaling.empty == "previous" and self.scaling.history is None:
+                raise FormatError("empty='previous' without a history is not allowed; choose history=, or empty='one'")
         if self.gradient != StraightThrough() and not scaled:
             raise FormatError(
                 f"Quantizer gradient={shown(self.gradient)} needs the scaled elements; pass scaling= as well"

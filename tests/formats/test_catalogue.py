@@ -294,8 +294,10 @@ def test_every_row_has_a_source_and_a_lower_case_name():
 E4M3 = get_format("e4m3")
 SCALINGS = {  # what a block format cannot have, and what is said about it
     "not one": ("e4m3", (1, 32), "scaling=(1, 32) is not a Scaling; choose Scaling(block"),
-    "a quantizer's": ("e4m3", Scaling(statistic="std"), "scaling=[std of the tensor] is none of a format; choose "),
-    "arithmetic": ("e4m3", Scaling(arithmetic="double"), "arithmetic='double' is unknown; choose divide, reciprocal, "),
+    "a quantizer's": ("e4m3", Scaling(statistic="std"),
+                     "scaling=[std of the tensor]: a block format takes no statistic='std'; choose 'amax', or a Qua"),
+    "arithmetic": ("e4m3", Scaling(arithmetic="double"),
+                   "scaling=[amax of the tensor]: a block format takes no arithmetic='double'; choose 'div"),
     "even": ("nf4", block_scaling((1, 32), "even"), "scale_rule='even' needs mantissa bits; choose floor or amax"),
     "narrow": ("e4m3", block_scaling((1, 32), "floor", scale=E4M3),
                "scale_rule='floor' needs a scale with 8 exponent bits, not e4m3; choose scale_rule='amax'"),
@@ -314,7 +316,22 @@ def test_scalings_that_no_block_format_has(case):
         BlockFormat(name="b", element=get_format(element), scaling=scaling)
 
 
-@pytest.mark.parametrize("scaling", [block_scaling((1, 32), "floor"), Scaling(zero_point=True)])
-def test_scalings_that_no_quantizer_has(scaling):
-    with pytest.raises(FormatError, match=r"is that of a block format; pass BlockFormat\(element=, scaling=\)$"):
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (
+            block_scaling((1, 32), "floor"),
+            r"takes no exponent_rule='floor'; choose None, or pass BlockFormat\(element=, ",
+        ),
+        (Scaling(zero_point=True), "takes no zero_point=True; choose False, or pass BlockFormat"),
+        (Scaling(arithmetic="decode_divides"), "takes no arithmetic='decode_divides'; choose 'divide', 'reciprocal'"),
+        (Scaling(empty="zero"), "takes no empty='zero'; choose 'one', 'previous', or"),
+        (
+            Scaling(empty="previous"),
+            "empty='previous' without a history is not allowed; choose history=, or empty='one'",
+        ),
+    ],
+)
+def test_scalings_that_no_quantizer_has(scaling, message):
+    with pytest.raises(FormatError, match=message):
         Quantizer(format=E4M3, scaling=scaling)

@@ -181,7 +181,6 @@ REFUSED = [
       for fields in ({"input_scale": True}, {"power_of_two": "log2"},
                      {"eps_rule": "inverse", "arithmetic": "reciprocal"})),
     (lambda: Scaling(history=History(), block=(1, None)), "history= with block=(1, None) is not allowed; choose block"),
-    (lambda: Scaling(empty="previous"), "empty='previous' without a history is not allowed; choose history=, or"),
     (lambda: block_scaling((1, 8), "half"), "scale_rule='half' is unknown; choose floor, ceil, rceil, even, amax"),
     (lambda: block_scaling((1, 8), 3), "scale_rule=3 is unknown; choose floor, ceil, rceil, even, amax"),
     (lambda: floating().value(-1), "code -1 is outside f (0 to 255)"),

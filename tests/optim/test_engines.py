@@ -12,6 +12,7 @@ import fmtsim
 from fmtsim.engines.cpu.optim import steps as cpu_steps
 from fmtsim.engines.cuda.optim import steps as cuda_steps
 from fmtsim.optim import StateFormat, stepping
+from fmtsim.optim.catalogue import scaled_state
 from fmtsim.rounding import codebooks
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
@@ -124,36 +125,34 @@ CODES = {name: fmtsim.get_format(name) for name in ("e4m3", "e3m4", "e5m2", "bf1
 DRAWN = fmtsim.Rounding(mode="stochastic", random_bits=8)
 OWN = {
     "codebooks of 4 bits, half a byte at the end": own(
-        StateFormat(format=fmtsim.get_format("dynamic4"), block=512, scale="amax", keep_sign=True),
-        StateFormat(format=fmtsim.get_format("linear4_unsigned"), block=512, scale="amax", least=1e-9),
+        scaled_state(fmtsim.get_format("dynamic4"), "amax", (1, 512), keep_sign=True),
+        scaled_state(fmtsim.get_format("linear4_unsigned"), "amax", (1, 512), least=1e-9),
         nonfinite="zero",
     ),
     "blocks, a rule for each state": own(
-        StateFormat(format=CODES["e4m3"], block=1024, scale="inverse"),
-        StateFormat(format=CODES["bf16"], block=1024, scale="reciprocal"),
-        weights=StateFormat(format=CODES["fp16"], block=1024, scale="power_of_two"),
+        scaled_state(CODES["e4m3"], "inverse", (1, 1024)),
+        scaled_state(CODES["bf16"], "reciprocal", (1, 1024)),
+        weights=scaled_state(CODES["fp16"], "power_of_two", (1, 1024)),
         nonfinite="zero",
     ),
     "tensors, some states without a scale": own(
         StateFormat(),
-        StateFormat(format=CODES["e5m2"], scale="power_of_two", least=1e-7),
+        scaled_state(CODES["e5m2"], "power_of_two", least=1e-7),
         weights=StateFormat(format=CODES["bf16"], rounding=DRAWN),
     ),
     "integers, a scale a row": own(
         StateFormat(format=CODES["bf16"]),
         StateFormat(),
-        weights=StateFormat(
-            format=fmtsim.get_format("int8"), block="row", scale="amax", least=1e-7, rounding=fmtsim.Rounding()
-        ),
+        weights=scaled_state(fmtsim.get_format("int8"), "amax", (1, None), least=1e-7, rounding=fmtsim.Rounding()),
         nonfinite="zero",
     ),
     "integers, one scale": own(
         StateFormat(),
         StateFormat(),
-        weights=StateFormat(format=fmtsim.get_format("int8_full"), scale="reciprocal", rounding=DRAWN),
+        weights=scaled_state(fmtsim.get_format("int8_full"), "reciprocal", rounding=DRAWN),
     ),
     "small tensors in float32": own(
-        StateFormat(format=CODES["e3m4"], scale="amax", block=2048), StateFormat(format=CODES["fp16"]), minimum=4096
+        scaled_state(CODES["e3m4"], "amax", (1, 2048)), StateFormat(format=CODES["fp16"]), minimum=4096
     ),
 }
 
@@ -174,8 +173,8 @@ def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch
 def test_the_largest_numbers_are_those_of_their_own_tensor(on_cuda, only_torch):
     """A block of threads goes from a large tensor to a small one, whose moments are float32, with what it found."""
     scheme = own(
-        StateFormat(format=CODES["e4m3"], scale="reciprocal"),
-        StateFormat(format=CODES["fp16"], scale="power_of_two"),
+        scaled_state(CODES["e4m3"], "reciprocal"),
+        scaled_state(CODES["fp16"], "power_of_two"),
         minimum=4096,
     )
 

@@ -9,8 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.optim import SGD, AdamW, Lion, Madam, Scheme, StateFormat, codec, get_scheme
+from fmtsim.optim.catalogue import scaled_state
+from fmtsim.spec.optimizer import STATE_RULES
 from fmtsim.support.errors import ArgumentError, DtypeError
 
 E4M3 = fmtsim.get_format("e4m3")
@@ -39,13 +42,15 @@ def weight(*shape):
         (lambda: AdamW([weight()], seed=-1), "seed=-1 is not allowed"),
         (lambda: AdamW([{"params": [weight()], "state": "bnb8"}]), "a group .* has no state= of its own; make a"),
         (lambda: SGD([{"params": [weight()], "seed": 1}]), "a group of parameters has no seed= of its own"),
-        (lambda: StateFormat(format=E4M3, block=1), "block=1 is not allowed; choose 2 or more, 'row' or 'tensor'"),
-        (lambda: StateFormat(format=E4M3, scale="max"), "scale='max' is unknown; choose one of none, amax"),
-        (lambda: StateFormat(scale="amax"), "need a format; float32 takes neither"),
+        *((lambda block=block: scaled_state(E4M3, "amax", block), r"is not one of a state; choose \(1, 2\) or longer,")
+          for block in ((1, 1), (2, 2), (None, 4), (2, None))),
+        *((lambda scaling=scaling: StateFormat(format=E4M3, scaling=scaling), r"is not a rule of states; .*\(amax, inv")
+          for scaling in (Scaling(), Scaling(arithmetic="divide"), Scaling(zero_point=True))),
+        (lambda: StateFormat(scaling=STATE_RULES["amax"]), "need a format; float32 takes neither"),
         (lambda: StateFormat(format=fmtsim.get_format("fp32")), "32 bits is not packed; choose a format of 16 bits"),
-        (lambda: StateFormat(format=fmtsim.get_format("bnb_fp4"), scale="amax"), "bnb_fp4 is not in order"),
+        (lambda: scaled_state(fmtsim.get_format("bnb_fp4"), "amax"), "bnb_fp4 is not in order"),
         (lambda: StateFormat(format=fmtsim.get_format("nf4"), rounding=fmtsim.Rounding(mode="up")), "round to nearest"),
-        (lambda: StateFormat(format=E4M3, expand=True), "expand=True with scale='none' does not exist"),
+        (lambda: StateFormat(format=E4M3, expand=True), r"expand=True with scaling=\[None\] does not exist; choose"),
         (lambda: Scheme(name="x", nonfinite="stop"), "nonfinite='stop' is unknown"),
         (lambda: Scheme(name="x", decay="never"), "decay='never' is unknown"),
     ],
@@ -224,7 +229,7 @@ def test_codebooks_that_kernels_cannot_tell_apart_have_no_fast_path():
     close = CodebookFormat(name="close", values=tuple(i / 10**6 for i in range(255)) + (1.0,))
     with pytest.raises(ArgumentError, match="closer than kernels tell apart"):
         codebooks.table_of(close, "even")
-    scheme = Scheme(name="x", **dict.fromkeys(("first", "second"), StateFormat(format=close, block=256, scale="amax")))
+    scheme = Scheme(name="x", **dict.fromkeys(("first", "second"), scaled_state(close, "amax", (1, 256))))
     assert not steps.supports_optimizer("adamw", scheme)
     p = weight(64, 80)
     p.grad = torch.ones_like(p)

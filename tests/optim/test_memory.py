@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.optim import Scheme, StateFormat
-from fmtsim.optim.catalogue import bytes_per_parameter, scheme_table
+from fmtsim.optim import Scheme
+from fmtsim.optim.catalogue import bytes_per_parameter, scaled_state, scheme_table
 
 # bytes a parameter of both moments and of kept weights: codes, and scales of large tensors
 PUBLISHED = {
@@ -53,7 +53,7 @@ def test_states_take_what_their_bits_say(name):
 
 
 def test_a_scheme_of_ones_own():
-    e5m2 = StateFormat(format=fmtsim.get_format("e5m2"), block=64, scale="amax")
+    e5m2 = scaled_state(fmtsim.get_format("e5m2"), "amax", (1, 64))
     p = torch.nn.Parameter(torch.randn(128, 128))
     optimizer = fmtsim.optim.AdamW([p], state=Scheme(name="mine", first=e5m2, second=e5m2))
     p.grad = torch.ones_like(p)

@@ -8,6 +8,7 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
+from fmtsim.optim.catalogue import scaled_state
 from fmtsim.rounding.codebooks import BUCKETS, LOWEST_KEY, table_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
@@ -34,12 +35,12 @@ DYNAMIC = get_format("bnb_dynamic8")
         (FLOAT32, (3, 5), 60),
         (FLOAT32, (), 4),
         (StateFormat(format=E4M3), (3, 5), 15),
-        (StateFormat(format=E4M3, scale="amax"), (3, 5), 15 + 4),
-        (StateFormat(format=E4M3, scale="amax", block=4), (3, 5), 15 + 4 * 4),
-        (StateFormat(format=E4M3, scale="amax", block=4, expand=True), (3, 5), 15 + 12 * 4),
-        (StateFormat(format=SIXTEEN, scale="amax", block="row"), (3, 5), 8 + 4 * 3),
-        (StateFormat(format=SIXTEEN, scale="amax", block="row"), (0, 5), 0),
-        (StateFormat(format=SIXTEEN, scale="amax", block="row"), (), 1 + 4),
+        (scaled_state(E4M3, "amax"), (3, 5), 15 + 4),
+        (scaled_state(E4M3, "amax", (1, 4)), (3, 5), 15 + 4 * 4),
+        (scaled_state(E4M3, "amax", (1, 4), expand=True), (3, 5), 15 + 12 * 4),
+        (scaled_state(SIXTEEN, "amax", (1, None)), (3, 5), 8 + 4 * 3),
+        (scaled_state(SIXTEEN, "amax", (1, None)), (0, 5), 0),
+        (scaled_state(SIXTEEN, "amax", (1, None)), (), 1 + 4),
     ],
 )
 def test_bytes_of_a_state(fmt, shape, size):
@@ -47,24 +48,24 @@ def test_bytes_of_a_state(fmt, shape, size):
 
 
 def test_what_shares_a_scale():
-    blocks = {block: StateFormat(format=E4M3, scale="amax", block=block) for block in ("tensor", "row", 2, 64)}
+    blocks = {block: scaled_state(E4M3, "amax", block) for block in ((None, None), (1, None), (1, 2), (1, 64))}
     assert [fmt.block_of((3, 5)) for fmt in blocks.values()] == [15, 5, 2, 64]
     assert [fmt.block_of((0, 5)) for fmt in blocks.values()] == [1, 5, 2, 64]
-    assert [FLOAT32.bits, blocks[2].bits, StateFormat(format=SIXTEEN).bits] == [32, 8, 4]
+    assert [FLOAT32.bits, blocks[1, 2].bits, StateFormat(format=SIXTEEN).bits] == [32, 8, 4]
     assert StateFormat(format=BF16).bits == 16  # the widest that is packed
     stochastic = StateFormat(format=E4M3, rounding=Rounding(mode="stochastic"))
     assert stochastic.stochastic and not FLOAT32.stochastic
 
 
 def test_formats_of_a_parameter():
-    first, second, weights = (StateFormat(format=f, scale="amax", block=8) for f in (E4M3, DYNAMIC, BF16))
+    first, second, weights = (scaled_state(f, "amax", (1, 8)) for f in (E4M3, DYNAMIC, BF16))
     scheme = Scheme(name="s", first=first, second=second, minimum=16)
     both, one = ("first", "second"), ("first",)
     assert scheme.formats((4, 4), both) == {"first": first, "second": second}
     assert scheme.formats((4, 4), one) == {"first": first} and scheme.formats((4, 4), ()) == {}
     assert scheme.formats((3, 5), both) == {"first": FLOAT32, "second": FLOAT32}  # fewer than 16
     assert scheme.formats((17,), both) == {"first": first, "second": second}
-    whole = replace(scheme, whole_blocks=True, second=replace(second, block="row"))
+    whole = replace(scheme, whole_blocks=True, second=scaled_state(DYNAMIC, "amax", (1, None)))
     assert whole.formats((17,), both) == {"first": FLOAT32, "second": whole.second}
     kept = replace(scheme, weights=weights)
     assert kept.formats((17,), one) == {"first": first, "weights": weights}
@@ -89,7 +90,7 @@ def test_keys_of_states_do_not_meet():
 def test_weights_that_a_parameter_holds_itself():
     cases = ((BF16, torch.bfloat16), (FP16, torch.float16), (BF16, torch.float16), (FP16, torch.float32))
     assert [in_parameter(StateFormat(format=fmt), dtype) for fmt, dtype in cases] == [True, True, False, False]
-    assert not in_parameter(StateFormat(format=BF16, scale="amax"), torch.bfloat16)
+    assert not in_parameter(scaled_state(BF16, "amax"), torch.bfloat16)
     assert not in_parameter(FLOAT32, torch.float32)
 
 
@@ -98,7 +99,7 @@ def test_codebooks_that_kernels_know():
         values = element.values if element.values[-1] == 1 else (*element.values[:-1], 1.0)
         element = CodebookFormat(name="b", values=values)
         for ties in ("even", "up"):
-            fmt = StateFormat(format=element, scale="amax", ties=ties, least=1e-9, keep_sign=True)
+            fmt = scaled_state(element, "amax", ties=ties, least=1e-9, keep_sign=True)
             book, table = book_of(fmt), table_of(element, ties)
             assert book is not None and book.values.tolist() == list(values)
             assert (book.lowest, book.least) == (LOWEST_KEY, 1e-9)
@@ -111,11 +112,11 @@ def test_codebooks_that_kernels_know():
                 assert (kept[BUCKETS:] == (plain[BUCKETS:] - nearest_is_zero) % len(values)).all()
     close = CodebookFormat(name="c", values=(*(0.5 + k / 1e5 for k in range(15)), 1.0))
     for other in (
-        StateFormat(format=E4M3, scale="amax"),
-        StateFormat(format=DYNAMIC, scale="inverse"),
-        StateFormat(format=DYNAMIC, scale="amax", expand=True),
-        StateFormat(format=CodebookFormat(name="d", values=(-1.0, 0.0, 1.0)), scale="amax"),
-        StateFormat(format=CodebookFormat(name="d", values=(*SIXTEEN.values[:-1], 0.99)), scale="amax"),
-        StateFormat(format=close, scale="amax"),
+        scaled_state(E4M3, "amax"),
+        scaled_state(DYNAMIC, "inverse"),
+        scaled_state(DYNAMIC, "amax", expand=True),
+        scaled_state(CodebookFormat(name="d", values=(-1.0, 0.0, 1.0)), "amax"),
+        scaled_state(CodebookFormat(name="d", values=(*SIXTEEN.values[:-1], 0.99)), "amax"),
+        scaled_state(close, "amax"),
     ):
         assert book_of(other) is None, other

@@ -20,6 +20,7 @@ from fmtsim.lab.training.gpt import GPT, GPTConfig
 from fmtsim.lab.training.learner import BETAS, CLIP, WEIGHT_DECAY, schedule
 from fmtsim.optim import SGD, Adam, AdamW, Madam, QuantizedOptimizer, Scheme, StateFormat, get_scheme, memory
 from fmtsim.optim import codec as states
+from fmtsim.spec.optimizer import STATE_RULES
 
 _COAT = "Xi et al., COAT, arXiv:2410.19313, section 4; NVlabs/COAT 80ec99f"
 _FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313, section 2.2; Azure/MS-AMP 9746ea8"
@@ -71,7 +72,7 @@ def underflow(tell: Tell, *, formats: tuple[str, ...], count: int, seed: int) ->
     _, v = moments(count, seed)
     numbers = {}
     for name in formats:
-        fmt = StateFormat(format=get_format(name), scale="reciprocal")  # type: ignore[arg-type]  # element formats
+        fmt = StateFormat(format=get_format(name), scaling=STATE_RULES["reciprocal"])  # type: ignore[arg-type]  # element formats
         numbers[f"part of v lost, {name}"] = float((kept(v, fmt)[0] == 0).float().mean())
     return Measured(numbers=numbers)
 
@@ -163,7 +164,7 @@ def logarithmic(
         ends = []
         for width in bits:
             fmt = LogFormat(name=f"lns{width}", bits=width, gamma=1 << (width - 5))
-            state = Scheme(name=fmt.name, weights=StateFormat(format=fmt, scale="fixed"))
+            state = Scheme(name=fmt.name, weights=StateFormat(format=fmt, scaling=STATE_RULES["fixed"]))
             weights = start(seed)
             optimizer = OPTIMIZERS[name](weights, lr=lr, state=state)
             ends.append(regressed(optimizer, partial(_network, weights), steps, seed))

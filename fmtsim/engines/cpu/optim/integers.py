@@ -28,7 +28,7 @@ def takes(fmt: StateFormat) -> bool:
     whole = isinstance(element, IntFormat) and element.bits == 8 and element.signed and not element.half_offset
     if not whole or not isinstance(element, IntFormat) or element.fraction_bits:
         return False
-    return fmt.block == "row" and fmt.scale == "inverse" and fmt.rounding == Rounding(mode="stochastic")
+    return fmt.block == (1, None) and fmt.rule == "inverse" and fmt.rounding == Rounding(mode="stochastic")
 
 
 def decoded(codes: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Tensor:

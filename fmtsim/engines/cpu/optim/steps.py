@@ -42,7 +42,7 @@ def supports_optimizer(rule: str, scheme: Scheme) -> bool:
     if all(fmt.format is None for fmt in moments):
         return True
     (block, bits), *others = {(fmt.block, fmt.bits) for fmt in moments}
-    return not others and isinstance(block, int) and None not in map(book, moments)
+    return not others and block[1] is not None and None not in map(book, moments)
 
 
 def optimizer_steps(
@@ -79,8 +79,8 @@ def _step(rule: str, step: ParameterStep, zeroing: bool) -> int:
         return bad
     if formats[names[0]].format is None:
         return step_floats(kind, p, g, moments, numbers, zeroing)
-    books, block = [book(formats[name]) for name in names], formats[names[0]].block
-    assert isinstance(block, int)  # supports_optimizer asked
+    books, block = [book(formats[name]) for name in names], formats[names[0]].block[1]
+    assert block is not None  # supports_optimizer asked
     scaled = [(state[name], state[f"{name}_scale"], known) for name, known in zip(names, books, strict=True) if known]
     return step_codes(kind, p, g, scaled, numbers, block, zeroing)
 
@@ -94,14 +94,14 @@ def _takes(rule: str, step: ParameterStep) -> bool:
     weights = step.formats.get("weights")
     if rule.startswith("madam"):
         logs = weights is not None and isinstance(weights.format, LogFormat) and weights.format.bits == BITS
-        return logs and weights is not None and weights.scale == "fixed" and weights.block == "tensor"
+        return logs and weights is not None and weights.rule == "fixed" and weights.block == (None, None)
     if weights is not None:
         return integers.takes(weights) and all(fmt.format is None for fmt in formats if fmt is not weights)
     if all(fmt.format is None for fmt in formats):
         return True
     known = all(isinstance(fmt.format, CodebookFormat) and 0.0 in fmt.format.values for fmt in formats)
-    first = formats[0]
-    return known and first.bits == 8 and isinstance(first.block, int) and first.block % ALIGNMENT == 0
+    bits, block = formats[0].bits, formats[0].block[1]
+    return known and bits == 8 and block is not None and block % ALIGNMENT == 0
 
 
 @lru_cache(maxsize=64)

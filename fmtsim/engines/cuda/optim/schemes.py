@@ -8,6 +8,7 @@ fmtsim/optim: rules.py (the updates), codec.py (scales and codes); the bits are 
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.optimizer import FLOAT32, Scheme, StateFormat, book_of
+from fmtsim.spec.optimizer import FLOAT32, STATE_RULES, Scheme, StateFormat, book_of
 
 ENTRIES, WORDS = 30, 15
 """Parameters of a launch: their addresses are arguments, of which 4096 bytes fit."""
@@ -37,7 +38,7 @@ RULES = {
 }
 """The kernels' name of a rule, and the states that it has."""
 
-_SCALES = ("none", "amax", "inverse", "reciprocal", "power_of_two")
+_SCALES = (None, "amax", "inverse", "reciprocal", "power_of_two")
 _FP32, _ABSENT = "Slot<32,23,127,0,0,0,0,0,0>", "Slot<0,23,127,0,0,0,0,0,0>"
 
 
@@ -99,13 +100,13 @@ def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
     if scheme.weights is not None:
         return None
     e4m3, every = get_format("e4m3"), list(moments.values())
-    if all(fmt.expand and fmt.block == EXPANDED_GROUP and fmt.format == e4m3 for fmt in every):
+    if all(fmt.expand and fmt.block == (1, EXPANDED_GROUP) and fmt.format == e4m3 for fmt in every):
         plain = all(not fmt.stochastic and not fmt.least for fmt in every)
         return Kernels("optimizer_expanded.cu", (), resident=2) if plain else None
     (block, bits), *others = {(fmt.block, fmt.bits) for fmt in every}
-    if others or not isinstance(block, int) or any(book_of(fmt) is None for fmt in every):
+    if others or block[1] is None or any(book_of(fmt) is None for fmt in every):
         return None
-    return Kernels("optimizer.cu", _books_of(block, bits, names), books=True)
+    return Kernels("optimizer.cu", _books_of(block[1], bits, names), books=True)
 
 
 def _of_slots(scheme: Scheme, moments: dict[str, StateFormat], slots: dict[str, str | None]) -> Kernels | None:
@@ -117,17 +118,18 @@ def _of_slots(scheme: Scheme, moments: dict[str, StateFormat], slots: dict[str, 
     weights, logs = _weights_of(kept)
     if weights is None:
         return None
-    rows = kept is not None and kept.block == "row" and kept.scale != "none"
-    if rows and any(fmt.scale != "none" for fmt in moments.values()):
+    rows = kept is not None and kept.block == (1, None) and kept.scaling is not None
+    if rows and any(fmt.scaling is not None for fmt in moments.values()):
         return None
     every = [*moments.values(), FLOAT32 if kept is None or rows or logs else kept]
-    blocks = {fmt.block for fmt in every if fmt.scale != "none"}
-    block = blocks.pop() if blocks else 0
-    if blocks or block not in (0, "tensor", *BLOCKS):
+    blocks = {fmt.block for fmt in every if fmt.scaling is not None}
+    outer, block = blocks.pop() if blocks else (1, 0)
+    by_tensor = outer is None
+    if blocks or not (by_tensor or block in (0, *BLOCKS)):
         return None
     draws = kept is not None and kept.stochastic
-    states = _states(block if isinstance(block, int) else 0, slots.get("first"), slots.get("second"), weights)
-    resident, by_tensor = 2 if rows else 3 if draws else 4, block == "tensor"
+    states = _states(block or 0, slots.get("first"), slots.get("second"), weights)
+    resident = 2 if rows else 3 if draws else 4
     return Kernels("optimizer.cu", states, (), resident, False, by_tensor, kept is not None, rows, draws, logs)
 
 
@@ -136,7 +138,7 @@ def _weights_of(kept: StateFormat | None) -> tuple[str | None, LogFormat | None]
     if kept is None:
         return _ABSENT, None
     fmt = kept.format
-    if isinstance(fmt, LogFormat) and kept.scale == "fixed" and kept.block == "tensor" and fmt.bits in (8, 16):
+    if isinstance(fmt, LogFormat) and kept.rule == "fixed" and kept.block == (None, None) and fmt.bits in (8, 16):
         return f"Logs<{fmt.bits}>", fmt
     return integer_of(kept) if isinstance(fmt, IntFormat) else slot_of(kept), None
 
@@ -145,12 +147,12 @@ def integer_of(state: StateFormat) -> str | None:
     """Return the kernels' Integer of a state, None where they do not know its codes: they know whole bytes."""
     fmt, how = state.format, state.rounding
     assert isinstance(fmt, IntFormat)  # whoever asks has looked
-    if fmt.bits != 8 or not fmt.signed or fmt.half_offset or fmt.fraction_bits or state.scale not in _SCALES:
+    if fmt.bits != 8 or not fmt.signed or fmt.half_offset or fmt.fraction_bits or state.rule not in _SCALES:
         return None
     drawn = how.bits if how.mode == "stochastic" else 0
     if how != (Rounding(mode="stochastic", random_bits=how.random_bits) if drawn else Rounding()):
         return None
-    rule = f"{_bits(float(fmt.max))}u,{_SCALES.index(state.scale)},{_bits(state.least)}u"
+    rule = f"{_bits(float(fmt.max))}u,{_SCALES.index(state.rule)},{_bits(state.least)}u"
     return f"Integer<{fmt.min_code},{fmt.max_code},{rule},{drawn}>"
 
 
@@ -175,7 +177,7 @@ def slot_of(state: StateFormat) -> str | None:
     fmt, how = state.format, state.rounding
     if fmt is None:
         return _FP32
-    if not isinstance(fmt, FloatFormat) or state.expand or state.scale not in _SCALES:
+    if not isinstance(fmt, FloatFormat) or state.expand or state.rule not in _SCALES:
         return None
     usual = fmt.signed and fmt.has_subnormals and fmt.has_zero and fmt.bits in (8, 16) and fmt.nan in ("ieee", "top")
     if (
@@ -191,7 +193,7 @@ def slot_of(state: StateFormat) -> str | None:
         if not drawn or how != Rounding(mode="stochastic", random_bits=bits):
             return None
     fields = (fmt.bits, fmt.mantissa_bits, fmt.exponent_bias, fmt.max_code, int(fmt.infinities), fmt.nan_code)
-    return f"Slot<{','.join(map(str, (*fields, _SCALES.index(state.scale), f'{_bits(state.least)}u', bits)))}>"
+    return f"Slot<{','.join(map(str, (*fields, _SCALES.index(state.rule), f'{_bits(state.least)}u', bits)))}>"
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
@@ -201,8 +203,8 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
     e4m3 = FloatFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, nan="top", infinities=False)
     fp16 = FloatFormat(name="fp16", exponent_bits=5, mantissa_bits=10)
     bf16 = FloatFormat(name="bf16", exponent_bits=8, mantissa_bits=7)
-    power = (slot_of(StateFormat(format=fmt, scale="power_of_two")) for fmt in (e4m3, fp16, fp16))
-    amax = slot_of(StateFormat(format=e4m3, block=128, scale="amax"))
+    power = (slot_of(StateFormat(format=fmt, scaling=STATE_RULES["power_of_two"])) for fmt in (e4m3, fp16, fp16))
+    amax = slot_of(StateFormat(format=e4m3, scaling=replace(STATE_RULES["amax"], block=(1, 128))))
     by_tensor, usual = _states(0, *power), _books_of(256, 8)
     states = [_books_of(block, bits) for block, bits in ((128, 4), *((block, 8) for block in BLOCKS))]
     for name, defines in [("optimize", each) for each in states] + [(name, by_tensor) for name in ("tops", "optimize")]:

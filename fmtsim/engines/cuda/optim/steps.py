@@ -62,7 +62,7 @@ def _takes(step: ParameterStep, kernels: Kernels) -> bool:
     if kernels.keeps_weights and "weights" not in step.formats:
         return _is_plain(step) and kernels.logs is None
     moments = [fmt for slot, fmt in step.formats.items() if slot != "weights"]
-    return not kernels.books or all(fmt.format is None or fmt.block in BLOCKS for fmt in moments)
+    return not kernels.books or all(fmt.format is None or fmt.block[1] in BLOCKS for fmt in moments)
 
 
 def _is_plain(step: ParameterStep) -> bool:
