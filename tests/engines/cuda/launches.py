@@ -25,12 +25,10 @@ import numpy as np
 import torch
 
 from fmtsim.engines.cuda.cast import block
-from fmtsim.engines.cuda.cast.block_macros import fast_macros
 from fmtsim.engines.cuda.cast.general import cast_bytes
-from fmtsim.engines.cuda.cast.grid import grid_of
-from fmtsim.engines.cuda.cast.parameters import NARROW
-from fmtsim.engines.cuda.cast.rotated_plan import plan_of
-from fmtsim.engines.cuda.cast.scaled_rules import rule_of
+from fmtsim.engines.cuda.cast.parameters import NARROW, grid_of
+from fmtsim.engines.cuda.cast.rotated import plan_of
+from fmtsim.engines.cuda.cast.scale_rules import fast_macros, rule_of
 from fmtsim.engines.cuda.cast.tables import layout_of
 from fmtsim.engines.cuda.gemm import self_test
 from fmtsim.engines.cuda.runtime.warmup import variants

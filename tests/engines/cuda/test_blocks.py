@@ -9,8 +9,8 @@ import torch
 import fmtsim
 from fmtsim.casts.encoded import Encoded
 from fmtsim.engines import cpu
-from fmtsim.engines.cuda.cast import block, decoding, general
-from fmtsim.engines.cuda.cast.block_macros import CODES, PACKED, draws_words, fast_macros, output_of
+from fmtsim.engines.cuda.cast import block, general
+from fmtsim.engines.cuda.cast.scale_rules import CODES, PACKED, draws_words, fast_macros, output_of
 from fmtsim.formats.block import BlockFormat, scaled, with_block
 from fmtsim.formats.representable import result_dtype
 from fmtsim.rounding.modes import MODES, Rounding
@@ -37,7 +37,7 @@ def check(x, spec, device, random=None, out_dtype=None):
     for name, mine, theirs in zip(parts._fields, coded, parts, strict=True):
         assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}")
     decoded = torch.empty(x.shape, dtype=dtype, device=device)
-    decoding.decode(coded, spec, decoded)
+    general.decode(coded, spec, decoded)
     assert_same_bits(decoded, wanted, what=f"decoded {spec.format.name}")
 
 
@@ -310,7 +310,7 @@ def test_every_code_under_strange_scales(name, dtype, device):
     parts = parts._replace(codes=codes, scales=scales)
     wanted, found = torch.empty(codes.shape, dtype=dtype), torch.empty(codes.shape, dtype=dtype, device=device)
     cpu.decode(parts, spec, wanted)
-    decoding.decode(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
+    general.decode(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
     assert_same_bits(found, wanted)
 
 

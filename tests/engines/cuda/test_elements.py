@@ -11,7 +11,7 @@ import torch
 import fmtsim
 from fmtsim.casts.encoded import Encoded
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.cast import casts, elements, grid, tables
+from fmtsim.engines.cuda.cast import casts, parameters, tables
 from fmtsim.engines.cuda.cast.tables import layout_of
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
@@ -105,8 +105,8 @@ def test_stochastic_rounding_by_bit_addition(device, bits_used, variant):
     served = bits_used < 32 or variant == "a"
     for name, overflow in itertools.product(("bf16", "e8m1"), ("saturate", "ieee")):
         spec = cast_spec(name, rounding, overflow=overflow)
-        fast = elements.fast_grid(spec, KEY)
-        assert (fast is not None and fast.method == grid.BITS) == served
+        fast = casts.fast_grid(spec, KEY)
+        assert (fast is not None and fast.method == parameters.BITS) == served
         outs = (torch.float32, torch.bfloat16) if name == "bf16" and variant == "a" else (torch.float32,)
         check_cast(f"{name} {rounding} {overflow}", x, spec, KEY, device, outs)
         check_cast(f"{name} {rounding} {overflow}, part", x[2:1100], spec, KEY, device, outs[:1])
@@ -273,19 +273,19 @@ def test_formats_without_a_table():
 
 # Errors planted on purpose, on the way that asks for its parameters at every call.
 
-LONG_WAY = SimpleNamespace(quantize=elements.quantize_elements)
+LONG_WAY = SimpleNamespace(quantize=casts.quantize_elements)
 
 
 @pytest.mark.parametrize("place", ["drop", "half", "keep"])
 def test_a_wrong_place_of_bit_addition_is_noticed(device, monkeypatch, place):
     spec = cast_spec("bf16", STOCHASTIC)
-    right = grid.grid_of(spec.format, spec.rounding, spec.overflow)
+    right = parameters.grid_of(spec.format, spec.rounding, spec.overflow)
     wrong = bytearray(right.parameters)
     wrong[32 + 4 * ["sign", "drop", "half", "keep"].index(place) + (place == "half")] ^= 1
     x = wide_with_specials(5000, seed=11)
     expected = quantized(cpu, x, spec, KEY)
     assert_same_bits(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
-    monkeypatch.setattr(elements, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
+    monkeypatch.setattr(casts, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
     assert not same_bits(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
 
 
@@ -293,13 +293,13 @@ def test_a_wrong_place_of_bit_addition_is_noticed(device, monkeypatch, place):
 def test_a_wrong_parameter_is_noticed(device, monkeypatch, place):
     """A kernel with one bit of one parameter flipped gives other bits than the CPU engine."""
     order = ["highest", "lowest", "over_above", "over_value", "nan_value", "zero", "shift", "least_magic"]
-    right = grid.grid_of(get_format("e4m3"), NEAREST, "saturate")
+    right = parameters.grid_of(get_format("e4m3"), NEAREST, "saturate")
     wrong = bytearray(right.parameters)
     wrong[4 * order.index(place) + 2] ^= 0x80  # the lowest bit of the exponent
     x = torch.tensor(adversarial(get_format("e4m3")))
     expected = quantized(cpu, x, cast_spec("e4m3"))
     assert_same_bits(quantized(LONG_WAY, x.to(device), cast_spec("e4m3")).cpu(), expected)
-    monkeypatch.setattr(elements, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
+    monkeypatch.setattr(casts, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
     assert not same_bits(quantized(LONG_WAY, x.to(device), cast_spec("e4m3")).cpu(), expected)
 
 
@@ -314,7 +314,7 @@ def test_fast_and_general_kernels_give_the_same_bits(device, monkeypatch):
     fast = {
         name: (quantized(casts, x, cast_spec(name)), casts.encode(x, cast_spec(name), None).codes) for name in names
     }
-    monkeypatch.setattr(elements, "fast_grid", lambda spec, random: None)
+    monkeypatch.setattr(casts, "fast_grid", lambda spec, random: None)
     for name, (values, codes) in fast.items():
         assert_same_bits(quantized(LONG_WAY, x, cast_spec(name)).cpu(), values.cpu(), what=name)
         assert_same_bits(casts.encode(x, cast_spec(name), None).codes.cpu(), codes.cpu(), what=name)

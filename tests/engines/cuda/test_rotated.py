@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.cuda.cast import hadamard, rotated, rotated_plan
+from fmtsim.engines.cuda.cast import hadamard, rotated
 from fmtsim.formats.scaling import TensorScale
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.rounding.modes import Rounding
@@ -105,7 +105,7 @@ def test_values_that_are_quantised_again(layer, device):
 @pytest.mark.parametrize("turned", [False, pytest.param(True, marks=SLOW)])
 def test_corrections_near_a_tie(turned, device, monkeypatch):
     """Nearly every group takes the path of quotients that the order of sums might round otherwise."""
-    monkeypatch.setattr(rotated_plan, "_TOLERANCE", "1e-3")
+    monkeypatch.setattr(rotated, "_TOLERANCE", "1e-3")
     before = LAYERS["quartet2"]["g_w"]
     scaling = replace(before.scaling, tensor=replace(before.scaling.tensor, top=200.0 + turned))  # a plan of its own
     quantizer = replace(before, scaling=scaling)

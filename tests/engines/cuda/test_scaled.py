@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.cuda.cast import scaled, scaled_rules
-from fmtsim.engines.cuda.cast.scaled_rules import COLUMNS, LONG_COLUMNS, RUNS, TENSOR, TILES, matrix_layout
+from fmtsim.engines.cuda.cast import scale_rules, scaled
+from fmtsim.engines.cuda.cast.layout import COLUMNS, LONG_COLUMNS, RUNS, TENSOR, TILES, matrix_layout
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
 from fmtsim.rounding.modes import Rounding
@@ -130,7 +130,7 @@ def test_recipes_have_the_bits_of_the_definition(name, turned, device):
     quantizer = at_once(RECIPES[name])
     taken = scaled.covers(torch.zeros(64, 64, device=device), quantizer)
     if not taken:
-        assert scaled_rules.rule_of(quantizer) is None
+        assert scale_rules.rule_of(quantizer) is None
         pytest.skip("transforms of the quantiser are others' work, or it has no kernel")
     if turned and quantizer.scaling.statistic != "amax":
         assert not scaled.covers(torch.zeros(64, 64, device=device).mT, quantizer)
@@ -330,11 +330,11 @@ def test_what_is_covered():
         Scaling(input_scale=True),
         Scaling(power_of_two="log2"),
     ):
-        assert scaled_rules.rule_of(Quantizer(format=E4M3, scaling=rule)) is None
+        assert scale_rules.rule_of(Quantizer(format=E4M3, scaling=rule)) is None
     for element in (fmtsim.get_format("fp16"), fmtsim.get_format("fp32"), fmtsim.get_format("nf4")):
-        assert scaled_rules.rule_of(Quantizer(format=element, scaling=whole)) is None
+        assert scale_rules.rule_of(Quantizer(format=element, scaling=whole)) is None
     for mode in ("up", "to_odd"):
-        assert scaled_rules.rule_of(Quantizer(format=E4M3, scaling=whole, rounding=Rounding(mode=mode))) is None
+        assert scale_rules.rule_of(Quantizer(format=E4M3, scaling=whole, rounding=Rounding(mode=mode))) is None
 
 
 @pytest.mark.parametrize(
@@ -365,14 +365,14 @@ def test_folding():
 
 def test_planted_errors_are_caught(emulated, monkeypatch):
     device = torch.device("cpu")
-    real = scaled_rules._rule
+    real = scale_rules._rule
     monkeypatch.setattr(scaled, "_plans", {})
-    monkeypatch.setitem(scaled_rules._TIES, "nearest_toward_zero", 0)  # ties to even
+    monkeypatch.setitem(scale_rules._TIES, "nearest_toward_zero", 0)  # ties to even
     with pytest.raises(AssertionError):
         test_recipes_have_the_bits_of_the_definition("quartet-x_f", False, device)
     monkeypatch.setattr(scaled, "_plans", {})
     monkeypatch.setattr(
-        scaled_rules, "_rule", lambda q, s, *rest: real(q, dataclasses.replace(s, power_of_two=None), *rest)
+        scale_rules, "_rule", lambda q, s, *rest: real(q, dataclasses.replace(s, power_of_two=None), *rest)
     )
     with pytest.raises(AssertionError):
         test_rules_have_the_bits_of_the_definition(RULES[5], device)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the fast kernels of block formats share: a block's scale and its elements in float32 arithmetic that is exact.
-// The format is given by macros (fmtsim.engines.cuda.cast.block_macros): the specialised code is a dozen instructions an element.
+// What the fast kernels of block formats share: a block's scale and its elements in float32 arithmetic that is exact. The
+// format is given by macros (fmtsim.engines.cuda.cast.scale_rules.fast_macros): a dozen instructions an element are left.
 //
 //   x = 1.mmm|rrrr 2^e     magic = 2^(max(e, lowest) + 23 - M)     x + magic = 2^(...) + n, rounded to nearest even
 //

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.cast.block_macros import (
+from fmtsim.engines.cuda.cast.general import THREADS, cast_bytes, cast_general, decode
+from fmtsim.engines.cuda.cast.layout import block_extent, view_of
+from fmtsim.engines.cuda.cast.parameters import NO_DRAW, aligned, draw_of
+from fmtsim.engines.cuda.cast.scale_rules import (
     BFLOAT16,
     CODES,
     PACKED,
@@ -25,9 +28,6 @@ from fmtsim.engines.cuda.cast.block_macros import (
     run_macros,
     vector_of,
 )
-from fmtsim.engines.cuda.cast.decoding import decode
-from fmtsim.engines.cuda.cast.general import THREADS, block_extent, cast_bytes, cast_general, view_of
-from fmtsim.engines.cuda.cast.parameters import NO_DRAW, aligned, draw_of
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.engines.cuda.runtime.launch import Bound
 from fmtsim.formats.block import BlockFormat

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts by the general kernels (any_format.cu): every format, rounding, scale rule, dtype and layout.
+"""Casts by the general kernels (any_format.cu), for every format, rounding, scale rule, dtype and layout; and decoding.
 
-Here is also how blocks lie in tensors, and what a cast of any format is as bytes.
+Codes become values by a table in shared memory where that serves (decode.cu), else by the general kernel.
 """
 
 import struct
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.cast.block_macros import RULES
-from fmtsim.engines.cuda.cast.parameters import CODE_DTYPES, DTYPES, draw_of, element_of, tables_of
-from fmtsim.engines.cuda.runtime import device_index, kernel
+from fmtsim.engines.cuda.cast.layout import ONE, View, block_extent, view_of
+from fmtsim.engines.cuda.cast.parameters import (
+    BYTES_AT_ONCE,
+    CODE_DTYPES,
+    DTYPES,
+    aligned,
+    draw_of,
+    element_of,
+    macros,
+    tables_of,
+    values_of,
+)
+from fmtsim.engines.cuda.cast.scale_rules import FLOAT32, RULES, fast_macros, output_of
+from fmtsim.engines.cuda.runtime import Defines, device_index, kernel
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
@@ -25,56 +35,6 @@ _WIDE = IntFormat(name="wide", bits=24)  # what elements round to before a zero 
 _NUMBERS = DTYPES | CODE_DTYPES
 
 
-class View(NamedTuple):
-    """A tensor as [leading, inner, trailing], ``inner`` the blocks' inner axis, and the strides of the three."""
-
-    sizes: tuple[int, int, int]
-    strides: tuple[int, int, int]
-
-    @property
-    def dense(self) -> bool:
-        """Whether memory holds the three axes in order and without gaps."""
-        expected = self.sizes[1] * self.sizes[2], self.sizes[2], 1
-        return all(n == 1 or have == want for n, have, want in zip(self.sizes, self.strides, expected, strict=True))
-
-    @property
-    def rows_last(self) -> "View":
-        """The leading axis as the trailing one where that has one element: rows keep their order."""
-        (leading, inner, trailing), (first, middle, last) = self
-        return View((1, inner, leading), (last, middle, first)) if trailing == 1 else self
-
-
-_ONE = View((1, 1, 1), (1, 1, 1))
-
-
-def view_of(t: Tensor, dim: int) -> View | None:
-    """Return a tensor as [leading, inner, trailing], None where its strides do not allow it."""
-    if t.dim() == 0:
-        return _ONE
-    axis = t.dim() + dim
-    leading, trailing = _merged(t.shape[:axis], t.stride()[:axis]), _merged(t.shape[axis + 1 :], t.stride()[axis + 1 :])
-    if leading is None or trailing is None:
-        return None
-    return View((leading[0], t.shape[axis], trailing[0]), (leading[1], t.stride(axis), trailing[1]))
-
-
-def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return neighbouring dimensions as one size and one stride."""
-    size, stride = 1, 1
-    for extent, step in zip(reversed(sizes), reversed(strides), strict=True):
-        if extent == 1:
-            continue
-        if size > 1 and step != size * stride:
-            return None
-        size, stride = (size * extent, stride) if size > 1 else (extent, step)
-    return size, stride
-
-
-def block_extent(fmt: BlockFormat, sizes: tuple[int, int, int]) -> tuple[int, int]:
-    """Return the rows and columns of a block in a matrix of these sizes."""
-    return fmt.block[0] or max(sizes[0] * sizes[2], 1), fmt.block[1] or max(sizes[1], 1)
-
-
 def cast_general(x: Tensor, parts: EncodedParts, spec: CastSpec, random: Random = None) -> None:
     """Cast x, which is not empty, into values or codes of its shape, and scales where there is room for them.
 
@@ -83,7 +43,7 @@ def cast_general(x: Tensor, parts: EncodedParts, spec: CastSpec, random: Random 
     fmt, out, index, count = spec.format, parts.codes, device_index(x), np.uint64(x.numel())
     random = random.contiguous() if isinstance(random, Tensor) else random  # in row-major order
     grid, blocks, tensor = -(-x.numel() // THREADS), None, None
-    layout = _layout(_ONE, _ONE, (1, 1), x.dtype, out.dtype)
+    layout = _layout(ONE, ONE, (1, 1), x.dtype, out.dtype)
     if isinstance(fmt, BlockFormat):
         view, out_view = view_of(x, spec.dim), view_of(out, spec.dim)
         assert view is not None and out_view is not None
@@ -113,7 +73,7 @@ def encode_rows(x: Tensor, codes: Tensor, spec: CastSpec, random: Random, rows: 
 
 def decode_general(parts: EncodedParts, out: Tensor, spec: CastSpec) -> None:
     """Write the values of codes into out, of their shape, rounded once; all tensors are contiguous."""
-    fmt, layout = spec.format, _layout(_ONE, _ONE, (1, 1), parts.codes.dtype, out.dtype)
+    fmt, layout = spec.format, _layout(ONE, ONE, (1, 1), parts.codes.dtype, out.dtype)
     element: ElementFormat = fmt  # type: ignore[assignment]
     if isinstance(fmt, BlockFormat):
         view, element = view_of(out, spec.dim), fmt.element
@@ -136,7 +96,7 @@ def _layout(view: View, out: View, block: tuple[int, int], dtype: torch.dtype, o
 
 def cast_bytes(spec: CastSpec, random: Random, device: torch.device) -> bytes:
     """Return the ``Cast`` of a format; given random words must stay alive until the kernel has run."""
-    given = random.data_ptr() if isinstance(random, torch.Tensor) else 0
+    given = random.data_ptr() if isinstance(random, Tensor) else 0
     element = spec.format.element if isinstance(spec.format, BlockFormat) else spec.format
     tables = tables_of(element, device).pointers  # type: ignore[arg-type]
     return _constant_part(spec) + draw_of(spec.rounding, random) + tables + struct.pack("<2q", given, 0)
@@ -171,3 +131,65 @@ def _constant_part(spec: CastSpec) -> bytes:
 
 
 _RULE = struct.Struct("<10i3f12x")
+
+
+# Codes to values.
+
+_BLOCKS = struct.Struct("<3QIi")
+_VECTORS = 4  # of a thread of decode.cu
+
+
+def decode(parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
+    """Write the values of codes into out, of any strides, rounded once.
+
+    Of element formats the dtype holds the values, or is float32 or float64.
+    """
+    if not out.numel():
+        return
+    parts = EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # type: ignore[arg-type]
+    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    if not _decode_by_table(parts, spec, target):
+        decode_general(parts, target, spec)
+    if target is not out:
+        out.copy_(target)
+
+
+def decode_macros(dtype: torch.dtype, scaled: bool, vectors: bool) -> Defines:
+    """Return the macros of decode.cu."""
+    return macros(OUTPUT=DTYPES[dtype], SCALED=scaled, VECTORS=vectors)
+
+
+def _decode_by_table(parts: EncodedParts, spec: CastSpec, out: Tensor) -> bool:
+    """Launch the kernel of byte codes, if it serves."""
+    fmt, codes, total, blocks = spec.format, parts.codes, out.numel(), bytes(_BLOCKS.size)
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    if element.bits > 8 or codes.dtype != torch.uint8 or out.dtype == torch.float64:  # type: ignore[union-attr]
+        return False
+    if isinstance(fmt, BlockFormat):
+        run = _run_of(parts, spec, fmt, out)
+        if run is None:
+            return False
+        sixteens = run // 16
+        shift = sixteens.bit_length() - 1 if sixteens & (sixteens - 1) == 0 else -1
+        given = (0 if part is None else part.data_ptr() for part in (parts.scales, parts.offsets, parts.tensor_scale))
+        blocks = _BLOCKS.pack(*given, sixteens, shift)
+    defines = decode_macros(out.dtype, isinstance(fmt, BlockFormat), aligned(codes, out))
+    per_thread = _VECTORS * BYTES_AT_ONCE // out.element_size()
+    kernel("decode.cu", "decode", device_index(out), defines)(
+        -(-total // (THREADS * per_thread)), THREADS, codes, out, np.int64(total),
+        values_of(element, codes.device), blocks,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return True
+
+
+def _run_of(parts: EncodedParts, spec: CastSpec, fmt: BlockFormat, out: Tensor) -> int | None:
+    """Return the elements of a block that are a run of memory, None where the kernel of byte codes does not serve."""
+    view, output = view_of(out, spec.dim), output_of(out.dtype)
+    assert view is not None
+    outer, run = block_extent(fmt, view.sizes)
+    if output is None or (output != FLOAT32 and not fmt.power_of_two):  # more than one rounding
+        return None
+    if parts.tensor_scale is not None and fast_macros(spec, torch.float32, FLOAT32) is None:
+        return None  # elements times block scales may have to be exact in more than float32
+    runs = view.sizes[2] == 1 and outer == 1 and run % 16 == 0 and view.sizes[1] % run == 0
+    return run if runs and out.numel() // 16 < 1 << 32 and aligned(parts.codes, out) else None

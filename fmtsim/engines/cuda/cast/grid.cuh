@@ -18,7 +18,7 @@
 #pragma once
 #include "vectors.cuh"
 
-// Parameters; the host side is fmtsim.engines.cuda.cast.grid.grid_of.
+// Parameters; the host side is fmtsim.engines.cuda.cast.parameters.grid_of.
 struct alignas(16) Grid {
   float highest, lowest;    // what x is clamped to before rounding: saturation, or where the magic number stays finite
   float over_above;         // a rounded magnitude above it becomes over_value (Inf or NaN)

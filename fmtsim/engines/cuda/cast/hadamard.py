@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.engines.cuda.cast.parameters import DTYPES, aligned, macros
-from fmtsim.engines.cuda.cast.rotated_plan import rotation_of
+from fmtsim.engines.cuda.cast.rotated import rotation_of
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel
 from fmtsim.engines.cuda.runtime.launch import Bound
 from fmtsim.spec.quantizer import Transform

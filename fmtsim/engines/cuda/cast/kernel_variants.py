@@ -7,8 +7,12 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.engines.cuda.cast import elements, hadamard, scaled, tables
-from fmtsim.engines.cuda.cast.block_macros import (
+from fmtsim.engines.cuda.cast import casts, hadamard, scaled, tables
+from fmtsim.engines.cuda.cast.general import decode_macros
+from fmtsim.engines.cuda.cast.layout import matrix_layout
+from fmtsim.engines.cuda.cast.parameters import BITS, FIXED, FLUSHING, HALVES, MAGIC, NARROW, POWERS, Grid
+from fmtsim.engines.cuda.cast.rotated import kernel_macros, plan_of
+from fmtsim.engines.cuda.cast.scale_rules import (
     BFLOAT16,
     CODES,
     FLOAT32,
@@ -16,14 +20,10 @@ from fmtsim.engines.cuda.cast.block_macros import (
     amax_macros,
     column_macros,
     fast_macros,
+    rule_of,
     run_macros,
     vector_of,
 )
-from fmtsim.engines.cuda.cast.decoding import decode_macros
-from fmtsim.engines.cuda.cast.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, POWERS, Grid
-from fmtsim.engines.cuda.cast.parameters import NARROW
-from fmtsim.engines.cuda.cast.rotated_plan import kernel_macros, plan_of
-from fmtsim.engines.cuda.cast.scaled_rules import matrix_layout, rule_of
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.block import E8M0, BlockFormat
 from fmtsim.formats.registry import get_format
@@ -62,9 +62,9 @@ def _elements() -> Variants:
         common = method == MAGIC and not asymmetric and not special and random < 2
         for dtype in NARROW if common else NARROW[1:2]:
             for out in {dtype, torch.float32}:
-                yield "quantize.cu", "quantize", elements.quantize_macros(grid, dtype, out)
+                yield "quantize.cu", "quantize", casts.quantize_macros(grid, dtype, out)
         for code, slot in ((4, 4), (6, 6), (8, 8), (7, 8), (13, 16), (5, 5)) if common else ((4, 4),):
-            yield "encode.cu", "encode", elements.encode_macros(grid, torch.bfloat16, True, code, slot)
+            yield "encode.cu", "encode", casts.encode_macros(grid, torch.bfloat16, True, code, slot)
     for name in ("block_extremes", "cast", "encode_rows", "decode"):
         yield "any_format.cu", name, ()
     for dtype in NARROW:

@@ -10,9 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.cast.grid import Grid, grid_of
-from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, aligned, draw_of, macros, values_of
-from fmtsim.engines.cuda.cast.scaled_rules import NO_RULE, rule_of
+from fmtsim.engines.cuda.cast.parameters import (
+    DTYPES,
+    NARROW,
+    NO_DRAW,
+    Grid,
+    aligned,
+    draw_of,
+    grid_of,
+    macros,
+    values_of,
+)
+from fmtsim.engines.cuda.cast.scale_rules import NO_RULE, rule_of
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling

@@ -14,20 +14,17 @@ import torch
 from torch import Tensor
 
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, draw_of, macros
-from fmtsim.engines.cuda.cast.scaled_rules import (
+from fmtsim.engines.cuda.cast.layout import (
     COLUMNS,
     LONG_COLUMNS,
-    MOMENTS,
     TENSOR,
     TILES,
     WORDS_NONE,
-    KernelRule,
     MatrixLayout,
-    history_bytes,
     matrix_layout,
-    rule_of,
 )
+from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, draw_of, macros
+from fmtsim.engines.cuda.cast.scale_rules import MOMENTS, KernelRule, history_bytes, rule_of
 from fmtsim.formats.scaling import Scaling
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Operand

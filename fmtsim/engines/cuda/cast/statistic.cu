@@ -204,7 +204,7 @@ KERNEL __launch_bounds__(1024) fold_last(
 // Delayed scaling: the largest magnitude of a call is recorded, and the scale of later ones follows
 // (fmtsim/scaling/history.py). One block of threads.
 
-// The host side is fmtsim.engines.cuda.cast.scaled_rules.history_bytes.
+// The host side is fmtsim.engines.cuda.cast.scale_rules.history_bytes.
 struct alignas(16) History {
   float top;
   i32 power;                           // of a scale, as in Rule

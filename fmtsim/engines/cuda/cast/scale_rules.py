@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which casts of block formats the fast kernels take, and the macros that specialise them.
+"""Which scaled casts the fast kernels take, and what they are told of them: macros, and structures as bytes.
 
-The fast kernels compute in float32 arithmetic that is exact (block.cuh); blocks with NaN, Inf or scales at
-float32's limits they hand to the exact path themselves. Everything else about a cast is decided here, on the host.
+Kernels of block formats are specialised by macros and compute in float32 arithmetic that is exact (block.cuh); blocks
+with NaN, Inf or scales at float32's limits they hand to the exact path themselves. To kernels of quantisers a scale
+rule is data (``struct Rule`` of scale.cuh).
 """
 
+import math
+import struct
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, macros
+from fmtsim.engines.cuda.cast.parameters import BITS, DTYPES, FIXED, FLUSHING, MAGIC, NARROW, Grid, grid_of, macros
 from fmtsim.engines.cuda.runtime import Defines
-from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.block import FP32, BlockFormat
+from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.cast import Random as RandomSource
+from fmtsim.spec.quantizer import ClipMask, Differentiable, Quantizer, StraightThrough, TrustMask
 
 FLOAT32, BFLOAT16, CODES, PACKED = range(4)  # what a kernel writes
 RULES = {"floor": 0, "ceil": 1, "rceil": 2, "even": 3, "amax": 4}
@@ -32,13 +38,6 @@ class _ElementGrid(NamedTuple):
     limit_negative: float
     integer: bool
     negative_zero: bool
-
-    @property
-    def digits(self) -> int:
-        """Significant bits that hold every value."""
-        if not self.integer:
-            return self.mantissa + 1
-        return max(int(self.limit * 2.0 ** (self.mantissa - self.lowest)).bit_length(), 1)
 
 
 def output_of(dtype: torch.dtype) -> int | None:
@@ -74,7 +73,7 @@ def fast_macros(spec: CastSpec, dtype: torch.dtype, output: int, without_tensor_
         return None
     if output in (CODES, PACKED) and (fmt.bits > 8 or (output == PACKED and not _packs(fmt, dtype))):
         return None
-    if output == BFLOAT16 and not _fits_bfloat16(fmt, grid, without_tensor_scale):
+    if output == BFLOAT16 and not _fits_bfloat16(fmt, without_tensor_scale):
         return None
     stochastic = spec.rounding.mode == "stochastic"
     scale = _power_of_two_scale(fmt, grid, stochastic) if fmt.power_of_two else _real_scale(fmt, grid)
@@ -194,13 +193,12 @@ def _real_scale(fmt: BlockFormat, grid: _ElementGrid) -> dict[str, object] | Non
     }
 
 
-def _fits_bfloat16(fmt: BlockFormat, grid: _ElementGrid, without_tensor_scale: bool) -> bool:
-    """Say whether bfloat16 holds the values exactly: of power-of-two rules, and of real ones without a tensor scale."""
+def _fits_bfloat16(fmt: BlockFormat, without_tensor_scale: bool) -> bool:
+    """Return True if bfloat16 holds the values: of power-of-two rules, and of two levels without the tensor's scale."""
+    assert isinstance(fmt.element, FloatFormat | IntFormat)
     if fmt.power_of_two:
-        return grid.digits <= 8
-    scale = fmt.scale
-    small = grid.lowest - grid.mantissa + scale.min_exponent - scale.mantissa_bits >= -133
-    return without_tensor_scale and fmt.tensor_scale and grid.digits + scale.mantissa_bits + 1 <= 8 and small
+        return _digits(fmt.element) <= _DIGITS
+    return without_tensor_scale and fmt.tensor_scale and _holds_products(fmt.element, fmt.scale)
 
 
 def _packs(fmt: BlockFormat, dtype: torch.dtype) -> bool:
@@ -211,3 +209,148 @@ def _packs(fmt: BlockFormat, dtype: torch.dtype) -> bool:
     if fmt.power_of_two and scale.bits <= 8:
         return scale.exponent_bias == 127 and scale.min_exponent == -127 and scale.nan_code == 255
     return scale.bits <= 8 or scale.name == "fp32"
+
+
+# Scale rules as data.
+
+MOMENTS: Final = ("std", "rms", "mean_abs")
+_STATISTICS = ("amax", *MOMENTS)
+_EPS_RULES = ("statistic", "sum", "scale", "inverse")
+_POWERS = (None, "floor", "ceil")
+_TIES = {"nearest_even": 0, "stochastic": 0, "nearest_toward_zero": 1, "nearest_away": 2}
+_RULE = struct.Struct("<8f 8f 8i")
+NO_RULE: Final = bytes(_RULE.size)
+_HISTORY = struct.Struct("<f3i4I")
+_STEPS = 8
+_FLT_MIN = 2.0**-126
+_DIGITS = 8  # significant bits of bfloat16
+_NO_GRID = bytes(112)
+
+
+class KernelRule(NamedTuple):
+    """What a quantiser is to the kernels.
+
+    Attributes:
+        rule: The bytes of ``struct Rule``.
+        grid: Of the elements.
+        scale_grid: The bytes of ``struct Grid`` of the scales.
+        ties: The macro TIES.
+        masks: Whether the gradient has a mask.
+        folds: Whether bfloat16 holds element times block scale, the multiplier aside.
+        divides: The macro DIVIDES.
+    """
+
+    rule: bytes
+    grid: Grid
+    scale_grid: bytes
+    ties: int
+    masks: bool
+    folds: bool
+    divides: bool
+
+    def defines(self, input_type: int, words: int, fold: bool) -> Defines:
+        """Return the macros of scaled.cuh."""
+        own = macros(INPUT=input_type, PAIRS=0, TIES=self.ties, FOLDS=fold, MASKS=self.masks, WORDS=words)
+        return (*self.grid.defines, *own, *macros(DIVIDES=self.divides))
+
+
+def rule_of(quantizer: Quantizer) -> KernelRule | None:
+    """Return what a quantiser is to the kernels, or None where they do not cover it."""
+    scaling, element = quantizer.scaling, quantizer.format
+    if scaling is None or not isinstance(element, FloatFormat | IntFormat) or _digits(element) > _DIGITS:
+        return None
+    if scaling.tensor or scaling.eden or scaling.candidates != (1.0,) or scaling.scale_rounding != "nearest_even":
+        return None
+    if scaling.input_scale or scaling.power_of_two == "log2":
+        return None
+    if scaling.statistic not in _STATISTICS or len(scaling.allowed) > _STEPS:
+        return None
+    if isinstance(quantizer.gradient, Differentiable) or quantizer.rounding.mode not in _TIES:
+        return None
+    ties = _TIES[quantizer.rounding.mode]
+    rounding = Rounding() if ties else quantizer.rounding
+    grid = grid_of(element, rounding, quantizer.overflow or element.default_overflow)
+    stored = _stored(scaling.scale)
+    if grid is None or stored is None or (ties and grid.method not in (MAGIC, FIXED)):
+        return None
+    masks = not isinstance(quantizer.gradient, StraightThrough)
+    divides = (scaling.arithmetic == "divide" and scaling.history is None) * (2 if _inverts(scaling) else 1)
+    rule = _rule(quantizer, scaling, stored[0], divides)
+    return KernelRule(rule, grid, stored[1], ties, masks, _folds(element, scaling), divides == 1)
+
+
+def history_bytes(scaling: Scaling, top: float, remembers: bool) -> bytes:
+    """Return the bytes of ``struct History`` of a rule with a history; top: as in ``DelayedScale``."""
+    history = scaling.history
+    assert history is not None
+    return _HISTORY.pack(
+        np.float32(top * 2.0**-scaling.margin), _POWERS.index(scaling.power_of_two),
+        history.algorithm == "most_recent", scaling.empty == "previous",
+        history.length, history.refresh_every, history.immediate, remembers,
+    )  # fmt: skip
+
+
+def _digits(element: FloatFormat | IntFormat) -> int:
+    """Return the significant bits that hold every value; more than bfloat16 has where its range is wider."""
+    if isinstance(element, IntFormat):  # the lowest number is no longer than the highest, or a power of two
+        return max(int(element.max / element.eps * (2 if element.half_offset else 1)).bit_length(), 1)
+    within = element.min_exponent - element.mantissa_bits >= -133 and element.max_exponent <= 127
+    return element.mantissa_bits + 1 if within else _DIGITS + 1
+
+
+def _stored(scale: FloatFormat) -> tuple[int, bytes] | None:
+    """Return how scales are rounded to their format: a method and the bytes of a ``struct Grid``."""
+    if scale == FP32:
+        return -1, _NO_GRID
+    grid = grid_of(scale, Rounding(), "saturate")
+    return (grid.method, grid.parameters) if grid and grid.method in (MAGIC, BITS, FLUSHING) else None
+
+
+def _powers(scaling: Scaling) -> bool:
+    """Say whether scales are powers of two before they are stored, the multiplier aside."""
+    steps = scaling.allowed
+    return all(math.frexp(step)[0] == 0.5 for step in steps) if steps else scaling.power_of_two is not None
+
+
+def _inverts(scaling: Scaling) -> bool:
+    """Say whether float32 holds 1 / scale exactly, so that dividing by a scale is multiplying with it."""
+    within = all(2.0**-127 <= step <= 2.0**127 for step in scaling.allowed)
+    kept = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
+    return _powers(scaling) and within and kept and scaling.multiplier == 1
+
+
+def _folds(element: FloatFormat | IntFormat, scaling: Scaling) -> bool:
+    scale, powers = scaling.scale, _powers(scaling)
+    if scaling.multiplier != 1:
+        return powers and scale == FP32 and not scaling.allowed and scaling.multiplier < 2
+    if scale.mantissa_bits == 0 or (powers and scale == FP32):
+        return True
+    return _holds_products(element, scale)
+
+
+def _holds_products(element: FloatFormat | IntFormat, scale: FloatFormat) -> bool:
+    """Return True if bfloat16 holds the products of elements and scales of these formats."""
+    low = element.min_exponent - element.mantissa_bits if isinstance(element, FloatFormat) else -element.fraction_bits
+    small = low + scale.min_exponent - scale.mantissa_bits >= -133
+    return small and _digits(element) + scale.mantissa_bits + 1 <= _DIGITS
+
+
+def _rule(quantizer: Quantizer, scaling: Scaling, stored: int, divides: int) -> bytes:
+    element, gradient = quantizer.format, quantizer.gradient
+    assert isinstance(element, FloatFormat | IntFormat)
+    top = np.float32(np.float32(element.max if scaling.top is None else scaling.top) * 2.0**-scaling.margin)
+    limit, mask = 0.0, 0
+    if isinstance(gradient, ClipMask):
+        limit, mask = element.max, 1
+    elif isinstance(gradient, TrustMask):
+        limit, mask = gradient.limit, 2
+    order = {"encode": 0, "double": 1, "multiply": 3}.get(scaling.arithmetic, 2)
+    steps = scaling.allowed or (1.0,)
+    return _RULE.pack(
+        top, np.float32(1.0 / float(top)), np.float32(scaling.factor or 0.0), np.float32(scaling.offset),
+        np.float32(scaling.eps), max(_FLT_MIN, np.float32(scaling.eps) if scaling.eps_rule == "scale" else 0.0),
+        np.float32(scaling.multiplier), np.float32(limit),
+        *(np.float32(steps[min(i, len(steps) - 1)]) for i in range(_STEPS)),
+        _STATISTICS.index(scaling.statistic), _EPS_RULES.index(scaling.eps_rule), order,
+        divides, _POWERS.index(scaling.power_of_two), stored, bool(scaling.allowed), mask,
+    )  # fmt: skip
