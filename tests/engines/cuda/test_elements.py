@@ -13,14 +13,17 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.cast import casts, parameters, tables
 from fmtsim.engines.cuda.cast.tables import layout_of
+from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
+from fmtsim.formats.scaling import block_scaling
+from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.cast import CastSpec, RandomKey
 from tests.support.bits import assert_same_bits, bits, same_bits
-from tests.support.casts import KEY, ROUNDINGS, adversarial, cast_spec, element_formats, words_for
+from tests.support.casts import KEY, ROUNDINGS, adversarial, cast_spec, element_formats, matrices, words_for
 from tests.support.operands import DTYPES, wide_with_specials
 
 cpu = importlib.import_module("fmtsim.engines.cpu")
@@ -58,7 +61,7 @@ def check_cast(what: str, x: torch.Tensor, spec: CastSpec, random, device, out_d
     assert_same_bits(casts.encode(there, spec, sent).codes.cpu(), expected.codes, x, what=f"encode {what}")
 
 
-def check_format(name: str, device, dtypes, roundings) -> None:
+def check_format(name: str | ElementFormat, device, dtypes, roundings) -> None:
     points = torch.tensor(adversarial(get_format(name)), dtype=torch.float64)
     for dtype, (i, rounding), overflow in itertools.product(dtypes, enumerate(roundings), ("saturate", "ieee")):
         x = points.to(dtype)
@@ -67,6 +70,17 @@ def check_format(name: str, device, dtypes, roundings) -> None:
         for random in (None,) if words is None else (words, KEY):
             outs = (dtype,) if i % 3 else (dtype, torch.float32, torch.float64)
             check_cast(f"{name} {dtype} {rounding} {overflow}", x, spec, random, device, outs)
+
+
+def test_values_beyond_float32(device):
+    """The largest value, which Inf saturates to, may lie above float32's; results are float64 then."""
+    high = FloatFormat(name="high", exponent_bits=5, mantissa_bits=2, bias=-110)
+    check_format(high, device, [torch.float32], [NEAREST])
+    check_format("e8m7_finite", device, [torch.float32, torch.bfloat16], [NEAREST, STOCHASTIC, Rounding(mode="up")])
+    x = torch.tensor(matrices()["with_inf"])
+    for rule in ("floor", "rceil", "amax"):
+        fmt = BlockFormat(name=f"high_{rule}", element=high, scaling=block_scaling((2, 8), rule))
+        check_cast(fmt.name, x, cast_spec(fmt), None, device, (torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])

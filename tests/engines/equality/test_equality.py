@@ -12,6 +12,7 @@ from fmtsim.casts.ops import code_dtype
 from fmtsim.formats.block import BlockFormat, ScaledFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import block_scaling
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
@@ -42,7 +43,7 @@ ELEMENTS = [name for name in element_formats() if name != "lns16_g2048"]
 
 
 @cache
-def points(name: str, dtype: torch.dtype) -> torch.Tensor:
+def points(name: str | ElementFormat, dtype: torch.dtype) -> torch.Tensor:
     """Return the adversarial inputs of a format, and their roundings to the narrower dtypes, that a dtype holds."""
     x = torch.tensor(adversarial(get_format(name)), dtype=torch.float64)
     all_ = torch.cat([x, *(x.to(narrow).double() for narrow in DTYPES.values())]).view(torch.int64).unique()
@@ -51,7 +52,9 @@ def points(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 @cache
-def table(name: str, rounding: Rounding, overflow: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def table(
+    name: str | ElementFormat, rounding: Rounding, overflow: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the oracle's codes and float64 values for the points of a format."""
     fmt, x = get_format(name), points(name, dtype).tolist()
     words = words_for(rounding, len(x))
@@ -68,7 +71,9 @@ def holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
     return not differing(stored(stored(values, dtype).double(), torch.float64), values)
 
 
-def check_elements(engine: ModuleType, name: str, rounding: Rounding, overflow: str, dtype_name: str) -> None:
+def check_elements(
+    engine: ModuleType, name: str | ElementFormat, rounding: Rounding, overflow: str, dtype_name: str
+) -> None:
     """Compare quantize and encode of one format with the oracle's table, for the points that a dtype holds."""
     dtype = DTYPES[dtype_name]
     codes, values = table(name, rounding, overflow, dtype)
@@ -108,6 +113,41 @@ def test_elements_equal_the_oracle_in_every_dtype(engine, name):
         for overflow in OVERFLOWS:
             for dtype_name in DTYPES:
                 check_elements(engine, name, rounding, overflow, dtype_name)
+
+
+BEYOND_FLOAT32 = [
+    *(get_format(f"e8m{mantissa_bits}_finite") for mantissa_bits in (1, 2, 3, 7, 10)),
+    FloatFormat(name="e5m2_bias", exponent_bits=5, mantissa_bits=2, bias=-110),
+    FloatFormat(name="e4m3_bias", exponent_bits=4, mantissa_bits=3, bias=-115, nan="top", infinities=False),
+    FloatFormat(name="ue8m0_bias", exponent_bits=8, mantissa_bits=0, bias=120, nan="top", signed=False),
+    CodebookFormat(name="book", values=(-1e39, -0.1, 0.0, 0.1, 1 / 3, 1e39)),
+]
+"""Formats with values that float32 does not hold: most lie above its largest number."""
+
+
+@pytest.mark.parametrize("fmt", BEYOND_FLOAT32, ids=lambda fmt: fmt.name)
+def test_values_beyond_float32(engine, fmt):
+    """Float64 results hold the largest value that Inf saturates to; in float32 it is Inf."""
+    for rounding, overflow, (dtype_name, dtype) in itertools.product(ROUNDINGS, OVERFLOWS, DTYPES.items()):
+        check_elements(engine, fmt, rounding, overflow, dtype_name)
+        x, (_, values) = points(fmt, dtype).to(dtype), table(fmt, rounding, overflow, dtype)
+        spec = CastSpec(format=fmt, rounding=rounding, overflow=overflow)
+        for out_dtype in (torch.float64, torch.float32, torch.bfloat16):
+            out = torch.empty(x.shape, dtype=out_dtype)
+            engine.quantize(x, spec, words_for(rounding, len(x)), out)
+            assert_same_bits(out, stored(values, out_dtype), x, what=f"{fmt.name} {rounding} {overflow} {dtype_name}")
+
+
+@pytest.mark.parametrize(
+    "element", [BEYOND_FLOAT32[3], BEYOND_FLOAT32[6], BEYOND_FLOAT32[-1]], ids=lambda fmt: fmt.name
+)
+@pytest.mark.parametrize("rule", ["floor", "rceil", "divide", "reciprocal", "encode"])
+def test_elements_beyond_float32_in_blocks(engine, element, rule):
+    how = {"arithmetic": rule} if rule in ("divide", "reciprocal", "encode") else {"scale_rule": rule}
+    fmt = BlockFormat(name=f"{rule}_{element.name}", element=element, scaling=block_scaling((2, 8), **how))
+    for matrix, rounding in itertools.product(("huge", "with_inf"), (NEAREST, Rounding(mode="stochastic"))):
+        for overflow, out in itertools.product(OVERFLOWS, ("float32", "float64")):
+            check_scaled(engine, matrix, fmt, rounding, overflow, "float32", out)
 
 
 @pytest.mark.parametrize("name", ELEMENTS)

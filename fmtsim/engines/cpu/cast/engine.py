@@ -36,7 +36,8 @@ def _covers(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
         fmt.element if isinstance(fmt, BlockFormat) else fmt,
         verb != "encode" and narrows(fmt, dtypes[-1]),
     )
-    if narrow and not is_representable(element, torch.float32):
+    wide = verb == "quantize" and not isinstance(fmt, BlockFormat) and dtypes[-1] == torch.float64
+    if (narrow or wide) and not is_representable(element, torch.float32):
         return False
     if verb == "decode":
         return element.bits <= 16

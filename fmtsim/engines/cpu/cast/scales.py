@@ -36,7 +36,8 @@ class Scaling(NamedTuple):
 
 def scaling_of(fmt: BlockFormat, tensor_amax: float | None) -> Scaling:
     """Return the numbers of a block format; ``tensor_amax`` is the finite amax that two-level formats need."""
-    largest = np.float32(fmt.element.max)
+    with np.errstate(over="ignore"):
+        largest = np.float32(fmt.element.max)
     encode_scale = decode_scale = _ONE
     if tensor_amax is not None:
         with np.errstate(all="ignore"):
@@ -49,7 +50,7 @@ def scaling_of(fmt: BlockFormat, tensor_amax: float | None) -> Scaling:
         rule=_RULES[fmt.scale_rule],
         arithmetic=TWO_LEVEL if fmt.tensor_scale else _ARITHMETIC[fmt.arithmetic],
         max=largest,
-        reciprocal_max=_ONE / largest,
+        reciprocal_max=np.float32(1.0 / fmt.element.max),
         max_exponent=fmt.element.max_exponent,
         mantissa_bits=mantissa,
         plain=fmt.scale.name == "fp32",

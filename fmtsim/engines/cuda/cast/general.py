@@ -110,7 +110,8 @@ def _constant_part(spec: CastSpec) -> bytes:
         number = element_of(fmt, spec.rounding, spec.overflow)  # type: ignore[arg-type]
         return number + bytes(len(number) + _RULE.size)
     element = fmt.element
-    largest = np.float32(element.max)
+    with np.errstate(over="ignore"):  # a largest value beyond float32 is Inf to rules of scales
+        largest = np.float32(element.max)
     rule = _RULE.pack(
         RULES[fmt.scale_rule],
         element.max_exponent,
@@ -123,7 +124,7 @@ def _constant_part(spec: CastSpec) -> bytes:
         element.max_code if isinstance(element, IntFormat) else 0,
         element.has_nan and not fmt.zero_point,
         float(largest),
-        float(np.float32(1) / largest),
+        float(np.float32(1.0 / element.max)),
         float(np.float32(fmt.scale.max)),
     )
     number = element_of(_WIDE if fmt.zero_point else element, spec.rounding, spec.overflow)
