@@ -11,7 +11,7 @@ from pathlib import Path
 from fmtsim.support.errors import DataError
 from fmtsim.support.files import remove_stale, write_file
 
-_DIGEST = 32  # bytes of SHA-256 before the content of a file
+_DIGEST = 32  # bytes of SHA-256, over the name and the content of a file, before the content
 _said: set[str] = set()
 
 
@@ -38,24 +38,32 @@ def kernel_folder(name: str) -> Path | None:
 def save(path: Path, content: bytes) -> None:
     """Write a file of the cache, which appears whole or not at all; one warning says where there is no room."""
     try:
-        write_file(path, hashlib.sha256(content).digest() + content)
+        write_file(path, _digest(path, content) + content)
     except DataError as error:
         _warn_unwritable(path.parent, error.__cause__)
 
 
 def load(path: Path) -> bytes | None:
-    """Return the content of a file of the cache; None where there is none, or (with one warning) a damaged one."""
+    """Return the content of a file of the cache; None where there is none, or (with one warning) a damaged one.
+
+    A file that has another's name, which is made of what its kernel was compiled from, is damaged too.
+    """
     try:
         stored = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        _warn_damaged(path, f"cannot be read ({error.strerror})")
+        warn_damaged(path, f"cannot be read ({error.strerror})")
         return None
-    if hashlib.sha256(stored[_DIGEST:]).digest() != stored[:_DIGEST]:
-        _warn_damaged(path, "is truncated or was changed")
+    content = stored[_DIGEST:]
+    if _digest(path, content) != stored[:_DIGEST]:
+        warn_damaged(path, "is truncated, was changed or is another kernel's")
         return None
-    return stored[_DIGEST:]
+    return content
+
+
+def _digest(path: Path, content: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + b"\0" + content).digest()
 
 
 def _warn_unwritable(folder: Path, error: BaseException | None) -> None:
@@ -67,7 +75,8 @@ def _warn_unwritable(folder: Path, error: BaseException | None) -> None:
     )
 
 
-def _warn_damaged(path: Path, how: str) -> None:
+def warn_damaged(path: Path, how: str) -> None:
+    """Warn once that a file of the cache is of no use, and that its kernel is compiled again."""
     _warn_once(
         f"fmtsim found a damaged file in its kernel cache {path.parent}",
         f": {path.name} {how}; its kernel is compiled again. If this comes back, delete the folder.",

@@ -2,6 +2,7 @@
 """Faults of the kernel cache: damaged files, full disks, processes that compile at once, and kills while they do."""
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -23,12 +24,17 @@ def triple(x, y):
         y[i] = x[i] * 3
 
 
-def tripled(dtype=np.float32):
-    """Return what a new process would, which compiles the kernel or reads it."""
+def halve(x, y):
+    for i in range(x.size):
+        y[i] = x[i] / 2
+
+
+def tripled(dtype=np.float32, function=triple, times=3.0):
+    """Check what a new process would compute, which compiles the kernel or reads it."""
     x = np.arange(5).astype(dtype)
     y = np.empty_like(x)
-    kernel(triple)(x, y)
-    assert np.array_equal(y, 3 * x)
+    kernel(function)(x, y)
+    assert np.array_equal(y, times * x)
 
 
 @pytest.fixture
@@ -72,11 +78,54 @@ def test_a_damaged_file_is_compiled_again_with_one_warning(cache, damage):
         tripled(), tripled(np.float64)
     assert len(said) == 1
     assert str(said[0].message) == (
-        f"fmtsim found a damaged file in its kernel cache {cache}: {kernels[0].name} is truncated or was changed; its "
-        "kernel is compiled again. If this comes back, delete the folder."
+        f"fmtsim found a damaged file in its kernel cache {cache}: {kernels[0].name} is truncated, was changed or is "
+        "another kernel's; its kernel is compiled again. If this comes back, delete the folder."
     ) or kernels[1].name in str(said[0].message)
     assert sorted(cache.iterdir()) == kernels and check_whole(cache) == 2
     tripled()  # without a word
+
+
+def swap(one, other):
+    contents = one.read_bytes(), other.read_bytes()
+    one.write_bytes(contents[1]), other.write_bytes(contents[0])
+
+
+MOVES = {
+    "swapped": swap,
+    "copied": lambda one, other: other.write_bytes(one.read_bytes()),
+    "renamed": lambda one, other: one.rename(other),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["another kernel's", "another signature's"])
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_the_file_of_another_kernel_is_not_taken(cache, move, dtype):
+    """Machine code of another kernel, or for other arguments, would compute something else without a word."""
+    other = (np.float32, halve, 0.5) if dtype == np.float32 else (dtype,)
+    tripled()
+    (first,) = cache.iterdir()
+    tripled(*other)
+    (second,) = set(cache.iterdir()) - {first}
+    move(first, second)
+    with pytest.warns(UserWarning, match="is truncated, was changed or is another kernel's; its kernel is compiled"):
+        tripled(), tripled(*other)
+    assert set(cache.iterdir()) == {first, second} and check_whole(cache) == 2
+
+
+def test_what_cannot_be_loaded_is_compiled_again(cache):
+    """A whole file may name a module or a type that this version lacks."""
+    tripled()
+    (path,) = cache.iterdir()
+    for content, error in (
+        (b"cfmtsim.elsewhere\nkernel\n.", "ModuleNotFoundError: No module named 'fmtsim.elsewhere'"),
+        (pickle.dumps((1, 2)), "TypeError: "),
+    ):
+        folder._said.clear()
+        folder.save(path, content)
+        with pytest.warns(UserWarning, match=f"cannot be loaded \\({error}.*; its kernel is compiled again"):
+            tripled()
+        assert check_whole(cache) == 1
+        tripled()  # without a word
 
 
 def test_a_file_that_cannot_be_read(cache):
@@ -125,7 +174,7 @@ def test_a_home_that_cannot_be_written(cache, monkeypatch):
     monkeypatch.setenv("FMTSIM_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/dev/null")
-    check_unwritable(Path("/dev/null/.cache/fmtsim/engines/cpu"), "Not a directory")
+    check_unwritable(Path("/dev/null/.cache/fmtsim/cpu"), "Not a directory")
 
 
 # Processes. They write to a slow disk: half a file, a pause, the other half, a pause before it takes its name.

@@ -129,6 +129,19 @@ def test_keys_go_by_types_fields_and_machine():
     assert found[0] == key(narrow + 1, 2)
 
 
+def test_keys_go_by_modules_and_names(monkeypatch):
+    """The same code in a module that has moved is another kernel: machine code is loaded by its module's name."""
+    before = keys.key_of(triple, (), ())
+    for attribute in ("__module__", "__qualname__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(triple, attribute, "elsewhere")
+            assert keys.key_of(triple, (), ()) != before
+
+
+def triple(x):
+    return 3 * x
+
+
 TABLE = np.arange(3)
 
 

@@ -12,7 +12,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from fmtsim.engines.cpu.runtime.keys import key_of
-from fmtsim.support.folder import kernel_folder, load, save
+from fmtsim.support.folder import kernel_folder, load, save, warn_damaged
 
 
 @cache
@@ -46,7 +46,13 @@ class KernelCache(NullCache):
         target_context.refresh()
         path = self._path(signature, target_context.codegen())
         content = path and load(path)
-        return content and CompileResult._rebuild(target_context, *pickle.loads(content))
+        if not path or not content:
+            return None
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(content))
+        except Exception as error:  # of numba, LLVM or an import: whatever it is, compiling helps
+            warn_damaged(path, f"cannot be loaded ({type(error).__name__}: {error})")
+            return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Keep what was compiled for a signature."""

@@ -31,7 +31,8 @@ _VERSIONS = (numba.__version__, llvmlite.__version__, sys.implementation.cache_t
 def key_of(function: Callable, signature: tuple[types.Type, ...], machine: tuple[str, ...]) -> str:
     """Return the key of a kernel for the types of its arguments on a machine (numba's ``magic_tuple``)."""
     fields = [_fields(kind) for kind in signature]
-    return _hash(reached(function), str(signature), *map(str, fields), str(machine), *_VERSIONS)
+    name = f"{function.__module__}.{function.__qualname__}"  # machine code names it, and is loaded by it
+    return _hash(name, reached(function), str(signature), *map(str, fields), str(machine), *_VERSIONS)
 
 
 @cache
