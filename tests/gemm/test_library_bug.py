@@ -120,14 +120,14 @@ def test_a_gradient_warns_of_its_own_product():
 
 @pytest.fixture(scope="module")
 def booked():
-    """A target whose book has 35 parts for M = 64 alone, and 34 for others."""
+    """A target whose book has 35 parts for M = 64 alone, and 34 for others; between 64 and 68 nothing was asked."""
     runs = ((1, Choice(66, 34, 2)), (64, Choice(66, 35, 2)), (65, Choice(66, 34, 2)))
     kind = Kind("bf16", "bf16", torch.bfloat16)
     book = book_bytes([Family(kind, 0, "m", (8, 44832), runs)], library="a GPU, cuBLASLt 13")
     return replace(get_target("h200"), rules=(), name="booked", architecture="sm_90", book=Book(book, "parts"))
 
 
-@pytest.mark.parametrize(("m", "lost"), [(63, 0), (64, 32), (65, 0)])
+@pytest.mark.parametrize(("m", "lost"), [(63, 0), (64, 32), (68, 0)])
 def test_the_tail_that_cublaslt_drops(booked, m, lost):
     a, w = torch.zeros(m, 44832, dtype=torch.bfloat16), torch.zeros(8, 44832, dtype=torch.bfloat16)
     a[:, -32:], w[:, -32:] = 1, 1
@@ -144,7 +144,7 @@ def test_the_tail_that_cublaslt_drops(booked, m, lost):
 
 
 def test_a_row_depends_on_a_batch_whose_tail_is_dropped(booked):
-    found = batch_invariance([(8, 44832, False)], booked, [63, 64, 65], passes=["forward"]).products[0]
+    found = batch_invariance([(8, 44832, False)], booked, [63, 64, 68], passes=["forward"]).products[0]
     assert [x.what for x in found.changes] == [
         "parts 34 -> 35, products end at none -> 44800", "parts 35 -> 34, products end at 44800 -> none"]  # fmt: skip
-    assert found.same(63, 65)
+    assert found.same(63, 68)
