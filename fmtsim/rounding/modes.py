@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a real number is rounded: the named modes and the options of stochastic rounding."""
+"""How a real number is rounded: the table of modes that every engine indexes, and the options of stochastic rounding.
 
+A new mode is one row of ``RULES`` and one name in ``Mode``.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from fmtsim.support.errors import FormatError, did_you_mean, shown
 
@@ -18,6 +22,70 @@ ALIASES: dict[str, Mode] = {
     "rtz": "toward_zero", "rz": "toward_zero", "rtp": "up", "ru": "up", "rd": "down", "sr": "stochastic",
 }  # fmt: skip
 """Short names, of IEEE 754's literature and of PTX."""
+
+
+class Rule(NamedTuple):
+    """A rounding mode: whether a magnitude moves up from its candidate, the value next to it toward zero.
+
+    Attributes:
+        takes: What the mode prefers, in words: of a tie where it rounds to nearest, else of every inexact number.
+        condition: True if the magnitude moves up, by four bits: the round bit (the discarded fraction is 1/2 or more
+            of the last place), the sticky bit (something beside that half is discarded), whether the candidate's code
+            is odd, and the sign. An exact number has neither of the first two and never moves.
+        random: Whether a random word decides about what the condition lets move.
+    """
+
+    takes: str
+    condition: Callable[[bool, bool, bool, bool], bool]
+    random: bool = False
+
+    @property
+    def code(self) -> int:
+        """The integer by which engines know the mode: the truth table of its condition.
+
+        Bit ``8 * half + 4 * sticky + 2 * odd + negative`` is the condition's value, bit 16 is ``random``.
+        """
+        return sum(self.condition(*_bits(case)) << case for case in range(4, 16)) | self.random << 16
+
+    def threshold(self, odd: bool, negative: bool) -> int:
+        """Return from which discarded fraction d on a magnitude moves: 0 never, 1 d > 1/2, 2 d >= 1/2, 3 d > 0."""
+        return sum(self.condition(half, sticky, odd, negative) for half, sticky in ((0, 1), (1, 0), (1, 1)))  # type: ignore[arg-type]
+
+    @property
+    def looks_at_parity(self) -> bool:
+        """Whether the mode asks if the candidate's code is odd."""
+        return any(self.threshold(False, negative) != self.threshold(True, negative) for negative in (False, True))
+
+    @property
+    def is_nearest(self) -> bool:
+        """Whether only ties are the mode's to decide."""
+        return all(self.threshold(odd, negative) in (1, 2) for odd in (False, True) for negative in (False, True))
+
+    @property
+    def ties_toward_zero(self) -> bool:
+        """Whether no tie moves away from zero. Where no value lies toward zero, such a mode takes that of x's sign."""
+        return all(self.threshold(odd, negative) < 2 for odd in (False, True) for negative in (False, True))
+
+    def leaves_range(self, negative: bool) -> bool:
+        """Return True if a finite number beyond the largest value may become infinite, by a code that is odd."""
+        return self.condition(True, True, True, negative)
+
+
+def _bits(case: int) -> tuple[bool, bool, bool, bool]:
+    return bool(case & 8), bool(case & 4), bool(case & 2), bool(case & 1)
+
+
+RULES: dict[Mode, Rule] = {
+    "nearest_even": Rule("the even code", lambda half, sticky, odd, negative: half and (sticky or odd)),
+    "nearest_away": Rule("the larger magnitude", lambda half, sticky, odd, negative: half),
+    "nearest_toward_zero": Rule("the smaller magnitude", lambda half, sticky, odd, negative: half and sticky),
+    "toward_zero": Rule("the neighbour nearer to zero", lambda half, sticky, odd, negative: False),
+    "up": Rule("the neighbour above", lambda half, sticky, odd, negative: (half or sticky) and not negative),
+    "down": Rule("the neighbour below", lambda half, sticky, odd, negative: (half or sticky) and negative),
+    "to_odd": Rule("the neighbour with the odd code", lambda half, sticky, odd, negative: (half or sticky) and not odd),
+    "stochastic": Rule("either", lambda half, sticky, odd, negative: half or sticky, random=True),
+}
+CODES: dict[Mode, int] = {mode: rule.code for mode, rule in RULES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +140,11 @@ class Rounding:
     def bits(self) -> int:
         """Random bits in use."""
         return 32 if self.random_bits is None else self.random_bits
+
+    @property
+    def rule(self) -> Rule:
+        """The mode's row of the table."""
+        return RULES[self.mode]
 
 
 def _mode_named(name: object) -> Mode:

@@ -113,15 +113,7 @@ def rounds_away(rest: int, whole: int, odd: bool, negative: bool, how: Rounding,
         return False
     if how.mode == "stochastic":
         return _random_away(rest, whole, how, word)
-    return {
-        "nearest_even": 2 * rest > whole or (2 * rest == whole and odd),
-        "nearest_away": 2 * rest >= whole,
-        "nearest_toward_zero": 2 * rest > whole,
-        "toward_zero": False,
-        "up": not negative,
-        "down": negative,
-        "to_odd": not odd,
-    }[how.mode]
+    return how.rule.condition(2 * rest >= whole, 2 * rest != whole, odd, negative)
 
 
 def takes_upper(
@@ -136,7 +128,7 @@ def takes_upper(
         upper: The next value.
         middle: Where nearest modes turn over.
         odd: Whether the rank of ``lower`` is odd.
-        negative: x's sign, that of zero included.
+        negative: The sign of x, that of zero included, or of the number whose magnitude x is.
         how: The rounding.
         word: The random integer of stochastic rounding.
     """
@@ -145,21 +137,15 @@ def takes_upper(
     if how.mode == "stochastic":
         t = _rn64(_rn64(x - lower) / _rn64(upper - lower))
         return _random_away(t.numerator, t.denominator, how, word)
-    if how.mode.startswith("nearest") and x != middle:
-        return x > middle
-    positive = not negative  # between values of opposite signs x's own decides where magnitude does not
-    same = lower == -upper
-    larger = positive if same else abs(upper) == max(abs(lower), abs(upper))
-    smaller = positive if same else not larger
-    return {
-        "nearest_even": odd,
-        "nearest_away": larger,
-        "nearest_toward_zero": smaller,
-        "toward_zero": positive if lower < 0 < upper else smaller,
-        "up": True,
-        "down": False,
-        "to_odd": not odd,
-    }[how.mode]
+    # A magnitude moves from the inner value to the outer one; of two equal magnitudes the one of x's sign is the outer.
+    same, crosses = lower == -upper, lower < 0 < upper
+    outward = not negative if same else abs(upper) > abs(lower)  # the outer value is the upper one
+    if crosses and how.rule.ties_toward_zero and (not how.rule.is_nearest or (same and x == middle)):
+        return not negative  # none of the two lies toward zero from x
+    if crosses:
+        negative = not outward  # up and down go by the real line
+    half = x >= middle if outward else x <= middle
+    return how.rule.condition(half, x != middle, odd == outward, negative) == outward
 
 
 def _random_away(rest: int, whole: int, how: Rounding, word: int | None) -> bool:
@@ -193,8 +179,8 @@ def _encode_float(x: Real, fmt: FloatFormat, how: Rounding, overflow: Overflow, 
     code = _round_magnitude(magnitude, fmt, negative, how, word)
     if code <= _max_code(fmt):
         return _signed_code(fmt, code, negative)
-    toward_zero = {"toward_zero": True, "to_odd": True, "up": negative, "down": not negative}.get(how.mode, False)
-    return _special_code(fmt, "max" if overflow == "saturate" or toward_zero else "inf", negative)
+    leaves = overflow == "ieee" and how.rule.leaves_range(negative)
+    return _special_code(fmt, "inf" if leaves else "max", negative)
 
 
 def _round_magnitude(magnitude: Fraction, fmt: FloatFormat, negative: bool, how: Rounding, word: int | None) -> int:
@@ -281,9 +267,7 @@ def round_to_integer(x: Real, how: Rounding, word: int | None, half_offset: bool
     magnitude = abs(Fraction(x)) + Fraction(int(half_offset), 2)
     n, rest = divmod(magnitude.numerator, magnitude.denominator)
     number = (lambda n: -n if negative else n - 1) if half_offset else (lambda n: -n if negative else n)
-    if half_offset and n == 0 and (
-        how.mode == "toward_zero" or (how.mode == "nearest_toward_zero" and 2 * rest == magnitude.denominator)
-    ):  # fmt: skip
+    if half_offset and n == 0 and how.rule.ties_toward_zero:
         return number(1)  # no neighbour lies toward zero: the value of x's sign
     return number(n + rounds_away(rest, magnitude.denominator, number(n) % 2 == 1, negative, how, word))
 
@@ -308,14 +292,7 @@ def _encode_log(x: Real, fmt: LogFormat, how: Rounding, word: int | None) -> int
         return sign | top
     magnitude = max(abs(Fraction(x)), Fraction(1))
     k = bisect_right(values, magnitude) - 1
-    how = of_magnitude(how, negative)
-    return sign | k + takes_upper(magnitude, values[k], values[k + 1], middles[k], k % 2 == 1, False, how, word)
-
-
-def of_magnitude(how: Rounding, negative: bool) -> Rounding:
-    """Return the rounding of a number's magnitude: up and down change places where the number is negative."""
-    mode = {"up": "down", "down": "up"}.get(how.mode, how.mode) if negative else how.mode
-    return Rounding(mode=mode, random_bits=how.random_bits, variant=how.variant, layout=how.layout)  # type: ignore[arg-type]
+    return sign | k + takes_upper(magnitude, values[k], values[k + 1], middles[k], k % 2 == 1, negative, how, word)
 
 
 @cache

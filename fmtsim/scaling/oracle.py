@@ -25,7 +25,6 @@ from fmtsim.rounding.oracle import (
     encode_value,
     floor_log2,
     is_negative,
-    of_magnitude,
     power_of_two,
     round_to_integer,
     round_value,
@@ -324,13 +323,12 @@ def _log_code(x: float, negative: bool, values: list[float], how: Rounding, word
     k = bisect_right(values, magnitude) - 1
     lower, upper = values[k], values[k + 1]
     odd = bisect_left(values, lower) % 2 == 1
-    seen = of_magnitude(how, negative)
     if upper == math.inf:  # the last step of a tile that ends at FLT_MAX may pass it: Inf is nearest to nothing
-        goes_up = seen.mode == "up" or (seen.mode == "to_odd" and not odd)
+        goes_up = how.mode != "stochastic" and how.rule.condition(False, True, odd, negative)
     else:
         bounds = (Fraction(lower), Fraction(upper))
         middle = Fraction(round_value(sum(bounds) / 2, FP64, "nearest_even", "ieee"))
-        goes_up = takes_upper(magnitude, *bounds, middle, odd, False, seen, word)
+        goes_up = takes_upper(magnitude, *bounds, middle, odd, negative, how, word)
     return bisect_left(values, upper if goes_up else lower)
 
 

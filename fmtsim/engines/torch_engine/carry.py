@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one decision of every rounding: does the magnitude move up to the next candidate?"""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import RULES, Mode, Rounding
 
 NEAREST = Rounding()
 
@@ -49,31 +52,37 @@ def round_off(
     if rounding.mode == "toward_zero":
         return significand >> shift
     below = (1 << shift) - 1  # all dropped bits set: adding it moves every inexact number up, and no exact one
-    return (significand + _bias(significand, shift, below, negative, rounding.mode, parity)) >> shift
+
+    def odd() -> torch.Tensor:
+        quotient = significand >> shift
+        return (quotient if parity is None else quotient + parity) & 1
+
+    if rounding.mode == "nearest_even":
+        bias = torch.minimum((below >> 1) + odd(), below)  # the minimum keeps shift 0 exact
+    else:  # what moves a magnitude never, above the half, from the half on, always
+        addends = (lambda: 0, lambda: below >> 1, lambda: (below + 1) >> 1, lambda: below)
+        bias = by_threshold(rounding.mode, lambda threshold: addends[threshold](), lambda: odd() == 1, negative)
+    return (significand + bias) >> shift
 
 
-def _bias(
-    significand: torch.Tensor,
-    shift: torch.Tensor,
-    below: torch.Tensor,
-    negative: torch.Tensor,
-    mode: str,
-    parity: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return what to add, so that cutting off the dropped bits afterwards rounds by the mode."""
-    if mode == "nearest_away":
-        return (below + 1) >> 1
-    if mode == "nearest_toward_zero":
-        return below >> 1
-    if mode == "up":
-        return torch.where(negative, 0, below)
-    if mode == "down":
-        return torch.where(negative, below, 0)
-    quotient = significand >> shift
-    odd = (quotient if parity is None else quotient + parity) & 1
-    if mode == "to_odd":
-        return torch.where(odd == 0, below, 0)
-    return torch.minimum((below >> 1) + odd, below)  # nearest even; the minimum keeps shift 0 exact
+def by_threshold(
+    mode: Mode, of: Callable[[int], Any], odd: Callable[[], torch.Tensor], negative: torch.Tensor | None
+) -> Any:
+    """Return for each element ``of(t)``, where t is the threshold from which on a mode moves its magnitude.
+
+    Args:
+        mode: A deterministic mode.
+        of: What is wanted for a threshold of ``Rule.threshold``: a tensor, or a number for all elements.
+        odd: Returns where the candidate is odd; called only for modes that look at it.
+        negative: Where numbers are negative; None will do for modes that do not look at it.
+    """
+    rule = RULES[mode]
+
+    def by_sign(odd: bool) -> Any:
+        plus, minus = rule.threshold(odd, False), rule.threshold(odd, True)
+        return of(plus) if plus == minus else torch.where(negative, of(minus), of(plus))  # type: ignore[arg-type]
+
+    return torch.where(odd(), by_sign(True), by_sign(False)) if rule.looks_at_parity else by_sign(False)
 
 
 def _moves_up(rest: torch.Tensor, shift: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:

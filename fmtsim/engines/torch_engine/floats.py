@@ -114,7 +114,7 @@ def _limit(
         return torch.where(parts.infinite, largest, magnitude.clamp(max=largest)), nan
     over = magnitude > largest
     magnitude = magnitude.clamp(max=largest)
-    leaves = parts.infinite | (over & _leaves_range(parts.negative, rounding))
+    leaves = parts.infinite | (over & leaves_range(parts.negative, rounding))
     if target.inf_code is not None:
         magnitude = torch.where(leaves, target.inf_code, magnitude)
     else:  # in a format without NaN either, NaN means the largest value; the sign is put back in _finish
@@ -126,13 +126,10 @@ def _limit(
     return magnitude, nan
 
 
-def _leaves_range(negative: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Say whether a finite value beyond the largest becomes an infinity under the IEEE rule."""
-    if rounding.mode in ("toward_zero", "to_odd"):
-        return torch.zeros_like(negative)
-    if rounding.mode == "up":
-        return ~negative
-    return negative if rounding.mode == "down" else torch.ones_like(negative)
+def leaves_range(negative: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return True where a finite value beyond the largest becomes an infinity under the IEEE rule."""
+    plus, minus = (rounding.rule.leaves_range(sign) for sign in (False, True))
+    return torch.full_like(negative, plus) if plus == minus else negative == minus
 
 
 def _finish(magnitude: torch.Tensor, negative: torch.Tensor, nan: torch.Tensor, target: FloatFormat) -> torch.Tensor:

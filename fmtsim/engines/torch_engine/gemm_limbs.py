@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from fmtsim.engines.torch_engine.carry import jam, round_off
+from fmtsim.engines.torch_engine.carry import by_threshold, jam, round_off
 from fmtsim.engines.torch_engine.gemm_round import assembled, round_value
 from fmtsim.engines.torch_engine.storage import FP64, Parts, bits_of, unpack
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import Mode, Rounding
 from fmtsim.support.float64 import floor_log2, from_bits
 
 WIDTH = 24
@@ -79,13 +79,13 @@ def multiply(x: Number, y: Number) -> Number:
     return Number(x.negative ^ y.negative, digits, x.lowest + y.lowest, bits)
 
 
-def drop_bits(x: Number, bits: torch.Tensor, mode: str) -> tuple[Number, torch.Tensor | None]:
+def drop_bits(x: Number, bits: torch.Tensor, mode: Mode) -> tuple[Number, torch.Tensor | None]:
     """Clear bits below a place and say by how many units of that position the magnitude grows.
 
     Args:
         x: The numbers.
         bits: How many of the lowest bits go, int64, from 0 to 24 times the digits plus 1.
-        mode: "toward_zero", "nearest_even", "nearest_away", "down" or "to_odd".
+        mode: A deterministic rounding mode; one that looks at signs takes numbers that have them.
 
     Returns:
         The numbers toward zero, and 0 or 1 each by which the mode moves them away from zero (None: nowhere).
@@ -97,14 +97,14 @@ def drop_bits(x: Number, bits: torch.Tensor, mode: str) -> tuple[Number, torch.T
     short = x._replace(digits=kept)
     if mode == "toward_zero":
         return short, None
-    if mode in ("down", "to_odd"):
-        moves = _any_below(x, bits)
-        assert x.negative is not None
-        moves = moves & (x.negative if mode == "down" else _bit(x, bits) == 0)
-    else:
-        moves = _bit(x, bits - 1) == 1
-        if mode == "nearest_even":
-            moves = moves & ((_bit(x, bits) == 1) | _any_below(x, bits - 1))
+    half = _bit(x, bits - 1) == 1
+    moved = (
+        lambda: torch.zeros_like(half),
+        lambda: half & _any_below(x, bits - 1),
+        lambda: half,
+        lambda: _any_below(x, bits),
+    )
+    moves = by_threshold(mode, lambda threshold: moved[threshold](), lambda: _bit(x, bits) == 1, x.negative)
     return short, moves.to(torch.int64)
 
 

@@ -11,11 +11,11 @@ from functools import lru_cache
 import torch
 
 from fmtsim.engines.torch_engine import floats
-from fmtsim.engines.torch_engine.carry import NEAREST
+from fmtsim.engines.torch_engine.carry import NEAREST, by_threshold
 from fmtsim.engines.torch_engine.reals import power_of_two
 from fmtsim.engines.torch_engine.storage import FP64, bits_of
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import Mode, Rounding
 from fmtsim.support.float64 import float64, from_bits
 
 SAFE = 900
@@ -37,7 +37,7 @@ def exponent_of(x: torch.Tensor) -> torch.Tensor:
     return ((bits_of(x) >> 52) & 0x7FF) - 1023
 
 
-def integral(y: torch.Tensor, mode: str) -> torch.Tensor:
+def integral(y: torch.Tensor, mode: Mode) -> torch.Tensor:
     """Round float64 elements to integers by a deterministic mode; Inf and NaN stay, a zero may lose its sign."""
     if mode == "toward_zero":
         return torch.trunc(y)
@@ -49,13 +49,15 @@ def integral(y: torch.Tensor, mode: str) -> torch.Tensor:
         return torch.ceil(y)
     whole = torch.trunc(y)
     rest = (y - whole).abs()
-    if mode == "nearest_away":
-        moves = rest >= 0.5
-    elif mode == "nearest_toward_zero":
-        moves = rest > 0.5
-    else:  # to odd
-        half = whole * 0.5
-        moves = (rest > 0) & (half == torch.trunc(half))
+    moved = (
+        lambda: torch.zeros_like(rest, dtype=torch.bool),
+        lambda: rest > 0.5,
+        lambda: rest >= 0.5,
+        lambda: rest > 0,
+    )
+    moves = by_threshold(
+        mode, lambda threshold: moved[threshold](), lambda: whole * 0.5 != torch.trunc(whole * 0.5), y < 0
+    )
     return torch.where(moves, whole + torch.copysign(torch.ones_like(y), y), whole)
 
 
@@ -116,10 +118,8 @@ def limit(y: torch.Tensor, beyond: torch.Tensor, fmt: FloatFormat, rounding: Rou
         return torch.where(beyond, torch.copysign(torch.full_like(y, torch.inf), y), y)
     largest = torch.copysign(torch.full_like(y, fmt.max), y)
     stays = torch.ones_like(beyond)  # what the mode pulls back to the largest value
-    if fmt.has_nan and fmt.default_overflow == "ieee" and rounding.mode not in ("toward_zero", "to_odd"):
-        stays = torch.zeros_like(beyond)
-        if rounding.mode in ("up", "down"):
-            stays = (y < 0) == (rounding.mode == "up")
+    if fmt.has_nan and fmt.default_overflow == "ieee":
+        stays = ~floats.leaves_range(y < 0, rounding)
     return torch.where(beyond, torch.where(stays, largest, torch.nan), y)
 
 

@@ -48,7 +48,7 @@ def to_integers(
         offset = 1 - parts.negative.to(torch.int64)  # codes n - 1 of positive and -n of negative numbers
     shift = torch.full((), _FRACTION, dtype=torch.int64, device=x.device)
     quotient = round_off(fixed, shift, parts.negative, rounding, words, offset)
-    if fmt.half_offset and rounding.mode in ("toward_zero", "nearest_toward_zero"):
+    if fmt.half_offset and rounding.rule.ties_toward_zero:
         quotient = quotient.clamp(min=1)  # around zero no neighbour lies toward zero: keep the sign of x
     return torch.where(parts.nan, fmt.max_code, torch.where(parts.negative, -quotient, quotient - offset))
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 
+from fmtsim.engines.torch_engine.carry import by_threshold
 from fmtsim.engines.torch_engine.storage import bits_of
 from fmtsim.formats.spec import CodebookFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
@@ -80,30 +81,40 @@ def moves_up(
         words: Random integers of stochastic rounding.
         flipped: Where y, lower and upper are magnitudes of negative numbers: up and down swap.
     """
-    mode = rounding.mode
     inexact = y != lower
-    if mode == "stochastic":
+    odd = (rank & 1) == 1
+    if rounding.mode == "stochastic":
         assert words is not None
         up = _stochastic((y - lower) / (upper - lower), rounding, words)
-    elif mode in ("up", "down"):
-        up = torch.full_like(inexact, mode == "up") if flipped is None else flipped == (mode == "down")
-    elif mode == "to_odd":
-        up = (rank & 1) == 0
-    elif mode == "toward_zero":
-        up = torch.where((lower < 0) & (upper > 0), ~negative, upper <= 0)
+    elif rounding.mode == "nearest_even":
+        up = (y > middle) | ((y == middle) & odd)
     else:
-        up = (y > middle) | ((y == middle) & _tie_moves_up(lower, upper, rank, negative, mode))
+        up = _by_magnitude(y, lower, upper, odd, middle, negative, rounding, flipped)
     return (up & inexact).to(torch.int64)
 
 
-def _tie_moves_up(
-    lower: torch.Tensor, upper: torch.Tensor, rank: torch.Tensor, negative: torch.Tensor, mode: str
+def _by_magnitude(
+    y: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    odd: torch.Tensor,
+    middle: torch.Tensor,
+    negative: torch.Tensor,
+    rounding: Rounding,
+    flipped: torch.Tensor | None,
 ) -> torch.Tensor:
-    if mode == "nearest_even":
-        return (rank & 1) == 1
+    """Decide by the table of modes: a magnitude moves from the inner value, the candidate, to the outer one."""
     below, above = lower.abs(), upper.abs()
-    chosen = above > below if mode == "nearest_away" else above < below
-    return torch.where(below == above, ~negative, chosen)
+    same, crosses = below == above, (lower < 0) & (upper > 0)
+    outward = torch.where(same, ~negative, above > below)  # the outer value is the upper one
+    beyond = torch.where(outward, y > middle, y < middle)
+    moved = (lambda: torch.zeros_like(beyond), lambda: beyond, lambda: beyond | (y == middle), lambda: y != lower)
+    sign = ~outward if flipped is None else ~outward ^ flipped  # up and down go by the real line
+    moves = by_threshold(rounding.mode, lambda threshold: moved[threshold](), lambda: odd == outward, sign)
+    up = moves == outward
+    if rounding.rule.ties_toward_zero:  # where no value lies toward zero, the one of the number's sign
+        up = torch.where(crosses & same & (y == middle) if rounding.rule.is_nearest else crosses, ~negative, up)
+    return up
 
 
 def _stochastic(t: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:

@@ -18,18 +18,6 @@ Number = float | Fraction
 # Smaller than the distance between any two values of any format (float64's last place is 2**-1074).
 _NUDGE = Fraction(1, 1 << 1200)
 
-_TIES = {
-    "nearest_even": "the even code",
-    "nearest_away": "the larger magnitude",
-    "nearest_toward_zero": "the smaller magnitude",
-}
-_DIRECTIONS = {
-    "toward_zero": "the neighbour nearer to zero",
-    "up": "the neighbour above",
-    "down": "the neighbour below",
-    "to_odd": "the neighbour with the odd code",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -179,14 +167,14 @@ def between(
     """
     below, above = (Fraction(neighbour) for neighbour in around)
     side = "above" if value == above else "below"
-    if rounding.mode in _DIRECTIONS:
-        return rounding.mode, f"rounding {rounding.mode} takes {_DIRECTIONS[rounding.mode]}"
     if rounding.mode == "stochastic":
         share = float((x - below) / (above - below))
         odds = f"the number lies {share:.6g} of the way up, the chance of the neighbour above"
         return "stochastic", f"{odds}; random word {word} of {rounding.bits} bits chose the one {side}"
+    if not rounding.rule.is_nearest:
+        return rounding.mode, f"rounding {rounding.mode} takes {rounding.rule.takes}"
     if x == middle:
-        return f"tie_{rounding.mode.removeprefix('nearest_')}", f"half-way: the tie goes to {_TIES[rounding.mode]}"
+        return f"tie_{rounding.mode.removeprefix('nearest_')}", f"half-way: the tie goes to {rounding.rule.takes}"
     return "nearest", f"the neighbour {side} is nearer"
 
 

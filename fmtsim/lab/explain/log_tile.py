@@ -10,7 +10,7 @@ from fmtsim.formats.block import FP32, LogTileFormat
 from fmtsim.lab.explain.element import Decision, between
 from fmtsim.rounding.elementary import exp
 from fmtsim.rounding.modes import Rounding
-from fmtsim.rounding.oracle import is_negative, of_magnitude, round_value
+from fmtsim.rounding.oracle import is_negative, round_value
 
 
 def tile_values(low: float, step: float, fmt: LogTileFormat) -> list[float]:
@@ -45,7 +45,8 @@ def decide_in_tile(
         reason = "the next larger value of the tile is infinite: its logarithm lies beyond float32"
         return dataclasses.replace(decision, rule="overflow", reason=reason)
     middle = Fraction(float((Fraction(neighbours[0]) + Fraction(neighbours[1])) / 2))
-    how = of_magnitude(rounding, is_negative(x))
+    swapped = {"up": "down", "down": "up"}.get(rounding.mode) if is_negative(x) else None  # of the magnitudes
+    how = rounding if swapped is None else Rounding(mode=swapped)  # type: ignore[arg-type]
     rule, reason = between(Fraction(magnitude), abs(value), neighbours, middle, how, word)
     rule = rounding.mode if rule == how.mode else rule
     return dataclasses.replace(decision, rule=rule, reason=f"{reason} (of the magnitudes)")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fast kernel for the deterministic roundings but nearest even, on float32: they differ in what is added before a cut.
 
-With the dropped bits of the significand below the last place, adding nothing, half a place, half a place less one, or a
-place less one, and cutting, rounds toward zero, to nearest away, to nearest toward zero, and away from zero.
+A mode moves a magnitude from a threshold on (``Rule.threshold``). With the dropped bits of the significand below the
+last place, adding nothing, half a place less one, half a place, or a place less one, and cutting, moves it never, above
+the half, from the half on, and always.
 """
 
 from typing import NamedTuple
@@ -12,36 +13,42 @@ from numpy import int32, uint32
 
 from fmtsim.engines.cpu.cast.scalar import finish, limited, place_steps, unpack
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel
-from fmtsim.rounding.modes import Mode
+from fmtsim.rounding.modes import RULES, Mode
 
 _INF = int32(0x7F800000)
 _MAGNITUDE = int32(0x7FFFFFFF)
 
 
 class Direction(NamedTuple):
-    """What to add to the dropped bits: halves, minus ``less``, or all ones for either sign; ``jam`` for to_odd."""
+    """The thresholds of a mode, which are 2 bits each, for either sign; bit 0 of a field is for even, bit 1 for odd.
 
-    halves: np.int32
-    less: np.int32
-    positive: np.int32
-    negative: np.int32
-    jam: np.int32
+    The addend is ``high`` times half a place plus ``low`` times half a place less one.
+    """
+
+    high_positive: np.int32
+    low_positive: np.int32
+    high_negative: np.int32
+    low_negative: np.int32
 
 
 def direction_of(mode: Mode) -> Direction:
     """Return the addends of a rounding mode."""
-    halves = mode in ("nearest_away", "nearest_toward_zero")
-    flags = halves, mode == "nearest_toward_zero", mode == "up", mode == "down", mode == "to_odd"
-    return Direction(*(np.int32(flag) for flag in flags))
+    rule, fields = RULES[mode], []
+    for negative in (False, True):
+        even, odd = rule.threshold(False, negative), rule.threshold(True, negative)
+        fields += [even >> 1 | odd >> 1 << 1, even & 1 | (odd & 1) << 1]
+    return Direction(*map(np.int32, fields))
 
 
 @device
 def _cut(significand, drop, positive, d):
     """Return the significand in units of the last place, ``drop`` bits (1 to 25) above its own."""
-    ones = int32((int32(1) << drop) - int32(1))
-    addend = d.halves * (int32(1) << int32(drop - int32(1))) - d.less + ones * (d.positive if positive else d.negative)
-    steps = int32(uint32(int32(significand + addend)) >> uint32(drop))
-    return steps | (d.jam & int32((significand & ones) != int32(0)))
+    odd = int32(significand >> drop) & int32(1)
+    high = int32((d.high_positive if positive else d.high_negative) >> odd) & int32(1)
+    low = int32((d.low_positive if positive else d.low_negative) >> odd) & int32(1)
+    half = int32(int32(1) << int32(drop - int32(1)))
+    addend = int32(half & int32(-high)) + int32(int32(half - int32(1)) & int32(-low))
+    return int32(uint32(int32(significand + addend)) >> uint32(drop))
 
 
 @kernel

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
-from fmtsim.rounding.modes import Mode
+from fmtsim.rounding.modes import RULES, Mode
 
 _F32_BIAS = 127
 _FLT_MAX = 3.4028234663852886e38
@@ -102,7 +102,8 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
         return None
     if not nearest and not linear and min_exponent < mantissa_bits - 126:
         return None
-    if mode == "to_odd" and mantissa_bits == 0:
+    rule = RULES[mode]
+    if mantissa_bits == 0 and not nearest and rule.looks_at_parity:  # the kernels see that of the significand
         return None
     if nearest and not (linear or flush) and fmt.max_exponent + 1 + 23 - mantissa_bits > 127:
         return None
@@ -126,11 +127,11 @@ def _build(
     has_zero = not isinstance(fmt, FloatFormat) or fmt.has_zero
     parity = (has_zero - _F32_BIAS - shape.min_exponent) & 1 if shape.mantissa_bits == 0 else 0
     beyond = _bits(math.inf) if by_bits or mode != "nearest_even" else np.int32((0x7F000000 - shift) | 0x7FFFFF)
-    inward = ("toward_zero", "to_odd")  # roundings that never leave the range, for either sign or for one
+    rule = RULES[mode]
     smallest, tie, low = _flush_points(shape.min_exponent, has_zero) if flush else (0.0, 0.0, 0.0)
     return Grid(
-        limit=_bits(fmt.max) if saturate or mode in (*inward, "down") else beyond,
-        limit_negative=_bits(abs(fmt.min) if has_zero else 0.0) if saturate or mode in (*inward, "up") else beyond,
+        limit=_bits(fmt.max) if saturate or not rule.leaves_range(False) else beyond,
+        limit_negative=_bits(abs(fmt.min) if has_zero else 0.0) if saturate or not rule.leaves_range(True) else beyond,
         sign=np.int32(-(1 << 31) if fmt.signed else 0),
         special=np.bool_(not natural),
         over_above=np.float32(math.inf if saturate else fmt.max),

@@ -31,25 +31,14 @@ from fmtsim.engines.cpu.runtime.simd import (
     where_less,
 )
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import CODES
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 
 SIGN, FIELD = -(1 << 63), 0x7FF << 52
 
-# How a magnitude is rounded to the grid of an accumulator.
-EVEN, AWAY, HALF_TO_ZERO, ZERO, UP, DOWN, ODD, STOCHASTIC = range(8)
-MODES = {
-    "nearest_even": EVEN,
-    "nearest_away": AWAY,
-    "nearest_toward_zero": HALF_TO_ZERO,
-    "toward_zero": ZERO,
-    "up": UP,
-    "down": DOWN,
-    "to_odd": ODD,
-    "stochastic": STOCHASTIC,
-}
-
+EVEN, DOWN, STOCHASTIC = CODES["nearest_even"], CODES["down"], CODES["stochastic"]
 
 CHAIN_END, PART_END = 1, 2
 
@@ -168,8 +157,28 @@ def _finish(x, rounded, grid):  # type: ignore[no-untyped-def]
 
 
 @device
+def _threshold(mode, case):  # type: ignore[no-untyped-def]
+    """Return Rule.threshold of a mode's code, for case 2 * odd + negative."""
+    return (mode >> (4 + case) & 1) + (mode >> (8 + case) & 1) + (mode >> (12 + case) & 1)
+
+
+@device
+def _moves(rest, half, threshold):  # type: ignore[no-untyped-def]
+    """Return 1 where the discarded rest reaches a threshold of Rule.threshold, else 0."""
+    zero, one = splat(np.float64(0)), splat(np.float64(1))
+    up = zero
+    if threshold == 1:
+        up = where_less(half, rest, one, zero)
+    elif threshold == 2:
+        up = where_less(rest, half, zero, one)
+    elif threshold == 3:
+        up = where_less(zero, rest, one, zero)
+    return up
+
+
+@device
 def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-def]
-    """Round float64 lanes to a unit's accumulator in any mode, zeros to +0.
+    """Round float64 lanes to a unit's accumulator in the mode of a code (rounding/modes.py), zeros to +0.
 
     ``words`` are the random integers of STOCHASTIC, variant a.
     """
@@ -184,22 +193,19 @@ def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-d
     low = where_less(magnitude, low, fsub(low, place), low)
     rest = fsub(magnitude, low)
     half = fmul(place, splat(np.float64(0.5)))
-    up = zero
-    if mode == AWAY:
-        up = where_less(rest, half, zero, one)
-    elif mode == HALF_TO_ZERO:
-        up = where_less(half, rest, one, zero)
-    elif mode == UP:
-        up = where_less(zero, rest, where_less(zero, x, one, zero), zero)
-    elif mode == DOWN:
-        up = where_less(zero, rest, where_less(x, zero, one, zero), zero)
-    elif mode == ODD:
-        double = fadd(constant, constant)
-        up = where_less(zero, rest, where_equal(_even(low, double), low, one, zero), zero)
-    elif mode == STOCHASTIC:
+    if mode == STOCHASTIC:
         missing = fsub(splat(np.float64(2.0**random_bits)), int_to_f64(words))
         unit = fmul(place, splat(np.float64(2.0**-random_bits)))  # rest holds floor(rest / unit) of them
         up = where_less(rest, fmul(missing, unit), zero, one)
+    else:
+        up = _moves(rest, half, _threshold(mode, 0))
+        if (mode >> 1 ^ mode) & 0x5555:  # looks at the sign
+            up = where_less(x, zero, _moves(rest, half, _threshold(mode, 1)), up)
+        if (mode >> 2 ^ mode) & 0x3333:  # looks at the candidate's parity
+            up_odd = _moves(rest, half, _threshold(mode, 2))
+            if (mode >> 1 ^ mode) & 0x5555:
+                up_odd = where_less(x, zero, _moves(rest, half, _threshold(mode, 3)), up_odd)
+            up = where_equal(_even(low, fadd(constant, constant)), low, up, up_odd)
     rounded = _finish(x, fma(up, place, low), grid)
     return where_equal(rounded, zero, zero, rounded)
 

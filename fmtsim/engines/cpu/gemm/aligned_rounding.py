@@ -53,7 +53,7 @@ class Unit(NamedTuple):
     terms: int  # TRUNCATE, FLOOR or NEAREST
     fraction_bits: int
     lowest: np.int32  # of the alignment exponent
-    mode: int  # of rounding to the accumulator, of sums.MODES
+    mode: int  # code of rounding to the accumulator
     grid: Grid  # of the accumulator
     factor: np.float64  # 1 + eps, or 1
 

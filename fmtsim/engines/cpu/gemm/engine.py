@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmtsim.engines.cpu.cast.words import key_words
 from fmtsim.engines.cpu.gemm import cdna, exact_integer, fma_chain, int8
-from fmtsim.engines.cpu.gemm.accumulate import MODES, Promotion, Reduction, grid_of, promotion_of, reduction_of
+from fmtsim.engines.cpu.gemm.accumulate import Promotion, Reduction, grid_of, promotion_of, reduction_of
 from fmtsim.engines.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Unit
 from fmtsim.engines.cpu.gemm.aligned_truncate import Draw, Nearby
 from fmtsim.engines.cpu.gemm.batch import is_small, run_batch
@@ -29,6 +29,7 @@ from fmtsim.engines.cpu.runtime.pool import get_num_threads
 from fmtsim.engines.cpu.runtime.simd import LANES
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
@@ -250,7 +251,7 @@ def rounding_unit(unit: Datapath, a: Source, b: Source) -> Unit | None:
 def _numbers(unit: Datapath, terms: int, factor: np.floating) -> Unit:
     assert unit.fraction_bits is not None
     lowest = -360 if unit.min_exponent is None else max(unit.min_exponent, -360)
-    mode, grid = MODES[unit.rounding.mode], grid_of(unit.accumulator)
+    mode, grid = CODES[unit.rounding.mode], grid_of(unit.accumulator)
     return Unit(terms, unit.fraction_bits, np.int32(lowest), mode, grid, np.float64(factor))
 
 

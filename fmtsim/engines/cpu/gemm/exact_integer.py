@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fmtsim.engines.cpu.cast.philox import integer_at
 from fmtsim.engines.cpu.cast.words import key_words
-from fmtsim.engines.cpu.gemm.accumulate import AWAY, DOWN, EVEN, HALF_TO_ZERO, MODES, ODD, STOCHASTIC, UP, end_block
+from fmtsim.engines.cpu.gemm.accumulate import DOWN, STOCHASTIC, end_block
 from fmtsim.engines.cpu.gemm.fma_chain import Scales, Step, Tile, run_chains
 from fmtsim.engines.cpu.gemm.operands import pitch_of
 from fmtsim.engines.cpu.gemm.slabs import Slabs
 from fmtsim.engines.cpu.runtime.jit import bits64, device, float64_of, kernel, subroutine
 from fmtsim.engines.cpu.runtime.simd import LANES
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -35,7 +36,7 @@ class Terms(NamedTuple):
     """A datapath and its operands as numbers."""
 
     fraction_bits: int  # or NO_FRACTION
-    mode: int  # of rounding terms, of sums.MODES
+    mode: int  # code of how terms are rounded
     lowest: int  # of the alignment exponent
     group: int
     emin_a: int
@@ -44,7 +45,7 @@ class Terms(NamedTuple):
     scale_block: int  # 0 without scales
     scale_emin: int
     signed_zero: bool
-    rounding: int  # of the sum, of sums.MODES
+    rounding: int  # code of how the sum is rounded
     random_bits: int
     bits: int  # mantissa bits of the accumulator
     emin: int
@@ -90,23 +91,11 @@ def _round_shift(n, shift, mode, negative, w, random_bits):  # type: ignore[no-u
         whole, rest, half = n >> shift, n & ((1 << shift) - 1), np.int64(1) << (shift - 1)
     if rest == 0:
         return whole
-    up = False
-    if mode == EVEN:
-        up = rest > half or (rest == half and whole & 1 == 1)
-    elif mode == AWAY:
-        up = rest >= half
-    elif mode == HALF_TO_ZERO:
-        up = rest > half
-    elif mode == UP:
-        up = not negative
-    elif mode == DOWN:
-        up = negative
-    elif mode == ODD:
-        up = whole & 1 == 0
-    elif mode == STOCHASTIC:
+    if mode == STOCHASTIC:
         taken = rest << (random_bits - shift) if random_bits > shift else rest >> (shift - random_bits)
-        up = taken + w >= np.int64(1) << random_bits
-    return whole + 1 if up else whole
+        return whole + 1 if taken + w >= np.int64(1) << random_bits else whole
+    case = 8 * int(rest >= half) + 4 * int(rest != half) + 2 * (whole & 1) + int(negative)
+    return whole + (np.int64(mode) >> case & 1)
 
 
 @device
@@ -354,7 +343,7 @@ def terms_of(spec: GemmSpec) -> Terms:
     acc = unit.accumulator
     return Terms(
         fraction_bits=NO_FRACTION if unit.fraction_bits is None else unit.fraction_bits,
-        mode=MODES[unit.term_rounding],
+        mode=CODES[unit.term_rounding],
         lowest=-(1 << 20) if unit.min_exponent is None else unit.min_exponent,
         group=unit.group,
         emin_a=lowest[0].min_exponent,
@@ -363,7 +352,7 @@ def terms_of(spec: GemmSpec) -> Terms:
         scale_block=unit.scale_block,
         scale_emin=0 if unit.scale is None else unit.scale.min_exponent,
         signed_zero=unit.signed_zero,
-        rounding=MODES[unit.rounding.mode],
+        rounding=CODES[unit.rounding.mode],
         random_bits=unit.rounding.bits,
         bits=acc.mantissa_bits,
         emin=acc.min_exponent,

@@ -13,7 +13,7 @@ import torch
 
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
-from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.rounding.modes import CODES, Rounding
 from fmtsim.spec.cast import Random, RandomKey
 from fmtsim.support.replay.gpu import lasting
 from fmtsim.support.replay.hooks import packed
@@ -58,7 +58,7 @@ NO_TABLES = Tables(struct.pack("<4Q", 0, 0, 0, 0))
 def element_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> bytes:
     """Return the bytes of ``struct Element``: a format under a rounding and an overflow rule."""
     kind, top, over, nan, sign, lowest, mantissa_bits, low, entries, flags = _fields(fmt, overflow)
-    how = MODES.index(rounding.mode), rounding.bits, "abc".index(rounding.variant)
+    how = CODES[rounding.mode], rounding.bits, "abc".index(rounding.variant)
     numbers = (kind, *how, mantissa_bits, low, entries, flags)
     return _ELEMENT.pack(top, over, nan, sign, (1 << fmt.bits) - 1, lowest, *numbers)
 

@@ -20,6 +20,7 @@ from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.cast.general import cast_general
 from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
+from fmtsim.rounding.modes import Rule
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.replay.gpu import captures
 
@@ -118,12 +119,16 @@ def _pattern_table(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int)
 def layout_of(spec: CastSpec) -> Layout | None:
     """Return the ranges for a cast, None where there are none."""
     fmt = spec.format
-    mode = spec.rounding.mode
+    rule, saturates = spec.rounding.rule, spec.overflow == "saturate"
     if not isinstance(fmt, CodebookFormat | LogFormat | FloatFormat) or fmt.bits > _WIDEST:
         return None
-    if mode in ("stochastic", "to_odd") or (isinstance(fmt, FloatFormat) and spec.overflow != "saturate"):
-        return None
-    changes = _changes(fmt, mode)
+    if (
+        rule.random
+        or (rule.looks_at_parity and not rule.is_nearest)
+        or (isinstance(fmt, FloatFormat) and not saturates)
+    ):
+        return None  # a mode such as to_odd has values that nothing beside them rounds to: two changes at one point
+    changes = _changes(fmt, rule)
     of_signs = [{_bits(x) for x in changes if x > 0}, {_bits(-x) for x in changes if x < 0}]
     narrow = 4 if fmt.bits <= 4 else 8
     if 0.0 not in changes:  # zero is a change in the first range, which narrow buckets cannot say
@@ -150,10 +155,10 @@ def _widest_ranges(of_signs: list[set[int]], most: int, narrow: int, at_least: i
     return None
 
 
-def _changes(fmt: ElementFormat, mode: str) -> list[float]:
+def _changes(fmt: ElementFormat, rule: Rule) -> list[float]:
     """Return the points next to which the result changes: between values for nearest modes, at values for others."""
     values = sorted({value for value in code_values(fmt) if math.isfinite(value)})
-    if not mode.startswith("nearest"):
+    if not rule.is_nearest:
         return values
     if isinstance(fmt, LogFormat):
         return [sign * point for point in fmt.thresholds for sign in (1.0, -1.0)]

@@ -16,7 +16,6 @@ from torch import Tensor
 from fmtsim.engines.cuda.gemm.job import TILE, Job
 from fmtsim.engines.cuda.gemm.packed import Side, launch, pack, panels_of
 from fmtsim.engines.cuda.gemm.problem import (
-    MODES,
     REALS,
     TYPES,
     Range,
@@ -31,12 +30,13 @@ from fmtsim.engines.cuda.gemm.problem import (
 from fmtsim.engines.cuda.runtime import Defines, Programs
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import CODES
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
 _EVEN, _AWAY, _ZERO, _DOWN, _STOCHASTIC = (
-    MODES.index(mode) for mode in ("nearest_even", "nearest_away", "toward_zero", "down", "stochastic")
-)
+    CODES["nearest_even"], CODES["nearest_away"], CODES["toward_zero"], CODES["down"], CODES["stochastic"],
+)  # fmt: skip
 _BY_SUM: Final = (_EVEN, _ZERO, _STOCHASTIC)  # roundings that one or two additions do
 _RECORD: Final = 32  # k positions of a record, at most
 _FARTHEST: Final = 200  # exponents of accumulators and bounds of the alignment lie within
@@ -127,7 +127,7 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
         return None
     if max(-acc.min_exponent, acc.max_exponent, abs(unit.min_exponent or 0)) > _FARTHEST:
         return None
-    mode, terms, odd = MODES.index(how.mode), MODES.index(unit.term_rounding), how.variant == "b"
+    mode, terms, odd = CODES[how.mode], CODES[unit.term_rounding], how.variant == "b"
     by_rest = mode not in _BY_SUM
     if mode == _STOCHASTIC:
         formats.reverse()

@@ -12,7 +12,7 @@ from fmtsim.engines.cuda.gemm.job import Job, promotes
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import CODES, Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import (
     FP32,
@@ -25,10 +25,7 @@ from fmtsim.spec.datapath import (
 )
 from fmtsim.spec.gemm_spec import GemmSpec
 
-# The order of these is that of the macros MODE_... and TYPE_... of the kernels.
-MODES = (
-    "nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down", "to_odd", "stochastic",
-)  # fmt: skip
+# The order of these is that of the macros TYPE_... of the kernels.
 TYPES = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8,
@@ -181,7 +178,7 @@ def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
     rest = struct.pack(
         "<24i",
         plan.scaled_promotion, plan.successive_scales, KINDS[sum_dtype(unit)], fraction_bits,
-        MODES.index(fused.term_rounding), NO_BOUND if fused.min_exponent is None else fused.min_exponent,
+        CODES[fused.term_rounding], NO_BOUND if fused.min_exponent is None else fused.min_exponent,
         fused.group, fused.signed_zero,
         fused.scale_block, scale.bits - 1, 0 if fused.scale is None else fused.scale.min_exponent, sum_bits,
         a.bits - 1, b.bits - 1, *(_lowest_exponent(fmt, fused) for fmt in (spec.a, spec.b)),
@@ -206,7 +203,7 @@ def format_bytes(fmt: FloatFormat) -> bytes:
 
 
 def _rounding(how: Rounding) -> bytes:
-    return struct.pack("<4i", MODES.index(how.mode), how.bits, "abc".index(how.variant), 0)
+    return struct.pack("<4i", CODES[how.mode], how.bits, "abc".index(how.variant), 0)
 
 
 def macros(**numbers: int) -> Defines:

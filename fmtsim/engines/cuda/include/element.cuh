@@ -26,7 +26,7 @@ struct alignas(16) Element {
   u64 code_mask;      // all bits of a code
   i64 min_number;     // lowest integer
   i32 kind;           // KIND_GRID ... KIND_LOGARITHMIC
-  i32 mode;           // MODE_NEAREST_EVEN ... MODE_STOCHASTIC
+  i32 mode;           // of rounding.cuh
   i32 random_bits;    // 1 to 32
   i32 variant;        // stochastic: 0, 1, 2 for a, b, c
   i32 mantissa_bits;  // floats: M; integers: 0
@@ -126,8 +126,7 @@ DEVICE u64 float_code(const Real& x, u32 word, const Element& e) {
   bool up = moves_up(s, !flushing && (down & 1), x.negative, word, e);
   u64 code = up ? down + step : down;
   if (code <= e.max_code) return signed_code(code, x.negative, e);
-  bool inward = e.mode == MODE_TOWARD_ZERO || e.mode == MODE_TO_ODD || e.mode == (x.negative ? MODE_UP : MODE_DOWN);
-  return inward || (e.flags & SATURATES) ? signed_code(e.max_code, x.negative, e) : beyond(x.negative, e);
+  return !leaves_range(e.mode, x.negative) || (e.flags & SATURATES) ? signed_code(e.max_code, x.negative, e) : beyond(x.negative, e);
 }
 
 // Integers, on a half-offset grid too, where the number k stands for k + 1/2.
@@ -147,8 +146,7 @@ DEVICE u64 integer_code(const Real& x, u32 word, const Element& e) {
     }
     i64 n = (i64)s.whole, shift = half && !x.negative;
     i64 candidate = (x.negative ? -n : n) - shift;
-    bool tie = s.fraction == 1ull << 63 && !s.sticky;
-    bool outward = half && n == 0 && (e.mode == MODE_TOWARD_ZERO || (e.mode == MODE_NEAREST_TOWARD_ZERO && tie));
+    bool outward = half && n == 0 && ties_toward_zero(e.mode);  // no value lies toward zero: that of x's sign
     n += outward || moves_up(s, candidate & 1, x.negative, word, e);
     number = (x.negative ? -n : n) - shift;
     number = number < e.min_number ? e.min_number : number > highest ? highest : number;
@@ -186,28 +184,20 @@ DEVICE i32 table_rank(double value, u32 word, bool negative, const Element& e, c
   bool positive = __double_as_longlong(value) >= 0;
   double a = under < 0 ? -under : under, b = over < 0 ? -over : over;
   bool opposite = under < 0 && over > 0;
-  bool larger = a == b && opposite ? positive : b > a, smaller = a == b && opposite ? positive : b < a;
-  bool up;
-  switch (e.mode) {
-    case MODE_TOWARD_ZERO: up = opposite ? positive : smaller; break;
-    case MODE_UP: up = !negative; break;
-    case MODE_DOWN: up = negative; break;
-    case MODE_TO_ODD: up = !(low & 1); break;
-    case MODE_STOCHASTIC: {
-      double part = __ddiv_rn(__dsub_rn(value, under), __dsub_rn(over, under));
-      if (part == 0) return low;
-      Real d = real_of(part);
-      Split s = split(d.significand, 52 - d.exponent);
-      up = s.whole || stochastic_up(s.fraction, s.sticky, word, e);
-      break;
-    }
-    default: {
-      double middle = t.middles[low];
-      if (value != middle) up = value > middle;
-      else up = e.mode == MODE_NEAREST_EVEN ? (low & 1) : e.mode == MODE_NEAREST_AWAY ? larger : smaller;
-    }
+  if (e.mode == MODE_STOCHASTIC) {
+    double part = __ddiv_rn(__dsub_rn(value, under), __dsub_rn(over, under));
+    if (part == 0) return low;
+    Real d = real_of(part);
+    Split s = split(d.significand, 52 - d.exponent);
+    return low + (s.whole || stochastic_up(s.fraction, s.sticky, word, e));
   }
-  return low + up;
+  // A magnitude moves from the inner value to the outer one; of two equal magnitudes the one of x's sign is the outer.
+  double middle = t.middles[low];
+  bool same = a == b, tie = value == middle, outward = same ? positive : b > a;  // the outer value is the upper one
+  bool nearest = by_mode(e.mode, 1, true, true, false);  // of modes that send ties toward zero
+  if (opposite && ties_toward_zero(e.mode) && (!nearest || (same && tie))) return low + positive;
+  bool half = outward ? value >= middle : value <= middle;
+  return low + (by_mode(e.mode, half, !tie, (bool)(low & 1) == outward, negative == outward) == outward);
 }
 
 DEVICE u64 table_code(const Real& x, u32 word, const Element& e, const Tables& t) {
