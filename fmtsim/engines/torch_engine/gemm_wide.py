@@ -28,6 +28,7 @@ from fmtsim.engines.torch_engine.gemm_limbs import (
 )
 from fmtsim.engines.torch_engine.gemm_operands import ZERO_EXPONENT, Rows, Signs, cleaned, exact
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import Mode
 from fmtsim.spec.datapath import Datapath
 
 _ZERO = -3000  # exponents below this are those of zeros, see parts_of
@@ -107,7 +108,7 @@ class WideUnit:
         rounded = round_limbs(total, base - WIDTH * self._guard_limbs, path.accumulator, path.rounding, words)
         return settle(path, rounded, total.is_zero(), signs, pieces, state, natural=False)
 
-    def _begin(self, pieces: Sequence[Rows], addend: torch.Tensor) -> tuple[torch.Tensor | int, str | None]:
+    def _begin(self, pieces: Sequence[Rows], addend: torch.Tensor) -> tuple[torch.Tensor | int, Mode | None]:
         """Return the exponent at which the sum begins, and how terms are rounded there (None: they need not be)."""
         path = self.datapath
         if self._pair:
@@ -121,7 +122,7 @@ class WideUnit:
             top = top.clamp(min=path.min_exponent)
         return top - self._fraction_bits, path.term_rounding
 
-    def _add(self, sums: Limbs, terms: Number, base: torch.Tensor | int, mode: str | None) -> None:
+    def _add(self, sums: Limbs, terms: Number, base: torch.Tensor | int, mode: Mode | None) -> None:
         position = terms.lowest - base
         if mode is not None:
             gone = (-position).clamp(0, WIDTH * len(terms.digits) + 1)
