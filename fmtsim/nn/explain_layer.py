@@ -23,6 +23,7 @@ from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, OperatorMode
+from fmtsim.nn.raw_matmuls import PRODUCTS as RAW
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
@@ -160,6 +161,30 @@ def layer_products(module: Any, x: Inputs) -> Iterator[tuple[str, str, MmExplana
             yield part, product, run.explain(part, parts[part], product)
         except FmtsimError as error:
             yield part, product, error
+
+
+def model_products(model: nn.Module, rows: int) -> Iterator[tuple[str, str, MmExplanation | str]]:
+    """Yield layer (and part), product and explanation of a model's converted layers, or why a product is refused.
+
+    Args:
+        model: Any module.
+        rows: Number of rows of each layer's products. Layers that are alike are run once.
+    """
+    known: dict[Any, list[tuple[str, str, MmExplanation | str]]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, EmulatedModule) or module.emulation is None:
+            continue
+        sizes = tuple((n, p.shape, p.stride(), p.dtype, p.device) for n, p in module.named_parameters())
+        like = type(module), module.original_class.extra_repr(module), module.emulation.config, sizes
+        if like not in known:
+            prefix = f"layer {module.emulation.name!r}: "
+            known[like] = [
+                (part, product, str(found).removeprefix(prefix) if isinstance(found, FmtsimError) else found)
+                for part, product, found in layer_products(module, rows)
+            ]
+        layer = name.replace(f"{RAW}.", "") or "(model)"
+        for part, product, found in known[like]:
+            yield ", ".join(filter(None, (layer, part))), product, found
 
 
 class _Run:

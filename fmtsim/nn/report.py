@@ -14,13 +14,13 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, summary_of, together
-from fmtsim.nn.explain_layer import MOST_ROWS, layer_products
+from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.planning import FILTERED, why_not
-from fmtsim.nn.raw_matmuls import PRODUCTS, ParameterProduct, own_products
+from fmtsim.nn.raw_matmuls import ParameterProduct, own_products
 from fmtsim.nn.state import RECIPE
-from fmtsim.nn.swaps import plain_class, swap_details
-from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+from fmtsim.nn.swaps import swap_details
+from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import Rows, Tabular
 
 _BASES = {
@@ -201,35 +201,17 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
 
 
 def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
-    """Yield the products of converted layers; layers that are alike are asked once."""
-    known: dict[Any, list[ProductRow]] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, EmulatedModule) or module.emulation is None:
-            continue
-        sizes = tuple((n, p.shape, p.stride(), p.dtype, p.device) for n, p in module.named_parameters())
-        like = type(module), module.original_class.extra_repr(module), module.emulation.config, sizes
-        if like not in known:
-            known[like] = list(_product_rows(module, tokens))
-        for row in known[like]:
-            layer = name.replace(f"{PRODUCTS}.", "") or "(model)"
-            yield dataclasses.replace(row, layer=", ".join(filter(None, (layer, row.layer))))
-
-
-def _product_rows(module: EmulatedModule, tokens: int) -> Iterator[ProductRow]:
-    """Yield the products of a layer, with the names of its parts for that of the layer."""
-    for part, product, found in layer_products(module, tokens):
-        if isinstance(found, FmtsimError):
-            assert module.emulation is not None
-            why = str(found).removeprefix(f"layer {module.emulation.name!r}: ")
-            told = {"call": why, "unit": "", "order": "", "basis": "refused"}
-        else:
+    """Yield the products of converted layers."""
+    for layer, product, found in model_products(model, tokens):
+        told = {"call": found, "unit": "", "order": "", "basis": "refused"}
+        if not isinstance(found, str):
             told = {"call": found.rows[0][1], "unit": found.unit or "", "order": found.order, "basis": found.basis}
-        yield ProductRow(layer=part, product=product, tokens=tokens, **told)
+        yield ProductRow(layer=layer, product=product, tokens=tokens, **told)
 
 
 def _row(name: str, module: nn.Module, reason: str | None, run: bool) -> ReportRow:
     details = swap_details(module)
-    cls = plain_class(module)
+    cls = module.original_class if isinstance(module, EmulatedModule) else type(module)
     products = {p: made for p, made in own_products(module).items() if made.seen or not run}
     for parameters, config in _by_config(products):
         details.append(f"{'' if run else 'any '}products with its own {', '.join(parameters)}, emulated: {config}")

@@ -5,7 +5,7 @@ Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.
 20029cf, class ScaledSwiglu). The paper's scale is one a channel, the code's one a token.
 """
 
-from functools import lru_cache, partial
+from functools import partial
 from itertools import permutations
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
-from fmtsim.nn.forward import undisturbed
+from fmtsim.nn.forward import own_names, undisturbed, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
@@ -26,8 +26,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 _SILU: Final = ("SiLU", "SiLUActivation")
-ORIGINAL: Final = "smoothed_class"  # on each class made here
 SMOOTH: Final = "_fmtsim_smooth"  # on each converted module: its Smoothing
+_FORWARD: Final = "_fmtsim_smooth_forward"
 
 
 class Smoothing(NamedTuple):
@@ -209,9 +209,8 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
             f"it looks for linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or three linear layers that compute "
             "down(silu(gate(x)) * up(x)); or build the model with SmoothSwiGLU"
         )
-    rules = [Smoothing(per, power_of_two, parts=gated_parts(module) or PROJECTIONS) for module in found]
-    for module, rule in zip(found, rules, strict=True):
-        smoothen([module], rule)
+    for module in found:
+        smoothen(module, Smoothing(per, power_of_two, parts=gated_parts(module) or PROJECTIONS))
     return model
 
 
@@ -236,53 +235,25 @@ def other_silus(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def smoothen(layers: list[nn.Module], rule: Smoothing) -> None:
-    """Smooth gated layers, in place."""
-    for module in layers:
-        module.__dict__[SMOOTH] = rule
-        module.__class__ = _smoothed(type(module))  # type: ignore[assignment, arg-type]
+def smoothen(module: nn.Module, rule: Smoothing) -> None:
+    """Smooth a gated layer, in place."""
+    module.__dict__[SMOOTH] = rule
+    wrap(module, _FORWARD, _smooth_forward)
 
 
 def unsmooth(model: nn.Module, *, recipe: bool | None = None) -> int:
-    """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed.
-
-    Raises:
-        ArgumentError: A layer's class was changed since. No layer is then touched.
-    """
-    found = [(name, module) for name, module in model.named_modules() if SMOOTH in module.__dict__]
-    found = [(name, module) for name, module in found if recipe in (None, module.__dict__[SMOOTH].recipe)]
-    for name, module in found:
-        if ORIGINAL not in type(module).__dict__:
-            raise ArgumentError(
-                f"layer {name!r} became a {type(module).__name__} after it was smoothed; undo that change first"
-            )
-    for _, module in found:
+    """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed."""
+    found = [module for module in model.modules() if SMOOTH in module.__dict__]
+    found = [module for module in found if recipe in (None, module.__dict__[SMOOTH].recipe)]
+    for module in found:
         del module.__dict__[SMOOTH]
-        module.__class__ = getattr(type(module), ORIGINAL)  # type: ignore[assignment]
+        unwrap(module, _FORWARD)
     return len(found)
 
 
-@lru_cache(maxsize=64)
-def _smoothed(cls: type[nn.Module]) -> type[nn.Module]:
-    fields = {
-        "forward": _smooth_forward, "__doc__": cls.__doc__, "__reduce_ex__": _reduced, ORIGINAL: cls
-    }  # fmt: skip
-    return type(f"Smooth{cls.__name__}", (cls,), fields)
-
-
-def _reduced(self: Any, protocol: Any) -> Any:
-    """Copy and pickle by the original class, because the class made here has no importable name."""
-    return _rebuilt, (getattr(type(self), ORIGINAL),), self.__getstate__()
-
-
-def _rebuilt(cls: type[nn.Module]) -> nn.Module:
-    smoothed = _smoothed(cls)  # type: ignore[arg-type]  # mypy takes nn.Module's __hash__ for its metaclass's
-    return smoothed.__new__(smoothed)
-
-
-def _smooth_forward(self: Any, x: Tensor) -> Tensor:
-    rule: Smoothing = self.__dict__[SMOOTH]
-    gate, up, down = (getattr(self, name) for name in rule.parts)
+def _smooth_forward(module: nn.Module, forward: Any, x: Tensor) -> Tensor:
+    rule: Smoothing = module.__dict__[SMOOTH]
+    gate, up, down = (getattr(module, name) for name in rule.parts)
     z, s = smooth_swiglu(gate(x), up(x), per=rule.per, power_of_two=rule.power_of_two)
     return scaled_down(down, z, s, rule.per)
 
@@ -306,10 +277,8 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _names_silu(module: nn.Module) -> bool:
-    """Whether a module has SiLU as a part, or its forward names the function."""
-    code = getattr(type(module).forward, "__code__", None)
-    named = code is not None and "silu" in code.co_names
-    return named or any(type(child).__name__ in _SILU for child in module.children())
+    """Return True if a module has SiLU as a part, or its forward names the function."""
+    return "silu" in own_names(module) or any(type(child).__name__ in _SILU for child in module.children())
 
 
 def _computes(module: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:

@@ -11,13 +11,11 @@ from torch import nn
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention import Filter, attach, attentions, check_attentions, check_kind_of_attention, detach
 from fmtsim.nn.forward import ATTENTION
-from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import FILTERED, Selector
 from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving, detach_saving
 from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
 from fmtsim.nn.scaled_model import SCALED, ScaledModel, attach_scales, detach_scales
 from fmtsim.nn.smooth import (
-    ORIGINAL,
     PROJECTIONS,
     SMOOTH,
     Smoothing,
@@ -67,7 +65,7 @@ class Swaps:
         if self.recipe.attention is not None:
             attach(self.attention, self.recipe.attention, generator, recipe=True, strict=True)
         for module, rule in self.gated:
-            smoothen([module], rule)
+            smoothen(module, rule)
         if self.scaled is not None:
             attach_scales(model, self.scaled, generator)
         if self.saving is not None:
@@ -162,13 +160,6 @@ def swap_details(module: nn.Module) -> list[str]:
     texts += [str(scaled)] if scaled is not None and module not in scaled.names else []
     texts += [saving.told(module)] if saving is not None else []
     return texts + ([str(smoothed)] if smoothed is not None else [])
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before it was converted."""
-    if isinstance(module, EmulatedModule):
-        return module.original_class
-    return getattr(type(module), ORIGINAL, type(module)) if SMOOTH in module.__dict__ else type(module)
 
 
 def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_fn: Filter | None, found: Swaps) -> None:

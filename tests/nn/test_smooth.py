@@ -105,14 +105,14 @@ def test_a_models_layers_and_back():
     model, x = gated(), normal(5, 32, seed=1)
     plain, keys = model(x), list(model.state_dict())
     assert convert_swiglu(model) is model
-    assert [type(module).__name__ for module in model] == ["SmoothGatedMLP", "LayerNorm", "SmoothGatedMLP"]
+    assert ["forward" in vars(module) for module in model] == [True, False, True]
     assert isinstance(model[0], GatedMLP) and list(model.state_dict()) == keys
     torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-6)
     both = fmtsim.convert(model, format="e4m3")
     assert not torch.equal(both(x), plain)
     fmtsim.revert(both)
     assert torch.equal(revert_swiglu(model)(x), plain)
-    assert type(model[0]) is GatedMLP
+    assert not any("forward" in vars(module) for module in model)
     with pytest.raises(ArgumentError, match=r"Sequential has no converted gated layer; call convert_swiglu first"):
         revert_swiglu(model)
     model[0].act_fn = model[2].act_fn = nn.GELU()
@@ -166,7 +166,7 @@ def test_silu_as_a_function_is_recognised_by_what_it_computes(order, dtype):
     model, x = nn.Sequential(Written(order)).to(dtype), normal(8, 32, dtype=dtype)
     plain, state = model(x), torch.get_rng_state()
     fmtsim.convert(model, "intel_2t")
-    assert torch.equal(torch.get_rng_state(), state) and type(model[0]).__name__ == "SmoothWritten"
+    assert torch.equal(torch.get_rng_state(), state) and "forward" in vars(model[0])
     assert "1 gated layers became Smooth-SwiGLU, a scale a token" in fmtsim.report(model).summary
     gate, up, down = (getattr(model[0], name) for name in order)
     z, s = smooth_swiglu(gate(x), up(x))
@@ -179,5 +179,5 @@ def test_silu_as_a_function_is_recognised_by_what_it_computes(order, dtype):
 def test_what_computes_otherwise_is_named():
     torch.manual_seed(0)
     model = nn.Sequential(Written(("w1", "w2", "w3"), F.relu), Written(("w1", "w2", "w3"), lambda z: 1 + z / 0.97))
-    assert type(fmtsim.convert(model, "intel_2t")[0]) is Written
+    assert "forward" not in vars(fmtsim.convert(model, "intel_2t")[0])
     assert "0, 1: SiLU among linear layers, and no gated layer" in fmtsim.report(model).summary

@@ -88,7 +88,7 @@ def test_gated_layers_of_a_recipe_and_back(name):
     before, plain = snapshot(model), model(x)
     keys = list(model.state_dict())
     convert(model, recipe=name, generator=0)
-    assert [type(m).__name__ for m in model] == ["SmoothGatedMLP", "LayerNorm", "SmoothGatedMLP"]
+    assert ["forward" in vars(m) for m in model] == [True, False, True]
     weights = {key: t for key, t in model.state_dict().items() if "fmtsim" not in key}  # the rest are delayed scales
     assert isinstance(model[0], GatedMLP) and list(weights) == keys
     gated().load_state_dict(weights, strict=True)
@@ -109,17 +109,15 @@ def test_what_was_converted_alone_stays_after_revert():
     revert(model)
     assert fmtsim.nn.revert_attention(model) is model
     gates = revert(convert(convert_swiglu(gated()), recipe="intel_2t"))
-    assert type(gates[0]).__name__ == "SmoothGatedMLP"
-    assert type(fmtsim.nn.revert_swiglu(gates)[0]) is GatedMLP
+    assert "forward" in vars(gates[0]) and "forward" not in vars(fmtsim.nn.revert_swiglu(gates)[0])
 
 
-def test_a_class_that_changed_after_convert_is_not_overwritten():
-    model = convert(gated(), recipe="intel_2t")
+def test_a_class_that_changed_after_convert_stays():
+    """Such as FSDP2's, which is put around the layer's own."""
+    plain, model, x = gated(), convert(gated(), recipe="intel_2t"), normal(16, 32, seed=1)
     model[2].__class__ = type("Mine", (type(model[2]),), {})
-    before = snapshot(model)
-    with pytest.raises(ArgumentError, match="layer '2' became a Mine after it was smoothed; undo that change first"):
-        revert(model)
-    assert snapshot(model) == before
+    assert torch.equal(model(x), convert(gated(), recipe="intel_2t")(x))
+    assert type(revert(model)[2]).__name__ == "Mine" and torch.equal(model(x), plain(x))
 
 
 def test_copies_and_pickles_stay_converted_and_revert():

@@ -12,10 +12,10 @@ from fmtsim.gemm.models import PASSES, Shape, layer_shapes
 from fmtsim.gemm.products.native import SCALED_MULTIPLE
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn.coverage import numbered, together
-from fmtsim.nn.explain_layer import layer_products
+from fmtsim.nn.explain_layer import model_products
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.spec.call import GemmCall
-from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+from fmtsim.support.errors import ArgumentError, shown
 
 Model = str | nn.Module | Sequence[str | Shape]
 """A name of ``fmtsim.lab.calibration.list_models``, a module, or names and shapes ``(outputs, inputs, bias)``."""
@@ -147,14 +147,9 @@ def _of_module(model: nn.Module) -> dict[str, Shape]:
 def _of_converted(model: nn.Module, passes: Sequence[str]) -> Iterator[LayerProduct]:
     """Yield the products on the machines that ``convert`` gave a model's layers; others have no order to speak of."""
     alike: dict[tuple[str, str, GemmCall], list[str]] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, EmulatedModule) or module.emulation is None:
-            continue
-        for part, product, found in layer_products(module, _ROWS):
-            which = product.replace("fprop", "forward")
-            if isinstance(found, FmtsimError) or found.call is None or which not in passes:
-                continue
-            layer = ", ".join(filter(None, (name or "(model)", part)))
+    for layer, product, found in model_products(model, _ROWS):
+        which = product.replace("fprop", "forward")
+        if not isinstance(found, str) and found.call is not None and which in passes:
             alike.setdefault((numbered(layer), which, found.call), []).append(layer)
     for (_, which, call), names in alike.items():
         yield LayerProduct(layer=together(names), product=which, like=call)
