@@ -194,9 +194,7 @@ def test_filters_and_records():
     for wrong in ({"block": 0}, {"eps": 0.0}):
         with pytest.raises(ArgumentError, match=rf"SavedActivations {next(iter(wrong))}=0.* is not above 0"):
             SavedActivations(**wrong)
-    with pytest.raises(
-        ArgumentError, match="Recipe activations='e4m3' is not a SavedActivations or None; pass SavedActi"
-    ):
+    with pytest.raises(ArgumentError, match="Recipe activations='e4m3' is not a SavedActivations or None; pass SavedA"):
         Recipe(name="x", activations="e4m3")
     x = normal(4, 16).requires_grad_()
     y = fmtsim.convert(nn.Sequential(nn.GELU()), SAVING)(x)

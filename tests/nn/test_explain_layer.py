@@ -146,9 +146,7 @@ def test_what_is_told_of_an_attention_is_what_a_step_asks_for():
         module, asked = asked_in_a_step(lambda: nn.MultiheadAttention(64, 4), "amp_bf16", "h200", inputs)
         found = explain_layer(module, inputs)
         assert list(found.parts) == parts and set(told(found)) == set(asked)
-        with pytest.raises(
-            ArgumentError, match=r"has several products with weights; write \['.*'out_proj'\] before .dg"
-        ):
+        with pytest.raises(ArgumentError, match=r"has several products with weights; write \['.*'out_proj'\] before "):
             found.dgrad  # noqa: B018
         assert found["out_proj"].dgrad is found.parts["out_proj"]["dgrad"]
     assert told(explain_layer(module, 48)) == told(explain_layer(module, [x, x, x])) == told(explain_layer(module, x))
@@ -281,16 +279,12 @@ def test_errors_of_layers_to_explain():
     with pytest.raises(ArgumentError, match=r"Linear is not a converted layer; convert the model, and pass one of its"):
         fmtsim.explain_mm(layer, 4)
     convert(layer, format="e4m3", target="h200")
-    with pytest.raises(
-        ArgumentError, match="explain_mm of a layer takes no target=: convert gave the layer its machine"
-    ):
+    with pytest.raises(ArgumentError, match="explain_mm of a layer takes no target=: convert gave the layer its machi"):
         fmtsim.explain_mm(layer, 4, target="h200")
     with pytest.raises(ArgumentError, match="explain_mm of a layer takes no native="):
         fmtsim.explain_mm(layer, 4, native=False)
     for x in (0, -1, 1 << 27, True, 1.5, None, [], [1], "x", [torch.ones(4, 64)] * 2):
-        with pytest.raises(
-            ArgumentError, match=r"x=.* is not an input of a layer; pass the tensor it is called with, or"
-        ):
+        with pytest.raises(ArgumentError, match=r"x=.* is not an input of a layer; pass the tensor it is called with,"):
             fmtsim.explain_mm(layer, x)
     with pytest.raises(ArgumentError, match=r"x of shape \(4, 65\) does not fit w of shape \(32, 64\)"):
         fmtsim.explain_mm(layer, torch.empty(4, 65, dtype=BF16))
@@ -305,7 +299,5 @@ def test_errors_of_layers_to_explain():
     with pytest.raises(ArgumentError, match="x has layout torch.sparse_coo; pass a dense tensor"):
         fmtsim.explain_mm(layer, torch.ones(4, 64).to_sparse())
     for tokens in (0, -1, 1 << 27, True, 1.5, "4", [0], [1.0]):
-        with pytest.raises(
-            ArgumentError, match="is not a number of rows; pass one from 1 to 67108864, or a list of such"
-        ):
+        with pytest.raises(ArgumentError, match="is not a number of rows; pass one from 1 to 67108864, or a list of s"):
             report(layer, tokens=tokens)
