@@ -38,13 +38,14 @@ def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
         mark: Name of the attribute that remembers the new forward.
         run: A function of the module, of the forward that it had, and of the arguments.
     """
-    wrapped = _Wrapped(_run, module, module.__dict__.get("forward"), mark, run)
-    module.__dict__[mark] = module.__dict__["forward"] = wrapped
+    runs = [run]  # emptied by unwrap
+    module.__dict__[mark] = module.__dict__["forward"] = _Wrapped(_run, module, module.__dict__.get("forward"), runs)
 
 
 def unwrap(module: nn.Module, mark: str) -> None:
     """Undo ``wrap``; where another forward was put around it since, it stays there and calls the inner forward."""
     wrapped = module.__dict__.pop(mark)
+    wrapped.args[2].clear()
     if module.__dict__["forward"] is not wrapped:
         return
     del module.__dict__["forward"]
@@ -87,11 +88,11 @@ def _inner(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., A
     return partial(type(module).forward, module) if own is None else own
 
 
-def _run(module: nn.Module, own: Any, mark: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, own: Any, runs: list[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
     forward = _inner(module, own)
-    if mark not in module.__dict__:  # reverted
+    if not runs:  # reverted
         return forward(*args, **kwargs)
-    return run(module, forward, *args, **kwargs)
+    return runs[0](module, forward, *args, **kwargs)
 
 
 class Substituted(ModelMode):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmtsim.nn import convert, revert
+from fmtsim.nn.operations import MEANINGS, PRODUCTS, ModelMode
 from fmtsim.recipes import get_recipe
 from tests.support.bits import all_same_bits
 from tests.support.models import MatrixLayers, Written, train
@@ -103,3 +104,30 @@ def test_a_stack_of_matrices(how):
     y, dx, *dw = train(convert(MatrixLayers(w), config=CURRENT), x)
     found = train(convert(Written(STACK[how], w), config=CURRENT), x)
     assert all_same_bits([y, dx, torch.stack(dw)], found)
+
+
+class Seen(ModelMode):
+    """Note the meaning of each function, and replace activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def run(self, func, args, kwargs):
+        self.names.append(MEANINGS.get(func, "other"))
+        return super().run(func, args, kwargs)
+
+    def activation(self, func, input, **how):
+        return func(input, **how) + 1
+
+
+def test_a_mode_is_asked_what_a_function_means():
+    functions = [func for row in PRODUCTS for func in row.functions]
+    assert len(functions) == len(set(functions)) and {MEANINGS[f] for f in functions} == {"product", "other_product"}
+    assert all(hasattr(ModelMode, meaning) for meaning in {*MEANINGS.values(), "other"})
+    x = normal(4, 4)
+    with Seen() as outer, Seen() as inner:
+        y = F.relu(F.linear(x, x).unflatten(0, (2, 2)).mT) * x.view(2, 2, 4).mT.exp()
+    assert inner.names == ["product", "view", "view", "activation", "view", "view", "other", "multiply"]
+    assert outer.names == [*inner.names[:4], "add", *inner.names[4:]]  # it sees what the inner one calls
+    assert torch.equal(y, (F.relu((x @ x.T).view(2, 2, 4).mT) + 2) * x.view(2, 2, 4).mT.exp())

@@ -348,6 +348,11 @@ def test_attention_converted_beside():
     assert not torch.equal(both, products)
     assert torch.equal(revert(model)(x), attended(x))
     assert torch.equal(revert_attention(model)(x), Attention()(x))
+    around = convert(convert_attention(Attention(), flash_attention_3(unit=None), generator=0), config=CURRENT)
+    for _ in range(2):  # the inner forward goes first, and comes back outermost
+        assert torch.equal(revert_attention(around)(x), products)
+        convert_attention(around, flash_attention_3(unit=None), generator=0)
+    assert torch.equal(around(x), both)
 
 
 def test_an_error_names_the_parameter():

@@ -258,6 +258,12 @@ def test_a_sum_of_losses_that_is_divided_is_a_mean(count):
     torch.testing.assert_close(*found)
 
 
+class Run(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.forward = run
+
+
 class PostNorm(nn.Module):
     def __init__(self, size=16):
         super().__init__()
@@ -276,6 +282,8 @@ class PostNorm(nn.Module):
          r"form; an addition in the model \(PostNorm\), of which a norm layer read no operand. Write these with fmts"),
         (lambda: nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1)),
          r"softmax in 1 \(Softmax\), which has no scaled form"),
+        (lambda: nn.Sequential(nn.Linear(16, 16), Run(lambda x: torch.inner(x, x))), r"inner in 1 \(Run\), which has"),
+        (lambda: nn.Sequential(nn.Linear(16, 16), Run(lambda x: torch.addmm(x, x, x.new_ones(16, 16)))), "addmm in 1"),
     ],
 )  # fmt: skip
 def test_what_is_not_seen_is_named_with_the_first_batch(make, said):
