@@ -104,11 +104,6 @@ def test_errors():
         revert_attention(gpt())
 
 
-pytestmark = [  # torch's own tracer
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),
-]
-
 TOKENS = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
 STOCHASTIC = Quantizer(format=fmtsim.get_format("e5m2"), scaling=Scaling(), rounding=Rounding(mode="stochastic"))
 DRAWING = dataclasses.replace(

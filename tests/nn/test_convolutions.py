@@ -220,7 +220,6 @@ def step(module, x):
     return y, *torch.autograd.grad(y, [x, *module.parameters()], normal(*y.shape, seed=5).to(y.dtype))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_copied_saved_and_laid_out_otherwise(name):
     module, x = convert(layer(name), config=TENSOR), images(name)
@@ -242,7 +241,6 @@ def test_compiled_copied_saved_and_laid_out_otherwise(name):
     assert torch.equal(module(x), layer(name)(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_bilinear_compiled_copied_and_under_autocast():
     torch.manual_seed(0)
     module = convert(nn.Bilinear(4, 6, 5), config=TENSOR)

@@ -167,8 +167,6 @@ def test_copies_pickles_and_back():
     assert not any("forward" in vars(module) or "_fmtsim" in str(vars(module)) for module in plain.modules())
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 def test_one_graph_has_the_bits_of_eager():
     torch._dynamo.reset()
 
@@ -191,8 +189,6 @@ def test_one_graph_has_the_bits_of_eager():
     assert not torch.equal(runs[0][0][0], runs[1][0][0])  # delayed scales moved
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 def test_grouped_products_stay_out_of_graphs():
     torch._dynamo.reset()
 

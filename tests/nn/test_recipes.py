@@ -176,7 +176,6 @@ def learned(model, x, call=None):
 
 @pytest.mark.parametrize(("name", "rows"), [("te_nvfp4_all", 32), ("mxfp4", 32), ("quartet", 32), ("quartet2", 128)])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
 @pytest.mark.filterwarnings("ignore:recipe .* leaves the last 15% of the blocks")
 def test_tokens_that_do_not_fill_a_rotation_are_padded_with_zeros(name, rows, compiled):
     torch._dynamo.reset()

@@ -155,7 +155,6 @@ def test_what_autograd_keeps_shrinks():
     assert ours == rows + groups + 3 * 2 * (rows + groups) + linears and ours < plain / 1.7
 
 
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")  # dynamo
 @pytest.mark.parametrize("name", ["coat", SAVING], ids=["coat", "saving"])
 def test_copies_checkpointing_compiled_code_and_back(name):
     model = block()

@@ -188,7 +188,6 @@ def test_a_scaled_model_learns(name):
     assert losses[0].item() == pytest.approx(math.log(256), abs=0.1) and losses[-1].item() < 2.5
 
 
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")  # dynamo
 @pytest.mark.parametrize("name", ["unit_scaling", "mu_s"])
 def test_copies_checkpointing_compiled_code_and_back(name):
     model = fmtsim.convert(gpt(), name, generator=0)

@@ -108,7 +108,6 @@ def test_delayed_scales_are_saved_and_loaded():
 
 @pytest.mark.parametrize("name", ["te_delayed", "fp8lm"])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
 def test_calls_without_gradients_are_not_remembered(name, compiled):
     torch._dynamo.reset()
     model = convert(net(blocks=1), recipe=name)
@@ -302,8 +301,6 @@ def test_copies_remember_nothing():
     assert copy.deepcopy(calls)._last is None and pickle.loads(pickle.dumps(calls))._last is None
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 def test_compiled_stretches_are_recorded_once():
     torch._dynamo.reset()
     expected = run(convert(Stack("not reentrant"), recipe="te_delayed"))

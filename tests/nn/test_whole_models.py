@@ -20,11 +20,6 @@ from tests.support.bits import all_same_bits
 from tests.support.models import hugging_face
 from tests.support.operands import normal
 
-pytestmark = [  # torch's own tracer and backend
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),
-]
-
 TOKENS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
