@@ -32,6 +32,7 @@ from fmtsim.casts.ops import decode as decode_elements
 from fmtsim.casts.ops import encode as encode_elements
 from fmtsim.casts.ops import load_engine
 from fmtsim.formats.packing import code_dtype, pack, unpack
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.optim.rules import square_root
@@ -110,6 +111,7 @@ def _engine(x: Tensor) -> Any:
 
 
 Parts = dict[str, Tensor]
+_BF16 = get_format("bf16")
 EXPONENTS = (-126, 126)
 """Powers of two that scales may be: both they and their reciprocals are normal."""
 
@@ -148,7 +150,10 @@ def decode(parts: Mapping[str, Tensor], fmt: StateFormat, shape: tuple[int, ...]
         q = expand(q, *(parts[name].view(-1, 1) for name in ("scale", "power", "centre")))
     elif fmt.scaling is not None:
         scale = parts["scale"].view(-1, 1)
-        q = q / scale if fmt.scaling.arithmetic == "decode_divides" else q * scale
+        if fmt.scaling.power_of_two is not None:  # its reciprocal is exact, and a product is quicker than a quotient
+            scale = torch.ones_like(scale) / scale
+        divides = fmt.scaling.arithmetic == "decode_divides" and fmt.scaling.power_of_two is None
+        q = q / scale if divides else q * scale
     return q.reshape(-1)[:count].view(shape)
 
 
@@ -170,6 +175,8 @@ def element_values(codes: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the float32 values of unpacked codes."""
     if fmt.bits <= 8:
         return _values(fmt, codes.device)[codes.to(torch.int64)]
+    if fmt == _BF16:  # the leading bits of a float32
+        return (codes.to(torch.int32) << 16).view(torch.float32)
     return _decoded(codes.to(code_dtype(fmt.bits)), fmt)
 
 
