@@ -97,7 +97,7 @@ def test_what_does_not_exist_is_found():
     assert broken_links("[a](docs/nothing.md) [b](README.md#nowhere) [c](docs/ptq.md#memory)", page) == [
         "docs/nothing.md", "README.md#nowhere",
     ]  # fmt: skip
-    assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.diff") == [
+    assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.registry") == [
         "fmtsim.ptq.QuantisedCache", "fmtsim.quantise",
     ]  # fmt: skip
     assert missing_files("`docs/ptq.md` and `tests/nothing.py`") == ["tests/nothing.py"]

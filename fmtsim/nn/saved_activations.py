@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fmtsim.casts.autograd import OnceOnly
 from fmtsim.nn.forward import Substituted, unwrap_parts, wrap_parts
 from fmtsim.nn.operations import ModelMode
-from fmtsim.recipes.activations import SavedActivations
+from fmtsim.recipes.build import SavedActivations
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import without_own_modes
 

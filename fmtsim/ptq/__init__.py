@@ -2,7 +2,7 @@
 """Post-training quantisation: a trained model, a recipe, a few batches, and a quantised model with a report."""
 
 from fmtsim.ptq.cache import QuantisedCache
-from fmtsim.ptq.registry import (
+from fmtsim.ptq.catalogue import (
     get_ptq_recipe,
     list_ptq_recipes,
     load_ptq_recipe,

@@ -11,8 +11,7 @@ from torch import nn
 
 from fmtsim.nn.convert import REASONS
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.ptq.calibrate import Slot
-from fmtsim.ptq.ranges import limit, static_scale
+from fmtsim.ptq.calibrate import Slot, limit, static_scale
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.support.table import Rows, Tabular

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a quantised model, and put it into a fresh one without calibrating again."""
+"""Save a quantised model and put it into a fresh one; operators beside products that a recipe quantises."""
 
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
 from fmtsim.nn.attention import convert_attention
@@ -12,8 +12,8 @@ from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.ptq.calibrate import Products
-from fmtsim.ptq.extended import extend
-from fmtsim.ptq.registry import ptq_recipe_from_dict, ptq_recipe_to_dict
+from fmtsim.ptq.catalogue import ptq_recipe_from_dict, ptq_recipe_to_dict
+from fmtsim.ptq.grid import nearest
 from fmtsim.ptq.report import ptq_report
 from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
 from fmtsim.ptq.steps import scales_of
@@ -21,6 +21,49 @@ from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.records import check_items, record_of
+
+_QUANTIZER = "_fmtsim_ptq_input"  # of a module whose input is rounded
+
+
+def extend(model: nn.Module, quantizer: Quantizer, *, weights: bool = True) -> tuple[str, ...]:
+    """Round the inputs of normalisation and softmax modules at every call, and embeddings once; return their names.
+
+    Normalisations are modules with "norm" in the name of their class. An embedding that shares its weight with a
+    quantised layer has that layer's. ``weights=False`` leaves embeddings as they are: they were loaded.
+    """
+    contract(model)  # an earlier quantisation, reverted
+    taken = {id(p) for module in model.modules() if isinstance(module, EmulatedModule) for p in module.parameters()}
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) not in taken:
+            if weights:
+                with torch.no_grad():
+                    module.weight.copy_(nearest(module.weight, quantizer))
+        elif isinstance(module, nn.Softmax | nn.LogSoftmax) or "norm" in type(module).__name__.lower():
+            module.__dict__[_QUANTIZER] = quantizer
+            module.register_forward_pre_hook(_round_input)
+        else:
+            continue
+        names.append(name)
+    return tuple(names)
+
+
+def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Round the first argument of a module, as a matrix of rows along its last axis."""
+    if not (args and isinstance(args[0], Tensor) and args[0].is_floating_point()):
+        return args
+    x = args[0]
+    rounded = nearest(x.reshape(-1, x.shape[-1] if x.dim() else 1), module.__dict__[_QUANTIZER])
+    return (rounded.to(x.dtype).reshape(x.shape), *args[1:])
+
+
+def contract(model: nn.Module) -> None:
+    """Let inputs be as they are again; embeddings are put back by the caller."""
+    for module in model.modules():
+        if module.__dict__.pop(_QUANTIZER, None) is not None:
+            for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _round_input]:
+                del module._forward_pre_hooks[key]
+
 
 Model = TypeVar("Model", bound=nn.Module)
 RECIPE = "_fmtsim_ptq_recipe"  # on the root: the record

@@ -13,11 +13,19 @@ from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.convolutions import EmulatedConvTranspose
 from fmtsim.nn.modules import STATE, EmulatedBilinear, EmulatedModule
-from fmtsim.ptq.calibrate import Part, Products, Slot, call, evaluating
-from fmtsim.ptq.gptq import gptq
-from fmtsim.ptq.grid import grid_of, nearest
-from fmtsim.ptq.learned import learned_rounding
-from fmtsim.ptq.ranges import choose_top, collect, limit, quantised_input, static_scale
+from fmtsim.ptq.calibrate import (
+    Part,
+    Products,
+    Slot,
+    call,
+    choose_top,
+    collect,
+    evaluating,
+    limit,
+    quantised_input,
+    static_scale,
+)
+from fmtsim.ptq.grid import gptq, grid_of, learned_rounding, nearest
 from fmtsim.ptq.reshape import smooth
 from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale

@@ -19,12 +19,11 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import machine_of
 from fmtsim.nn.raw_matmuls import own_matrices
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
-from fmtsim.ptq.extended import contract, extend
-from fmtsim.ptq.registry import get_ptq_recipe
+from fmtsim.ptq.catalogue import get_ptq_recipe
 from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
-from fmtsim.ptq.state import RECIPE, WEIGHTS, rounded_weights
+from fmtsim.ptq.state import RECIPE, WEIGHTS, contract, extend, rounded_weights
 from fmtsim.ptq.steps import bias_corrects, calibrated, install, measure, measure_batch_norm, round_weights
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning

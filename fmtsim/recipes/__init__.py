@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: published ways of running a model's matrix products in low precision, by name."""
 
-from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
-from fmtsim.recipes.diff import diff
-from fmtsim.recipes.registry import get_recipe, list_recipes, register_recipe
+from fmtsim.recipes.build import SavedActivations
+from fmtsim.recipes.registry import diff, get_recipe, list_recipes, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
 from fmtsim.recipes.system import Level, OptimizerConfig

@@ -8,9 +8,19 @@ from fmtsim.formats.block import FP32, scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALE_RULES, History, PowerOfTwo, ScaleRule, Scaling
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import flash_attention_3
-from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, E4M3, FORWARD, HOPPER, STOCHASTIC, cast, layer
+from fmtsim.recipes.build import (
+    BF16,
+    BLACKWELL,
+    CHAIN,
+    E4M3,
+    FORWARD,
+    HOPPER,
+    STOCHASTIC,
+    SavedActivations,
+    cast,
+    layer,
+)
 from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule
 from fmtsim.recipes.system import Level, OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.unit import machine_name
-from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.build import SavedActivations
 from fmtsim.recipes.system import Level, OptimizerConfig, find_level
 from fmtsim.recipes.table import table_html, table_text
 from fmtsim.spec.datapath import Datapath

@@ -32,8 +32,8 @@ from fmtsim.ptq import (
     register_ptq_recipe,
     save_ptq_recipe,
 )
+from fmtsim.ptq.calibrate import least_error, percentile, static_scale
 from fmtsim.ptq.catalogue import RECIPES, minifloat, operand
-from fmtsim.ptq.ranges import least_error, percentile, static_scale
 from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
 from fmtsim.recipes.spec import Steps

@@ -31,7 +31,7 @@ from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.cli.results import load_tensors
 from fmtsim.lab.explain import explain
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
-from fmtsim.ptq.registry import get_ptq_recipe, load_ptq_recipe, ptq_recipe_from_dict, ptq_recipe_to_dict
+from fmtsim.ptq.catalogue import get_ptq_recipe, load_ptq_recipe, ptq_recipe_from_dict, ptq_recipe_to_dict
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe

@@ -99,7 +99,7 @@ def reductions() -> Iterable[str]:
 
 def schemes() -> Iterable[str]:
     """Return the schemes of post-training quantisation."""
-    from fmtsim.ptq.registry import list_ptq_recipes
+    from fmtsim.ptq.catalogue import list_ptq_recipes
 
     return list_ptq_recipes()
 

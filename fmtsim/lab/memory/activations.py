@@ -16,7 +16,7 @@ from fmtsim.lab.memory.bits import bits_of, bits_per_element
 from fmtsim.lab.memory.estimate import MemoryLine, SavedTensor
 from fmtsim.lab.memory.sizes import ModelSize
 from fmtsim.lab.memory.weights import Weight
-from fmtsim.recipes.activations import SavedActivations
+from fmtsim.recipes.build import SavedActivations
 
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "eager"]

@@ -14,7 +14,7 @@ from fmtsim.lab.search.sampler import Sampler
 from fmtsim.lab.search.switching import Loss, SwitchingModel, relative_noise, require_some
 from fmtsim.nn.planning import machine_of
 from fmtsim.ptq.calibrate import batches_of, check_model
-from fmtsim.ptq.registry import get_ptq_recipe
+from fmtsim.ptq.catalogue import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, shown

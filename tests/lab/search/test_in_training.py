@@ -15,7 +15,7 @@ from fmtsim.lab.search.channels import counted, links_of, narrow, narrowed
 from fmtsim.lab.search.in_training import _Search
 from fmtsim.lab.search.sampler import Sampler
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.ptq.registry import get_ptq_recipe
+from fmtsim.ptq.catalogue import get_ptq_recipe
 from fmtsim.support.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

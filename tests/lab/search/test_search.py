@@ -18,7 +18,7 @@ from fmtsim.lab.search.choice import front, least_loss
 from fmtsim.lab.search.result import SearchResult
 from fmtsim.lab.search.switching import relative_noise
 from fmtsim.lab.search.verb import _Found, _sample
-from fmtsim.ptq.registry import get_ptq_recipe
+from fmtsim.ptq.catalogue import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
