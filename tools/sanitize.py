@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from unittest import mock
 
 import torch
@@ -30,6 +29,7 @@ import torch
 import fmtsim
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import self_test
+from fmtsim.engines.cuda.gemm.fast_path import FastPath
 from fmtsim.engines.cuda.runtime.warmup import variants
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.scaling import Scaling
@@ -202,7 +202,7 @@ def products(device: torch.device, few: bool) -> None:
     """Multiply on every unit, by every path that takes the product and by the general one."""
     groups(device)
     shapes = ((5, 3, 40), (130, 70, 96)) if few else ((1, 1, 1), (5, 3, 40), (130, 70, 96), (64, 129, 67))
-    paths = (DISPATCH.FAST, (DISPATCH.aligned_fp64_fma,), ())
+    paths = (DISPATCH.FAST, (DISPATCH.FP64_FMA,), ())
     for unit in fmtsim.list_units():
         for mode in fmtsim.get_unit(unit).modes[:: 2 if few else 1]:
             names = mode.inputs or ("bf16", "fp32")
@@ -212,7 +212,7 @@ def products(device: torch.device, few: bool) -> None:
                     multiply(spec, (m, n, k), device, path, kind=("normal", "special", "wide")[place])
 
 
-def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tuple[ModuleType, ...], kind: str) -> None:
+def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tuple[FastPath, ...], kind: str) -> None:
     """Multiply once, with an addend and scales wherever there are some."""
     m, n, k = shape
     kind = "normal" if "fp64" in (spec.a.name, spec.b.name) else kind

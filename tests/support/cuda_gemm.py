@@ -3,7 +3,6 @@
 
 import importlib
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 
@@ -12,6 +11,7 @@ from fmtsim.engines.cpu.gemm.engine import gemm as cpu_gemm
 from fmtsim.engines.cpu.gemm.engine import supports_gemm as cpu_supports
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import self_test
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Plan
 from fmtsim.engines.cuda.gemm.job import TILE, Gpu, Job, accumulation_order, gpu_of
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import sum_dtype
@@ -53,7 +53,7 @@ def moved(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
-def install(monkeypatch, device: torch.device, *, fast: bool | tuple[ModuleType, ...]) -> Engine:
+def install(monkeypatch, device: torch.device, *, fast: bool | tuple[FastPath, ...]) -> Engine:
     """Make the helpers of products call the CUDA engine, with all its fast paths, none, or some."""
     engine = Engine(device)
     monkeypatch.setattr(gemm_engine, "supports_gemm", engine.supports_gemm)
@@ -82,14 +82,15 @@ def job_of(a, b, spec, c=None, scale_a=None, scale_b=None, *, device="cpu", rand
     return Job(**given, spec=spec, random=random, out=out, order=order, gpu=gpu)
 
 
-def product_of(path: ModuleType, a, b, spec, *rest, device="cpu"):
+def product_of(path: FastPath, a, b, spec, *rest, device="cpu"):
     """Return the sums [parts, M, N] of a path that takes a product, 7 where it wrote nothing, and its marks."""
     job = job_of(a, b, spec, *rest, device=device)
-    assert path.programs(job) is not None
+    plan = path.plan(job)
+    assert plan is not None
     m, n = job.out.shape
     sums = torch.full((len(job.order.parts), m, n), 7, dtype=job.dtype, device=job.a.device)
     marks = torch.zeros(-(-m // TILE), -(-n // TILE), dtype=torch.uint8, device=job.a.device)
-    path.run(job, sums, marks)
+    path.run(job, plan, sums, marks)
     return sums.cpu(), marks.cpu()
 
 
@@ -105,7 +106,7 @@ def expected(a, b, spec, c=None, scale_a=None, scale_b=None) -> torch.Tensor:
     return oracle(a, b, spec, sum_dtype(spec.datapath), **{name: x for name, x in given.items() if x is not None})
 
 
-def check(path: ModuleType, a, b, spec, *rest, device="cpu") -> int:
+def check(path: FastPath, a, b, spec, *rest, device="cpu") -> int:
     """Fail unless all tiles that a path keeps have the right bits; return how many it leaves."""
     sums, marks = product_of(path, a, b, spec, *rest, device=device)
     m, n = sums.shape[1:]
@@ -114,7 +115,7 @@ def check(path: ModuleType, a, b, spec, *rest, device="cpu") -> int:
     return int(marks.sum())
 
 
-def check_kinds(path: ModuleType, spec, shape, kinds, device="cpu", with_c=False) -> list[int]:
+def check_kinds(path: FastPath, spec, shape, kinds, device="cpu", with_c=False) -> list[int]:
     """Check operands of several kinds of numbers; return how many tiles are left of each."""
     m, n, k = shape
     left = []
@@ -151,18 +152,17 @@ def dispatched(spec, shape=(5, 6, 40), **options) -> torch.Tensor:
     return out.cpu()
 
 
-class Path(ModuleType):
+class Path:
     """A fast path that is the general one, with an error planted behind it."""
 
     def __init__(self, spoil=None, name: str = "fake") -> None:
-        super().__init__(name)
-        self.spoil, self.ran, self.asked = spoil, 0, 0
+        self.name, self.spoil, self.ran, self.asked = name, spoil, 0, 0
 
-    def programs(self, job):
+    def plan(self, job):
         self.asked += 1
-        return (("fake.cu", "fake", (("BLOCK", str(job.order.block)), ("KEPT", "23"))),)
+        return Plan(None, (("fake.cu", "fake", (("BLOCK", str(job.order.block)), ("KEPT", "23"))),))
 
-    def run(self, job, sums, marks) -> None:
+    def run(self, job, plan, sums, marks) -> None:
         self.ran += 1
         GENERAL.run(job, sums, None)
         if self.spoil is not None:

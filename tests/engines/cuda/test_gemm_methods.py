@@ -8,13 +8,9 @@ import torch
 
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm import (
-    aligned_fp64_fma,
-    aligned_fp64_mma,
-    aligned_fp64_mma_configurations,
-    block_scaled,
-    fma_chain,
-)
+from fmtsim.engines.cuda.gemm import aligned_fp64_fma, aligned_fp64_mma, fma_chain
+from fmtsim.engines.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP64_FMA, FP64_MMA
+from fmtsim.engines.cuda.gemm.job import Gpu
 from tests.support.bits import assert_same_bits
 from tests.support.cuda_cases import custom
 from tests.support.cuda_gemm import check, expected, job_of, product_of
@@ -57,20 +53,20 @@ def test_a_sum_that_doubles_would_round_twice_is_left(device):
     a = torch.tensor([[tiny, tie]]).half()
     for factor, left in ((1.0, 0), (tiny, 1)):  # 2^-24 breaks the tie within 53 bits, 2^-48 * 2^-7 does not
         b = torch.tensor([[factor, 1.0 if left == 0 else 2.0**7]]).half()
-        assert check(fma_chain, a, b, spec, device=device) == left
+        assert check(FMA_CHAIN, a, b, spec, device=device) == left
 
 
 def test_a_block_that_doubles_do_not_hold_is_left(device):
     spec = gemm_spec(replace(FMA, block=4), "bf16")
     a = torch.tensor([[2.0**30, 2.0**-30, -(2.0**30), 0.0]]).bfloat16()
-    assert check(fma_chain, a, torch.ones(1, 4).bfloat16(), spec, device=device) == 1
+    assert check(FMA_CHAIN, a, torch.ones(1, 4).bfloat16(), spec, device=device) == 1
 
 
 def test_sums_beyond_the_accumulator_are_left(device):
     for accumulator, fmt in ((custom(5, 8), "e4m3"), ("fp16", "bf16")):
         spec = gemm_spec(replace(FMA, accumulator=accumulator), fmt)
         a, b = torch.full((1, 3), 256.0), torch.tensor([[200.0, 200.0, -200.0]])
-        assert check(fma_chain, *(x.to(DTYPES[fmt]) for x in (a, b)), spec, device=device) == 1
+        assert check(FMA_CHAIN, *(x.to(DTYPES[fmt]) for x in (a, b)), spec, device=device) == 1
 
 
 def test_chains_that_keep_the_sign_of_zero(device):
@@ -78,20 +74,20 @@ def test_chains_that_keep_the_sign_of_zero(device):
     a = torch.tensor([[-0.0, -0.0], [0.0, -0.0], [1.0, -1.0], [-1e-30, 0.0]]).bfloat16()
     b = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [1e-30, 1.0]]).bfloat16()
     for c in (None, torch.full((4, 3), -0.0)):
-        assert check(fma_chain, a, b, spec, c, device=device) == 0
+        assert check(FMA_CHAIN, a, b, spec, c, device=device) == 0
     other = gemm_spec(replace(spec.datapath, accumulator="fp16"), "bf16")
-    assert fma_chain.programs(job_of(a, b, other)) is None
+    assert FMA_CHAIN.plan(job_of(a, b, other)) is None
 
 
 def test_a_chain_below_zero_that_underflows_joins_a_sum_of_minus_zero(device):
     spec = gemm_spec(FMA, "fp32", plan=GemmPlan(promote_every=2))
     a, b = torch.full((2, 4), 2.0**-120), torch.full((3, 4), -(2.0**-120))
-    assert check(fma_chain, a, b, spec, torch.full((2, 3), -0.0), device=device) == 0
+    assert check(FMA_CHAIN, a, b, spec, torch.full((2, 3), -0.0), device=device) == 0
 
 
 def test_panels_of_pairs(device):
     spec = gemm_spec(replace(FMA, accumulator="bf16"), "bf16")
-    assert check(fma_chain, *operands("bf16", 130, 258, 3), spec, device=device) == 0
+    assert check(FMA_CHAIN, *operands("bf16", 130, 258, 3), spec, device=device) == 0
 
 
 # Aligned sums in float64.
@@ -108,7 +104,7 @@ def test_ties_of_terms(with_c, block, term, device):
     a[:, ::block] = 16.0
     b[1::2] = torch.where(drawn(10, 6 * block) > 0, 1.0, -1.0)
     c = (2 * drawn(33, 20) + 1) / 2 if with_c else None
-    assert check(aligned_fp64_fma, a.bfloat16(), b.bfloat16(), spec, c, device=device) == 0
+    assert check(FP64_FMA, a.bfloat16(), b.bfloat16(), spec, c, device=device) == 0
     even = a[:, 1:2] * torch.ones(1, block)  # sums to nearest of all terms at once would differ
     assert (even.sum(1) != even.round().sum(1)).any()
 
@@ -121,7 +117,7 @@ def test_the_longest_sums_of_terms(device):
     signs = torch.tensor([[1.0], [-1.0]]).half()
     c = torch.tensor([[3.999, -3.999], [3.9999998, 2.5]])
     for addend_of in (None, c, -c):
-        assert check(aligned_fp64_fma, largest * signs, largest, spec, addend_of, device=device) == 0
+        assert check(FP64_FMA, largest * signs, largest, spec, addend_of, device=device) == 0
     longer = gemm_spec(replace(NEAREST, min_exponent=None, fraction_bits=26), "fp16")
     assert aligned_fp64_fma.shape_of(longer, 16) is None
 
@@ -134,7 +130,7 @@ def test_numbers_just_below_a_multiple_of_the_grid(device):
     a[:, 2], b[:, 2] = 2.0**-12, -(2.0**-13)
     a[:, 3], b[:, 3] = 2.0**-12, -(2.0**-14)
     spec = gemm_spec(Datapath(block=16, fraction_bits=25, min_exponent=-133), "fp16")
-    for path in (aligned_fp64_fma, aligned_fp64_mma):
+    for path in (FP64_FMA, FP64_MMA):
         assert check(path, a.half(), b.half(), spec, device=device) == 0
 
 
@@ -142,16 +138,14 @@ def test_random_words_of_four_columns(device):
     """Columns in multiples of 64 share counters; several panels, of which both operands change places."""
     spec = gemm_spec(replace(BFLOAT_SUMS, rounding="stochastic"), "bf16")
     for m, n, k in ((3, 192, 20), (130, 64, 5)):
-        assert check(aligned_fp64_fma, *operands("bf16", m, n, k), spec, device=device) == 0
+        assert check(FP64_FMA, *operands("bf16", m, n, k), spec, device=device) == 0
 
 
 def test_sums_that_leave_the_accumulator(device):
     ones, small = torch.full((1, 16), 100.0).bfloat16(), torch.full((1, 16), 2.0**-66).bfloat16()
     narrow = gemm_spec(replace(BFLOAT_SUMS, accumulator="fp16"), "bf16")
-    assert check(aligned_fp64_fma, ones, ones, narrow, device=device) == 1
-    assert (
-        check(aligned_fp64_fma, small, small, gemm_spec(BFLOAT_SUMS, "bf16"), device=device) == 1
-    )  # sums are subnormal
+    assert check(FP64_FMA, ones, ones, narrow, device=device) == 1
+    assert check(FP64_FMA, small, small, gemm_spec(BFLOAT_SUMS, "bf16"), device=device) == 1  # sums are subnormal
 
 
 def test_scales_that_lead_too_far_are_left(device):
@@ -159,8 +153,8 @@ def test_scales_that_lead_too_far_are_left(device):
     a, b = operands("bf16", 3, 4, 64)
     for power, left in ((40, 0), (127, 1), (-126, 0)):
         scales = torch.full((3, 2), 2.0**power), torch.full((4, 2), 2.0**-40)
-        assert check(aligned_fp64_fma, a, b, spec, None, *scales, device=device) == left
-    assert check(aligned_fp64_fma, a * 2.0**-60, b, spec, None, torch.full((3, 2), 2.0**-126), None, device=device) == 1
+        assert check(FP64_FMA, a, b, spec, None, *scales, device=device) == left
+    assert check(FP64_FMA, a * 2.0**-60, b, spec, None, torch.full((3, 2), 2.0**-126), None, device=device) == 1
 
 
 # Aligned sums on the fp64 tensor core.
@@ -171,20 +165,20 @@ def test_scales_that_lead_too_far_are_left(device):
 def test_exponents_of_any_width(fmt, low, device):
     """What lies too far below its row is left to another path, never wrong."""
     a, b = (wide(rows, 100, seed=rows, low=low, high=12).to(DTYPES[fmt]) for rows in (70, 140))
-    assert check(aligned_fp64_mma, a, b, definition(fmt), device=device) == 0 or low < -12
+    assert check(FP64_MMA, a, b, definition(fmt), device=device) == 0 or low < -12
 
 
 @pytest.mark.parametrize(("scale", "left"), [(1e-17, 0), (1e-20, 2), (1e18, 2), (1e19, 2)])
 def test_ends_of_the_range_are_left(scale, left, device):
     a, b = ((normal(rows, 100, seed=rows) * scale).bfloat16() for rows in (70, 140))
-    assert check(aligned_fp64_mma, a, b, definition("bf16"), device=device) == left
+    assert check(FP64_MMA, a, b, definition("bf16"), device=device) == left
 
 
 @pytest.mark.parametrize(("fmt", "power"), [("e4m3", 0), ("e4m3", 50), ("bf16", 0), ("bf16", 50), ("bf16", -140)])
 def test_addends_of_any_size(fmt, power, device):
     c = normal(70, 140, seed=3).bfloat16().float() * 2.0**power
     c[0, :9], c[1, 5] = 0, -0.0
-    assert check(aligned_fp64_mma, *operands(fmt), definition(fmt), c, device=device) == 0 or power < -100
+    assert check(FP64_MMA, *operands(fmt), definition(fmt), c, device=device) == 0 or power < -100
 
 
 @pytest.mark.parametrize("power", [0, -8, -70])
@@ -194,22 +188,22 @@ def test_addends_of_rows_of_zeros(power, device):
     a[2:60:2], b[:, :64] = 0, 16 * b[:, :64]
     spec = definition("bf16", unit=Datapath(block=32, fraction_bits=8))
     c = normal(70, 140, seed=3).bfloat16().float() * 2.0**power
-    assert check(aligned_fp64_mma, a, b, spec, c, device=device) == 0 or power < -8
+    assert check(FP64_MMA, a, b, spec, c, device=device) == 0 or power < -8
 
 
 @pytest.mark.parametrize(("kept", "terms"), [(13, "toward_zero"), (9, "toward_zero"), (13, "down")])
 def test_chains_that_the_next_block_need_not_cut_again(kept, terms, device):
     """A chain keeps what is below the accumulator's last place only where the next block truncates that anyway."""
     unit = Datapath(block=32, fraction_bits=13, accumulator=custom(8, kept), term_rounding=terms)
-    numbers = aligned_fp64_mma.plan_of(definition("e4m3", unit=unit), 32, 100)
+    numbers = aligned_fp64_mma.floor_of(definition("e4m3", unit=unit), 32, 100)
     assert numbers is not None and numbers.single and numbers.kept == kept
-    assert check(aligned_fp64_mma, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
+    assert check(FP64_MMA, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
 
 
 @pytest.mark.parametrize(("fmt", "eight"), [("e4m3", True), ("fp16", False)])
 def test_spacings_of_powers(fmt, eight):
     """A spacing of 8 takes a shift; formats of many exponents have no room for it."""
-    assert (aligned_fp64_mma.plan_of(definition(fmt), 32, 100).spacing == 8) is eight
+    assert (aligned_fp64_mma.floor_of(definition(fmt), 32, 100).spacing == 8) is eight
 
 
 @pytest.mark.slow
@@ -217,15 +211,15 @@ def test_spacings_of_powers(fmt, eight):
 def test_scaled_promotion(successive, device):
     plan = replace(SLOW, scaled_promotion=True, successive_scales=successive)
     scales = [torch.rand((rows, 2), generator=torch.Generator().manual_seed(rows)) for rows in (70, 140)]
-    assert check(aligned_fp64_mma, *operands("e4m3"), definition("e4m3", plan=plan), None, *scales, device=device) == 0
+    assert check(FP64_MMA, *operands("e4m3"), definition("e4m3", plan=plan), None, *scales, device=device) == 0
     c = normal(70, 140, seed=3)
-    assert check(aligned_fp64_mma, *operands("e4m3"), definition("e4m3", plan=SLOW), c, device=device) == 0
+    assert check(FP64_MMA, *operands("e4m3"), definition("e4m3", plan=SLOW), c, device=device) == 0
 
 
 def test_one_operand_with_scales(device):
     spec = definition("e4m3", unit="blackwell.tcgen05.mxf8f6f4")
     scale = unit_scales(spec, 70, 100, "normal", 1)
-    assert check(aligned_fp64_mma, *operands("e4m3"), spec, None, scale, None, device=device) == 0
+    assert check(FP64_MMA, *operands("e4m3"), spec, None, scale, None, device=device) == 0
 
 
 KINDS = {  # of aligned_fp64_mma.cu, by unit, format and plan
@@ -238,10 +232,9 @@ KINDS = {  # of aligned_fp64_mma.cu, by unit, format and plan
     "blocks-of-8": ("hopper.wgmma", "tf32", GemmPlan()),
 }
 MORE = [(4, 1, 3, 1), (2, 2, 3, 2, 8), (2, 2, 3, 2, 32, True), (1, 1, 3, 4, 8, True)]
-CHOICES = aligned_fp64_mma_configurations.CHOICES
+CHOICES = aligned_fp64_mma.CHOICES
 ALL_CHOICES = sorted(
-    {choice for choices in CHOICES.values() for choice in choices}
-    | {aligned_fp64_mma_configurations.Choice(*more) for more in MORE}
+    {choice for choices in CHOICES.values() for choice in choices} | {aligned_fp64_mma.Choice(*more) for more in MORE}
 )
 
 
@@ -251,24 +244,23 @@ ALL_CHOICES = sorted(
 def test_every_choice(choice, kind, device, monkeypatch):
     """What ptxas makes of a specialisation has been wrong where the same source, as another one, was right."""
     unit, fmt, plan = KINDS[kind]
-    monkeypatch.setattr(aligned_fp64_mma_configurations, "CHOICES", dict.fromkeys(CHOICES, (choice,)))
-    aligned_fp64_mma._shape.cache_clear()
+    monkeypatch.setattr(aligned_fp64_mma, "CHOICES", dict.fromkeys(CHOICES, (choice,)))
+    aligned_fp64_mma.configuration_of.cache_clear()
     try:
         spec = definition(fmt, unit=unit, plan=plan)
-        assert check(aligned_fp64_mma, *operands(fmt, k=300), spec, device=device) == 0
+        assert check(FP64_MMA, *operands(fmt, k=300), spec, device=device) == 0
     finally:
-        aligned_fp64_mma._shape.cache_clear()
+        aligned_fp64_mma.configuration_of.cache_clear()
 
 
 def chosen(kind, **change):
+    """Return the macros of a kind of product on an H200."""
     unit, fmt, plan = KINDS[kind]
     block = {"tf32": 8, "bf16": 16, "fp16": 16, "e4m3": 32}[fmt]
-    numbers = aligned_fp64_mma.plan_of(definition(fmt, unit=unit, plan=plan), block, 4096)
-    rest = int(plan != GemmPlan()), numbers.two_words, numbers.wide, numbers.down, numbers.single
-    shape = aligned_fp64_mma_configurations.fitting(
-        block, block, *rest, numbers.fraction_bits, numbers.kept, numbers.spacing == 8, limit=227 << 10
-    )
-    return shape._replace(**change)
+    floor = aligned_fp64_mma.floor_of(definition(fmt, unit=unit, plan=plan), block, 4096)
+    gpu = Gpu((9, 0), 227 << 10)
+    how = aligned_fp64_mma.configuration_of(floor, block, int(plan != GemmPlan()), gpu)._replace(**change)
+    return FP64_MMA._product_macros(None, aligned_fp64_mma.Specialisation(floor, how))
 
 
 @needs_nvrtc
@@ -278,13 +270,13 @@ def test_usual_kernels_do_not_spill(kind):
     from cuda.bindings import nvrtc
 
     of_13_0 = kind == "long" and nvrtc.nvrtcVersion()[1:] == (13, 0)  # so it was measured for docs/performance.md
-    assert spilled(runtime.compiled("aligned_fp64_mma.cu", "sm_90", chosen(kind).defines).code) == (8 if of_13_0 else 0)
+    assert spilled(runtime.compiled("aligned_fp64_mma.cu", "sm_90", chosen(kind)).code) == (8 if of_13_0 else 0)
 
 
 @needs_nvrtc
 def test_spills_are_noticed():
     crowded = chosen("long", columns=4, halves=2, resident=2)
-    assert spilled(runtime.compiled("aligned_fp64_mma.cu", "sm_90", crowded.defines).code) > 0
+    assert spilled(runtime.compiled("aligned_fp64_mma.cu", "sm_90", crowded).code) > 0
 
 
 # Block scales.
@@ -296,7 +288,7 @@ def test_blocks_of_zeros_may_have_the_smallest_scale(device):
     scales = [unit_scales(spec, rows, 192, "normal", rows) for rows in (20, 12)]
     a[3], scales[0][3] = 0, 2.0**-127
     b[5, 32:64], scales[1][5, 1] = 0, 2.0**-127
-    assert check(block_scaled, a, b, spec, None, *scales, device=device) == 0
+    assert check(BLOCK_SCALED, a, b, spec, None, *scales, device=device) == 0
 
 
 @pytest.mark.parametrize("by", [{0: 1}, {64: 1, 65: -1}], ids=["the sum so far", "products that cancel"])
@@ -307,7 +299,7 @@ def test_groups_far_below_the_alignment(by, device):
     a[:, list(by)], a[:, 96] = torch.tensor(list(by.values())).float(), torch.tensor([1.5, -1.5])
     scales = torch.ones(2, 4), torch.ones(17, 4)
     scales[1][:, 3 - (len(by) == 1) :] = torch.exp2(-torch.arange(28.0, 45))[:, None]
-    assert check(block_scaled, a, b, spec, None, *scales, device=device) == 0
+    assert check(BLOCK_SCALED, a, b, spec, None, *scales, device=device) == 0
 
 
 @pytest.mark.parametrize(("power", "left"), [(50, 0), (51, 1), (-50, 0), (-51, 1)])
@@ -316,20 +308,20 @@ def test_scales_far_from_one_are_left(power, left, device):
     for side in (0, 1):
         scales = [torch.ones(3, 2), torch.ones(4, 2)]
         scales[side][2, 1] = 2.0**power
-        assert check(block_scaled, a, b, gemm_spec(MXF4, "e2m1"), None, *scales, device=device) == left
+        assert check(BLOCK_SCALED, a, b, gemm_spec(MXF4, "e2m1"), None, *scales, device=device) == left
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide"])
 def test_group_by_group_alone(kind, emulated, monkeypatch):
-    real = block_scaled._shape
-    monkeypatch.setattr(block_scaled, "_shape", lambda *args: replace(real(*args), spread=-1))
+    real = BLOCK_SCALED._shape
+    monkeypatch.setattr(BLOCK_SCALED, "_shape", lambda job: replace(real(job), spread=-1))
     spec = gemm_spec(replace(MXF4, scale="ue4m3", scale_block=16), "e2m1")
     a, b = operands("e2m1", 20, 12, 256)
     scales = [unit_scales(spec, rows, 256, kind, rows) for rows in (20, 12)]
-    assert_same_bits(product_of(block_scaled, a, b, spec, None, *scales)[0][0], expected(a, b, spec, None, *scales))
+    assert_same_bits(product_of(BLOCK_SCALED, a, b, spec, None, *scales)[0][0], expected(a, b, spec, None, *scales))
 
 
 def test_devices_without_fp64_tensor_cores(emulated):
     job = job_of(*operands("bf16"), gemm_spec(get_unit("hopper.wgmma").mode("bf16", "bf16"), "bf16"))
-    assert aligned_fp64_mma.programs(job) is not None and aligned_fp64_fma.programs(job) is not None
-    assert aligned_fp64_mma.programs(replace(job, gpu=job.gpu._replace(capability=(8, 9)))) is None
+    assert FP64_MMA.plan(job) is not None and FP64_FMA.plan(job) is not None
+    assert FP64_MMA.plan(replace(job, gpu=job.gpu._replace(capability=(8, 9)))) is None

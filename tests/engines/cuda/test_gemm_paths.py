@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from fmtsim import Datapath, GemmPlan
-from fmtsim.engines.cuda.gemm import (
-    aligned_fp32_fma,
-    aligned_fp64_fma,
-    aligned_fp64_mma,
-    block_scaled,
-    fma_chain,
-    usual,
-)
+from fmtsim.engines.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA, variants
+from fmtsim.engines.cuda.gemm.job import promotion_of
 from tests.engines.cuda.emulator import emulated as pretend
 from tests.support import cuda_gemm, gemm_engine
 from tests.support.bits import assert_same_bits
@@ -56,7 +50,7 @@ def test_units(name, device):
 @pytest.mark.parametrize("name", [*CASES, *RARER])
 def test_units_on_every_kind(name, with_c, device):
     case = (CASES | RARER)[name]
-    if with_c and case.path in (aligned_fp32_fma, block_scaled):
+    if with_c and case.path in (FP32_FMA, BLOCK_SCALED):
         pytest.skip("the path takes no addend")
     for shape in (SHAPE, (3, 64, 40)) if case.unit.rounding.mode == "stochastic" else (SHAPE,):
         assert check_kinds(case.path, case.spec, shape, KINDS, device, with_c)[0] == 0
@@ -64,7 +58,7 @@ def test_units_on_every_kind(name, with_c, device):
 
 @paths
 def test_bits_of_the_oracle(case, device):
-    kind = "normal" if case.path in (fma_chain, aligned_fp64_fma) else "wide"  # of which these leave tiles
+    kind = "normal" if case.path in (FMA_CHAIN, FP64_FMA) else "wide"  # of which these leave tiles
     a, b, _, scale_a, scale_b = operands(case, 3, 2, 70, kind)
     given = {} if scale_a is None else {"scale_a": scale_a, "scale_b": scale_b}
     sums, marks = product_of(case.path, a, b, case.spec, None, scale_a, scale_b, device=device)
@@ -106,7 +100,7 @@ def test_zeros_of_both_signs(case, device):
 def test_plans_alone(case, plan, device):
     spec = replace(case.spec, plan=plan)
     a, b, _, *scales = operands(case, 20, 24, 100)
-    if case.path is block_scaled and plan.residue_first:
+    if case.path is BLOCK_SCALED and plan.residue_first:
         pytest.skip("groups would have two scales")
     sums, marks = product_of(case.path, a, b, spec, None, *scales, device=device)
     assert not marks.any()
@@ -142,7 +136,7 @@ def test_other_outer_sums(name, device):
     scaled = replace(case.spec, plan=GemmPlan(promote_every=16, scaled_promotion=True))
     narrow = replace(case.spec, datapath=replace(case.unit, promote_every=16, promotion="fp16"))
     for spec in (scaled, narrow) if case.a != "fp64" else (narrow,):
-        assert fma_chain.promotion_of(spec) == 2
+        assert promotion_of(spec) == 2
         assert check_kinds(case.path, spec, SHAPE, ("normal", "sparse"), device) == [0, 0]
 
 
@@ -171,9 +165,7 @@ def test_exponents_of_long_rows(turned, device):
     a[5], a[6, ::2] = 0, 0
     a = a.bfloat16().mT.contiguous().mT if turned else a.bfloat16()
     job = job_of(a, a, spec, device=device)
-    plan = aligned_fp64_mma._plan(job)
-    shape = aligned_fp64_mma._shape_of(job, plan)
-    _, bases = aligned_fp64_mma._packed(job, plan, shape, -(-job.order.blocks // shape.run) * shape.run, True)
+    bases, _ = FP64_MMA._packed(job, plan := FP64_MMA.plan(job), 0, FP64_MMA._panels(job, plan.shape)[0])
     nothing, special = -(1 << 20), 1 << 21
     assert bases.tolist() == [3, 60, 1, -20, special, nothing, *[-20] * 64, *[nothing] * 58]
 
@@ -191,7 +183,7 @@ def test_tiles_with_specials_are_left(case, device):
     want = expected(a, b, case.spec, None, *scales)
     assert marks.tolist() == [[1, 0], [1, 1]]
     assert_same_bits(sums[0][:128, 128:], want[:128, 128:])
-    assert (sums[0][128:, 128:] == 7).all() or case.path is aligned_fp64_mma
+    assert (sums[0][128:, 128:] == 7).all() or case.path is FP64_MMA
     out = torch.empty(140, 131, device=device)
     DISPATCH.gemm(*(cuda_gemm.moved(x, device) for x in (a, b, None, *scales)), case.spec, None, out)
     assert_same_bits(out.cpu(), want)
@@ -201,10 +193,10 @@ def test_tiles_with_specials_are_left(case, device):
 @paths
 def test_other_devices_and_threads_in_any_order(case, capability):
     with pretend(capability, reversed_order=True):
-        if case.path is not aligned_fp64_mma or capability == (8, 0):
+        if case.path is not FP64_MMA or capability == (8, 0):
             assert check_kinds(case.path, case.spec, (20, 40, 100), ("normal",)) == [0]
         else:
-            assert case.path.programs(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None
+            assert case.path.plan(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None
 
 
 # What paths do not take, and whether these tests would notice mistakes.
@@ -242,19 +234,19 @@ def test_units_for_other_paths(name, emulated):
     for change in ({}, *changes):
         case = Case(path, replace(taken, **change), fmt)
         a, b, _, *scales = operands(case, 4, 4, 256)
-        assert (path.programs(job_of(a, b, case.spec, None, *scales)) is None) == bool(change), change
+        assert (path.plan(job_of(a, b, case.spec, None, *scales)) is None) == bool(change), change
 
 
 def test_operands_for_other_paths(emulated):
     for path, unit_of, fmt in (
-        (fma_chain, FMA, "fp64"), (fma_chain, replace(FMA, accumulator=custom(8, 10)), "fp32"),
-        (aligned_fp64_mma, Datapath(), "fp32"), (aligned_fp32_fma, EIGHT, "bf16"), (aligned_fp64_fma, HALF, "fp32"),
+        (FMA_CHAIN, FMA, "fp64"), (FMA_CHAIN, replace(FMA, accumulator=custom(8, 10)), "fp32"),
+        (FP64_MMA, Datapath(), "fp32"), (FP32_FMA, EIGHT, "bf16"), (FP64_FMA, HALF, "fp32"),
     ):  # fmt: skip
         case = Case(path, unit_of, fmt)
-        assert path.programs(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None, (path, fmt)
+        assert path.plan(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None, (path, fmt)
     with pretend((8, 9)):  # blocks that leave shared memory
         case = CASES["fp32 blocks of 40"]
-        assert case.path.programs(job_of(*operands(case, 4, 4, 256)[:2], case.spec)) is None
+        assert case.path.plan(job_of(*operands(case, 4, 4, 256)[:2], case.spec)) is None
 
 
 @pytest.mark.parametrize(("name", "change"), [
@@ -266,27 +258,24 @@ def test_operands_for_other_paths(emulated):
 ], ids=str)  # fmt: skip
 def test_a_wrong_constant_is_noticed(name, change, emulated, monkeypatch):
     case = CASES[name]
-    attribute = {aligned_fp64_mma: "plan_of", fma_chain: "shape_of", aligned_fp64_fma: "shape_of"}.get(
-        case.path, "_shape"
-    )
-    real = getattr(case.path, attribute)
+    real = case.path._shape
 
-    def wrong(*given):
-        shape = real(*given)
+    def wrong(job):
+        shape = real(job)
+        if case.path is FP64_MMA:
+            return shape._replace(floor=shape.floor._replace(**change))
         return shape._replace(**change) if hasattr(shape, "_replace") else replace(shape, **change)
 
-    aligned_fp64_mma._table.cache_clear()
-    monkeypatch.setattr(case.path, attribute, wrong)
+    monkeypatch.setattr(case.path, "_shape", wrong)
     kinds = ("wide", "codes", "normal")
     with pytest.raises(AssertionError, match="differ"):
         check_kinds(case.path, case.spec, (20, 24, 256), kinds)
-    aligned_fp64_mma._table.cache_clear()
 
 
 def test_kernels_of_usual_products_are_compiled_ahead():
     """The first path that takes a product is the one whose kernels are listed."""
     for capability, path in (((9, 0), "aligned_fp64_mma"), ((12, 0), "aligned_fp32_fma")):
-        listed = list(usual.variants(capability))
+        listed = list(variants(capability))
         files = {file.removesuffix("_pack.cu").removesuffix(".cu") for file, *_ in listed}
         assert files == {"block_scaled", "fma_chain", "aligned_fp64_fma", path} and len(set(listed)) > 100
 

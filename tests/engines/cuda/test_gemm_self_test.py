@@ -11,7 +11,9 @@ import torch
 
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm import aligned_fp32_fma, self_test
+from fmtsim.engines.cuda.gemm import self_test
+from fmtsim.engines.cuda.gemm.dispatch import FP32_FMA
+from fmtsim.engines.cuda.gemm.fast_path import Plan
 from fmtsim.support.errors import DeviceError, KernelWarning
 from tests.engines.cuda.emulator import COMPILER
 from tests.engines.cuda.emulator import emulated as pretend
@@ -58,17 +60,17 @@ def path(self_tests, monkeypatch):
 # What decides a class.
 
 
-@pytest.mark.parametrize("path", DISPATCH.FAST, ids=lambda path: path.__name__[11:])
+@pytest.mark.parametrize("path", DISPATCH.FAST, ids=lambda path: path.name)
 def test_programs_are_what_a_path_launches(path):
     found = 0
     for capability in ((8, 0), (9, 0), (12, 0)):
         with pretend(capability):
             for spec, c in itertools.product(specs(), (False, True)):
                 job = made_job(spec, c=c)
-                if path.programs(job) is not None:
+                if (plan := path.plan(job)) is not None:
                     found += 1
-                    assert set(path.programs(job)) == launched(path, job)
-                    assert set(path.programs(job)) == launched(path, job)  # no module keeps a kernel that it launches
+                    assert set(plan.programs) == launched(path, job, plan)
+                    assert set(plan.programs) == launched(path, job, plan)  # no module keeps a kernel that it launches
     assert found
 
 
@@ -87,7 +89,7 @@ def specs():
             yield gemm_spec(replace(path, fraction_bits=20), "e4m3")
 
 
-def launched(path, job) -> set:
+def launched(path, job, plan) -> set:
     """Return the files and macros of the kernels that a path asks for, without running them."""
     asked = set()
 
@@ -97,7 +99,7 @@ def launched(path, job) -> set:
 
     marks = torch.zeros(1, 1, dtype=torch.uint8)
     with mock.patch.object(runtime, "kernel", kernel):
-        path.run(job, torch.zeros(len(job.order.parts), *job.out.shape), marks)
+        path.run(job, plan, torch.zeros(len(job.order.parts), *job.out.shape), marks)
     return asked
 
 
@@ -105,7 +107,7 @@ def test_classes(path):
     spec = gemm_spec(HALF, "bf16")
 
     def name(job):
-        return self_test._class_of(path, job, path.programs(job))
+        return self_test._class_of(path, job, path.plan(job))
 
     one = name(made_job(spec))
     assert (
@@ -201,12 +203,12 @@ def test_wrong_macros_are_found(self_tests, monkeypatch):
     """A real kernel, compiled for a unit that keeps a bit less."""
     spec = gemm_spec(FP8, "e4m3")
     expected = dispatched(spec)
-    defines = aligned_fp32_fma._product_defines
+    defines = FP32_FMA._product_macros
 
     def wrong(*arguments):
         return tuple((key, "(12)" if key == "KEPT" else value) for key, value in defines(*arguments))
 
-    monkeypatch.setattr(aligned_fp32_fma, "_product_defines", wrong)
+    monkeypatch.setattr(FP32_FMA, "_product_macros", wrong)
     self_test._chosen.clear()
     with pytest.warns(KernelWarning, match=r"aligned_fp32_fma.cu .*-DKEPT=\(12\)"):
         assert_same_bits(dispatched(spec), expected)
@@ -214,11 +216,13 @@ def test_wrong_macros_are_found(self_tests, monkeypatch):
 
 def test_kernels_that_only_short_or_long_products_reach_are_tested(path, monkeypatch):
     job = made_job(gemm_spec(HALF, "bf16"), (3, 4, 8))
-    assert self_test._like(path, job, path.programs(job), 0).shape == (*SMALL[0][:2], 8)
+    assert self_test._like(path, job, path.plan(job), 0)[0].shape == (*SMALL[0][:2], 8)
     assert dispatched(gemm_spec(HALF, "bf16"), (3, 4, 8)).shape == (3, 4) and path.ran == len(SMALL) + 1
-    monkeypatch.setattr(path, "programs", lambda job: (("fake.cu", "fake", (("LONG", str(job.shape[2] > 1 << 18)),)),))
+    monkeypatch.setattr(
+        path, "plan", lambda job: Plan(None, (("fake.cu", "fake", (("LONG", str(job.shape[2] > 1 << 18)),)),))
+    )
     job = made_job(gemm_spec(HALF, "bf16"), (3, 4, 1 << 19))
-    assert self_test._like(path, job, path.programs(job), 0).shape == (2, 2, 1 << 19)
+    assert self_test._like(path, job, path.plan(job), 0)[0].shape == (2, 2, 1 << 19)
 
 
 def test_choices_are_forgotten_in_time(path, monkeypatch):

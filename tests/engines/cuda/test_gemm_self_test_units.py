@@ -50,15 +50,15 @@ def results_of(jobs, monkeypatch) -> list[tuple[str, str, bool, int]]:
     """Return of each self-test that products need: path, definition, whether it has an addend, how many results err."""
     found = []
 
-    def compared(path, job, programs):
-        wrong, count = COMPARED(path, job, programs)
-        found.append((path.__name__, job.spec.to_json(), job.c is not None, wrong))
+    def compared(path, job, plan):
+        wrong, count = COMPARED(path, job, plan)
+        found.append((path.name, job.spec.to_json(), job.c is not None, wrong))
         assert count > 10000, found[-1]
         return wrong, count
 
     monkeypatch.setattr(self_test, "_compared", compared)
     for job in jobs:
-        DISPATCH._fast_path(job)
+        self_test.chosen(DISPATCH.FAST, job)
     return found
 
 
@@ -77,10 +77,8 @@ def test_units_of_the_catalogue_pass_on_the_host(capability, monkeypatch):
 @pytest.mark.filterwarnings("ignore::fmtsim.support.errors.KernelWarning")
 def test_units_of_the_catalogue_pass(fresh, monkeypatch):
     jobs = catalogue("cuda")
-    paths = [(job, path) for job in jobs for path in DISPATCH.FAST if path.programs(job) is not None]
-    programs = {
-        (file, runtime.architecture(0), macros) for job, path in paths for file, _, macros in path.programs(job)
-    }
+    plans = [plan for job in jobs for path in DISPATCH.FAST if (plan := path.plan(job)) is not None]
+    programs = {(file, runtime.architecture(0), macros) for plan in plans for file, _, macros in plan.programs}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda program: runtime.compiled(*program), programs))
     found = results_of(jobs, monkeypatch)

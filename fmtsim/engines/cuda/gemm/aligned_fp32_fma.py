@@ -10,19 +10,14 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fmtsim.engines.cuda.gemm.job import TILE, Job
-from fmtsim.engines.cuda.gemm.packed import Side, launch, pack, panels_of
-from fmtsim.engines.cuda.gemm.problem import SINGLES, TYPES, macros, promotion_of
-from fmtsim.engines.cuda.runtime import Defines, Programs
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, macros
+from fmtsim.engines.cuda.gemm.job import TILE, TYPES, Job, promotion_of
+from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
-_FILE = "aligned_fp32_fma.cu"
-_RESIDENT = 2  # blocks of threads on a multiprocessor
-_UNROLL = 8  # places of a loop
 _TINY = -100  # exponent of what stands for zero
 
 
@@ -50,21 +45,59 @@ class _Shape:
     chain: int
     powers: tuple[int, int]
 
+    @property
+    def steps(self) -> int:
+        """Steps of 16 products of a block."""
+        return -(-self.block // 16)
 
-def programs(job: Job) -> Programs | None:
-    """Return the kernels that ``run`` launches, None where they do not take a product."""
-    if job.c is not None or job.a.dtype not in SINGLES or job.b.dtype not in SINGLES:
-        return None
-    shape = _shape(job.spec, job.order.block, job.shape[2])
-    if shape is None or 2 * _stage_bytes(shape.block) > job.gpu.shared:
-        return None
-    sides = (_operand_defines(shape, side, x.dtype) for side, x in enumerate((job.a, job.b)))
-    product = _product_defines(shape, job.promotes)
-    return (_FILE, "aligned_fp32_fma", product), *((_FILE, "pack_operand", defines) for defines in sides)
+    @property
+    def masks(self) -> int:
+        """Words of signs of a row of a block."""
+        return -(-self.block // 32)
+
+    @property
+    def stage(self) -> int:
+        """Bytes of both operands of one block, ``Stage`` of aligned_fp32_fma.cu."""
+        return 2 * TILE * (4 * self.block + 32 * self.steps + 4 * self.masks) + 4 * TILE
+
+
+class AlignedFp32Fma(FastPath):
+    """Terms truncated by float32 multiply-adds."""
+
+    name, packing, addends = "aligned_fp32_fma", "aligned_fp32_fma.cu", False
+
+    def _shape(self, job: Job) -> _Shape | None:
+        shape = shape_of(job.spec, job.order.block, job.shape[2])
+        return None if shape is None or self._shared(job, shape) > job.gpu.shared else shape
+
+    def _product_macros(self, job: Job, shape: _Shape) -> Defines:
+        return macros(
+            BLOCK=shape.block, FRACTION=shape.fraction, STEP=shape.step, CHAIN=shape.chain,
+            OFFSET=sum(shape.emins) - 1 + 127, KEPT=shape.kept, EPS=23, PROMOTE=job.promotes, STAGES=2, RESIDENT=2,
+            UNROLL=8,
+        )  # fmt: skip
+
+    def _operand_macros(self, job: Job, shape: _Shape, side: int) -> Defines:
+        return macros(
+            BLOCK=shape.block, TYPE=TYPES.index((job.a, job.b)[side].dtype), EMIN=shape.emins[side],
+            ENLARGED=0 if side else shape.enlarged, COLUMNS=side, STEP=shape.step, POWER=shape.powers[side],
+        )  # fmt: skip
+
+    def _pack(self, job: Job, shape: _Shape, side: int, panels: int) -> Packing:
+        """Pack values, powers and signs in the layout of aligned_fp32_fma.cu."""
+        x, order = (job.a, job.b)[side], job.order
+        places = panels * order.blocks * TILE
+        sizes = (shape.block, torch.float32), (shape.steps * 8, torch.int32), (shape.masks + side, torch.int32)
+        packed = tuple(torch.empty(places * size, dtype=dtype, device=x.device) for size, dtype in sizes)
+        source = x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source, np.int32(order.blocks)
+        return Packing((panels, order.blocks), source, packed)
+
+    def _shared(self, job: Job, shape: _Shape) -> int:
+        return 2 * shape.stage
 
 
 @lru_cache(maxsize=1024)
-def _shape(spec: GemmSpec, block: int, k: int) -> _Shape | None:
+def shape_of(spec: GemmSpec, block: int, k: int) -> _Shape | None:
     """Return how the kernels run blocks of a length, None where they are not exact."""
     unit, a, b = spec.datapath, spec.a, spec.b
     if not isinstance(unit, Datapath) or not isinstance(a, FloatFormat) or not isinstance(b, FloatFormat):
@@ -94,7 +127,7 @@ def _takes(unit: Datapath) -> bool:
 
 
 def _stays_normal(unit: Datapath, lowest: int, top: int, k: int) -> bool:
-    """Say whether all sums are zero or normal numbers of accumulator and float32, and below their largest.
+    """Return True if all sums are zero or normal numbers of accumulator and float32, and below their largest.
 
     Sums are multiples of ``2**(lowest - fraction_bits)``, which a block without products has as its grid.
     """
@@ -125,52 +158,3 @@ def _powers(
         return None
     chain = ((1 << step) - 1) // 16
     return _Shape(block, fraction, kept, emins, enlarged, step, chain, (first, away - first))
-
-
-def run(job: Job, sums: Tensor, marks: Tensor) -> None:
-    """Write the sums [parts, M, N] of all tiles but those with NaN or Inf among their operands, which it marks."""
-    found, (m, n, _), order = programs(job), job.shape, job.order
-    assert found is not None
-    panels = panels_of(m), panels_of(n)
-    made = pack(job, found, panels, lambda side: _side(job, side))
-    launch(
-        job, found[0], (panels[0] * panels[1], 1, len(order.parts)), *made, order.ends, order.part_blocks,
-        np.int32(order.blocks), sums, marks, np.int32(m), np.int32(n), shared=2 * _stage_bytes(order.block),
-    )  # fmt: skip
-
-
-def _side(job: Job, side: int) -> Side:
-    """Return how an operand is packed: values, powers and signs in the layout of aligned_fp32_fma.cu."""
-    x, order = (job.a, job.b)[side], job.order
-    panels, (steps, masks) = panels_of(x.shape[0]), _steps(order.block)
-    places = panels * order.blocks * TILE
-    sizes = (order.block, torch.float32), (steps * 8, torch.int32), (masks + side, torch.int32)
-    made = tuple(torch.empty(places * size, dtype=dtype, device=x.device) for size, dtype in sizes)
-    source = x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source, np.int32(order.blocks)
-    return Side((panels, order.blocks), source, made)
-
-
-def _steps(block: int) -> tuple[int, int]:
-    return -(-block // 16), -(-block // 32)
-
-
-def _stage_bytes(block: int) -> int:
-    """Return the bytes of both operands of one block, ``Stage`` of aligned_fp32_fma.cu."""
-    steps, masks = _steps(block)
-    return 2 * TILE * (4 * block + 32 * steps + 4 * masks) + 4 * TILE
-
-
-def _operand_defines(shape: _Shape, side: int, dtype: torch.dtype) -> Defines:
-    return macros(
-        BLOCK=shape.block, TYPE=TYPES.index(dtype), EMIN=shape.emins[side], ENLARGED=0 if side else shape.enlarged,
-        COLUMNS=side, STEP=shape.step, POWER=shape.powers[side],
-    )  # fmt: skip
-
-
-def _product_defines(shape: _Shape, promotes: bool) -> Defines:
-    offset = sum(shape.emins) - 1 + 127
-    return macros(
-        BLOCK=shape.block, FRACTION=shape.fraction, STEP=shape.step, CHAIN=shape.chain, OFFSET=offset,
-        KEPT=shape.kept, EPS=23, PROMOTE=int(promotes), STAGES=2, RESIDENT=_RESIDENT,
-        UNROLL=_UNROLL,
-    )  # fmt: skip

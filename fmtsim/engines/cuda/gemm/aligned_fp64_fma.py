@@ -9,25 +9,22 @@ import struct
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.gemm.job import TILE, Job
-from fmtsim.engines.cuda.gemm.packed import Side, launch, pack, panels_of
-from fmtsim.engines.cuda.gemm.problem import (
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, macros, panels_of
+from fmtsim.engines.cuda.gemm.job import (
     REALS,
+    TILE,
     TYPES,
+    Job,
     Range,
     is_plain,
-    macros,
-    order_bytes,
     outer_format,
-    problem_of,
     promotion_of,
     range_of,
 )
-from fmtsim.engines.cuda.runtime import Defines, Programs
+from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
@@ -63,11 +60,6 @@ class _Shape(NamedTuple):
     odd: bool = False
     by_rest: bool = False
 
-    @property
-    def swapped(self) -> bool:
-        """Whether the kernel takes b first."""
-        return self.mode == _STOCHASTIC
-
     def record(self, side: int) -> int:
         """Return the bytes of a record of a panel (aligned_fp64_fma.cuh)."""
         return self.block * TILE * (10 if side else 12) + TILE * 4
@@ -77,40 +69,65 @@ class _Shape(NamedTuple):
         """Bytes of a record of both operands."""
         return self.record(0) + self.record(1)
 
-    def defines(self, stages: int, aligned: bool) -> Defines:
-        """Return the macros of the product; ``aligned`` says that its columns are a multiple of 64."""
-        return macros(
-            BLOCK=self.block, RECORDS=self.records, FRACTION=self.fraction, KEPT=self.kept, CLAMPED=int(self.clamped),
-            PROMOTES=self.promotes, TERMS=self.terms, ROUND=self.mode, BITS=self.bits, ODD=int(self.odd),
-            BY_REST=int(self.by_rest), ALIGNED=int(aligned or not self.swapped), STAGES=stages,
-        )  # fmt: skip
-
-    def operand(self, side: int, dtype: torch.dtype, scaled: bool = False) -> Defines:
-        """Return the macros that pack an operand."""
-        return macros(
-            BLOCK=self.block, FRACTION=self.fraction, TYPE=TYPES.index(dtype), SECOND=side, EMIN=self.emins[side],
-            ENLARGED=0 if side else self.eps, TERMS=self.terms, SCALED=int(scaled),
-        )  # fmt: skip
-
-    def limits(self) -> bytes:
+    def limits(self, k: int) -> bytes:
         """Return the structure ``Limits``."""
         least = 0 if self.bound is None else (self.bound - self.fraction + 52 + 1023) << 20 | 1 << 19
         enlarged = 1.0 + 2.0**-self.eps if self.eps else 1.0
         return struct.pack("<d4i8x", enlarged, self.emin, self.emax, least, (self.emin + 1023) << 20)
 
 
-def programs(job: Job) -> Programs | None:
-    """Return the kernels that ``run`` launches, None where they do not take a product."""
-    shape = shape_of(job.spec, job.order.block) if job.a.dtype in REALS and job.b.dtype in REALS else None
-    if shape is None or _stages(job, shape) < 2:
-        return None
-    sides = (shape.operand(side, x.dtype, s is not None) for side, (x, s) in enumerate(_operands(job, shape)))
-    product = "aligned_fp64_fma.cu", "aligned_fp64_fma", shape.defines(_stages(job, shape), job.shape[1] % 64 == 0)
-    return product, *(("aligned_fp64_fma_pack.cu", "pack_operand", defines) for defines in sides)
+class AlignedFp64Fma(FastPath):
+    """Terms rounded by float64 multiply-adds."""
 
+    name, packing, dtypes = "aligned_fp64_fma", "aligned_fp64_fma_pack.cu", REALS
 
-def _stages(job: Job, shape: _Shape) -> int:
-    return min(4, (job.gpu.shared - 1024) // shape.stage)
+    def _shape(self, job: Job) -> _Shape | None:
+        shape = shape_of(job.spec, job.order.block)
+        return None if shape is None or self._stages(job, shape) < 2 else shape
+
+    def _sides(self, job: Job, shape: _Shape) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """Return operands and scales in the kernel's order: b first where four outputs of a row share random words."""
+        return job.sides[::-1] if shape.mode == _STOCHASTIC else job.sides
+
+    def _product_macros(self, job: Job, shape: _Shape) -> Defines:
+        aligned = job.shape[1] % 64 == 0 or shape.mode != _STOCHASTIC  # its columns are a multiple of 64
+        return macros(
+            BLOCK=shape.block, RECORDS=shape.records, FRACTION=shape.fraction, KEPT=shape.kept, CLAMPED=shape.clamped,
+            PROMOTES=shape.promotes, TERMS=shape.terms, ROUND=shape.mode, BITS=shape.bits, ODD=shape.odd,
+            BY_REST=shape.by_rest, ALIGNED=aligned, STAGES=self._stages(job, shape),
+        )  # fmt: skip
+
+    def _operand_macros(self, job: Job, shape: _Shape, side: int) -> Defines:
+        x, scale = self._sides(job, shape)[side]
+        return macros(
+            BLOCK=shape.block, FRACTION=shape.fraction, TYPE=TYPES.index(x.dtype), SECOND=side, EMIN=shape.emins[side],
+            ENLARGED=0 if side else shape.eps, TERMS=shape.terms, SCALED=scale is not None,
+        )  # fmt: skip
+
+    def _panels(self, job: Job, shape: _Shape) -> tuple[int, int]:
+        """Return how many panels the operands have, in the kernel's order."""
+        first, second = (panels_of(x.shape[0]) for x, _ in self._sides(job, shape))
+        return first, second
+
+    def _pack(self, job: Job, shape: _Shape, side: int, panels: int) -> Packing:
+        """Pack records (aligned_fp64_fma.cuh)."""
+        (x, scale), order, unit = self._sides(job, shape)[side], job.order, job.spec.datapath
+        assert isinstance(unit, Datapath)
+        count = order.blocks * shape.records
+        source = struct.pack(
+            "<2Q4qQ6i", x.data_ptr(), 0 if scale is None else scale.data_ptr(), *x.stride(),
+            *((0, 0) if scale is None else scale.stride()), order.source.data_ptr(), x.shape[0], order.block,
+            order.blocks, shape.records, unit.scale_block or 1, 0 if unit.scale is None else unit.scale.min_exponent,
+        )  # fmt: skip
+        records = torch.empty(panels * count * shape.record(side), dtype=torch.uint8, device=x.device)
+        return Packing((count, panels), (source,), (records,))
+
+    def _stages(self, job: Job, shape: _Shape) -> int:
+        """Return how many records of both operands shared memory holds."""
+        return min(4, (job.gpu.shared - 1024) // shape.stage)
+
+    def _shared(self, job: Job, shape: _Shape) -> int:
+        return self._stages(job, shape) * shape.stage
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +176,7 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
 
 
 def _fits(sides: list[Range], scale: Range, fraction: int, block: int, terms: int) -> bool:
-    """Say whether a block's terms and one more are less than 2^31, truncated 2^50, of the grid's last places.
+    """Return True if a block's terms and one more are less than 2^31, truncated 2^50, of the grid's last places.
 
     Two significands of a and b bits multiply to at most (2^a - 1) (2^b - 1) / 2^(a + b - 2), below which the grid has
     ``fraction`` bits; half of one is what rounding adds. Scales count as operands.
@@ -168,37 +185,3 @@ def _fits(sides: list[Range], scale: Range, fraction: int, block: int, terms: in
     for bits in [side.bits for side in sides] + [scale.bits] * (2 * (scale.bits > 0)):
         largest, shift = largest * ((1 << bits) - 1), shift + bits - 1
     return block * ((largest >> shift) + 1) + 1 < 1 << (31 if terms in (_EVEN, _AWAY) else 50)
-
-
-def run(job: Job, sums: Tensor, marks: Tensor) -> None:
-    """Write the sums [parts, M, N] of all tiles but those that it marks."""
-    found, shape, order = programs(job), shape_of(job.spec, job.order.block), job.order
-    assert found is not None and shape is not None
-    first, second = (panels_of(x.shape[0]) for x, _ in _operands(job, shape))
-    made = pack(job, found, (first, second), lambda side: _side(job, shape, side))
-    launch(
-        job, found[0], (first * second, 1, len(order.parts)), *made, job.c, order_bytes(job), np.int32(order.blocks),
-        marks, sums, shape.limits(), problem_of(job, TILE), shared=_stages(job, shape) * shape.stage,
-    )  # fmt: skip
-
-
-def _operands(job: Job, shape: _Shape) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the operands with the unit's own scales, in the order in which the kernel takes them."""
-    inside = isinstance(job.spec.datapath, Datapath) and job.spec.datapath.scale is not None
-    sides = [(job.a, job.scale_a if inside else None), (job.b, job.scale_b if inside else None)]
-    return sides[::-1] if shape.swapped else sides
-
-
-def _side(job: Job, shape: _Shape, side: int) -> Side:
-    """Return how an operand is packed: its records (aligned_fp64_fma.cuh)."""
-    x, scale = _operands(job, shape)[side]
-    order, panels, unit = job.order, panels_of(x.shape[0]), job.spec.datapath
-    assert isinstance(unit, Datapath)
-    count = order.blocks * shape.records
-    source = struct.pack(
-        "<2Q4qQ6i", x.data_ptr(), 0 if scale is None else scale.data_ptr(), *x.stride(),
-        *((0, 0) if scale is None else scale.stride()), order.source.data_ptr(), x.shape[0], order.block, order.blocks,
-        shape.records, unit.scale_block or 1, 0 if unit.scale is None else unit.scale.min_exponent,
-    )  # fmt: skip
-    records = torch.empty(panels * count * shape.record(side), dtype=torch.uint8, device=x.device)
-    return Side((count, panels), (source,), (records,))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aligned sums on the fp64 tensor core: units that truncate terms, or round them down, and truncate sums.
 
-aligned_fp64_mma.cu has the method. Here is which products it takes, and with which constants. Everything is decided
-from the formats and the order; tiles whose numbers do not fit (NaN, Inf, sums near the ends of the accumulator's range,
-and far smaller than the largest of their rows and columns) are marked for the general path.
+aligned_fp64_mma.cu has the method. Here is which products it takes, with which constants, and in which configuration.
+Everything is decided from the formats and the order; tiles whose numbers do not fit (NaN, Inf, sums near the ends of
+the accumulator's range, and far smaller than the largest of their rows and columns) are marked for the general path.
 """
 
 import math
 import struct
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,19 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm.aligned_fp64_mma_configurations import ROWS_A, Shape, fitting
-from fmtsim.engines.cuda.gemm.job import Gpu, Job, promotes
-from fmtsim.engines.cuda.gemm.packed import THREADS, panels_of
-from fmtsim.engines.cuda.gemm.problem import SINGLES, TYPES, layout_of, outer_format
-from fmtsim.engines.cuda.runtime import Defines, Programs
+from fmtsim.engines.cuda.gemm.fast_path import THREADS, FastPath, Packing, Plan, launch, panels_of
+from fmtsim.engines.cuda.gemm.job import SINGLES, TYPES, Gpu, Job, layout_of, outer_format, promotes
+from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
-_FILE, _PACK = "aligned_fp64_mma.cu", "aligned_fp64_mma_pack.cu"
 DEVICES = ((8, 0), (9, 0), (10, 0))  # with fp64 tensor cores of full width
 LONGEST_BLOCK = 64
+ROWS_A = 64  # of a panel of the first operand
 _HIGH_WORD = 21  # bits of a significand that the high word of a double holds
 _EIGHT = 8.0  # a spacing by which the kernels of short sums divide without a multiplication
 _LOWEST_POWER, _HIGHEST_POWER = -126, 127  # exponents of normal bfloat16
@@ -35,9 +33,11 @@ _TINY = (1023 - 300) << 20  # high word of what stands for a zero (aligned_fp64_
 _ROW_OF_ZEROS = -(1 << 20)  # aligned_fp64_mma_layout.cuh
 _EACH = 32  # numbers that a thread of row_exponents looks at
 _SLACK = 0.25  # of the spacing above log2(block): M's fraction must leave room for the sum
+_PLACES = 32  # of a stage, where blocks are shorter
+_SINGLE, _PROMOTED, _LONG, _MIDDLE, _SHORT, _SHORT_WIDE = range(6)  # what is fast in different shapes: ``_kind``
 
 
-class Side(NamedTuple):
+class OperandRange(NamedTuple):
     """An operand: smallest and largest exponent and bits of its numbers, and the powers by distance from the top."""
 
     emin: int
@@ -46,11 +46,11 @@ class Side(NamedTuple):
     scale_emin: int
 
 
-class FloorPlan(NamedTuple):
+class Floor(NamedTuple):
     """How the kernels run a unit on two formats; the names are those of ``Floor`` in aligned_fp64_mma.cu."""
 
-    a: Side
-    b: Side
+    a: OperandRange
+    b: OperandRange
     wide: bool
     two_words: bool
     single: bool
@@ -77,42 +77,169 @@ class FloorPlan(NamedTuple):
         limits = zero_field, self.found, self.lowest, self.highest
         return struct.pack("<diI4i", self.enlarged, self.base, self.factor, *limits)
 
-    def powers(self, side: Side) -> list[int]:
-        """Return the bfloat16 bits of the powers of a row, for exponents at 0, 1, ... below the largest."""
-        count = 1 - self.found if self.wide else side.top - side.emin + 1
-        values = torch.tensor([2.0 ** (self.offset / 2 - self.spacing * i) for i in range(count)], dtype=torch.float64)
-        return values.to(torch.bfloat16).view(torch.int16).tolist()
+
+class Choice(NamedTuple):
+    """Warps along the columns, halves of a warp, stages, resident blocks; k positions of a stage; DOUBLE_M."""
+
+    columns: int
+    halves: int
+    stages: int
+    resident: int
+    places: int = _PLACES
+    double_m: bool = False
 
 
-def programs(job: Job) -> Programs | None:
-    """Return the kernels that ``run`` launches, None where they do not take a product on its device."""
-    if job.gpu.capability not in DEVICES or job.dtype != torch.float32:
-        return None
-    plan = _plan(job)
-    if plan is None:
-        return None
-    shape, sides = _shape_of(job, plan), zip((True, False), (job.a, job.b), _scaled(job), strict=True)
-    packs = [_pack_defines(shape, _readable(x.dtype), first, scaled) for first, x, scaled in sides]
-    names = ("pack_operand", "row_exponents") if plan.wide else ("pack_operand",)
-    return (_FILE, "aligned_fp64_mma", shape.defines), *((_PACK, name, each) for each in packs for name in names)
+_USUAL = Choice(2, 2, 3, 2), Choice(2, 1, 3, 2), Choice(2, 2, 3, 1), Choice(1, 1, 3, 1)
+# Fastest first (docs/performance.md). DOUBLE_M where nothing is spilled (tests/engines/cuda/test_gemm_methods.py), but
+# not for short blocks of float16: NVRTC 13.0 compiles those wrongly.
+CHOICES = {
+    _SINGLE: (
+        Choice(1, 1, 3, 4), Choice(1, 1, 3, 3), Choice(2, 1, 3, 2), Choice(2, 1, 3, 1), Choice(1, 1, 3, 1),
+    ),
+    _PROMOTED: _USUAL,
+    _LONG: (Choice(2, 1, 3, 2), *_USUAL),
+    _MIDDLE: (Choice(1, 1, 3, 4, 16, double_m=True), *_USUAL),
+    _SHORT: _USUAL,
+    _SHORT_WIDE: (Choice(2, 2, 3, 2, double_m=True), *_USUAL),
+}  # fmt: skip
 
 
-def _plan(job: Job) -> FloorPlan | None:
-    return plan_of(job.spec, job.order.block, job.shape[2], *_scaled(job))
+class Configuration(NamedTuple):
+    """The specialisation of aligned_fp64_mma.cu: its macros, under their names, and what follows from them."""
+
+    span: int
+    block: int
+    columns: int
+    halves: int
+    stages: int
+    resident: int
+    records: int
+    promote: int
+    two_words: bool
+    wide: bool
+    down: bool
+    single: bool
+    fraction: int
+    kept: int
+    eight: bool
+    double_m: bool
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of both operands in a tile."""
+        return ROWS_A, 32 * self.columns
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (4 // self.halves) * self.columns
+
+    @property
+    def run(self) -> int:
+        """Blocks that one thread block of pack_operand packs."""
+        return max(1, 64 // self.span)
+
+    def pitch(self, blocks: int) -> int:
+        """Return how many records a panel has: whole runs."""
+        return -(-blocks // self.run) * self.run
+
+    def record(self, side: int) -> int:
+        """Return the bytes of a block of a panel of an operand."""
+        words = -(-self.span // 32) * (2 if self.wide else 1)
+        return self.rows[side] * (self.span * (4 if side or not self.two_words else 8) + self.span * 2 + words * 4)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block of threads."""
+        stage = self.records * (self.record(0) + self.record(1))
+        return self.stages * stage + (self.rows[0] * self.rows[1] * 4 if self.promote else 0)
 
 
-def _scaled(job: Job) -> tuple[bool, bool]:
-    inside = isinstance(job.spec.datapath, Datapath) and job.spec.datapath.scale is not None
-    return inside and job.scale_a is not None, inside and job.scale_b is not None
+class Specialisation(NamedTuple):
+    """How the kernels run a product: the constants of the unit, and the configuration."""
+
+    floor: Floor
+    configuration: Configuration
+
+
+class AlignedFp64Mma(FastPath):
+    """Terms truncated on the fp64 tensor core: tiles of other sizes, whose rows say themselves what does not fit."""
+
+    name, packing, dtypes = "aligned_fp64_mma", "aligned_fp64_mma_pack.cu", TYPES
+
+    def _shape(self, job: Job) -> Specialisation | None:
+        if job.gpu.capability not in DEVICES or job.dtype != torch.float32:
+            return None
+        floor = floor_of(job.spec, job.order.block, job.shape[2], *(scale is not None for _, scale in job.sides))
+        if floor is None:
+            return None
+        plan = job.spec.plan
+        promotion = 1 + plan.scaled_promotion + plan.successive_scales if job.promotes else 0
+        return Specialisation(floor, configuration_of(floor, job.order.block, promotion, job.gpu))
+
+    def _product_macros(self, job: Job, shape: Specialisation) -> Defines:
+        return tuple((name.upper(), str(int(value))) for name, value in shape.configuration._asdict().items())
+
+    def _operand_macros(self, job: Job, shape: Specialisation, side: int) -> Defines:
+        (x, scale), how = job.sides[side], shape.configuration
+        read = x.dtype if x.dtype in SINGLES else torch.float32
+        named = {"TYPE": TYPES.index(read), "SPAN": how.span, "ROWS": how.rows[side], "FIRST": not side}
+        named |= {"TWO_WORDS": not side and how.two_words, "WIDE": how.wide, "SCALED": scale is not None}
+        return tuple((name, str(int(value))) for name, value in named.items())
+
+    def _packing_kernels(self, shape: Specialisation) -> tuple[str, ...]:
+        """Return the kernels that pack an operand; ``row_exponents`` runs first where exponents are many."""
+        return ("pack_operand", "row_exponents") if shape.floor.wide else ("pack_operand",)
+
+    def _panels(self, job: Job, shape: Specialisation) -> tuple[int, int]:
+        """Return how many panels the operands have: of 64 rows, and of as many columns as a configuration has."""
+        rows_a, rows_b = shape.configuration.rows
+        return panels_of(job.shape[0], rows_a), panels_of(job.shape[1], rows_b)
+
+    def _pack(self, job: Job, shape: Specialisation, side: int, panels: int) -> Packing:
+        """Pack the bases of rows, and records (aligned_fp64_mma_layout.cuh)."""
+        (floor, how), (x, scales), blocks = shape, job.sides[side], job.order.blocks
+        rows, pitch, powers = panels * how.rows[side], how.pitch(blocks), _powers(floor, side, x.device)
+        bases = torch.full((rows,), _ROW_OF_ZEROS if floor.wide else 0, dtype=torch.int32, device=x.device)
+        records = torch.empty(panels * pitch * how.record(side), dtype=torch.uint8, device=x.device)
+        source = _operand(job, floor, side, x, scales, powers.numel()), powers, job.order.source
+        return Packing((pitch // how.run, rows // 32), (*source, np.int32(blocks), np.int32(pitch)), (bases, records))
+
+    def _shared(self, job: Job, shape: Specialisation) -> int:
+        return shape.configuration.shared
+
+    def run(self, job: Job, plan: Plan, sums: Tensor, marks: Tensor) -> None:
+        """Write the sums [parts, M, N] of all tiles but those that it marks: rows have bases, panels no flags."""
+        (floor, how), order, panels = plan.shape, job.order, self._panels(job, plan.shape)
+        job = replace(job, a=_readable(job.a), b=_readable(job.b))
+        (a_bases, a), (b_bases, b) = (self._packed(job, plan, side, panels[side]) for side in (0, 1))
+        launch(
+            job, plan.programs[0], (panels[0] * panels[1], 1, len(order.parts)), a, b, a_bases, b_bases,
+            np.int32(how.pitch(order.blocks)), order.part_blocks, order.ends, floor.numbers(),
+            _sums(job, sums, marks, how.promote), threads=how.threads, shared=how.shared,
+        )  # fmt: skip
+
+    def _packed(self, job: Job, plan: Plan, side: int, panels: int) -> tuple[Tensor, ...]:
+        """Return the bases of the rows of an operand, and its records (aligned_fp64_mma_layout.cuh)."""
+        names, x = self._packing_kernels(plan.shape), job.sides[side][0]
+        programs = plan.programs[1 + side * len(names) :]
+        grid, source, packed = self._pack(job, plan.shape, side, panels)
+        if plan.shape.floor.wide:
+            rows, k = packed[0].numel(), x.shape[1]
+            together = 8 if x.stride(1) == 1 else 32
+            wide_grid = rows // together, -(-k * together // (_EACH * THREADS))
+            launch(job, programs[1], wide_grid, source[0], np.int32(k), packed[0])
+        launch(job, programs[0], grid, *source, *packed)
+        return packed
 
 
 @lru_cache(maxsize=1024)
-def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b: bool = False) -> FloorPlan | None:
+def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b: bool = False) -> Floor | None:
     """Return how the kernels run a unit, None where they cannot."""
     unit, sides = spec.datapath, []
     if not isinstance(unit, Datapath) or not _is_floor(unit) or block > LONGEST_BLOCK:
         return None
-    if promotes(unit, spec.plan) and layout_of(outer_format(spec)) != layout_of(FP32):
+    if promotes(spec) and layout_of(outer_format(spec)) != layout_of(FP32):
         return None
     for fmt, scaled in ((spec.a, scaled_a), (spec.b, scaled_b)):
         if not isinstance(fmt, FloatFormat) or fmt.min_subnormal < 2.0**-149 or fmt.max_exponent > 127:
@@ -140,7 +267,7 @@ def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b
     wide = not _fits(a, b, spacing, offset) or a.emin + b.emin < lowest or a.top + b.top > highest
     top = 0 if wide else a.top + b.top
     field = zero_field + top - (127 + offset) / spacing + 0.5 - (depth - 0.1) / (2 * spacing)
-    return FloorPlan(
+    return Floor(
         a=a, b=b, wide=wide, two_words=two_words, single=single, down=down, eps=eps, base=round(field * 2**place),
         factor=factor, fraction_bits=f, found=-math.floor((offset / 2 - _LOWEST_POWER) / spacing), lowest=lowest,
         highest=highest, kept=kept, spacing=spacing, offset=offset,
@@ -153,13 +280,13 @@ def _is_floor(unit: Datapath) -> bool:
     return cut and plain and unit.accumulator.min_exponent <= -100 and unit.accumulator.mantissa_bits <= 23
 
 
-def _side(fmt: FloatFormat, unit: Datapath, scaled: bool) -> Side:
+def _side(fmt: FloatFormat, unit: Datapath, scaled: bool) -> OperandRange:
     emin, top, bits = max((unit.operand or fmt).min_exponent, -126), fmt.max_exponent, fmt.mantissa_bits + 1
     if unit.scale is None or not scaled:
-        return Side(emin, top, bits, 0)
+        return OperandRange(emin, top, bits, 0)
     scale = unit.scale
     bits += scale.mantissa_bits + (scale.mantissa_bits > 0)
-    return Side(emin, top + scale.max_exponent, bits, scale.min_exponent)
+    return OperandRange(emin, top + scale.max_exponent, bits, scale.min_exponent)
 
 
 def _limits(unit: Datapath, head: int, k: int) -> tuple[int, int]:
@@ -171,96 +298,63 @@ def _limits(unit: Datapath, head: int, k: int) -> tuple[int, int]:
     return lowest, fmt.max_exponent - 2 - head - k.bit_length()
 
 
-def _fits(a: Side, b: Side, spacing: float, offset: float) -> bool:
-    """Say whether bfloat16 holds the powers of all exponents of two formats, and float32 those of their products."""
+def _fits(a: OperandRange, b: OperandRange, spacing: float, offset: float) -> bool:
+    """Return True if bfloat16 holds the powers of all exponents of two formats, and float32 those of their products."""
     spans = a.top - a.emin, b.top - b.emin
     alone = spacing * max(spans) <= offset / 2 - _LOWEST_POWER
     return alone and spacing * sum(spans) <= offset - _LOWEST_POWER and a.scale_emin == b.scale_emin == 0
 
 
-def run(job: Job, sums: Tensor, marks: Tensor) -> None:
-    """Write the sums of all parts, float32 [parts, M, N], for every tile of 128 x 128 that stays unmarked.
-
-    ``marks`` uint8 [ceil(M / 128), ceil(N / 128)] becomes 1 where a tile is left to another path.
-    """
-    (m, n, _), order, plan = job.shape, job.order, _plan(job)
-    assert plan is not None
-    shape = _shape_of(job, plan)
-    pitch = -(-order.blocks // shape.run) * shape.run
-    (a, a_bases), (b, b_bases) = (_packed(job, plan, shape, pitch, first) for first in (True, False))
-    kernel = runtime.kernel(_FILE, "aligned_fp64_mma", runtime.device_index(job.a), shape.defines)
-    kernel(
-        (panels_of(m, ROWS_A) * panels_of(n, shape.rows_b), 1, len(order.parts)), shape.threads, a, b, a_bases, b_bases,
-        np.int32(pitch), order.part_blocks, order.ends, plan.numbers(), _sums(job, sums, marks, shape.promote),
-        shared=shape.shared,
-    )  # fmt: skip
-
-
-def _shape_of(job: Job, plan: FloorPlan) -> Shape:
-    return _shape(plan, job.order.block, _promotion(job), job.gpu)
-
-
 @lru_cache(maxsize=1024)
-def _shape(plan: FloorPlan, block: int, promote: int, gpu: Gpu) -> Shape:
-    flags = plan.two_words and not plan.down, plan.wide, plan.down, plan.single
-    facts = promote, *flags, plan.fraction_bits, plan.kept, plan.spacing == _EIGHT
-    holds = gpu.capability == (9, 0)  # for 10.0 ptxas would spill M (aligned_fp64_mma_chains.cuh)
-    return fitting(-(-block // 8) * 8, -(-block // 4) * 4, *facts, limit=gpu.shared, holds=holds)
+def configuration_of(floor: Floor, block: int, promote: int, gpu: Gpu) -> Configuration:
+    """Choose the fastest configuration that shared memory holds, with the kilobyte that each block takes besides."""
+    span, places = -(-block // 8) * 8, -(-block // 4) * 4
+    two_words, eight = floor.two_words and not floor.down, floor.spacing == _EIGHT
+    for choice in CHOICES[_kind(floor.single, promote, span, floor.wide)]:
+        if choice.double_m and gpu.capability != (9, 0):  # for 10.0 ptxas would spill M (aligned_fp64_mma_chains.cuh)
+            continue
+        how = Configuration(
+            span, places, *choice[:4], max(1, choice.places // span), promote, two_words, floor.wide, floor.down,
+            floor.single, floor.fraction_bits, floor.kept, eight, choice.double_m,
+        )  # fmt: skip
+        if (how.shared + 1024) * how.resident <= gpu.shared + 1024:
+            break
+    return how
 
 
-def _promotion(job: Job) -> int:
-    if not job.promotes:
-        return 0
-    return 1 + job.spec.plan.scaled_promotion + job.spec.plan.successive_scales
-
-
-def _readable(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in SINGLES else torch.float32
-
-
-def _pack_defines(shape: Shape, dtype: torch.dtype, first: bool, scaled: bool) -> Defines:
-    """Return the macros of aligned_fp64_mma_pack.cu for an operand."""
-    named = {"TYPE": TYPES.index(dtype), "SPAN": shape.span, "ROWS": ROWS_A if first else shape.rows_b}
-    named |= {"FIRST": first, "TWO_WORDS": first and shape.two_words, "WIDE": shape.wide, "SCALED": scaled}
-    return tuple((name, str(int(value))) for name, value in named.items())
-
-
-def _packed(job: Job, plan: FloorPlan, shape: Shape, pitch: int, first: bool) -> tuple[Tensor, Tensor]:
-    """Return an operand's records and the bases of its rows (aligned_fp64_mma_layout.cuh)."""
-    side, x, scales = (plan.a, job.a, job.scale_a) if first else (plan.b, job.b, job.scale_b)
-    x, scaled = x.to(_readable(x.dtype)), _scaled(job)[not first]
-    defines, index = _pack_defines(shape, x.dtype, first, scaled), runtime.device_index(x)
-    rows = ROWS_A if first else shape.rows_b
-    panels = panels_of(x.shape[0], rows)
-    records = torch.empty(panels * pitch * shape.record(rows, first), dtype=torch.uint8, device=x.device)
-    bases = torch.full((panels * rows,), _ROW_OF_ZEROS if plan.wide else 0, dtype=torch.int32, device=x.device)
-    powers = _table(plan, side, x.device)
-    operand = _operand(job, plan, side, x, scales if scaled else None, powers.numel())
-    if plan.wide:
-        together = 8 if x.stride(1) == 1 else 32
-        grid = panels * rows // together, -(-x.shape[1] * together // (_EACH * THREADS))
-        runtime.kernel(_PACK, "row_exponents", index, defines)(grid, THREADS, operand, np.int32(x.shape[1]), bases)
-    runtime.kernel(_PACK, "pack_operand", index, defines)(
-        (pitch // shape.run, panels * rows // 32), THREADS, operand, powers, job.order.source,
-        np.int32(job.order.blocks), np.int32(pitch), bases, records,
-    )  # fmt: skip
-    return records, bases
+def _kind(single: bool, promote: int, span: int, wide: bool) -> int:
+    """Return which configurations are fast: for float32 sums, or by promotion, length of blocks and exponents."""
+    if single or (promote and not (wide and span == 16)):
+        return _SINGLE if single else _PROMOTED
+    if span < 16:
+        return _SHORT_WIDE if wide else _SHORT
+    return _LONG if span > 16 else _MIDDLE
 
 
 @lru_cache(maxsize=256)
-def _table(plan: FloorPlan, side: Side, device: torch.device) -> Tensor:
-    return torch.tensor(plan.powers(side), dtype=torch.int16, device=device)
+def _powers(floor: Floor, side: int, device: torch.device) -> Tensor:
+    """Return the bfloat16 bits of the powers of an operand, for exponents at 0, 1, ... below the largest of a row."""
+    of_side = (floor.a, floor.b)[side]
+    count = 1 - floor.found if floor.wide else of_side.top - of_side.emin + 1
+    values = torch.tensor([2.0 ** (floor.offset / 2 - floor.spacing * i) for i in range(count)], dtype=torch.float64)
+    return values.to(torch.bfloat16).view(torch.int16).to(device)
 
 
-def _operand(job: Job, plan: FloorPlan, side: Side, x: Tensor, scales: Tensor | None, powers: int) -> bytes:
+def _readable(x: Tensor) -> Tensor:
+    return x if x.dtype in SINGLES else x.float()
+
+
+def _operand(job: Job, floor: Floor, side: int, x: Tensor, scales: Tensor | None, powers: int) -> bytes:
     """Return the structure ``Operand`` of aligned_fp64_mma_pack.cu."""
-    unit = job.spec.datapath
+    unit, of_side = job.spec.datapath, (floor.a, floor.b)[side]
     assert isinstance(unit, Datapath)
     strides = (0, 0) if scales is None else scales.stride()
     pointers = x.data_ptr(), 0 if scales is None else scales.data_ptr()
-    counts = x.shape[0], job.order.block, side.emin, side.top, unit.scale_block or 1, side.scale_emin, powers, plan.eps
-    zero, addend = 0 if plan.down else _TINY, job.c is not None and not job.promotes
-    return struct.pack("<QQqqqqd8iII", *pointers, *x.stride(), *strides, plan.enlarged, *counts, zero, addend)
+    counts = x.shape[0], job.order.block, of_side.emin, of_side.top, unit.scale_block or 1, of_side.scale_emin
+    zero, addend = 0 if floor.down else _TINY, job.c is not None and not job.promotes
+    return struct.pack(
+        "<QQqqqqd8iII", *pointers, *x.stride(), *strides, floor.enlarged, *counts, powers, floor.eps, zero, addend
+    )
 
 
 def _sums(job: Job, sums: Tensor, marks: Tensor, promote: int) -> bytes:

@@ -9,28 +9,28 @@ prove that right, else float64, with marks for the tiles whose numbers do not fi
 import math
 import struct
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.gemm.job import TILE, Job
-from fmtsim.engines.cuda.gemm.packed import Side, launch, pack, panels_of
-from fmtsim.engines.cuda.gemm.problem import (
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, macros, panels_of
+from fmtsim.engines.cuda.gemm.job import (
     REALS,
+    TILE,
     TYPES,
+    Job,
     Range,
     is_plain,
     layout_of,
-    macros,
     order_bytes,
     outer_format,
     problem_of,
     promotion_of,
     range_of,
 )
-from fmtsim.engines.cuda.runtime import Defines, Programs
+from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
@@ -39,9 +39,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 HALVES, BFLOATS, FLOATS, DOUBLES = range(4)  # the macro NUMBERS
 _PLACES: Final = 32  # of a panel that one block of threads prepares
 _WORDS = {HALVES: torch.int32, BFLOATS: torch.int32, FLOATS: torch.float32, DOUBLES: torch.float64}
-_DEPTH = {HALVES: 16, BFLOATS: 16, FLOATS: 16, DOUBLES: 8}  # places of a stage
 _STAGES: Final = 4
-_RESIDENT = {HALVES: 2, BFLOATS: 2, FLOATS: 2, DOUBLES: 1}  # blocks of threads on a multiprocessor
 _UNROLL: Final = 4  # k positions of a loop; two where sums are promoted, of which four would spill
 _NARROW: Final = -60  # lowest exponent above which sums are expected to become subnormal
 
@@ -65,20 +63,19 @@ class _Shape(NamedTuple):
         return self.numbers <= BFLOATS or (self.numbers, self.kept) in ((FLOATS, 23), (DOUBLES, 52))
 
     @property
-    def padded(self) -> int:
-        """Places of a block."""
-        depth = _DEPTH[self.numbers]
-        return self.block if depth % self.block == 0 else -(-self.block // depth) * depth
+    def has_spans(self) -> bool:
+        """Whether the exponents of panels decide which tiles are right."""
+        return self.numbers == DOUBLES and not self.native
 
     @property
-    def defines(self) -> Defines:
-        """The macros of the product."""
-        whole = self.block if _DEPTH[self.numbers] % self.block == 0 else 0
-        return macros(
-            NUMBERS=self.numbers, KEPT=self.kept, BLOCK=whole, CLAMPED=int(self.clamped), BOUNDED=int(self.bounded),
-            PROMOTES=self.promotes, SIGNED=int(self.signed), STAGES=_STAGES,
-            RESIDENT=_RESIDENT[self.numbers], UNROLL=1 if self.clamped else 2 if self.promotes == 1 else _UNROLL,
-        )  # fmt: skip
+    def depth(self) -> int:
+        """Places of a stage."""
+        return 8 if self.numbers == DOUBLES else 16
+
+    @property
+    def padded(self) -> int:
+        """Places of a block."""
+        return self.block if self.depth % self.block == 0 else -(-self.block // self.depth) * self.depth
 
     def limits(self, k: int) -> bytes:
         """Return the structure ``Limits``."""
@@ -86,18 +83,53 @@ class _Shape(NamedTuple):
         return struct.pack("<6i", self.emin, self.emax, *logs, self.padded, (self.emin + 1023) << 20)
 
 
-def programs(job: Job) -> Programs | None:
-    """Return the kernels that ``run`` launches, None where they do not take a product."""
-    shape = _shape_of(job) if job.a.dtype in REALS and job.b.dtype in REALS else None
-    if shape is None:
-        return None
-    sides = (_operand_defines(shape, x.dtype, side) for side, x in enumerate((job.a, job.b)))
-    product = "fma_chain.cu", "fma_chain", shape.defines
-    return product, *(("fma_chain_pack.cu", "pack_operand", defines) for defines in sides)
+class FmaChain(FastPath):
+    """Multiply-adds in order."""
 
+    name, packing, dtypes = "fma_chain", "fma_chain_pack.cu", REALS
 
-def _shape_of(job: Job) -> _Shape | None:
-    return shape_of(job.spec, job.order.block, job.shape[2], job.c is not None)
+    def _shape(self, job: Job) -> _Shape | None:
+        return shape_of(job.spec, job.order.block, job.shape[2], job.c is not None)
+
+    def _product_macros(self, job: Job, shape: _Shape) -> Defines:
+        return macros(
+            NUMBERS=shape.numbers, KEPT=shape.kept, BLOCK=shape.block if shape.depth % shape.block == 0 else 0,
+            CLAMPED=shape.clamped, BOUNDED=shape.bounded, PROMOTES=shape.promotes, SIGNED=shape.signed, STAGES=_STAGES,
+            RESIDENT=1 if shape.numbers == DOUBLES else 2,
+            UNROLL=1 if shape.clamped else 2 if shape.promotes == 1 else _UNROLL,
+        )  # fmt: skip
+
+    def _operand_macros(self, job: Job, shape: _Shape, side: int) -> Defines:
+        dtype = TYPES.index((job.a, job.b)[side].dtype)
+        return macros(NUMBERS=shape.numbers, TYPE=dtype, SECOND=side, SPANS=shape.has_spans)
+
+    def _panels(self, job: Job, shape: _Shape) -> tuple[int, int]:
+        """Return how many panels the operands have: two columns of the second share a word of 16-bit numbers."""
+        return panels_of(job.shape[0]), panels_of(job.shape[1], 2 * TILE if shape.numbers <= BFLOATS else TILE)
+
+    def _pack(self, job: Job, shape: _Shape, side: int, panels: int) -> Packing:
+        """Pack words, and the spans of their exponents, in the layout of fma_chain.cuh."""
+        x, order = (job.a, job.b)[side], job.order
+        places = order.blocks * shape.padded
+        # a stage is copied whole, so the last one may read behind the last place
+        words = torch.empty((panels * places + shape.depth) * TILE, dtype=_WORDS[shape.numbers], device=x.device)
+        spans = torch.empty(panels * places if shape.has_spans else 1, dtype=torch.int32, device=x.device)
+        source = (
+            x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source, np.int32(order.block),
+            np.int32(shape.padded), np.int32(order.blocks), np.int64(places),
+        )  # fmt: skip
+        return Packing((panels, -(-places // _PLACES)), source, (words, spans))
+
+    def _arguments(
+        self, job: Job, shape: _Shape, packed: list[Tensor], flags: Tensor, marks: Tensor, sums: Tensor
+    ) -> tuple[Any, ...]:
+        """Return the arguments of the product: words of both operands before spans, places in place of blocks."""
+        places, limits = np.int64(job.order.blocks * shape.padded), shape.limits(job.shape[2])
+        operands = *packed[::2], *packed[1::2], flags, job.c
+        return *operands, order_bytes(job), places, marks, sums, limits, problem_of(job, TILE)
+
+    def _shared(self, job: Job, shape: _Shape) -> int:
+        return _STAGES * 2 * TILE * shape.depth * _WORDS[shape.numbers].itemsize
 
 
 @lru_cache(maxsize=1024)
@@ -147,37 +179,3 @@ def _short(a: Range, b: Range, acc: FloatFormat) -> bool:
     """Say whether float32, rounded once more, gives an accumulator's sums: no number is longer than it or finer."""
     fits = a.bits + b.bits <= acc.mantissa_bits + 1 <= 11
     return fits and a.lsb + b.lsb >= max(acc.min_exponent - acc.mantissa_bits, -126) and a.top + b.top <= 126
-
-
-def run(job: Job, sums: Tensor, marks: Tensor) -> None:
-    """Write the sums [parts, M, N] of all tiles but those that it marks."""
-    found, shape, order, (m, n, k) = programs(job), _shape_of(job), job.order, job.shape
-    assert found is not None and shape is not None
-    panels = panels_of(m), panels_of(n, 2 * TILE if shape.numbers <= BFLOATS else TILE)
-    left, of_left, right, of_right, flags = pack(job, found, panels, lambda side: _side(job, shape, side, panels[side]))
-    launch(
-        job, found[0], (panels[0] * panels[1], 1, len(order.parts)), left, right, of_left, of_right, flags, job.c,
-        order_bytes(job), np.int64(order.blocks * shape.padded), marks, sums, shape.limits(k), problem_of(job, TILE),
-        shared=_STAGES * 2 * TILE * _DEPTH[shape.numbers] * left.element_size(),
-    )  # fmt: skip
-
-
-def _side(job: Job, shape: _Shape, side: int, panels: int) -> Side:
-    """Return how an operand is packed: words, and the spans of their exponents, in the layout of fma_chain.cuh."""
-    x, order = (job.a, job.b)[side], job.order
-    places = order.blocks * shape.padded
-    spans = 1 if shape.native or shape.numbers != DOUBLES else panels * places
-    # a stage is copied whole, so the last one may read behind the last place
-    words = torch.empty((panels * places + _DEPTH[shape.numbers]) * TILE, dtype=_WORDS[shape.numbers], device=x.device)
-    source = (
-        x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source, np.int32(order.block),
-        np.int32(shape.padded), np.int32(order.blocks), np.int64(places),
-    )  # fmt: skip
-    return Side(
-        (panels, -(-places // _PLACES)), source, (words, torch.empty(spans, dtype=torch.int32, device=x.device))
-    )
-
-
-def _operand_defines(shape: _Shape, dtype: torch.dtype, side: int) -> Defines:
-    spans = int(shape.numbers == DOUBLES and not shape.native)
-    return macros(NUMBERS=shape.numbers, TYPE=TYPES.index(dtype), SECOND=side, SPANS=spans)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm.job import TILE, Job
-from fmtsim.engines.cuda.gemm.problem import (
+from fmtsim.engines.cuda.gemm.job import (
     LIMBS,
+    TILE,
+    Job,
     accumulator_of,
     format_bytes,
     is_plain,
@@ -41,7 +42,7 @@ _UNITS = {TwoStageDatapath: 0, PairwiseDatapath: 1, IntegerDatapath: 2}  # the m
 
 
 def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
-    """Say whether the kernels take a unit, its plan and operands of these formats and dtypes, whatever the numbers."""
+    """Return True if the kernels take a unit, its plan and operands of these formats and dtypes."""
     unit, plan = spec.datapath, spec.plan
     if isinstance(unit, IntegerDatapath):
         integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat)
@@ -64,7 +65,7 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
 
 
 def ignores_order(spec: GemmSpec) -> bool:
-    """Say whether every accumulation order gives the same bits: integers modulo 2^32, written without parts."""
+    """Return True if every accumulation order gives the same bits: integers modulo 2^32, written without parts."""
     return isinstance(spec.datapath, IntegerDatapath) and not spec.datapath.saturate
 
 

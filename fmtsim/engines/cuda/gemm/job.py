@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One product as every path sees it: operands, definition, and the accumulation order as device arrays."""
+"""One product as every path sees it: operands, definition, accumulation order, and what kernels are told of it.
 
+The order lies on the device as arrays. ``Problem`` of problem.cuh, which the general kernels take by value, has the
+product and its unit as numbers.
+"""
+
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -10,8 +15,21 @@ import torch
 from torch import Tensor
 
 from fmtsim.engines.cuda import runtime
+from fmtsim.engines.cuda.cast.parameters import draw_of
+from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import CODES, Rounding
+from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import Arithmetic, Datapath, sum_dtype
+from fmtsim.spec.datapath import (
+    FP32,
+    Arithmetic,
+    Datapath,
+    IntegerDatapath,
+    PairwiseDatapath,
+    TwoStageDatapath,
+    sum_dtype,
+)
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import adds_in_order, combination, schedule
@@ -21,6 +39,19 @@ from fmtsim.support.replay.gpu import captures
 TILE: Final = 128  # rows and columns of the tiles that marks stand for
 PADDING: Final = -1  # a k position of ``AccumulationOrder.source`` without a product
 CHAIN_END, PART_END = 1, 2
+
+TYPES = (  # in the order of the macros TYPE_... of the kernels
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8,
+)  # fmt: skip
+SINGLES = tuple(  # whose values float32 holds: operands of the fast paths that do not compute in float64
+    dtype for dtype in TYPES if dtype.is_floating_point and dtype not in (torch.float64, torch.float8_e8m0fnu)
+)
+REALS = (*SINGLES, torch.float64)
+KINDS = {torch.float32: 0, torch.float64: 1, torch.int32: 2}  # of sums
+NO_FRACTION = -1
+NO_BOUND = -(1 << 24)  # of the alignment exponent
+LIMBS = (20, 40, 80, 144)  # digits of 32 bits for which kernels exist
 
 
 class Gpu(NamedTuple):
@@ -111,13 +142,18 @@ class Job:
     @property
     def promotes(self) -> bool:
         """Whether chains are added to an outer sum."""
-        return promotes(self.spec.datapath, self.spec.plan)
+        return promotes(self.spec)
+
+    @property
+    def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """Both operands, each with its scales inside the unit: None where it has none."""
+        inside = isinstance(self.spec.datapath, Datapath) and self.spec.datapath.scale is not None
+        return (self.a, self.scale_a if inside else None), (self.b, self.scale_b if inside else None)
 
 
-def promotes(datapath: Arithmetic, plan: GemmPlan) -> bool:
-    """Say whether the unit or the plan adds chains to an outer sum."""
-    own = isinstance(datapath, Datapath) and datapath.promote_every is not None
-    return own or plan.promote_every is not None
+def promotes(spec: GemmSpec) -> bool:
+    """Return True if the unit or the plan adds chains to an outer sum."""
+    return spec.plan.promote_every is not None or getattr(spec.datapath, "promote_every", None) is not None
 
 
 def accumulation_order(k: int, spec: GemmSpec, device: torch.device) -> AccumulationOrder:
@@ -151,20 +187,184 @@ def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> Ac
     starts = np.repeat([chain.start for chain in chains], [len(chain.blocks) for chain in chains])
     ranges = np.stack([np.concatenate([[0], stops[:-1]]), stops], 1).astype(np.int32)
     flat = source.reshape(-1)
-    own = unit.promote_every if isinstance(unit, Datapath) else None
-    promote = plan.promote_every or own
-    steps = None if adds_in_order(plan) else np.array(combination(k, plan), np.int32)
+    promote = plan.promote_every or getattr(unit, "promote_every", None) or 1
+
+    def copied(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
     return AccumulationOrder(
-        source=_copied(flat, device),
+        source=copied(flat),
         block=length,
         contiguous=bool((flat[:k] == np.arange(k)).all()),
         parts=tuple((int(first), int(stop)) for first, stop in ranges),
-        part_blocks=_copied(ranges, device),
-        ends=_copied(ends, device),
-        scale_places=_copied((starts // (promote or 1)).astype(np.int32), device),
-        combination=None if steps is None else _copied(steps, device),
+        part_blocks=copied(ranges),
+        ends=copied(ends),
+        scale_places=copied((starts // promote).astype(np.int32)),
+        combination=None if adds_in_order(plan) else copied(np.array(combination(k, plan), np.int32)),
     )
 
 
-def _copied(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+# What kernels are told of a product.
+
+
+class Sums(NamedTuple):
+    """How a block's sum is held: the macros of exact_integer.cu, and the place of the lowest bit."""
+
+    wide: bool
+    limbs: int
+    grid: int
+
+    @property
+    def defines(self) -> tuple[tuple[str, str], ...]:
+        """The macros."""
+        return (("WIDE", str(int(self.wide))), ("LIMBS", str(self.limbs)))
+
+
+class Range(NamedTuple):
+    """Bits of a significand, place of the last bit of the smallest number, exponent behind the largest."""
+
+    bits: int
+    lsb: int
+    top: int
+
+
+def range_of(fmt: OperandFormat | None) -> Range:
+    """Return the bits and exponents of a format, zeros for anything but floating-point formats."""
+    if not isinstance(fmt, FloatFormat):
+        return Range(0, 0, 0)
+    return Range(fmt.mantissa_bits + 1, fmt.min_exponent - fmt.mantissa_bits, fmt.max_exponent + 1)
+
+
+@lru_cache(maxsize=1024)
+def sums_of(spec: GemmSpec, k: int, with_c: bool) -> Sums | None:
+    """Return how the kernel for any number holds the sums of a fused unit, None where it cannot.
+
+    ``with_c`` says that chains begin with numbers from outside.
+    """
+    unit = spec.datapath
+    assert isinstance(unit, Datapath)
+    a, b, scale = range_of(spec.a), range_of(spec.b), range_of(unit.scale)
+    count = min(unit.block or k, k)
+    product = a.bits + b.bits + 2 * scale.bits
+    span = a.top + b.top - a.lsb - b.lsb + unit.group.bit_length() + 2 * scale.bits
+    term = max(product, span) if unit.group > 1 else product
+    if max(a.bits, b.bits) + scale.bits > 63 or term > 126:
+        return None
+    wide = term > 62
+    lowest = a.lsb + b.lsb + 2 * scale.lsb
+    if unit.fraction_bits is not None:
+        bits = unit.fraction_bits + 2 + 2 * (unit.scale is not None) + 1 + count.bit_length() + 1
+        if unit.group > 1:
+            bits += max(a.top + b.top, 0) + unit.group.bit_length()
+        if bits <= 62:
+            return Sums(wide, 0, 0)
+    elif not with_c and _stays_in_range(unit, k) and span + 2 * (scale.top - scale.lsb) + 3 + k.bit_length() <= 62:
+        return Sums(wide, 0, lowest)
+    acc = range_of(unit.accumulator)
+    top = max(a.top + b.top + 2 * scale.top + count.bit_length(), acc.top, 128) + 2
+    if unit.fraction_bits is not None and unit.min_exponent is not None:
+        top = max(top, unit.min_exponent - unit.fraction_bits + 2 + count.bit_length())
+    narrow = is_representable(unit.accumulator, torch.float32)
+    lowest = min(lowest, -149 if narrow else -1074)
+    return next((Sums(wide, n, lowest) for n in LIMBS if top - lowest <= 32 * (n - 4)), None)
+
+
+def _stays_in_range(unit: Datapath, k: int) -> bool:
+    """Return True if a running sum is at most four times the sum of all magnitudes: roundings add no more."""
+    blocks = -(-k // (unit.block or k))
+    return unit.rounding.mode in ("nearest_even", "toward_zero") or blocks >> unit.accumulator.mantissa_bits == 0
+
+
+def is_plain(fmt: FloatFormat | None) -> bool:
+    """Return True if kernels can round to a format: IEEE 754's kinds of numbers, at most 50 mantissa bits or 52."""
+    if fmt is None:
+        return True
+    return fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee" and fmt.mantissa_bits != 51
+
+
+def outer_format(spec: GemmSpec) -> FloatFormat:
+    """Return the format of the sum to which chains are promoted."""
+    unit = spec.datapath
+    if not isinstance(unit, Datapath) or spec.plan.promote_every is not None:
+        return FP32
+    return unit.promotion or unit.accumulator
+
+
+def layout_of(fmt: FloatFormat) -> tuple[int, int, int]:
+    """Return the exponent bits, mantissa bits and bias of a format."""
+    return fmt.exponent_bits, fmt.mantissa_bits, fmt.exponent_bias
+
+
+def promotion_of(spec: GemmSpec) -> int:
+    """Return how chains join an outer sum (``promote``, problem.cuh): 0 not, 1 in float32 as IEEE 754 adds, 2 else."""
+    unit = spec.datapath
+    assert isinstance(unit, Datapath)
+    if not promotes(spec):
+        return 0
+    plain = is_representable(unit.accumulator, torch.float32) and not spec.plan.scaled_promotion
+    return 1 if plain and layout_of(outer_format(spec)) == layout_of(FP32) else 2
+
+
+def problem_of(job: Job, tile: int, grid: int = 0) -> bytes:
+    """Return a product as ``Problem``: ``tile`` rows and columns for a mark, ``grid`` of ``sums_of``."""
+    m, n, _ = job.shape
+    strides = [stride for x in (job.a, job.b, job.scale_a, job.scale_b, job.c) for stride in _strides(x)]
+    how = job.spec.datapath.rounding if isinstance(job.spec.datapath, Datapath) else Rounding()
+    head = struct.pack("<10q", *strides) + draw_of(how, job.random)
+    types = TYPES.index(job.a.dtype), TYPES.index(job.b.dtype)
+    shape = struct.pack("<8i", m, n, *types, job.order.block, len(job.order.parts), tile, job.promotes)
+    formats, rest = _constants(job.spec, grid)
+    return head + formats + shape + rest
+
+
+def order_bytes(job: Job) -> bytes:
+    """Return where chains end and what scales them as ``Order``."""
+    order = job.order
+    tensors = job.scale_a, job.scale_b, order.scale_places, order.ends, order.part_blocks
+    return struct.pack("<5Q", *(0 if x is None else x.data_ptr() for x in tensors))
+
+
+def _strides(x: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+
+@lru_cache(maxsize=1024)
+def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
+    """Return what does not depend on the data: formats and rounding, and the rest of the numbers."""
+    unit, plan = spec.datapath, spec.plan
+    fused = unit if isinstance(unit, Datapath) else Datapath()
+    how = fused.rounding
+    formats = format_bytes(accumulator_of(unit)) + format_bytes(outer_format(spec))
+    formats += struct.pack("<4i", CODES[how.mode], how.bits, "abc".index(how.variant), 0)
+    fraction_bits = NO_FRACTION if fused.fraction_bits is None else fused.fraction_bits
+    sum_bits, parity = 0, False
+    if isinstance(unit, TwoStageDatapath):
+        fraction_bits, sum_bits, parity = unit.fraction_bits, unit.sum_bits, unit.parity
+    leaves = unit.block if isinstance(unit, PairwiseDatapath) else 0
+    saturates = isinstance(unit, IntegerDatapath) and unit.saturate
+    a, b, scale = range_of(spec.a), range_of(spec.b), range_of(fused.scale)
+    rest = struct.pack(
+        "<24i",
+        plan.scaled_promotion, plan.successive_scales, KINDS[sum_dtype(unit)], fraction_bits,
+        CODES[fused.term_rounding], NO_BOUND if fused.min_exponent is None else fused.min_exponent,
+        fused.group, fused.signed_zero,
+        fused.scale_block, scale.bits - 1, 0 if fused.scale is None else fused.scale.min_exponent, sum_bits,
+        a.bits - 1, b.bits - 1, *(_lowest_exponent(fmt, fused) for fmt in (spec.a, spec.b)),
+        grid, a.lsb, b.lsb, parity, leaves, saturates, 0, 0,
+    )  # fmt: skip
+    return formats, rest
+
+
+def accumulator_of(unit: Arithmetic) -> FloatFormat:
+    """Return the format of a unit's running sum."""
+    return unit.accumulator if isinstance(unit, Datapath) else FP32
+
+
+def _lowest_exponent(fmt: OperandFormat, unit: Datapath) -> int:
+    given = unit.operand or fmt
+    return given.min_exponent if isinstance(given, FloatFormat) else 0
+
+
+def format_bytes(fmt: FloatFormat) -> bytes:
+    """Return a format as the struct of numbers.cuh."""
+    return struct.pack("<d2i", fmt.max, fmt.mantissa_bits, fmt.min_exponent)

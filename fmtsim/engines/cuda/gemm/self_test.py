@@ -13,7 +13,6 @@ import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -21,9 +20,8 @@ from torch import Tensor
 
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import general
-from fmtsim.engines.cuda.gemm.job import TILE, Job, accumulation_order
-from fmtsim.engines.cuda.gemm.problem import accumulator_of
-from fmtsim.engines.cuda.runtime import Programs
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Plan
+from fmtsim.engines.cuda.gemm.job import TILE, Job, accumulation_order, accumulator_of
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import RandomKey
@@ -44,12 +42,12 @@ _SCALES = (3, 20)  # powers of two that scales reach in each TILE rows
 _ALIGNED = 16  # bytes: kernels may ask where an address lies modulo these
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.int32: torch.int32}
 
-_chosen: dict[tuple[Any, ...], ModuleType | None] = {}
+_chosen: dict[tuple[Any, ...], tuple[FastPath, Plan] | None] = {}
 _verdicts: dict[tuple[int, str], bool] = {}
 
 
-def chosen(paths: tuple[ModuleType, ...], job: Job) -> ModuleType | None:
-    """Return the first path that takes a product and has passed its self-test, or None.
+def chosen(paths: tuple[FastPath, ...], job: Job) -> tuple[FastPath, Plan] | None:
+    """Return the first path that takes a product and has passed its self-test, with its plan for the product, or None.
 
     A path decides by the definition, the device, and where operands lie modulo 16 bytes, so the choice is remembered.
 
@@ -59,24 +57,24 @@ def chosen(paths: tuple[ModuleType, ...], job: Job) -> ModuleType | None:
     operands = job.a, job.b, job.c, job.scale_a, job.scale_b
     facts = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in operands]
     key = paths, runtime.device_index(job.a), job.spec, job.random is None, *facts
-    path = _chosen.get(key, _UNKNOWN)
-    if path is _UNKNOWN:
-        asked = ((path, path.programs(job)) for path in paths)
-        path = next((path for path, programs in asked if programs is not None and passes(path, job, programs)), None)
+    choice = _chosen.get(key, _UNKNOWN)
+    if choice is _UNKNOWN:
+        plans = ((path, path.plan(job)) for path in paths)
+        choice = next(((path, plan) for path, plan in plans if plan is not None and passes(path, job, plan)), None)
         if len(_chosen) >= _MOST:
             _chosen.clear()
-        _chosen[key] = path
-    return path
+        _chosen[key] = choice
+    return choice
 
 
-def passes(path: ModuleType, job: Job, programs: Programs) -> bool:
-    """Say whether a path gives the general path's bits on products like one; test it where that is not known.
+def passes(path: FastPath, job: Job, plan: Plan) -> bool:
+    """Return True if a path gives the general path's bits on products like one; test it where that is not known.
 
     A self-test waits for the device. Where bits differ, a KernelWarning says so, once for a class and device; a path
     that leaves every result of it to the general one is not used either.
     """
     index = runtime.device_index(job.a)
-    name = _class_of(path, job, programs)
+    name = _class_of(path, job, plan)
     verdict = _verdicts.get((index, name))
     if verdict is not None:
         return verdict
@@ -84,50 +82,51 @@ def passes(path: ModuleType, job: Job, programs: Programs) -> bool:
     if passed is None or name not in _lines(passed):
         if torch.cuda.is_current_stream_capturing():
             raise DeviceError(
-                f"{programs[0][0]} has not been tested on cuda:{index} for products of this kind yet, and a CUDA graph "
-                "that is being captured cannot wait for that; run the product once before the capture (see "
+                f"{plan.programs[0][0]} has not been tested on cuda:{index} for products of this kind yet, and a CUDA "
+                "graph that is being captured cannot wait for that; run the product once before the capture (see "
                 "fmtsim.cuda.warmup)"
             )
-        wrong, compared = _compared(path, job, programs)
+        wrong, compared = _compared(path, job, plan)
         if wrong or not compared:
             _verdicts[index, name] = False
             if wrong:  # a path that left all tiles would leave those of a call too
-                warnings.warn(_complaint(index, programs, wrong, compared), KernelWarning, stacklevel=2)
+                warnings.warn(_complaint(index, plan, wrong, compared), KernelWarning, stacklevel=2)
             return False
         _remember(passed, name)
     _verdicts[index, name] = True
     return True
 
 
-def _class_of(path: ModuleType, job: Job, programs: Programs) -> str:
+def _class_of(path: FastPath, job: Job, plan: Plan) -> str:
     """Return a digest of all that may decide how a path's kernels run a product, but shape and data."""
-    plan, order = job.spec.plan, job.order
+    gemm_plan, order = job.spec.plan, job.order
     lies = [(x.dtype, *(stride == 1 for stride in x.stride()), _alignment(x)) for x in (job.a, job.b)]
     given = [x is not None for x in (job.c, job.scale_a, job.scale_b, job.random)]
     features = (
-        job.promotes, plan.scaled_promotion, plan.successive_scales, order.contiguous, len(order.parts) > 1,
+        job.promotes, gemm_plan.scaled_promotion, gemm_plan.successive_scales, order.contiguous, len(order.parts) > 1,
     )  # fmt: skip
-    text = path.__name__, programs, replace(job.spec, plan=GemmPlan()).to_json(), lies, given, features
+    text = path.name, plan.programs, replace(job.spec, plan=GemmPlan()).to_json(), lies, given, features
     return hashlib.sha256(repr(text).encode()).hexdigest()
 
 
 def _alignment(x: Tensor) -> bool:
-    """Say whether rows, or columns, begin at multiples of 16 bytes."""
+    """Return True if rows, or columns, begin at multiples of 16 bytes."""
     return not (x.data_ptr() | max(x.stride()) * x.element_size()) % 16
 
 
-def _compared(path: ModuleType, job: Job, programs: Programs) -> tuple[int, int]:
+def _compared(path: FastPath, job: Job, plan: Plan) -> tuple[int, int]:
     """Return how many results of a path have wrong bits, and how many were compared."""
     counts = []
     for place in range(len(SHAPES)):
-        like = _like(path, job, programs, place)
-        if like is None:
+        found = _like(path, job, plan, place)
+        if found is None:
             continue
+        like, like_plan = found
         m, n = like.out.shape
         parts = 1 if general.ignores_order(like.spec) else len(like.order.parts)
         fast, exact = (torch.full((parts, m, n), 7, dtype=like.dtype, device=like.out.device) for _ in range(2))
         marks = torch.zeros(-(-m // TILE), -(-n // TILE), dtype=torch.uint8, device=like.out.device)
-        path.run(like, fast, marks)
+        path.run(like, like_plan, fast, marks)
         general.run(like, exact, None)
         unmarked = (marks == 0).repeat_interleave(TILE, 0)[:m].repeat_interleave(TILE, 1)[:, :n]
         wrong = (fast.view(_BITS[like.dtype]) != exact.view(_BITS[like.dtype])) & unmarked
@@ -136,19 +135,20 @@ def _compared(path: ModuleType, job: Job, programs: Programs) -> tuple[int, int]
     return wrong_bits, compared
 
 
-def _like(path: ModuleType, job: Job, programs: Programs, place: int) -> Job | None:
+def _like(path: FastPath, job: Job, plan: Plan, place: int) -> tuple[Job, Plan] | None:
     """Return a product that reaches the same kernels as another, with its K where the usual one does not."""
     usual = SHAPES[place][2]
     for k in (usual, job.shape[2]):
         like = sample(job, place, k)
-        if path.programs(like) == programs:
-            return like
+        found = path.plan(like)
+        if found is not None and found.programs == plan.programs:
+            return like, found
     return None
 
 
-def _complaint(index: int, programs: Programs, wrong: int, compared: int) -> str:
+def _complaint(index: int, plan: Plan, wrong: int, compared: int) -> str:
     kernels = ", ".join(
-        " ".join([file, *(f"-D{key}={value}" for key, value in macros)]) for file, _, macros in programs
+        " ".join([file, *(f"-D{key}={value}" for key, value in macros)]) for file, _, macros in plan.programs
     )
     return (
         f"a fast path does not give the bits of the general path on cuda:{index} ({wrong} of {compared} results "

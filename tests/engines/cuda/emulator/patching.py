@@ -60,7 +60,7 @@ def _self_tests(enabled: bool) -> Iterator[None]:
     """Forget which fast paths were chosen, and trust them all unless self-tests are enabled."""
     self_test = importlib.import_module("fmtsim.engines.cuda.gemm.self_test")
     stand_ins: dict[str, Any] = {"_chosen": {}, "_verdicts": {}, "_passed": lambda index: None}
-    stand_ins |= {"_versions": lambda: "NVRTC none"} if enabled else {"passes": lambda path, job, programs: True}
+    stand_ins |= {"_versions": lambda: "NVRTC none"} if enabled else {"passes": lambda path, job, plan: True}
     capturing = mock.patch("torch.cuda.is_current_stream_capturing", lambda: False)
     with mock.patch.multiple(self_test, **stand_ins), capturing:
         yield
