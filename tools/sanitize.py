@@ -30,7 +30,7 @@ import fmtsim
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import self_test
 from fmtsim.engines.cuda.gemm.fast_path import FastPath
-from fmtsim.engines.cuda.runtime.warmup import variants
+from fmtsim.engines.cuda.runtime.program import variants
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
@@ -156,7 +156,7 @@ def blocks(device: torch.device, few: bool) -> None:
 def transforms(device: torch.device) -> None:
     """Call what casts of blocks have beside them: Hadamard transforms and scaled results."""
     hadamard = importlib.import_module("fmtsim.engines.cuda.cast.hadamard")
-    finish = importlib.import_module("fmtsim.engines.cuda.gemm.finish")
+    finish = importlib.import_module("fmtsim.engines.cuda.gemm.scaled_product")
     for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):
             flips = torch.arange(size, device=device) % 3 == 0

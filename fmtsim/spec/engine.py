@@ -151,9 +151,9 @@ class FusedEngine(KernelEngine, Protocol):
     Attributes:
         available, why_unavailable, warmup: What ``fmtsim.engines.cuda`` offers users.
         NativeCall, NativeScales, run_native: What is asked of the library, its scales, and how
-            (fmtsim/engines/cuda/native/calls.py).
+            (fmtsim/engines/cuda/native.py).
         cublaslt, cublaslt_version, other_gpu, other_settings, other_versions: The library, and what differs from the
-            machine of a target (fmtsim/engines/cuda/native/gpu.py).
+            machine of a target (fmtsim/engines/cuda/native.py).
         OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/engines/cuda/optim/steps.py).
         ReductionStages: What a rank computes in a reduction (fmtsim/engines/cuda/cast/reduction.py).
     """

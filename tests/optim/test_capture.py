@@ -11,8 +11,8 @@ import torch
 
 import fmtsim
 from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.optim.launch import launches
 from fmtsim.engines.cuda.optim.schemes import kernels_of
+from fmtsim.engines.cuda.optim.steps import launches
 from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, stepping
 from fmtsim.spec.optimizer import Numbers
 from fmtsim.support.errors import DeviceError

@@ -8,10 +8,18 @@ from fmtsim.engines.cuda.cast.hadamard import covers_hadamard, hadamard
 from fmtsim.engines.cuda.cast.reduction import ReductionStages, covers_reduction
 from fmtsim.engines.cuda.gemm.dispatch import gemm, supports_gemm
 from fmtsim.engines.cuda.gemm.scaled_product import covers_groups, multiply_groups
-from fmtsim.engines.cuda.native.calls import NativeCall, NativeScales
-from fmtsim.engines.cuda.native.calls import run as run_native
-from fmtsim.engines.cuda.native.gpu import cublaslt, cublaslt_version, other_gpu, other_settings, other_versions
-from fmtsim.engines.cuda.operand import counts_keys, finish, has_both, quantize_both, quantize_operand, unrotate
+from fmtsim.engines.cuda.gemm.scaled_product import finish_sums as finish
+from fmtsim.engines.cuda.native import (
+    NativeCall,
+    NativeScales,
+    cublaslt,
+    cublaslt_version,
+    other_gpu,
+    other_settings,
+    other_versions,
+)
+from fmtsim.engines.cuda.native import run as run_native
+from fmtsim.engines.cuda.operand import counts_keys, has_both, quantize_both, quantize_operand, unrotate
 from fmtsim.engines.cuda.optim.steps import OptimizerBatch, optimizer_steps, supports_optimizer
 from fmtsim.engines.cuda.runtime import available, serves, warmup, why_unavailable
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fmtsim.engines.cuda.cast import block, casts, hadamard, rotated, scaled
 from fmtsim.engines.cuda.cast.hadamard import Scales
-from fmtsim.engines.cuda.gemm import finish as products
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -101,26 +100,17 @@ def quantize_both(
 
 
 def has_both(x: Tensor, quantizer: Quantizer) -> bool:
-    """Say whether ``quantize_both`` takes a matrix under a quantiser with a scale rule; looks at no data."""
+    """Return True if ``quantize_both`` takes a matrix under a quantiser with a scale rule; looks at no data."""
     plain = not quantizer.transforms and quantizer.then is None and quantizer.source == "original"
     return plain and scaled.covers_both(x, quantizer)
 
 
 def counts_keys(quantizer: Quantizer) -> bool:
-    """Say whether kernels add a counter on the device to the keys of a quantiser (``Keys.passes``).
+    """Return True if kernels add a counter on the device to the keys of a quantiser (``Keys.passes``).
 
     They do for bfloat16 matrices whose sizes are multiples of 128.
     """
     return rotated.counts_keys(quantizer)
-
-
-def finish(
-    y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
-    """Return ``(y * columns^T) * rows + bias`` in another dtype, one rounding a step; None where no kernel does it."""
-    if y.dtype != torch.float32 or not products.covers(y, dtype):
-        return None
-    return products.finish_sums(y, columns, rows, bias, dtype)
 
 
 def unrotate(

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from fmtsim.engines.cuda.native import gpu
+from fmtsim.engines.cuda import native as gpu
 from fmtsim.gemm.products import native
 from tests.support.emulated_gpu import take_for_gpu
 

@@ -31,7 +31,7 @@ from fmtsim.engines.cuda.cast.rotated import plan_of
 from fmtsim.engines.cuda.cast.scale_rules import fast_macros, rule_of
 from fmtsim.engines.cuda.cast.tables import layout_of
 from fmtsim.engines.cuda.gemm import self_test
-from fmtsim.engines.cuda.runtime.warmup import variants
+from fmtsim.engines.cuda.runtime.program import variants
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.recipes.catalogue import RECIPES

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import torch
 
-from fmtsim.engines.cuda.native.calls import NativeCall, NativeScales, run
+from fmtsim.engines.cuda.native import NativeCall, NativeScales, run
 from fmtsim.gemm.models import models
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit

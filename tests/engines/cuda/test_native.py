@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
-from fmtsim.engines.cuda.native import calls as unit
-from fmtsim.engines.cuda.native.calls import NativeCall, NativeScales, block_scales, switches, swizzled, torch_call
+from fmtsim.engines.cuda import native as unit
+from fmtsim.engines.cuda.native import NativeCall, NativeScales, block_scales, switches, swizzled, torch_call
 from fmtsim.gemm.products import native
 from fmtsim.gemm.products.operands import fp4_of_fp8
 from fmtsim.gemm.products.scales import unswizzled

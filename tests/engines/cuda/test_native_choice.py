@@ -12,7 +12,7 @@ import torch
 
 import fmtsim
 from fmtsim.engines import cuda
-from fmtsim.engines.cuda.native.calls import swizzled
+from fmtsim.engines.cuda.native import swizzled
 from fmtsim.gemm.products import native
 from fmtsim.gemm.products.resolver import recorded_calls, resolve
 from fmtsim.gemm.targets import doubts

@@ -9,7 +9,7 @@ import torch
 
 import fmtsim
 from fmtsim.engines import cuda
-from fmtsim.engines.cuda.native import gpu
+from fmtsim.engines.cuda import native as gpu
 from fmtsim.gemm.products import native
 from fmtsim.support.errors import NativeWarning
 

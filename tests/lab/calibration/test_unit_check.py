@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fmtsim.engines.cuda.native.calls import NativeCall, NativeScales, torch_call
+from fmtsim.engines.cuda.native import NativeCall, NativeScales, torch_call
 from fmtsim.lab.calibration import unit_calls as calls
 from fmtsim.lab.calibration.evidence import load_evidence
 from fmtsim.lab.calibration.unit_calls import digest, draw, emulate, kinds_of, orders

@@ -25,7 +25,7 @@ from fmtsim.engines.cuda.gemm.job import (
     problem_of,
     sums_of,
 )
-from fmtsim.engines.cuda.native.calls import row_major
+from fmtsim.engines.cuda.native import row_major
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat

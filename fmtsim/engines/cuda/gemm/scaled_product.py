@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of operands whose groups along the sum have scales, on the bfloat16 units of compute capability 9.0.
+"""Native products of operands with scales: of groups in the product, of rows, columns and tensors behind it.
 
-The unit multiplies elements and adds a group's products in float32; each sum is multiplied by the scales of its two
-groups and added to those before. scaled_product.cu says in which order.
+Groups along the sum have kernels for the bfloat16 units of compute capability 9.0: the unit multiplies elements and
+adds a group's products in float32; each sum is multiplied by the scales of its two groups and added to those before.
+scaled_product.cu says in which order. ``finish_sums`` (finish.cu) is the last step of any other product whose operands
+left scales outside.
 """
 
 import struct
@@ -14,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.cast.parameters import aligned
+from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, aligned, macros
 from fmtsim.engines.cuda.runtime import Defines, capability, device_index, kernel, multiprocessors
+from fmtsim.engines.cuda.runtime.launch import Bound
 from fmtsim.spec.operand import Operand
 from fmtsim.support.replay.hooks import Structure
 
@@ -29,10 +32,11 @@ _TURN = 1024  # outputs of a block of threads that adds parts
 _GROUPS: Final = (64, 128)
 _MOST: Final = 1 << 30
 _SIDE: Final = struct.Struct("=QqQqqii")  # an operand, to the kernel
+_FINISHING: Final = 256  # threads of a block of finish_sums, at most
 
 
 def covers_groups(a: Operand, b: Operand) -> bool:
-    """Say whether ``multiply_groups`` takes two operands; looks at no data, so that a compiler may ask."""
+    """Return True if ``multiply_groups`` takes two operands; looks at no data, so that a compiler may ask."""
     if any(x.scale is None or x.tensor_scale is not None for x in (a, b)):
         return False
     group, (m, k), n = a.block[1], a.elements.shape, b.elements.shape[0]
@@ -45,7 +49,7 @@ def covers_groups(a: Operand, b: Operand) -> bool:
 
 
 def _transposed(x: Operand) -> bool:
-    """Say whether rows, and not places of the sum, follow each other in memory."""
+    """Return True if rows, and not places of the sum, follow each other in memory."""
     return not x.elements.is_contiguous()
 
 
@@ -133,19 +137,58 @@ def parts_of(m: int, n: int, groups: int, processors: int) -> tuple[int, int]:
     return -(-groups // length), length
 
 
+def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype, shared_b: bool) -> Defines:
+    return macros(
+        TRANSPOSED_A=turned_a, TRANSPOSED_B=turned_b, GROUP=group, OUTPUT=_OUTPUTS[dtype], SHARED_B=shared_b,
+        STAGES=_STAGES,
+    )  # fmt: skip
+
+
+def finish_sums(
+    y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return ``(y * columns^T) * rows + bias`` in another dtype: float32 steps, one rounding each, then one to that.
+
+    None where no kernel does it.
+
+    Args:
+        y: float32 [M, N], rows of whole vectors of four.
+        columns: float32 [N, 1] or [1, 1]: scales of y's columns, or None.
+        rows: float32 [M, 1] or [1, 1]: scales of its rows, or None.
+        bias: [N], or None.
+        dtype: float32, bfloat16 or float16.
+
+    NaN becomes the canonical one. Nothing waits for the device.
+    """
+    m, n = y.shape
+    whole = y.is_contiguous() and n % 4 == 0 and y.data_ptr() % 16 == 0 and 0 < n <= 4 * _FINISHING * 65535 and m > 0
+    if not whole or y.dtype != torch.float32 or dtype not in NARROW:
+        return None
+    out = torch.empty_like(y, dtype=dtype)
+    columns, rows = (None if s is None else s.contiguous() for s in (columns, rows))
+    by_column, by_row = (s is not None and s.shape[0] > 1 for s in (columns, rows))
+    bias = None if bias is None else bias.float().contiguous()
+    grid, launch = _finish_launch(m, n, by_column, by_row, dtype, device_index(y))
+    launch(grid, y, columns, rows, bias, out)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _finish_launch(
+    m: int, n: int, by_column: bool, by_row: bool, dtype: torch.dtype, index: int
+) -> tuple[tuple[int, int, int], Bound]:
+    """Return the grid for sums of a size, and a launch that takes it and the addresses."""
+    threads = min(_FINISHING, -(-n // 128) * 32)
+    rest = np.uint32(by_column), np.uint32(by_row), np.uint64(m), np.uint64(n // 4)
+    launch = kernel("finish.cu", "finish_sums", index, macros(OUTPUT=DTYPES[dtype])).bound(threads, 5, *rest)
+    return (-(-m // 4), -(-n // (4 * threads)), 1), launch
+
+
 def variants(capability: tuple[int, int]) -> Iterator[tuple[str, str, Defines]]:
-    """Yield file, kernel and macros of every kind of kernel: those of groups of 128."""
-    if capability != _CAPABILITY:
-        return
-    for dtype in _OUTPUTS:
+    """Yield file, kernel and macros of every kind of kernel: of products those of groups of 128."""
+    for dtype in NARROW:
+        yield "finish.cu", "finish_sums", macros(OUTPUT=DTYPES[dtype])
+    for dtype in _OUTPUTS if capability == _CAPABILITY else ():
         yield _FILE, "add_parts", _defines(False, False, _GROUP, dtype, True)
         for transposed in ((False, False), (False, True), (True, True)):
             yield _FILE, "multiply_groups", _defines(*transposed, _GROUP, dtype, not transposed[0])
-
-
-def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype, shared_b: bool) -> Defines:
-    numbers = {
-        "TRANSPOSED_A": int(turned_a), "TRANSPOSED_B": int(turned_b), "GROUP": group, "OUTPUT": _OUTPUTS[dtype],
-        "SHARED_B": int(shared_b), "STAGES": _STAGES,
-    }  # fmt: skip
-    return tuple((name, str(number)) for name, number in numbers.items())

@@ -20,9 +20,9 @@ from fmtsim.engines.cuda.runtime.program import (
     serves,
     shared_limit,
     source_of,
+    warmup,
     why_unavailable,
 )
-from fmtsim.engines.cuda.runtime.warmup import warmup
 
 __all__ = [
     "KERNELS", "Defines", "Kernel", "Program", "Programs", "architecture", "available", "cache_folder",

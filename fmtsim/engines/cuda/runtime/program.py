@@ -6,10 +6,16 @@ the engine's rooms specialised by macros; ``#include "x.cuh"`` lines are replace
 the disk cache takes self-contained sources alone.
 """
 
+import importlib
 import importlib.util
+import inspect
+import os
+import pkgutil
 import re
 import threading
 import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,13 +53,13 @@ def why_unavailable(device: torch.device | int | None = None) -> str | None:
 
 
 def available(device: torch.device | int | None = None) -> bool:
-    """Say whether the CUDA engine runs on a device, or on any device where none is named."""
+    """Return True if the CUDA engine runs on a device, or on any device where none is named."""
     return why_unavailable(device) is None
 
 
 @cache
 def serves(index: int) -> bool:
-    """Say whether the engine runs on a device; where it does not, one warning says why, and torch ops take over."""
+    """Return True if the engine runs on a device; where it does not, one warning says why, and torch ops take over."""
     reason = why_unavailable(index)
     if reason is not None:
         warnings.warn(f"tensors on cuda:{index} are served by torch operations, not by kernels: {reason}", stacklevel=2)
@@ -209,3 +215,58 @@ def kernel(file: str, name: str, index: int, defines: Defines = ()) -> Kernel:
             where = f"cuda:{index} ({architecture(index)})"
             raise DeviceError(f"{name} ({file}) cannot be loaded on {where}: {error}") from error
         return Kernel(handle, name, index)
+
+
+# Kernels compiled and loaded before they are needed.
+
+
+def warmup(device: torch.device | int | None = None, *, advance: Callable[[int, int], None] | None = None) -> int:
+    """Compile and load the engine's kernels for a device, so that no later call waits for the compiler.
+
+    Args:
+        device: A CUDA device or its number; None takes the current one.
+        advance: Called with how many programs are compiled, from 0 on, and how many there are.
+
+    Returns:
+        How many kernels are ready. Each kind of kernel is there in the specialisations that common calls take; a rarer
+        one is still compiled by the first call that needs it, so run a call once before capturing it in a CUDA graph.
+
+    Machine code is kept on disk (``FMTSIM_CACHE_DIR``): the first call takes seconds to minutes, later processes much
+    less. Raises DeviceError where the engine cannot run on the device, or a kernel does not compile.
+    """
+    reason = why_unavailable(device)
+    if reason is not None:
+        raise DeviceError(reason)
+    index = index_of(device)
+    arch = architecture(index)
+    chosen = variants(capability(index))
+    programs = list(dict.fromkeys((file, defines) for file, _, defines in chosen))
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        done = pool.map(lambda item: compiled(item[0], arch, item[1]), programs)
+        for count in range(len(programs) + 1):
+            if count:
+                next(done)
+            if advance is not None:
+                advance(count, len(programs))
+    for file, name, defines in chosen:
+        kernel(file, name, index, defines)
+    return len(chosen)
+
+
+@cache
+def variants(capability: tuple[int, int]) -> Programs:
+    """Return a representative of every specialisation of every kernel that a compute capability runs."""
+    return tuple(dict.fromkeys(variant for module in sources() for variant in variants_of(module, capability)))
+
+
+def sources() -> tuple[str, ...]:
+    """Return the names of the modules that have kernels."""
+    folder = Path(__file__).parents[1]
+    names = (module.name for module in pkgutil.walk_packages([str(folder)], "fmtsim.engines.cuda."))
+    return tuple(name for name in names if hasattr(importlib.import_module(name), "variants") and name != __name__)
+
+
+def variants_of(module: str, capability: tuple[int, int]) -> Iterator[Program]:
+    """Yield the specialisations of a module's kernels; some modules have the same for every device."""
+    function = importlib.import_module(module).variants
+    return iter(function(capability) if inspect.signature(function).parameters else function())
