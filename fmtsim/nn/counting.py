@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.operand import is_untouched
+from fmtsim.gemm.layers.keys import Layer, is_untouched
 from fmtsim.gemm.layers.watch import Watcher
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, LOOK_UPS, OperatorMode

@@ -95,7 +95,12 @@ def is_recorded() -> bool:
 
 def autocasts(kind: str) -> bool:
     """Say whether autocast is on for a type of device; some, such as meta, do not have it."""
-    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    return (kind in ("cpu", "cuda") or _has_autocast(kind)) and torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype that autocast gives products on a type of device, None where it is off."""
+    return torch.get_autocast_dtype(kind) if autocasts(kind) else None
 
 
 _has_autocast = constant_in_graphs(lambda kind: torch.amp.is_autocast_available(kind))
@@ -165,11 +170,11 @@ def is_dense(x: torch.Tensor) -> bool:
     return type(x) in PLAIN_TYPES and len(_tensors) > 0 and _keys_of(x).raw_repr() in _tensors
 
 
-def is_bare(x: torch.Tensor) -> bool:
-    """Say whether x is plain but for a gradient that it may want."""
-    return (
-        is_dense(x)
-        and _keys_of_thread().raw_repr() in _threads
-        and _function_modes() == 0
-        and forward_ad._current_level < 0
-    )
+def is_bare(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Return True if x is plain but for a gradient that it may want, and so are others; None stands for no tensor."""
+    if not _tensors:
+        return False
+    for t in (x, *others):
+        if t is not None and not (type(t) in PLAIN_TYPES and _keys_of(t).raw_repr() in _tensors):
+            return False
+    return _keys_of_thread().raw_repr() in _threads and _function_modes() == 0 and forward_ad._current_level < 0

@@ -4,14 +4,14 @@
 import torch
 
 from fmtsim.casts.ops import load_engine
-from fmtsim.gemm.layers import keys, linear, operand, operator, product
+from fmtsim.gemm.layers import keys, linear, operand, operator, passes, product
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operator import Asked, traced_draws
 from fmtsim.recipes import get_recipe
 from fmtsim.support.replay import programs
 from tests.support.operands import bfloat16s
 
-_MODULES = keys, linear, operand, operator, product
+_MODULES = keys, linear, operand, operator, passes, product
 
 
 def take_for_gpu(device, monkeypatch):

@@ -11,7 +11,7 @@ import math
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -72,12 +72,19 @@ class Layer:
         sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
         rows: What rows of x come in multiples of: the size that those of these groups share that run along rows.
         routes: What the machine of each product is handed, where it has one.
+        untouched: Names of the operands that their quantisers leave as they are.
+        rotations: Of the products of the backward pass, what ``unrotated`` undoes: rotations of the outer axis, and of
+            the inner axis where the product takes an operand of the forward pass as it was rotated.
+        shares_x: Whether what becomes of x hangs on nothing but x: nothing is drawn or remembered.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
-        self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = _facts_of(config)
+        facts = _facts_of(config)
+        self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = facts[:6]
+        self.untouched, self.rotations = facts[6:]
+        self.shares_x = not ("x_f" in self.random or "x_f" in self.state or "x_f" in self.untouched)
         self._programs = Programs()
         self._counters: dict[torch.device, Tensor] = {}
         self._counted: dict[tuple[str, torch.device], Keys] = {}
@@ -183,11 +190,20 @@ def stream_of(generator: Generator, use: int) -> Generator:
     return (z ^ (z >> 31)) >> 1
 
 
+class _Facts(NamedTuple):
+    quantizers: dict[str, Quantizer]
+    random: frozenset[str]
+    folded: frozenset[str]
+    sized: bool
+    rows: int
+    routes: dict[str, Route]
+    untouched: frozenset[str]
+    rotations: dict[str, tuple[list[Hadamard], list[Hadamard]]]
+
+
 @lru_cache(maxsize=1024)
-def _facts_of(
-    config: LinearConfig,
-) -> tuple[dict[str, Quantizer], frozenset[str], frozenset[str], bool, int, dict[str, Route]]:
-    """Return what a layer knows: ``quantizers``, ``random``, ``folded``, ``sized``, ``rows``, ``routes``."""
+def _facts_of(config: LinearConfig) -> _Facts:
+    """Return what a layer knows, and Layer documents."""
     quantizers = config.operands
     random = frozenset(name for name, q in quantizers.items() if q.is_stochastic or q.has_random_signs)
     for_units = set()
@@ -198,7 +214,26 @@ def _facts_of(
     sized = any(q.transforms or (q.scaling is not None and q.scaling.eden) for q in quantizers.values())
     rows = math.lcm(*(size for name, q in quantizers.items() for size in _groups_of_rows(name, q)))
     routes = {name: config.route(name) for name in PRODUCTS if getattr(config, name).emulated}
-    return quantizers, random, frozenset(quantizers) - for_units, sized, rows, routes
+    untouched = frozenset(name for name, q in quantizers.items() if is_untouched(q))
+    befores = {"dgrad": config.fprop.a, "wgrad": config.fprop.b}
+    rotations = {name: rotations_to_undo(getattr(config, name).a, before) for name, before in befores.items()}
+    return _Facts(quantizers, random, frozenset(quantizers) - for_units, sized, rows, routes, untouched, rotations)
+
+
+def is_untouched(quantizer: Quantizer) -> bool:
+    """Return True if a quantiser leaves a tensor as it is."""
+    return quantizer.format is None and not quantizer.transforms and quantizer.then is None
+
+
+def rotations_to_undo(first: Quantizer, before: Quantizer) -> tuple[list[Hadamard], list[Hadamard]]:
+    """Return the rotations that a gradient undoes, of the outer and of the inner axis, in the order of their doing.
+
+    Args:
+        first: Quantiser of the first operand of the gradient's product.
+        before: Quantiser of the operand of the forward pass that it is the gradient of.
+    """
+    outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
+    return outer, [t for t in before.transforms if isinstance(t, Hadamard) and t.axis == "inner"]
 
 
 def _groups_of_rows(name: str, quantizer: Quantizer) -> Iterator[int]:

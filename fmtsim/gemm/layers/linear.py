@@ -5,7 +5,6 @@ Each product is ``quantize_operand`` twice, ``multiply`` (or a unit's product), 
 after it; the same in eager code and below a compiler's tracer, where each of these is one operator.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -14,30 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import check_dense, check_saved, check_together, takes
+from fmtsim.casts.arguments import check_dense, check_saved, takes
 from fmtsim.casts.autograd import OnceOnly
 from fmtsim.casts.ops import define_operator
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.operand import is_on_gpu
-from fmtsim.gemm.layers.operator import Asked
-from fmtsim.gemm.layers.passes import Pass, Saved, saved_of
-from fmtsim.gemm.layers.product import wide_dtype
-from fmtsim.gemm.layers.shared import forget, is_shared, share, shared
-from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
-from fmtsim.spec.operand import Operand
-from fmtsim.support.dispatch import (
-    autocasts,
-    constant_in_graphs,
-    is_bare,
-    is_dense,
-    without_autocast,
-    without_own_modes,
-)
-from fmtsim.support.errors import ArgumentError, DtypeError, shown
+from fmtsim.gemm.layers.passes import Saved, backward_pass, forget, forward_pass, share, shared
+from fmtsim.gemm.layers.watch import WATCHING, Observer, Watcher, Watchers, watchers_with
+from fmtsim.support.dispatch import autocast_dtype, constant_in_graphs, is_bare, without_autocast, without_own_modes
+from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import checked
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
     "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
     "compute second derivatives on the unconverted model (fmtsim.revert)"
@@ -139,13 +126,13 @@ def run_layer(
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
-    plain, watchers = _is_plain(x, w, bias), watchers_with(observer)
+    plain, watchers = is_bare(x, w, bias), WATCHING.get() if observer is None else watchers_with(observer)
     if not plain:
         check_dense("x", x)
         check_dense("w", w)
         if bias is not None:
             check_dense("bias", bias)
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+    if (x.is_inference() or w.is_inference()) and torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
     if plain and not watchers:
         return _PlainLinear.apply(x, w, bias, layer, ())  # type: ignore[no-any-return]
@@ -157,13 +144,9 @@ def run_layer(
 
 
 def _run(bias: Tensor | None, layer: Layer, watchers: Watchers, x: Tensor, w: Tensor) -> Tensor:
-    if _is_plain(x, w, bias):
+    if is_bare(x, w, bias):
         return _PlainLinear.apply(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
     return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
-
-
-def _is_plain(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
-    return is_bare(x) and is_dense(w) and (bias is None or is_dense(bias))
 
 
 @constant_in_graphs
@@ -182,7 +165,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers
     ) -> tuple[Tensor | None, ...]:
         """Return y, and what is kept of x and of w."""
-        return _forward(x, w, bias, layer, watchers, traced=not (is_bare(x) and is_bare(w)), shares=False)
+        return _forward(x, w, bias, layer, watchers, traced=not is_bare(x, w), shares=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -202,7 +185,7 @@ class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Return y."""
-        y, *kept = _forward(*inputs, traced=False, shares=is_shared(inputs[0], inputs[3]))
+        y, *kept = _forward(*inputs, traced=False, shares=inputs[3].shares_x and inputs[0].grad_fn is not None)
         _keep(ctx, inputs, tuple(kept))
         return y  # type: ignore[return-value]
 
@@ -216,10 +199,13 @@ def _forward(
     x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool, shares: bool
 ) -> tuple[Tensor | None, ...]:
     """Return y, and what is kept of x and of w; ``shares``: other layers may take what becomes of x."""
-    dtypes = _autocast_dtype(x, x), _autocast_dtype(w, x), None if bias is None else _autocast_dtype(bias, x)
+    autocast = autocast_dtype(x.device.type)
+    dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+    if autocast is not None:
+        dtypes = tuple(d if d in (None, torch.float64) else autocast for d in dtypes)  # type: ignore[assignment]
     left = shared(x, dtypes[0], layer) if shares else None
-    run = partial(_product, x, w, bias, left, layer, watchers, dtypes, traced=traced, shares=shares)
-    with without_autocast(x.device):
+    run = partial(forward_pass, x, w, bias, left, layer, watchers, dtypes, traced=traced, shares=shares)
+    with nullcontext() if autocast is None else without_autocast(x.device):
         if traced or watchers or not is_on_gpu(x):
             y, left, kept = run()
         else:
@@ -229,29 +215,6 @@ def _forward(
     if left is not None:
         share(x, dtypes[0], layer, left)
     return y, *kept
-
-
-def _product(
-    x: Tensor, w: Tensor, bias: Tensor | None, left: Operand | None, layer: Layer, watchers: Watchers,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], *, traced: bool, shares: bool,
-) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Return y, what became of x where that is shared (``left`` if another layer made it), and what is kept."""
-    dtype = dtypes[0]
-    w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
-    _check(x, dtype, w, bias)
-    run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
-    if left is None:
-        rows = _rows(x.to(dtype))
-        if traced:
-            run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
-        left = run.operand("x_f", rows, -1)
-    elif watchers:
-        run.show("x_f", _rows(x.to(dtype)), left)
-    right = run.operand("w_f", w, -1)
-    y = run.product("fprop", left, right, bias, dtype)
-    if x.dim() != 2 or y._is_view():  # a model may not write into a view
-        y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    return y, left if shares else None, (*saved_of(left, layer.config.wgrad.b), *saved_of(right, layer.config.dgrad.b))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], kept: Saved) -> None:
@@ -271,7 +234,7 @@ def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
     forget()
     tensors = g, *ctx.saved_tensors
     bare = is_bare(g)
-    run = partial(_all_gradients, ctx, g, tensors[1], tensors[2], (tensors[3:7], tensors[7:]), traced=not bare)
+    run = partial(backward_pass, ctx, g, tensors[1], tensors[2], (tensors[3:7], tensors[7:]), traced=not bare)
     with torch.no_grad(), without_autocast(g.device):
         if plain and bare and is_on_gpu(g) and not ctx.watchers:
             grads = ctx.layer.repeat((ctx.needs_input_grad, ctx.dtypes, ctx.x_shape), tensors, run)
@@ -282,88 +245,10 @@ def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
     return (*grads, None, None)
 
 
-def _all_gradients(
-    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved], *, traced: bool
-) -> list[Tensor | None]:
-    """Return the gradients of x, w and the bias."""
-    rows = _rows(g)
-    source = None if x is None else _rows(x).to(g.dtype)
-    weight = None if w is None else w.to(g.dtype)
-    dx, dw = _gradients(ctx, rows, source, weight, saved, traced=traced)
-    dbias = None
-    if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
-        dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
-    return [None if dx is None else dx.reshape(ctx.x_shape), dw, dbias]
-
-
-def _gradients(
-    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved], *, traced: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of x and w: ``g w`` and ``g^T x`` of quantised operands."""
-    wgrad = ctx.layer.config.wgrad
-    needs_x, needs_w = ctx.needs_input_grad[:2]
-    run = Pass(ctx.layer, ctx.watchers, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=traced)
-    run.draw_gradients(g, w, x, saved, (needs_x, needs_w))
-    both = run.gradient_operands(g) if needs_x and needs_w else None
-    first = both[0] if both is not None else None
-    if first is None and (needs_x or wgrad.a.source == "forward"):
-        first = run.operand("g_d", g, -1)
-    dx = dw = None
-    if needs_x:
-        assert first is not None
-        dx = run.gradient("dgrad", first, w, saved, ctx.dtypes[0])
-    if needs_w:
-        if both is not None:
-            left = both[1]
-        elif first is not None and wgrad.a.source == "forward":
-            left = first.transposed()
-        else:
-            left = run.operand("g_w", g, 0)
-        dw = run.gradient("wgrad", left, x, saved[::-1], ctx.dtypes[1])
-    return dx, dw
-
-
 def autocast_to(t: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the dtype that autocast gives products of ``like``."""
-    return t.to(_autocast_dtype(t, like))
-
-
-def _autocast_dtype(t: Tensor, like: Tensor) -> torch.dtype:
-    device = like.device.type
-    if t.dtype == torch.float64 or not autocasts(device):
-        return t.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def _rows(t: Tensor) -> Tensor:
-    """Return a tensor as a matrix of its last dimension, which may be empty."""
-    if t.dim() == 2:
-        return t
-    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
-
-
-def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None) -> None:
-    """Refuse what does not fit; ``dtype`` is x's under autocast."""
-    own = None if bias is None else bias.dtype
-    for name, found in (("x", dtype), ("w", w.dtype), ("bias", own)):
-        if found is not None and found not in _FLOATS:
-            raise DtypeError(f"EmulatedGEMM: {name} has dtype {found}; pass float16, bfloat16, float32 or float64")
-    if bias is not None or w.device != x.device or not (is_dense(x) and is_dense(w)):
-        check_together(x=x, w=w, bias=bias)
-    other = w.dtype if w.dtype != dtype else own
-    if other is not None and other != dtype:
-        raise DtypeError(
-            f"EmulatedGEMM: x has dtype {dtype}, w or bias {other}; cast them to one dtype, or use torch.autocast"
-        )
-    if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
-        raise ArgumentError(
-            f"EmulatedGEMM: x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; "
-            "x is [..., K], w is [N, K]"
-        )
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ArgumentError(
-            f"EmulatedGEMM: bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; bias is [N]"
-        )
+    dtype = autocast_dtype(like.device.type)
+    return t if dtype is None or t.dtype == torch.float64 else t.to(dtype)
 
 
 define_operator(

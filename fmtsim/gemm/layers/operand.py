@@ -7,13 +7,13 @@ over the casts of any engine.
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fmtsim.casts.ops import cpu_engine, decode, encode, fused_engine, quantize
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import FP8_DTYPES
@@ -32,6 +32,7 @@ from fmtsim.support.errors import ArgumentError
 from fmtsim.support.replay.gpu import constant
 
 NO_KEYS = Keys()
+_MOST = 4096  # casts that are remembered
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first
 
 Memory = DelayedScale | FrozenScale | StoredScale | None
@@ -70,20 +71,20 @@ def quantize_operand(
         made = engine.quantize_operand(t, quantizer, keys, direct, dim, folded, factor) if usable else None
         if made is not None:
             return made  # type: ignore[no-any-return]
-    made = _quantized(t, quantizer, keys, state, dim, folded, factor)
+    cast = None
+    if factor is None:
+        key = id(quantizer), t.dtype, dim, folded, on_gpu  # hashing a quantiser takes longer than all else here
+        known = _casts.get(key)
+        cast = _cast_alone(key, quantizer) if known is None else known[1]
+    made = _transformed(t, quantizer, keys, state, dim, folded, factor) if cast is None else _cast(t, cast, keys, dim)
     return _folded(made) if on_gpu and folded and made.scale is not None and folds(quantizer) else made
 
 
 def _needed(keys: Keys, quantizer: Quantizer) -> Keys:
-    """Return the keys of what is rounded at random: casts would take others for a wish."""
+    """Keep the random keys of stochastic casts only: a cast that gets a key rounds stochastically."""
     elements = keys.elements if quantizer.rounding.mode == "stochastic" else None
     scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
     return keys._replace(elements=elements, scales=keys.scales if scales else None)
-
-
-def is_untouched(quantizer: Quantizer) -> bool:
-    """Say whether a quantiser leaves a tensor as it is."""
-    return quantizer.format is None and not quantizer.transforms and quantizer.then is None
 
 
 def is_on_gpu(t: Tensor) -> bool:
@@ -99,22 +100,22 @@ def _direct(state: Memory) -> tuple[bool, Memory]:
     return found is not None, found
 
 
-def _quantized(
+def _transformed(
     t: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, dim: int, folded: bool, factor: Tensor | None
 ) -> Operand:
-    on_gpu = is_on_gpu(t)
-    if quantizer.scaling is None and quantizer.is_cast and factor is None:
-        return _cast(t, quantizer, keys.elements, dim, folded, on_gpu)
-    t, rest = multiplied(t, factor), None
+    """Multiply, transform and scale a matrix in torch operations, then cast its elements."""
+    t, rest, on_gpu = multiplied(t, factor), None, is_on_gpu(t)
     x = t if dim == -1 else t.mT
     for transform in quantizer.transforms:
         x, cut = transformed(x, transform, keys.signs)
         rest = cut if cut is not None else rest
     if quantizer.then is not None:
-        return _cast_twice(x, quantizer, keys, state, folded)._replace(rest=rest)
-    if quantizer.scaling is not None:
-        return _scaled(x, quantizer, keys, state, folded, on_gpu)._replace(rest=rest)
-    return _cast(x, quantizer, keys.elements, -1, folded, on_gpu)._replace(rest=rest)
+        made = _cast_twice(x, quantizer, keys, state, folded)
+    elif quantizer.scaling is not None:
+        made = _scaled(x, quantizer, keys, state, folded, on_gpu)
+    else:
+        made = _cast(x, _cast_of(quantizer, x.dtype, -1, folded, on_gpu), keys, -1)
+    return made._replace(rest=rest)
 
 
 def _cast_twice(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool) -> Operand:
@@ -151,28 +152,64 @@ def _first(quantizer: Quantizer) -> Quantizer:
     return replace(quantizer, transforms=(), then=None)
 
 
-def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, folded: bool, on_gpu: bool) -> Operand:
-    """Cast a matrix without a scale rule, words drawn by the places of t."""
-    fmt = quantizer.format
-    if fmt is None or (not folded and _changes_nothing(quantizer, t.dtype)):
-        return Operand(t if dim == -1 else t.mT, quantizer)
-    text = _cast_text(quantizer, -1 if dim == -1 else -2)
-    dtype = elements_dtype(quantizer, t.dtype, on_gpu, folded)
-    if keeps_scales(quantizer, folded, on_gpu):
-        assert isinstance(fmt, BlockFormat)
-        parts = encode(t, text, key)
-        x = _elements(parts, fmt.element, dtype) if dim == -1 else _elements(parts, fmt.element, dtype).mT  # type: ignore[arg-type]
-        return Operand(x, quantizer, parts.scales, parts.tensor_scale, block_sizes(fmt.block, x.shape))
-    values = quantize(t, text, dtype if dtype.itemsize > 1 else torch.float32, key, None)
-    return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
+class _Cast(NamedTuple):
+    """What a cast without a scale rule comes to, of matrices of one dtype.
+
+    Attributes:
+        quantizer: The quantiser.
+        text: The cast as JSON; empty where it changes nothing.
+        dtype: Of the elements.
+        element: Their format, where the scales of its blocks stay beside them.
+        block: Rows and columns of those.
+    """
+
+    quantizer: Quantizer
+    text: str
+    dtype: torch.dtype
+    element: OperandFormat | None = None
+    block: Block = (1, 1)
+
+
+_casts: dict[tuple[Any, ...], tuple[Quantizer, _Cast | None]] = {}  # an entry keeps the quantiser of its id alive
+
+
+def _cast_alone(key: tuple[Any, ...], quantizer: Quantizer) -> _Cast | None:
+    """Return what ``_cast_of`` does where a cast is all that a quantiser does, else None; keep it by its key."""
+    if len(_casts) >= _MOST:
+        _casts.clear()
+    cast = _cast_of(quantizer, *key[1:]) if quantizer.is_cast else None
+    _casts[key] = quantizer, cast
+    return cast
 
 
 @lru_cache(maxsize=4096)
-def _changes_nothing(quantizer: Quantizer, dtype: torch.dtype) -> bool:
-    """Say whether a cast is one to a tensor's own dtype, infinities included."""
+def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, on_gpu: bool) -> _Cast:
+    """Return what the cast of a quantiser without a scale rule comes to, of matrices of a dtype."""
     fmt = quantizer.format
-    same = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype
-    return same and (quantizer.overflow or fmt.default_overflow) == "ieee"  # type: ignore[union-attr]
+    overflow = quantizer.overflow or (fmt and fmt.default_overflow)
+    own = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype and overflow == "ieee"
+    if fmt is None or (own and not folded):  # a cast to the tensor's own dtype, infinities included
+        return _Cast(quantizer, "", dtype)
+    made = elements_dtype(quantizer, dtype, on_gpu, folded)
+    cast = _Cast(quantizer, _cast_text(quantizer, -1 if dim == -1 else -2), made)
+    if keeps_scales(quantizer, folded, on_gpu):
+        assert isinstance(fmt, BlockFormat)
+        cast = cast._replace(element=fmt.element, block=fmt.block)  # type: ignore[arg-type]
+    return cast
+
+
+def _cast(t: Tensor, cast: _Cast, keys: Keys, dim: int) -> Operand:
+    """Cast a matrix without a scale rule, words drawn by the places of t."""
+    quantizer, text, dtype, element, block = cast
+    if not text:
+        return Operand(t if dim == -1 else t.mT, quantizer)
+    if element is not None:
+        parts = encode(t, text, keys.elements)
+        x = _elements(parts, element, dtype)
+        x = x if dim == -1 else x.mT
+        return Operand(x, quantizer, parts.scales, parts.tensor_scale, block_sizes(block, x.shape))
+    values = quantize(t, text, dtype if dtype.itemsize > 1 else torch.float32, keys.elements, None)
+    return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
 
 
 @lru_cache(maxsize=4096)

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass, forward or backward, of a layer: its operands and its products."""
+"""The forward and the backward pass of a layer: their operands and their products, and operands that layers share."""
 
+import math
+import weakref
 from collections.abc import Iterable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fmtsim.casts.arguments import check_together
 from fmtsim.casts.ops import Key
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, counts_passes, stream_of
 from fmtsim.gemm.layers.machine import multiply_on_machine
-from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand, values_of
+from fmtsim.gemm.layers.operand import NO_KEYS, has_both, quantize_both, quantize_operand, values_of
 from fmtsim.gemm.layers.operator import Asked, traced_both, traced_draws, traced_operand
-from fmtsim.gemm.layers.product import multiply, rotations_to_undo, round_output, unrotated, wide_dtype
+from fmtsim.gemm.layers.product import multiply, round_output, unrotated, wide_dtype
 from fmtsim.gemm.layers.watch import Seen, Watchers
+from fmtsim.gemm.products.operands import FLOATS
 from fmtsim.scaling.blocks import block_sizes
 from fmtsim.spec.operand import Keys, Operand, block_of, last_cast
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Transform
+from fmtsim.support.dispatch import PLAIN_TYPES
+from fmtsim.support.errors import ArgumentError, DtypeError
+from fmtsim.support.replay.gpu import current_stream
 
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
 
@@ -47,7 +55,7 @@ class Pass:
     ) -> None:  # fmt: skip
         self._layer, self._config = layer, layer.config
         self._backward, self._traced, self._dtype = backward, traced, t.dtype
-        self._counted = traced and counts_passes(layer, t, sizes)
+        self.counted = traced and counts_passes(layer, t, sizes)
         self._signs: Key = None
         self._drawn: dict[str, Operand] = {}
         self._watchers = () if traced else watchers
@@ -56,7 +64,7 @@ class Pass:
         """Quantise a tensor, times a factor (float32, 0-d) where there is one, whose products sum over ``dim``."""
         layer = self._layer
         quantizer, folded = layer.quantizers[name], name in layer.folded
-        if is_untouched(quantizer) and factor is None:
+        if name in layer.untouched and factor is None:
             made, keys = Operand(t if dim == -1 else t.mT, quantizer), NO_KEYS
         elif self._traced:
             return self._drawn.get(name) or self._traced_operand(name, t, dim, factor)
@@ -78,7 +86,7 @@ class Pass:
         quantizer = dgrad.a
         if quantizer != wgrad.a or dgrad.emulated or wgrad.emulated or not has_both(g, quantizer):
             return None
-        if dgrad.b.is_stochastic or wgrad.b.is_stochastic or (self._counted and quantizer.is_stochastic):
+        if dgrad.b.is_stochastic or wgrad.b.is_stochastic or (self.counted and quantizer.is_stochastic):
             return None  # the operands draw in their order
         uses = OPERANDS.index("g_d"), OPERANDS.index("g_w")
         keys = [self._key(use, g) if quantizer.is_stochastic else None for use in uses]
@@ -90,7 +98,7 @@ class Pass:
 
     def draw(self, *asked: Asked) -> None:
         """Quantise operands whose keys are counted, all as one node of the graph; ``operand`` returns them then."""
-        drawn = [each for each in asked if self._counted and each.name in self._layer.random]
+        drawn = [each for each in asked if self.counted and each.name in self._layer.random]
         if drawn:
             self._drawn = dict(zip([each.name for each in drawn], traced_draws(self._layer, drawn), strict=True))
 
@@ -98,8 +106,6 @@ class Pass:
         self, g: Tensor, w: Tensor | None, x: Tensor | None, saved: tuple[Saved, Saved], needs: tuple[bool, bool]
     ) -> None:
         """Do so for a backward pass: the operands that the gradients of x and of w (``needs``) are made of."""
-        if not self._counted:
-            return
         asked: list[Asked | Operand] = []
         if needs[0]:
             asked += [Asked("g_d", g, -1), self._second("w_d", w, saved[1])]
@@ -128,16 +134,15 @@ class Pass:
             return Asked(name, elements, 0, factor)
         return Asked(name, values_of(forward, torch.float32), 0)
 
-    def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def product(
+        self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, watched: bool = False
+    ) -> Tensor:  # fmt: skip
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
-        if not self._watchers:
-            return self._product(name, a, b, bias, dtype)
-        run = partial(self._product, name, a, b, bias, dtype)
-        for watcher in self._watchers:
-            run = partial(watcher.product, name, a, b, bias, run)
-        return run()
-
-    def _product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self._watchers and not watched:
+            run = partial(self.product, name, a, b, bias, dtype, watched=True)
+            for watcher in self._watchers:
+                run = partial(watcher.product, name, a, b, bias, run)  # type: ignore[arg-type]
+            return run()
         gemm, wide = getattr(self._config, name), wide_dtype(dtype)
         rounds, index = gemm.out.format is not None, PRODUCTS.index(name)
         if gemm.unit is None and gemm.target is None:
@@ -166,7 +171,8 @@ class Pass:
         right = self.operand(*second) if isinstance(second, Asked) else second
         first, before = gemm.a, fprop.a if of_x else fprop.b
         turned, slope = saved[0][0] is not None, saved[0][3]
-        outer, inner = rotations_to_undo(first, before, turned)
+        outer, inner = self._layer.rotations[name]
+        inner = inner if turned else []
         if not outer and not inner and slope is None:
             return self.product(name, left, right, None, dtype)
         scales: tuple[Tensor | None, Tensor | None] = None, None
@@ -204,3 +210,138 @@ class Pass:
         keys = self._keys(name, quantizer, t) if name in layer.random else NO_KEYS
         source = (layer.name, name) if name in layer.state else ("", "")
         return traced_operand(t, quantizer, keys[:3], source, dim=dim, folded=folded, factor=factor)
+
+
+def forward_pass(
+    x: Tensor, w: Tensor, bias: Tensor | None, left: Operand | None, layer: Layer, watchers: Watchers,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], *, traced: bool, shares: bool,
+) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Return y, what became of x where that is shared (``left`` if another layer made it), and what is kept."""
+    dtype = dtypes[0]
+    w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
+    _check(x, dtype, w, bias, traced)
+    run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
+    if left is None:
+        rows = as_matrix(x.to(dtype))
+        if traced:
+            run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
+        left = run.operand("x_f", rows, -1)
+    elif watchers:
+        run.show("x_f", as_matrix(x.to(dtype)), left)
+    right = run.operand("w_f", w, -1)
+    y = run.product("fprop", left, right, bias, dtype)
+    if x.dim() != 2 or y._is_view():  # a model may not write into a view
+        y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+    return y, left if shares else None, (*saved_of(left, layer.config.wgrad.b), *saved_of(right, layer.config.dgrad.b))
+
+
+def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None, traced: bool) -> None:
+    """Refuse what does not fit; ``dtype`` is x's under autocast."""
+    own = None if bias is None else bias.dtype
+    for name, found in (("x", dtype), ("w", w.dtype), ("bias", own)):
+        if found is not None and found not in FLOATS:
+            raise DtypeError(f"EmulatedGEMM: {name} has dtype {found}; pass float16, bfloat16, float32 or float64")
+    plain = not traced and w.device == x.device  # x and w
+    if not plain or (bias is not None and not (type(bias) in PLAIN_TYPES and bias.device == x.device)):
+        check_together(x=x, w=w, bias=bias)
+    other = w.dtype if w.dtype != dtype else own
+    if other is not None and other != dtype:
+        raise DtypeError(
+            f"EmulatedGEMM: x has dtype {dtype}, w or bias {other}; cast them to one dtype, or use torch.autocast"
+        )
+    if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
+        raise ArgumentError(
+            f"EmulatedGEMM: x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; "
+            "x is [..., K], w is [N, K]"
+        )
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ArgumentError(
+            f"EmulatedGEMM: bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; bias is [N]"
+        )
+
+
+def backward_pass(
+    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved], *, traced: bool
+) -> list[Tensor | None]:
+    """Return the gradients of x, w and the bias: ``g w`` and ``g^T x`` of quantised operands, and the sum of g."""
+    wgrad = ctx.layer.config.wgrad
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    rows = as_matrix(g)
+    x = None if x is None else as_matrix(x).to(g.dtype)
+    w = None if w is None else w.to(g.dtype)
+    run = Pass(ctx.layer, ctx.watchers, rows, (*rows.shape, ctx.x_shape[-1]), backward=True, traced=traced)
+    if run.counted:
+        run.draw_gradients(rows, w, x, saved, (needs_x, needs_w))
+    both = run.gradient_operands(rows) if needs_x and needs_w else None
+    first = both[0] if both is not None else None
+    if first is None and (needs_x or wgrad.a.source == "forward"):
+        first = run.operand("g_d", rows, -1)
+    dx = dw = dbias = None
+    if needs_x:
+        assert first is not None
+        dx = run.gradient("dgrad", first, w, saved, ctx.dtypes[0]).reshape(ctx.x_shape)
+    if needs_w:
+        if both is not None:
+            left = both[1]
+        elif first is not None and wgrad.a.source == "forward":
+            left = first.transposed()
+        else:
+            left = run.operand("g_w", rows, 0)
+        dw = run.gradient("wgrad", left, x, saved[::-1], ctx.dtypes[1])
+    if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
+        dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
+    return [dx, dw, dbias]
+
+
+def as_matrix(t: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its last dimension, which may be empty."""
+    if t.dim() == 2:
+        return t
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+
+
+class _Made(NamedTuple):
+    """What the last layer made of its input, which it keeps for the next one until a backward pass begins.
+
+    The projections of attention, or a gate beside its product, read one activation. The backward pass of each needs the
+    same elements.
+    """
+
+    x: "weakref.ref[Tensor]"
+    version: int
+    stream: int
+    dtype: torch.dtype
+    quantizer: Quantizer
+    folded: bool
+    operand: Operand
+
+
+_last: _Made | None = None
+
+
+def shared(x: Tensor, dtype: torch.dtype, layer: Layer) -> Operand | None:
+    """Return what the last layer made of the same input, cast to a dtype; None where it had another."""
+    made = _last
+    if made is None or made.x() is not x or made.version != x._version or made.dtype != dtype:
+        return None
+    same = made.quantizer is layer.quantizers["x_f"] and made.folded == ("x_f" in layer.folded)
+    same = same and made.stream == _stream(x)  # another stream would not wait for the elements
+    return made.operand if same else None
+
+
+def share(x: Tensor, dtype: torch.dtype, layer: Layer, operand: Operand) -> None:
+    """Keep what a layer made of its input, cast to a dtype."""
+    global _last
+    quantizer, folded = layer.quantizers["x_f"], "x_f" in layer.folded
+    _last = _Made(weakref.ref(x), x._version, _stream(x), dtype, quantizer, folded, operand)
+
+
+def _stream(x: Tensor) -> int:
+    """Return the stream on which kernels of a GPU that read a tensor are started."""
+    return current_stream(x.get_device()) if x.is_cuda else 0
+
+
+def forget() -> None:
+    """Keep nothing."""
+    global _last
+    _last = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.casts.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.layers.keys import Generator, rotations_to_undo
 from fmtsim.gemm.layers.lowering import announce, call, has_known_sizes, lower
 from fmtsim.gemm.layers.operand import is_on_gpu, values_of, widened
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
@@ -22,7 +22,7 @@ from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.scaling.cast import rotated
 from fmtsim.scaling.inlined import inlined_product
 from fmtsim.spec.operand import Operand
-from fmtsim.spec.quantizer import Hadamard, Quantizer
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.float64 import has_float64
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -53,13 +53,16 @@ def multiply(
         traced: The tensors have no numbers: a compiler wants to see operators.
     """
     rest = None if a.rest is None else torch.mm(a.rest, values_of(b, torch.float32).mT)
-    integers, columns, rows = is_integer(a) and is_integer(b), None, None
-    if not (a.scales_rows and b.scales_rows):
+    integers = is_integer(a) and is_integer(b)
+    columns = rows = None
+    plain = a.scale is a.tensor_scale is b.scale is b.tensor_scale is None  # of scales
+    if not plain and not (a.scales_rows and b.scales_rows):
         if wide == torch.float32 and (engine := fused_engine(a.elements)) is not None and engine.covers_groups(a, b):
             return _multiply_groups(a, b, rest, bias, dtype, traced)
         left, right = values_of(a, wide, "left"), values_of(b, wide, "right").mT
     else:
-        columns, rows = b.row_scales(), a.row_scales()
+        if not plain:
+            columns, rows = b.row_scales(), a.row_scales()
         left, right = a.elements, b.elements.mT
         halves = left.dtype == right.dtype == torch.bfloat16 and not integers
         scaled = dtype != torch.bfloat16 or not (columns is rows is rest is None)
@@ -70,9 +73,13 @@ def multiply(
             return finish(_integer_sums(a, b), columns, rows, rest, bias, dtype, traced)
         if scaled or not halves:
             exact = torch.float64 if integers else wide
-            left, right = widened(left, exact, "left"), widened(right, exact, "right")
-    if bias is not None and columns is rows is rest is None and not integers:
-        return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
+            left = left if left.dtype == exact else widened(left, exact, "left")
+            right = right if right.dtype == exact else widened(right, exact, "right")
+    if columns is rows is rest is None and not integers:
+        if bias is not None:
+            return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
+        if left.dtype == dtype:
+            return torch.mm(left, right)
     y = torch.mm(left, right)
     y = y if y.dtype == torch.bfloat16 else y.to(wide)
     return finish(y, columns, rows, rest, bias, dtype, traced)
@@ -174,7 +181,7 @@ def unrotated(
         texts = text_of(first), text_of(before)
         run = with_keys(torch.ops.fmtsim.unrotate, signs)
         return run(y, *texts, slope, key_tensor(signs), dtype, turned, *scales)  # type: ignore[no-any-return]
-    outer, inner = rotations_to_undo(first, before, turned)
+    outer, inner = rotations_to_undo(first, before)
     if outer:
         y, scales = _scaled(y, scales), (None, None)
     for transform in reversed(outer):
@@ -186,7 +193,7 @@ def unrotated(
             return made  # type: ignore[no-any-return]
     y = _scaled(y, scales)
     y = y if slope is None else y * slope
-    for transform in reversed(inner):
+    for transform in reversed(inner if turned else []):
         y = rotated(y, transform, None, inverse=True)
     return y.to(dtype)
 
@@ -195,13 +202,6 @@ def _scaled(y: Tensor, scales: tuple[Tensor | None, Tensor | None]) -> Tensor:
     if scales[0] is scales[1] is None:
         return y
     return _finished(y, *scales, None, None, y.dtype)  # type: ignore[no-any-return]
-
-
-def rotations_to_undo(first: Quantizer, before: Quantizer, turned: bool) -> tuple[list[Hadamard], list[Hadamard]]:
-    """Return which rotations of the outer and of the inner axis ``unrotated`` undoes, in the order of their doing."""
-    outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
-    inner = [t for t in before.transforms if isinstance(t, Hadamard) and t.axis == "inner"]
-    return outer, inner if turned else []
 
 
 def round_output(y: Tensor, out: Quantizer, dtype: torch.dtype, generator: Generator) -> Tensor:

@@ -108,21 +108,21 @@ class Told(Watcher):
 
 
 Watchers = tuple[Watcher, ...]
-_watching: ContextVar[Watchers] = ContextVar("watching", default=())
+WATCHING: ContextVar[Watchers] = ContextVar("watching", default=())
 
 
 @contextmanager
 def watching(watcher: Watcher | None) -> Iterator[None]:
     """Let a watcher see all that this thread runs eagerly, beside those that do so already; None lets none of them."""
-    token = _watching.set(() if watcher is None else (*_watching.get(), watcher))
+    token = WATCHING.set(() if watcher is None else (*WATCHING.get(), watcher))
     try:
         yield
     finally:
-        _watching.reset(token)
+        WATCHING.reset(token)
 
 
 def watchers_with(observer: Observer | Watcher | None) -> Watchers:
     """Return the watchers of this thread, and a layer's observer beside them."""
     if observer is None:
-        return _watching.get()
-    return *_watching.get(), observer if isinstance(observer, Watcher) else Told(observer)
+        return WATCHING.get()
+    return *WATCHING.get(), observer if isinstance(observer, Watcher) else Told(observer)

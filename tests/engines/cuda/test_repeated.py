@@ -69,7 +69,7 @@ def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
 @pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise", "te_nvfp4"])
 def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
     """Training, evaluation, inference and activation checkpointing by turns; in the end in other buffers."""
-    found, decided, real = [], [0, 0], linear._product
+    found, decided, real = [], [0, 0], linear.forward_pass
     for repeats in (True, False):
         if not repeats:
             monkeypatch.setattr(Programs, "run", lambda self, key, tensors, function: function())
@@ -78,7 +78,7 @@ def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
             decided[repeats] += 1
             return real(*given, **more)
 
-        monkeypatch.setattr(linear, "_product", product)
+        monkeypatch.setattr(linear, "forward_pass", product)
         torch.manual_seed(0)
         model = fmtsim.convert(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(on_card), recipe=name)
         made = []
