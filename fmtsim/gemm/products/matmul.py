@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of plain tensors: the verbs mm, bmm, linear and int_mm, and their gradient."""
 
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -9,11 +9,21 @@ from torch import Tensor
 from fmtsim.casts.arguments import check_flags, check_saved, check_together
 from fmtsim.casts.autograd import OnceOnly
 from fmtsim.casts.quantize import quantize
-from fmtsim.gemm.products.operands import FLOATS, asked_product, check_matrices, check_tensor, inner_length
-from fmtsim.gemm.products.resolver import run_product, target_or_unit
-from fmtsim.spec.call import Operation
+from fmtsim.gemm.products.native import check_library
+from fmtsim.gemm.products.operands import (
+    FLOATS,
+    asked_product,
+    check_matrices,
+    check_tensor,
+    inner_length,
+    matrix_layout,
+)
+from fmtsim.gemm.products.resolver import NO_SCALES, gemm_call, run_product, target_or_unit
+from fmtsim.gemm.units import unit as units
+from fmtsim.spec.call import GemmCall, OperandFormat, Operation
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.dispatch import is_bare
 from fmtsim.support.errors import ArgumentError, DtypeError, shown
 
 # Offsets of the two backward products under one seed, which no batch reaches.
@@ -111,14 +121,12 @@ def mm(
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
-    given: Options = {
+    options = {
         "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
         "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
-        "strict": strict, "generator": generator, "a_format": a_format, "b_format": b_format, "native": native,
+        "strict": strict, "a_format": a_format, "b_format": b_format, "native": native,
     }  # fmt: skip
-    options = checked_options("mm", given)
-    check_matrices("mm", a, b, "2")
-    return _multiply("mm", a, b, None, options)
+    return _multiply("mm", a, b, None, options, generator)
 
 
 def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
@@ -142,11 +150,7 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
     >>> y.shape, y[0, 0, 0].item()
     (torch.Size([2, 3, 5]), 4.0)
     """
-    given = checked_options("bmm", options)
-    check_matrices("bmm", a, b, "3")
-    if a.shape[0] != b.shape[0]:
-        raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
-    return _multiply("bmm", a, b, None, given)
+    return _multiply("bmm", a, b, None, *_options("bmm", options))
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -170,20 +174,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     >>> fmtsim.linear(x, w, torch.ones(5, dtype=torch.bfloat16), target="h200")[0]
     tensor([5., 5., 5., 5., 5.], dtype=torch.bfloat16)
     """
-    given = checked_options("linear", options)
-    check_tensor("x", x, "1+")
-    check_tensor("w", w, "2")
-    if bias is not None:
-        check_tensor("bias", bias, "1")
-    check_together(x=x, w=w, bias=bias)
-    if inner_length(x) != inner_length(w):  # float4 has two numbers in an element
-        raise ArgumentError(
-            f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]"
-        )
-    if bias is not None:
-        _check_bias(bias, x, w, given["target"] is not None)
-    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
-    return _multiply("linear", rows, w.mT, bias, given).reshape(*x.shape[:-1], w.shape[0])
+    return _multiply("linear", x, w, bias, *_options("linear", options))
 
 
 def int_mm(
@@ -212,29 +203,156 @@ def int_mm(
     """
     alone = target is None and unit is None and datapath is None
     given: Options = {"target": target, "unit": "int8" if alone else unit, "datapath": datapath, "native": native}
-    options = checked_options("int_mm", {**given, "accumulate": "int32", "out_dtype": torch.int32})
-    check_matrices("int_mm", a, b, "2")
-    for name, x in (("a", a), ("b", b)):
-        if x.dtype != torch.int8:
-            raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
-    return _product("int_mm", a, b, None, options)
+    integers = {"accumulate": "int32", "out_dtype": torch.int32}
+    return _multiply("int_mm", a, b, None, *_options("int_mm", {**given, **integers}))
 
 
-def checked_options(verb: str, given: Options) -> dict[str, Any]:
-    """Return all keywords of mm with their defaults; ``"unit"`` is the unit or the datapath.
+class Asked(NamedTuple):
+    """What a call of a verb asks for, checked: nothing of it is asked again for tensors alike.
 
-    Raises:
-        ArgumentError: An argument that mm does not have, or not one of target, unit and datapath.
+    Attributes:
+        formats: Of both operands.
+        dtype: Of the result, None for that of the accumulator.
+        accumulate: Format of the sums, None for the unit's usual one.
+        tf32: How float32 operands become TF32: ``"round"``, or ``""``.
+        options: The keywords of mm, checked; ``"unit"`` is the unit or the datapath.
+        call: The call; None for code that torch.compile traces, which asks for it as for a constant.
     """
+
+    formats: tuple[OperandFormat, OperandFormat]
+    dtype: torch.dtype | None
+    accumulate: str | None
+    tf32: str
+    options: dict[str, Any]
+    call: GemmCall | None
+
+
+_asked: dict[Any, Asked] = {}
+_MOST = 4096  # calls that are remembered
+
+
+def _options(verb: str, given: Any) -> tuple[dict[str, Any], Any]:
+    """Return all keywords of mm but the generator, with their defaults, and the generator."""
     unknown = [name for name in given if name not in _DEFAULTS]
     if unknown:
         raise ArgumentError(f"{verb} has no argument {shown(unknown[0])}; it takes {', '.join(_DEFAULTS)}")
     options = {**_DEFAULTS, **given}
+    return options, options.pop("generator")
+
+
+def checked_options(verb: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of mm but the generator; ``"unit"`` is the unit or the datapath.
+
+    Raises:
+        ArgumentError: None or several of target, unit and datapath, or a keyword that is not what it has to be.
+    """
     machine = (options[name] for name in ("target", "unit", "datapath", "plan", "accumulate"))
-    options["unit"] = target_or_unit(verb, *machine)
+    options = {**options, "unit": target_or_unit(verb, *machine)}
     check_flags(**{name: options[name] for name in ("allow_tf32", "allow_fp16_accumulation", "strict", "native")})
     del options["datapath"]
     return options
+
+
+def ask(
+    verb: Operation, a: Tensor, columns: Tensor, bias: Tensor | None, options: dict[str, Any], **facts: Any
+) -> Asked:  # fmt: skip
+    """Return what a product ``a b^T`` asks for: whose formats, dtypes and machine go together.
+
+    Args:
+        verb: Which function of torch the product is.
+        a: [..., M, K].
+        columns: b as [..., N, K].
+        bias: [N], or None.
+        options: What ``checked_options`` gives.
+        facts: Further fields of the call.
+
+    Raises:
+        ArgumentError, DtypeError, FormatError: As ``mm``.
+    """
+    formats, tf32, dtype, accumulate = asked_product(verb, a, columns, options)
+    target, plan, call = options["target"], options["plan"], None
+    sizes, batch = (a.shape[-2], columns.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
+    if not torch.compiler.is_compiling():
+        if target is not None or plan is not None:
+            facts |= {"a_layout": matrix_layout(a), "b_layout": matrix_layout(columns.mT, transposed=True)}
+        call = gemm_call(
+            verb, *formats, sizes, dtype or a.dtype, target=target, unit=options["unit"], plan=plan, batch=batch,
+            accumulate=accumulate, strict=options["strict"], bias=bias is not None, **facts,
+        )  # fmt: skip
+    return Asked(formats, dtype, accumulate, tf32, options, call)
+
+
+def _multiply(
+    verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any], generator: Any = None
+) -> Tensor:  # fmt: skip
+    """Return the product of a verb, with its gradient; the tensors are the verb's: of linear x, w and bias."""
+    key = asked = None
+    bare = not torch.compiler.is_compiling() and is_bare(a, b, bias)
+    if bare:
+        added = None if bias is None else (bias.dtype, bias.shape, bias.device)
+        key = (verb, a.dtype, a.shape, a.stride(), a.device, b.dtype, b.shape, b.stride(), b.device, added,
+               units.registrations, *options.values())  # fmt: skip
+        try:
+            asked = _asked.get(key)
+        except TypeError:  # a keyword that cannot be hashed, which the checks will name
+            key = None
+    if asked is None:
+        checked = checked_options(verb, options)
+        _check_tensors(verb, a, b, bias, options["target"] is not None)
+    if verb == "linear":
+        shape, b = (*a.shape[:-1], b.shape[0]), b.mT
+        a = a if a.dim() == 2 else a.reshape(-1, a.shape[-1]) if a.shape[-1] else a.new_empty(a.shape[:-1].numel(), 0)
+    if asked is None:
+        asked = ask(verb, a, b.mT, bias, checked)
+        if options["target"] is not None:
+            sizes = a.shape[-2], b.shape[-1], inner_length(a)
+            check_library(verb, asked.formats, asked.dtype, sizes, NO_SCALES, False)
+        # A format's name may stand for another one tomorrow.
+        if key is not None and not isinstance(options["a_format"], str) and not isinstance(options["b_format"], str):
+            if len(_asked) >= _MOST:
+                _asked.clear()
+            _asked[key] = asked
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        _check_gradient(verb, a, b, asked.options)
+        y = _Product.apply(a, b, bias, verb, asked, options, generator)
+    else:
+        y = _product(verb, a, b, bias, asked, generator, bare)
+    return y.reshape(shape) if verb == "linear" and len(shape) != 2 else y
+
+
+def _product(
+    verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, asked: Asked, generator: Any, bare: bool = False
+) -> Tensor:  # fmt: skip
+    options = asked.options
+    return run_product(
+        verb, a, b.mT, asked.formats, asked.dtype, bias=None if bias is None else bias.detach(),
+        target=options["target"], unit=options["unit"], plan=options["plan"], accumulate=asked.accumulate,
+        native=options["native"], strict=options["strict"], generator=generator, tf32=asked.tf32, call=asked.call,
+        bare=bare,
+    )  # fmt: skip
+
+
+def _check_tensors(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, library: bool) -> None:
+    """Refuse tensors that are not those of a verb, or that do not fit each other."""
+    if verb == "linear":
+        check_tensor("x", a, "1+")
+        check_tensor("w", b, "2")
+        if bias is not None:
+            check_tensor("bias", bias, "1")
+        check_together(x=a, w=b, bias=bias)
+        if inner_length(a) != inner_length(b):  # float4 has two numbers in an element
+            raise ArgumentError(
+                f"x of shape {tuple(a.shape)} does not fit w of shape {tuple(b.shape)}; x is [..., K], w is [N, K]"
+            )
+        if bias is not None:
+            _check_bias(bias, a, b, library)
+        return
+    check_matrices(verb, a, b, "3" if verb == "bmm" else "2")
+    if verb == "bmm" and a.shape[0] != b.shape[0]:
+        raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
+    for name, x in (("a", a), ("b", b)) if verb == "int_mm" else ():
+        if x.dtype != torch.int8:
+            raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
 
 
 def _check_bias(bias: Tensor, x: Tensor, w: Tensor, library: bool) -> None:
@@ -247,30 +365,14 @@ def _check_bias(bias: Tensor, x: Tensor, w: Tensor, library: bool) -> None:
         raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
 
 
-def _multiply(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Return ``a b`` with its gradient: a [..., M, K], b [..., K, N], both of two or of three dimensions."""
-    needs = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
-    if not needs or not torch.is_grad_enabled():
-        return _product(operation, a, b, bias, options)
+def _check_gradient(verb: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> None:
     plain = options["a_format"] is None and options["b_format"] is None
     if not plain or a.dtype not in FLOATS or b.dtype not in FLOATS:
         raise ArgumentError(
-            f"{operation} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
+            f"{verb} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
             f"{a.dtype} x {b.dtype} with a format; pass .detach(), or use fmtsim.EmulatedGEMM"
         )
-    check_saved(operation, a, b)
-    return _Product.apply(a, b, bias, operation, options)  # type: ignore[no-any-return]
-
-
-def _product(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Return ``a b``; arguments as in ``_multiply``."""
-    columns = b.mT
-    formats, tf32, dtype, accumulate = asked_product(operation, a, columns, options)
-    return run_product(
-        operation, a, columns, formats, dtype, bias=None if bias is None else bias.detach(), target=options["target"],
-        unit=options["unit"], plan=options["plan"], accumulate=accumulate, native=options["native"],
-        strict=options["strict"], generator=options["generator"], tf32=tf32,
-    )  # fmt: skip
+    check_saved(verb, a, b)
 
 
 class _Product(torch.autograd.Function):
@@ -278,13 +380,13 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, operation: Operation, options: dict[str, Any]
+        a: Tensor, b: Tensor, bias: Tensor | None, verb: Operation, asked: Asked, options: Any, generator: Any
     ) -> Tensor:  # fmt: skip
-        return _product(operation, a, b, bias, options)
+        return _product(verb, a, b, bias, asked, generator)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, bias, _, ctx.options = inputs
+        a, b, bias, _, _, ctx.options, ctx.generator = inputs
         ctx.save_for_backward(a, b)
         ctx.bias = None if bias is None else bias.dtype
 
@@ -294,28 +396,27 @@ class _Product(torch.autograd.Function):
         grads: list[Tensor | None] = [None, None, None]
         with torch.no_grad():
             if ctx.needs_input_grad[0]:
-                grads[0] = _gradient(g, b, ctx.options, 0, a)
+                grads[0] = _gradient(g, b, ctx, 0, a)
             if ctx.needs_input_grad[1]:
-                grads[1] = _gradient(g, a, ctx.options, 1, b)
+                grads[1] = _gradient(g, a, ctx, 1, b)
             if ctx.needs_input_grad[2]:
                 grads[2] = _cast(g.sum(0, dtype=_wide(g.dtype)), ctx.bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, a, b) for d in grads]
-        return (*grads, None, None)
+        return (*grads, None, None, None, None)
 
 
-def _gradient(g: Tensor, other: Tensor, options: dict[str, Any], index: int, like: Tensor) -> Tensor:
+def _gradient(g: Tensor, other: Tensor, ctx: Any, index: int, like: Tensor) -> Tensor:
     """Return the gradient of one operand: ``g b^T`` or ``a^T g``, in the orientation that torch chooses."""
-    operation: Operation = "bmm" if g.dim() == 3 else "mm"
-    generator = _at_offset(options["generator"], _OFFSETS[index])
-    options = {**options, "out_dtype": like.dtype, "generator": generator}
+    verb: Operation = "bmm" if g.dim() == 3 else "mm"
+    generator, options = _at_offset(ctx.generator, _OFFSETS[index]), {**ctx.options, "out_dtype": like.dtype}
     g = _cast(g, other.dtype)
     # torch multiplies the other way round for a column-major operand, so that its gradient is column-major as well.
     flipped = g.dim() == 2 and like.stride(0) == 1 and like.stride(1) == like.shape[0]
     left, right = (g, other.mT) if index == 0 else (other.mT, g)
     if flipped:
-        return _product(operation, right.mT, left.mT, None, options).mT
-    return _product(operation, left, right, None, options)
+        return _multiply(verb, right.mT, left.mT, None, options, generator).mT
+    return _multiply(verb, left, right, None, options, generator)
 
 
 def _at_offset(generator: Any, offset: int) -> Any:

@@ -35,7 +35,7 @@ _PLAIN = {
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # also what torch.mm takes on a GPU
 _HALVES = FLOATS[:2]
 FP4 = torch.float4_e2m1fn_x2
-_DIRECT = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
+DIRECT = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
 
 
 def check_tensor(name: str, x: Any, dims: str) -> None:
@@ -199,10 +199,10 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
     """
     if tf32 == "truncate":
         return (x.resolve_neg().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
-    if x.dtype in _DIRECT:
+    if x.dtype in DIRECT:
         return x
     dtype = own_dtype(fmt)
-    if x.dtype == torch.uint8 and dtype in _DIRECT:
+    if x.dtype == torch.uint8 and dtype in DIRECT:
         return x.view(dtype)  # codes of 8 bits
     if x.dtype == FP4:
         return _fp8_of_fp4(x)

@@ -61,6 +61,7 @@ def run_gemm(
     random: RandomKey | Tensor | None = None,
     validated: bool = False,
     tf32: bool = False,
+    bare: bool = False,
 ) -> Tensor:
     """Return ``a b^T`` as a GemmSpec defines it: the one way from verbs and layers to the operator.
 
@@ -77,6 +78,7 @@ def run_gemm(
         random: A key, or int64 [2] or [B, 2] with seed and offset, where the unit rounds stochastically.
         validated: Both operands are known to hold values of their formats alone, which saves looking.
         tf32: Round float32 operands to TF32 first, to nearest even: a CPU rounds pieces of a matrix as it needs them.
+        bare: All tensors are known to be ``fmtsim.support.dispatch.is_bare``, which need no dispatcher.
 
     Returns:
         [M, N] or [B, M, N]: ``dtype``, or float32, float64 where the accumulator needs it, int32 for an
@@ -85,6 +87,10 @@ def run_gemm(
     Raises:
         ArgumentError: An operand holds a number that its format lacks.
     """
+    if bare and random is None:
+        return _gemm(  # type: ignore[no-any-return]
+            a, b, spec, dtype, c, scale_a, scale_b, row, column, bias, result_scale, None, validated, tf32
+        )
     key = ops.key_tensor(random) if isinstance(random, RandomKey) else random
     operator = torch.ops.fmtsim.gemm.default if key is None else torch.ops.fmtsim.gemm.keyed
     return operator(  # type: ignore[no-any-return]
@@ -95,7 +101,8 @@ def run_gemm(
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
     """Return the engine of a product: kernels for the device where they cover it, else torch operations."""
     engine = ops.load_engine("cpu") if a.is_cpu else ops.fused_engine(a)
-    a, b = (_unpacked(x) for x in (a, b))
+    if FP4 in (a.dtype, b.dtype):
+        a, b = _unpacked(a), _unpacked(b)
     return engine if engine is not None and engine.supports_gemm(spec, a, b) else ops.load_engine("torch_engine")
 
 
@@ -109,7 +116,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     key=None, validated=False, tf32=False,
 ):  # fmt: skip
     """Compute a product."""
-    definition = gemm_spec_from_json(spec)
+    definition = gemm_spec_from_json(spec) if isinstance(spec, str) else spec
     a, b = a.detach(), b.detach()
     if tf32 and (a.dim() == 3 or not a.is_cpu or key is not None):
         a, b, tf32 = to_tf32(a), to_tf32(b), False

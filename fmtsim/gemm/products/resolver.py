@@ -17,8 +17,8 @@ from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
-from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_operand, stays_packed
-from fmtsim.gemm.products.operator import finish, output_format, run_gemm
+from fmtsim.gemm.products.operands import DIRECT, inner_length, matrix_layout, read_operand, stays_packed
+from fmtsim.gemm.products.operator import OUT_DTYPES, finish, output_format, run_gemm
 from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.doubts import without_doubts
@@ -86,6 +86,7 @@ def run_product(
     scale_result: Tensor | None = None, target: Any = None, unit: Any = None, plan: GemmPlan | None = None,
     accumulate: str | None = None, fast_accum: bool = True, native: bool | None = None, strict: bool = False,
     generator: Any = None, tf32: str = "", layouts: tuple[Layout, Layout] | None = None, quantized: bool = False,
+    call: GemmCall | None = None, bare: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return ``a b^T + bias``: what every verb and every layer on a unit or target comes to.
 
@@ -106,11 +107,12 @@ def run_product(
         layouts: How a library sees the operands; None says what they are.
         quantized: A layer quantised both: they are values of their formats in any dtype of engines, their scales
             those of their kind, nothing is looked at again, and the generator may be one that nothing draws from.
+        call: The call that all this is, where that was made before.
+        bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
-    sizes = a.shape[-2], b.shape[-2], inner_length(a)
-    if target is not None:
-        check_library(operation, formats, dtype, sizes, scales, fast_accum)
-    if (target is not None or native is not None) and runs_natively(
+    if call is None and target is not None:
+        check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
+    if (native or (target is not None and native is None and a.is_cuda)) and runs_natively(
         native, target, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
@@ -122,19 +124,31 @@ def run_product(
             accumulate=accumulate, fast_accum=fast_accum, scale_result=scale_result,
         )  # fmt: skip
         return y if bias is None or adds_bias else finish(y, y.dtype, bias=bias)
-    if layouts is None and (target is not None or plan is not None):
-        layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
-    spec = resolve_call(
-        operation, *formats, sizes, dtype or a.dtype, target=target, unit=unit,
-        plan=plan, accumulate=accumulate, strict=strict, fast_accum=fast_accum, scaling=scales.kind,
-        bias=bias is not None and adds_bias, layouts=layouts, batch=a.shape[0] if a.dim() == 3 else 1,
-    )  # fmt: skip
-    dtype = _output_dtype(spec, dtype)
-    pieces = spec.plan.k_end is None and not spec.stochastic
-    left, right = (
-        x if pieces and stays_packed(x) else read_operand(x, fmt) for x, fmt in zip((a, b), formats, strict=True)
-    )
-    scale_a, scale_b = _block_scales(scales, left, right, spec, quantized)
+    if call is not None:
+        spec = resolve(call)
+    else:
+        if layouts is None and (target is not None or plan is not None):
+            layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
+        sizes = a.shape[-2], b.shape[-2], inner_length(a)
+        spec = resolve_call(
+            operation, *formats, sizes, dtype or a.dtype, target=target, unit=unit, plan=plan,
+            accumulate=accumulate, strict=strict, fast_accum=fast_accum, scaling=scales.kind, layouts=layouts,
+            bias=bias is not None and adds_bias, batch=a.shape[0] if a.dim() == 3 else 1,
+        )  # fmt: skip
+    dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
+    if spec.accumulate == "int32" and dtype != torch.int32:
+        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
+    if spec.accumulate != "int32" and dtype not in OUT_DTYPES:
+        output_format(dtype)  # which names those that are
+    left, right = a, b
+    if a.dtype not in DIRECT or b.dtype not in DIRECT:
+        pieces = spec.plan.k_end is None and not spec.stochastic
+        left, right = (
+            x if pieces and stays_packed(x) else read_operand(x, fmt) for x, fmt in zip((a, b), formats, strict=True)
+        )
+    scale_a, scale_b = scales.a, scales.b
+    if scale_a is not None or scale_b is not None:
+        scale_a, scale_b = _block_scales(scales, left, right, spec, quantized)
     key = None
     if spec.stochastic or (generator is not None and not quantized):
         key = random_keys(spec.stochastic, generator, a.shape[0] if a.dim() == 3 else None, a.device)
@@ -144,25 +158,14 @@ def run_product(
         bias=bias, result_scale=scale_result if target is None else None, random=key,
         validated=made or (quantized and formats == (spec.a, spec.b)),
         tf32=bool(tf32) and spec.a.name == "tf32",  # the unit may take another format than was asked for
+        bare=bare and key is None,
     )  # fmt: skip
-
-
-def _output_dtype(spec: GemmSpec, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the result; refuse what no product is written in."""
-    dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
-    if spec.accumulate != "int32":
-        output_format(dtype)
-    elif dtype != torch.int32:
-        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
-    return dtype
 
 
 def _block_scales(
     scales: Scales, a: Tensor, b: Tensor, spec: GemmSpec, quantized: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return scales inside the unit, or those of the promotion, for every row."""
-    if scales.a is None and scales.b is None:
-        return None, None
     each = scales.each_row(a.shape[-2], b.shape[-2])
     if quantized:
         check_unit_scales(spec.datapath, scales.kind)
@@ -238,8 +241,24 @@ def _resolve_fields(
     a: OperandFormat, b: OperandFormat, target: Any, unit: Any, plan: GemmPlan | None, **facts: Any
 ) -> GemmSpec:
     """Take every record by itself: torch.compile finds those in a tuple or in another record only while it traces."""
-    named = call_name(a), call_name(b)
-    return resolve(GemmCall(a=named[0], b=named[1], formats=(a, b), target=target, unit=unit, plan=plan, **facts))
+    return resolve(_named_call(a, b, target=target, unit=unit, plan=plan, **facts))
+
+
+def gemm_call(
+    operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
+    batch: int = 1, accumulate: str | None = None, **facts: Any,
+) -> GemmCall:  # fmt: skip
+    """Return the GemmCall of these fields, sizes left out where neither a library nor a plan looks at them."""
+    if facts.get("target") is None and facts.get("plan") is None:
+        sizes, batch = (0, 0, 0), 0
+    m, n, k = map(index, sizes)
+    return _named_call(
+        a, b, operation=operation, m=m, n=n, k=k, batch=index(batch), out=out, accumulate=accumulate or "", **facts
+    )  # fmt: skip
+
+
+def _named_call(a: OperandFormat, b: OperandFormat, **facts: Any) -> GemmCall:
+    return GemmCall(a=call_name(a), b=call_name(b), formats=(a, b), **facts)
 
 
 @lru_cache(maxsize=4096)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_together
 from fmtsim.gemm.products.explanation import MmExplanation, explained, runs
-from fmtsim.gemm.products.matmul import Options, checked_options
-from fmtsim.gemm.products.operands import asked_product, check_tensor, inner_length, matrix_layout
-from fmtsim.gemm.products.resolver import call_name, recorded_calls, resolve
+from fmtsim.gemm.products.matmul import Options, ask, checked_options
+from fmtsim.gemm.products.operands import check_tensor, inner_length
+from fmtsim.gemm.products.resolver import recorded_calls, resolve
 from fmtsim.nn.explain_layer import Inputs, LayerExplanation, explain_layer
-from fmtsim.spec.call import GemmCall, Operation
+from fmtsim.spec.call import Operation
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
 
@@ -89,18 +89,15 @@ def explain_mm(
     check_together(a=a, b=b)
     if a.dim() != b.dim() or a.dim() > 3:
         raise ArgumentError(f"a has {a.dim()} dimensions, b {b.dim()}; pass two matrices, or two stacks of them")
-    options = checked_options("explain_mm", given)
     operation = _operation(a, b, target is not None)
+    options = checked_options("explain_mm", {**given, "strict": False})
     if operation == "int_mm":
         options |= {"out_dtype": torch.int32, "accumulate": "int32"}
-    formats, tf32, dtype, sums = asked_product(operation, a, b.mT, options)
-    call = GemmCall(
-        operation=operation, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), a=call_name(formats[0]),
-        b=call_name(formats[1]), out=dtype or a.dtype, accumulate=sums or "", fast_accum=use_fast_accum,
-        scaling="tensor" if operation == "scaled_mm" else "none", a_layout=matrix_layout(a),
-        b_layout=matrix_layout(b, transposed=True), batch=a.shape[0] if a.dim() == 3 else 1, formats=formats,
-        target=target, unit=options["unit"], plan=plan,
-    )  # fmt: skip
+    scaling = "tensor" if operation == "scaled_mm" else "none"
+    asked = ask(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
+    assert asked.call is not None
+    sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": inner_length(a), "batch": a.shape[0] if a.dim() == 3 else 1}
+    call, tf32 = replace(asked.call, **sizes), asked.tf32
     with recorded_calls():  # a guess is said in words here
         found = resolve(call)
     shown = explained(call, found, tf32)
