@@ -25,11 +25,11 @@ from fmtsim.gemm.layers.config import Gemm as Gemm
 from fmtsim.gemm.layers.config import LinearConfig as LinearConfig
 from fmtsim.gemm.layers.config import linear_config as linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM as EmulatedGEMM
-from fmtsim.gemm.products.instruction import mma as mma
 from fmtsim.gemm.products.matmul import bmm as bmm
 from fmtsim.gemm.products.matmul import int_mm as int_mm
 from fmtsim.gemm.products.matmul import linear as linear
 from fmtsim.gemm.products.matmul import mm as mm
+from fmtsim.gemm.products.scaled import mma as mma
 from fmtsim.gemm.products.scaled import scaled_mm as scaled_mm
 from fmtsim.gemm.targets.target import get_target as get_target
 from fmtsim.gemm.targets.target import list_targets as list_targets

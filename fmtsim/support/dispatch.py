@@ -170,11 +170,11 @@ def is_dense(x: torch.Tensor) -> bool:
     return type(x) in PLAIN_TYPES and len(_tensors) > 0 and _keys_of(x).raw_repr() in _tensors
 
 
-def is_bare(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Return True if x is plain but for a gradient that it may want, and so are others; None stands for no tensor."""
+def is_bare(*tensors: torch.Tensor) -> bool:
+    """Return True if tensors are plain but for a gradient that they may want."""
     if not _tensors:
         return False
-    for t in (x, *others):
-        if t is not None and not (type(t) in PLAIN_TYPES and _keys_of(t).raw_repr() in _tensors):
+    for x in tensors:
+        if not (type(x) in PLAIN_TYPES and _keys_of(x).raw_repr() in _tensors):
             return False
     return _keys_of_thread().raw_repr() in _threads and _function_modes() == 0 and forward_ad._current_level < 0

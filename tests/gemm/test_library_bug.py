@@ -10,7 +10,7 @@ import torch
 import fmtsim
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.gemm.targets.book import Book, Family, book_bytes
-from fmtsim.gemm.targets.library_bug import padded_k, products_left_out
+from fmtsim.gemm.targets.doubts import padded_k, products_left_out
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis import batch_invariance

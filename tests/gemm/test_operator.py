@@ -9,7 +9,8 @@ import torch
 import fmtsim
 from fmtsim import ArgumentError, Datapath, GemmPlan, IntegerDatapath, RandomKey, get_format
 from fmtsim.casts.quantize import decode
-from fmtsim.gemm.products import operator, pieces
+from fmtsim.gemm.products import operands as operands_module
+from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.gemm.products.operands import read_operand, stays_packed
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
@@ -280,7 +281,7 @@ def test_operands_rounded_to_tf32_in_pieces_give_the_same_bits(monkeypatch, plan
     x[1, 2], x[128, 3], w[149, 0] = torch.inf, 3.4028e38, torch.nan  # the second becomes Inf
     asked = spec(plan=plan, a="tf32", b="tf32")
     expected = run_gemm(*(fmtsim.quantize(t, "tf32", overflow="ieee") for t in (x, w)), asked, c=c)
-    monkeypatch.setattr(pieces, "_NUMBERS", 64 * 40)
+    monkeypatch.setattr(operands_module, "_NUMBERS", 64 * 40)
     assert_same_bits(run_gemm(x, w, asked, c=c, tf32=True), expected)
 
 
@@ -290,7 +291,7 @@ def test_packed_operands_unpacked_in_pieces_give_the_same_bits(monkeypatch, pack
     a, b = (torch.randint(0, 256, (rows, 20), generator=generator, dtype=torch.uint8) for rows in (130, 150))
     a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     asked, unpacked = spec(a="e2m1", b="e2m1"), [read_operand(x, E2M1) for x in (a, b)]
-    monkeypatch.setattr(pieces, "_NUMBERS", 64 * 40)
+    monkeypatch.setattr(operands_module, "_NUMBERS", 64 * 40)
     expected = run_gemm(*unpacked, asked)
     assert_same_bits(run_gemm(a, b if packed == "both" else unpacked[1], asked), expected)
     assert stays_packed(a) and not stays_packed(a[None]) and not stays_packed(unpacked[0])

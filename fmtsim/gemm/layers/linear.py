@@ -126,7 +126,8 @@ def run_layer(
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
-    plain, watchers = is_bare(x, w, bias), WATCHING.get() if observer is None else watchers_with(observer)
+    plain = is_bare(x, w) if bias is None else is_bare(x, w, bias)
+    watchers = WATCHING.get() if observer is None else watchers_with(observer)
     if not plain:
         check_dense("x", x)
         check_dense("w", w)
@@ -144,7 +145,7 @@ def run_layer(
 
 
 def _run(bias: Tensor | None, layer: Layer, watchers: Watchers, x: Tensor, w: Tensor) -> Tensor:
-    if is_bare(x, w, bias):
+    if is_bare(x, w) if bias is None else is_bare(x, w, bias):
         return _PlainLinear.apply(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
     return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
 

@@ -9,7 +9,7 @@ import torch
 from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.products.native import emulation_reason, unsupported_reason
 from fmtsim.gemm.products.resolver import call_name
-from fmtsim.gemm.targets.library_bug import bug_in_words, products_left_out
+from fmtsim.gemm.targets.doubts import bug_in_words, products_left_out
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall

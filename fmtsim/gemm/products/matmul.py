@@ -6,17 +6,18 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import check_flags, check_saved, check_together
+from fmtsim.casts.arguments import check_flags, check_saved
 from fmtsim.casts.autograd import OnceOnly
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.products.native import check_library
 from fmtsim.gemm.products.operands import (
     FLOATS,
-    asked_product,
-    check_matrices,
-    check_tensor,
+    accumulation,
+    check_operands,
     inner_length,
     matrix_layout,
+    operand_formats,
+    output_dtype,
 )
 from fmtsim.gemm.products.resolver import NO_SCALES, gemm_call, run_product, target_or_unit
 from fmtsim.gemm.units import unit as units
@@ -24,7 +25,7 @@ from fmtsim.spec.call import GemmCall, OperandFormat, Operation
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.dispatch import is_bare
-from fmtsim.support.errors import ArgumentError, DtypeError, shown
+from fmtsim.support.errors import ArgumentError, shown
 
 # Offsets of the two backward products under one seed, which no batch reaches.
 _OFFSETS = (1 << 40, 1 << 41)
@@ -269,7 +270,9 @@ def ask(
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
     """
-    formats, tf32, dtype, accumulate = asked_product(verb, a, columns, options)
+    formats, tf32 = operand_formats(verb, a, columns, options)
+    dtype = output_dtype(verb, a, columns, options)
+    accumulate = accumulation(a, dtype, options)
     target, plan, call = options["target"], options["plan"], None
     sizes, batch = (a.shape[-2], columns.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
     if not torch.compiler.is_compiling():
@@ -287,7 +290,7 @@ def _multiply(
 ) -> Tensor:  # fmt: skip
     """Return the product of a verb, with its gradient; the tensors are the verb's: of linear x, w and bias."""
     key = asked = None
-    bare = not torch.compiler.is_compiling() and is_bare(a, b, bias)
+    bare = not torch.compiler.is_compiling() and (is_bare(a, b) if bias is None else is_bare(a, b, bias))
     if bare:
         added = None if bias is None else (bias.dtype, bias.shape, bias.device)
         key = (verb, a.dtype, a.shape, a.stride(), a.device, b.dtype, b.shape, b.stride(), b.device, added,
@@ -298,7 +301,7 @@ def _multiply(
             key = None
     if asked is None:
         checked = checked_options(verb, options)
-        _check_tensors(verb, a, b, bias, options["target"] is not None)
+        check_operands(verb, a, b, bias, options["target"] is not None)
     if verb == "linear":
         shape, b = (*a.shape[:-1], b.shape[0]), b.mT
         a = a if a.dim() == 2 else a.reshape(-1, a.shape[-1]) if a.shape[-1] else a.new_empty(a.shape[:-1].numel(), 0)
@@ -330,39 +333,6 @@ def _product(
         native=options["native"], strict=options["strict"], generator=generator, tf32=asked.tf32, call=asked.call,
         bare=bare,
     )  # fmt: skip
-
-
-def _check_tensors(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, library: bool) -> None:
-    """Refuse tensors that are not those of a verb, or that do not fit each other."""
-    if verb == "linear":
-        check_tensor("x", a, "1+")
-        check_tensor("w", b, "2")
-        if bias is not None:
-            check_tensor("bias", bias, "1")
-        check_together(x=a, w=b, bias=bias)
-        if inner_length(a) != inner_length(b):  # float4 has two numbers in an element
-            raise ArgumentError(
-                f"x of shape {tuple(a.shape)} does not fit w of shape {tuple(b.shape)}; x is [..., K], w is [N, K]"
-            )
-        if bias is not None:
-            _check_bias(bias, a, b, library)
-        return
-    check_matrices(verb, a, b, "3" if verb == "bmm" else "2")
-    if verb == "bmm" and a.shape[0] != b.shape[0]:
-        raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
-    for name, x in (("a", a), ("b", b)) if verb == "int_mm" else ():
-        if x.dtype != torch.int8:
-            raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
-
-
-def _check_bias(bias: Tensor, x: Tensor, w: Tensor, library: bool) -> None:
-    if bias.shape != w.shape[:1]:
-        raise ArgumentError(
-            f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; pass [{w.shape[0]}]"
-        )
-    if bias.dtype not in FLOATS or (library and bias.dtype != x.dtype):
-        allowed = x.dtype if library else "float16, bfloat16, float32 or float64"
-        raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
 
 
 def _check_gradient(verb: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> None:
@@ -400,7 +370,7 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grads[1] = _gradient(g, a, ctx, 1, b)
             if ctx.needs_input_grad[2]:
-                grads[2] = _cast(g.sum(0, dtype=_wide(g.dtype)), ctx.bias)
+                grads[2] = _cast(g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)), ctx.bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, a, b) for d in grads]
         return (*grads, None, None, None, None)
@@ -423,10 +393,6 @@ def _at_offset(generator: Any, offset: int) -> Any:
     if isinstance(generator, RandomKey):
         return RandomKey(generator.seed, generator.offset + offset)
     return RandomKey(generator, offset) if isinstance(generator, int) else generator
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

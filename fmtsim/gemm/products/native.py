@@ -18,8 +18,7 @@ from fmtsim.casts.ops import define_operator, load_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operands import fp4_of_fp8, inner_length, matrix_layout, own_dtype
 from fmtsim.gemm.products.scales import Scales
-from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.gemm.targets.library_bug import warn_of_native_bug
+from fmtsim.gemm.targets.doubts import caller_level, warn_of_native_bug
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, OperandFormat, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan

@@ -16,7 +16,11 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.units.unit import unit_takes
+from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import Layout, OperandFormat, Operation
+from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.spec.engine import Engine
+from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.dispatch import constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
@@ -47,14 +51,24 @@ def check_tensor(name: str, x: Any, dims: str) -> None:
         raise ArgumentError(f"{name} has shape {tuple(x.shape)}; pass a tensor of {wanted} dimensions{more}")
 
 
-def check_matrices(verb: str, a: Tensor, b: Tensor, dims: str) -> None:
-    """Refuse operands a [..., M, K] and b [..., K, N] that are not matrices, or do not fit each other."""
+def check_operands(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, library: bool) -> None:
+    """Refuse operands that are not matrices, or stacks of them, or do not fit each other or the bias.
+
+    Args:
+        verb: The verb.
+        a, b: [..., M, K] and [..., K, N]; of linear x [..., K] and w [N, K].
+        bias: [N], or None.
+        library: A target computes, which takes a bias of x's dtype alone.
+    """
+    if verb == "linear":
+        _check_linear(a, b, bias, library)
+        return
+    rank, shape = (3, "[B, M, K] and [B, K, N]") if verb == "bmm" else (2, "[M, K] and [K, N]")
     for name, x in (("a", a), ("b", b)):
         check_dense(name, x)
-        if x.dim() != int(dims):
+        if x.dim() != rank:
             other = {2: "fmtsim.mm multiplies two matrices", 3: "fmtsim.bmm multiplies two stacks of matrices"}
             hint = f"; {other[x.dim()]}" if x.dim() in other else ""
-            shape = "[M, K] and [K, N]" if dims == "2" else "[B, M, K] and [B, K, N]"
             raise ArgumentError(f"{verb}: {name} has shape {tuple(x.shape)}; pass a and b of shape {shape}{hint}")
     check_together(a=a, b=b)
     mine, k = inner_length(a), inner_length(b.mT)
@@ -63,6 +77,30 @@ def check_matrices(verb: str, a: Tensor, b: Tensor, dims: str) -> None:
             f"{verb}: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; a is [..., M, K], "
             f"b is [..., K, N], but K is {mine} and {k}; transpose one, for example b.mT"
         )
+    if verb == "bmm" and a.shape[0] != b.shape[0]:
+        raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
+    for name, x in (("a", a), ("b", b)) if verb == "int_mm" else ():
+        if x.dtype != torch.int8:
+            raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
+
+
+def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, library: bool) -> None:
+    check_tensor("x", x, "1+")
+    check_tensor("w", w, "2")
+    if bias is not None:
+        check_tensor("bias", bias, "1")
+    check_together(x=x, w=w, bias=bias)
+    if inner_length(x) != inner_length(w):  # float4 has two numbers in an element
+        raise ArgumentError(
+            f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]"
+        )
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ArgumentError(
+            f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; pass [{w.shape[0]}]"
+        )
+    if bias is not None and (bias.dtype not in FLOATS or (library and bias.dtype != x.dtype)):
+        allowed = x.dtype if library else "float16, bfloat16, float32 or float64"
+        raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
 
 
 def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
@@ -137,21 +175,6 @@ def operand_formats(
     return formats, "round" if tf32 else ""
 
 
-def asked_product(
-    operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]
-) -> tuple[tuple[OperandFormat, OperandFormat], str, torch.dtype | None, str | None]:
-    """Return what the keywords of ``mm`` ask of a product ``a b^T``.
-
-    That is the formats of both operands, how float32 becomes TF32, the dtype of the result (None is that of the
-    accumulator) and the format of the sums (None is the unit's usual one).
-    """
-    formats, tf32 = operand_formats(operation, a, b, options)
-    dtype = output_dtype(operation, a, b, options)
-    sums = accumulation(a, dtype, options)
-    decides = options["target"] is not None or options["allow_fp16_accumulation"]
-    return formats, tf32, dtype, sums if decides else options["accumulate"]
-
-
 def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> torch.dtype | None:
     """Return the dtype of the result, None for that of the accumulator."""
     dtype: torch.dtype | None = options["out_dtype"]
@@ -170,9 +193,11 @@ def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, 
     return dtype
 
 
-def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str:
-    """Return the format in which a library is asked to sum."""
+def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str | None:
+    """Return the format in which a library is asked to sum, None for the usual one of a unit."""
     given, half = options["accumulate"], options["allow_fp16_accumulation"]
+    if options["target"] is None and not half:
+        return given  # type: ignore[no-any-return]
     if given is not None:
         if half and given != "fp16":
             raise ArgumentError(f"accumulate={shown(given)} contradicts allow_fp16_accumulation=True; pass one of them")
@@ -277,3 +302,54 @@ def matrix_layout(x: Tensor, *, transposed: bool = False) -> Layout:
     rows, columns = x.shape[-2:]
     row_major = x.is_contiguous() or not (x.stride(-2) == 1 and x.stride(-1) >= max(1, rows))
     return "column" if row_major == transposed else "row"
+
+
+_NUMBERS = 1 << 21  # of each operand that are made ready at a time: 8 MB of TF32, 2 MB of FP4
+
+
+def to_tf32(x: Tensor) -> Tensor:
+    """Return float32 numbers rounded."""
+    return ops.quantize(x, _cast(), torch.float32, None, None)
+
+
+def multiply_in_pieces(
+    engine: Engine, a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None,
+    spec: GemmSpec, _: RandomKey | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Do what ``engine.gemm`` does with float32 operands rounded to TF32 and FP4 unpacked; nothing is drawn."""
+    m, n = out.shape
+    (x_buffer, rows), (y_buffer, columns) = _buffer(a), _buffer(b)
+    for first in range(0, n, columns):
+        across = slice(first, min(first + columns, n))
+        y, scales = _ready(b[across], y_buffer), None if scale_b is None else scale_b[across]
+        for start in range(0, m, rows):
+            down = slice(start, min(start + rows, m))
+            x, own = _ready(a[down], x_buffer), None if c is None else c[down, across]
+            engine.gemm(x, y, own, None if scale_a is None else scale_a[down], scales, spec, None, out[down, across])
+
+
+def _buffer(x: Tensor) -> tuple[Tensor, int]:
+    """Return memory for a piece of an operand, used again and again, and how many of its rows a piece has."""
+    dtype = torch.float8_e4m3fn if x.dtype == FP4 else torch.float32
+    k = inner_length(x)
+    rows = min(max(_NUMBERS // max(k, 1), 64), x.shape[0])
+    return torch.empty(rows, k, dtype=dtype), rows
+
+
+def _ready(x: Tensor, buffer: Tensor) -> Tensor:
+    """Return rows of an operand as engines take them, in the buffer."""
+    out = buffer[: x.shape[0]]
+    if x.dtype == FP4:
+        unpack_fp4(x, out)
+    elif x.dtype == torch.float32:
+        ops.quantize_out(x, out, _cast(), None, None)
+    else:
+        return x
+    return out
+
+
+@lru_cache
+def _cast() -> str:
+    fmt = get_format("tf32")
+    assert isinstance(fmt, FloatFormat)
+    return CastSpec(format=fmt, rounding=Rounding(), overflow="ieee").to_json()

@@ -13,8 +13,7 @@ from fmtsim.casts import ops
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.operands import FP4, inner_length
-from fmtsim.gemm.products.pieces import multiply_in_pieces, to_tf32
+from fmtsim.gemm.products.operands import FP4, inner_length, multiply_in_pieces, to_tf32
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -115,7 +114,6 @@ def _gemm(  # type: ignore[no-untyped-def]
     a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
     key=None, validated=False, tf32=False,
 ):  # fmt: skip
-    """Compute a product."""
     definition = gemm_spec_from_json(spec) if isinstance(spec, str) else spec
     a, b = a.detach(), b.detach()
     if tf32 and (a.dim() == 3 or not a.is_cpu or key is not None):

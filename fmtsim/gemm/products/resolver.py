@@ -21,9 +21,8 @@ from fmtsim.gemm.products.operands import DIRECT, inner_length, matrix_layout, r
 from fmtsim.gemm.products.operator import OUT_DTYPES, finish, output_format, run_gemm
 from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
-from fmtsim.gemm.targets.doubts import without_doubts
+from fmtsim.gemm.targets.doubts import warn_of_bug, without_doubts
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN
-from fmtsim.gemm.targets.library_bug import warn_of_bug
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation
@@ -112,7 +111,7 @@ def run_product(
     """
     if call is None and target is not None:
         check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
-    if (native or (target is not None and native is None and a.is_cuda)) and runs_natively(
+    if (target is not None or native is not None) and runs_natively(
         native, target, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,

@@ -12,15 +12,26 @@ from functools import cached_property
 from itertools import groupby
 from operator import index
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
-import torch
 
-from fmtsim.formats.interop import dtype_name
-from fmtsim.gemm.targets.packing import LARGEST, WINDOW, deflate, from_planes, inflate, pack, planes, unpack
-from fmtsim.gemm.targets.question import Choice, Kind, Question
-from fmtsim.spec.call import ScaleKind
+from fmtsim.gemm.targets.question import (
+    CUTLASS,
+    LARGEST,
+    WINDOW,
+    Choice,
+    Kind,
+    Question,
+    deflate,
+    from_planes,
+    inflate,
+    kind_from_list,
+    kind_to_list,
+    pack,
+    planes,
+    unpack,
+)
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import StrPath, write_file
 
@@ -38,7 +49,6 @@ _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
 EVERY_K: Final = 512  # along K all sizes up to this one are asked, larger ones lie apart
 ROWS: Final = ((64, 1), (512, 4), (2048, 16), (16384, 64))
 """Numbers of rows that are asked, so far apart up to a number, and each number's successor with them."""
-CUTLASS: Final = (21, 23, 24)  # ALGO_ID
 
 
 class Family(NamedTuple):
@@ -102,7 +112,7 @@ class Book:
     Example:
         >>> import torch
         >>> from fmtsim.gemm.targets.book import Book, Family, book_bytes
-        >>> from fmtsim.gemm.targets.question import Choice, Kind, Question
+        >>> from fmtsim.gemm.targets.question import CUTLASS, Choice, Kind, Question, kind_from_list, kind_to_list
         >>> kind = Kind("bf16", "bf16", torch.bfloat16)
         >>> runs = ((1, Choice(66, 3, 2)), (65, Choice(66)), (16385, None))
         >>> book = Book(book_bytes([Family(kind, 0, "m", (4096, 14336), runs)], library="NVIDIA H200"), "example")
@@ -377,17 +387,3 @@ def _read(header: bytes, body: bytes) -> _Contents:
         )
     aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
     return _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
-
-
-def kind_to_list(kind: Kind) -> list[Any]:
-    """Return a kind of calls as plain JSON types."""
-    return [dtype_name(value) if isinstance(value, torch.dtype) else value for value in kind]
-
-
-def kind_from_list(values: list[Any]) -> Kind:
-    """Read what ``kind_to_list`` gives; raise ValueError, TypeError or AttributeError where it is not a kind."""
-    kind = Kind(*values)
-    out = getattr(torch, kind.out)  # type: ignore[call-overload]
-    if not isinstance(out, torch.dtype) or kind.scaling not in get_args(ScaleKind):
-        raise ValueError(f"{values} is not a kind of calls")
-    return kind._replace(out=out)

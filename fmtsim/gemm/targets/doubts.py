@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How targets warn of a call: once a process, at the user's line, and not at all while calls are only looked at."""
+"""How targets warn of a call: of an order that is a guess, and of products that a library leaves out of its sums.
+
+Once a process, at the user's line, and not at all while calls are only looked at.
+"""
 
 import os
 import sys
@@ -8,11 +11,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fmtsim.spec.call import GemmCall
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import FmtsimError, LibraryBugWarning
 
 _silent = ContextVar("silent", default=False)
 _warned: set[tuple[type[Warning], str, GemmCall]] = set()
@@ -56,3 +63,62 @@ def caller_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         frame, level = frame.f_back, level + 1
     return level
+
+
+_STEP, _STEPS, _TILE = 64, 16, 128  # multiples of 64 that are tried; tiles of K are 64 or 128 wide
+
+
+def products_left_out(k: int, plan: GemmPlan) -> int:
+    """Return how many products at the end of each sum of K are never multiplied."""
+    return 0 if plan.k_end is None else max(0, k - plan.k_end)
+
+
+def padded_k(target: Any, call: GemmCall) -> int | None:
+    """Return the next K, filled up with zeros, of which the target leaves nothing out; None where none is known.
+
+    What is a guess counts where K is whole tiles, of which no library is known to leave any out.
+    """
+    first = -(-call.k // _STEP) * _STEP
+    for k in range(first, first + _STEP * _STEPS, _STEP):
+        with without_doubts():
+            found = target.resolve(replace(call, k=k))
+        if not products_left_out(k, found.plan) and (found.basis != "guess" or k % _TILE == 0):
+            return k
+    return None
+
+
+def bug_in_words(target: Any, call: GemmCall, plan: GemmPlan, *, guess: bool) -> str:
+    """Return what a target leaves out of a call, and what to do about it."""
+    k = padded_k(target, call)
+    step = "add the last products by a second call" if k is None else f"pad K with zeros to {k}, where it adds all"
+    lost = products_left_out(call.k, plan)
+    bug = "a bug of the library, if the guess of its order is right" if guess else "a bug of the library"
+    return f"the last {lost} of the {call.k} products of every sum are never multiplied, {bug}; {step}"
+
+
+def warn_of_bug(target: Any, call: GemmCall, plan: GemmPlan, *, guess: bool) -> None:
+    """Warn of products that a library leaves out, once a process for each call.
+
+    Args:
+        target: The GPU and its library.
+        call: The facts of the call.
+        plan: Its accumulation order.
+        guess: The order is a guess.
+    """
+    if products_left_out(call.k, plan):
+        what = f"{call.operation} M={call.m} N={call.n} K={call.k} {call.a} x {call.b} -> {call.out}"
+        left_out = f"the library of target {target.name} leaves products of {what} out"
+        warn_once(
+            LibraryBugWarning, target.name, call, lambda: f"{left_out}: {bug_in_words(target, call, plan, guess=guess)}"
+        )
+
+
+def warn_of_native_bug(target: Any, call: GemmCall) -> None:
+    """Warn where a library leaves products out of a call that runs natively; what is a guess is not a bug."""
+    try:
+        with without_doubts():
+            found = target.resolve(call)
+    except FmtsimError:  # torch has the call, and the target says nothing of it
+        return
+    if found.basis != "guess":
+        warn_of_bug(target, call, found.plan, guess=False)

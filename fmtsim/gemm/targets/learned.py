@@ -11,9 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from fmtsim.gemm.targets.book import CUTLASS, kind_from_list, kind_to_list
-from fmtsim.gemm.targets.packing import LARGEST
-from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, kind_from_list, kind_to_list
 from fmtsim.support.errors import DataError
 from fmtsim.support.files import StrPath, write_file
 

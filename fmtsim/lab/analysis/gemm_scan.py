@@ -8,8 +8,7 @@ from typing import Any
 
 from fmtsim.gemm.models import PASSES
 from fmtsim.gemm.products.resolver import resolve
-from fmtsim.gemm.targets.doubts import without_doubts
-from fmtsim.gemm.targets.library_bug import padded_k, products_left_out
+from fmtsim.gemm.targets.doubts import padded_k, products_left_out, without_doubts
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.layer_products import LayerProduct, Model, check_rows, dtype_of, products_of
 from fmtsim.spec.call import GemmCall

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from fmtsim.gemm.model_calls import FP8_STEP
+from fmtsim.gemm.models import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.learned import Group, write_learned

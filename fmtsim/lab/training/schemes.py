@@ -7,8 +7,7 @@ from typing import Any
 
 from fmtsim.distributed.reduction import get_reduction
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.layers.scalings import ScalingName, usual_scaling
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, ScalingName, linear_config, usual_scaling
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe

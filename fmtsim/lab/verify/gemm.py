@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.products.instruction import mma
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.operands import matrix_layout
-from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.products.scaled import mma, scaled_mm
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.verify.device import moved
