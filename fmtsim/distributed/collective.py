@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over the processes of torch.distributed: codes travel, and the bits are those of the simulation."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,43 +36,26 @@ from fmtsim.support.records import checked
 ROW = 16  # bytes: rows of wires begin at multiples
 
 
-class Stages(Protocol):
-    """The stages of one reduction on one rank, in their order. Wires are uint8, chunks of the elements in rows."""
-
-    def amaxes(self) -> Tensor:
-        """Return the largest finite magnitude of each tensor, float32 [tensors], 0 for a tensor without one."""
-
-    def factors(self, amaxes: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what casts and results are multiplied with, [tensors] each, from the magnitudes of all ranks."""
-
-    def cast(self, encode: Tensor) -> Tensor:
-        """Return the casts of the elements times the factors [tensors], as wires [ranks, bytes]."""
-
-    def sum(self, wires: Tensor) -> Tensor:
-        """Return this rank's chunk [bytes] of the sums from all ranks' casts of it [ranks, bytes]."""
-
-    def finish(self, wires: Tensor, decode: Tensor) -> Iterable[Tensor]:
-        """Write sums times the factors [tensors] to the result, and return what ``Counts`` has."""
-
-
-def stages_of(batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor) -> Stages:
-    """Return the stages of a reduction of a batch into out: kernels where they cover it, else operators.
+def stages_of(batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor) -> Any:
+    """Return the ``Stages`` of a reduction of a batch into out: the engine's kernels where they cover it.
 
     Both have the same bits, those of wires too, so that ranks may differ in it.
     """
     engine, record = ops.fused_engine(batch.x), hop.reduction
     if engine is not None and engine.covers_reduction(hop.spec, record.scaling, batch.x, ranks, out):
-        made: Stages = engine.ReductionStages(
+        return engine.ReductionStages(
             batch.x, batch.sizes, hop.spec, record.scaling, rank, ranks, hop.key(0, 0), out,
             tree=record.algorithm == "tree", propagates=record.nonfinite == "propagate", average=record.average,
             factor=fixed_factor(record, ranks),
         )  # fmt: skip
-        return made
-    return Operators(batch, hop, rank, ranks, out)
+    return Stages(batch, hop, rank, ranks, out)
 
 
-class Operators:
-    """The stages in torch operators, on any device and in any format; see ``stages_of``."""
+class Stages:
+    """The stages of one reduction on one rank, in their order, in torch operators: on any device and in any format.
+
+    Wires are uint8, chunks of the elements in rows.
+    """
 
     def __init__(self, batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor) -> None:
         self.batch, self.hop, self.rank, self.ranks, self.out = batch.float(), hop, rank, ranks, out
@@ -80,11 +63,11 @@ class Operators:
         self.bytes = packed_size(self.length, hop.spec.format.bits)
 
     def amaxes(self) -> Tensor:
-        """Return the largest finite magnitude of each tensor."""
+        """Return the largest finite magnitude of each tensor, float32 [tensors], 0 for a tensor without one."""
         return self.batch.amaxes()
 
     def factors(self, amaxes: Tensor, mu: Tensor | None) -> Factors:
-        """Return the factors of tensors."""
+        """Return what casts and results are multiplied with, [tensors] each, from the magnitudes of all ranks."""
         return factors_of(amaxes, self.hop.reduction, self.ranks, mu)
 
     def _encode(self, values: Tensor) -> Tensor:
@@ -95,7 +78,7 @@ class Operators:
         return self.hop.decode(wires[:, : self.bytes], self.length)
 
     def cast(self, encode: Tensor) -> Tensor:
-        """Return the casts of the elements, and count what becomes of them."""
+        """Return the casts of the elements times the factors [tensors], as wires [ranks, bytes], and count."""
         hop = self.hop
         y = scaled(self.batch, encode, hop.reduction).reshape(-1)
         q = hop.round(y, hop.key(self.rank, 0))
@@ -103,7 +86,7 @@ class Operators:
         return self._encode(chunked(q, self.ranks))
 
     def sum(self, wires: Tensor) -> Tensor:
-        """Return this rank's chunk of the sums."""
+        """Return this rank's chunk [bytes] of the sums from all ranks' casts of it [ranks, bytes]."""
         values = self._decode(wires)
         if self.hop.reduction.algorithm == "tree":
             return self._encode(tree(values, self.hop, self.rank * self.length))
@@ -111,7 +94,7 @@ class Operators:
         return self._encode(ring(values[:, None], place, self.hop)[0])
 
     def finish(self, wires: Tensor, decode: Tensor) -> tuple[Tensor, ...]:
-        """Write the result, and count."""
+        """Write sums times the factors [tensors] to the result, and return what ``Counts`` has."""
         sums = self._decode(wires).reshape(-1)[: self.out.numel()]
         values = sums
         if sums.numel():
@@ -240,7 +223,7 @@ def _settings(mu: float | Tensor | None, call: int) -> str:
     return f"mu={mu}, call={shown(call)}"
 
 
-def _amaxes(stages: Stages, batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
+def _amaxes(stages: Any, batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
     """Return the largest finite magnitude of each tensor on all ranks, after a look at NaN and Inf where asked for."""
     own = stages.amaxes()
     if reduction.nonfinite != "raise":

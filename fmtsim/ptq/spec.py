@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fmtsim.formats.scaling import History
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
@@ -39,7 +39,6 @@ class Calibration:
     samples: int = 1 << 14
 
     def __post_init__(self) -> None:
-        _one_of("Calibration", "rule", self.rule, get_args(RangeRule))
         check_types(self)
         if not (isinstance(self.percentile, int | float) and 0 < self.percentile <= 100):
             raise ArgumentError(
@@ -122,7 +121,6 @@ class Gptq:
     groups: Groups = "static"
 
     def __post_init__(self) -> None:
-        _one_of("Gptq", "groups", self.groups, get_args(Groups))
         check_types(self)
         if not (isinstance(self.damping, int | float) and self.damping >= 0):
             raise ArgumentError(f"Gptq damping={shown(self.damping)} is not allowed; choose a number from 0")
@@ -383,11 +381,6 @@ def _check_operands(where: str, x: Quantizer, w: Quantizer) -> None:
         raise ArgumentError(
             f"{where}: weights are stored as they are rounded; leave then= out, and transforms= but Sparsity()"
         )
-
-
-def _one_of(record: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ArgumentError(f"{record} {name}={shown(value)} is unknown; choose one of {', '.join(allowed)}")
 
 
 def _whole(record: str, name: str, value: Any, least: int) -> None:

@@ -68,10 +68,6 @@ class Datapath:
         for name, lowest in (("block", 1), ("fraction_bits", 0), ("promote_every", 1)):
             _check_count(name, getattr(self, name), lowest, optional=True)
         _check_count("group", self.group, 1)
-        if not isinstance(self.term_rounding, str) or self.term_rounding not in TERM_ROUNDINGS:
-            raise ArgumentError(
-                f"term_rounding={shown(self.term_rounding)} is not possible; choose one of {', '.join(TERM_ROUNDINGS)}"
-            )
         check_types(self)
         if self.accumulator.mantissa_bits > 52 or self.accumulator.exponent_bits > 11:
             raise ArgumentError(

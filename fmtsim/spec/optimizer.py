@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -192,12 +192,6 @@ class Scheme:
     nonfinite: Nonfinite = "propagate"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.nonfinite, str) or self.nonfinite not in get_args(Nonfinite):
-            raise ArgumentError(
-                f"nonfinite={shown(self.nonfinite)} is unknown; choose one of {', '.join(get_args(Nonfinite))}"
-            )
-        if not isinstance(self.decay, str) or self.decay not in ("before", "after"):
-            raise ArgumentError(f"decay={shown(self.decay)} is unknown; choose 'before' or 'after'")
         check_types(self)
 
     def formats(self, shape: tuple[int, ...], slots: tuple[str, ...]) -> dict[str, StateFormat]:

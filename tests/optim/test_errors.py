@@ -51,8 +51,8 @@ def weight(*shape):
         (lambda: scaled_state(fmtsim.get_format("bnb_fp4"), "amax"), "bnb_fp4 is not in order"),
         (lambda: StateFormat(format=fmtsim.get_format("nf4"), rounding=fmtsim.Rounding(mode="up")), "round to nearest"),
         (lambda: StateFormat(format=E4M3, expand=True), r"expand=True with scaling=\[None\] does not exist; choose"),
-        (lambda: Scheme(name="x", nonfinite="stop"), "nonfinite='stop' is unknown"),
-        (lambda: Scheme(name="x", decay="never"), "decay='never' is unknown"),
+        (lambda: Scheme(name="x", nonfinite="stop"), "nonfinite='stop' is not allowed; choose 'propagate', 'zero',"),
+        (lambda: Scheme(name="x", decay="never"), "decay='never' is not allowed; choose 'before', 'after'"),
     ],
 )  # fmt: skip
 def test_what_is_not_allowed(make, message):

@@ -88,7 +88,7 @@ def test_the_catalogue_covers_its_formats():
 
 
 BAD = [
-    (lambda: Calibration(rule="max"), r"rule='max' is unknown; choose one of absmax, percentile, mse"),
+    (lambda: Calibration(rule="max"), r"Calibration rule='max' is not allowed; choose 'absmax', 'percentile', 'mse'"),
     (lambda: Calibration(percentile=0), r"percentile=0 is not one; choose above 0"),
     (lambda: Calibration(steps=1), r"steps=1 is not allowed; choose a whole number from 2"),
     (lambda: Smooth(alpha=2), r"alpha=2 is not allowed; choose a number from 0 to 1"),
@@ -109,7 +109,7 @@ BAD = [
      r"extended=high precision: choose a format, rounded to nearest"),
     (lambda: PtqRecipe(name="r", extended=Quantizer(format=get_format("e4m3"), rounding="stochastic")),
      r"extended=e4m3 stochastic: choose a format, rounded to nearest"),
-    (lambda: Gptq(groups="fresh"), r"groups='fresh' is unknown; choose one of static, dynamic, lazy"),
+    (lambda: Gptq(groups="fresh"), r"Gptq groups='fresh' is not allowed; choose 'static', 'dynamic', 'lazy'"),
 ]  # fmt: skip
 
 

@@ -43,7 +43,7 @@ REFUSED = [
     (lambda: Datapath(promote_every=0), "promote_every=0 is not possible; choose 1 or more, or None"),
     (lambda: Datapath(group=0), "group=0 is not possible; choose 1 or more"),
     (lambda: Datapath(group=None), "group=None is not possible; choose 1 or more"),
-    (lambda: Datapath(term_rounding="up"), "term_rounding='up' is not possible; choose one of toward_zero, nearest_"),
+    (lambda: Datapath(term_rounding="up"), "Datapath term_rounding='up' is not allowed; choose 'toward_zero', "),
     (lambda: Datapath(rounding="even"), "unknown rounding 'even'"),
     (lambda: Datapath(accumulator=None), "accumulator=None is not a floating-point format; pass its name or a Float"),
     (lambda: Datapath(promotion="int8"), "promotion='int8' is not a floating-point format; pass its name or a Float"),

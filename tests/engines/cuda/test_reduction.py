@@ -12,7 +12,7 @@ import fmtsim
 from fmtsim.casts import ops
 from fmtsim.distributed import AutoFactor, get_reduction
 from fmtsim.distributed.arithmetic import Batch, Hop, canonical, factors_of
-from fmtsim.distributed.collective import Operators, stages_of
+from fmtsim.distributed.collective import Stages, stages_of
 from fmtsim.distributed.simulate import simulate_batches
 from fmtsim.engines import cuda
 from fmtsim.engines.cuda.cast.reduction import ReductionStages, covers_reduction
@@ -84,7 +84,7 @@ def check(case, sizes, dtype, device, rows=1, out_dtype=torch.float32):
     values, expected = simulate_batches(batches, reduction, mu_of(reduction), 3)
     there = [Batch(batch.x.to(device), batch.sizes) for batch in batches]
     travelled = []
-    for make, given in ((kernels, there), (Operators, batches)):
+    for make, given in ((kernels, there), (Stages, batches)):
         outs, counts, *rest = run(make, given, reduction, 3, out_dtype, rows > 1)
         for rank, (out, count) in enumerate(zip(outs, counts, strict=True)):
             row = values[rank] if rows > 1 else values
