@@ -70,7 +70,8 @@ template <int Count, class Vector>
 DEVICE u32 finite_raw_amax(const Vector* in, bool& clean) {
   u32 top = raw_amax<false, Count>(in);
   clean = !is_nonfinite(top);
-  return clean ? top : raw_amax<true, Count>(in);
+  if (clean) return top;
+  return raw_amax<true, Count>(in);
 }
 
 // Eight neighbours in memory. Lines are read again soon, here or by another kernel.
@@ -92,14 +93,15 @@ DEVICE Eight column_tops(const Eight* in) {
   return top;
 }
 
-// The largest of all threads' numbers, in thread 0; blocks of up to 1024 threads.
-DEVICE u32 block_max(u32 top) {
+// The largest of all threads' numbers, in thread 0 or in All; blocks of up to 1024 threads.
+template <bool All = false>
+DEVICE u32 block_max(u32 top, u32 warps = blockDim.x / 32) {
   __shared__ u32 tops[32];
   top = __reduce_max_sync(~0u, top);
   if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (u32 w = 1; w < blockDim.x / 32; w++) top = max(top, tops[w]);
+  if (All || threadIdx.x == 0) {
+    for (u32 w = 0; w < warps; w++) top = max(top, tops[w]);
   }
   return top;
 }

@@ -51,14 +51,18 @@ DEVICE float fast_scale_rounded(float value) {
 #endif
 }
 
-DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {
+DEVICE Scale scale_of_block(u32 amax, TensorScale tensor) {
   const Rule r = rule_of_format(as_float(ELEMENT_MAX), ARITHMETIC == 2, ARITHMETIC == 0, SCALE_PLAIN);
   float a = as_float(min(amax, as_bits(FLOAT_MAX)));
   auto store = [](float x) { return fast_scale_rounded(x); };
-  Scale s = TWO_LEVEL ? te_level(a, tensor, store) : one_level(a, r, store);
-  bool refused = amax >= FLOAT_EXPONENT;
-  return {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, s.factor, s.stored, s.stored, refused};
+  return TWO_LEVEL ? te_level(a, tensor, store) : one_level(a, r, store);
 }
+
+DEVICE FastBlock under_scale(const Scale& s, u32 amax) {
+  return {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, s.factor, s.stored, s.stored, amax >= FLOAT_EXPONENT};
+}
+
+DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) { return under_scale(scale_of_block(amax, tensor), amax); }
 #else
 DEVICE FastBlock fast_block(u32 amax, TensorScale) {
   // 1. the amax, or what it becomes, whose exponent counts: rceil divides, even adds half a last place of the element

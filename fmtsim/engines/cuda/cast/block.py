@@ -45,7 +45,7 @@ MOST = 1 << 36  # elements: kernels count sixteens in 32 bits
 
 
 def covers_blocks(spec: CastSpec, *dtypes: torch.dtype) -> bool:
-    """Say whether the kernels cover casts of a block format: input and output dtype; they cover nearly all."""
+    """Return True if the kernels cover casts of a block format: input and output dtype; they cover nearly all."""
     fmt = spec.format
     if not isinstance(fmt, BlockFormat) or any(dtype not in FLOAT_DTYPES for dtype in dtypes):
         return False
@@ -131,8 +131,8 @@ def quantize_both_dims(
 def quantize_without_tensor_scale(x: Tensor, spec: CastSpec, random: Random) -> tuple[Tensor, Tensor]:
     """Return the values of a two-level format without the scale of the tensor, and that scale (float32, 0-d).
 
-    The values are bfloat16, the products of elements and block scales; ``holds_without_tensor_scale`` says whether it
-    holds them.
+    The values are bfloat16, the products of elements and block scales, which it holds where
+    ``holds_without_tensor_scale`` is true.
     """
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     if not x.numel():
@@ -147,7 +147,7 @@ def quantize_without_tensor_scale(x: Tensor, spec: CastSpec, random: Random) -> 
 
 
 def holds_without_tensor_scale(spec: CastSpec) -> bool:
-    """Say whether a format has two levels, and bfloat16 holds the products of its elements and block scales."""
+    """Return True if a format has two levels, and bfloat16 holds the products of its elements and block scales."""
     two_level = isinstance(spec.format, BlockFormat) and spec.format.tensor_scale
     return two_level and fast_macros(spec, torch.float32, BFLOAT16, True) is not None
 

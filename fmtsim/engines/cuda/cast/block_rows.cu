@@ -1,40 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Blocks whose rows are runs of memory: blocks along the last dimension in one pass, and blocks of any shape whose
-// amaxes statistic.cu found before. A thread holds VECTORS vectors of VECTOR elements, in one of three layouts:
-//
-//   LAYOUT 0   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies a warp further.
-//   LAYOUT 1   64 elements belong to 16 / VECTOR lanes, and a lane holds elements at distance 16 (here VECTOR = 8):
-//                lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
-//                lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
-//              so that blocks need fewer shuffles, a lane fewer scales, and one Philox call gives the words of four
-//              elements of a lane (docs/semantics.md, section 9).
-//   LAYOUT 2   a vector is a block, and those of a lane follow each other: no shuffles, and results in one piece. For
-//              codes alone: a block that is cast the exact way is written twice.
-#include "block_codes.cuh"
-
+// amaxes statistic.cu found before. In LAYOUT 2 (runs.cuh) results are stored in one piece; it serves codes alone: a block
+// that is cast the exact way is written twice.
 #define VECTORS (LAYOUT == 2 ? 32 / VECTOR : 4)
-#define PER_LANE (VECTORS * VECTOR)
-#define LANES (16 / VECTOR)
+#define BLOCKS_OF_LANE 4  // `given` holds their amaxes, flags
+#include "runs.cuh"
+#include "block_codes.cuh"
 
 typedef Vectors<INPUT, VECTOR> Input;
 typedef Packed<VECTOR, OUTPUT_BITS> Output;
-
-// RUN is the elements of a block, a power of two from 16 on that fits a warp, or 0 where `given` holds amaxes, flags.
-#if RUN == 0
-#define BLOCKS 4
-#define SPAN 1
-#elif LAYOUT == 2
-#define BLOCKS (32 / VECTOR)
-#define SPAN 1
-#elif LAYOUT == 1
-#define BLOCKS (RUN >= 64 ? 1 : 64 / RUN)
-#define SPAN (RUN >= 64 ? LANES * (RUN / 64) : LANES)
-#else
-#define BLOCKS 4
-#define SPAN (RUN / VECTOR)
-#endif
-#define VECTORS_PER_BLOCK (VECTORS / BLOCKS)
-#define DISTANCE (LAYOUT == 2 ? VECTOR : LAYOUT == 1 ? 16 : 32 * VECTOR)  // between the vectors of a lane
 
 // How pieces of rows, each the columns of one block, find their blocks: piece q of rows of `across` pieces belongs to
 // block (q / (across * outer)) * across + q % across. Sixteens are 16 elements.
@@ -51,28 +25,18 @@ DEVICE u32 block_of(u64 element, const Pieces& p, bool& opens) {
   return down * p.across + column;
 }
 
-// Find the scales of a lane's blocks. Divisions are dear: the lanes that share blocks share those, too.
-DEVICE void find_scales(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLOCKS], TensorScale scale) {
+DEVICE void find_blocks(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLOCKS], TensorScale tensor) {
 #if RULE == 4 && SPAN > 1
-  constexpr int SHARES = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
-  u32 share = threadIdx.x % SHARES;
+  u32 amaxes[BLOCKS];
+  Scale scale[BLOCKS];
 #pragma unroll
-  for (int first = 0; first < BLOCKS; first += SHARES) {
-    u32 amax = found[first].amax;
+  for (int b = 0; b < BLOCKS; ++b) amaxes[b] = found[b].amax;
+  find_scales<false>(scale, amaxes, [&](u32 amax) { return scale_of_block(amax, tensor); });
 #pragma unroll
-    for (int k = 1; k < SHARES; ++k) amax = share == k ? found[first + k].amax : amax;
-    FastBlock mine = fast_block(amax, scale);
-#pragma unroll
-    for (int k = 0; k < SHARES; ++k) {
-      block[first + k] = mine;
-      block[first + k].factor = __shfl_sync(~0u, mine.factor, k, SHARES);
-      block[first + k].scale = block[first + k].stored = __shfl_sync(~0u, mine.scale, k, SHARES);
-      block[first + k].refused = found[first + k].amax >= FLOAT_EXPONENT;
-    }
-  }
+  for (int b = 0; b < BLOCKS; ++b) block[b] = under_scale(scale[b], found[b].amax);
 #else
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) block[b] = fast_block(found[b].amax, scale);
+  for (int b = 0; b < BLOCKS; ++b) block[b] = fast_block(found[b].amax, tensor);
 #endif
 }
 
@@ -131,13 +95,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     const __grid_constant__ Pieces pieces, u32 reversed, const __grid_constant__ Cast c) {
   u32 block_index = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   u64 thread = (u64)block_index * blockDim.x + threadIdx.x;
-#if LAYOUT == 2
-  u64 base = thread * PER_LANE;
-#elif LAYOUT == 1
-  u64 base = thread / LANES * 64 + thread % LANES * VECTOR;
-#else
-  u64 base = thread / 32 * (32 * PER_LANE) + thread % 32 * VECTOR;
-#endif
+  u64 base = first_of_lane(thread);
   Input in[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
@@ -160,7 +118,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #endif
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
+    u64 first = base + DISTANCE * (b * EACH);
 #if RUN == 0
     number[b] = block_of(min(first, total - 1), pieces, opens[b]);
     if (b > 0 && number[b] == number[b - 1]) {  // most often: the vectors of a lane share a scale
@@ -171,15 +129,15 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
       block[b] = fast_block(found[b].amax, scale);
     }
 #else
-    found[b] = find_amax<SPAN, VECTORS_PER_BLOCK>(in + b * VECTORS_PER_BLOCK);
+    found[b] = find_amax<SPAN, EACH>(in + b * EACH);
 #endif
   }
 #if RUN != 0
-  find_scales(found, block, scale);
+  find_blocks(found, block, scale);
 #endif
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
+    u64 first = base + DISTANCE * (b * EACH);
     exactly[b] = first < total && (block[b].refused || found[b].nonfinite);
     any |= exactly[b];
   }
@@ -198,13 +156,13 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-      cast_four(parts[v], y[v], in[v], first, rests[v], block[v / VECTORS_PER_BLOCK], scale.decode);
+      cast_four(parts[v], y[v], in[v], first, rests[v], block[v / EACH], scale.decode);
     }
   }
 #endif
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
-    const FastBlock& own = block[v / VECTORS_PER_BLOCK];
+    const FastBlock& own = block[v / EACH];
 #if !STOCHASTIC
     const u32 none[4] = {};
 #pragma unroll
@@ -224,7 +182,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #endif
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v)
-    if (!whole && base + DISTANCE * v < total && !exactly[v / VECTORS_PER_BLOCK])
+    if (!whole && base + DISTANCE * v < total && !exactly[v / EACH])
       store_vector<VECTOR, OUTPUT_BITS>(out, base + DISTANCE * v, y[v]);
 #endif
 
@@ -233,7 +191,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
 #pragma unroll 1
-      for (int v = b * VECTORS_PER_BLOCK; v < (b + 1) * VECTORS_PER_BLOCK; ++v) {
+      for (int v = b * EACH; v < (b + 1) * EACH; ++v) {
         u64 first = base + DISTANCE * v;
         Path path = {first, first, 1, 1, first, exactly[b] && first < total ? VECTOR : 0u};
         float stored = cast_exactly(x, out, path, found[b].amax, found[b].has_nan, scale, c.draw, c);
@@ -246,7 +204,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #elif OUTPUT >= 2
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
+    u64 first = base + DISTANCE * (b * EACH);
 #if RUN == 0
     if (first < total && opens[b]) store_scale(scales, number[b], block[b].stored);
 #else

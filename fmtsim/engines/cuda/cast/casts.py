@@ -25,11 +25,11 @@ from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, in_one_o
 
 __all__ = ["decode", "encode", "encode_packed", "quantize", "quantize_contiguous", "supports"]
 
-_Launch = Callable[[torch.Tensor, torch.Tensor, Random], bool]  # of x and its result; says whether it was done
+_Launch = Callable[[torch.Tensor, torch.Tensor, Random], bool]  # of x and its result; True where it was done
 
 
 def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
-    """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has.
+    """Return True if the kernels cover a verb on these tensors: input and output of quantize, else the one it has.
 
     LogFMT tiles are left to torch ops, and so are results that must be rounded once more to a narrow output dtype.
     """
@@ -75,14 +75,14 @@ def _runs(device: torch.device) -> bool:
 
 
 def quantize_contiguous(x: torch.Tensor, cast: CastSpec | str, out: torch.Tensor, random: Random = None) -> bool:
-    """Quantise x into out where both are contiguous and a fast kernel takes them, and say whether that is so.
+    """Quantise x into out where both are contiguous and a fast kernel takes them; return True if that is so.
 
     Args:
         x, out: Of one shape, on one device.
         cast: The cast, or its JSON, which is looked up faster.
         random: Where the rounding draws words, their key.
 
-    False for float64, given random words, blocks that are not runs of the last dimension, and whatever else there is.
+    False for float64, given random words, and blocks that are not runs of the last dimension.
     """
     if not x.numel() or (x.data_ptr() | out.data_ptr()) % 16 or not (x.is_contiguous() and out.is_contiguous()):
         return False
@@ -98,7 +98,7 @@ def _fast_launch(cast: CastSpec | str, dtype: torch.dtype, out_dtype: torch.dtyp
         return None
     element = spec.format.element if isinstance(spec.format, BlockFormat) else spec.format
     if not element.has_nan and element.nan_policy == "error":
-        return None  # somebody has to look at the numbers
+        return None  # NaN raises an error: numbers have to be read
     if isinstance(spec.format, BlockFormat):
         return _fast_blocks(spec, spec.format, dtype, out_dtype, index)
     return _fast_elements(spec, dtype, out_dtype, index)
@@ -181,7 +181,7 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random, packed: boo
 
 
 def packs(spec: CastSpec, x: torch.Tensor) -> bool:
-    """Say whether ``encode_elements`` packs codes: random words belong to places in the tensor's own order."""
+    """Return True if ``encode_elements`` packs codes: random words belong to places in the tensor's own order."""
     bits, last = spec.format.bits, spec.dim == -1 or x.dim() == 0
     return bits in block.UNPACKED or (bits <= 32 and (last or spec.rounding.mode != "stochastic"))
 

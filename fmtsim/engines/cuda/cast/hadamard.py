@@ -21,7 +21,7 @@ _ELEMENTS = 16 * _THREADS  # of a block of threads
 
 
 def covers_hadamard(size: int, dim: int) -> bool:
-    """Say whether the kernel transforms groups of ``size`` neighbours along ``dim``, a negative number."""
+    """Return True if the kernel transforms groups of ``size`` neighbours along ``dim``, a negative number."""
     return size in _SIZES and dim == -1
 
 
@@ -40,7 +40,7 @@ def hadamard(x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tenso
 
 
 def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
-    """Say whether ``finish_rotated`` takes a gradient; the device is not looked at."""
+    """Return True if ``finish_rotated`` takes a gradient; the device is not looked at."""
     turn = rotation_of(transforms)
     fits = not transforms or (turn is not None and turn.signs != "random")
     return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % 64

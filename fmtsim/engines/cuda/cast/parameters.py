@@ -40,7 +40,7 @@ def macros(**values: object) -> Defines:
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Say whether all begin at an address that takes 16 bytes at once."""
+    """Return True if all begin at an address that takes 16 bytes at once."""
     return all(t.data_ptr() % 16 == 0 for t in tensors)
 
 

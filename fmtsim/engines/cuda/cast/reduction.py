@@ -39,12 +39,12 @@ _PARTS = struct.Struct("<Qqq8x")
 
 
 def covers_reduction(spec: CastSpec, scaling: Scaling | None, x: Tensor, ranks: int, out: Tensor) -> bool:
-    """Say whether ``ReductionStages`` reduces contiguous x by a cast and a rule of scales into contiguous out."""
+    """Return True if ``ReductionStages`` reduces contiguous x by a cast and a rule of scales into contiguous out."""
     element = spec.format
     if not isinstance(element, FloatFormat | IntFormat) or element.bits != 8 or not 1 <= ranks <= MOST_RANKS:
         return False
     grid = grid_of(element, spec.rounding, spec.overflow)
-    refuses = not element.has_nan and element.nan_policy == "error"  # somebody has to look at the numbers
+    refuses = not element.has_nan and element.nan_policy == "error"  # NaN raises an error: numbers have to be read
     fits = x.dtype in NARROW and out.dtype in _OUTPUTS and x.is_contiguous() and out.is_contiguous()
     covered = grid is not None and grid.encodes and not refuses and _rule(element, scaling) is not None
     return covered and fits and x.numel() > 0 and not captures(x.device)

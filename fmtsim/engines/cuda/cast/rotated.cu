@@ -78,18 +78,6 @@ DEVICE u32 cast_line(
 #endif
 }
 
-// The largest of the threads' numbers; all threads of a block come here together.
-DEVICE u32 block_max_for_all(u32 amax) {
-  amax = __reduce_max_sync(~0u, amax);
-  __shared__ u32 warps[THREADS / 32];
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = amax;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < THREADS / 32; ++w) amax = max(amax, warps[w]);
-  return amax;
-}
-
 // Find the largest finite magnitudes of what is cast: of the tiles of each block of threads.
 KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJob job) {
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
@@ -114,7 +102,7 @@ KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJo
       else amax = max(amax, finite_amax_of<PER_LANE>(y));
     }
   }
-  amax = block_max_for_all(as_bits(transformed(as_float(amax))));
+  amax = block_max(as_bits(transformed(as_float(amax))), THREADS / 32);
   if (threadIdx.x == 0) job.parts[blockIdx.x] = amax;
 }
 
@@ -124,7 +112,7 @@ DEVICE TensorScale find_tensor_scale(const RotatedJob& job, const Cast& c) {
 #if TWO_LEVEL
   u32 amax = 0;
   for (i64 i = threadIdx.x; i < job.part_count; i += THREADS) amax = max(amax, job.parts[i]);
-  amax = block_max_for_all(amax);
+  amax = block_max<true>(amax, THREADS / 32);
 #if CAST == CORRECTED || CAST == TWO_SCALES
   scale.decode = quartet_tensor(as_float(amax), as_float(TENSOR_TOP), as_float(TOP));
 #else

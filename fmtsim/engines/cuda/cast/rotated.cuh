@@ -95,7 +95,7 @@ DEVICE float transformed(float sum) {
   if (SIZE == 1) return sum;
   float y = __fmul_rn(sum, as_float(root_bits(SIZE)));
   if (CAST != CORRECTED) y = canonical(y);  // there a NaN makes all of its group one
-  return NARROWS ? as_float(rounded_to_bfloat16(as_bits(y)) & 0xFFFF0000u) : y;
+  return NARROWS ? as_float(bfloat16_bits<true>(y) << 16) : y;
 }
 
 DEVICE void rotate(float (&y)[PER_LANE], u32 signs) {

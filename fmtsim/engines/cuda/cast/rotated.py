@@ -14,7 +14,7 @@ corrects over the elements of a transform.
 import struct
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, TypeGuard, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -121,7 +121,7 @@ class Plan(NamedTuple):
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
-    """Say whether ``cast_rotated`` takes a matrix under a quantiser; the device is not looked at.
+    """Return True if ``cast_rotated`` takes a matrix under a quantiser; the device is not looked at.
 
     It takes bfloat16 ``[rows, inner]``, contiguous or the transposed view of such a matrix, ``inner`` a multiple of 64
     (and ``rows`` of 8 in a transposed view), under at most one Hadamard transform of 16 or 32 elements along the inner
@@ -130,13 +130,15 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     corrected scales of Quartet II, ``inner`` then being a multiple of 128.
     """
     plan = plan_of(quantizer)
-    if plan is None or not _is_matrix(x) or x.shape[1] % (plan.lanes * _PER_LANE):
+    if plan is None or x.dtype != torch.bfloat16 or x.dim() != 2 or not x.numel():
+        return False
+    if max(x.shape) > _GRID_LIMIT * 2 * _PER_LANE or x.shape[1] % (plan.lanes * _PER_LANE):
         return False
     return x.is_contiguous() or (not plan.masks and x.stride() == (1, x.shape[0]) and x.shape[0] % 8 == 0)
 
 
 def counts_keys(quantizer: Quantizer) -> bool:
-    """Say whether ``cast_rotated`` takes bfloat16 matrices under a quantiser whose sizes are multiples of 128."""
+    """Return True if ``cast_rotated`` takes bfloat16 matrices under a quantiser whose sizes are multiples of 128."""
     plan = plan_of(quantizer)
     return plan is not None and not (plan.masks and quantizer.source != "original")
 
@@ -224,22 +226,13 @@ def _signs_of(own: Signs | Literal["random"], size: int, signs: Signs) -> bytes:
         signs: What is drawn from, or the mask, where they are random.
     """
     given = signs if own == "random" else own
-    key = given if isinstance(given, RandomKey) else None
-    mask = _drawn(size, key) if key is not None else given if isinstance(given, int) else 0
+    key, mask = None, given if isinstance(given, int) else 0
+    if isinstance(given, RandomKey):  # bit j of word w of a key changes the sign of element 32 w + j of a group
+        key, words = given, range(-(-size // 32))
+        mask = sum(random_word(key, word) << 32 * word for word in words) & ((1 << size) - 1)
     bits = mask * 0x10001 if size == 16 else mask  # groups of fewer are repeated
-    words = (bits >> 32 * place & 0xFFFFFFFF for place in range(4))
     draw = NO_DRAW if key is None else draw_of(_WORD, key)
-    return _MASK.pack(*words) + draw + _RANDOM.pack(key is not None)
-
-
-def _is_matrix(x: Tensor) -> bool:
-    rows = x.shape[0] if x.dim() == 2 else 0
-    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _PER_LANE
-
-
-def _drawn(size: int, key: RandomKey) -> int:
-    """Return the mask of random signs: bit j of word w of a key turns element 32 w + j of a group."""
-    return sum(random_word(key, word) << 32 * word for word in range(-(-size // 32))) & ((1 << size) - 1)
+    return _MASK.pack(*(bits >> 32 * place & 0xFFFFFFFF for place in range(4))) + draw + _RANDOM.pack(key is not None)
 
 
 # How a quantiser is computed.
@@ -333,7 +326,15 @@ _ROUNDINGS = ("nearest_even", "nearest_toward_zero", "nearest_away", "stochastic
 def _scaled(quantizer: Quantizer) -> _Found | None:
     """Return the same of a scale rule; the cast of the spec is not the rule's, its elements are."""
     fmt, scaling, rounding = quantizer.format, quantizer.scaling, quantizer.rounding
-    if not _small(fmt) or (quantizer.overflow or fmt.default_overflow) != "saturate" or scaling is None:
+    if (
+        not isinstance(fmt, FloatFormat)
+        or (quantizer.overflow or fmt.default_overflow) != "saturate"
+        or scaling is None
+    ):
+        return None
+    if (
+        fmt.mantissa_bits > 7 or fmt.min_subnormal < 2.0**-7 or fmt.has_nan
+    ):  # bfloat16 has to hold values under any scale
         return None
     if scaling.tensor is not None:
         return _two_scales(quantizer, fmt, scaling)
@@ -376,11 +377,6 @@ def _two_scales(quantizer: Quantizer, fmt: FloatFormat, scaling: Scaling) -> _Fo
     spec = CastSpec(format=blocks, rounding=Rounding(), overflow="saturate")
     own = _numbers(_CORRECTED if corrects else _TWO_SCALES, TOP=top, TENSOR_TOP=largest)
     return spec, (*own, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)) if corrects else own, None
-
-
-def _small(fmt: Any) -> TypeGuard[FloatFormat]:
-    """Say whether bfloat16 holds the values of a format under all scales of float32."""
-    return isinstance(fmt, FloatFormat) and fmt.mantissa_bits <= 7 and fmt.min_subnormal >= 2.0**-7 and not fmt.has_nan
 
 
 def _numbers(cast: int, **values: Any) -> Defines:

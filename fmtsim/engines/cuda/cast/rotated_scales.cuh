@@ -87,8 +87,7 @@ DEVICE float scale_drawn(float value, u32 rest) {
   value = fminf(value, as_float(SCALE_LIMIT));
   float binade = as_float(max(as_bits(value) & FLOAT_EXPONENT, SCALE_LOWEST));
   const float fine = as_float((95u - SCALE_MANTISSA) << 23), base = as_float(0x4B400000u - (SCALE_MANTISSA << 23));
-  float low = __fmaf_ru(-__uint2float_rz(rest), __fmul_rn(binade, fine), value);
-  return __fmaf_rn(-binade, base, __fmaf_ru(binade, base, low));
+  return __fmaf_rn(-binade, base, stochastic_sum(value, binade, fine, base, rest));
 }
 
 // Sums of the products of a group, in the order of fmtsim.scaling.blocks.folded_sum: places whose bits are read

@@ -172,7 +172,8 @@ DEVICE TensorScale te_tensor(double amax, float product, float inverse_top) {
 template <typename Store>
 DEVICE Scale te_level(float a, TensorScale tensor, const Store& store) {
   float stored = store(at_most_float_max(__fmul_rn(a, tensor.step)));
-  return {stored, stored, reciprocal(__fmul_rn(stored, tensor.decode)), 0};
+  float whole = __fmul_rn(stored, tensor.decode);
+  return {stored, stored, whole == 0.0f ? FLOAT_MAX : reciprocal(whole), 0};  // zero would take a division's slow path
 }
 
 // Two levels in Quartet II's order: elements are x / factor.

@@ -46,7 +46,7 @@ def output_of(dtype: torch.dtype) -> int | None:
 
 
 def draws_words(spec: CastSpec, random: RandomSource) -> bool:
-    """Say whether the fast kernels round as a cast asks: to nearest even, or by 32-bit words of a key."""
+    """Return True if the fast kernels round as a cast asks: to nearest even, or by 32-bit words of a key."""
     rounding = spec.rounding
     if rounding.mode == "nearest_even":
         return True
@@ -202,7 +202,7 @@ def _fits_bfloat16(fmt: BlockFormat, without_tensor_scale: bool) -> bool:
 
 
 def _packs(fmt: BlockFormat, dtype: torch.dtype) -> bool:
-    """Say whether the kernel writes codes and scales as ``Encoded`` keeps them."""
+    """Return True if the kernel writes codes and scales as ``Encoded`` keeps them."""
     scale = fmt.scale
     if vector_of(dtype, PACKED, fmt.bits) * fmt.bits % 8:
         return False
@@ -307,13 +307,13 @@ def _stored(scale: FloatFormat) -> tuple[int, bytes] | None:
 
 
 def _powers(scaling: Scaling) -> bool:
-    """Say whether scales are powers of two before they are stored, the multiplier aside."""
+    """Return True if scales are powers of two before they are stored, the multiplier aside."""
     steps = scaling.allowed
     return all(math.frexp(step)[0] == 0.5 for step in steps) if steps else scaling.power_of_two is not None
 
 
 def _inverts(scaling: Scaling) -> bool:
-    """Say whether float32 holds 1 / scale exactly, so that dividing by a scale is multiplying with it."""
+    """Return True if float32 holds 1 / scale exactly, so that dividing by a scale is multiplying with it."""
     within = all(2.0**-127 <= step <= 2.0**127 for step in scaling.allowed)
     kept = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
     return _powers(scaling) and within and kept and scaling.multiplier == 1

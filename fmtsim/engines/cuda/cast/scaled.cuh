@@ -30,16 +30,6 @@ DEVICE float element_of(float y, u32 rest, const Grid& g) {
 #endif
 }
 
-// Bits of a value as bfloat16, to nearest even.
-template <bool Clean>
-DEVICE u32 bfloat16_of(float x) {
-#if FOLDS
-  return (!Clean || SPECIAL) && x != x ? 0x7FC0u : rounded_to_bfloat16(as_bits(x)) >> 16;
-#else
-  return as_bits(x) >> 16;
-#endif
-}
-
 // A value as bfloat16; passes: whether the gradient does.
 template <bool Clean>
 DEVICE u32 cast_element(float x, const Scale& s, u32 rest, const Rule& r, const Grid& g, u32& passes) {
@@ -47,7 +37,7 @@ DEVICE u32 cast_element(float x, const Scale& s, u32 rest, const Rule& r, const 
 #if MASKS
   passes = r.mask == CLIP ? fabsf(y) < r.limit : fabsf(__fsub_rn(y, q)) <= r.limit;
 #endif
-  return bfloat16_of<Clean>(FOLDS ? __fmul_rn(q, s.fold) : q);
+  return FOLDS ? bfloat16_bits<Clean && !SPECIAL>(__fmul_rn(q, s.fold)) : as_bits(q) >> 16;
 }
 
 // Eight results: values, and a byte of mask each.

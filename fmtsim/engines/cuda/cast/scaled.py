@@ -48,7 +48,7 @@ ALONE, GROUPED, BOTH = range(3)  # what a plan casts: x; x times the numbers of 
 
 
 def covers(x: Tensor, quantizer: Quantizer, factor: Tensor | None = None) -> bool:
-    """Say whether ``cast_scaled`` takes a matrix under a quantiser; looks at no data, and is quick.
+    """Return True if ``cast_scaled`` takes a matrix under a quantiser; looks at no data, and is quick.
 
     x is on a CUDA device at a 16-byte address, contiguous or the transpose of a contiguous matrix, whose rows in memory
     have a multiple of eight elements. Transforms and ``then`` of the quantiser are not looked at. A factor goes with
@@ -58,12 +58,12 @@ def covers(x: Tensor, quantizer: Quantizer, factor: Tensor | None = None) -> boo
 
 
 def covers_both(x: Tensor, quantizer: Quantizer) -> bool:
-    """Say whether ``cast_both`` takes a matrix under a quantiser; looks at no data, so that a compiler may ask."""
+    """Return True if ``cast_both`` takes a matrix under a quantiser; looks at no data, so that a compiler may ask."""
     return x.dim() == 2 and x.is_contiguous() and _plan_of(x.mT, quantizer, False, BOTH) is not None
 
 
 def folds(quantizer: Quantizer) -> bool:
-    """Say whether bfloat16 holds element times block scale (without the rule's multiplier), so that ``fold`` may be.
+    """Return True if bfloat16 holds element times block scale (without the rule's multiplier), so that ``fold`` may be.
 
     True for scales that are powers of two and for short ones under short elements (E4M3 under E2M1).
     """
@@ -119,12 +119,8 @@ def _plan_for(x: Tensor, quantizer: Quantizer, fold: bool, factor: Tensor | None
         return None
     if factor is None:
         return _plan_of(x, quantizer, fold, ALONE)
-    return _plan_of(x, quantizer, fold, GROUPED) if covers_grouped(x, factor) else None
-
-
-def covers_grouped(x: Tensor, factor: Tensor) -> bool:
-    """Say whether factors of blocks of 128 columns of x.mT fit x."""
-    return factor.is_contiguous() and factor.shape == (x.shape[1], x.shape[0] // _GROUP)
+    fits = factor.is_contiguous() and factor.shape == (x.shape[1], x.shape[0] // _GROUP)
+    return _plan_of(x, quantizer, fold, GROUPED) if fits else None
 
 
 def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool, what: int) -> "_Plan | None":

@@ -1,33 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operands whose blocks are runs of memory, in one pass, or the whole matrix, whose scale is known from before.
-// A lane holds four vectors of eight elements (two where sums are taken):
-//   straight   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies 256 elements further.
-//   paired     two lanes hold 64 neighbours (32), in vectors at distance 16:
-//                lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
-//                lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
-//              so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9), and
-//              folded sums need fewer shuffles.
+// A lane holds four vectors of eight elements, two where sums are taken: more would not fit the registers. Words that
+// are shared, and sums, ask for LAYOUT 1 of runs.cuh, in which sums need fewer shuffles.
 //
 // Macros: those of scaled.cuh; RUN: elements of a block, a power of two from 16 to 128, or 0 where one scale serves
 // all; SOURCE (RUN 0): the scale follows from amaxes of parts or from a factor (0, 1); RECORDS (RUN 0): amaxes of parts
 // are written; MOMENTS: the statistic is one of sums.
+#define VECTOR 8
+#define VECTORS (RUN && MOMENTS && WORDS != 1 ? 2 : 4)
+#define LAYOUT (WORDS == 1 || (RUN && MOMENTS))
+#define BLOCKS_OF_LANE 1
 #include "scaled.cuh"
+#include "runs.cuh"
 
-#define PAIRED (WORDS == 1 || (RUN && MOMENTS))
-#define VECTORS (RUN && MOMENTS && WORDS != 1 ? 2 : 4)    // sums of more would not fit the registers
-#define DISTANCE (PAIRED ? 16 : 256)                      // of a lane's vectors
-#define UNIT (VECTORS * DISTANCE)                         // elements that lie together
-#if RUN == 0
-#define BLOCKS 1
-#define SPAN 1
-#elif PAIRED
-#define BLOCKS (RUN < UNIT ? UNIT / RUN : 1)
-#define SPAN (RUN > UNIT ? RUN / (8 * VECTORS) : 2)  // lanes that share blocks
-#else
-#define BLOCKS 4
-#define SPAN (RUN / 8)
-#endif
-#define EACH (VECTORS / BLOCKS)  // vectors of a block in a lane
+#define UNIT (VECTORS * DISTANCE)  // elements that lie together
 #define LOADS 5            // parts that a thread takes the amaxes of
 
 // Where a lane's elements are.
@@ -109,27 +95,6 @@ DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const
 }
 #endif
 
-#if RUN
-// The scales of blocks; the lanes that share blocks share the work.
-DEVICE void find_scales(Scale (&scale)[BLOCKS], const float (&found)[BLOCKS], const Rule& r, const Grid& g) {
-  constexpr int SHARES = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
-  i32 share = threadIdx.x % SHARES;
-#pragma unroll
-  for (int b = 0; b < BLOCKS; b += SHARES) {
-    float a = found[b];
-#pragma unroll
-    for (int k = 1; k < SHARES; k++) a = share == k ? found[b + k] : a;
-    Scale mine = scale_of(a, r, g);
-#pragma unroll
-    for (int k = 0; k < SHARES; k++) {
-      scale[b + k].stored = SHARES == 1 ? mine.stored : __shfl_sync(~0u, mine.stored, k, SHARES);
-      scale[b + k].factor = SHARES == 1 ? mine.factor : __shfl_sync(~0u, mine.factor, k, SHARES);
-      scale[b + k].fold = SHARES == 1 || !FOLDS ? mine.fold : __shfl_sync(~0u, mine.fold, k, SHARES);
-    }
-  }
-}
-#endif
-
 // What the words of element i of a lane's vectors lack of 2^32 - 1.
 DEVICE void draw(u32 (&rests)[VECTORS], int i, const Lane& at, const Draw& d) {
 #if WORDS == 1
@@ -176,7 +141,7 @@ KERNEL BOUNDS cast_runs(
 #else
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
 #endif
-  const u32 lanes = UNIT / (8 * VECTORS);
+  const u32 lanes = UNIT / PER_LANE;
   u32 unit = (u32)(thread / lanes), row = unit / units;
   Lane at = {row, (u64)(unit - row * units) * UNIT + thread % lanes * 8, 0, column_step};
   at.first = at.row * row_step + at.column * column_step;
@@ -193,7 +158,7 @@ KERNEL BOUNDS cast_runs(
 #if RUN
   float found[BLOCKS];
   statistics(found, in, inside, rule);
-  find_scales(scale, found, rule, scale_grid);
+  find_scales<FOLDS>(scale, found, [&](float a) { return scale_of(a, rule, scale_grid); });
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     u64 column = at.column + DISTANCE * EACH * b, across = (columns + RUN - 1) / RUN;

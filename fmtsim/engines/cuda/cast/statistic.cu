@@ -93,7 +93,7 @@ KERNEL __launch_bounds__(256) amax_of_runs(
 
 #define VECTORS_EACH 4
 
-// Of parts of a tensor, one a block of threads: whoever needs the largest of all takes it from these.
+// Of parts of a tensor, one a block of threads; kernels that need the amax of the tensor reduce these.
 KERNEL __launch_bounds__(512) amaxes_of_parts(const Number* x, u32* tops, u64 vectors) {
   u64 together = VECTORS_EACH * blockDim.x;  // of a block of threads at a time, which follow each other
   u32 top = 0;

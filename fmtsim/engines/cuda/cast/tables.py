@@ -63,7 +63,7 @@ class Table(NamedTuple):
 
 
 def convert(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int) -> bool:
-    """Cast contiguous x by a table and say whether that was done.
+    """Cast contiguous x by a table; return True if that was done.
 
     Args:
         x: Elements of any dtype.

@@ -128,9 +128,13 @@ DEVICE u32 as_bits(float value) { return (u32)__float_as_int(value); }
 // The canonical NaN in place of any.
 DEVICE float canonical(float x) { return x == x ? x : as_float(0x7FC00000u); }
 
-// Bits of a float32 that is no NaN; their upper half becomes that of the nearest bfloat16, to even: half a place less
-// one is added, and one more where the place is odd.
-DEVICE u32 rounded_to_bfloat16(u32 bits) { return bits + 0x7FFFu + (bits >> 16 & 1u); }
+// Bits of the nearest bfloat16, to even: half a last place less one is added, and one more where that place is odd.
+// Number: x is no NaN.
+template <bool Number>
+DEVICE u32 bfloat16_bits(float x) {
+  u32 bits = as_bits(x);
+  return !Number && x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+}
 
 // y + (x >> Shift), one step where the compiler does not take it apart.
 template <int Shift>

@@ -262,7 +262,7 @@ DEVICE u32 narrowed(double value, i32 dtype) {
   u32 bits = (u32)__float_as_int(toward_zero);
   if ((double)toward_zero != value) bits |= 1;
   u32 sign = bits >> 31 << 15, magnitude = bits & 0x7FFFFFFF;
-  if (dtype == BFLOAT16) return sign | rounded_to_bfloat16(magnitude) >> 16;
+  if (dtype == BFLOAT16) return sign | bfloat16_bits<true>(__int_as_float((i32)magnitude));
   if (magnitude >= 0x477FF000) return sign | 0x7C00;  // at least halfway from 65504 to 65536
   if (magnitude < 0x38800000) {  // below 2^-14: steps of 2^-24
     float steps = __fmul_rn(__int_as_float((i32)magnitude), 16777216.0f);
@@ -297,7 +297,7 @@ template <int Type>
 DEVICE u32 rounded_bits(float value) {
   if constexpr (Type == FLOAT32) return as_bits(canonical(value));
   if constexpr (Type == FLOAT16) return narrowed(value, Type);
-  return value == value ? rounded_to_bfloat16(as_bits(value)) >> 16 : 0x7FC0;
+  return bfloat16_bits<false>(value);
 }
 template <int Type>
 DEVICE void store_four(void* out, u64 four, const u32 (&y)[4]) {

@@ -106,7 +106,8 @@ DEVICE typename Stored<Type>::type stored(float x) {
 // A float32 that becomes the dtype's nearest value, to even, where it is stored: bfloat16 cuts off.
 template <int Type>
 DEVICE float to_nearest(float x) {
-  return Type == BFLOAT16 ? as_float(rounded_to_bfloat16(as_bits(x))) : x;
+  u32 bits = as_bits(x);
+  return Type == BFLOAT16 ? as_float(bits + 0x7FFFu + (bits >> 16 & 1u)) : x;
 }
 
 // Two neighbours as one word; Numbers: neither is NaN.
