@@ -6,6 +6,7 @@ import math
 import random
 from functools import cache
 
+import pytest
 import torch
 
 from fmtsim.casts.ops import code_dtype
@@ -34,6 +35,12 @@ SPECIALS = [
     0.0, -0.0, math.inf, -math.inf, math.nan, 1e38, -1e38, 1e-45, -1e-45, 1e-40, 2.0**-126, 2.0**-127, 2.0**-149,
     FLT_MAX, -FLT_MAX, 1.0, -1.0, 0.1, -0.1, 3.0, 65504.0, 2.0**-14, 2.0**-24, 1e300, -1e300, 1e-300, 5e-324,
 ]  # fmt: skip
+
+
+def slow_but(quick: int, *cases: object) -> list[object]:
+    """Return cases of a parametrised test of which all but the first ``quick`` are slow tests."""
+    each = (case if isinstance(case, tuple) else (case,) for case in cases[quick:])
+    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in each)]
 
 
 def element_formats(largest_bits: int = 64, smallest_bits: int = 1) -> list[str]:

@@ -12,11 +12,12 @@ from fmtsim.engines import cpu
 from fmtsim.engines.cuda.cast import block, general
 from fmtsim.engines.cuda.cast.scale_rules import CODES, PACKED, draws_words, fast_macros, output_of
 from fmtsim.formats.block import BlockFormat, scaled, with_block
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import result_dtype
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import EncodedParts, RandomKey
 from tests.support.bits import assert_same_bits
-from tests.support.casts import cast_spec
+from tests.support.casts import cast_spec, slow_but
 from tests.support.operands import numbers
 
 KEY = RandomKey(0x1234567890ABCDEF, 5)
@@ -32,13 +33,17 @@ def check(x, spec, device, random=None, out_dtype=None):
     cpu.quantize(x, spec, random, wanted)
     block.quantize_blocks(x.to(device), spec, given, found)
     assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}")
-    parts = cpu.encode(x, spec, random)
     coded = block.encode_blocks(x.to(device), spec, given)
-    for name, mine, theirs in zip(parts._fields, coded, parts, strict=True):
-        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}")
+    check_parts(coded, x, spec, random)
     decoded = torch.empty(x.shape, dtype=dtype, device=device)
     general.decode(coded, spec, decoded)
     assert_same_bits(decoded, wanted, what=f"decoded {spec.format.name}")
+
+
+def check_parts(found, x, spec, random):
+    parts = cpu.encode(x, spec, random)
+    for name, mine, theirs in zip(parts._fields, found, parts, strict=True):
+        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
 
 
 def check_packed(x, spec, device, random=None):
@@ -56,12 +61,10 @@ def check_general(x, spec, device, random=None):
     cpu.quantize(x, spec, random, wanted)
     general.cast_general(x.to(device), EncodedParts(found), spec, random)
     assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
-    parts = cpu.encode(x, spec, random)
-    codes = torch.empty(x.shape, dtype=parts.codes.dtype, device=device)
+    codes = torch.empty(x.shape, dtype=code_dtype(spec.format.bits), device=device)
     made = block.with_scales(codes, x.shape, spec, torch.float32)
     general.cast_general(x.to(device), made, spec, random)
-    for name, mine, theirs in zip(parts._fields, made, parts, strict=True):
-        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
+    check_parts(made, x, spec, random)
 
 
 def is_fast(x, spec, random=None):
@@ -72,35 +75,20 @@ def is_fast(x, spec, random=None):
 # Runs and columns: the kernels that are specialised by macros.
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "dim", "mode"),
-    [
-        ("mxfp4", torch.bfloat16, -1, "nearest_even"),
-        ("mxfp8_e4m3", torch.float32, -2, "nearest_even"),
-        pytest.param("mxfp4", torch.bfloat16, -1, "stochastic", marks=SLOW),
-        pytest.param("mxfp4", torch.bfloat16, -2, "stochastic", marks=SLOW),
-        pytest.param("mxfp4", torch.float32, -1, "nearest_even", marks=SLOW),
-        pytest.param("mxfp8_e5m2", torch.float16, -1, "nearest_even", marks=SLOW),
-        pytest.param("mxfp8_e5m2", torch.float16, -2, "nearest_even", marks=SLOW),
-        pytest.param("mxfp8_e4m3_rceil", torch.bfloat16, -1, "nearest_even", marks=SLOW),
-        pytest.param("mxfp6_e2m3", torch.bfloat16, -2, "nearest_even", marks=SLOW),
-        pytest.param("mxfp6_e3m2", torch.float32, -1, "nearest_even", marks=SLOW),
-        pytest.param("mxint8", torch.bfloat16, -1, "nearest_even", marks=SLOW),
-        pytest.param("mxint8", torch.float32, -2, "stochastic", marks=SLOW),
-        ("nvfp4", torch.float32, -1, "nearest_even"),
-        pytest.param("nvfp4", torch.bfloat16, -1, "stochastic", marks=SLOW),
-        pytest.param("nvfp4", torch.bfloat16, -2, "nearest_even", marks=SLOW),
-        pytest.param("e4m3_1x128", torch.bfloat16, -1, "nearest_even", marks=SLOW),
-        pytest.param("e4m3_1x128", torch.float32, -2, "nearest_even", marks=SLOW),
-        pytest.param("e4m3_1x128_pow2", torch.bfloat16, -2, "nearest_even", marks=SLOW),
-        pytest.param("int4_g32", torch.float32, -1, "nearest_even", marks=SLOW),
-        ("e4m3_channel", torch.bfloat16, -1, "nearest_even"),
-        pytest.param("e4m3_tensor", torch.float32, -2, "nearest_even", marks=SLOW),
-        pytest.param("e5m2_tensor", torch.float16, -1, "stochastic", marks=SLOW),
-        pytest.param("int8_tensor", torch.bfloat16, -1, "nearest_even", marks=SLOW),
-        pytest.param("int8_channel", torch.float32, -1, "stochastic", marks=SLOW),
-    ],
-)
+EVEN, RANDOM, F32, B16, F16 = "nearest_even", "stochastic", torch.float32, torch.bfloat16, torch.float16
+FAST = slow_but(
+    4, ("mxfp4", B16, -1, EVEN), ("mxfp8_e4m3", F32, -2, EVEN), ("nvfp4", F32, -1, EVEN),
+    ("e4m3_channel", B16, -1, EVEN), ("mxfp4", B16, -1, RANDOM), ("mxfp4", B16, -2, RANDOM),
+    ("mxfp4", F32, -1, EVEN), ("mxfp8_e5m2", F16, -1, EVEN),
+    ("mxfp8_e5m2", F16, -2, EVEN), ("mxfp8_e4m3_rceil", B16, -1, EVEN), ("mxfp6_e2m3", B16, -2, EVEN),
+    ("mxfp6_e3m2", F32, -1, EVEN), ("mxint8", B16, -1, EVEN), ("mxint8", F32, -2, RANDOM), ("nvfp4", B16, -1, RANDOM),
+    ("nvfp4", B16, -2, EVEN), ("e4m3_1x128", B16, -1, EVEN), ("e4m3_1x128", F32, -2, EVEN),
+    ("e4m3_1x128_pow2", B16, -2, EVEN), ("int4_g32", F32, -1, EVEN), ("e4m3_tensor", F32, -2, EVEN),
+    ("e5m2_tensor", F16, -1, RANDOM), ("int8_tensor", B16, -1, EVEN), ("int8_channel", F32, -1, RANDOM),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype", "dim", "mode"), FAST)
 def test_fast_kernels_have_the_bits_of_the_cpu_engine(name, dtype, dim, mode, device):
     spec, random = cast_spec(name, mode, dim), KEY if mode == "stochastic" else None
     shape = (18, 384) if dim == -1 else (256, 70)
@@ -111,16 +99,7 @@ def test_fast_kernels_have_the_bits_of_the_cpu_engine(name, dtype, dim, mode, de
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mxfp4",
-        "nvfp4",
-        pytest.param("mxfp6_e2m3", marks=SLOW),
-        pytest.param("mxfp6_e3m2", marks=SLOW),
-        pytest.param("mxfp8_e4m3", marks=SLOW),
-        pytest.param("mxfp8_e5m2", marks=SLOW),
-        pytest.param("e4m3_1x128", marks=SLOW),
-    ],
+    "name", slow_but(2, "mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "e4m3_1x128")
 )
 def test_every_bfloat16_below_a_largest_one(name, device):
     spec = cast_spec(name)
@@ -181,16 +160,9 @@ def test_general_kernels_in_every_rounding(name, mode, device):
         check_general(numbers((7, 100), torch.float32), cast_spec(name, mode, overflow=overflow), device, random)
 
 
-@pytest.mark.parametrize(
-    "rounding",
-    [
-        Rounding(mode="stochastic", random_bits=8, layout="cvt_rs"),
-        Rounding(mode="stochastic", random_bits=13, layout="cvt_rs"),
-        Rounding(mode="stochastic", random_bits=5, variant="b"),
-        Rounding(mode="stochastic", random_bits=11, variant="c"),
-    ],
-)
-def test_random_bits_and_given_words(rounding, device):
+@pytest.mark.parametrize("bits", [(8, "a", "cvt_rs"), (13, "a", "cvt_rs"), (5, "b", "word"), (11, "c", "word")])
+def test_random_bits_and_given_words(bits, device):
+    rounding = Rounding(mode="stochastic", random_bits=bits[0], variant=bits[1], layout=bits[2])
     x = numbers((5, 96), torch.bfloat16)
     words = torch.randint(0, 1 << rounding.bits, x.shape, generator=torch.Generator().manual_seed(3))
     for name in ("mxfp4", "nvfp4", "uint4_g32_zp"):
@@ -250,21 +222,12 @@ def test_empty_and_single_elements(device):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "dim"),
-    [
-        ("mxfp4", torch.bfloat16, -1),
-        ("int4_g32", torch.float32, -2),
-        pytest.param("mxfp4", torch.float32, -1, marks=SLOW),
-        pytest.param("nvfp4", torch.bfloat16, -1, marks=SLOW),
-        pytest.param("nvfp4", torch.float32, -2, marks=SLOW),
-        pytest.param("mxfp6_e2m3", torch.bfloat16, -1, marks=SLOW),
-        pytest.param("mxfp6_e3m2", torch.float32, -1, marks=SLOW),
-        pytest.param("mxfp8_e4m3", torch.bfloat16, -1, marks=SLOW),
-        pytest.param("mxfp8_e4m3", torch.bfloat16, -2, marks=SLOW),
-        pytest.param("e4m3_1x128", torch.bfloat16, -1, marks=SLOW),
-        pytest.param("uint4_g32_zp", torch.float32, -1, marks=SLOW),
-        pytest.param("nf4_g64", torch.float32, -2, marks=SLOW),
-    ],
-)
+    slow_but(
+        2, ("mxfp4", B16, -1), ("int4_g32", F32, -2), ("mxfp4", F32, -1), ("nvfp4", B16, -1), ("nvfp4", F32, -2),
+        ("mxfp6_e2m3", B16, -1), ("mxfp6_e3m2", F32, -1), ("mxfp8_e4m3", B16, -1), ("mxfp8_e4m3", B16, -2),
+        ("e4m3_1x128", B16, -1), ("uint4_g32_zp", F32, -1), ("nf4_g64", F32, -2),
+    ),
+)  # fmt: skip
 def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
     spec = cast_spec(name, dim=dim)
     x = numbers((128, 256) if dim == -1 else (256, 64), dtype)
@@ -274,17 +237,11 @@ def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("mxfp4", torch.float32),
-        ("mxfp8_e4m3", torch.bfloat16),
-        pytest.param("mxfp4", torch.bfloat16, marks=SLOW),
-        pytest.param("mxfp6_e2m3", torch.float32, marks=SLOW),
-        pytest.param("mxfp6_e3m2", torch.bfloat16, marks=SLOW),
-        pytest.param("nvfp4", torch.float32, marks=SLOW),
-        pytest.param("int4_g32", torch.bfloat16, marks=SLOW),
-        pytest.param("mxint8", torch.bfloat16, marks=SLOW),
-    ],
-)
+    slow_but(
+        2, ("mxfp4", F32), ("mxfp8_e4m3", B16), ("mxfp4", B16), ("mxfp6_e2m3", F32), ("mxfp6_e3m2", B16),
+        ("nvfp4", F32), ("int4_g32", B16), ("mxint8", B16),
+    ),
+)  # fmt: skip
 def test_packed_codes_of_stochastic_rounding(name, dtype, device):
     """Blocks of all sizes of numbers, next to where float32 ends on both sides, and a whole tile."""
     spec, key = cast_spec(name, "stochastic"), RandomKey(0x123456789ABCDEF, 0xFEDCBA9876543210)
@@ -341,19 +298,15 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
         check(x, spec, torch.device("cpu"))
 
 
-def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
-    spec, x = cast_spec("mxfp4", "stochastic"), numbers((4, 64), torch.float32, special=False)
-    check_packed(x, spec, torch.device("cpu"), KEY)
-    real = block.encode_blocks
-    monkeypatch.setattr(block, "encode_blocks", lambda x, spec, _, packed: real(x, spec, RandomKey(8), packed))
+@pytest.mark.parametrize(("mode", "dtype"), [(RANDOM, F32), (EVEN, B16)])
+def test_planted_errors_in_packed_codes_are_caught(mode, dtype, emulated, monkeypatch):
+    """Another key, or another rule of scales."""
+    spec, x, random = cast_spec("mxfp4", mode), numbers((4, 64), dtype, special=False), KEY if mode == RANDOM else None
+    check_packed(x, spec, torch.device("cpu"), random)
+    real, wrong = block.encode_blocks, spec
+    if mode == EVEN:
+        wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
+    key = RandomKey(8) if mode == RANDOM else None
+    monkeypatch.setattr(block, "encode_blocks", lambda x, spec, _, packed: real(x, wrong, key, packed))
     with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
-        check_packed(x, spec, torch.device("cpu"), KEY)
-
-
-def test_a_planted_error_in_packed_codes_is_caught(emulated, monkeypatch):
-    spec = cast_spec("mxfp4")
-    wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
-    real = block.encode_blocks
-    monkeypatch.setattr(block, "encode_blocks", lambda x, _, random, packed: real(x, wrong, random, packed))
-    with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
-        check_packed(numbers((4, 64), torch.bfloat16, special=False), spec, torch.device("cpu"))
+        check_packed(x, spec, torch.device("cpu"), random)

@@ -18,7 +18,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import multiplied
 from fmtsim.spec.quantizer import ClipMask, Quantizer
 from tests.support.bits import INTEGERS, assert_same_bits, same_bits
-from tests.support.casts import cast_spec
+from tests.support.casts import cast_spec, slow_but
 from tests.support.operands import numbers
 
 SLOW = pytest.mark.slow
@@ -40,15 +40,12 @@ def quantised(x, spec, dim, random, dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "mode", "shape"),
-    [
-        ("mxfp4", torch.bfloat16, "nearest_even", (96, 128)),
-        ("nf4_g64", torch.float32, "nearest_even", (20, 12)),
-        pytest.param("nvfp4", torch.float32, "nearest_even", (48, 160), marks=SLOW),
-        pytest.param("mxfp8_e4m3", torch.bfloat16, "stochastic", (64, 96), marks=SLOW),
-        pytest.param("mxint8", torch.float16, "nearest_even", (64, 96), marks=SLOW),
-        pytest.param("mxfp4", torch.bfloat16, "nearest_even", (30, 70), marks=SLOW),
-    ],
-)
+    slow_but(
+        2, ("mxfp4", torch.bfloat16, "nearest_even", (96, 128)), ("nf4_g64", torch.float32, "nearest_even", (20, 12)),
+        ("nvfp4", torch.float32, "nearest_even", (48, 160)), ("mxfp8_e4m3", torch.bfloat16, "stochastic", (64, 96)),
+        ("mxint8", torch.float16, "nearest_even", (64, 96)), ("mxfp4", torch.bfloat16, "nearest_even", (30, 70)),
+    ),
+)  # fmt: skip
 def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
     spec, keys = cast_spec(name, mode), KEYS if mode == "stochastic" else (None, None)
     x = numbers(shape, dtype)
@@ -157,7 +154,7 @@ def test_a_linear_layer_multiplies_on_bfloat16_units():
         )
         for name in ("mxfp4", "nvfp4", "mxfp8", "e4m3"):
             config = fmtsim.linear_config(x=name, w=name, g=name)
-            leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+            leaves = [t.clone().requires_grad_() for t in (x, w)]
             y = fmtsim.EmulatedGEMM.apply(*leaves, None, config)
             dx, dw = torch.autograd.grad(y, leaves, g)
             q = {
@@ -169,6 +166,5 @@ def test_a_linear_layer_multiplies_on_bfloat16_units():
                 # float32 sums of the unit, one rounding to the dtype
                 scale = wanted.abs().max()
                 assert found.dtype == dtype
-                assert (found.double() - wanted).abs().max() <= scale * (
-                    2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
-                )
+                unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
+                assert (found.double() - wanted).abs().max() <= scale * unit

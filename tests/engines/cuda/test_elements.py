@@ -61,6 +61,16 @@ def check_cast(what: str, x: torch.Tensor, spec: CastSpec, random, device, out_d
     assert_same_bits(casts.encode(there, spec, sent).codes.cpu(), expected.codes, x, what=f"encode {what}")
 
 
+def check_codes(x, spec, random, device, what, packed=False):
+    """Hold codes, or packed ones, to those of the CPU engine."""
+    expected = cpu.encode(x, spec, random)
+    got = casts.encode(x.to(device), spec, random).codes.cpu()
+    assert_same_bits(got, expected.codes, what=f"encode {what}")
+    if packed:
+        got = casts.encode_packed(x.to(device), spec, random).codes.cpu()
+        assert_same_bits(got, Encoded.from_parts(expected, spec.format, x.shape).codes, what=f"packed {what}")
+
+
 def check_format(name: str | ElementFormat, device, dtypes, roundings) -> None:
     points = torch.tensor(adversarial(get_format(name)), dtype=torch.float64)
     for dtype, (i, rounding), overflow in itertools.product(dtypes, enumerate(roundings), ("saturate", "ieee")):
@@ -168,9 +178,8 @@ def test_misaligned_views(device, start):
             assert_same_bits(out[shift : shift + view.numel()].cpu(), expected, base[start:], what=f"{start} {shift}")
             untouched = torch.cat([out[:shift], out[shift + view.numel() :]])
             assert not untouched.any(), "elements beside the view were written"
-        assert_same_bits(
-            casts.encode(view, spec, random).codes.cpu(), cpu.encode(base[start:], spec, random).codes, what="encode"
-        )
+        expected_codes = cpu.encode(base[start:], spec, random).codes
+        assert_same_bits(casts.encode(view, spec, random).codes.cpu(), expected_codes, what="encode")
         casts.quantize(view, spec, random, view)
         assert_same_bits(view.cpu(), expected, base[start:], what="in place")
 
@@ -187,9 +196,8 @@ def test_strides(device):
         like = torch.empty_like(x)
         casts.quantize(x, spec, random, like)
         assert_same_bits(like.cpu().contiguous(), expected, what=f"{what}, like x")
-        assert_same_bits(
-            casts.encode(x, spec, random).codes.cpu(), cpu.encode(view(base), spec, random).codes, what=f"encode {what}"
-        )
+        expected_codes = cpu.encode(view(base), spec, random).codes
+        assert_same_bits(casts.encode(x, spec, random).codes.cpu(), expected_codes, what=f"encode {what}")
 
 
 @pytest.mark.parametrize("name", ["e8m0", "ue5m3", "uint4", "e4m3", "p3109_k8p1ue"])
@@ -240,16 +248,10 @@ def test_tables_equal_the_general_kernel(device, monkeypatch, name):
         spec = cast_spec(name, Rounding(mode=mode), overflow="saturate")
         assert layout_of(spec) is not None
         check_cast(f"{name} {mode}", x, spec, None, device, (torch.float32,))
-        assert_same_bits(
-            quantized(casts, x.half().to(device), spec, None, torch.float32).cpu(),
-            quantized(cpu, x.half(), spec, None, torch.float32),
-            x,
-            what=f"{name} half",
-        )
-        packed = casts.encode_packed(x.to(device), spec, None).codes.cpu()
-        assert_same_bits(
-            packed, Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape).codes, what=f"packed {name}"
-        )
+        expected = quantized(cpu, x.half(), spec, None, torch.float32)
+        got = quantized(casts, x.half().to(device), spec, None, torch.float32).cpu()
+        assert_same_bits(got, expected, x, what=f"{name} half")
+        check_codes(x, spec, None, device, name, packed=True)
 
 
 @pytest.mark.parametrize("name", ["nf4", "lns8_g8", "p3109_k8p1ue"])
@@ -267,16 +269,7 @@ def test_all_patterns_equal_the_cpu_engine(device, monkeypatch, name, dtype):
         for out in (result_dtype(spec.format, dtype), torch.float32):
             got = quantized(casts, x.to(device), spec, None, out).cpu()
             assert_same_bits(got, quantized(cpu, x, spec, None, out), x, what=f"{name} {mode}")
-        assert_same_bits(
-            casts.encode(x.to(device), spec, None).codes.cpu(),
-            cpu.encode(x, spec, None).codes,
-            x,
-            what=f"encode {name}",
-        )
-        packed = casts.encode_packed(x.to(device), spec, None).codes.cpu()
-        assert_same_bits(
-            packed, Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape).codes, what=f"packed {name}"
-        )
+        check_codes(x, spec, None, device, name, packed=True)
     assert not served, "other tables were asked"
 
 
@@ -290,44 +283,34 @@ def test_formats_without_a_table():
 LONG_WAY = SimpleNamespace(quantize=casts.quantize_elements)
 
 
-@pytest.mark.parametrize("place", ["drop", "half", "keep"])
-def test_a_wrong_place_of_bit_addition_is_noticed(device, monkeypatch, place):
-    spec = cast_spec("bf16", STOCHASTIC)
-    right = parameters.grid_of(spec.format, spec.rounding, spec.overflow)
-    wrong = bytearray(right.parameters)
-    wrong[32 + 4 * ["sign", "drop", "half", "keep"].index(place) + (place == "half")] ^= 1
-    x = wide_with_specials(5000, seed=11)
-    expected = quantized(cpu, x, spec, KEY)
-    assert_same_bits(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
-    monkeypatch.setattr(casts, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
-    assert not same_bits(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
+FIELDS = ("highest", "lowest", "over_above", "over_value", "nan_value", "zero", "shift", "least_magic", "sign", "drop",
+          "half", "keep")  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["highest", "shift", "least_magic", "nan_value"])
-def test_a_wrong_parameter_is_noticed(device, monkeypatch, place):
+@pytest.mark.parametrize(
+    ("name", "key", "place"),
+    [("e4m3", None, place) for place in ("highest", "shift", "least_magic", "nan_value")]
+    + [("bf16", KEY, place) for place in ("drop", "half", "keep")],
+)
+def test_a_wrong_parameter_is_noticed(device, monkeypatch, name, key, place):
     """A kernel with one bit of one parameter flipped gives other bits than the CPU engine."""
-    order = ["highest", "lowest", "over_above", "over_value", "nan_value", "zero", "shift", "least_magic"]
-    right = parameters.grid_of(get_format("e4m3"), NEAREST, "saturate")
-    wrong = bytearray(right.parameters)
-    wrong[4 * order.index(place) + 2] ^= 0x80  # the lowest bit of the exponent
-    x = torch.tensor(adversarial(get_format("e4m3")))
-    expected = quantized(cpu, x, cast_spec("e4m3"))
-    assert_same_bits(quantized(LONG_WAY, x.to(device), cast_spec("e4m3")).cpu(), expected)
+    spec = cast_spec(name, STOCHASTIC if key else NEAREST, overflow="saturate" if key is None else None)
+    right = parameters.grid_of(spec.format, spec.rounding, spec.overflow)
+    wrong, field = bytearray(right.parameters), 4 * FIELDS.index(place)
+    wrong[field + (place == "half" if key else 2)] ^= 1 if key else 0x80  # 0x80: the lowest bit of the exponent
+    x = wide_with_specials(5000, seed=11) if key else torch.tensor(adversarial(get_format(name)))
+    expected = quantized(cpu, x, spec, key)
+    assert_same_bits(quantized(LONG_WAY, x.to(device), spec, key).cpu(), expected)
     monkeypatch.setattr(casts, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
-    assert not same_bits(quantized(LONG_WAY, x.to(device), cast_spec("e4m3")).cpu(), expected)
+    assert not same_bits(quantized(LONG_WAY, x.to(device), spec, key).cpu(), expected)
 
 
 def test_fast_and_general_kernels_give_the_same_bits(device, monkeypatch):
-    low = torch.arange(0, 1 << 25, 16411, dtype=torch.int32).view(
-        torch.float32
-    )  # to beyond the smallest normal numbers
-    x = torch.cat([wide_with_specials(3000, seed=9), low, torch.tensor([2.0**-127, 2.0**-128, 1.5 * 2.0**-127])]).to(
-        device
-    )
-    names = ("e4m3", "tf32", "e8m0", "int8", "int8_half", "p3109_k8p1ue")
-    fast = {
-        name: (quantized(casts, x, cast_spec(name)), casts.encode(x, cast_spec(name), None).codes) for name in names
-    }
+    low = torch.arange(0, 1 << 25, 16411, dtype=torch.int32).view(torch.float32)  # beyond the smallest normal numbers
+    lowest = torch.tensor([2.0**-127, 2.0**-128, 1.5 * 2.0**-127])
+    x = torch.cat([wide_with_specials(3000, seed=9), low, lowest]).to(device)
+    specs = {name: cast_spec(name) for name in ("e4m3", "tf32", "e8m0", "int8", "int8_half", "p3109_k8p1ue")}
+    fast = {name: (quantized(casts, x, spec), casts.encode(x, spec, None).codes) for name, spec in specs.items()}
     monkeypatch.setattr(casts, "fast_grid", lambda spec, random: None)
     for name, (values, codes) in fast.items():
         assert_same_bits(quantized(LONG_WAY, x, cast_spec(name)).cpu(), values.cpu(), what=name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands under scale rules on the device: the bits of fmtsim/scaling, for the quantisers of recipes and beyond."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import spread
 from fmtsim.spec.quantizer import ClipMask, Quantizer, TrustMask
 from fmtsim.support.errors import DeviceError
-from tests.support.bits import assert_same_bits, same_bits
+from tests.support.bits import assert_same_bits
+from tests.support.casts import slow_but
 from tests.support.operands import numbers
 
 SLOW = pytest.mark.slow
@@ -30,16 +31,11 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 E4M3, E5M2, E2M1, INT8, BF16, E8M0 = map(fmtsim.get_format, ("e4m3", "e5m2", "e2m1", "int8", "bf16", "e8m0"))
 STOCHASTIC = Rounding(mode="stochastic")
 QUARTET = Scaling(
-    block=(1, 32),
-    statistic="std",
-    factor=0.48707976,
-    offset=1e-8,
-    arithmetic="divide",
-    power_of_two="floor",
+    block=(1, 32), statistic="std", factor=0.48707976, offset=1e-8, arithmetic="divide", power_of_two="floor",
     scale=E8M0,
-)
+)  # fmt: skip
 BACKWARD = Scaling(block=(1, 32), top=4.0, arithmetic="divide", power_of_two="floor", multiplier=4 / 3)
-TOWARD_ZERO = Rounding(mode="nearest_toward_zero")
+TOWARD_ZERO, AWAY = Rounding(mode="nearest_toward_zero"), Rounding(mode="nearest_away")
 DELAYED = Quantizer(format=E4M3, scaling=Scaling(empty="previous", history=History(length=5)))
 MARGIN = Scaling(top=57344.0, power_of_two="ceil", margin=1, history=History(length=4))
 HISTORIES = (
@@ -60,7 +56,7 @@ def recipe_quantizers():
             for operand, quantizer in config.operands.items():
                 while quantizer is not None:
                     if quantizer.scaling is not None:
-                        bare = dataclasses.replace(quantizer, transforms=(), then=None, source="original")
+                        bare = replace(quantizer, transforms=(), then=None, source="original")
                         found.setdefault(bare, f"{name}-{operand}")
                     quantizer = quantizer.then
     return {name: quantizer for quantizer, name in found.items()}
@@ -71,16 +67,18 @@ RECIPES = recipe_quantizers()
 
 def at_once(quantizer):
     """Return a quantiser that takes its scale from the tensor itself."""
-    return dataclasses.replace(
-        quantizer, scaling=dataclasses.replace(quantizer.scaling, history=None, empty="one")
-    )  # fmt: skip
+    return replace(quantizer, scaling=replace(quantizer.scaling, history=None, empty="one"))
 
 
 def reference(x, quantizer, given=None):
     key = KEY if quantizer.rounding.mode == "stochastic" else None
-    element = quantizer.format
-    overflow = quantizer.overflow or element.default_overflow
-    return cast(x, element, quantizer.scaling, quantizer.rounding, overflow, (key, None), given)
+    overflow = quantizer.overflow or quantizer.format.default_overflow
+    return cast(x, quantizer.format, quantizer.scaling, quantizer.rounding, overflow, (key, None), given)
+
+
+def assert_made(made, wanted):
+    assert_same_bits(made.elements.float(), wanted.elements)
+    assert_same_bits(made.scale, wanted.scales.scale)
 
 
 def check(x, quantizer, device):
@@ -91,8 +89,7 @@ def check(x, quantizer, device):
     keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
     made = scaled.cast_scaled(there, quantizer, keys)
     assert made.elements.dtype == torch.bfloat16 and made.elements.stride() == x.stride()
-    assert_same_bits(made.elements.float(), wanted.elements)
-    assert_same_bits(made.scale, wanted.scales.scale)
+    assert_made(made, wanted)
     passes = slope(quantizer.gradient, wanted, quantizer.format)
     assert (made.slope is None) == (passes is None)
     assert passes is None or (made.slope.dtype == torch.bool and torch.equal(made.slope.cpu().float(), passes))
@@ -125,7 +122,7 @@ QUICK = ("te_current-x_f", "quartet-x_f", "quartet-g_d")
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in RECIPES])
+@pytest.mark.parametrize("name", slow_but(len(QUICK), *sorted(RECIPES, key=lambda name: name not in QUICK)))
 def test_recipes_have_the_bits_of_the_definition(name, turned, device):
     quantizer = at_once(RECIPES[name])
     taken = scaled.covers(torch.zeros(64, 64, device=device), quantizer)
@@ -139,7 +136,7 @@ def test_recipes_have_the_bits_of_the_definition(name, turned, device):
         check(matrix(shape, dtype, turned, special), quantizer, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(dtype, marks=SLOW) for dtype in DTYPES[1:])])
+@pytest.mark.parametrize("dtype", slow_but(1, *DTYPES))
 @pytest.mark.parametrize("block", [BLOCKS[0], *(pytest.param(block, marks=SLOW) for block in BLOCKS[1:])])
 def test_blocks_have_the_bits_of_the_definition(block, dtype, device):
     quantizer = Quantizer(format=E4M3, scaling=Scaling(block=block, arithmetic="divide"))
@@ -182,25 +179,20 @@ def test_rules_have_the_bits_of_the_definition(rule, device):
 
 
 def check_zeros(x, rule, device):
-    quantizer = Quantizer(format=E4M3, scaling=rule)
     for first in (-0.0, float("inf"), float("nan")):
         x[0, 0] = first
-        made, wanted = scaled.cast_scaled(x.to(device), quantizer), reference(x, quantizer)
-        assert same_bits(made.elements.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
+        made = scaled.cast_scaled(x.to(device), Quantizer(format=E4M3, scaling=rule))
+        assert_made(made, reference(x, Quantizer(format=E4M3, scaling=rule)))
 
 
 @pytest.mark.parametrize(
     ("element", "rounding", "gradient"),
-    [
-        pytest.param(E2M1, TOWARD_ZERO, ClipMask(), marks=SLOW),
-        pytest.param(E2M1, Rounding(mode="nearest_away"), TrustMask(limit=0.25), marks=SLOW),
-        pytest.param(E5M2, STOCHASTIC, TrustMask(), marks=SLOW),
-        pytest.param(E5M2, Rounding(mode="stochastic", random_bits=8), ClipMask(), marks=SLOW),
-        pytest.param(INT8, TOWARD_ZERO, ClipMask(), marks=SLOW),
-        pytest.param(INT8, STOCHASTIC, TrustMask(), marks=SLOW),
-        pytest.param(fmtsim.get_format("e3m2"), Rounding(mode="nearest_away"), ClipMask(), marks=SLOW),
-    ],
-)
+    slow_but(
+        0, (E2M1, TOWARD_ZERO, ClipMask()), (E2M1, AWAY, TrustMask(limit=0.25)), (E5M2, STOCHASTIC, TrustMask()),
+        (E5M2, Rounding(mode="stochastic", random_bits=8), ClipMask()), (INT8, TOWARD_ZERO, ClipMask()),
+        (INT8, STOCHASTIC, TrustMask()), (fmtsim.get_format("e3m2"), AWAY, ClipMask()),
+    ),
+)  # fmt: skip
 def test_elements_and_masks(element, rounding, gradient, device):
     """Ties are common: numbers of few bits under scales that are powers of two."""
     for arithmetic, overflow in (("divide", None), ("reciprocal", "ieee")):
@@ -215,18 +207,17 @@ def test_elements_and_masks(element, rounding, gradient, device):
 @pytest.mark.parametrize("statistic", ["std", "rms", "mean_abs"])
 @pytest.mark.parametrize("run", [16, 32, 64, 128])
 def test_moments_are_folded_sums(statistic, run, device):
-    rule = dataclasses.replace(QUARTET, statistic=statistic, block=(1, run))
+    rule = replace(QUARTET, statistic=statistic, block=(1, run))
     quantizer = Quantizer(format=E2M1, rounding=TOWARD_ZERO, scaling=rule, gradient=ClipMask())
     for shape in ((24, 192), (16, 72)):
         check(matrix(shape, torch.bfloat16, special=shape == (24, 192)), quantizer, device)
-    wide = dataclasses.replace(quantizer, scaling=dataclasses.replace(rule, scale=fmtsim.get_format("fp32"),
-                                                                      power_of_two=None))  # fmt: skip
+    wide = replace(quantizer, scaling=replace(rule, scale=fmtsim.get_format("fp32"), power_of_two=None))
     check(matrix((24, 192), torch.bfloat16), wide, device)  # every bit of the statistic shows in the scale
 
 
-@pytest.mark.parametrize("statistic", ["mean_abs", "rms"])
-def test_means_of_whole_matrices(statistic, device):
-    rule = Scaling(statistic=statistic, factor=1.0, eps=1e-5, eps_rule="scale", arithmetic="reciprocal")
+@pytest.mark.parametrize("kind", ["mean_abs", "rms"])
+def test_means_of_whole_matrices(kind, device):
+    rule = Scaling(statistic=kind, factor=1.0, eps=1e-5, eps_rule="scale", arithmetic="reciprocal")
     quantizer = Quantizer(format=E4M3, scaling=rule)
     for shape, dtype in (((8, 8), torch.bfloat16), ((600, 200), torch.bfloat16), ((300, 40), torch.float32)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -235,11 +226,8 @@ def test_means_of_whole_matrices(statistic, device):
     assert not scaled.covers(torch.zeros(64, 72, device=device).mT, quantizer)
     for size in ((1 << 15) + 1, (1 << 20) + 8):  # the first beyond one pass of the last kernel, and beyond two
         x = torch.randn(size, generator=torch.Generator().manual_seed(4))
-        assert_same_bits(scaled.mean_of(x.to(device), statistic).view(torch.float32), statistic_of(x, statistic))
-
-
-def statistic_of(x, kind):
-    return statistic(x[None], (None, None), kind)[0]
+        wanted = statistic(x[None], (None, None), kind)[0]
+        assert_same_bits(scaled.mean_of(x.to(device), kind).view(torch.float32), wanted)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -247,7 +235,7 @@ def statistic_of(x, kind):
     "block", [(1, 32), *(pytest.param(b, marks=SLOW) for b in ((1, 128), (None, None), (1, None), (32, 32)))]
 )
 def test_random_words_belong_to_elements(block, turned, device):
-    quantizer = Quantizer(format=E2M1, rounding=STOCHASTIC, scaling=dataclasses.replace(BACKWARD, block=block))
+    quantizer = Quantizer(format=E2M1, rounding=STOCHASTIC, scaling=replace(BACKWARD, block=block))
     for shape in ((64, 128), (72, 88)):
         check(matrix(shape, torch.bfloat16, turned, special=False), quantizer, device)
 
@@ -257,8 +245,8 @@ def test_random_words_belong_to_elements(block, turned, device):
     "quantizer", [DELAYED, pytest.param(Quantizer(format=E5M2, rounding=STOCHASTIC, scaling=MARGIN), marks=SLOW)]
 )
 def test_delayed_scales_and_their_memory(quantizer, change, device):
-    history = dataclasses.replace(quantizer.scaling.history, **change)
-    quantizer = dataclasses.replace(quantizer, scaling=dataclasses.replace(quantizer.scaling, history=history))
+    history = replace(quantizer.scaling.history, **change)
+    quantizer = replace(quantizer, scaling=replace(quantizer.scaling, history=history))
     mine, theirs = DelayedScale(quantizer).to(device), DelayedScale(quantizer)
     for call in range(7):
         x = matrix((32, 72), torch.bfloat16, special=False, seed=call) * (0.0 if call in (0, 3) else 2.0 ** (call % 4))
@@ -268,13 +256,13 @@ def test_delayed_scales_and_their_memory(quantizer, change, device):
             keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
             made = scaled.cast_scaled(x.to(device), quantizer, keys, delayed=pair[0])
             wanted = reference(x, quantizer, pair[1].advance(statistic(x, (None, None), "amax")))
-            assert same_bits(made.elements.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
+            assert_made(made, wanted)
             for name in ("amaxes", "factor", "calls"):
                 assert_same_bits(getattr(mine, name), getattr(theirs, name), what=name)
 
 
 class Shared:
-    """A memory that ranks share, which keeps torch's own way."""
+    """A memory that ranks share: its scale is advanced by torch operations."""
 
     group = "ranks"
 
@@ -371,8 +359,6 @@ def test_planted_errors_are_caught(emulated, monkeypatch):
     with pytest.raises(AssertionError):
         test_recipes_have_the_bits_of_the_definition("quartet-x_f", False, device)
     monkeypatch.setattr(scaled, "_plans", {})
-    monkeypatch.setattr(
-        scale_rules, "_rule", lambda q, s, *rest: real(q, dataclasses.replace(s, power_of_two=None), *rest)
-    )
+    monkeypatch.setattr(scale_rules, "_rule", lambda q, s, *rest: real(q, replace(s, power_of_two=None), *rest))
     with pytest.raises(AssertionError):
         test_rules_have_the_bits_of_the_definition(RULES[5], device)

@@ -91,6 +91,7 @@ DEVICE u32 scale_code(float scale) {
 #if SCALE_STORED == 1
   return as_bits(scale) >> 23;
 #else
+  // the steps of its binade, which the sum with the magic number counts in its low bits, and the steps of those before
   u32 binade = max(as_bits(scale) & FLOAT_EXPONENT, SCALE_LOWEST);
   float magic = magic_of(binade, SCALE_MANTISSA);
   u32 code = as_bits(__fadd_rn(scale, magic)) - as_bits(magic) + ((binade - SCALE_LOWEST) >> (23 - SCALE_MANTISSA));
@@ -115,11 +116,14 @@ struct FastElement {
 
 DEVICE FastElement fast_element(float x, const FastBlock& block) {
 #if RULE == 4
+  // 1. over the scale; under a power of two the grid lies higher instead
   x = ARITHMETIC == 0 ? __fdiv_rn(x, block.factor) : __fmul_rn(x, block.factor);
 #endif
+  // 2. saturate the magnitude
   u32 sign = as_bits(x) & ~MAGNITUDE;
   u32 limit = ELEMENT_LIMIT == ELEMENT_LIMIT_NEGATIVE || !sign ? block.limit : block.limit_negative;
   float magnitude = fminf(fabsf(x), as_float(limit));
+  // 3. the binade whose last place counts: subnormal elements share the lowest, integers have one
   u32 binade = ELEMENT_INTEGER ? block.lowest : max(as_bits(magnitude) & FLOAT_EXPONENT, block.lowest);
   return {sign, binade, magnitude};
 }
@@ -139,12 +143,13 @@ DEVICE float fast_value(float x, u32 rest, const FastBlock& block, float decode)
   const float base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));  // 1.5 * 2^23 last places of a binade
   float rounded = __fmaf_rn(-as_float(e.binade), base, stochastic_sum(e, rest, 0.0f));
 #else
-  float magic = magic_of(e.binade, ELEMENT_MANTISSA);
+  float magic = magic_of(e.binade, ELEMENT_MANTISSA);  // 1. round: the sum drops what lies below the last place
   float rounded = __fsub_rn(__fadd_rn(e.magnitude, magic), magic);
 #endif
-  float value = as_float(as_bits(rounded) | e.sign);
-  if (!ELEMENT_NEGATIVE_ZERO) value = __fadd_rn(value, 0.0f);
+  float value = as_float(as_bits(rounded) | e.sign);           // 2. the sign
+  if (!ELEMENT_NEGATIVE_ZERO) value = __fadd_rn(value, 0.0f);  // 3. -0 becomes 0 where the format has none
 #if RULE == 4
+  // 4. times the scale, and the tensor's
   value = __fmul_rn(value, block.scale);
 #if TWO_LEVEL && !WITHOUT_TENSOR_SCALE
   value = __fmul_rn(value, decode);

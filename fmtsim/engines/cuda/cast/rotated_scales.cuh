@@ -119,6 +119,7 @@ DEVICE double widened_magnitude(u32 magnitude) {
 DEVICE void cast_corrected(float (&y)[PER_LANE], const Line& line, float tensor, const Draw& draw) {
   Piece piece[PIECES];
   double over = 0.0, square = 0.0;
+  // 1. elements under the scale of their piece, and the lane's sums of z q and z z
   u32 any = 0;
   bool nonfinite = false;
 #pragma unroll
@@ -140,13 +141,15 @@ DEVICE void cast_corrected(float (&y)[PER_LANE], const Line& line, float tensor,
     }
   }
   if (any == 0) over = 0.0;
+  // 2. those of the group
 #pragma unroll
   for (int flip = 1; flip < GROUP / PER_LANE; flip *= 2) {
     over = __dadd_rn(over, __shfl_xor_sync(~0u, over, flip));
     square = __dadd_rn(square, __shfl_xor_sync(~0u, square, flip));
     nonfinite |= (bool)__shfl_xor_sync(~0u, (i32)nonfinite, flip);
   }
-  // The order of sums of positive numbers moves a quotient by less than 2^-47 of it; few are as near to a tie as that.
+  // 3. the correction <z, z> / <z, q>, in the defined order of sums where another one might round otherwise: it moves a
+  // quotient by less than 2^-47 of it, and few are as near to a tie as that
   double c = __ddiv_rn(square, over);
   float correction = over == 0.0 ? 1.0f : __double2float_rn(c);
   bool near = __double2float_rn(c * (1.0 - TOLERANCE)) != __double2float_rn(c * (1.0 + TOLERANCE));
@@ -159,6 +162,7 @@ DEVICE void cast_corrected(float (&y)[PER_LANE], const Line& line, float tensor,
     if (near) correction = again;
     __syncwarp();  // the others have read what this lane is about to write
   }
+  // 4. scales times the correction, rounded stochastically, and values under them
 #pragma unroll
   for (int b = 0; b < PIECES; ++b) {
     u32 rest = ~random_integer(line.first / RUN + b, draw, nullptr);

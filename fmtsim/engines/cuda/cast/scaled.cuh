@@ -18,12 +18,15 @@ DEVICE float element_of(float y, u32 rest, const Grid& g) {
   if (Clean && !SPECIAL) return rounded_number(y, rest, g);
   return cast_with_rest(y, rest, g);
 #else
+  // 1. saturate, and round to nearest even by the magic number, 2^23 of whose last places are those of the grid
   float a = clamped<ASYMMETRIC>(y, g), magic = METHOD == FIXED ? g.base : magic_of(a, g);
   float place = METHOD == FIXED ? g.step : magic * 0x1p-23f, rounded = (a + magic) - magic, off = a - rounded;
-  if (fabsf(off) + fabsf(off) == place) {  // a tie, which went to even
+  // 2. a tie went to even: take it back where that was up (toward zero), or go on where it was down (away)
+  if (fabsf(off) + fabsf(off) == place) {
     if (TIES == 1 && off < 0.0f) rounded = rounded - place;
     if (TIES == 2 && off > 0.0f) rounded = rounded + place;
   }
+  // 3. sign, overflow, NaN
   float q = finished<SPECIAL, KEEPS>(rounded, y, g);
   if (Clean && !SPECIAL) return q;
   return becomes_nan<SPECIAL>(q, y) ? g.nan_value : q;
@@ -33,10 +36,12 @@ DEVICE float element_of(float y, u32 rest, const Grid& g) {
 // A value as bfloat16; passes: whether the gradient does.
 template <bool Clean>
 DEVICE u32 cast_element(float x, const Scale& s, u32 rest, const Rule& r, const Grid& g, u32& passes) {
-  float y = DIVIDES ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor), q = element_of<Clean>(y, rest, g);
+  float y = DIVIDES ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor);  // 1. over the scale
+  float q = element_of<Clean>(y, rest, g);                             // 2. onto the grid
 #if MASKS
   passes = r.mask == CLIP ? fabsf(y) < r.limit : fabsf(__fsub_rn(y, q)) <= r.limit;
 #endif
+  // 3. times the scale, rounded once more where bfloat16 is subnormal; an element alone is a bfloat16 already
   return FOLDS ? bfloat16_bits<Clean && !SPECIAL>(__fmul_rn(q, s.fold)) : as_bits(q) >> 16;
 }
 
