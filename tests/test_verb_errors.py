@@ -9,10 +9,11 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, DtypeError, FormatError, encode, quantize, quantize_
+from fmtsim.rounding.modes import MODES
 
 DTYPES = "choose float16, bfloat16, float32, float64 or a float8 dtype"
 BLOCK = "is not a block; choose an int of 1 or more, or (outer, inner), in which None means the whole extent"
-ROUNDINGS = "nearest_even, nearest_away, nearest_toward_zero, toward_zero, up, down, to_odd, stochastic"
+ROUNDINGS = ", ".join(MODES)
 
 # x is [6, 64] of float32.
 ARGUMENTS = [
