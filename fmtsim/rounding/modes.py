@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from fmtsim.support.errors import FormatError, did_you_mean, shown
 
 Mode = Literal[
-    "nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down", "to_odd", "stochastic"
-]
+    "nearest_even", "nearest_away", "nearest_toward_zero", "nearest_to_odd", "toward_zero", "up", "down", "to_odd",
+    "stochastic",
+]  # fmt: skip
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 Alias = Literal["nearest", "rne", "rn", "rna", "rtz", "rz", "rtp", "ru", "rd", "sr"]
@@ -79,6 +80,7 @@ RULES: dict[Mode, Rule] = {
     "nearest_even": Rule("the even code", lambda half, sticky, odd, negative: half and (sticky or odd)),
     "nearest_away": Rule("the larger magnitude", lambda half, sticky, odd, negative: half),
     "nearest_toward_zero": Rule("the smaller magnitude", lambda half, sticky, odd, negative: half and sticky),
+    "nearest_to_odd": Rule("the odd code", lambda half, sticky, odd, negative: half and (sticky or not odd)),
     "toward_zero": Rule("the neighbour nearer to zero", lambda half, sticky, odd, negative: False),
     "up": Rule("the neighbour above", lambda half, sticky, odd, negative: (half or sticky) and not negative),
     "down": Rule("the neighbour below", lambda half, sticky, odd, negative: (half or sticky) and negative),

@@ -49,6 +49,7 @@ def test_terms_become_integers_as_their_rounding_says():
             "nearest_even": round(x),
             "nearest_away": sign * math.floor(size + 0.5),
             "nearest_toward_zero": sign * math.ceil(size - 0.5),
+            "nearest_to_odd": sign * (math.floor(size) | 1 if size % 1 == 0.5 else round(size)),
             "toward_zero": math.trunc(x),
             "down": math.floor(x),
             "up": math.ceil(x),

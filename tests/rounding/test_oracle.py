@@ -205,6 +205,14 @@ def test_gfloat_agrees_on_stochastic_rounding(name, variant):
         (3.5, "e2m1", "nearest_even", "saturate", 4.0),
         (5.0, "e2m1", "nearest_even", "saturate", 4.0),
         (5.0, "e2m1", "nearest_away", "saturate", 6.0),
+        (2.5, "e2m1", "nearest_to_odd", "saturate", 3.0),  # codes 4 and 5
+        (-5.0, "e2m1", "nearest_to_odd", "saturate", -6.0),
+        (4.9, "e2m1", "nearest_to_odd", "saturate", 4.0),
+        (464.0, "e4m3", "nearest_to_odd", "ieee", math.nan),  # 448 has an even code: the tie leaves the range
+        (65520.0, "fp16", "nearest_to_odd", "ieee", 65504.0),  # 65504 has an odd code
+        (6.0, "e8m0", "nearest_to_odd", "saturate", 4.0),
+        (2.5, "int8", "nearest_to_odd", "saturate", 3.0),
+        (-0.0, "int4_half", "nearest_to_odd", "saturate", -0.5),
         (3.0, "e8m0", "nearest_even", "saturate", 2.0),  # 2 has code 128, 4 has code 129: ties go to even codes
         (6.0, "e8m0", "nearest_even", "saturate", 8.0),
         (0.0, "e8m0", "nearest_even", "saturate", 2.0**-127),
@@ -275,6 +283,7 @@ def test_values_of_opposite_signs_and_different_size():
     answers = {  # at the points half-way, then beside zero
         "nearest_away": (-12.0, -8.0, 3.0, 4.0, -1.0, -1.0),
         "nearest_toward_zero": (-8.0, -1.0, -1.0, 3.0, -1.0, -1.0),
+        "nearest_to_odd": (-8.0, -8.0, 3.0, 3.0, -1.0, -1.0),
         "toward_zero": (-8.0, -1.0, 3.0, 3.0, 3.0, -1.0),
         "nearest_even": (-12.0, -1.0, -1.0, 4.0, -1.0, -1.0),
         "to_odd": (-8.0, -8.0, 3.0, 3.0, 3.0, 3.0),
@@ -298,7 +307,8 @@ def test_logarithmic_values_are_the_nearest():
         assert oracle._log_thresholds(fmt) == [Fraction(v) for v in fmt.thresholds]
         for k, middle in enumerate(fmt.thresholds):
             odd, even = (k, k + 1) if k % 2 else (k + 1, k)
-            ways = {"nearest_even": even, "nearest_away": k + 1, "nearest_toward_zero": k, "to_odd": odd}
+            ways = {"nearest_even": even, "nearest_to_odd": odd, "to_odd": odd}
+            ways |= {"nearest_away": k + 1, "nearest_toward_zero": k}
             for mode, code in ways.items():
                 assert encode_value(middle, fmt, mode) == encode_value(-middle, fmt, mode) - fmt.max_code - 1 == code
 
