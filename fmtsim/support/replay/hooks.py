@@ -5,12 +5,9 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from fmtsim.support.replay.recorder import Recorder
 
 Key = TypeVar("Key")
 
@@ -35,7 +32,7 @@ def word_of(value: Any) -> Any:
 
 
 class _Thread(threading.local):
-    recorder: "Recorder | None" = None
+    recorder: Any = None  # a Recorder of recorder.py, which imports this file, or None
 
 
 THREAD = _Thread()
@@ -59,7 +56,8 @@ def launched(
 
 def drawn(draw: Callable[[], Key]) -> Key:
     """Return a key that is drawn in each call."""
-    return draw() if THREAD.recorder is None else THREAD.recorder.draw(draw)
+    key: Key = draw() if THREAD.recorder is None else THREAD.recorder.draw(draw)
+    return key
 
 
 def packed(key: Any, data: bytes, pack: Callable[[Any], bytes]) -> bytes:
