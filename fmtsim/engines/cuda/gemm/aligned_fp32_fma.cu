@@ -236,24 +236,6 @@ DEVICE void finish_block(float (&c)[8][8]) {
     }
 }
 
-// Write the 64 results of a lane, float32 [part, rows, columns], or add them to those of earlier chains: value(i, j) is
-// of its row i and column j.
-template <typename Value>
-DEVICE void write_floats(float* sums, i32 rows, i32 columns, const Panels& panels, bool first, Value value) {
-  const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i32 top = panels.a * PANEL + warp % 2 * 64 + lane / 4, left = panels.b * PANEL + warp / 2 * 32 + lane % 4 * 2;
-  sums += (i64)blockIdx.z * rows * columns;
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const i32 row = top + i * 8, column = left + j / 2 * 8 + j % 2;
-      if (row >= rows || column >= columns) continue;
-      float* place = sums + (i64)row * columns + column;
-      *place = first ? value(i, j) : *place + value(i, j);
-    }
-}
-
 KERNEL __launch_bounds__(THREADS, RESIDENT)
 aligned_fp32_fma(const float* values_a, const Words4* powers_a, const u32* signs_a, const float* values_b,
              const Words4* powers_b, const u32* signs_b, const u32* flags, const u8* ends, const i32* part_blocks,
@@ -278,15 +260,11 @@ aligned_fp32_fma(const float* values_a, const Words4* powers_a, const u32* signs
     for (int i = 0; i < 64; ++i) c[i / 8][i % 8] = 0.0f;
   };
   auto bring = [&](i32 slot, i32 block) { fetch(stages + slot, a, b, block); };
-  bring_first<STAGES>(begin, end, bring);
-  for (i32 block = begin, slot = 0; block < end; ++block, slot = slot_after<STAGES>(slot)) {
-    bring_next<STAGES>(slot, block, end, bring);
+  add_blocks<STAGES, PROMOTE>(begin, end, ends, bring, end_chain, [&](i32 slot) {
     start_block(c, stages[slot], warp_row, warp_column, lane);
     add_products(c, stages[slot], warp_row, warp_column, lane);
     finish_block(c);
-    if (PROMOTE && ends[block]) end_chain();
-  }
-  if (!PROMOTE) end_chain();
+  });
 }
 
 #endif

@@ -287,26 +287,6 @@ DEVICE void add_block(float (&c)[16][4], const Stage& stage, i32 warp_row, i32 w
   for (int i = 0; i < 64; ++i) c[i / 4][i % 4] = kept[i / 4][i % 4];
 }
 
-struct Output {
-  float* sums;  // [rows, columns]
-  i32 rows, columns, row, column;  // row and column: of the lane's first output
-};
-
-// Writes a chain's results, or adds them to those of earlier chains, and starts anew at zero.
-DEVICE void end_chain(float (&c)[16][4], const Output& to, bool first) {
-#pragma unroll
-  for (int t = 0; t < 16; ++t)
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      i32 row = to.row + t / 4 * 16 + r / 2 * 8, column = to.column + t % 4 * 8 + r % 2;
-      if (row < to.rows && column < to.columns) {
-        float* place = to.sums + (i64)row * to.columns + column;
-        *place = first ? c[t][r] : *place + c[t][r];
-      }
-      c[t][r] = 0.0f;
-    }
-}
-
 KERNEL __launch_bounds__(THREADS, RESIDENT)
 block_scaled(const Words4* values_a, const u32* exponents_a, const u32* bounds_a, const Words4* values_b,
        const u32* exponents_b, const u32* bounds_b, const u32* flags, const u8* ends, const i32* part_blocks,
@@ -322,21 +302,18 @@ block_scaled(const Words4* values_a, const u32* exponents_a, const u32* bounds_a
   i32 begin = part_blocks[2 * blockIdx.z], end = part_blocks[2 * blockIdx.z + 1];
   i64 place_a = (i64)panels.a * blocks, place_b = (i64)panels.b * blocks;
   i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_row = warp % 2, warp_column = warp / 2;
-  Output to = {sums + (i64)blockIdx.z * rows * columns, rows, columns,
-               panels.a * PANEL + warp_row * 64 + lane / 4, panels.b * PANEL + warp_column * 32 + lane % 4 * 2};
   float c[16][4] = {};
   bool first = true;
+  auto end_chain = [&]() {
+    auto result = [&](int i, int j) { return c[i / 2 * 4 + j / 2][i % 2 * 2 + j % 2]; };
+    write_floats(sums, rows, columns, panels, first, result);
+    first = false;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) c[i / 4][i % 4] = 0.0f;
+  };
   auto bring = [&](i32 slot, i32 block) { fetch(stages + slot, a, b, place_a + block, place_b + block); };
-  bring_first<STAGES>(begin, end, bring);
-  for (i32 block = begin, slot = 0; block < end; ++block, slot = slot_after<STAGES>(slot)) {
-    bring_next<STAGES>(slot, block, end, bring);
-    add_block(c, stages[slot], warp_row, warp_column, lane);
-    if (PROMOTE && ends[block]) {
-      end_chain(c, to, first);
-      first = false;
-    }
-  }
-  if (!PROMOTE) end_chain(c, to, true);
+  add_blocks<STAGES, PROMOTE>(begin, end, ends, bring, end_chain,
+                              [&](i32 slot) { add_block(c, stages[slot], warp_row, warp_column, lane); });
 }
 
 #endif

@@ -75,3 +75,34 @@ DEVICE void bring_next(i32 slot, i32 i, i32 stop, Fetch fetch) {
 
 template <int Stages>
 DEVICE i32 slot_after(i32 slot) { return slot + 1 == Stages ? 0 : slot + 1; }
+
+// Add the blocks begin ... end - 1 of a part, one a stage: add(slot). end_chain() follows each chain where chains are
+// promoted, else the last block.
+template <int Stages, bool Promotes, typename Fetch, typename EndChain, typename Add>
+DEVICE void add_blocks(i32 begin, i32 end, const u8* ends, Fetch fetch, EndChain end_chain, Add add) {
+  bring_first<Stages>(begin, end, fetch);
+  for (i32 block = begin, slot = 0; block < end; ++block, slot = slot_after<Stages>(slot)) {
+    bring_next<Stages>(slot, block, end, fetch);
+    add(slot);
+    if (Promotes && ends[block]) end_chain();
+  }
+  if (!Promotes) end_chain();
+}
+
+// Write the 64 results of a lane, float32 [part, rows, columns], or add them to those of earlier chains: value(i, j) is
+// of its row i and column j.
+template <typename Value>
+DEVICE void write_floats(float* sums, i32 rows, i32 columns, const Panels& panels, bool first, Value value) {
+  const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const i32 top = panels.a * PANEL + warp % 2 * 64 + lane / 4, left = panels.b * PANEL + warp / 2 * 32 + lane % 4 * 2;
+  sums += (i64)blockIdx.z * rows * columns;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const i32 row = top + i * 8, column = left + j / 2 * 8 + j % 2;
+      if (row >= rows || column >= columns) continue;
+      float* place = sums + (i64)row * columns + column;
+      *place = first ? value(i, j) : *place + value(i, j);
+    }
+}

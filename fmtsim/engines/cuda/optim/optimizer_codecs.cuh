@@ -55,6 +55,18 @@ DEVICE u32 half_code(float x, u32 nan) {
 
 __device__ __noinline__ float divided(float x, float y) { return __fdiv_rn(x, y); }
 
+// Codes of BITS each, 16 or 8, of four neighbours in memory, the first in the lowest bits.
+template <int BITS, int Whole>
+DEVICE u64 read_codes(const void* from, i64 at, i64 count) {
+  if (BITS == 16) return read_four<Whole>((const u16*)from, at, count);
+  return read_four<Whole>((const u8*)from, at, count);
+}
+template <int BITS, int Whole>
+DEVICE void write_codes(void* to, i64 at, i64 count, u64 codes) {
+  if (BITS == 16) write_four<Whole>((u16*)to, at, count, codes);
+  else write_four<Whole>((u8*)to, at, count, codes);
+}
+
 // Codes of BITS each under a rule of scales; Own says what a code's value is, and which code a number has. TOP: bits of the
 // largest value. SHORT: quotient() takes all values.
 template <class Own, int BITS, u32 TOP, bool SHORT, int RULE, u32 LEAST, int RANDOM>
@@ -113,9 +125,7 @@ struct Codes {
   static DEVICE Four load(const void* from, i64 at, i64 count, const Scale& s, const Tables&) {
     if constexpr (BITS == 32 || BITS == 0) return BITS ? read<Whole>((const float*)from, at, count) : Four{};
     else {
-      u64 codes = 0;
-      if (BITS == 16) codes = read_four<Whole>((const u16*)from, at, count);
-      else codes = read_four<Whole>((const u8*)from, at, count);
+      const u64 codes = read_codes<BITS, Whole>(from, at, count);
       Four four;
 #pragma unroll
       for (int k = 0; k < 4; k++) four.x[k] = Own::value((u32)(codes >> (BITS * k)) & ((2u << (BITS - 1)) - 1));
@@ -137,8 +147,7 @@ struct Codes {
         x.x[k] = Own::value(c);
       }
       decode<!BLOCK && (Whole > 0)>(x, s);
-      if (BITS == 16) write_four<Whole>((u16*)to, at, count, codes);
-      else write_four<Whole>((u8*)to, at, count, codes);
+      write_codes<BITS, Whole>(to, at, count, codes);
     }
   }
 };
@@ -210,7 +219,7 @@ struct Logs {
 
   template <int Whole>
   static DEVICE Four load(const void* from, i64 at, i64 count, const Scale&, const Tables&) {
-    u64 codes = BITS == 16 ? read_four<Whole>((const u16*)from, at, count) : read_four<Whole>((const u8*)from, at, count);
+    const u64 codes = read_codes<BITS, Whole>(from, at, count);
     Four four;
 #pragma unroll
     for (int k = 0; k < 4; k++) four.x[k] = __uint_as_float((u32)(codes >> (BITS * k)) & ((1u << BITS) - 1));
@@ -227,8 +236,7 @@ struct Logs {
       u32 bits = __float_as_uint(t.books.values[size % GAMMA]) + (size / GAMMA << 23);
       x.x[k] = __fmul_rn(__uint_as_float(bits | sign), s.scale);
     }
-    if (BITS == 16) write_four<Whole>((u16*)to, at, count, codes);
-    else write_four<Whole>((u8*)to, at, count, codes);
+    write_codes<BITS, Whole>(to, at, count, codes);
   }
 };
 #endif
