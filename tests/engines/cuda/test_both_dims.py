@@ -145,6 +145,18 @@ def test_scales_of_rows_and_columns(dtype, device):
             assert_same_bits(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
 
 
+def test_sums_that_are_finished_elsewhere(emulated):
+    for y in (
+        torch.zeros(2, 6),
+        torch.zeros(4, 8).mT,
+        torch.zeros(2, 4).double(),
+        torch.zeros(0, 4),
+        torch.zeros(9)[1:].view(2, 4),
+    ):
+        assert scaled_product.finish_sums(y, None, None, None, torch.float32) is None
+    assert scaled_product.finish_sums(torch.zeros(2, 4), None, None, None, torch.float64) is None
+
+
 @pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 def test_a_linear_layer_multiplies_on_bfloat16_units():
     generator = torch.Generator("cuda").manual_seed(0)

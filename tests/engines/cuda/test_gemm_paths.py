@@ -237,6 +237,13 @@ def test_units_for_other_paths(name, emulated):
         assert (path.plan(job_of(a, b, case.spec, None, *scales)) is None) == bool(change), change
 
 
+@paths
+def test_addends_for_other_paths(case, emulated):
+    a, b, _, *scales = operands(case, 4, 4, 64)
+    job = job_of(a, b, case.spec, torch.zeros(4, 4), *scales)
+    assert (case.path.plan(job) is None) == (case.path in (FP32_FMA, BLOCK_SCALED))
+
+
 def test_operands_for_other_paths(emulated):
     for path, unit_of, fmt in (
         (FMA_CHAIN, FMA, "fp64"), (FMA_CHAIN, replace(FMA, accumulator=custom(8, 10)), "fp32"),
