@@ -135,7 +135,7 @@ def read_shapes(path: str | Path) -> list[Shape]:
     """Read layer shapes from a text file: a line for each, ``outputs inputs [bias]``; # starts a comment.
 
     Raises:
-        DataError: The file has no shape, or a line is none.
+        DataError: The file has no shape, or a line is not a shape.
     """
     shapes: dict[Shape, None] = {}
     try:

@@ -75,7 +75,7 @@ class Layer:
         untouched: Names of the operands that their quantisers leave as they are.
         rotations: Of the products of the backward pass, what ``unrotated`` undoes: rotations of the outer axis, and of
             the inner axis where the product takes an operand of the forward pass as it was rotated.
-        shares_x: Whether what becomes of x hangs on nothing but x: nothing is drawn or remembered.
+        shares_x: Whether the quantised x depends on x alone: it takes no random numbers and no remembered scale.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
@@ -104,8 +104,8 @@ class Layer:
     def key(self, use: int, like: Tensor, *, traced: bool = False) -> Key:
         """Return a key for a use of random numbers (``stream_of``) in a call.
 
-        Where it is traced it hangs on a tensor of its pass: what hangs on nothing a compiler may draw once forwards
-        and again backwards, and rotations with two kinds of signs would not cancel.
+        In traced code the operator that draws the key takes a tensor of the pass: a compiler may move an operator
+        without inputs, or run it again in the backward pass, and rotations with two sets of signs would not cancel.
         """
         stream = stream_of(self.generator, use)
         if not traced:
@@ -249,7 +249,7 @@ def _groups_of_rows(name: str, quantizer: Quantizer) -> Iterator[int]:
 
 
 def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
-    """Say whether kernels do all that a compiled layer does at random, its keys counted on the device.
+    """Return True if kernels do all that a compiled layer does at random, its keys counted on the device.
 
     Args:
         layer: Its definition.

@@ -78,7 +78,7 @@ class EmulatedGEMM:
     defined here.
 
     Raises:
-        ArgumentError: shapes that do not fit each other or the machine's library, or a config that is none.
+        ArgumentError: shapes that do not fit each other or the machine's library, or not a LinearConfig.
         DtypeError: dtypes that are not floating point, that differ, or that the library does not take.
 
     ``LinearConfig.on`` puts a recipe's layer onto a machine, by ``target=`` or ``unit=``:

@@ -47,7 +47,7 @@ def call(operator: Any, function: Callable[..., Any]) -> None:
 
 
 def has_known_sizes(t: Tensor) -> bool:
-    """Say whether a compiler knows the sizes of a tensor, which steps are made for."""
+    """Return True if a compiler knows the sizes of a tensor, which steps are made for."""
     return all(isinstance(size, int) for size in t.shape)
 
 

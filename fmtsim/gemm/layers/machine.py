@@ -70,7 +70,7 @@ def multiply_on_machine(
 
 
 def _scaled_after(a: Operand, b: Operand, gemm: Gemm, dtype: torch.dtype) -> bool:
-    """Say whether sums are scaled instead of values: rows have one scale at most, and a dtype holds the elements."""
+    """Return True if sums are scaled instead of values: rows have one scale at most, and a dtype holds the elements."""
     if gemm.dequantized or not (a.scales_rows and b.scales_rows):
         return False
     elements = [element_of(last_cast(x.quantizer).format) for x in (a, b)]

@@ -88,7 +88,7 @@ def _needed(keys: Keys, quantizer: Quantizer) -> Keys:
 
 
 def is_on_gpu(t: Tensor) -> bool:
-    """Say whether a GPU's bfloat16 units may multiply what a tensor becomes."""
+    """Return True if a GPU's bfloat16 units may multiply what a tensor becomes."""
     return t.is_cuda and t.dtype != torch.float64
 
 
@@ -261,7 +261,7 @@ def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folde
 
 
 def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
-    """Say whether a plain cast leaves the scales of a block format beside its elements."""
+    """Return True if a plain cast leaves the scales of a block format beside its elements."""
     fmt = quantizer.format
     if not isinstance(fmt, BlockFormat) or fmt.zero_point:
         return False
@@ -330,7 +330,7 @@ def multiplier_apart(made: Operand) -> Operand:
 
 
 def is_bfloat16(last: Quantizer, folded: bool) -> bool:
-    """Say whether the elements of a cast are bfloat16 on a GPU."""
+    """Return True if the elements of a cast are bfloat16 on a GPU."""
     fmt = last.format
     if fmt is None or (last.scaling is None and not folded):
         return False
@@ -339,9 +339,9 @@ def is_bfloat16(last: Quantizer, folded: bool) -> bool:
 
 
 def has_both(t: Tensor, quantizer: Quantizer) -> bool:
-    """Say whether a GPU's kernels quantise a matrix along both its axes from one read."""
+    """Return True if a GPU's kernels quantise a matrix along both its axes from one read."""
     fmt, scaling = quantizer.format, quantizer.scaling
-    if scaling is not None:  # few rules have such a kernel: ask nobody else about theirs
+    if scaling is not None:  # rules of other blocks have no such kernel
         engine = fused_engine(t) if scaling.block == (1, 128) and is_on_gpu(t) else None
         return engine is not None and engine.has_both(t, quantizer)
     if not quantizer.is_cast or not isinstance(fmt, BlockFormat) or not is_on_gpu(t):

@@ -147,7 +147,7 @@ def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tupl
 
 
 def _fuses(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
-    """Say whether a compiler for a GPU may fuse the steps of an operand into its kernels."""
+    """Return True if a compiler for a GPU may fuse the steps of an operand into its kernels."""
     return is_on_gpu(t) and has_known_sizes(t) and covers(t, quantizer, dim)
 
 

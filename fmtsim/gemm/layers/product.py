@@ -86,7 +86,7 @@ def multiply(
 
 
 def is_integer(x: Operand) -> bool:
-    """Say whether elements are whole numbers of an integer format."""
+    """Return True if elements are whole numbers of an integer format."""
     return isinstance(x.quantizer.format, IntFormat)
 
 

@@ -44,7 +44,7 @@ def route_of(
         a, b: Their quantisers.
         turned: Which of them is the transpose of what its quantiser made.
         dequantized: As in Gemm.
-        declared: The machine is a datapath that somebody declared, which takes any numbers.
+        declared: The machine is a Datapath of the caller's own, which takes any numbers.
         logarithms: It multiplies logarithms.
 
     Raises:
@@ -111,7 +111,7 @@ def element_of(fmt: Format | None) -> ElementFormat | LogTileFormat | None:
 
 
 def _is_plain(fmt: Format) -> bool:
-    """Say whether elements are integers that int8 holds, without zero points."""
+    """Return True if elements are integers that int8 holds, without zero points."""
     element = element_of(fmt)
     zero_point = isinstance(fmt, BlockFormat) and fmt.zero_point
     return (

@@ -41,7 +41,7 @@ _FACTS = ("scaling", "fast_accum", "tf32", "fp16_accumulation", "rows_per_scale_
 
 
 def is_native(target: str | Path | Target, device: torch.device | str | int = "cuda") -> bool:
-    """Say whether products with a target run on a device's own unit; ``why_not_native`` says why they do not."""
+    """Return True if products with a target run on a device's own unit; ``why_not_native`` says why they do not."""
     return why_not_native(target, device) is None
 
 
@@ -87,7 +87,7 @@ def runs_natively(
     native: bool | None, target: Any, plan: GemmPlan | None, device: torch.device,
     unsupported: Callable[[], str | None],
 ) -> bool:  # fmt: skip
-    """Say whether a product runs natively; ``unsupported`` is only called where the answer depends on it.
+    """Return True if a product runs natively; ``unsupported`` is only called where the answer depends on it.
 
     Raises:
         ArgumentError: ``native=True`` and something stands in the way.

@@ -280,7 +280,7 @@ def fp4_of_fp8(x: Tensor) -> Tensor:
 
 
 def stays_packed(x: Tensor) -> bool:
-    """Say whether ``run_gemm`` unpacks an operand itself: an FP4 matrix on a CPU."""
+    """Return True if ``run_gemm`` unpacks an operand itself: an FP4 matrix on a CPU."""
     return x.dtype == FP4 and x.is_cpu and x.dim() == 2 and is_readable(x)
 
 

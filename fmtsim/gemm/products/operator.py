@@ -168,7 +168,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
     if not out.numel():
         return
     path, wide = spec.datapath, spec.sum_dtype
-    if spec.plan.k_end is not None:  # products from there on are nobody's
+    if spec.plan.k_end is not None:  # the library never multiplies the products from there on
         a, b, scale_a, scale_b = _ended(a, b, scale_a, scale_b, spec)
         spec = _without_end(spec)
     if isinstance(path, Datapath) and path.scale is not None:  # a unit with scales of its own, and a call without: ones
@@ -228,7 +228,7 @@ def _require_values(*operands: tuple[str, Tensor, OperandFormat]) -> None:
     """Refuse numbers that an operand's format lacks.
 
     A tensor in the format's own dtype cannot hold any; neither can one of 8 bits in another dtype, which verbs make of
-    a narrower format's codes and never take. A GPU is asked once for all; nobody asks it while a graph is captured,
+    a narrower format's codes and never take. A GPU is asked once for all; it is not asked while a graph is captured,
     which cannot wait for an answer.
     """
     loose = [

@@ -199,7 +199,7 @@ def resolve(call: GemmCall) -> GemmSpec:
 def recorded_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
     """Collect the calls that this thread resolves, each once and in order, with what they come to.
 
-    Nothing warns of guesses meanwhile: whoever asks for the calls says so in words.
+    Guesses do not warn meanwhile: the caller reports their basis in words.
     """
     with without_doubts(), seen_calls() as found:
         yield found

@@ -329,7 +329,7 @@ def _addend(c: Tensor, text: str) -> Tensor:
 
 
 def is_exactly(fmt: FloatFormat, dtype: torch.dtype) -> bool:
-    """Say whether every number of a dtype is a value of a format."""
+    """Return True if every number of a dtype is a value of a format."""
     own = get_format(dtype)
     assert isinstance(own, FloatFormat)
     fits = own.max <= fmt.max and own.min_subnormal >= fmt.min_subnormal

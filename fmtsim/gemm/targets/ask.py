@@ -182,7 +182,7 @@ def normalised(algorithm: int, tile: int, split: int, reduction: int, custom: in
 
 
 def _can_ask(question: Question) -> bool:
-    """Say whether a kind of calls has a name in the library's types."""
+    """Return True if a kind of calls has a name in the library's types."""
     kind = question.kind
     scaled = kind.scaling == "none" or kind.scaling in _SCALE_MODES
     return kind.a in _TYPES and kind.b in _TYPES and kind.out in _OUT and kind.compute in _COMPUTE and scaled

@@ -2,7 +2,7 @@
 """The accumulation orders of cuBLASLt's kernels: from the choice that the library makes for a call to a plan.
 
 Found by probing and by comparing bits on H100, H200, GB200 and GB300; docs/evidence.md says how many calls of each
-family. A configuration that nobody has measured has no entry in these tables, and its calls no order.
+family. A configuration that was never measured has no entry in these tables, and its calls no order.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def plainest(choice: Choice, question: Question) -> Choice:
 
 
 def same_order(choice: Choice, other: Choice, question: Question, architecture: Architecture) -> bool:
-    """Say whether two choices are known to come to the same order, also of a product with a bias that torch adds."""
+    """Return True if two choices are known to come to the same order, also of a product with a bias that torch adds."""
     call = call_of(question)
     calls = [call]
     if 1 in (question.n, question.k) and call.operation == "mm":
@@ -189,7 +189,7 @@ def _fma(call: GemmCall, **fields: Any) -> Order:
 
 
 def _scalar(call: GemmCall) -> bool:
-    """Say whether the orders below are those of the call: sums in float32, of any operands that are not FP8."""
+    """Return True if the orders below are those of the call: sums in float32, of any operands that are not FP8."""
     return call.a in ("bf16", "fp16", "tf32") and call.accumulate == "fp32"
 
 

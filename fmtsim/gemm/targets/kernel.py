@@ -235,7 +235,7 @@ class Rule:
 
 
 def matches(when: dict[str, Any], call: GemmCall) -> bool:
-    """Say whether a call fulfils conditions, which ``check_conditions`` explains."""
+    """Return True if a call fulfils conditions, which ``check_conditions`` explains."""
     return all(_fulfils(name, wanted, call) for name, wanted in when.items())
 
 

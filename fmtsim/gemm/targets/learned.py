@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuBLASLt most likely chooses where nobody asked it: decision trees that were learned from its answers."""
+"""What cuBLASLt most likely chooses for calls that it was not asked about: decision trees learned from its answers."""
 
 import json
 import struct

@@ -70,7 +70,7 @@ class Target:
         architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
         book: What the library chooses for runs of sizes: in a file, a path from the plan file's folder. A book that
             comes with fmtsim is named alone.
-        trees: What the library most likely chooses where nobody asked it, in a file like the book's.
+        trees: What the library most likely chooses for a call that it was not asked about, in a file like the book's.
     """
 
     name: str
@@ -212,7 +212,7 @@ class Target:
         return None
 
     def _chosen(self, call: GemmCall, question: Question) -> Found | None:
-        """Return what the library's own choice comes to: out of the book, or asked here; None where nobody knows it."""
+        """Return what the library's own choice comes to: out of the book, or asked here; None where neither has it."""
         run = None if self.book is None else self.book.run(question)
         certain = run is not None and run.certain(question)
         choice = None if certain else ask.choice(question, self)

@@ -79,7 +79,7 @@ class Mode:
         return None if fmt is None else fmt.name
 
     def takes(self, *formats: str | Format) -> bool:
-        """Say whether operands of these formats, by name or record, can be multiplied here."""
+        """Return True if operands of these formats, by name or record, can be multiplied here."""
         records = [get_format(fmt) for fmt in formats]
         if self.inputs is None:
             return all(isinstance(record, FloatFormat) for record in records)
@@ -247,12 +247,12 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
 
 
 def unit_takes(unit: str | Unit | Arithmetic, *formats: str | Format) -> bool:
-    """Say whether a unit by name or record has a mode for operands of these formats; an arithmetic takes all."""
+    """Return True if a unit by name or record has a mode for operands of these formats; an arithmetic takes all."""
     return isinstance(unit, Arithmetic) or any(mode.takes(*formats) for mode in get_unit(unit).modes)
 
 
 def takes_logarithms(unit: str | Unit | Arithmetic | None) -> bool:
-    """Say whether a unit by name or record, or an arithmetic, multiplies logarithms."""
+    """Return True if a unit by name or record, or an arithmetic, multiplies logarithms."""
     modes = () if unit is None or isinstance(unit, Arithmetic) else get_unit(unit).modes
     return any(isinstance(path, LogDatapath) for path in (unit, *(mode.datapath for mode in modes)))
 
