@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.lab.memory import ModelSize
-from fmtsim.lab.training.gpt import Block, GPTConfig
-from fmtsim.lab.training.llama import LlamaBlock
+from fmtsim.lab.training.decoders import Block, GPTConfig, LlamaBlock
 
 RUNS = (("Llama", None), ("Llama", "te_current"), ("Llama", "coat"), ("GPT", None), ("GPT", "te_current"),
         ("GPT", "coat"), ("GPT", "checkpointing"))  # fmt: skip

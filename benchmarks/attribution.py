@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import fmtsim
 from fmtsim.lab.analysis.attribution import FIELDS
-from fmtsim.lab.training.gpt import GPT, GPTConfig
-from fmtsim.lab.training.llama import Llama
+from fmtsim.lab.training.decoders import GPT, GPTConfig, Llama
 
 RECIPES = ("te_current", "mxfp8", "te_nvfp4_all", "e2m1", "int8")
 TOKENS, LENGTH = 64, 32

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.lab.memory import MemoryEstimate, ModelSize
 from fmtsim.lab.memory.estimate import GB
-from fmtsim.lab.training.gpt import GPTConfig
-from fmtsim.lab.training.llama import Llama, LlamaBlock
+from fmtsim.lab.training.decoders import GPTConfig, Llama, LlamaBlock
 
 SIZES = ((1024, 8, 16, 4096, 4), (2048, 16, 16, 2048, 4), (4096, 8, 32, 4096, 2))
 """Width, blocks, heads, tokens of a sequence, sequences."""

@@ -18,7 +18,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.lab.training.corpus import Corpus, load_corpus, sample
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.lab.training.learner import schedule
 
 RECIPES = ("te_delayed", "te_current", "te_block", "te_mxfp8", "te_nvfp4", "mxfp4", "quartet", "quartet2")

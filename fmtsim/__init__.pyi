@@ -39,8 +39,8 @@ from fmtsim.gemm.units.unit import register_unit as register_unit
 from fmtsim.lab.analysis.attribute import attribute as attribute
 from fmtsim.lab.analysis.bisect import assert_same_bits as assert_same_bits
 from fmtsim.lab.analysis.bisect import bisect as bisect
+from fmtsim.lab.analysis.compare import Comparison as Comparison
 from fmtsim.lab.analysis.compare import compare as compare
-from fmtsim.lab.analysis.comparison import Comparison as Comparison
 from fmtsim.lab.analysis.native import compare_native as compare_native
 from fmtsim.lab.analysis.observe import observe as observe
 from fmtsim.lab.analysis.tracing import trace as trace

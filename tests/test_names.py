@@ -20,7 +20,7 @@ from fmtsim.formats.scaling import SCALE_RULES
 from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.gemm.models import find_models, list_models
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.reproduce.catalogue import CLAIMS, get_claims
+from fmtsim.lab.reproduce.run import CLAIMS, get_claims
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, FmtsimError, FormatError

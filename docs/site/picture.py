@@ -13,7 +13,7 @@ import torch
 
 import fmtsim
 from fmtsim.lab.training.corpus import load_corpus, sample
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 
 STEPS, EVERY = 100, 2
 CASTS = {

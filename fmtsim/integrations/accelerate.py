@@ -11,8 +11,7 @@ from torch import nn
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.integrations.run_record import RunRecord
-from fmtsim.integrations.run_state import checked_state
+from fmtsim.integrations.run_record import RunRecord, checked_state
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import StrPath

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RunRecord: what a callback does with a run: steps, observation, losses, delayed scales, the report."""
+"""RunRecord: what a callback does with a run: steps, observation, losses, checkpoints, the report."""
 
 import contextlib
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.integrations.run_state import FILE, checked_state, gathered, of_this_process
 from fmtsim.integrations.trackers import check_histograms, exponents, figures, send
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
@@ -23,8 +23,67 @@ from fmtsim.nn.state import converted_root, is_converted, load_recipe_state, rec
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, first_line, shown
 from fmtsim.support.files import StrPath, check_file, write_file
+
+FILE: Final = "fmtsim_state.pt"
+"""The file beside those of a checkpoint, where a trainer keeps no states of others itself."""
+_KEYS: Final = {"recipe_states", "observed", "first", "losses", "observation", "loss_scales"}
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """Return the state in a file, or None where there is no file.
+
+    Raises:
+        DataError: The file is damaged or holds something else.
+    """
+    if not path.exists():
+        return None
+    try:
+        return checked_state(torch.load(path, map_location="cpu", weights_only=True), "it")
+    except Exception as e:  # of damaged bytes torch's reader raises anything
+        raise DataError(
+            f"{path} cannot be read: {first_line(e)}; go on from another checkpoint, or remove this file: "
+            "the weights' own files have delayed scales, too, but for those of PEFT"
+        ) from e
+
+
+def checked_state(state: Any, what: str) -> dict[str, Any]:
+    """Return a state, checked as far as that it is one.
+
+    Raises:
+        DataError: It is none.
+    """
+    try:
+        if not isinstance(state, Mapping) or set(state) != _KEYS or not state["recipe_states"]:
+            raise ValueError
+        Observation.of_state(state["observation"])
+        return dict(state)
+    except Exception as e:
+        raise DataError(f"{what} holds something else than the state of a run") from e
+
+
+def gathered(own: dict[str, Any] | None) -> list[Any]:
+    """Return what ``recipe_state`` is on each process, or one of them where nothing is remembered; all have to call."""
+    ranks = _ranks()
+    if own is None or not own["layers"] or ranks == 1:
+        return [own]
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, own)
+    return found
+
+
+def of_this_process(states: list[Any]) -> tuple[Any, str]:
+    """Return what ``gathered`` has of this process, and a note where that is another's."""
+    ranks = _ranks()
+    if len(states) == ranks:
+        return states[dist.get_rank() if ranks > 1 else 0], ""
+    note = f"{len(states)} processes saved delayed scales; {ranks} went on, with those of the first"
+    return states[0], note if len(states) > 1 else ""
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class RunRecord:

@@ -8,8 +8,7 @@ from typing import Any
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.integrations.run_record import RunRecord
-from fmtsim.integrations.run_state import FILE, read_state
+from fmtsim.integrations.run_record import FILE, RunRecord, read_state
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import StrPath

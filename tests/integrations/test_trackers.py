@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from fmtsim.integrations import run_state
+from fmtsim.integrations import run_record
 from fmtsim.integrations.trackers import exponents, figures, send
 from fmtsim.lab.analysis.observe import observe
 from fmtsim.nn import convert
@@ -102,16 +102,16 @@ def test_numbers_that_loggers_cannot_take_are_left_out(part):
 
 def test_another_number_of_processes_goes_on_with_the_scales_of_the_first(monkeypatch):
     states = [{"recipe": "te_delayed", "layers": {"": rank}} for rank in range(2)]
-    assert run_state.of_this_process(states) == (
+    assert run_record.of_this_process(states) == (
         states[0],
         "2 processes saved delayed scales; 1 went on, with those of the first",
     )
-    assert run_state.of_this_process(states[:1]) == (states[0], "")
-    monkeypatch.setattr(run_state, "_ranks", lambda: 2)
-    monkeypatch.setattr(run_state.dist, "get_rank", lambda: 1)
-    assert run_state.of_this_process(states) == (states[1], "")
-    assert run_state.of_this_process(states[:1]) == (states[0], "")
+    assert run_record.of_this_process(states[:1]) == (states[0], "")
+    monkeypatch.setattr(run_record, "_ranks", lambda: 2)
+    monkeypatch.setattr(run_record.dist, "get_rank", lambda: 1)
+    assert run_record.of_this_process(states) == (states[1], "")
+    assert run_record.of_this_process(states[:1]) == (states[0], "")
     gather = lambda found, own: found.__setitem__(slice(None), [None, own])  # noqa: E731
-    monkeypatch.setattr(run_state.dist, "all_gather_object", gather)
-    assert run_state.gathered(states[1]) == [None, states[1]]
-    assert run_state.gathered(None) == [None] and run_state.gathered({"layers": {}}) == [{"layers": {}}]
+    monkeypatch.setattr(run_record.dist, "all_gather_object", gather)
+    assert run_record.gathered(states[1]) == [None, states[1]]
+    assert run_record.gathered(None) == [None] and run_record.gathered({"layers": {}}) == [{"layers": {}}]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn import mu_parameter_groups
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.recipes import Recipe, Replacement, get_recipe

@@ -11,7 +11,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.formats.scaling import Scaling
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn import quantised_attention
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache
 from fmtsim.ptq.catalogue import operand, quantised_cache

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from fmtsim.lab.calibration.check import Data, multiply
+from fmtsim.lab.calibration.campaign import Data, multiply
 from fmtsim.lab.calibration.gpu import NO_EXTRAS
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic

@@ -23,7 +23,7 @@ from torch import nn
 import fmtsim
 from fmtsim.formats.tensor_file import read_tensors
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.analysis.comparison import plot_ulps
+from fmtsim.lab.analysis.compare import plot_ulps
 from fmtsim.lab.cli import calibration, training  # noqa: F401
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy

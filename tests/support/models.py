@@ -9,7 +9,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from tests.support.operands import normal
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.gemm.targets import cublaslt
-from fmtsim.lab.reproduce.catalogue import CLAIMS
+from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.catalogue import RECIPES

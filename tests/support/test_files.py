@@ -23,7 +23,7 @@ from fmtsim.lab.calibration.planfile import write_plan
 from fmtsim.lab.cli import products
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.output import write_json
-from fmtsim.lab.training.evidence import write_check
+from fmtsim.lab.training.artifacts import write_check
 from fmtsim.ptq import get_ptq_recipe, save_ptq_recipe
 from fmtsim.recipes import get_recipe, save_recipe
 from fmtsim.support import files

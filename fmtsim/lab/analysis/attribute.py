@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.lab.analysis.attribution import Attribution, AttributionRow
-from fmtsim.lab.analysis.batch_runs import Runs
-from fmtsim.lab.analysis.operand_probe import Key, Probe
+from fmtsim.lab.analysis.operand_probe import Key, Probe, Runs
 from fmtsim.lab.analysis.operand_sites import ALL, AttentionSite, Site, sites_of
 from fmtsim.nn.convert import convert
 from fmtsim.nn.forward import ATTENTION
@@ -82,7 +81,7 @@ def attribute(
         ArgumentError: Nothing is rounded, the model is not converted and no recipe is given (or both), a batch or loss
             that does not fit, or a loss that is not finite without any rounding: the message says at which layer.
 
-    >>> from fmtsim.lab.training.gpt import GPT, GPTConfig
+    >>> from fmtsim.lab.training.decoders import GPT, GPTConfig
     >>> model = GPT(GPTConfig(context=8, width=32, layers=1, heads=2, vocabulary=16), seed=0)
     >>> tokens = torch.arange(32).reshape(4, 8) % 16
     >>> found = attribute(model, (tokens, tokens.roll(-1, 1)), format="e2m1")

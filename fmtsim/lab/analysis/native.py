@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.products.native import why_not_native
-from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.analysis.comparison import Comparison, Difference
-from fmtsim.lab.analysis.deterministic import deterministic
-from fmtsim.lab.analysis.one_step import Batch, check_loss, run_step, unchanged
+from fmtsim.lab.analysis.compare import Comparison, Difference, compare
+from fmtsim.lab.analysis.one_step import Batch, check_loss, deterministic, run_step, unchanged
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import converted_modules
 from fmtsim.support import table

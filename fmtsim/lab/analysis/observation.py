@@ -7,8 +7,7 @@ from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fmtsim.lab.analysis.loss_scale import LossScale, loss_scale_of
-from fmtsim.lab.analysis.losses import Losses, Measure, losses_of, plot_losses, worst
+from fmtsim.lab.analysis.losses import Losses, LossScale, Measure, loss_scale_of, losses_of, plot_losses, worst
 from fmtsim.lab.analysis.stats import Counts, OperandStats, Sample, in_order
 from fmtsim.support.errors import FmtsimError
 from fmtsim.support.files import StrPath

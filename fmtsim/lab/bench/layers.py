@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.lab.bench import models, peers
+from fmtsim.lab.bench import models
 from fmtsim.lab.bench.models import Sizes
 from fmtsim.lab.bench.timing import in_turns
 from fmtsim.nn.convert import convert
@@ -55,9 +55,9 @@ def cases(recipes: Sequence[str] | None, device: str) -> list[Case]:
     """
     gpu = _is_gpu(device)
     if recipes is None:
-        recipes = [*(RECIPES if gpu else RECIPES_ON_CPU), *peers.installed()]
+        recipes = [*(RECIPES if gpu else RECIPES_ON_CPU), *models.installed()]
     for name in recipes:
-        if name not in peers.PEERS:
+        if name not in models.PEERS:
             get_recipe(name)
     ways = [("layer", "eager")]
     ways += [(model, mode) for model in ("llama", "gpt") for mode in MODES[: 3 if gpu else 2]]
@@ -248,8 +248,8 @@ class _Layers:
 
 def _convert(model: nn.Module, recipe: str, machine: dict[str, Any]) -> None:
     """Let a recipe or other software convert a model but for its head; of layers alone a recipe leaves none out."""
-    if recipe in peers.PEERS:
-        peers.PEERS[recipe].convert(model, models.without_head)
+    if recipe in models.PEERS:
+        models.PEERS[recipe].convert(model, models.without_head)
         return
     record = get_recipe(recipe)
     if isinstance(model, nn.Sequential):

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a plan book: ask cuBLASLt by many processes what it takes for every number of rows of many layers."""
+"""Make a plan book: ask cuBLASLt, by many processes, what it takes for every number of rows of many layers."""
 
 import itertools
 import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final, TypeVar, cast, get_args
+from typing import Any, Final, TypeVar, cast, get_args
 
 import torch
 
@@ -21,12 +22,53 @@ from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs, w
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
-from fmtsim.lab.calibration.asking import asker, processes, shared
+from fmtsim.lab.verify.workers import each_done, pool_that_ends
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+@contextmanager
+def processes(open_library: Callable[[], Asker], workers: int, died: str) -> Iterator[ProcessPoolExecutor | None]:
+    """Give processes that have opened the library, None where this one alone has; ``died`` says it where one dies."""
+    if workers == 1:
+        _begin(open_library)
+        yield None
+        return
+    with pool_that_ends(workers, _begin, open_library, died=died) as pool:
+        yield pool
+
+
+def shared(
+    pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T], progress: Progress, weight: int = 0
+) -> Iterator[tuple[T, R]]:
+    """Yield tasks and what comes of them, in the order in which processes end them.
+
+    A task counts for its length, or for ``weight``.
+    """
+    done = 0
+    every = ((task, work(task)) for task in tasks) if pool is None else each_done(pool, work, tasks)
+    for task, found in every:
+        yield task, found
+        done += weight or len(task)  # type: ignore[arg-type]
+        progress.step(done)
+
+
+_asker: list[Any] = []  # of this process
+
+
+def asker() -> Asker:
+    """Return what asks in this process, of those that ``processes`` gives."""
+    return _asker[0]  # type: ignore[no-any-return]
+
+
+def _begin(open_library: Callable[[], Asker]) -> None:
+    torch.set_num_threads(1)
+    _asker[:] = [open_library()]
+
 
 MOST = 16384  # rows, or tokens of a weight's gradient
 CHUNK = 8  # families, or thousands of held-out questions, that a process is handed at once

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a call in which order it adds: operands whose results tell which products meet when.
+"""In which order a call adds: operands that show which products meet when, and plans that explain the answer.
 
 A large product X stands at position 0, -X at position j, and small units u at some other positions; all others are
 zero. A unit that is added to X before -X arrives is lost, one that meets the two after they cancelled survives. So a
@@ -7,6 +7,7 @@ result counts the units that are not accumulated with positions 0 and j before t
 draw the tree of additions: blocks, chains, slices. Every column of one call asks about another j.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fmtsim.lab.calibration.gpu import GPU, STORED, Extras
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import ZERO, combination, schedule
 
@@ -151,3 +152,182 @@ def meetings(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> NDArray[numpy.in
                 when[index] = time
             time += 1
     return when
+
+
+TILES = (128, 64, 32, 256, 512, 16, 8)  # widths of K tiles that libraries use, likely ones first
+STRIDES = (1, 2, 4)  # consecutive products of a thread's sum, where threads share a sum
+SLICE = 4  # slices of K are multiples of this many products
+PARTS = 128
+SHORT = 2048  # up to this K all parts are tried where the first one has no visible end
+PROMOTIONS = (128, 64, 256, 512, 32)
+
+
+def fits(call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None) -> Iterator[Iterator[GemmPlan]]:
+    """Yield plans that agree with everything a call showed, in stages: likely ones first.
+
+    Args:
+        call: The call.
+        arithmetic: Of its unit.
+        seen: What it showed; None, for a very small K, leaves the plain chain.
+    """
+    if seen is None or not isinstance(arithmetic, Datapath):
+        yield iter([GemmPlan()])
+        if call.k > SLICE and isinstance(arithmetic, Datapath):
+            yield iter([GemmPlan(k_tile=8, part_k=SLICE, split=-(-call.k // SLICE), residue_first=True)])
+        return
+    first = _first_run(arithmetic, seen)
+    if first is None:
+        yield _explaining(call, arithmetic, seen, _unsplit(call.k, arithmetic))
+    if first is not None or call.k <= SHORT:
+        yield _explaining(call, arithmetic, seen, _split(call, arithmetic, seen, first or (0, call.k - 1)))
+
+
+def _explaining(call: GemmCall, arithmetic: Datapath, seen: Sighting, plans: Iterator[GemmPlan]) -> Iterator[GemmPlan]:
+    for plan in plans:
+        if opens(call.k, arithmetic, plan, seen) and explains(call.k, arithmetic, plan, seen):
+            yield plan
+
+
+def opens(k: int, arithmetic: Datapath, plan: GemmPlan, seen: Sighting) -> bool:
+    """Say whether the first blocks of a plan are those that were seen; a quick look before a thorough one."""
+    length = min(arithmetic.block or k, plan.instruction_k or k)
+    whole = k if plan.part_k is None else min(plan.part_k, k)
+    tile = plan.k_tile or whole
+    first = (whole % tile or tile) if plan.residue_first else tile
+    stop = min(first, whole, *([] if plan.promote_every is None else [plan.promote_every]))
+    inside = seen.ends < stop
+    edges = numpy.minimum((seen.ends[inside] // length + 1) * length, stop)
+    return bool((numpy.searchsorted(seen.units, edges) == seen.lost[inside]).all()) or arithmetic.paired
+
+
+def _widths(k: int, arithmetic: Datapath) -> list[int | None]:
+    return [None, *(width for width in (8, 4) if width < (arithmetic.block or k))]
+
+
+def _unsplit(k: int, arithmetic: Datapath) -> Iterator[GemmPlan]:
+    for width in _widths(k, arithmetic):
+        yield GemmPlan(instruction_k=width)
+        for tile in sorted(TILES):
+            if k % tile and arithmetic.block != 1:  # blocks of one product are the same in all tiles
+                yield GemmPlan(k_tile=tile, residue_first=True, instruction_k=width)
+
+
+def _split(call: GemmCall, arithmetic: Datapath, seen: Sighting, first: tuple[int, int]) -> Iterator[GemmPlan]:
+    """Yield plans whose first run of products ends, and whose last part begins, where that was seen."""
+    k, last = call.k, _last_run(seen)
+    slow = call.operation == "scaled_mm" and not call.fast_accum
+    for width in _widths(k, arithmetic):
+        if slow:
+            yield from _promoted(k, first, last, width)
+        yield from _dealt(k, first, last, width)
+        yield from _slices(k, first, last, width, TILES if arithmetic.block != 1 else TILES[-1:])
+        if not slow:
+            yield from _promoted(k, first, last, width)
+        if arithmetic.block == 1:
+            yield from _strided(k, seen)
+        yield from _in_pairs(k, first, width)
+        yield from _interleaved(k, first, width)
+
+
+def _first_run(arithmetic: Datapath, seen: Sighting) -> tuple[int, int] | None:
+    """Return an interval (low, high] that holds the end of the first run of products, None where none is seen.
+
+    Within a run -X at position j takes with it the units up to the end of its block; in another part it takes more.
+    """
+    reach = numpy.searchsorted(seen.units, seen.ends + 2 * (arithmetic.block or 0), side="right")
+    beyond = numpy.flatnonzero(seen.lost > reach)
+    if not len(beyond):
+        return None
+    first = int(beyond[0])
+    return (int(seen.ends[first - 1]) if first else 0), int(seen.ends[first])
+
+
+class _Last(NamedTuple):
+    """Where the last part begins, where parts follow each other: in (low, high], or beyond the last unit."""
+
+    low: int
+    high: int
+    unit: int
+
+    def has(self, start: int) -> bool:
+        return self.low < start <= self.high or start > self.unit
+
+
+def _last_run(seen: Sighting) -> _Last:
+    first = int(numpy.argmax(seen.lost == seen.lost.max()))
+    return _Last(int(seen.ends[first - 1]) if first else 0, int(seen.ends[first]), int(seen.units[-1]))
+
+
+def _promoted(k: int, first: tuple[int, int], last: _Last, width: int | None) -> Iterator[GemmPlan]:
+    for every in PROMOTIONS:
+        if not first[0] < every <= first[1]:
+            continue
+        yield GemmPlan(promote_every=every, instruction_k=width)
+        for tile in TILES:
+            for parts, share, _ in _deals(k, tile):
+                if last.has((parts - 1) * share * tile):
+                    yield GemmPlan(k_tile=tile, split=parts, promote_every=every, instruction_k=width)
+
+
+def _dealt(k: int, first: tuple[int, int], last: _Last, width: int | None) -> Iterator[GemmPlan]:
+    """Yield runs of whole tiles that are added one after another."""
+    for tile in TILES:
+        for parts, share, residue in _deals(k, tile):
+            missing = tile - residue if residue else 0
+            end, start = share * tile - missing, (parts - 1) * share * tile - missing
+            if first[0] < end <= first[1] and last.has(start):
+                yield GemmPlan(k_tile=tile, split=parts, residue_first=residue > 0, instruction_k=width)
+
+
+def _in_pairs(k: int, first: tuple[int, int], width: int | None) -> Iterator[GemmPlan]:
+    for tile in TILES:
+        for parts, share, residue in _deals(k, tile):
+            if first[0] < share * tile <= first[1] and not residue and parts > 2:
+                yield GemmPlan(k_tile=tile, split=parts, instruction_k=width, reduce="pairwise")
+
+
+def _deals(k: int, tile: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (parts, tiles of a part, residue that comes first or 0) for every way to deal tiles, fewest parts first."""
+    tiles = -(-k // tile)
+    for share in range(-(-tiles // 2), 0, -1):
+        parts = -(-tiles // share)
+        if parts <= PARTS:
+            yield parts, share, 0
+            if k % tile:
+                yield parts, share, k % tile
+
+
+def _slices(
+    k: int, first: tuple[int, int], last: _Last, width: int | None, tiles: tuple[int, ...]
+) -> Iterator[GemmPlan]:
+    """Yield slices of K, each with a residue of its own."""
+    low, high = first
+    for length in range(low // SLICE * SLICE + SLICE, min(high, k - 1) + 1, SLICE):
+        parts = -(-k // length)
+        if not last.has((parts - 1) * length):
+            continue
+        residues = set()
+        for tile in sorted(tiles):
+            key = (length % tile, (k % length) % tile)
+            if key not in residues:
+                residues.add(key)
+                yield GemmPlan(k_tile=tile, part_k=length, split=parts, residue_first=True, instruction_k=width)
+
+
+def _strided(k: int, seen: Sighting) -> Iterator[GemmPlan]:
+    """Yield sums of every so-manyth product, added one after another, that agree with places in other sums than X."""
+    for tile in STRIDES:
+        for parts in range(2, min(PARTS, -(-k // tile)) + 1):
+            home, homes = (positions % (tile * parts) // tile for positions in (seen.ends, seen.units))
+            lost = (homes[None, :] <= home[:, None]).sum(1)
+            if (lost[home > 0] == seen.lost[home > 0]).all():
+                yield GemmPlan(k_tile=tile, split=parts, owner="interleaved")
+
+
+def _interleaved(k: int, first: tuple[int, int], width: int | None) -> Iterator[GemmPlan]:
+    for tile in TILES:
+        if first[0] < tile <= first[1]:
+            for parts in range(2, min(PARTS, -(-k // tile)) + 1):
+                for reduce in ("serial", "pairwise") if parts > 2 else ("serial",):
+                    yield GemmPlan(k_tile=tile, split=parts, owner="interleaved", instruction_k=width,
+                                   reduce=reduce)  # type: ignore[arg-type]  # fmt: skip

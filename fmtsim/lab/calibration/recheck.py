@@ -22,7 +22,7 @@ from fmtsim.gemm.targets.book import Book, Family
 from fmtsim.gemm.targets.kernel import Rule
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of
 from fmtsim.gemm.targets.target import Target
-from fmtsim.lab.analysis.comparison import Comparison
+from fmtsim.lab.analysis.compare import Comparison
 from fmtsim.lab.analysis.native import compare_native
 from fmtsim.lab.calibration.book import question
 from fmtsim.lab.calibration.gpu import STORED

@@ -17,8 +17,7 @@ from fmtsim.gemm.products.native import card_description, is_native
 from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.targets.target import get_target, list_targets
 from fmtsim.gemm.units.unit import Unit, get_unit
-from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.analysis.comparison import Comparison
+from fmtsim.lab.analysis.compare import Comparison, compare
 from fmtsim.lab.calibration.evidence import CallEvidence, Data, Evidence, KindEvidence, check_family
 from fmtsim.lab.calibration.gpu import open_gpu
 from fmtsim.lab.calibration.recheck import shown

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fmtsim.lab.bench import gpu, gpu_others, layers, peers
+from fmtsim.lab.bench import gpu, layers, models
+from fmtsim.lab.bench.gpu import Other
 from fmtsim.lab.bench.gpu_cases import UNITS
-from fmtsim.lab.bench.gpu_others import Other
 from fmtsim.lab.bench.models import HEAD, Sizes
 from fmtsim.lab.cli.arguments.machine import BENCH_SIZES
 from fmtsim.lab.cli.machine import processor_name
@@ -47,7 +47,7 @@ def measured_gpu(
         record.update(compiling_seconds=compiling, results=[result.to_dict() for result in results], failed=failed)
         keep(record)
     at_work("other software")
-    others = list(gpu_others.measured(repeats, gpu.ELEMENTS, gpu.SIDE)) if arguments.only == "*" else []
+    others = list(gpu.measure_others(repeats, gpu.ELEMENTS, gpu.SIDE)) if arguments.only == "*" else []
     told = [other if isinstance(other, str) else other.to_dict() for other in others]
     record.update(others=told, rows=[row for row, *_ in rows_of(results)], seconds=time.perf_counter() - start)
     return record, lambda: _gpu_text(record, results, failed, others)
@@ -154,7 +154,7 @@ def measured_layers(
     given = {name: getattr(arguments, name) for name in BENCH_SIZES}
     sizes = {name: size.resized(**given) for name, size in layers.sizes_of(device).items()}
     cases = chosen_cases(layers.cases(arguments.recipes, device), arguments.only)
-    absent = [] if arguments.recipes else [name for name in peers.PEERS if name not in peers.installed()]
+    absent = [] if arguments.recipes else [name for name in models.PEERS if name not in models.installed()]
     bench = layers.Bench(device, sizes, arguments.repeats, **machine)
     record: dict[str, Any] = {
         "machine": layers_machine(device), "sizes": {name: size.to_dict() for name, size in sizes.items()},

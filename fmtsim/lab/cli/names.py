@@ -64,7 +64,7 @@ def recipes() -> Iterable[str]:
 
 def converters() -> Iterable[str]:
     """Return the recipes, and the other software that ``fmtsim bench layers`` runs beside them."""
-    from fmtsim.lab.bench.peers import PEERS
+    from fmtsim.lab.bench.models import PEERS
 
     return *recipes(), *PEERS
 

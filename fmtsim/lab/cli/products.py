@@ -20,16 +20,14 @@ from fmtsim.gemm.models import PASSES, Shape, layer_shapes, parse_tokens, read_s
 from fmtsim.gemm.products.explanation import MmExplanation
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
-from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.analysis.comparison import Comparison
+from fmtsim.lab.analysis.compare import Comparison, compare
 from fmtsim.lab.analysis.invariance import batch_invariance
 from fmtsim.lab.analysis.ulp import read_codes
 from fmtsim.lab.cli.arguments.numbers import SLOW_EVERY
 from fmtsim.lab.cli.options import check_device, read_target, target_given
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.lab.explain.product import explain_mm
-from fmtsim.lab.training.models import module_of
-from fmtsim.lab.training.own_code import is_function
+from fmtsim.lab.training.models import is_function, module_of
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.support.files import check_file, write_file

@@ -18,11 +18,10 @@ from fmtsim.lab.cli.arguments.results import SUFFIXES
 from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given
 from fmtsim.lab.cli.options import check_positive, target_given
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, origin, versions_of, write_json
-from fmtsim.lab.training.own_code import told
+from fmtsim.lab.training.models import told
 from fmtsim.lab.verify import Outcome, workers
-from fmtsim.lab.verify.device import described, device_of
 from fmtsim.lab.verify.gemm import Replay, merged
-from fmtsim.lab.verify.outcome import engines
+from fmtsim.lab.verify.outcome import described, device_of, engines
 from fmtsim.nn import convert
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.files import check_file, check_folder
@@ -110,7 +109,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     record = {"equal": equal, "errors": errors, "tensors": {name: c.to_dict() for name, c in found.items()}}
     answer(arguments, record, lambda: _compare_text(found, errors))
     if arguments.plot:
-        from fmtsim.lab.analysis.comparison import plot_ulps
+        from fmtsim.lab.analysis.compare import plot_ulps
 
         plot_ulps(found, arguments.plot)
     return 0 if equal else MISMATCH

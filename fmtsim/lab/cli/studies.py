@@ -18,11 +18,10 @@ from fmtsim.lab.reproduce import Claim, Result, get_claims, run_claim, run_claim
 from fmtsim.lab.reproduce.claim import Verdict
 from fmtsim.lab.reproduce.report import HEADER, LEFT, about, ending, markdown, plot_result, rows_of
 from fmtsim.lab.training import sweep_folder
-from fmtsim.lab.training.corpus import Corpus, load_corpus
+from fmtsim.lab.training.corpus import Corpus, load_corpus, task_corpus
 from fmtsim.lab.training.scaling_law import Choice, ScalingLaw, fit_law
 from fmtsim.lab.training.sweep import Point, SweepConfig, points_of, speed_of
 from fmtsim.lab.training.sweep_result import SweepResult, byte_entropy
-from fmtsim.lab.training.tasks import task_corpus
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
 from fmtsim.support.errors import ArgumentError, FmtsimError

@@ -18,17 +18,24 @@ from fmtsim.lab.bench.timing import bounded_threads
 from fmtsim.lab.cli.arguments.models import EVERY
 from fmtsim.lab.cli.options import check_device, check_threads, read_target, target_given
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, json_text, print_text
-from fmtsim.lab.training.artifacts import CHECKPOINT, make_record, settings, write_artifacts, write_unfinished
+from fmtsim.lab.training.artifacts import (
+    CHECKPOINT,
+    check_text,
+    make_check_record,
+    make_record,
+    settings,
+    write_artifacts,
+    write_check,
+    write_unfinished,
+)
 from fmtsim.lab.training.checkpoint import Checkpoint
-from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import Corpus, load_corpus
-from fmtsim.lab.training.evidence import check_text, make_check_record, write_check
-from fmtsim.lab.training.gpt import GPTConfig
+from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.lockstep import check_native
 from fmtsim.lab.training.loop import compare_schemes
 from fmtsim.lab.training.models import source_digest
 from fmtsim.lab.training.run import Run
-from fmtsim.lab.training.schemes import ADAMW, HIGH_PRECISION, Scheme
+from fmtsim.lab.training.schemes import ADAMW, HIGH_PRECISION, Scheme, TrainConfig
 from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import check_folder

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training or serving a model needs of memory on real devices, by arithmetic, before it runs."""
 
-from fmtsim.lab.memory.bits import bits_per_element
-from fmtsim.lab.memory.estimate import MemoryEstimate, MemoryLine, SavedTensor
-from fmtsim.lab.memory.lookup import model_size
+from fmtsim.lab.memory.estimate import MemoryEstimate, MemoryLine, SavedTensor, bits_per_element
 from fmtsim.lab.memory.serving import serving_memory
-from fmtsim.lab.memory.sizes import Latent, ModelSize
+from fmtsim.lab.memory.sizes import Latent, ModelSize, model_size
 from fmtsim.lab.memory.training import training_memory
 
 __all__ = [

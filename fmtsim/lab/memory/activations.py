@@ -12,8 +12,7 @@ from math import ceil
 from typing import Final, Literal, NamedTuple
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.memory.bits import bits_of, bits_per_element
-from fmtsim.lab.memory.estimate import MemoryLine, SavedTensor
+from fmtsim.lab.memory.estimate import MemoryLine, SavedTensor, bits_of, bits_per_element
 from fmtsim.lab.memory.sizes import ModelSize
 from fmtsim.lab.memory.weights import Weight
 from fmtsim.recipes.build import SavedActivations

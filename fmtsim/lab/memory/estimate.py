@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an estimate of memory says: a line for each kind of tensor, on one device."""
+"""An estimate of memory: a line for each kind of tensor on one device, bits of numbers, and devices of a run."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from typing import Any, Literal
 
+from fmtsim.casts.arguments import check_flags
+from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import as_int, checked
 from fmtsim.support.table import Rows, Tabular, aligned
 
 GB = 10**9
@@ -114,3 +121,98 @@ NAMES = (
     "scale histories", "activations", "head and loss", "gradients of the logits", "recomputed block", "KV cache",
 )  # fmt: skip
 """Lines that estimates have."""
+
+
+ELEMENTS = FloatFormat | IntFormat | CodebookFormat | LogFormat
+
+
+def bits_per_element(fmt: str | Format, columns: int | None = None) -> float:
+    """Return the bits of an element with its share of the scales of blocks.
+
+    Args:
+        fmt: A format, by name or as a record.
+        columns: Extent of the axis that blocks run along, for a format with a scale a row; None leaves out scales that
+            are shared by a whole extent. The scale of a whole tensor is never counted.
+
+    Raises:
+        FormatError: There is no such format.
+
+    >>> bits_per_element("bf16"), bits_per_element("nvfp4"), bits_per_element("int8_channel", 4096)
+    (16.0, 4.5, 8.0078125)
+    """
+    found = get_format(fmt)
+    if isinstance(found, ELEMENTS):
+        return float(found.bits)
+    if isinstance(found, BlockFormat) and columns is not None and found.block[0] is not None:
+        found = replace(found, scaling=replace(found.scaling, block=(found.block[0], found.block[1] or columns)))
+    return float(found.bits_per_element)
+
+
+def bits_of(quantizer: Quantizer) -> float | None:
+    """Return the bits of an element of a quantised operand with its share of scales, None where it is not quantised.
+
+    Scales that a whole row, column or tensor shares are not counted.
+    """
+    if quantizer.format is None:
+        return None
+    bits, scaling = bits_per_element(quantizer.format), quantizer.scaling
+    if scaling is not None and None not in scaling.block:
+        outer, inner = scaling.block
+        bits += scaling.scale.bits / (outer * inner)  # type: ignore[operator]
+    return bits
+
+
+Zero = Literal[0, 1, 2, 3]
+MOST = 10**12  # of devices, tokens and the like; more would be a slip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """Say how devices share out a run.
+
+    Args:
+        count: All of them.
+        zero: What the data-parallel ones share out: nothing, states, gradients too, weights too.
+        parallel: Devices that share out each layer.
+        sequence: They share out the tokens, too.
+    """
+
+    count: int = 1
+    zero: Zero = 0
+    parallel: int = 1
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("devices", self.count), ("tensor_parallel", self.parallel)):
+            positive(name, value)
+        if self.count % self.parallel:
+            raise ArgumentError(
+                f"tensor_parallel={self.parallel} does not divide devices={self.count}; choose a divisor"
+            )
+        checked("zero", self.zero, Zero)
+        check_flags(sequence_parallel=self.sequence)
+
+    def share(self, total: float, stage: int) -> int:
+        """Return the bytes of one device of what is shared out from a stage of ZeRO on."""
+        return ceil(total / (self.parallel * self._parts(stage)))
+
+    def words(self, stage: int) -> str:
+        """Return by what a total is divided, in words."""
+        parts = [f" / {self.parallel} (tensor parallel)"] if self.parallel > 1 else []
+        parts += [f" / {self._parts(stage)} (ZeRO {self.zero})"] if self._parts(stage) > 1 else []
+        return "".join(parts)
+
+    def _parts(self, stage: int) -> int:
+        return self.count // self.parallel if self.zero >= stage else 1
+
+
+def positive(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number from ``least``.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    found = as_int(value)
+    if type(found) is not int or not least <= found <= MOST:
+        raise ArgumentError(f"{name}={shown(value)} is not possible; choose a whole number from {least} to 10**12")
+    return found

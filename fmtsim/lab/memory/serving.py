@@ -4,11 +4,8 @@
 from math import ceil
 from typing import Any
 
-from fmtsim.lab.memory.bits import bits_per_element
-from fmtsim.lab.memory.devices import positive
-from fmtsim.lab.memory.estimate import MemoryEstimate, MemoryLine
-from fmtsim.lab.memory.lookup import model_size, parameter_count
-from fmtsim.lab.memory.sizes import ModelSize
+from fmtsim.lab.memory.estimate import MemoryEstimate, MemoryLine, bits_per_element, positive
+from fmtsim.lab.memory.sizes import ModelSize, model_size, parameter_count
 from fmtsim.lab.memory.states import checked_format, per_element, stored_bytes
 from fmtsim.lab.memory.weights import Weight, weights_of
 from fmtsim.support.errors import ArgumentError

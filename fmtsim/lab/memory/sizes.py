@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a transformer, from which its memory follows."""
+"""The sizes of a transformer, by its name, its ``config.json`` of Hugging Face, or its number of parameters."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
 
-from fmtsim.support.errors import ArgumentError
-from fmtsim.support.records import check_types
+from fmtsim.gemm.models import Model, models
+from fmtsim.support.errors import ArgumentError, DataError, did_you_mean, shown
+from fmtsim.support.records import check_types, located, read_json
 
 Bias = Literal["qkv", "out", "mlp", "head", "norm"]
 MOST = {"blocks": 10**4, "heads": 10**5, "kv_heads": 10**5, "head_dim": 10**5}
@@ -128,3 +133,226 @@ def _check_size(record: Latent | ModelSize, name: str, least: int, most: int) ->
     value = getattr(record, name)
     if not least <= value <= most:
         raise ArgumentError(f"{type(record).__name__} {name}={value} is not possible; choose {least} to {most:,}")
+
+
+NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "vocabulary": ("vocab_size",),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active": ("num_experts_per_tok", "num_experts_per_token"),
+}
+"""What of a model is called what; the first name that is there counts."""
+
+
+class Family(NamedTuple):
+    """What a configuration does not say because every model of its type has it.
+
+    gated, tied: as of ModelSize; tied where the configuration leaves it out. biases: which layers have some, but those
+    that the configuration decides. positions: the name of the number of learned positions, and what is added to it.
+    """
+
+    gated: bool = True
+    tied: bool = False
+    biases: tuple[str, ...] = ()
+    positions: tuple[str, int] | None = None
+
+
+_ALL = ("qkv", "out", "mlp", "norm")
+_BERT = Family(gated=False, tied=True, biases=(*_ALL, "head"), positions=("max_position_embeddings", 0))
+_LLAMA, _TIED = Family(), Family(tied=True)
+
+# modeling_*.py of transformers 4.57 and 5.
+FAMILIES: Final[dict[str, Family]] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "phi3", "olmo", "olmo2", "olmoe", "granite", "ministral",
+         "deepseek_v2", "deepseek_v3", "smollm3"), _LLAMA
+    ),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "cohere", "cohere2"), _TIED),
+    "qwen2": Family(biases=("qkv",)),
+    "qwen2_moe": Family(biases=("qkv",)),
+    "gpt_oss": Family(biases=("qkv", "out", "mlp")),
+    "gpt2": Family(gated=False, tied=True, biases=_ALL, positions=("n_positions", 0)),
+    "gpt_bigcode": Family(gated=False, tied=True, biases=_ALL, positions=("n_positions", 0)),
+    "gpt_neo": Family(gated=False, tied=True, biases=("out", "mlp", "norm"), positions=("max_position_embeddings", 0)),
+    "gpt_neox": Family(gated=False, biases=_ALL),
+    "gptj": Family(gated=False, biases=("mlp", "head", "norm")),
+    "opt": Family(gated=False, tied=True, biases=_ALL, positions=("max_position_embeddings", 2)),
+    "bloom": Family(gated=False, tied=True, biases=_ALL),
+    "falcon": Family(gated=False, tied=True, biases=("norm",)),
+    "phi": Family(gated=False, biases=(*_ALL, "head")),
+    "starcoder2": Family(gated=False, tied=True, biases=_ALL),
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+}  # fmt: skip
+_BIASES = {"attention_bias": ("qkv", "out"), "qkv_bias": ("qkv",), "mlp_bias": ("mlp",)}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a ``config.json`` has.
+
+    Raises:
+        DataError: There is no such file, or it holds no JSON object.
+    """
+    found = read_json(path, DataError, "config.json")
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object; pass the path of a config.json")
+    return found
+
+
+def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
+    """Return the sizes that a configuration has.
+
+    Args:
+        config: What the file holds; of a model of text and images the part about text counts.
+        where: What errors call it.
+
+    Raises:
+        ArgumentError: A size is missing or not possible, or the family is not known.
+    """
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        hint = did_you_mean(kind, FAMILIES) if isinstance(kind, str) else ""
+        raise ArgumentError(
+            f"{where}: model_type {shown(kind)} is unknown{hint} (known are {', '.join(FAMILIES)}); write a "
+            "fmtsim.lab.memory.ModelSize, or pass the number of parameters"
+        )
+    family = FAMILIES[kind]
+    sizes = {name: _number(config, spellings, where) for name, spellings in NAMES.items()}
+    for name in ("blocks", "hidden", "heads", "vocabulary"):
+        if not sizes[name]:
+            raise ArgumentError(f"{where}: {NAMES[name][0]} is missing; pass a whole config.json, or a ModelSize")
+    head = _number(config, ("head_dim",), where) or sizes["hidden"] // sizes["heads"]
+    found: dict[str, Any] = sizes | {
+        "name": str(config.get("_name_or_path") or kind),
+        "intermediate": sizes["intermediate"] or 4 * sizes["hidden"],
+        "kv_heads": _kv_heads(config, sizes),
+        "head_dim": head,
+        "active": sizes["active"] if sizes["experts"] else 0,
+        "gated": family.gated,
+        "tied": bool(config.get("tie_word_embeddings", family.tied)),
+        "biases": _biases(config, family),
+        "positions": _number(config, family.positions[:1], where) + family.positions[1] if family.positions else 0,
+    }
+    with located(where):
+        return ModelSize(**found | _experts(config, sizes, where) | {"latent": _latent(config, where)})
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...], where: str) -> int:
+    """Return the first number that is there, 0 where none is."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise ArgumentError(f"{where}: {name} is {shown(value)}; write a whole number")
+        if value is not None:
+            return value
+    return 0
+
+
+def _kv_heads(config: Mapping[str, Any], sizes: dict[str, int]) -> int:
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+        return 1
+    return sizes["kv_heads"] or sizes["heads"]
+
+
+def _biases(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    found = dict.fromkeys(family.biases)
+    for switch, layers in _BIASES.items():
+        if config.get(switch) is True:
+            found |= dict.fromkeys(layers)
+        elif config.get(switch) is False:
+            found = {name: None for name in found if name not in layers}
+    if config.get("bias") is True:  # Falcon's name for those of all layers
+        found |= dict.fromkeys(("qkv", "out", "mlp"))
+    return tuple(found)
+
+
+def _experts(config: Mapping[str, Any], sizes: dict[str, int], where: str) -> dict[str, int]:
+    if not sizes["experts"]:
+        return {}
+    width = _number(config, ("moe_intermediate_size",), where)
+    found = {"intermediate": width} if width else {}
+    shared = _number(config, ("shared_expert_intermediate_size",), where)
+    shared = shared or width * _number(config, ("n_shared_experts",), where)
+    dense = _number(config, ("first_k_dense_replace",), where)
+    return found | {"shared": shared, "dense": dense, "dense_width": sizes["intermediate"] if dense else 0}
+
+
+def _latent(config: Mapping[str, Any], where: str) -> Latent | None:
+    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    ranks = [_number(config, (name,), where) for name in names]
+    fields = zip(("queries", "values", "rotary", "key_dim", "value_dim"), ranks, strict=True)
+    return Latent(**dict(fields)) if ranks[1] else None
+
+
+MOST_PARAMETERS = 10**15  # parameters; more than any model has
+
+
+def model_size(model: Any) -> ModelSize:
+    """Return the sizes of a model.
+
+    Args:
+        model: A name of ``fmtsim.lab.calibration.list_models()``, the path of a ``config.json`` of Hugging Face or of
+            its folder, its contents as a dict, a configuration of transformers, or a ModelSize, which is returned.
+
+    Raises:
+        ArgumentError: There is no such model, or its sizes are not known or not those of such a transformer.
+        DataError: The file is not a configuration.
+
+    >>> model_size("llama-8b").blocks
+    32
+    """
+    if isinstance(model, ModelSize):
+        return model
+    if isinstance(model, Mapping):
+        return size_of_config(model, "model")
+    if callable(getattr(model, "to_dict", None)):
+        return size_of_config(model.to_dict(), type(model).__name__)
+    if isinstance(model, os.PathLike) or (isinstance(model, str) and (os.sep in model or model.endswith(".json"))):
+        path = Path(model).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+        return size_of_config(read_config(path), str(path))
+    if not isinstance(model, str) or model not in models():
+        hint = did_you_mean(model, models()) if isinstance(model, str) else ""
+        raise ArgumentError(
+            f"model={shown(model)} is unknown{hint} (fmtsim.lab.calibration.list_models() has the names); or pass the "
+            "path of a config.json, or a number of parameters"
+        )
+    return _known(models()[model])
+
+
+def _known(model: Model) -> ModelSize:
+    if not model.blocks:
+        raise ArgumentError(
+            f"model={model.name!r}: its blocks are of several kinds, or their number is not known here; pass its "
+            "number of parameters, or the path of its config.json if that is of a family of decoders or of BERT's"
+        )
+    biases: tuple[Bias, ...] = ("qkv", "out", "mlp", "norm") if "l" in model.style else ()
+    biases += ("qkv",) if "q" in model.style else ()
+    biases += ("mlp",) if "m" in model.style else ()
+    biases += ("head",) if "h" in model.style else ()
+    same = ("name", "blocks", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "positions",
+            "experts", "active")  # fmt: skip
+    return ModelSize(
+        **{name: getattr(model, name) for name in same},
+        gated="g" in model.style, tied="t" in model.style, biases=tuple(dict.fromkeys(biases)),
+    )  # fmt: skip
+
+
+def parameter_count(value: Any) -> int | None:
+    """Return a number of parameters that stands in a model's place, None for what is not a number.
+
+    Raises:
+        ArgumentError: It is not finite, below 1, or beyond any model.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not isfinite(value) or not 1 <= value <= MOST_PARAMETERS:
+        raise ArgumentError(f"model={value} is not a number of parameters; pass 1 to 10**15, such as 7e9")
+    return round(value)

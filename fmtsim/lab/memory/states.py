@@ -8,9 +8,7 @@ from math import ceil
 import torch
 
 from fmtsim.formats.registry import get_format
-from fmtsim.lab.memory.bits import bits_of, bits_per_element
-from fmtsim.lab.memory.devices import Devices
-from fmtsim.lab.memory.estimate import MemoryLine
+from fmtsim.lab.memory.estimate import Devices, MemoryLine, bits_of, bits_per_element
 from fmtsim.lab.memory.weights import Weight
 from fmtsim.optim import rules
 from fmtsim.optim.catalogue import describe, get_scheme, list_schemes

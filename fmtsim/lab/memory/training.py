@@ -9,11 +9,8 @@ from typing import Any
 from fmtsim.casts.arguments import check_flags
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.memory.activations import Attention, Checkpointing, Keeping, activation_lines
-from fmtsim.lab.memory.bits import bits_of, bits_per_element
-from fmtsim.lab.memory.devices import Devices, Zero, positive
-from fmtsim.lab.memory.estimate import MemoryEstimate, SavedTensor
-from fmtsim.lab.memory.lookup import model_size, parameter_count
-from fmtsim.lab.memory.sizes import ModelSize
+from fmtsim.lab.memory.estimate import Devices, MemoryEstimate, SavedTensor, Zero, bits_of, bits_per_element, positive
+from fmtsim.lab.memory.sizes import ModelSize, model_size, parameter_count
 from fmtsim.lab.memory.states import Precision, checked_format, optimizer_of, weight_lines
 from fmtsim.lab.memory.weights import Weight, weights_of
 from fmtsim.recipes.registry import get_recipe

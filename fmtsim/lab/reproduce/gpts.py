@@ -10,10 +10,9 @@ from itertools import product
 import torch
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, near, settings
-from fmtsim.lab.reproduce.samples import descend, told
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, descend, near, settings, told
 from fmtsim.lab.reproduce.widths import text
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule

@@ -13,10 +13,20 @@ from torch import Tensor, nn
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import LogFormat
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
-from fmtsim.lab.reproduce.samples import descend, generator, told
+from fmtsim.lab.reproduce.claim import (
+    Claim,
+    Expected,
+    Measured,
+    Tell,
+    descend,
+    exactly,
+    generator,
+    near,
+    settings,
+    told,
+)
 from fmtsim.lab.training.corpus import Corpus, load_corpus, sample
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.lab.training.learner import BETAS, CLIP, WEIGHT_DECAY, schedule
 from fmtsim.optim import SGD, Adam, AdamW, Madam, QuantizedOptimizer, Scheme, StateFormat, get_scheme, memory
 from fmtsim.optim import codec as states

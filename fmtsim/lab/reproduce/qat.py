@@ -5,10 +5,9 @@ import copy
 
 import torch
 
-from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, near, settings
-from fmtsim.lab.reproduce.samples import descend
+from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, descend, near, settings
 from fmtsim.lab.reproduce.widths import text
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert
 
 _LENGTH = 32

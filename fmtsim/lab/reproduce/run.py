@@ -9,10 +9,48 @@ from typing import Any, get_args
 
 import torch
 
-from fmtsim.lab.reproduce.catalogue import get_claims
+from fmtsim.lab.reproduce import (
+    accumulation,
+    attention,
+    estimators,
+    gpts,
+    multipliers,
+    optimizers,
+    outliers,
+    qat,
+    quantised,
+    ratios,
+    searched,
+    served,
+    sweeps,
+    training,
+    widths,
+    wire,
+)
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, Verdict
 from fmtsim.lab.verify.workers import as_done
-from fmtsim.support.errors import FmtsimError
+from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
+
+_MODULES = (
+    ratios, estimators, outliers, attention, accumulation, training, widths, gpts, wire, quantised, multipliers, served,
+    searched, optimizers, qat, sweeps,
+)  # fmt: skip
+CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
+
+
+def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
+    """Return the claims of these names, in the order of the list; all of them where none is given.
+
+    Raises:
+        ArgumentError: There is no claim of a name.
+    """
+    known = {claim.name: claim for claim in CLAIMS}
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ArgumentError(f"unknown claim {shown(name)}{hint} (fmtsim reproduce --list shows all)")
+    return tuple(claim for claim in CLAIMS if not names or claim.name in names)
+
 
 _APART = 1000  # seeds lie so far apart: experiments that count up from a seed share no numbers
 

@@ -12,11 +12,20 @@ from torch import Tensor, nn
 
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import IntFormat
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.claim import (
+    Claim,
+    Expected,
+    Measured,
+    Tell,
+    decibels,
+    generator,
+    relative_error,
+    settings,
+    told,
+)
 from fmtsim.lab.reproduce.multipliers import luts
-from fmtsim.lab.reproduce.samples import decibels, generator, relative_error, told
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert, revert
 from fmtsim.ptq import ptq
 from fmtsim.ptq.calibrate import evaluating

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
-from fmtsim.lab.reproduce.samples import descend, generator
-from fmtsim.lab.training.gpt import Attention
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, descend, generator, settings
+from fmtsim.lab.training.decoders import Attention
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.convert import convert
 from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import simulate
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
-from fmtsim.lab.reproduce.samples import generator, told
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, generator, settings, told
 
 
 class Lost(NamedTuple):

@@ -14,11 +14,9 @@ from fmtsim.casts.arguments import takes
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.lab.search.channels import Link, check_widths, counted, links_of, narrow, narrowed
-from fmtsim.lab.search.choice import least_loss
-from fmtsim.lab.search.result import Policy, SearchResult, result_of
-from fmtsim.lab.search.sampler import Sampler
+from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import bits_of
-from fmtsim.lab.search.verb import DEFAULT, budget_of, check_options, recipes_of
+from fmtsim.lab.search.verb import DEFAULT, Sampler, budget_of, check_options, recipes_of
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import machine_of

@@ -1,22 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What learns in a run: a model with its optimizers, the factor of its loss, and the ranks that share its batches."""
+"""What learns in a run: a model with its optimizers, its loss scaling, and the ranks that share its batches."""
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fmtsim.lab.training.config import CLIP as CLIP
-from fmtsim.lab.training.config import FINAL_SHARE, TrainConfig
-from fmtsim.lab.training.loss_scale import LossScaler
+from fmtsim.distributed.arithmetic import require_mu
+from fmtsim.distributed.reduction import Reduction, get_reduction
+from fmtsim.distributed.simulate import simulate
 from fmtsim.lab.training.models import repeatable
-from fmtsim.lab.training.ranks import RankReduction
-from fmtsim.lab.training.schemes import ADAMW, Scheme
+from fmtsim.lab.training.schemes import ADAMW, FINAL_SHARE, Scheme, TrainConfig
+from fmtsim.lab.training.schemes import CLIP as CLIP
 from fmtsim.nn.scaled_linear import mu_parameter_groups
 from fmtsim.optim import AdamW, Madam
+from fmtsim.recipes.spec import LossScale
+
+
+class LossScaler:
+    """Scale a loss, take the factor out of the gradients again, and say whether the step may be taken.
+
+    The schedule is that of ``torch.amp.GradScaler`` for one optimizer, number for number (PyTorch, aten's
+    AmpGradScalerKernels): ``interval`` clean steps in a row multiply the factor by ``growth`` where the result is
+    finite; an overflow multiplies it by ``backoff`` and begins the count anew. With ``hysteresis`` above 1 (Megatron,
+    apex) the factor is kept until so many overflows have happened since the last clean step.
+
+    Args:
+        rule: The record; None scales nothing, and every step is taken.
+
+    Attributes:
+        scale: The factor in force, a float32 number.
+        skipped: Steps that were not taken because a gradient was not finite.
+        nonfinite: Steps with such gradients, taken or not.
+    """
+
+    def __init__(self, rule: LossScale | None) -> None:
+        self.rule = rule
+        self.scale = 1.0 if rule is None else _float32(rule.initial)
+        self.skipped = self.nonfinite = 0
+        self._clean = 0
+        self._left = 1 if rule is None else rule.hysteresis
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to go on with the same bits."""
+        return {name: value for name, value in vars(self).items() if name != "rule"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict`` of the same rule."""
+        vars(self).update({name: state[name] for name in self.state_dict()})
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss times the factor."""
+        return loss if self.rule is None else loss * self.scale
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Multiply gradients by ``float32(1 / scale)`` (a static factor divides them), in place.
+
+        Returns:
+            Whether the optimizer may step: a rule skips gradients that are not finite, without one they count.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        finite = all(bool(g.isfinite().all()) for g in gradients)
+        self.nonfinite += not finite
+        if self.rule is None:
+            return True
+        self.skipped += not finite
+        inverse = _float32(1 / self.scale) if self.scale else math.inf
+        for g in gradients:
+            if self.rule.interval is None:
+                g.div_(self.scale)
+            elif inverse != 1:
+                g.mul_(inverse)
+        self._update(finite)
+        return finite
+
+    def _update(self, finite: bool) -> None:
+        rule = self.rule
+        if rule is None or rule.interval is None:
+            return
+        if not finite:
+            self._clean = 0
+            self._left -= 1
+            if self._left <= 0:
+                self.scale = _float32(self.scale * rule.backoff)
+            return
+        self._left = rule.hysteresis
+        self._clean += 1
+        if self._clean == rule.interval:
+            grown = _float32(self.scale * rule.growth)
+            self.scale = grown if math.isfinite(grown) else self.scale
+            self._clean = 0
+
+
+def _float32(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float64).float())
+
+
+class RankReduction:
+    """Reduce the gradients of simulated ranks, step for step; the automatic factor moves as on processes.
+
+    Args:
+        reduction: A name of ``REDUCTIONS`` or a record.
+
+    Attributes:
+        mu: The automatic factor in force, float32, 0-d; None for fixed factors.
+        calls: Reductions so far.
+    """
+
+    def __init__(self, reduction: str | Reduction) -> None:
+        self.reduction = get_reduction(reduction)
+        self.mu = require_mu(self.reduction, None, torch.device("cpu"))
+        self.calls = 0
+
+    def reduce(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Return one gradient a parameter of those of each rank; None where no rank has one, else zeros stand in."""
+        columns = list(zip(*gradients, strict=True))
+        present = {i: g for i, column in enumerate(columns) for g in column if g is not None}
+        found: list[Tensor | None] = [None] * len(columns)
+        if not present:
+            return found
+        ranks = [
+            [torch.zeros_like(like) if (g := own[i]) is None else g for i, like in present.items()] for own in gradients
+        ]
+        result = simulate(ranks, self.reduction, mu=self.mu, call=self.calls)
+        self.calls += 1
+        if self.mu is not None and self.reduction.auto is not None:
+            counts = result.counts[0]  # of reduced elements, which are the same on all ranks
+            self.mu = self.reduction.auto.next(self.mu.to(counts.saturated.device), counts.saturated, counts.elements)
+        for i, value in zip(present, result.values, strict=True):
+            found[i] = value
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to go on with the same bits."""
+        return {"mu": self.mu, "calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict`` of the same reduction."""
+        self.mu, self.calls = state["mu"], state["calls"]
+
 
 BETAS, WEIGHT_DECAY, WARMUP_SHARE = (0.9, 0.95), 0.1, 0.1
 FEWEST_WARMUP_STEPS = 20  # after fewer, AdamW overshoots at the default peak in some seeds, in float32 as well

@@ -12,11 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from fmtsim.casts.arguments import takes
 from fmtsim.lab.training.corpus import Corpus, load_corpus
-from fmtsim.lab.training.gpt import VOCABULARY
-from fmtsim.lab.training.models import OwnModel
-from fmtsim.lab.training.own_code import is_function, returned, told
-from fmtsim.lab.training.pretrained import load_pretrained, load_tokenizer
-from fmtsim.lab.training.weights_file import load_weights
+from fmtsim.lab.training.decoders import VOCABULARY
+from fmtsim.lab.training.models import OwnModel, is_function, returned, told
+from fmtsim.lab.training.pretrained import load_pretrained, load_tokenizer, load_weights
 from fmtsim.ptq.calibrate import call, evaluating
 from fmtsim.support.errors import ArgumentError, DataError, shown
 

@@ -21,16 +21,15 @@ from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.lab.analysis.bisect import bisect
-from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.analysis.comparison import Comparison
-from fmtsim.lab.analysis.deterministic import deterministic
-from fmtsim.lab.training.config import TrainConfig
+from fmtsim.lab.analysis.compare import Comparison, compare
+from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.corpus import Corpus, sample
-from fmtsim.lab.training.gpt import LanguageModel
+from fmtsim.lab.training.decoders import LanguageModel
 from fmtsim.lab.training.learner import Learner, autocast
 from fmtsim.lab.training.loop import collected_guesses
 from fmtsim.lab.training.models import MODELS, build_model
 from fmtsim.lab.training.run import keys, simulate
+from fmtsim.lab.training.schemes import TrainConfig
 from fmtsim.nn.convert import set_step
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec

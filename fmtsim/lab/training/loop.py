@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from fmtsim.lab.analysis.deterministic import deterministic
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import observe
+from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.checkpoint import Checkpoint
-from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.learner import Learner, autocast
 from fmtsim.lab.training.models import MODELS, OwnModel, build_model
 from fmtsim.lab.training.run import Run, begin, keys, simulate, training_steps
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn.report import report
 from fmtsim.support.errors import PlanUnknownWarning
 from fmtsim.support.progress import Progress

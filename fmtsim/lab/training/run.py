@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fmtsim.lab.analysis.observation import Observation
-from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.learner import Learner
 from fmtsim.lab.training.models import build_model, without_head
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.coverage import Coverage, RawWeight
 from fmtsim.nn.report import Report, ReportRow

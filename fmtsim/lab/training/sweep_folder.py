@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fmtsim
-from fmtsim.lab.analysis.deterministic import deterministic
+from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.corpus import Corpus
 from fmtsim.lab.training.loop import collected_guesses, rehearse
 from fmtsim.lab.training.models import source_digest

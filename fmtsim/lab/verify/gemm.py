@@ -19,8 +19,7 @@ from fmtsim.gemm.products.operands import matrix_layout
 from fmtsim.gemm.products.scaled import mma, scaled_mm
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.verify.device import moved
-from fmtsim.lab.verify.outcome import Advance, Task, task_of
+from fmtsim.lab.verify.outcome import Advance, Task, moved, task_of
 from fmtsim.lab.verify.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
 from fmtsim.spec.call import GemmCall, ScaleKind
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning

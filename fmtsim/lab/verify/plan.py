@@ -1,16 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checks run on which formats."""
+"""Which checks run on which formats; all 2**32 float32 inputs, against conversions that others wrote."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+
+import numpy
+import torch
+from numpy.typing import NDArray
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.lab.verify import checks
-from fmtsim.lab.verify.exhaustive import FORMATS, all_inputs
-from fmtsim.lab.verify.outcome import Advance, Outcome, Task, task_of
+from fmtsim.lab.verify.outcome import Advance, Outcome, Tally, Task, covers, task_of
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.engine import Casts
 from fmtsim.support.errors import FormatError
+
+FORMATS = ("e4m3", "e5m2", "bf16", "fp16", "e2m1")
+INPUTS = 1 << 32
+CHUNK = 1 << 18  # inputs, codes and values of a chunk stay in the cache
+
+_DTYPES = {
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "e2m1": "float4_e2m1fn",
+}
+
+Codes = NDArray[numpy.unsignedinteger]
+
+
+def all_inputs(
+    fmt: FloatFormat, engines: dict[str, Casts], advance: Callable[[float], None], *, stride: int = 1
+) -> Outcome:
+    """Round every float32 to nearest even, under both overflow rules, and compare values and codes.
+
+    Args:
+        fmt: One of ``FORMATS``.
+        engines: The engines to check; each is compared with the other library, and so with each other.
+        advance: Called with the share done.
+        stride: Check every stride-th chunk of consecutive inputs only.
+    """
+    tally = Tally("exhaustive", fmt.name)
+    for start in range(0, INPUTS, CHUNK * stride):
+        x = torch.from_numpy(numpy.arange(start, start + CHUNK, dtype=numpy.uint32).view(numpy.float32))
+        ieee = foreign_codes(x, fmt)
+        for overflow in ("saturate", "ieee"):
+            codes = ieee if overflow == "ieee" else saturated(ieee, x, fmt)
+            spec = CastSpec(format=fmt, rounding=Rounding(), overflow=overflow)
+            _compare(tally, engines, x, codes, spec, encode=overflow == fmt.default_overflow)
+        advance(min((start + CHUNK * stride) / INPUTS, 1.0))
+    return tally.outcome()
+
+
+def foreign_codes(x: torch.Tensor, fmt: FloatFormat) -> Codes:
+    """Return the codes that ml_dtypes or numpy gives to float32 numbers, NaN made canonical.
+
+    Where the format has no NaN those libraries give a code of their own; the rule here is the largest value.
+    """
+    import ml_dtypes
+
+    name = _DTYPES[fmt.name]
+    dtype = numpy.dtype(getattr(ml_dtypes, name, None) or name)
+    with numpy.errstate(all="ignore"):
+        codes = x.numpy().astype(dtype).view(f"uint{8 * dtype.itemsize}")
+    codes[numpy.isnan(x.numpy())] = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    return codes
+
+
+def saturated(codes: Codes, x: torch.Tensor, fmt: FloatFormat) -> Codes:
+    """Return codes in which what overflow made of numbers and infinities is the largest value."""
+    numbers = x.numpy()
+    lost = (codes & codes.dtype.type(fmt.magnitude_mask)) > fmt.max_code
+    lost &= ~numpy.isnan(numbers)
+    if not lost.any():
+        return codes
+    result = codes.copy()
+    result[lost] = numpy.where(numpy.signbit(numbers[lost]), fmt.sign_mask | fmt.max_code, fmt.max_code)
+    return result
+
+
+def _compare(
+    tally: Tally, engines: dict[str, Casts], x: torch.Tensor, codes: Codes, spec: CastSpec, *, encode: bool
+) -> None:
+    fmt = spec.format
+    assert isinstance(fmt, FloatFormat)
+    values = torch.from_numpy(_values(fmt)[codes])
+    for name, engine in engines.items():
+        if covers(engine, "quantize", spec, x, x):
+            out = torch.empty_like(x)
+            engine.quantize(x, spec, None, out)
+            tally.compare(out, values, x, f"{name}.quantize, {spec.overflow}")
+        if encode and covers(engine, "encode", spec, x):
+            expected = torch.from_numpy(codes.astype(numpy.int64)).to(code_dtype(fmt.bits))
+            tally.compare(engine.encode(x, spec, None).codes, expected, x, f"{name}.encode, {spec.overflow}")
+
+
+@cache
+def _values(fmt: FloatFormat) -> NDArray[numpy.float32]:
+    """Return the value of every code, NaN canonical."""
+    return numpy.array([fmt.value(code) for code in range(1 << fmt.bits)], dtype=numpy.float32)
+
 
 ORACLE_BITS = 8
 CODE_BITS = 16

@@ -15,9 +15,8 @@ from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.units.unit import Mode, get_unit, list_units
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.verify.device import moved
 from fmtsim.lab.verify.gemm import Replay, replay_task
-from fmtsim.lab.verify.outcome import Advance, Task
+from fmtsim.lab.verify.outcome import Advance, Task, moved
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec

@@ -14,8 +14,7 @@ from benchmarks.attribution import spearman, tokens
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.lab.analysis.attribution import FIELDS, Attribution, AttributionRow
 from fmtsim.lab.analysis.operand_probe import Probe
-from fmtsim.lab.training.gpt import GPT, GPTConfig
-from fmtsim.lab.training.llama import Llama
+from fmtsim.lab.training.decoders import GPT, GPTConfig, Llama
 
 SIZES = GPTConfig(context=32, width=32, layers=2, heads=2, vocabulary=64)
 

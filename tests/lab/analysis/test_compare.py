@@ -12,8 +12,7 @@ import torch
 import fmtsim
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.analysis import ulp
-from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.analysis.comparison import bucket_name, plot_ulps
+from fmtsim.lab.analysis.compare import bucket_name, compare, plot_ulps
 from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.operands import normal
 

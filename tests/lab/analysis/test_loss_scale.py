@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.lab.analysis.loss_scale import loss_scale_of
+from fmtsim.lab.analysis.losses import loss_scale_of
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.support.errors import ArgumentError
 

@@ -17,7 +17,7 @@ from fmtsim.lab.analysis.losses import losses_of
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import ModelObservation, observe
-from fmtsim.lab.analysis.page.data import observation_data
+from fmtsim.lab.analysis.page.page import observation_data
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.nn import convert, revert
 from fmtsim.spec.quantizer import Quantizer

@@ -15,7 +15,7 @@ from fmtsim.lab.analysis.measure import _limits, _smallest
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import observe
 from fmtsim.lab.analysis.page import write_page
-from fmtsim.lab.analysis.page.data import format_choices, number
+from fmtsim.lab.analysis.page.page import format_choices, number
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.support.errors import ArgumentError
 from tests.support.reports import UNKIND, data_of, made_observation, made_report

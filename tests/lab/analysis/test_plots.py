@@ -17,9 +17,7 @@ def test_the_style_is_one_that_matplotlib_takes():
 
 
 def test_importing_plots_does_not_import_matplotlib():
-    code = (
-        "import sys, fmtsim.lab.analysis.comparison, fmtsim.lab.analysis.losses; sys.exit('matplotlib' in sys.modules)"
-    )
+    code = "import sys, fmtsim.lab.analysis.compare, fmtsim.lab.analysis.losses; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmtsim.lab.analysis.sharpness import sharpness
+from fmtsim.lab.training.sweep import sharpness
 from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.operands import normal
 

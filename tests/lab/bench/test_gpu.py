@@ -9,7 +9,7 @@ import torch
 
 import fmtsim.engines.cuda
 from fmtsim.formats.registry import get_format
-from fmtsim.lab.bench import gpu, gpu_cases, gpu_others
+from fmtsim.lab.bench import gpu, gpu_cases
 from fmtsim.lab.bench.gpu import CASES, Result, measure, worst
 from fmtsim.lab.cli import device_benchmarks
 from fmtsim.lab.cli.main import main
@@ -121,11 +121,11 @@ def test_other_software_that_is_missing_or_fails_is_said(monkeypatch):
         raise ValueError("no such card\nat all")
         yield
 
-    monkeypatch.setattr(gpu_others.importlib.util, "find_spec", lambda name: None if name == "mmaemu" else object())
-    monkeypatch.setattr(gpu_others, "_compiled", fails)
-    found = list(gpu_others.measured(3, 4096, 64))
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "mmaemu" else object())
+    monkeypatch.setattr(gpu, "_compiled", fails)
+    found = list(gpu.measure_others(3, 4096, 64))
     assert found == ["mmaemu is not installed", "triton did not run: ValueError: no such card"]
-    other = gpu_others.Other(row=gpu_cases.FP8_FAST, software="mmaemu 1", value=6.2, ours=17.0, differing=0)
+    other = gpu.Other(row=gpu_cases.FP8_FAST, software="mmaemu 1", value=6.2, ours=17.0, differing=0)
     assert other.to_dict()["row"] == gpu_cases.FP8_FAST.name
     text = device_benchmarks.others_table([other, *found])
     assert "mmaemu 1" in text and text.endswith(found[1])
@@ -152,7 +152,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def test_tables_to_the_letter():
     results = [result("e4m3 float32", 0.97), result("e5m2 float32", 0.94), result("linear layer mxfp4", 1.6),
                result("exact int8", 61.0)]  # fmt: skip
-    other = gpu_others.Other(row=gpu_cases.FP8_FAST, software="mmaemu 1", value=6.2, ours=17.0, differing=1234)
+    other = gpu.Other(row=gpu_cases.FP8_FAST, software="mmaemu 1", value=6.2, ours=17.0, differing=1234)
     text = "\n".join(
         [
             device_benchmarks.gpu_table(results),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.lab.bench import layers, peers
+from fmtsim.lab.bench import layers, models
 from fmtsim.lab.bench.layers import Bench, Case, Result, Step
 from fmtsim.lab.bench.models import Sizes, without_head
 from fmtsim.lab.cli import device_benchmarks
@@ -30,7 +30,7 @@ def test_cases_name_model_mode_and_recipe():
 
 
 def test_peers_run_where_they_are_installed(monkeypatch):
-    monkeypatch.setattr(peers, "installed", lambda: ["torchao_float8"])
+    monkeypatch.setattr(models, "installed", lambda: ["torchao_float8"])
     for device, recipes in (("cpu", layers.RECIPES_ON_CPU), ("cuda", layers.RECIPES)):
         assert list(dict.fromkeys(c.recipe for c in layers.cases(None, device))) == [*recipes, "torchao_float8"]
 
@@ -74,7 +74,7 @@ def test_a_model_and_mode_share_one_plain_model(monkeypatch):
 
 
 def test_peers_that_are_absent_are_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(peers, "installed", lambda: ["torchao_float8"])
+    monkeypatch.setattr(models, "installed", lambda: ["torchao_float8"])
     monkeypatch.setattr(layers, "RECIPES_ON_CPU", ("te_current",))
     assert "not measured, because not installed: microxcaling_mxfp4\n" in run(capsys, "--only", "layer * te_current")
 
@@ -82,7 +82,7 @@ def test_peers_that_are_absent_are_said_once(capsys, monkeypatch):
 def test_a_missing_peer_names_the_next_step():
     assert main(["bench", "layers", "--recipes", "nope"]) == BAD_INPUT
     with pytest.raises(fmtsim.FmtsimError, match="no_such is not installed; pip install it, or leave it out"):
-        peers.Peer(module="no_such", install="pip install it", apply=print).convert(nn.Linear(1, 1), lambda m, n: True)
+        models.Peer(module="no_such", install="pip install it", apply=print).convert(nn.Linear(1, 1), lambda m, n: True)
 
 
 class TheirLinear(nn.Linear):

@@ -16,7 +16,7 @@ import fmtsim
 from fmtsim.lab.analysis.measure import _limits
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.page import write_page
-from fmtsim.lab.analysis.page.data import format_choices
+from fmtsim.lab.analysis.page.page import format_choices
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.support.errors import FormatError
 from tests.support.reports import OPERANDS, UNKIND, made_observation, made_report

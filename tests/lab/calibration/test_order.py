@@ -10,9 +10,8 @@ import torch
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.calibration import fit
-from fmtsim.lab.calibration.campaign import calibrate, find_plan
-from fmtsim.lab.calibration.check import make_data, question, verify
+from fmtsim.lab.calibration import order
+from fmtsim.lab.calibration.campaign import calibrate, find_plan, make_data, question, verify
 from fmtsim.lab.calibration.order import LEVELS, Sighting, _positions, expected, explains, look
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
@@ -207,9 +206,9 @@ def test_very_short_sums_are_compared_alone():
 
 def test_tiles_that_show_nothing_are_not_tried():
     def tiles(k, arithmetic):
-        return [plan.k_tile for plan in fit._unsplit(k, arithmetic) if plan.instruction_k is None]
+        return [plan.k_tile for plan in order._unsplit(k, arithmetic) if plan.instruction_k is None]
 
-    assert tiles(192, BF16) == [None, *(tile for tile in sorted(fit.TILES) if 192 % tile)]
+    assert tiles(192, BF16) == [None, *(tile for tile in sorted(order.TILES) if 192 % tile)]
     assert tiles(192, replace(BF16, block=1)) == [None]
     assert None in tiles(192, replace(BF16, block=2)) and len(tiles(192, replace(BF16, block=2))) > 1
 
@@ -237,7 +236,7 @@ def test_slow_scaled_products_are_promoted_first():
     for call in (fp8(64, 64, 1024, fast=False), fp8(64, 64, 1024, fast=True), mm(64, 64, 1024)):
         arithmetic = BF16 if call.operation == "mm" else FP8
         seen = Sighting(*(numpy.arange(n, dtype=numpy.int64) for n in (4, 4, 4)))
-        plans = list(fit._split(call, arithmetic, seen, (0, 1024)))
+        plans = list(order._split(call, arithmetic, seen, (0, 1024)))
         assert any(plan.promote_every for plan in plans) and not all(plan.promote_every for plan in plans)
         promoted[call.operation, call.fast_accum] = plans[0].promote_every is not None
     assert promoted == {("scaled_mm", False): True, ("scaled_mm", True): False, ("mm", mm(1, 1, 1).fast_accum): False}
@@ -255,7 +254,7 @@ def test_sums_of_every_so_manyth_product_agree_beside_the_first(k, most):
             plan for plan in tried
             if (lost[plan] == lost[seen])[ends % (plan.k_tile * plan.split) >= plan.k_tile].all()
         ]  # fmt: skip
-        assert seen in agree and list(fit._strided(k, Sighting(ends, units, lost[seen]))) == agree
+        assert seen in agree and list(order._strided(k, Sighting(ends, units, lost[seen]))) == agree
 
 
 @pytest.mark.parametrize("name", LEVELS)

@@ -14,8 +14,7 @@ from fmtsim.gemm.targets.target import get_target, list_targets, target_from_dic
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.calibration.arithmetic import Measured, measure
 from fmtsim.lab.calibration.campaign import Finding, calibrate, scalar_unit
-from fmtsim.lab.calibration.kernels import cover, entries_of, kernels_of
-from fmtsim.lab.calibration.planfile import merged, plan_file, plan_text, write_plan
+from fmtsim.lab.calibration.planfile import cover, entries_of, kernels_of, merged, plan_file, plan_text, write_plan
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order

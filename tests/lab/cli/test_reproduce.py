@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.reproduce import catalogue
-from fmtsim.lab.reproduce.catalogue import CLAIMS
+from fmtsim.lab.reproduce import run as run_module
+from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.support.errors import ArgumentError
 
 
@@ -34,7 +34,7 @@ def wrong(monkeypatch):
             return claim
         return dataclasses.replace(claim, settings=tuple((dict(claim.settings) | {"decades": 12.0}).items()))
 
-    monkeypatch.setattr(catalogue, "CLAIMS", tuple(map(change, CLAIMS)))
+    monkeypatch.setattr(run_module, "CLAIMS", tuple(map(change, CLAIMS)))
 
 
 def test_list(run):
@@ -88,7 +88,7 @@ def test_an_experiment_that_breaks_off_is_3(run, monkeypatch):
         raise ArgumentError("no such thing")
 
     claims = tuple(dataclasses.replace(claim, measure=broken) if claim.name == "dge" else claim for claim in CLAIMS)
-    monkeypatch.setattr(catalogue, "CLAIMS", claims)
+    monkeypatch.setattr(run_module, "CLAIMS", claims)
     status, text, err = run("--only", "gaudi", "--only", "dge")
     assert status == 3
     assert "dge: BROKE OFF" in err and "broke off: no such thing" in text
@@ -121,7 +121,7 @@ def test_bad_arguments(run, tmp_path, monkeypatch):
     status, _, err = run("--only", "gaudy")
     assert status == 2
     assert "unknown claim 'gaudy'; did you mean 'gaudi'" in err
-    monkeypatch.setattr(catalogue, "CLAIMS", (dataclasses.replace(CLAIMS[0], slow=True),))
+    monkeypatch.setattr(run_module, "CLAIMS", (dataclasses.replace(CLAIMS[0], slow=True),))
     status, _, err = run("--quick")
     assert status == 2
     assert "every claim named with --only is slow; leave --quick out" in err

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.reproduce import get_claims, run_claim, sequences
-from fmtsim.lab.reproduce.catalogue import CLAIMS
-from fmtsim.lab.reproduce.samples import DISTRIBUTIONS, decibels, draw
+from fmtsim.lab.reproduce import get_claims, run_claim, training
+from fmtsim.lab.reproduce.claim import DISTRIBUTIONS, decibels, draw
+from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.support.errors import ArgumentError
 from tests.support import records
 
@@ -123,7 +123,7 @@ def test_a_planted_error_makes_a_claim_show_less(name, setting, value, number):
 
 def test_an_error_in_an_operation_shows_and_the_exit_code_says_so(monkeypatch, capsys):
     """Not only one in a setting: a cast that truncates makes NVFP4 err more than MXFP4."""
-    import fmtsim.lab.reproduce.blocks as blocks
+    import fmtsim.lab.reproduce.ratios as blocks
 
     words = ["reproduce", "--only", "nvfp4", "--quiet"]
     assert main(words) == 0
@@ -150,7 +150,7 @@ def test_equal_settings_give_equal_numbers(name):
 
 
 def test_a_curve_of_sums_has_a_point_for_each_number_added():
-    found = sequences.sums(lambda part: None, steps=3, copies=2, seed=0)
+    found = training.sums(lambda part: None, steps=3, copies=2, seed=0)
     assert all([place for place, _ in curve] == [0, 1, 2, 3] for curve in found.curves.values())
 
 

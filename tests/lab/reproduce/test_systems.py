@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.reproduce.catalogue import CLAIMS
+from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.recipes.registry import get_recipe
 
 PAGE = (Path(__file__).parents[3] / "docs" / "systems.md").read_text(encoding="utf-8")

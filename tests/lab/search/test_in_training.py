@@ -13,7 +13,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.search import Policy
 from fmtsim.lab.search.channels import counted, links_of, narrow, narrowed
 from fmtsim.lab.search.in_training import _Search
-from fmtsim.lab.search.sampler import Sampler
+from fmtsim.lab.search.verb import Sampler
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.catalogue import get_ptq_recipe
 from fmtsim.support.errors import ArgumentError

@@ -13,9 +13,8 @@ from torch import nn
 
 import fmtsim
 from fmtsim.gemm.layers.config import Gemm
-from fmtsim.lab.search import Policy, choice
-from fmtsim.lab.search.choice import front, least_loss
-from fmtsim.lab.search.result import SearchResult
+from fmtsim.lab.search import Policy, result
+from fmtsim.lab.search.result import SearchResult, front, least_loss
 from fmtsim.lab.search.switching import relative_noise
 from fmtsim.lab.search.verb import _Found, _sample
 from fmtsim.ptq.catalogue import get_ptq_recipe
@@ -265,9 +264,9 @@ def test_ties_go_to_the_lower_cost_and_then_to_the_lower_option():
 def test_beyond_a_limit_a_choice_is_a_sample_and_says_so(monkeypatch):
     costs, losses = [[2**i, 0] for i in range(5)], [[0.0, 2.0**i] for i in range(5)]
     assert len(front(costs, losses)[0]) == 32
-    monkeypatch.setattr(choice, "LIMIT", 32)
+    monkeypatch.setattr(result, "LIMIT", 32)
     assert front(costs, losses)[1]  # as many as may be kept
-    monkeypatch.setattr(choice, "LIMIT", 7)
+    monkeypatch.setattr(result, "LIMIT", 7)
     found, exact = front(costs, losses)
     assert not exact and 7 <= len(found) <= 16
     assert (found[0][0], found[-1][0]) == (0, 31)  # the cheapest and the best stay

@@ -18,10 +18,9 @@ from fmtsim.lab.training import learner, loop
 from fmtsim.lab.training import run as training_run
 from fmtsim.lab.training.artifacts import make_record, settings
 from fmtsim.lab.training.checkpoint import Checkpoint
-from fmtsim.lab.training.config import TrainConfig
-from fmtsim.lab.training.gpt import GPTConfig
+from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.loop import compare_schemes
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.recipes import LossScale, OptimizerConfig, get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DataError, PlanUnknownWarning

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.lab.analysis.deterministic import deterministic
+from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.training import evidence, lockstep
-from fmtsim.lab.training.config import TrainConfig
+from fmtsim.lab.training import artifacts, lockstep
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.gpt import GPTConfig
+from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.lockstep import build_side, check_native, recording, run_lockstep
 from fmtsim.lab.training.loop import train
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
@@ -190,7 +189,7 @@ def test_a_time_limit_ends_the_run_and_is_no_failure(corpus, monkeypatch):
     setting = config(steps=50)
     result = run_lockstep(sides(setting), setting, corpus, Progress(), minutes=2)
     assert result.equal and result.timed_out and 0 < result.steps < 50
-    said = evidence.check_text(evidence.make_check_record(setting, corpus, result))
+    said = artifacts.check_text(artifacts.make_check_record(setting, corpus, result))
     assert said.startswith(f"result    no bit differs after {result.steps} steps, then the time limit of 2 minutes\n")
 
 
@@ -220,15 +219,15 @@ def test_records_say_what_was_found(corpus, tmp_path):
     flipped(dict(pair[1].model.named_parameters())["embedding.weight"], 2, (0, 0), 3)
     result = run(setting, corpus, pair)
     result.products = list(target.asked.items())
-    record = evidence.make_check_record(setting, corpus, result)
+    record = artifacts.make_check_record(setting, corpus, result)
     assert json.loads(json.dumps(record))["mismatch"]["tensor"] == "embedding.weight"
     assert record["mismatch"]["first"]["index"] == [0, 0] and record["mismatch"]["step"] == 2
     assert not record["equal"] and record["steps"] == 1 and len(record["losses"]) == 1
     assert record["products"][0]["basis"] == "rule" and record["target"]["name"] == "h200"
-    said = evidence.check_text(record)
+    said = artifacts.check_text(record)
     assert said.startswith("result    DIFFERENT at step 2, gradient of embedding.weight [0, 0]: actual 0x")
     assert "scaled_mm [32, 32] e4m3 x [32, 96] e4m3 -> float32, fast_accum=False" in said
-    paths = evidence.write_check(tmp_path / "a" / "b", record, said, json.dumps)
+    paths = artifacts.write_check(tmp_path / "a" / "b", record, said, json.dumps)
     assert (
         [path.name for path in paths]
         == ["check.json", "check.txt"]
@@ -239,11 +238,11 @@ def test_records_say_what_was_found(corpus, tmp_path):
 
 def test_the_text_of_a_run_without_a_difference(corpus):
     setting = config(Scheme(format="bf16", target="h200"))
-    record = evidence.make_check_record(setting, corpus, run(setting, corpus))
-    said = evidence.check_text(record)
+    record = artifacts.make_check_record(setting, corpus, run(setting, corpus))
+    said = artifacts.check_text(record)
     assert said.startswith(f"result    no bit differs after {STEPS} steps\n")
     assert f"{record['parameters']:,} parameters" in said and "plans     none asked" in said
-    stopped = evidence.check_text({**record, "equal": False, "stopped": "the loss became nan at step 2"})
+    stopped = artifacts.check_text({**record, "equal": False, "stopped": "the loss became nan at step 2"})
     assert stopped.startswith("result    stopped: the loss became nan at step 2\n")
 
 

@@ -10,12 +10,11 @@ from fmtsim.gemm.targets import doubts
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training.artifacts import make_record
-from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.gpt import GPTConfig
+from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.loop import collected_guesses, compare_schemes
 from fmtsim.lab.training.run import Run
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath
 from fmtsim.support.errors import PlanUnknownWarning

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.training.config import TrainConfig
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.gpt import GPT, GPTConfig
-from fmtsim.lab.training.learner import backward
+from fmtsim.lab.training.decoders import GPT, GPTConfig
+from fmtsim.lab.training.learner import LossScaler, backward
 from fmtsim.lab.training.loop import rehearse, train
-from fmtsim.lab.training.loss_scale import LossScaler
 from fmtsim.lab.training.run import simulate
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn import convert
 from fmtsim.recipes import LossScale, Recipe, get_recipe, list_recipes, save_recipe
 from fmtsim.support.progress import Progress

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmtsim.lab.analysis.sharpness import sharpness
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.studies import _integers
 from fmtsim.lab.training import sweep_folder
-from fmtsim.lab.training.corpus import sample
+from fmtsim.lab.training.corpus import TASKS, sample, score, task_corpus
 from fmtsim.lab.training.learner import schedule
 from fmtsim.lab.training.run import begin, training_steps
-from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, points_of, scheme_of, train_point
+from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, points_of, scheme_of, sharpness, train_point
 from fmtsim.lab.training.sweep_folder import RUNS, read_runs, run_sweep
 from fmtsim.lab.training.sweep_result import (
     Shape,
@@ -30,7 +29,6 @@ from fmtsim.lab.training.sweep_result import (
     spearman,
     spikes,
 )
-from fmtsim.lab.training.tasks import TASKS, score, task_corpus
 from fmtsim.lab.verify import workers
 from fmtsim.recipes import get_recipe
 from fmtsim.support.errors import ArgumentError, DataError, DeviceError

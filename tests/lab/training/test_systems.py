@@ -15,14 +15,13 @@ from fmtsim.lab.cli.arguments.models import declare_train
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import _config
 from fmtsim.lab.training import learner
-from fmtsim.lab.training.config import TrainConfig
+from fmtsim.lab.training.artifacts import make_check_record
 from fmtsim.lab.training.corpus import sample
-from fmtsim.lab.training.evidence import make_check_record
-from fmtsim.lab.training.gpt import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.lab.training.learner import BETAS, CLIP, MADAM_RATE, WEIGHT_DECAY, Learner, schedule
 from fmtsim.lab.training.lockstep import build_side, run_lockstep
 from fmtsim.lab.training.loop import compare_schemes, train
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.recipes import OptimizerConfig, get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.support.errors import ArgumentError

@@ -17,12 +17,11 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training import learner, loop
 from fmtsim.lab.training.artifacts import make_record, write_artifacts
-from fmtsim.lab.training.config import TrainConfig
-from fmtsim.lab.training.gpt import GPT, GPTConfig, check_size
+from fmtsim.lab.training.decoders import GPT, GPTConfig, check_size
 from fmtsim.lab.training.learner import schedule
 from fmtsim.lab.training.loop import compare_schemes, observed_steps, train
 from fmtsim.lab.training.run import Run
-from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn.convert import convert
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_from_dict

@@ -11,8 +11,8 @@ import torch
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.verify import checks, default_tasks, exhaustive_tasks, outcome, units
+from fmtsim.lab.verify.checks import boundaries, finite_values, rough_matrix, words_for
 from fmtsim.lab.verify.gemm import Replay, _cheapest, merged
-from fmtsim.lab.verify.inputs import boundaries, finite_values, rough_matrix, words_for
 from fmtsim.lab.verify.outcome import Outcome, task_of
 from fmtsim.lab.verify.recordings import Call
 from fmtsim.rounding.modes import MODES

@@ -8,8 +8,8 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.verify import default_tasks, exhaustive_tasks
-from fmtsim.lab.verify.exhaustive import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
 from fmtsim.lab.verify.outcome import PlantedError, Tally, engines
+from fmtsim.lab.verify.plan import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.errors import FormatError

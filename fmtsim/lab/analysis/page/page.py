@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""write_page: one self-contained HTML file of a run, for a browser without a network."""
+"""write_page: one self-contained HTML file of a run, drawn from short columns of numbers, without a network."""
 
 import base64
+import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,12 +13,145 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fmtsim
-from fmtsim.lab.analysis.page.data import attribution_data, coverage_data, curve_data, observation_data
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
+from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.files import StrPath, write_file
 from fmtsim.support.records import checked
+
+METRICS = ("underflow_percent", "saturation_percent", "sqnr_db", "amax", "nonfinite", "elements")
+MOST_BITS = 16  # of formats that the page offers
+
+
+def curve_data(curves: Any) -> list[dict[str, Any]]:
+    """Return curves by label as columns; ArgumentError refuses what is not numbers by label."""
+    if curves is None:
+        return []
+    try:
+        return [
+            {"label": str(label), "losses": [number(float(loss), 6) for loss in losses]}
+            for label, losses in curves.items()
+        ]
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise ArgumentError(
+            f"curves={shown(curves)} is not allowed; pass a dict of the losses of each step by label"
+        ) from None
+
+
+def observation_data(observation: Any) -> dict[str, Any] | None:
+    """Return what an Observation holds: figures by step as one column each, totals and histograms by operand."""
+    if observation is None:
+        return None
+    totals = getattr(observation, "layers", None)
+    if not isinstance(totals, dict):
+        raise ArgumentError(f"observation={shown(observation)} is not one; pass what fmtsim.observe returned")
+    history = getattr(observation, "history", {})
+    layers = list(dict.fromkeys([*totals, *(name for step in history.values() for name in step)]))
+    operands = in_order(name for row in totals.values() for name in row)
+    places = [(layer, operand) for layer in layers for operand in operands]
+    rows = [[history[step].get(layer, {}).get(operand) for step in history] for layer, operand in places]
+    every = [totals.get(layer, {}).get(operand) for layer, operand in places]
+    return {
+        "layers": [name or "(model)" for name in layers],
+        "operands": operands,
+        "words": [f"{name} ({operand_in_words(name)})" for name in operands],
+        "steps": list(history),
+        "forwards": getattr(observation, "steps", len(history)),
+        "history": {name: _column([_figure(s, name) for row in rows for s in row]) for name in METRICS},
+        "totals": {name: [_figure(s, name) for s in every] for name in METRICS},
+        "formats": [s.format if s else None for s in every],
+        "histograms": [_histogram(s) if s else None for s in every],
+        "choices": format_choices(),
+    }
+
+
+def coverage_data(coverage: Any) -> dict[str, Any] | None:
+    """Return a Coverage as JSON types."""
+    if coverage is None:
+        return None
+    if not (dataclasses.is_dataclass(coverage) and hasattr(coverage, "raw") and hasattr(coverage, "total")):
+        raise ArgumentError(f"coverage={shown(coverage)} is not one; pass fmtsim.report(model, batch).coverage")
+    return {**dataclasses.asdict(coverage), "text": str(coverage)}  # type: ignore[arg-type]
+
+
+def attribution_data(attribution: Any) -> dict[str, Any] | None:
+    """Return an Attribution as JSON types."""
+    if attribution is None:
+        return None
+    if not (hasattr(attribution, "rows") and hasattr(attribution, "to_dict")):
+        raise ArgumentError(f"attribution={shown(attribution)} is not one; pass what fmtsim.attribute returned")
+    return plain(attribution.to_dict())
+
+
+def format_choices() -> list[tuple[str, float, float, float]]:
+    """Return the formats that the page offers: name, smallest magnitude, largest, and where rounding leaves the range.
+
+    These are the registered signed floating-point and integer formats with a zero, of at most 16 bits.
+    """
+    found = []
+    for name in [*list_formats("float"), *list_formats("int")]:
+        fmt = get_format(name)
+        if isinstance(fmt, FloatFormat) and fmt.bits <= MOST_BITS and fmt.signed and fmt.has_zero:
+            ulp = math.ldexp(1.0, math.frexp(fmt.max)[1] - 1 - fmt.mantissa_bits)
+            found.append((name, fmt.min_subnormal, fmt.max, fmt.max + ulp / 2))
+        elif isinstance(fmt, IntFormat) and fmt.bits <= MOST_BITS and fmt.min < 0 and not fmt.half_offset:
+            found.append((name, fmt.eps, fmt.max, fmt.max + fmt.eps / 2))
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a value of JSON types, its numbers as ``number`` writes them, of six digits."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return number(value, 6) if isinstance(value, float) else value
+
+
+def number(value: float | None, digits: int = 4) -> float | str | None:
+    """Return a float of so many significant digits, a whole one as an int; what is not finite as a word.
+
+    >>> number(0.123456), number(1e6), number(1703936), number(float("nan")), number(None)
+    (0.1235, 1000000, 1703936, 'nan', None)
+    """
+    if value is None or isinstance(value, int):
+        return value
+    if not math.isfinite(value):
+        return str(value)
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def _figure(s: Any, name: str) -> float | str | None:
+    return None if s is None else number(getattr(s, name))
+
+
+def _column(values: Sequence[Any]) -> Sequence[Any]:
+    """Return one value for a column of equal ones."""
+    return values[:1] if values and all(value == values[0] for value in values) else values
+
+
+def _histogram(s: OperandStats) -> dict[str, Any]:
+    return {
+        "nonzero": s.nonzero,
+        "finite": s.elements - s.nonfinite,
+        "largest": s.amax,
+        "plain": _trimmed(s.exponents),
+        "scaled": _trimmed(s.scaled_exponents),
+        "window": None if s.window is None else [float(edge) for edge in s.window],
+    }
+
+
+def _trimmed(counts: Tensor) -> list[int]:
+    """Return the first exponent that occurs, and the counts from it to the last one."""
+    used = counts.nonzero().flatten().tolist()
+    return [used[0] + LOWEST_EXPONENT, *counts[used[0] : used[-1] + 1].tolist()] if used else []
+
 
 _PARTS = Path(__file__).parent
 _SCRIPTS = ("base.js", "numbers.js", "loss.js", "heatmap.js", "details.js", "exponents.js", "tables.js", "main.js")
