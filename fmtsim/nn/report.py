@@ -21,7 +21,7 @@ from fmtsim.nn.raw_matmuls import ParameterProduct, own_products
 from fmtsim.nn.state import RECIPE
 from fmtsim.nn.swaps import swap_details
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.table import Rows, Tabular
+from fmtsim.support.table import Result, Rows
 
 _BASES = {
     "recorded": "with recorded bits of the call",
@@ -76,7 +76,7 @@ class ProductRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report(Tabular):
+class Report(Result):
     """List the modules of a model that hold parameters or could be converted.
 
     ``print`` shows a table of those with a weight matrix, numbered ones that are alike in one line.

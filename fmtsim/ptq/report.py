@@ -14,7 +14,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Slot, limit, static_scale
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
-from fmtsim.support.table import Rows, Tabular
+from fmtsim.support.table import Result, Rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ class PtqRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PtqReport(Tabular):
+class PtqReport(Result):
     """List the weights that a quantisation changed; ``print`` shows a table.
 
     Args:

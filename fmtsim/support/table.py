@@ -2,13 +2,17 @@
 """Tables of text: what reports, explanations and the command line print, and the same for notebooks."""
 
 import contextlib
+import csv
+import dataclasses
+import io
 import itertools
+import math
 import textwrap
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from fractions import Fraction
 from html import escape
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 Row = Sequence[str]
 
@@ -31,17 +35,80 @@ class Facts(NamedTuple):
     pairs: Iterable[tuple[str, str]]
 
 
-class Tabular:
-    """Show a record as tables and lines of text: ``print`` in columns, notebooks in HTML, both of one content.
+class Column(NamedTuple):
+    """Declare a column of a table of items.
 
-    >>> class Found(Tabular):
-    ...     def _content(self):
-    ...         return Rows([("layer", "dB"), ("up", "31.5")], left=(0,)), "1 layer"
-    >>> print(Found())
+    Attributes:
+        heading: Its heading.
+        get: Name of an attribute of an item, or a function of the item.
+        style: How a value is written, as ``format`` takes it; ``>`` in front makes the column flush right.
+        absent: What is written for None.
+    """
+
+    heading: str
+    get: str | Callable[[Any], Any]
+    style: str = ""
+    absent: str = ""
+
+    def cell(self, item: Any) -> str:
+        """Return what the table shows of an item."""
+        value = getattr(item, self.get) if isinstance(self.get, str) else self.get(item)
+        return self.absent if value is None else format(value, self.style)
+
+
+def table_of(columns: Sequence[Column], items: Iterable[Any], *, filled: bool = False) -> Rows:
+    """Return a table with a row for each item; ``filled`` leaves out columns that are empty in all rows.
+
+    >>> print(*aligned(*table_of([Column("layer", lambda pair: pair[0]), Column("dB", lambda pair: pair[1], ">.1f")],
+    ...                          [("up", 31.52), ("head", 9)])), sep="\\n")
     layer    dB
-    -----------
     up     31.5
-    1 layer
+    head    9.0
+    """
+    rows = [[column.cell(item) for column in columns] for item in items]
+    shown = [i for i in range(len(columns)) if not filled or any(row[i] for row in rows)]
+    columns = [columns[i] for i in shown]
+    cells = [[column.heading for column in columns], *([row[i] for i in shown] for row in rows)]
+    return Rows(cells, [i for i, column in enumerate(columns) if not column.style.startswith(">")])
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value of plain JSON types: records as dicts, fractions as ``"n/d"``, NaN and infinities as strings."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, Fraction) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+class Record:
+    """Give a dataclass ``to_dict``: its fields and the properties that ``_derived`` names."""
+
+    __slots__ = ()
+    _derived: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types; what is not finite becomes text."""
+        return jsonable(self) | {name: jsonable(getattr(self, name)) for name in self._derived}
+
+
+class Result(Record):
+    """Show a record as tables and lines of text: ``print`` in columns, notebooks in HTML, ``to_csv``, of one content.
+
+    >>> class Found(Result):
+    ...     def _content(self):
+    ...         columns = [Column("layer", str), Column("length", len, ">")]
+    ...         return table_of(columns, ["up", "down"]), "2 layers"
+    >>> print(Found())
+    layer  length
+    -------------
+    up          2
+    down        4
+    2 layers
     """
 
     __slots__ = ()
@@ -49,6 +116,15 @@ class Tabular:
     def _content(self) -> Iterable[Rows | Facts | str]:
         """Return what is shown, in order: tables, of which those without rows are left out, and lines of text."""
         raise NotImplementedError
+
+    def to_csv(self) -> str:
+        """Return the tables as comma-separated values, an empty line between two; lines of text are left out."""
+        texts = []
+        for part in self._content():
+            if not isinstance(part, str):
+                csv.writer(text := io.StringIO(), lineterminator="\n").writerows(part[0])
+                texts.append(text.getvalue())
+        return "\n".join(texts)
 
     def __str__(self) -> str:
         lines: list[str] = []

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text in columns."""
 
+import math
+from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
 from fmtsim.support.table import (
+    Column,
     Facts,
+    Record,
+    Result,
     Rows,
-    Tabular,
     aligned,
     facts_html,
     filled,
@@ -18,6 +23,7 @@ from fmtsim.support.table import (
     page,
     page_width,
     ruled,
+    table_of,
 )
 
 ROWS = [("layer", "dB", "with"), ("up", "31.5", ""), ("down", "8", "gptq")]
@@ -56,7 +62,7 @@ def test_tables_of_notebooks_and_pages():
 
 
 def test_a_record_shows_one_content_as_text_and_in_html():
-    class Found(Tabular):
+    class Found(Result):
         def _content(self):
             return "a <b>", "", Rows(ROWS, left=(0,)), Facts([("k", "<v>")]), Rows(ROWS[:1]), "end", "of it"
 
@@ -64,6 +70,39 @@ def test_a_record_shows_one_content_as_text_and_in_html():
     assert str(found) == "\n".join(["a <b>", "", *ruled(ROWS, (0,)), "k  <v>", "end", "of it"]) == repr(found)
     facts = facts_html([("k", "<v>")])
     assert found._repr_html_() == f"a &lt;b&gt;{html(ROWS, (0,))}{facts}end<br>of it"
+
+
+def test_columns_are_declared_once_for_text_html_and_csv():
+    columns = (Column("layer", "name"), Column("dB", lambda row: row.value, ">.1f", absent="-"), Column("", "empty"))
+    rows = [SimpleNamespace(name="up,down", value=31.54, empty=""), SimpleNamespace(name="x", value=None, empty=None)]
+    assert table_of(columns, rows) == ([["layer", "dB", ""], ["up,down", "31.5", ""], ["x", "-", ""]], [0, 2])
+    assert table_of(columns, rows, filled=True) == ([["layer", "dB"], ["up,down", "31.5"], ["x", "-"]], [0])
+
+    class Found(Result):
+        def _content(self):
+            return "text", table_of(columns[:2], rows), Facts([("k", "v")])
+
+    assert Found().to_csv() == 'layer,dB\n"up,down",31.5\nx,-\n\nk,v\n'
+
+
+def test_a_record_becomes_json_types():
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Part(Record):
+        x: float
+        _derived = ("twice",)
+
+        @property
+        def twice(self):
+            return 2 * self.x
+
+    @dataclass
+    class Whole(Record):
+        parts: tuple[Part, ...]
+        by_name: dict
+
+    assert Part(x=1.5).to_dict() == {"x": 1.5, "twice": 3.0}
+    whole = Whole((Part(x=math.inf),), {1: Fraction(1, 3), "n": None})
+    assert whole.to_dict() == {"parts": [{"x": "inf"}], "by_name": {"1": "1/3", "n": None}}
 
 
 def test_numbers_in_few_digits():

@@ -16,7 +16,7 @@ from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import BASES, GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.table import Facts, Tabular
+from fmtsim.support.table import Facts, Result
 
 _STEPS = {
     "scale": "times the product of both scales",
@@ -33,7 +33,7 @@ _LANES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MmExplanation(Tabular):
+class MmExplanation(Result):
     """Explain one product: what is called, by which unit it is computed, and in which order it is summed.
 
     ``str()`` gives a text, a notebook shows a table.

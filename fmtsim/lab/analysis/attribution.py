@@ -4,14 +4,14 @@
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fmtsim.recipes.spec import Rule
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
-from fmtsim.support.table import Rows, Tabular, filled
+from fmtsim.support.table import Column, Result, Rows, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,10 @@ By = Literal["loss", "kl", "gradient"]
 FIELDS: Final[dict[str, str]] = {"loss": "loss", "kl": "kl", "gradient": "gradient_noise"}
 _WHAT: Final = {"loss": "the loss that rounding costs", "kl": "the KL", "gradient": "the noise of gradients"}
 _SHOWN: Final = 20  # rows of a table, of either pass
-_HEADER: Final = ("layer", "operand", "format", "loss", "KL", "gradient noise")
+_COLUMNS: Final = (
+    Column("layer", "layer"), Column("operand", "operand"), Column("format", "format"),
+    Column("loss", "loss", ">+.2e"), Column("KL", "kl", ">.2e"), Column("gradient noise", "gradient_noise", ">.2e"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class AttributionRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Attribution(Tabular):
+class Attribution(Result):
     """Hold what each operand of a model costs; ``print`` shows a table, the dearest first.
 
     Args:
@@ -117,10 +120,6 @@ class Attribution(Tabular):
             return f"no layer adds to {_WHAT[by]}"
         return "\n".join(f"keep {name} in high precision: {100 * part:.0f} % of {_WHAT[by]}" for name, part in chosen)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON types; what is not finite becomes text."""
-        return _jsonable(asdict(self))  # type: ignore[no-any-return]
-
     def plot(self, path: str | Path | None = None, *, by: By = "loss", title: str = "") -> "Figure":
         """Draw the costs of the dearest 20 layers as bars, a colour for each operand; return the figure.
 
@@ -185,10 +184,7 @@ class Attribution(Tabular):
         order = sorted(self.rows, key=lambda row: (row.loss is None, -(row.loss or 0.0), -(row.gradient_noise or 0.0)))
         shown = [row for row in order if row.loss is not None][:_SHOWN]
         shown += [row for row in order if row.loss is None][:_SHOWN]
-        cells = [
-            (row.layer, row.operand, row.format, *(_number(x, style) for x, style in _figures(row))) for row in shown
-        ]
-        yield Rows(filled(_HEADER, cells), left=range(3))
+        yield table_of(_COLUMNS, shown, filled=True)
         if len(shown) < len(self.rows):
             yield f"and {len(self.rows) - len(shown)} more rows"
         kl = "" if self.rounded_kl is None else f", KL {self.rounded_kl:.3g} nats"
@@ -205,19 +201,3 @@ _NONE: Final = {
     "gradient": "no operand of the backward pass is rounded",
 }
 _LABELS: Final = {"loss": "change of the loss", "kl": "KL, nats", "gradient": "squared error of the gradient, relative"}
-
-
-def _figures(row: AttributionRow) -> tuple[tuple[float | None, str], ...]:
-    return (row.loss, "+.2e"), (row.kl, ".2e"), (row.gradient_noise, ".2e")
-
-
-def _number(value: float | None, style: str) -> str:
-    return "" if value is None else format(value, style)
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _jsonable(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

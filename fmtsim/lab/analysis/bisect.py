@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ _SAID = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Bisection(table.Tabular):
+class Bisection(table.Result):
     """Say where two runs part; ``print`` shows it, notebooks a table.
 
     Args:
@@ -71,9 +71,6 @@ class Bisection(table.Tabular):
         """Whether no bit differs that both runs have."""
         return not self.kind
 
-    def _content(self) -> Iterable[table.Facts]:
-        return (table.Facts(self._facts()),)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         found = None if self.comparison is None else self.comparison.to_dict()
@@ -92,7 +89,7 @@ class Bisection(table.Tabular):
             return not _below(self.before.layer, self.a.layer)
         return self.kind != "code"
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def _content(self) -> tuple[table.Facts]:
         alone = [f"{n} in {run} alone" for n, run in zip(self.alone, "ab", strict=True) if n]
         compared = "; ".join([f"{self.compared:,} operations are in both runs", *alone])
         facts = [("result", "no bit differs" if self.equal else str(self.a)), ("compared", compared)]
@@ -100,7 +97,7 @@ class Bisection(table.Tabular):
             facts[:1] = self._where(self.a, self.b)
         if self.note:
             facts.append(("note", self.note))
-        return [*facts, *self._grown()] if not self.equal else facts
+        return (table.Facts([*facts, *self._grown()] if not self.equal else facts),)
 
     def _where(self, a: Operation, b: Operation) -> Iterator[tuple[str, str]]:
         yield "first difference", f"{a}, operation {a.index}"

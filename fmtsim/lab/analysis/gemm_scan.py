@@ -61,7 +61,7 @@ class ScannedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class GemmScan(table.Tabular):
+class GemmScan(table.Result):
     """Hold what ``scan_gemm`` found; ``print`` shows what is wrong as a table, notebooks one in HTML.
 
     Args:
@@ -80,18 +80,16 @@ class GemmScan(table.Tabular):
         """The calls whose order is a guess."""
         return tuple(x for x in self.calls if x.basis == "guess")
 
-    def _rows(self) -> list[table.Row]:
+    def _content(self) -> tuple[table.Rows, str]:
         found: dict[tuple[str, ...], list[int]] = {}
         for x in sorted(self.calls, key=lambda x: not x.left_out):
             if x.finding:
                 found.setdefault((x.layer, x.product, dtype_of(x.call), x.finding), []).append(x.tokens)
-        return [_HEADER, *((*names, _numbers(tokens), finding) for (*names, finding), tokens in found.items())]
-
-    def _content(self) -> tuple[table.Rows, str]:
+        rows = [_HEADER, *((*names, _numbers(tokens), finding) for (*names, finding), tokens in found.items())]
         counts = Counter(x.basis for x in self.calls)
         bases = ", ".join(f"{counts[basis]} by {words}" for basis, words in BASES.items() if counts[basis])
         total = f"{len(self.calls)} calls, orders: {bases}; {len(self.left_out)} leave products out"
-        return table.Rows(self._rows()), total
+        return table.Rows(rows), total
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

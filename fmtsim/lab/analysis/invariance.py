@@ -30,7 +30,11 @@ _WORDS = {"split": "parts", "k_tile": "tile", "instruction_k": "products of an i
           "residue_first": "incomplete tile first", "part_k": "products of a part",
           "k_end": "products end at"}  # fmt: skip
 _GUESS = "not known"
-_HEADER = ("layer", "product", "operands", "results", "changes", "first change", "what changes", _GUESS)
+_BANDS = (
+    table.Column("sizes", str), table.Column("result", "group", absent="?"),
+    table.Column("basis", lambda band: band.found.basis),
+    table.Column("accumulation order", lambda band: explained(band.call, band.found).order),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ProductInvariance(table.Tabular):
+class ProductInvariance(table.Result):
     """Say for one product of a layer which batch sizes give a row the same bits; ``print`` shows their orders.
 
     Args:
@@ -130,11 +134,7 @@ class ProductInvariance(table.Tabular):
         return found
 
     def _content(self) -> tuple[str, table.Rows]:
-        rows = [("sizes", "result", "basis", "accumulation order")]
-        for band in self.bands:
-            result = "?" if band.group is None else str(band.group)
-            rows.append((str(band), result, band.found.basis, explained(band.call, band.found).order))
-        return f"{self.layer} {self.product} {self.operands}", table.Rows(rows)
+        return f"{self.layer} {self.product} {self.operands}", table.table_of(_BANDS, self.bands)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -151,8 +151,12 @@ class ProductInvariance(table.Tabular):
         }  # fmt: skip
 
 
+def _first_change(product: ProductInvariance) -> str:
+    return str(product.changes[0]) if product.changes else "none" if product.invariant else _GUESS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class BatchInvariance(table.Tabular):
+class BatchInvariance(table.Result):
     """Hold what ``batch_invariance`` found; ``print`` shows a table, notebooks one in HTML.
 
     Args:
@@ -169,21 +173,22 @@ class BatchInvariance(table.Tabular):
         found = {product.invariant for product in self.products}
         return False if False in found else None if None in found else True
 
-    def _rows(self) -> list[table.Row]:
-        rows = []
-        for x in self.products:
-            changes = x.changes
-            first = str(changes[0]) if changes else "none" if x.invariant else _GUESS
-            unknown = f"{x.unknown} of {len(self.sizes)}" if x.unknown else ""
-            what = changes[0].what if changes else ""
-            rows.append((x.layer, x.product, x.operands, str(x.results), str(len(changes)), first, what, unknown))
-        return table.filled(_HEADER, rows)
-
     def _content(self) -> tuple[table.Rows, str]:
         asked = f"{len(self.sizes)} batch sizes from {self.sizes[0]} to {self.sizes[-1]}"
         counts = [(sum(x.invariant is value for x in self.products), word) for value, word in _VERDICTS]
         total = ", ".join(f"{count} {word}" for count, word in counts if count)
-        return table.Rows(self._rows()), f"{len(self.products)} products, {asked}: {total}"
+        return table.table_of(self._columns(), self.products, filled=True), (
+            f"{len(self.products)} products, {asked}: {total}"
+        )
+
+    def _columns(self) -> tuple[table.Column, ...]:
+        return (
+            table.Column("layer", "layer"), table.Column("product", "product"), table.Column("operands", "operands"),
+            table.Column("results", "results"), table.Column("changes", lambda x: len(x.changes)),
+            table.Column("first change", _first_change),
+            table.Column("what changes", lambda x: x.changes[0].what if x.changes else ""),
+            table.Column(_GUESS, lambda x: f"{x.unknown} of {len(self.sizes)}" if x.unknown else ""),
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

@@ -13,7 +13,7 @@ from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.stats import OperandStats, Sample, in_order
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
-from fmtsim.support.table import Facts, Rows, Tabular
+from fmtsim.support.table import Column, Facts, Result, Rows, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,19 +36,32 @@ class Loss(NamedTuple):
     stats: OperandStats
 
 
-class Losses(Tabular, tuple[Loss, ...]):
+class Losses(Result, tuple[Loss, ...]):
     """Operands with what they lost; ``print`` shows a table."""
 
     __slots__ = ()
 
     def _content(self) -> tuple[Rows]:
-        cells = [("layer", "operand", "format", "underflow %", "saturation %", "SQNR dB", "amax")]
-        for layer, operand, s in self:
-            ratio = "lossless" if s.sqnr_db == math.inf else "-" if math.isnan(s.sqnr_db) else f"{s.sqnr_db:.1f}"
-            gone = "-" if math.isnan(s.underflow_percent) else f"{s.underflow_percent:.2f}"
-            lost = (gone, f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
-            cells.append((layer or "(model)", operand, s.format, *lost))
-        return (Rows(cells, left=range(3)),)
+        return (table_of(_COLUMNS, self),)
+
+
+_COLUMNS = (
+    Column("layer", lambda loss: loss.layer or "(model)"),
+    Column("operand", "operand"),
+    Column("format", lambda loss: loss.stats.format),
+    Column("underflow %", lambda loss: _known(loss.stats.underflow_percent), ">.2f", absent="-"),
+    Column("saturation %", lambda loss: loss.stats.saturation_percent, ">.3f"),
+    Column("SQNR dB", lambda loss: _decibels(loss.stats.sqnr_db), ">"),
+    Column("amax", lambda loss: loss.stats.amax, ">.3g"),
+)
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _decibels(ratio: float) -> str:
+    return "lossless" if ratio == math.inf else "-" if math.isnan(ratio) else f"{ratio:.1f}"
 
 
 def losses_of(layers: Layers) -> Losses:
@@ -189,7 +202,7 @@ def _ranges(panel: "Axes", rows: list[Loss]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class LossScale(Tabular):
+class LossScale(Result):
     """Say how much larger a loss may be until the first gradient saturates; ``print`` shows it.
 
     Args:

@@ -21,7 +21,7 @@ _SHOWN = 20  # tensors that differ, in a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelComparison(table.Tabular):
+class ModelComparison(table.Result):
     """Hold what ``compare_native`` found of a model; ``print`` shows the tensors that differ, notebooks a table.
 
     Args:
@@ -43,21 +43,19 @@ class ModelComparison(table.Tabular):
 
     def _content(self) -> Iterator[table.Rows | str]:
         total = f"{len(self.tensors)} tensors, {sum(each.count for each in self.tensors.values()):,} numbers: "
-        rows = self._rows()
-        yield table.Rows([_HEADER, *rows[:_SHOWN]])
+        rows = [(name, each) for name, each in self.tensors.items() if not each.equal]
+        yield table.table_of(_COLUMNS, rows[:_SHOWN])
         if len(rows) > _SHOWN:
             yield f"... and {len(rows) - _SHOWN} more"
         yield f"{total}{len(rows)} tensors differ" if rows else f"{total}no bit differs"
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (name, f"{each.mismatches:,} of {each.count:,}", str(each.max_ulp), str(each.first))
-            for name, each in self.tensors.items()
-            if not each.equal
-        ]
 
-
-_HEADER = ("tensor", "different", "largest ulp", "first difference (actual is native)")
+_COLUMNS = (
+    table.Column("tensor", lambda item: item[0]),
+    table.Column("different", lambda item: f"{item[1].mismatches:,} of {item[1].count:,}"),
+    table.Column("largest ulp", lambda item: str(item[1].max_ulp)),
+    table.Column("first difference (actual is native)", lambda item: str(item[1].first)),
+)
 
 
 @overload

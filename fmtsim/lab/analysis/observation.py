@@ -12,7 +12,7 @@ from fmtsim.lab.analysis.stats import Counts, OperandStats, Sample, in_order
 from fmtsim.support.errors import FmtsimError
 from fmtsim.support.files import StrPath
 from fmtsim.support.records import checked
-from fmtsim.support.table import Rows, Tabular
+from fmtsim.support.table import Result, Rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ History = dict[int, dict[str, dict[str, Sample]]]
 Statistics = TypeVar("Statistics", Counts, OperandStats)
 
 
-class Observation(Tabular):
+class Observation(Result):
     """Statistics per layer and operand: ``stats["layers.0.fc"]["g_w"].underflow_percent``; ``print`` shows a table.
 
     Operands are named by tensor and product: ``x_f w_f`` enter fprop, ``g_d w_d`` dgrad, ``g_w x_w`` wgrad; those of

@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ _TAGS = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
-_HEADER = ("", "layer", "direction", "operation", "output", "shape", "dtype", "hash", "largest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Trace(table.Tabular):
+class Trace(table.Result):
     """Hold the operations of one step; ``print`` shows a table, ``save`` writes a file that any machine reads.
 
     Args:
@@ -186,7 +185,8 @@ class Trace(table.Tabular):
     def _content(self) -> Iterable[table.Rows | str]:
         more = len(self.operations) - _SHOWN
         rest = (f"... and {more:,} more",) if more > 0 else ()
-        return table.Rows([_HEADER, *self._rows(_SHOWN)]), *rest, self.summary
+        rows = [(one, x) for one in self.operations[:_SHOWN] for x in one.outputs or (None,)]
+        return table.table_of(_COLUMNS, rows), *rest, self.summary
 
     @property
     def summary(self) -> str:
@@ -198,19 +198,24 @@ class Trace(table.Tabular):
             said = f"; the first {kind} is {'made' if _made(bad) else 'read'} by {bad}"
         return f"{len(self.operations):,} operations of {self.model} on {self.device}{loss}{said}"
 
-    def _rows(self, most: int) -> list[table.Row]:
-        rows: list[table.Row] = []
-        for one in self.operations[:most]:
-            head = (str(one.index), one.layer or "(model)", one.direction, one.operation)
-            for x in one.outputs or (None,):
-                what = ("",) * 5 if x is None else _cells(x)
-                rows.append((*head, *what))
-        return rows
+
+def _of_output(get: Callable[[TensorBits], str | None]) -> Callable[[tuple[Operation, TensorBits | None]], str | None]:
+    """Return a function of an operation and one of its outputs; an operation without outputs has empty cells."""
+    return lambda row: None if row[1] is None else get(row[1])
 
 
-def _cells(x: TensorBits) -> table.Row:
-    largest = x.special or ("" if x.amax is None else f"{x.amax:.4g}")
-    return x.name, "x".join(map(str, x.shape)) or "()", x.dtype, x.hash, largest
+def _largest(x: TensorBits) -> str:
+    return x.special or ("" if x.amax is None else f"{x.amax:.4g}")
+
+
+_COLUMNS = (
+    table.Column("", lambda row: row[0].index), table.Column("layer", lambda row: row[0].layer or "(model)"),
+    table.Column("direction", lambda row: row[0].direction), table.Column("operation", lambda row: row[0].operation),
+    table.Column("output", _of_output(lambda x: x.name)),
+    table.Column("shape", _of_output(lambda x: "x".join(map(str, x.shape)) or "()")),
+    table.Column("dtype", _of_output(lambda x: x.dtype)), table.Column("hash", _of_output(lambda x: x.hash)),
+    table.Column("largest", _of_output(_largest)),
+)  # fmt: skip
 
 
 def _made(one: Operation) -> bool:

@@ -3,10 +3,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fmtsim.lab.bench.gpu_cases import FALLING
+from fmtsim.support.table import Record
 
 MARGIN = 1.05  # what two runs on one machine may differ by
 
@@ -31,7 +32,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Record):
     """Say what changed from one record to another.
 
     Args:
@@ -45,10 +46,6 @@ class Comparison:
     compared: int
     faster: int
     missing: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
 
 
 def compared(before: dict[str, Any], now: dict[str, Any]) -> Comparison:

@@ -4,7 +4,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch.utils import cpp_extension
 
 from fmtsim.lab.training.decoders import GPT, GPTConfig, LanguageModel, LlamaBlock
 from fmtsim.support.errors import FmtsimError
+from fmtsim.support.table import Record
 
 HEAD = 64  # features of an attention head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class Sizes(Record):
     """Give the size of a model, and the batch of a step."""
 
     width: int
@@ -35,10 +36,6 @@ class Sizes:
     def resized(self, **given: int | None) -> "Sizes":
         """Return the sizes with those that are given."""
         return replace(self, **{name: size for name, size in given.items() if size is not None})
-
-    def to_dict(self) -> dict[str, int]:
-        """Return plain JSON types."""
-        return asdict(self)
 
 
 GPU_SIZES = {

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from fmtsim.lab.analysis.observe import observe
 from fmtsim.lab.bench import cpu, gemm
 from fmtsim.nn.convert import convert
 from fmtsim.optim import AdamW
+from fmtsim.support.table import Record
 
 Work = Literal["casts", "products"]
 
@@ -82,22 +83,19 @@ print(max(status("VmHWM:") - before, 0) / 1024 - out.nbytes / 2**20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overhead:
+class Overhead(Record):
     """Hold one figure with its limit; ``value`` is None where it cannot be measured on this machine."""
 
     name: str
     value: float | None
     limit: float
     unit: str
+    _derived = ("met",)
 
     @property
     def met(self) -> bool | None:
         """Whether the figure keeps its limit."""
         return None if self.value is None else self.value <= self.limit
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self) | {"met": self.met}
 
 
 def import_time(repeats: int = 5) -> Overhead:

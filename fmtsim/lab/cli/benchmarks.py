@@ -13,10 +13,11 @@ from fmtsim.lab.bench.timing import Timed
 from fmtsim.lab.cli.arguments.machine import BENCH_DEFAULTS, BENCH_OPTIONS
 from fmtsim.lab.cli.machine import processor_name
 from fmtsim.lab.cli.options import check_positive, check_threads, chosen_cases
-from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, jsonable, origin, versions_of, write_json
+from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder
 from fmtsim.support.records import read_json, shown_path
+from fmtsim.support.table import jsonable
 
 Measured = tuple[dict[str, Any], Callable[[], str]]
 Keep = Callable[[dict[str, Any]], None]

@@ -4,18 +4,16 @@
 import argparse
 import importlib.metadata
 import json
-import math
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from fmtsim.support.files import write_folder
-from fmtsim.support.table import page, ruled, wrapped
+from fmtsim.support.table import jsonable, page, ruled, wrapped
 
 ABSENT = "not installed"
 MISMATCH = 1
@@ -69,19 +67,6 @@ def write_json(path: Path, record: Any) -> None:
 def json_text(record: Any, indent: int = 2) -> str:
     """Return a record as one JSON document."""
     return json.dumps(jsonable(record), indent=indent, allow_nan=False)
-
-
-def jsonable(value: Any) -> Any:
-    """Return a value of plain JSON types: fractions as ``"n/d"``, NaN and infinities as strings."""
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    if isinstance(value, Fraction):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def origin() -> dict[str, str]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An estimate of memory: a line for each kind of tensor on one device, bits of numbers, and devices of a run."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
@@ -13,9 +13,16 @@ from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogForma
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import as_int, checked
-from fmtsim.support.table import Rows, Tabular, aligned
+from fmtsim.support.table import Column, Result, Rows, aligned, table_of
 
 GB = 10**9
+_COLUMNS = (
+    Column("on each device", "name"), Column("kept as", "kept"), Column("GB", lambda line: line.bytes / GB, ">,.3f"),
+)  # fmt: skip
+_SAVED = (
+    Column("saved in a block", "name"), Column("elements a token", "elements", ">,g"), Column("kept as", "kept"),
+    Column("bytes a token", "bytes", ">,g"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate(Tabular):
+class MemoryEstimate(Result):
     """Say what a run needs on each device. It prints as a table, also in notebooks.
 
     Args:
@@ -69,6 +76,7 @@ class MemoryEstimate(Tabular):
     lines: tuple[MemoryLine, ...]
     saved: tuple[SavedTensor, ...] = ()
     notes: tuple[str, ...] = ()
+    _derived = ("total",)
 
     @property
     def total(self) -> int:
@@ -94,26 +102,15 @@ class MemoryEstimate(Tabular):
         """Return the formula of each line, and the tensors of a block that wait for the backward pass, as text."""
         text = aligned([(line.name, line.formula) for line in self.lines])
         if self.saved:
-            rows = [("saved in a block", "elements a token", "kept as", "bytes a token")]
-            rows += [(each.name, f"{each.elements:,g}", each.kept, f"{each.bytes:,g}") for each in self.saved]
-            text += ["", *aligned(rows, left=(0, 2))]
+            text += ["", *aligned(*table_of(_SAVED, self.saved))]
         return "\n".join(text)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, with the total."""
-        return asdict(self) | {"total": self.total}
 
     def _content(self) -> Iterable[Rows | str]:
         yield self.what
-        yield Rows(list(self._rows()), left=(0, 1))
+        total = MemoryLine(name="total", kept="", bytes=self.total, formula="")
+        share = Column("share", lambda line: None if line is total else line.bytes / max(self.total, 1), ">.1%")
+        yield table_of((*_COLUMNS, share), (*self.lines, total))
         yield from (f"{note}." for note in self.notes)
-
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        yield "on each device", "kept as", "GB", "share"
-        for line in self.lines:
-            share = line.bytes / self.total if self.total else 0.0
-            yield line.name, line.kept, f"{line.bytes / GB:,.3f}", f"{share:.1%}"
-        yield "total", "", f"{self.gigabytes:,.3f}", ""
 
 
 NAMES = (

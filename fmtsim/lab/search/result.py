@@ -4,6 +4,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.spec import Rule
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
-from fmtsim.support.table import Rows, Tabular
+from fmtsim.support.table import Column, Result, Rows, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +132,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult(Tabular):
+class SearchResult(Result):
     """Hold the formats that a search chose.
 
     Args:
@@ -225,16 +226,19 @@ class SearchResult(Tabular):
         return saved(figure, path)
 
     def _content(self) -> tuple[Rows | str, ...]:
-        more = ("channels",) if self.widths else ()
-        cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen", *more)]
-        for layer, chosen in self.formats.items():
-            row, channels = self.losses[layer], (str(self.widths.get(layer, "all")),) if self.widths else ()
-            cells.append((layer or "(model)", *(f"{row[name]:.2e}" for name in self.recipes), chosen, *channels))
+        columns = [Column("layer", lambda layer: layer or "(model)")]
+        columns += [Column(name, partial(self._loss_in, name), ".2e") for name in self.recipes]
+        columns += [Column("chosen", self.formats.get)]
+        columns += [Column("channels", lambda layer: self.widths.get(layer, "all"))] if self.widths else []
         share = 100 * self.cost / self.budget
         high = f", {self.reference:.3e} in high precision" if self.reference else ""
         where = f" {machine}" if (machine := next(iter(self.recipes.values())).machine) else ""
         total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}{high}{where}"
-        return Rows(cells), total, *(f"left out: {name}: {reason}" for name, reason in self.left_out.items())
+        left_out = (f"left out: {name}: {reason}" for name, reason in self.left_out.items())
+        return table_of(columns, self.formats), total, *left_out
+
+    def _loss_in(self, recipe: str, layer: str) -> float:
+        return self.losses[layer][recipe]
 
 
 def result_of(

@@ -143,7 +143,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-RECORD, TEXT = "check.json", "check.txt"
+CHECK_RECORD, CHECK_TEXT = "check.json", "check.txt"
 
 
 def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _bases(record: dict[str, Any]) -> str:
 
 def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[Any], str]) -> list[Path]:
     """Write both files to a folder, all or nothing; ``dump`` makes text of a record."""
-    return write_folder(out, {RECORD: dump(record) + "\n", TEXT: text + "\n"})
+    return write_folder(out, {CHECK_RECORD: dump(record) + "\n", CHECK_TEXT: text + "\n"})
 
 
 def _mismatch(mismatch: Mismatch) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
-from fmtsim.support.table import Facts, Rows, Tabular
+from fmtsim.support.table import Column, Facts, Result, Rows, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingLaw(Tabular):
+class ScalingLaw(Result):
     """Hold a fitted law.
 
     Args:
@@ -100,14 +100,15 @@ class ScalingLaw(Tabular):
     def _content(self) -> tuple[Rows | Facts | str, ...]:
         names = ("A", "alpha", "B", "beta", "E", "gamma")
         facts = [(name, f"{value:.4g}") for name, value in zip(names, self.constants, strict=True)]
-        rows: list[tuple[str, ...]] = [("precision", "eff_N forward", "eff_D backward")]
-        for name in dict.fromkeys((*self.eff_n, *self.eff_d)):
-            rows.append((name, *(f"{eff[name]:.3f}" if name in eff else "-" for eff in (self.eff_n, self.eff_d))))
+        columns = (
+            Column("precision", str), Column("eff_N forward", self.eff_n.get, ".3f", absent="-"),
+            Column("eff_D backward", self.eff_d.get, ".3f", absent="-"),
+        )  # fmt: skip
         told = f"L = (A / (N eff_N)^alpha + B / (D eff_D)^beta)^gamma + E, fitted to {len(self.runs)} losses"
         return (
             told,
             Facts(facts),
-            Rows(rows),
+            table_of(columns, dict.fromkeys((*self.eff_n, *self.eff_d))),
             f"largest error of the law: {100 * math.expm1(self.error()):.2f} % of a loss",
         )
 

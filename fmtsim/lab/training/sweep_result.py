@@ -5,6 +5,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +16,7 @@ from fmtsim.lab.training.scaling_law import Trained
 from fmtsim.lab.training.sweep import SweepRun
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.plotting import new_figure, saved
-from fmtsim.support.table import Rows, Tabular
+from fmtsim.support.table import Column, Result, Rows, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,7 +122,7 @@ def spikes(losses: Sequence[float]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepResult(Tabular):
+class SweepResult(Result):
     """Hold the runs of a sweep.
 
     Args:
@@ -214,37 +216,24 @@ class SweepResult(Tabular):
 
     def _content(self) -> tuple[Rows | str, ...]:
         tasks = sorted({name for run in self.runs for name in run.tasks})
-        header = ("scheme", "width", "steps", "fails from", "failed", "95 % interval", "spikes", "best lr", "its loss",
-                  "held out", *tasks)  # fmt: skip
-        rows: list[tuple[str, ...]] = [header]
-        for group in self.groups():
-            low, high = (100 * end for end in group["interval"])
-            answers = group["tasks"]
-            rows.append((
-                group["scheme"], str(group["width"]), str(group["steps"]), _loss(group["limit"]),
-                f"{group['failed']} of {group['runs']}", f"{low:.0f} to {high:.0f} %", str(group["spikes"]),
-                f"{group['best_lr']:g}", _loss(group["loss"]), _loss(group["validation"]),
-                *(f"{100 * answers[name]:.1f} %" if name in answers else "-" for name in tasks),
-            ))  # fmt: skip
+        answers = [Column(name, partial(_answered, task=name)) for name in tasks]
         alone = f"; the frequencies of bytes alone give {self.entropy:.3f}" if self.limit is None else ""
         told = (
             f"failed: stopped, or a last loss (mean of the last tenth, nats per byte) of as much or more{alone}",
             "best lr: of the lowest median last loss of the seeds, whose held-out loss and answers follow",
             "spikes: losses 5 standard deviations above the mean of the 20 before, in all runs",
         )
-        return Rows(rows), *told, *self._predicted()
+        return table_of((*_GROUPS, *answers), self.groups()), *told, *self._predicted()
 
     def _predicted(self) -> tuple[Rows | str, ...]:
         found = self.predictors()
         if not found[0].runs:
             return ()
-        rows = [("known early", "ROC area", "rank correlation")]
-        rows += [(one.name, _loss(one.area), _loss(one.correlation)) for one in found]
         told = (
             f"what is known after {100 * EARLY:.0f} % of the steps of {found[0].runs} runs, {found[0].failed} of which "
             "fail: chance that it is higher in a run that fails (0.5: tells nothing), correlation with the last loss"
         )
-        return Rows(rows), told
+        return table_of(_PREDICTORS, found), told
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Draw a heatmap for each shape: median last loss by scheme and learning rate, and failed runs in numbers."""
@@ -292,9 +281,29 @@ def _answers(runs: Sequence[SweepRun]) -> dict[str, float]:
     return {name: right / asked for name, (right, asked) in total.items() if asked}
 
 
+def _answered(group: dict[str, Any], task: str) -> str:
+    return f"{100 * group['tasks'][task]:.1f} %" if task in group["tasks"] else "-"
+
+
 def _median(runs: Sequence[SweepRun]) -> float:
     return statistics.median(run.final_loss for run in runs)
 
 
 def _loss(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+_GROUPS = (
+    *(Column(name, itemgetter(name)) for name in ("scheme", "width", "steps")),
+    Column("fails from", lambda group: _loss(group["limit"])),
+    Column("failed", lambda group: f"{group['failed']} of {group['runs']}"),
+    Column("95 % interval", lambda group: "{:.0f} to {:.0f} %".format(*(100 * end for end in group["interval"]))),
+    Column("spikes", itemgetter("spikes")),
+    Column("best lr", itemgetter("best_lr"), "g"),
+    Column("its loss", lambda group: _loss(group["loss"])),
+    Column("held out", lambda group: _loss(group["validation"])),
+)
+_PREDICTORS = (
+    Column("known early", "name"), Column("ROC area", lambda one: _loss(one.area)),
+    Column("rank correlation", lambda one: _loss(one.correlation)),
+)  # fmt: skip

@@ -4,7 +4,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from fmtsim.lab.analysis.compare import compare
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 from fmtsim.spec.engine import Casts
 from fmtsim.support.errors import ArgumentError, DataError, DeviceError
+from fmtsim.support.table import Record
 
 Found = TypeVar("Found")
 Advance = Callable[[float], None]
@@ -25,7 +26,7 @@ Advance = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Record):
     """Say how many results of one check on one format were compared, how many differed, and where first."""
 
     check: str
@@ -34,10 +35,6 @@ class Outcome:
     mismatches: int
     first: str = ""
     seconds: float = field(default=0.0, compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
 
 
 class Task(NamedTuple):

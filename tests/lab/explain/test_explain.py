@@ -20,7 +20,6 @@ from fmtsim.formats.display import bit_fields
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import block_scaling  # noqa: F401
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
-from fmtsim.lab.cli.output import jsonable
 from fmtsim.lab.explain import explain
 from fmtsim.lab.explain.element import decide, neighbours
 from fmtsim.lab.explain.product import explain_mm  # noqa: F401  # and others below: explanations.txt calls them
@@ -29,6 +28,7 @@ from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import Datapath  # noqa: F401
 from fmtsim.spec.plan import GemmPlan  # noqa: F401
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.support.table import jsonable
 
 ROW = [0.1, -3.3, 957.0, 0.0, -0.0, 1e-41, 2.5, -448.0, 1e38, 7.0, -0.26, 0.25]
 ELEMENTS = [name for kind in ("float", "int", "codebook", "log") for name in list_formats(kind)]
