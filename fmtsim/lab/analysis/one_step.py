@@ -97,7 +97,8 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
             number or one that is called loss, and else the sum of the outputs' elements, each times a random number of
             its own, from a fixed seed.
     """
-    arguments, options = pytree.tree_map_only(Tensor, _leaf, batch)
+    leaf = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
+    arguments, options = pytree.tree_map_only(Tensor, leaf, batch)
     y = model(*arguments, **options)
     found = dict(_tensors("output", y))
     if not found:
@@ -138,7 +139,3 @@ def _differentiate(outputs: list[Tensor]) -> Tensor | None:
     if outputs:
         torch.autograd.backward(outputs, seeds)
     return None
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_(t.requires_grad)

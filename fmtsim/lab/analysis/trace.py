@@ -124,7 +124,8 @@ class Trace(table.Result):
         What was read was given, or made by code between operations or by the loss. None where all is finite; infinities
         that were given, as masks have them, do not count.
         """
-        return next((one for one in self.operations if _made(one) or _reads_nan(one)), None)
+        reads_nan = lambda one: any(x.special == "nan" for x in one.inputs)  # noqa: E731
+        return next((one for one in self.operations if _made(one) or reads_nan(one)), None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file that appears whole or not at all: the record as JSON, and the kept tensors.
@@ -222,10 +223,6 @@ def _made(one: Operation) -> bool:
     """Say whether an operation made a NaN of none, or an Inf of finite inputs."""
     before, after = ({x.special for x in each} - {""} for each in (one.inputs, one.outputs))
     return bool(after) and not before or ("nan" in after and "nan" not in before)
-
-
-def _reads_nan(one: Operation) -> bool:
-    return any(x.special == "nan" for x in one.inputs)
 
 
 def _plain(value: Any) -> Any:

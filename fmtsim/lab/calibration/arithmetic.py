@@ -139,18 +139,17 @@ def catalogue_name(path: Arithmetic, call: GemmCall, family: str, bound_seen: bo
 
     Where the lower bound of the exponent cannot be seen, any will do.
     """
+    later = lambda name: (  # noqa: E731
+        not (family and name.startswith(f"{family}.")), not name.endswith(("wgmma", "tcgen05"))
+    )  # fmt: skip
     same = [
         (name, mode.datapath)
-        for name in sorted(list_units(), key=lambda name: _preference(name, family))
+        for name in sorted(list_units(), key=later)
         for mode in get_unit(name).modes
         if mode.inputs is not None and mode.takes(call.a, call.b) and mode.accumulate == call.accumulate
         and _alike(mode.datapath, path, bound_seen)
     ]  # fmt: skip
     return same[0] if same else None
-
-
-def _preference(name: str, family: str) -> tuple[bool, bool]:
-    return not (family and name.startswith(f"{family}.")), not name.endswith(("wgmma", "tcgen05"))
 
 
 def _alike(known: Arithmetic, path: Arithmetic, bound_seen: bool) -> bool:

@@ -214,7 +214,8 @@ def _unsplit(k: int, arithmetic: Datapath) -> Iterator[GemmPlan]:
 
 def _split(call: GemmCall, arithmetic: Datapath, seen: Sighting, first: tuple[int, int]) -> Iterator[GemmPlan]:
     """Yield plans whose first run of products ends, and whose last part begins, where that was seen."""
-    k, last = call.k, _last_run(seen)
+    at = int(numpy.argmax(seen.lost == seen.lost.max()))
+    k, last = call.k, _Last(int(seen.ends[at - 1]) if at else 0, int(seen.ends[at]), int(seen.units[-1]))
     slow = call.operation == "scaled_mm" and not call.fast_accum
     for width in _widths(k, arithmetic):
         if slow:
@@ -251,11 +252,6 @@ class _Last(NamedTuple):
 
     def has(self, start: int) -> bool:
         return self.low < start <= self.high or start > self.unit
-
-
-def _last_run(seen: Sighting) -> _Last:
-    first = int(numpy.argmax(seen.lost == seen.lost.max()))
-    return _Last(int(seen.ends[first - 1]) if first else 0, int(seen.ends[first]), int(seen.units[-1]))
 
 
 def _promoted(k: int, first: tuple[int, int], last: _Last, width: int | None) -> Iterator[GemmPlan]:

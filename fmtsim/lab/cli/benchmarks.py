@@ -186,7 +186,8 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
 
 def against_text(found: Comparison, before: dict[str, Any], now: dict[str, Any], path: Path) -> str:
     """Return the comparison in words and a table."""
-    lines = [f"compared with {shown_path(path)}, {_about_record(before)}"]
+    about = (_machine(before), before["machine"].get("date"))
+    lines = [f"compared with {shown_path(path)}, {', '.join(str(part) for part in about if part)}"]
     if _machine(before) != _machine(now):
         lines.append(f"which is another machine: this is {_machine(now)}")
     counts = f"{len(found.slower)} slower by more than 5 %, {found.faster} faster"
@@ -198,11 +199,6 @@ def against_text(found: Comparison, before: dict[str, Any], now: dict[str, Any],
         rows = [(c.name, f"{c.before:.4g}", f"{c.now:.4g}", f"{c.slower:.2f}") for c in found.slower]
         lines += ["", format_table(("slower", "before", "now", "times as long"), rows)]
     return "\n".join(lines)
-
-
-def _about_record(record: dict[str, Any]) -> str:
-    about = record["machine"]
-    return ", ".join(str(part) for part in (_machine(record), about.get("date")) if part)
 
 
 def _machine(record: dict[str, Any]) -> str:

@@ -17,8 +17,9 @@ from fmtsim.lab.bench.models import HEAD, Sizes
 from fmtsim.lab.cli.arguments.machine import BENCH_SIZES
 from fmtsim.lab.cli.machine import processor_name
 from fmtsim.lab.cli.options import check_device, check_positive, chosen_cases
-from fmtsim.lab.cli.output import at_work, each_shown, format_table, origin, versions_of
+from fmtsim.lab.cli.output import at_work, each_shown, format_items, format_table, origin, versions_of
 from fmtsim.support.errors import ArgumentError, DeviceError, FmtsimError
+from fmtsim.support.table import Column
 
 _GPU_PACKAGES = ("fmtsim", "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
 
@@ -194,7 +195,9 @@ def _layers_text(record: dict[str, Any], results: list[layers.Result], failed: d
     machine = record["machine"]
     parts = [", ".join([machine["device"], *(f"{name} {machine[name]}" for name in ("torch", "transformers", "date"))])]
     for name in dict.fromkeys(result.case.model for result in results):
-        parts.append(f"{name}: {_size_text(Sizes(**record['sizes'][name]))}")
+        size = Sizes(**record["sizes"][name])
+        tokens = f"{size.batch_size} x {size.context} tokens"
+        parts.append(f"{name}: {size.layers} layers of width {size.width}, {tokens}")
     parts += ["", layers_table(results), "", layers_summary(results), ""] if results else []
     absent = record["not_installed"]
     parts += [f"not measured, because not installed: {', '.join(absent)}"] if absent else []
@@ -202,20 +205,15 @@ def _layers_text(record: dict[str, Any], results: list[layers.Result], failed: d
     return "\n".join(parts).rstrip()
 
 
-def _size_text(size: Sizes) -> str:
-    return f"{size.layers} layers of width {size.width}, {size.batch_size} x {size.context} tokens"
-
-
 def layers_table(results: list[layers.Result]) -> str:
     """Return a line for each case: a step's time over the plain model's."""
-    header = ("case", "ms", "plain, ms", "ratio", "first, s", "loss")
-    return format_table(header, map(_layers_line, results))
-
-
-def _layers_line(result: layers.Result) -> tuple[str, ...]:
-    loss = "-" if result.loss is None else f"{result.loss:.4f}"
-    times = (f"{1e3 * seconds:.3f}" for seconds in (result.seconds, result.plain_seconds))
-    return (result.case.name, *times, f"{result.ratio:.3f}", f"{result.first_seconds:.1f}", loss)
+    return format_items(
+        [
+            Column("case", lambda x: x.case.name), Column("ms", lambda x: 1e3 * x.seconds, ">.3f"),
+            Column("plain, ms", lambda x: 1e3 * x.plain_seconds, ">.3f"), Column("ratio", "ratio", ">.3f"),
+            Column("first, s", "first_seconds", ">.1f"), Column("loss", "loss", ">.4f", absent="-"),
+        ], results,
+    )  # fmt: skip
 
 
 def layers_summary(results: list[layers.Result]) -> str:

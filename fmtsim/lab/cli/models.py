@@ -222,6 +222,9 @@ def _write_quantised(out: Path, loaded: Loaded, record: dict[str, Any]) -> list[
     return list(map(str, paths))
 
 
+_FOUND = ("formats", "cost", "budget", "loss", "losses", "costs", "left_out", "tried", "chances", "reference")
+
+
 def run_search(arguments: argparse.Namespace) -> int:
     """Search, print the choice and write it."""
     check_positive(arguments, "batches", "samples")
@@ -244,7 +247,12 @@ def run_search(arguments: argparse.Namespace) -> int:
         torch.save(loaded.model.state_dict(), weights)
     files = [str(path) for path in (out, plot, weights) if path is not None]
     wrote = [f"wrote {' and '.join(files)}"] if files else []
-    record = {"model": loaded.name, "data": loaded.data, **_search_record(found), "files": files}
+    record = {
+        "model": loaded.name,
+        "data": loaded.data,
+        **{name: getattr(found, name) for name in _FOUND},
+        "files": files,
+    }
     answer(arguments, record, lambda: "\n".join([str(found), loaded.data, *wrote]))
     return 0
 
@@ -289,8 +297,3 @@ def _check_training(arguments: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name} is of a search without training; leave it or --while-training out")
     if not arguments.lr > 0:
         raise ArgumentError(f"--lr {arguments.lr} is not a learning rate; choose a number above 0")
-
-
-def _search_record(found: SearchResult) -> dict[str, Any]:
-    names = ("formats", "cost", "budget", "loss", "losses", "costs", "left_out", "tried", "chances", "reference")
-    return {name: getattr(found, name) for name in names}

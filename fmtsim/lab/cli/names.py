@@ -1,107 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that options take, of catalogues that are read when somebody asks: for ``one_of`` and for completion."""
+"""Names that options take, for ``one_of`` and for completion: a catalogue is imported when its names are asked for."""
 
+import importlib
 from collections.abc import Callable, Iterable
 
 Names = Callable[[], Iterable[str]]
 
 
-def formats() -> Iterable[str]:
-    """Return the listed formats."""
-    from fmtsim.formats.registry import list_formats
+def _names_of(*places: str) -> Names:
+    """Return a function that reads the names at ``module:attribute``; a function there is called."""
 
-    return list_formats()
+    def read() -> Iterable[str]:
+        found: list[str] = []
+        for module, _, attribute in (place.partition(":") for place in places):
+            value = getattr(importlib.import_module(f"fmtsim.{module}"), attribute)
+            found += value() if callable(value) else value
+        return found
 
-
-def roundings() -> Iterable[str]:
-    """Return the rounding modes and their short names."""
-    from fmtsim.rounding.modes import ALIASES, MODES
-
-    return *MODES, *ALIASES
-
-
-def overflows() -> Iterable[str]:
-    """Return the overflow rules."""
-    from fmtsim.formats.spec import OVERFLOWS
-
-    return OVERFLOWS
+    return read
 
 
-def scale_rules() -> Iterable[str]:
-    """Return the scale rules of blocks."""
-    from fmtsim.formats.scaling import SCALE_RULES
-
-    return SCALE_RULES
-
-
-def models() -> Iterable[str]:
-    """Return the models whose layers are known."""
-    from fmtsim.gemm.models import list_models
-
-    return list_models()
-
-
-def targets() -> Iterable[str]:
-    """Return the targets."""
-    from fmtsim.gemm.targets.target import list_targets
-
-    return list_targets()
-
-
-def units() -> Iterable[str]:
-    """Return the matrix units."""
-    import fmtsim
-
-    return fmtsim.list_units()
-
-
-def recipes() -> Iterable[str]:
-    """Return the recipes."""
-    from fmtsim.recipes.registry import list_recipes
-
-    return list_recipes()
-
-
-def converters() -> Iterable[str]:
-    """Return the recipes, and the other software that ``fmtsim bench layers`` runs beside them."""
-    from fmtsim.lab.bench.models import PEERS
-
-    return *recipes(), *PEERS
-
-
-def optimizers() -> Iterable[str]:
-    """Return the optimizers that recipes name."""
-    from fmtsim.recipes.system import OPTIMIZERS
-
-    return OPTIMIZERS
-
-
-def optimizers_and_states() -> Iterable[str]:
-    """Return the optimizers whose memory is known, and the schemes of optimizer states."""
-    from fmtsim.lab.memory.states import RULES
-
-    return *RULES, *states()
-
-
-def states() -> Iterable[str]:
-    """Return the schemes of optimizer states."""
-    from fmtsim.optim.catalogue import list_schemes
-
-    return list_schemes()
-
-
-def reductions() -> Iterable[str]:
-    """Return the reductions of gradients."""
-    from fmtsim.distributed.reduction import REDUCTIONS
-
-    return REDUCTIONS
-
-
-def schemes() -> Iterable[str]:
-    """Return the schemes of post-training quantisation."""
-    from fmtsim.ptq.catalogue import list_ptq_recipes
-
-    return list_ptq_recipes()
+formats = _names_of("formats.registry:list_formats")
+roundings = _names_of("rounding.modes:MODES", "rounding.modes:ALIASES")
+overflows = _names_of("formats.spec:OVERFLOWS")
+scale_rules = _names_of("formats.scaling:SCALE_RULES")
+models = _names_of("gemm.models:list_models")
+targets = _names_of("gemm.targets.target:list_targets")
+units = _names_of("gemm.units.unit:list_units")
+recipes = _names_of("recipes.registry:list_recipes")
+converters = _names_of("recipes.registry:list_recipes", "lab.bench.models:PEERS")
+optimizers = _names_of("recipes.system:OPTIMIZERS")
+states = _names_of("optim.catalogue:list_schemes")
+optimizers_and_states = _names_of("lab.memory.states:RULES", "optim.catalogue:list_schemes")
+reductions = _names_of("distributed.reduction:REDUCTIONS")
+schemes = _names_of("ptq.catalogue:list_ptq_recipes")
 
 
 def claims() -> Iterable[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.support.files import write_folder
-from fmtsim.support.table import jsonable, page, ruled, wrapped
+from fmtsim.support.table import Column, jsonable, page, ruled, table_of, wrapped
 
 ABSENT = "not installed"
 MISMATCH = 1
@@ -52,6 +52,11 @@ def _indent(line: str) -> int:
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Return an aligned text table; columns in ``left`` are flush left, the others flush right."""
     return "\n".join(ruled([list(header), *([str(cell) for cell in row] for row in rows)], left, columns=True))
+
+
+def format_items(columns: Sequence[Column], items: Iterable[Any]) -> str:
+    """Return an aligned text table with a row for each item."""
+    return "\n".join(ruled(*table_of(columns, items), columns=True))
 
 
 def print_json(record: Any) -> None:

@@ -17,7 +17,7 @@ from fmtsim.lab.analysis.tracing import trace
 from fmtsim.lab.cli.arguments.results import SUFFIXES
 from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given
 from fmtsim.lab.cli.options import check_positive, target_given
-from fmtsim.lab.cli.output import MISMATCH, answer, format_table, origin, versions_of, write_json
+from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
 from fmtsim.lab.training.models import told
 from fmtsim.lab.verify import Outcome, workers
 from fmtsim.lab.verify.gemm import Replay, merged
@@ -26,6 +26,7 @@ from fmtsim.nn import convert
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.files import check_file, check_folder
 from fmtsim.support.progress import make_progress
+from fmtsim.support.table import Column
 
 if TYPE_CHECKING:
     from fmtsim import Comparison
@@ -182,22 +183,24 @@ def _reading(path: Path, read: Callable[[], Any]) -> Any:
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
+_COMPARED = (
+    Column("tensor", lambda item: item[0]), Column("dtype", lambda item: item[1].dtype),
+    Column("elements", lambda item: item[1].count, ">,"), Column("different", lambda item: item[1].mismatches, ">,"),
+    Column("max ulp", lambda item: item[1].max_ulp, ">,", absent="-"),
+    Column("median", lambda item: item[1].median_ulp, ">,", absent="-"),
+    Column("max relative", lambda item: item[1].max_relative, ">.3g"),
+)  # fmt: skip
+
+
 def _compare_text(found: Mapping[str, "Comparison"], errors: Mapping[str, str]) -> str:
     if len(found) == 1 and not errors:
         return str(next(iter(found.values())))
-    rows = [_compare_row(name, c) for name, c in found.items()]
-    header = ("tensor", "dtype", "elements", "different", "max ulp", "median", "max relative")
-    parts = [format_table(header, rows, left=(0, 1))] if rows else []
+    parts = [format_items(_COMPARED, found.items())] if found else []
     parts += [f"{name}: {message}" for name, message in errors.items()]
     parts += [f"{name}: first difference {c.first}" for name, c in found.items() if not c.equal]
     if not errors and all(c.equal for c in found.values()):
         parts.append("all bits agree")
     return "\n".join(parts)
-
-
-def _compare_row(name: str, c: "Comparison") -> tuple[str, ...]:
-    ulps = ("-", "-") if c.max_ulp is None else (f"{c.max_ulp:,}", f"{c.median_ulp:,}")
-    return (name, c.dtype, f"{c.count:,}", f"{c.mismatches:,}", *ulps, f"{c.max_relative:.3g}")
 
 
 PACKAGES = ("fmtsim", "torch", "numpy", "numba", "cuda-core", "cuda-bindings")

@@ -23,7 +23,6 @@ from fmtsim.lab.training.scaling_law import Choice, ScalingLaw, fit_law
 from fmtsim.lab.training.sweep import Point, SweepConfig, points_of, speed_of
 from fmtsim.lab.training.sweep_result import SweepResult, byte_entropy
 from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import Content, check_folder, write_folder
 from fmtsim.support.plotting import png
@@ -161,18 +160,14 @@ def run_memory(arguments: argparse.Namespace) -> int:
         given["master"] = None
     try:
         if arguments.level is not None:
-            given["recipe"] = _at_level(given.get("recipe"), arguments.level)
+            if "recipe" not in given:
+                raise ArgumentError(f"--level {arguments.level} is a recipe's; pass --recipe fp8lm as well")
+            given["recipe"] = get_recipe(given["recipe"]).at_level(arguments.level)
         found = verb(model, **given)
     except FmtsimError as error:
         raise type(error)(_in_options(str(error), arguments.model is None)) from error
     answer(arguments, found.to_dict(), lambda: f"{found}\n\n{found.formulas()}" if arguments.formulas else str(found))
     return 0
-
-
-def _at_level(recipe: str | None, level: str) -> Recipe:
-    if recipe is None:
-        raise ArgumentError(f"--level {level} is a recipe's; pass --recipe fp8lm as well")
-    return get_recipe(recipe).at_level(level)
 
 
 def _in_options(message: str, by_number: bool) -> str:
@@ -220,14 +215,8 @@ def run_reproduce(arguments: argparse.Namespace) -> int:
     answer(arguments, _record(results), lambda: _text(results, arguments.markdown))
     if arguments.out is not None:
         _write(arguments.out, results)
-    return _status(results)
-
-
-def _status(results: Sequence[Result]) -> int:
-    """Return the exit code: an experiment that broke off is worse than one that shows less."""
-    if any(result.error for result in results):
-        return BROKE_OFF
-    return WORSE if any(result.worse for result in results) else 0
+    # An experiment that broke off is worse than one that shows less.
+    return BROKE_OFF if any(each.error for each in results) else WORSE if any(each.worse for each in results) else 0
 
 
 def _text(results: Sequence[Result], as_markdown: bool) -> str:

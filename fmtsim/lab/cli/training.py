@@ -48,7 +48,9 @@ def run_train(arguments: argparse.Namespace) -> int:
     With ``--check native`` both models are the same, and 1 says that a bit differs.
     """
     if arguments.recipe == "list":
-        return _list_recipes()
+        rows = [(name, get_recipe(name).source) for name in list_recipes()]
+        print_text(lambda: format_table(("recipe", "source"), rows, left=(0, 1)))
+        return 0
     config = _config(arguments)
     check_device(arguments.device)
     if arguments.threads is not None:
@@ -113,12 +115,6 @@ def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corp
 def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: Callable[[], str], paths: list[Path]) -> None:
     files = [str(path) for path in paths]
     answer(arguments, {**record, "files": files}, lambda: f"{text()}\n\nwritten: {', '.join(files)}")
-
-
-def _list_recipes() -> int:
-    rows = [(name, get_recipe(name).source) for name in list_recipes()]
-    print_text(lambda: format_table(("recipe", "source"), rows, left=(0, 1)))
-    return 0
 
 
 def _check(arguments: argparse.Namespace, config: TrainConfig, out: Path) -> int:

@@ -57,7 +57,8 @@ def load_pretrained(name: str, *, weights: bool = True) -> nn.Module:
             "with batches"
         )
     if absent:
-        raise ArgumentError(f"{where}: its files lack {absent[0]!r}{_more(absent)}; they are of another model")
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ArgumentError(f"{where}: its files lack {absent[0]!r}{more}; they are of another model")
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
 
@@ -92,10 +93,6 @@ def _transformers(name: str) -> Any:
 
 def _first(error: Exception) -> str:
     return first_line(error).rstrip(".")
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 @contextlib.contextmanager
