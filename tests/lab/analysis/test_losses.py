@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an Observation shows: the worst operands, a picture, a DataFrame."""
+"""Which operands lose most, their sharpness and loss scale, and how pictures of them are drawn."""
 
+import itertools
 import math
+import subprocess
 import sys
 from types import SimpleNamespace
 
+import matplotlib.style
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
-from fmtsim.lab.analysis.losses import Losses, losses_of, plot_losses, worst
+from fmtsim.lab.analysis.losses import Losses, loss_scale_of, losses_of, plot_losses, worst
 from fmtsim.lab.analysis.stats import OperandStats
-from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.lab.training.sweep import sharpness
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
+from fmtsim.support.plotting import COLOURS, STYLE, new_figure
+from tests.support.operands import normal
 
 PNG = b"\x89PNG"
 
@@ -119,3 +126,130 @@ def test_a_dataframe_has_a_row_for_each_step_layer_and_operand(stats, monkeypatc
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(FmtsimError, match="to_pandas needs pandas, which is not installed; pip install pandas"):
         stats.to_pandas()
+
+
+def observed(loss_scale, **what):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    x, y = torch.randn(4, 16, 64), torch.randn(4, 16, 8)
+    with fmtsim.observe(net, **what) as stats:
+        for i in range(4):
+            (loss_scale * nn.functional.mse_loss(net(x[i]), y[i])).backward()
+    return stats
+
+
+UNSCALED = {"recipe": fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", scaling="none")}
+
+
+def test_the_scale_saturates_nothing_and_twice_as_much_does():
+    found = observed(2.0**-6, **UNSCALED).loss_scale()
+    assert math.frexp(found.scale)[0] == 0.5 and 1.0 <= found.headroom < 2.0 and found.format == "e5m2"
+    assert found.scale * found.amax * found.headroom == pytest.approx(57344.0)
+    at, above = (observed(2.0**-6 * factor * found.scale, **UNSCALED) for factor in (1.0, 2.0))
+    beyond = [
+        max(s.amax for ops in stats.layers.values() for o, s in ops.items() if o[0] == "g") for stats in (at, above)
+    ]
+    assert beyond[0] <= 57344.0 < beyond[1]
+    assert found.underflow_percent == pytest.approx(8.97, abs=0.01)
+    assert at.loss_scale().scale == 1.0 and above.loss_scale().scale == 0.5
+    assert str(found).splitlines()[0] == f"loss scale        2^{int(math.log2(found.scale))} = {found.scale:g}"
+    assert found.to_dict()["scale"] == found.scale
+
+
+def test_what_underflows_at_the_scale_by_hand():
+    x = torch.tensor([57344.0 * 2.0**-10, 1.5 * 2.0**-27, 1.5 * 2.0**-28, 2.0**-40, 0.0])
+    stats = OperandStats().add(x, fmtsim.quantize(x, "e5m2"), fmtsim.get_format("e5m2"))
+    found = loss_scale_of({"a": {"g_w": stats}, "b": {"x_f": stats}})
+    assert (found.scale, found.headroom, found.layer, found.operand) == (1024.0, 1.0, "a", "g_w")
+    assert (found.underflow_percent, found.underflow_percent_scaled) == (75.0, 50.0)  # 1.5 * 2**-17 becomes 2**-16
+
+
+@pytest.mark.parametrize("recipe", ["te_mxfp8", "te_current", "te_delayed", "deepseek_v3"])
+def test_gradients_with_scales_of_their_own_need_none(recipe):
+    found = observed(1.0, recipe=recipe).loss_scale()
+    assert found.scale is None and str(found) == "gradients have scales of their own: they need no loss scale"
+    assert found.to_dict()["headroom"] is None
+
+
+def test_gradients_that_are_not_finite_are_told():
+    stats = OperandStats()
+    stats.add(torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.inf]), fmtsim.get_format("e5m2"))
+    found = loss_scale_of({"a": {"g_w": stats}})
+    assert str(found).splitlines()[-1].startswith("1 gradients were NaN or infinite: observe with a smaller loss scale")
+
+
+def test_without_gradients_there_is_an_error():
+    net = nn.Linear(4, 4)
+    with fmtsim.observe(net, format="e4m3") as stats:
+        net(torch.ones(2, 4))
+    with pytest.raises(ArgumentError, match="loss_scale: no gradient observed; call backward inside the with"):
+        stats.loss_scale()
+    with fmtsim.observe(net, format="e4m3") as stats:
+        (0.0 * net(torch.ones(2, 4)).sum()).backward()
+    with pytest.raises(ArgumentError, match="only gradients that are zero or in high precision observed"):
+        stats.loss_scale()
+
+
+def rise(z, target, moves):
+    after = F.cross_entropy(z + moves, target.expand(len(moves)), reduction="none")
+    before = F.cross_entropy(z, target)
+    return (after - before) / (1 + before) * 100
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("eps", [5e-4, 0.1, 2.0])
+def test_closed_form_is_the_best_corner(seed, eps):
+    source = torch.Generator().manual_seed(seed)
+    z = torch.randn(9, generator=source, dtype=torch.float64) * 4
+    target = torch.randint(9, (), generator=source)
+    corners = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=9)), dtype=torch.float64)
+    moves = corners * eps * (z.abs() + 1)
+    assert sharpness(z, target) == sharpness(z, target, 5e-4)
+    assert float(sharpness(z, target, eps)) == pytest.approx(float(rise(z, target, moves).max()), rel=1e-12)
+
+
+def test_no_ascent_climbs_higher():
+    """Projected gradient ascent inside the box ends at the closed form, from the middle of the box."""
+    source = torch.Generator().manual_seed(1)
+    z, target = torch.randn(6, generator=source, dtype=torch.float64), torch.tensor(2)
+    room = 0.3 * (z.abs() + 1)
+    move = torch.zeros(1, 6, dtype=torch.float64, requires_grad=True)
+    for _ in range(500):
+        (slope,) = torch.autograd.grad(rise(z, target, move).sum(), move)
+        move = (move.detach() + 0.1 * slope).clamp(-room, room).requires_grad_()
+    assert float(rise(z, target, move.detach())) == pytest.approx(float(sharpness(z, target, 0.3)), rel=1e-12)
+
+
+def test_shapes_and_wider_boxes():
+    z = normal(3, 4, 7)
+    targets = torch.zeros(3, 4, dtype=torch.int64)
+    small, large = sharpness(z, targets), sharpness(z, targets, 1e-2)
+    assert small.shape == (3, 4) and small.dtype == torch.float64
+    assert bool((large > small).all()) and bool((small > 0).all())
+    assert float(small[1, 2]) == float(sharpness(z[1, 2], targets[1, 2]))
+    assert sharpness(torch.tensor([float("nan"), 0.0]), torch.tensor(0)).isnan()
+
+
+def test_errors():
+    with pytest.raises(DtypeError, match=r"logits have dtype torch.int64; pass float32 or float64"):
+        sharpness(torch.tensor([1, 2]), torch.tensor(0))
+    with pytest.raises(ArgumentError, match=r"targets of shape \(2,\) do not fit logits of shape \(3, 4\); pass one"):
+        sharpness(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ArgumentError, match=r"eps=0 is not a width of a box; pass a number above 0, such as 5e-4"):
+        sharpness(torch.zeros(4), torch.tensor(0), 0)
+
+
+def test_the_style_is_one_that_matplotlib_takes():
+    with matplotlib.style.context(STYLE):
+        assert matplotlib.rcParams["axes.prop_cycle"].by_key()["color"] == list(COLOURS)
+
+
+def test_importing_plots_does_not_import_matplotlib():
+    code = "import sys, fmtsim.lab.analysis.compare, fmtsim.lab.analysis.losses; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_missing_matplotlib_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FmtsimError, match=r"pip install 'fmtsim\[viz\]'"):
+        new_figure(1, 1)

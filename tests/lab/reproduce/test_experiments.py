@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single experiments of claims: served models, searches, sweeps, GPTs, systems, widths."""
+
+import dataclasses
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from fmtsim.casts.quantize import decode
+from fmtsim.formats.registry import get_format
+from fmtsim.lab.cli.main import main
+from fmtsim.lab.reproduce import gpts, searched, sweeps
+from fmtsim.lab.reproduce.gpts import ablations, mantissa, nvfp4
+from fmtsim.lab.reproduce.multipliers import gates, logarithm_gates, luts, multiplier
+from fmtsim.lab.reproduce.run import CLAIMS
+from fmtsim.lab.reproduce.searched import _Run
+from fmtsim.lab.reproduce.served import _front, formats, images
+from fmtsim.lab.reproduce.widths import _VOCABULARY, _MuGPT, text
+from fmtsim.lab.training.sweep import SweepRun
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.spec import Rule
+from fmtsim.spec.datapath import LogDatapath
+
+
+def test_tokens_and_their_positions_enter_a_model_with_unit_variance():
+    torch.manual_seed(0)
+    model = _MuGPT(256, 0, 0.3)
+    seen = []
+    model.norm.register_forward_pre_hook(lambda norm, given: seen.append(given[0].detach()))
+    assert model(text(64, 32, 1)).shape == (64, 32, _VOCABULARY)
+    assert 0.95 < float(seen[0].var()) < 1.05  # of 64 + 32 vectors of 256 random numbers
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_numbers_and_budgets(monkeypatch):
+    found, budgets = [], []
+    right, search = _Run.right, searched.search_while_training
+    monkeypatch.setattr(_Run, "right", lambda self, model: found.append(right(self, model)) or found[-1])
+
+    def watched(*args, **how):
+        result = search(*args, **how)
+        budgets.append((result.budget, bool(result.widths)))
+        return result
+
+    monkeypatch.setattr(searched, "search_while_training", watched)
+    small = dict(searched.CLAIMS[0].settings) | {"steps": 8}
+    numbers = searched.searched(lambda part: None, **small).numbers
+    assert {one.name for claim in searched.CLAIMS for one in claim.expected} == set(numbers)
+    uniform, mixed, high, afterwards, joint = found[:5]
+    assert numbers["high precision, right, %"] == high and numbers["integers, uniform, right, %"] == uniform
+    assert numbers["integers: in flight - uniform, points"] == mixed - uniform
+    assert numbers["integers: in flight - search afterwards, points"] == mixed - afterwards
+    assert numbers["integers with widths - uniform, points"] == joint - uniform
+    assert numbers["integers with widths - without, points"] == joint - mixed
+    adds = 64 * (64 * 9 * 8 + 16 * 72 * 16 + 256 * 32 + 32 * 8)  # of a batch, in the network that is not wide
+    assert budgets == [(adds * 16, False), (adds * 16, True), (adds * 16, False)]
+
+
+def run_of(point, losses, tasks=None, sharp=0.0):
+    return SweepRun(
+        point=point, parameters=1, tokens=1, losses=tuple(losses), validation=losses[-1], tasks=tasks or {},
+        sharpness=((3, sharp),),
+    )  # fmt: skip
+
+
+def test_answers_are_pooled_over_seeds_and_tasks(monkeypatch):
+    def train(config, point, corpus):
+        assert corpus.tasks and config.batch_size == 4
+        good = 3 if point.scheme == "bf16" else 1
+        spike = [9.0] if point.scheme == "te_delayed" and point.seed else [2.0]
+        tasks = {"sums": (good, 10), "copies": (point.seed, 30)}
+        return run_of(point, [2.0, 2.1] * 15 + spike + [2.0] * 5, tasks)
+
+    monkeypatch.setattr(sweeps, "train_point", train)
+    how = {"lr": 1e-3, "width": 16, "steps": 36, "batch": 4, "seeds": (0, 1)}
+    found = sweeps.tasks(lambda part: None, schemes=("bf16", "te_delayed"), **how).numbers
+    assert found["bf16, right answers, %"] == 100 * (3 + 3 + 1) / 80
+    assert found["right answers less in FP8, points"] == pytest.approx(100 * 4 / 80)
+    assert (found["bf16, spikes"], found["te_delayed, spikes"], found["spikes more in FP8"]) == (0, 1, 1)
+
+
+def test_failed_runs_are_counted_by_scheme_and_sharpness_foretells_them(monkeypatch):
+    def train(config, point, corpus):
+        assert config.clip is None and config.final_rate == 1
+        fails = point.scheme == "e5m7" and point.seed == 1
+        return run_of(point, [5.0] * 10 if fails else [1.0] * 10, sharp=2.0 if fails else 1.0)
+
+    monkeypatch.setattr(sweeps, "train_point", train)
+    how = {"rates": (1e-3, 2e-3), "width": 16, "steps": 10, "seeds": (0, 1)}
+    found = sweeps.fewer_bits(lambda part: None, schemes=("bf16", "e5m7"), **how).numbers
+    assert (found["bf16, failed runs in %"], found["e5m7 less bf16, failed runs, points"]) == (0, 50)
+    assert (found["area of sharpness"], found["area of learning rate"]) == (1, 0.5)
+    assert found["area of sharpness less the rate's"] == 0.5
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "systems.md").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if re.match(r"\| (?!system |-)", line)
+]
+COMMANDS = sorted({command for row in ROWS for command in re.findall(r"`fmtsim ([^`]+)`", row[-1])})
+
+
+def test_every_row_is_whole():
+    assert len(ROWS) >= 22
+    for row in ROWS:
+        assert len(row) == 5 and all(row), row
+        assert re.search(r"\b(shown|not tried|not ours)\b", row[3]), row
+        assert "`fmtsim " in row[4], row
+
+
+def test_verdicts_are_those_that_are_recorded():
+    found = {name: verdict for row in ROWS for name, verdict in re.findall(r"`(\w+)`: ([a-z ]+)", row[3])}
+    recorded = {claim.name: claim.recorded for claim in CLAIMS}
+    assert found == {name: recorded[name] for name in found} and len(found) > 15
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_understood(command, capsys):
+    """Claims are listed instead of run, and trainings describe their recipe."""
+    words = shlex.split(command)
+    if words[0] == "reproduce":
+        words.append("--list")
+    elif words[0] == "train":
+        get_recipe(words[words.index("--recipe") + 1])
+        words.append("--help")
+    try:
+        assert main(words) == 0
+    except SystemExit as end:  # --help
+        assert end.code == 0
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "e2m1", "e3m2", "e4m3", "e5m2_finite", "e2m5_finite"])
+def test_a_sum_holds_256_products_exactly_and_in_no_fewer_bits(name):
+    fmt = get_format(name)
+    codes = torch.arange(1 << fmt.bits)
+    values = decode(codes, fmt, out_dtype=torch.float64)
+    values = values[values.isfinite()].abs().unique()
+    step = float(values[values > 0].min()) ** 2
+    products = torch.outer(values, values) / step
+    assert torch.equal(products, products.round())
+    top = int(products.max()) * 256
+    assert top.bit_length() <= multiplier(fmt).accumulator <= top.bit_length() + 2  # a sign, and a carry
+
+
+def test_costs_by_hand():
+    # INT4: 16 ANDs, 12 full adders, a sum of 16 bits; E2M1: 4 ANDs, 2 + 2 + 16 adders, 3 levels of choices
+    assert gates(get_format("int4")) == 16 + 5 * (12 + 16) and luts(get_format("int4")) == 12 + 16
+    assert gates(get_format("e2m1")) == 4 + 5 * (2 + 2 + 16) + 3 * 3 * 16
+    assert luts(get_format("e2m1")) == 2 + 2 + 16 * (1 + 2)
+    # a product of 4 bits grows to 5, 7 and 8 bits: 3, 3 and 6 choices, and 2, 4 and 2 bits that have one source
+    assert gates(get_format("e2m1"), least=True) == 4 + 5 * (2 + 2 + 16) + 3 * (3 + 3 + 6) + 2 + 4 + 2
+    # with choices of four: to 7 and 8 bits
+    assert luts(get_format("e2m1"), least=True) == 2 + 2 + 16 + 7 + 8
+    # Logarithms of 7 bits, 31 octaves of products, a sum of 24 bits; one constant is 256, of four 256, 304, 362 and 431
+    lns8 = get_format("lns8_g8")
+    assert logarithm_gates(lns8, LogDatapath(entries=1)) == 5 * (7 + 24) + 3 * 24 * 5 + 5 * 24 / 32
+    # one bit grows to 2, 4, 8, 16 and 24: 8 choices in the last level, else bits that have one source
+    assert (
+        logarithm_gates(lns8, LogDatapath(entries=1), least=True) == 5 * 31 + 2 + 4 + 8 + 16 + 16 + 3 * 8 + 5 * 24 / 32
+    )
+    ones = 1 + 3 + 5 + 7
+    assert logarithm_gates(lns8, LogDatapath(entries=4)) == 5 * 31 + 360 + 4 * 24 + 5 * 24 * ones / 32
+
+
+def test_images_differ_by_seed_and_kinds_can_be_told_apart():
+    (x, kinds), (again, _), (other, _) = images(64, 1), images(64, 1), images(64, 2)
+    assert torch.equal(x, again) and not torch.equal(x, other) and kinds.unique().numel() == 8
+    assert set(formats((4,))) == {"int4", "e2m1", "e3m0"}
+
+
+def test_the_front_is_what_nothing_beats():
+    points = {"int3": (1.0, 9.0), "int4": (2.0, 5.0), "e2m1": (2.0, 6.0), "e3m2": (3.0, 5.0), "e4m3": (4.0, 1.0)}
+    assert _front(points) == ["int3", "int4", "e4m3"]
+
+
+SETTINGS = {claim.name: dict(claim.settings) for claim in gpts.CLAIMS}
+
+
+def operands(linear):
+    return {name: str(operand) for name, operand in linear.operands.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("all of it", set()),
+        ("no rotation", {"g_w", "x_w"}),
+        ("no tiles", {"w_f", "w_d"}),
+        ("no stochastic rounding", {"g_d", "g_w"}),
+        ("stochastic forward", {"x_f", "w_f", "x_w"}),
+        ("last block too", set()),
+    ],
+)
+def test_an_ablation_changes_what_it_says_and_nothing_else(name, changed):
+    whole, found = operands(get_recipe("te_nvfp4_all").linear), operands(ablations()[name].linear)
+    assert {operand for operand in whole if whole[operand] != found[operand]} == changed
+    assert ablations()[name].rules == (() if name == "last block too" else (Rule(last_blocks=1),))
+
+
+def test_tiles_become_rows_in_both_products():
+    linear = ablations()["no tiles"].linear
+    assert linear.fprop.b == linear.dgrad.b == get_recipe("te_nvfp4_all").linear.fprop.a
+
+
+def losses(table):
+    """Return a stand-in for ``trained`` that looks a loss up by recipe, rate and seed."""
+    return lambda recipe, seed, *, lr, **rest: table(recipe, lr, seed)
+
+
+def untold(part):
+    """Take what an experiment tells of its progress."""
+
+
+def test_gaps_are_to_bfloat16_and_parts_cost_what_a_gap_grows_by(monkeypatch):
+    def table(recipe, lr, seed):
+        return 2.0 * {"amp_bf16": 1.0, "mxfp4": 1.04}.get(recipe.name, 1.02 if recipe.rules else 1.025)
+
+    monkeypatch.setattr(gpts, "trained", losses(table))
+    found = nvfp4(untold, seed=0, lr=1.0)
+    assert found.numbers["gap in %"] == pytest.approx(2.0)
+    assert found.numbers["MXFP4 less NVFP4, points"] == pytest.approx(2.0)
+    assert found.numbers["no tiles, points lost"] == 0
+    assert found.numbers["last block too, points lost"] == pytest.approx(0.5)
+    assert len(found.curves["gap"]) == len(found.ticks) == 7
+
+
+def test_four_bits_are_trained_with_and_without_their_parts(monkeypatch):
+    def table(recipe, lr, seed):
+        if recipe.name == "amp_bf16":
+            return 2.0
+        x, w = recipe.linear.fprop.a, recipe.linear.fprop.b
+        return 2.0 + 0.02 * (not x.transforms) + 0.04 * (str(w.gradient).find("k=") < 0)
+
+    monkeypatch.setattr(gpts, "trained", losses(table))
+    found = gpts.four_bits(untold, recipe="fp4_ms", seed=0, lr=1.0).numbers
+    names = ("both", "no clamp", "no estimator", "neither")
+    assert [found[f"{name}, gap in %"] for name in names] == pytest.approx([0, 1, 2, 3])
+    assert found["neither less both, points"] == pytest.approx(3)
+
+
+def test_a_unit_scaled_model_is_compared_with_itself_in_sixteen_bits(monkeypatch):
+    def table(recipe, lr, seed):
+        eight = "e4m3" in str(recipe.linear.fprop.a)
+        return (4.0 if lr == 0.5 else 2.0) * (1.01 if eight and recipe.replace else 1.03 if eight else 1)
+
+    monkeypatch.setattr(gpts, "trained", losses(table))
+    found = gpts.without_scales(untold, recipe="unit_scaling", seed=0, rate=0.5, lr=1.0).numbers
+    assert found["unit-scaled, gap in %"] == pytest.approx(1) and found["plain, gap in %"] == pytest.approx(3)
+    assert (found["unit-scaled, loss in sixteen bits"], found["plain, loss in sixteen bits"]) == (4, 2)
+
+
+def test_failed_runs_are_counted(monkeypatch):
+    def table(recipe, lr, seed):
+        if recipe.name == "e8m3" and lr == 2.0:
+            return math.inf
+        return 2.0 if recipe.name == "amp_bf16" else 2.1
+
+    monkeypatch.setattr(gpts, "trained", losses(table))
+    found = mantissa(untold, recipes=("amp_bf16", "e8m3"), rates=(1.0, 2.0), seed=0, failed=3.0)
+    assert (found.numbers["amp_bf16, failed runs in %"], found.numbers["e8m3, failed runs in %"]) == (0, 50)
+    assert found.numbers["e8m3 less amp_bf16, failed runs, points"] == 50
+    assert found.numbers["loss of e8m3 over amp_bf16's, %"] == pytest.approx(5.0)
+    assert found.curves["e8m3"] == [(1.0, 2.1), (2.0, math.inf)]
+
+
+def test_a_training_is_the_same_again_and_stops_where_a_loss_is_not_finite():
+    how = {"steps": 3, "batch": 1, "layers": 1, "decay": 0.0, "clip": math.inf}
+    first, second = (gpts.trained.__wrapped__(get_recipe("e8m3"), 1, lr=1e-3, **how) for _ in range(2))
+    assert first == second and math.isfinite(first)
+    assert gpts.trained(get_recipe("e8m3"), 1, lr=1e38, **how) == math.inf
+    assert first != gpts.trained(get_recipe("amp_bf16"), 1, lr=1e-3, **how)
+
+
+@pytest.mark.slow
+def test_without_its_parts_the_claim_fails():
+    """Two-bit integers in place of NVFP4 do not train within 1 % of bfloat16."""
+    coarse = dataclasses.replace(get_recipe("bitnet"), rules=())
+    how = {key: value for key, value in SETTINGS["nvfp4_ablation"].items() if key != "seed"}
+    assert gpts.trained(coarse, 0, **how) > 1.01 * gpts.trained(get_recipe("amp_bf16"), 0, **how)
