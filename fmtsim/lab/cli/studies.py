@@ -2,6 +2,7 @@
 """Runs of ``fmtsim sweep``, ``memory`` and ``reproduce``."""
 
 import argparse
+import inspect
 import re
 import sys
 from collections import Counter
@@ -135,12 +136,8 @@ def _integers(text: str, option: str) -> list[int]:
     return found
 
 
-TRAINING = (
-    "recipe", "optimizer", "master", "gradients", "activations", "loss_format", "batch", "tokens", "checkpointing",
-    "attention", "dropout", "quantize_early", "zero", "tensor_parallel", "sequence_parallel", "lora", "lora_layers",
-)  # fmt: skip
-SERVING = ("kv_format", "context", "requests")
-BOTH = ("weights", "devices")
+# Keywords of the verbs, each an option of that name; ``model`` comes first.
+TRAINING, SERVING = ([*inspect.signature(verb).parameters][1:] for verb in (training_memory, serving_memory))
 
 
 def run_memory(arguments: argparse.Namespace) -> int:
@@ -148,14 +145,14 @@ def run_memory(arguments: argparse.Namespace) -> int:
     if (arguments.model is None) == (arguments.params is None):
         raise ArgumentError("fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7e9")
     model = arguments.model if arguments.params is None else parse_number(arguments.params)
-    verb, allowed, refused = (
-        (serving_memory, SERVING, TRAINING) if arguments.serve else (training_memory, TRAINING, SERVING)
+    verb, allowed, others = (
+        (serving_memory, SERVING, [*TRAINING, "level"]) if arguments.serve else (training_memory, TRAINING, SERVING)
     )
-    wrong = next(iter(_given(arguments, (*refused, "level") if arguments.serve else refused)), None)
+    wrong = next(iter(_given(arguments, [name for name in others if name not in allowed])), None)
     if wrong is not None:
         why = "training; leave it or --serve out" if arguments.serve else "serving; add --serve, or leave it out"
         raise ArgumentError(f"--{wrong.replace('_', '-')} is about {why}")
-    given = _given(arguments, (*BOTH, *allowed))
+    given = _given(arguments, allowed)
     if given.get("master") == "none":
         given["master"] = None
     try:
@@ -177,11 +174,11 @@ def _in_options(message: str, by_number: bool) -> str:
         name = "params" if found[1] == "model" and by_number else found[1].replace("_", "-")
         return f"--{name} {found[2]}"
 
-    names = "|".join(("model", *TRAINING, *SERVING, *BOTH))
+    names = "|".join(("model", *TRAINING, *SERVING))
     return re.sub(rf"\b({names})=('[^']*'|[^\s;,]+)", spelled, message)
 
 
-def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """Return the options among these that the command line has."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False}
