@@ -106,7 +106,7 @@ def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> 
 
 def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> None:
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
-    random = _random(key, None)
+    random = None if key is None else _random(key, None)
     if x.is_cuda and load_engine("cuda").quantize_contiguous(x, text, out, random):
         return
     cast = spec_from_json(text)
@@ -219,12 +219,12 @@ def _random(key: Key, words: torch.Tensor | None) -> Random:
 
 def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> None:
     """Refuse what only the elements show; verbs see no elements while torch.compile, vmap or export trace them."""
-    bits = cast.rounding.bits
-    low, high = (int(words.min()), int(words.max())) if words is not None and words.numel() else (0, 0)
-    if low < 0 or high >= 1 << bits:
-        raise ArgumentError(f"random_words reach from {low} to {high}; choose 0 to 2**{bits} - 1")
+    if words is not None and words.numel():
+        low, high, bits = int(words.min()), int(words.max()), cast.rounding.bits
+        if low < 0 or high >= 1 << bits:
+            raise ArgumentError(f"random_words reach from {low} to {high}; choose 0 to 2**{bits} - 1")
     element = cast.format.element if isinstance(cast.format, BlockFormat) else cast.format
-    if isinstance(element, LogTileFormat) or element.has_nan or element.nan_policy != "error":
+    if isinstance(element, LogTileFormat) or element.nan_policy != "error" or element.has_nan:
         return
     if bool(x.isnan().any()):
         raise ArgumentError(

@@ -2,6 +2,7 @@
 """The engine's three verbs and what its kernels cover; the torch engine does the rest."""
 
 from functools import lru_cache
+from operator import attrgetter
 
 import torch
 
@@ -13,10 +14,12 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
+_dtype_of = attrgetter("dtype")
+
 
 def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has."""
-    return _covers(verb, spec, *(tensor.dtype for tensor in tensors))
+    return _covers(verb, spec, *map(_dtype_of, tensors))
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +54,7 @@ def _covers(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
 
 def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out; see the engine protocol in docs/architecture.md."""
-    if not supports("quantize", spec, x, out):
+    if not _covers("quantize", spec, x.dtype, out.dtype):
         torch_engine.quantize(x, spec, random, out)
     elif isinstance(spec.format, LogTileFormat):
         decode(encode(x, spec, random), spec, out)

@@ -2,6 +2,7 @@
 """Which fast kernel casts a block format, if one does: for values, and for codes with scales."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from fmtsim.engines.cpu.cast import blocks, columns, encoding
@@ -73,6 +74,7 @@ def _format(spec: CastSpec) -> BlockFormat:
     return spec.format
 
 
+@lru_cache(maxsize=1024)
 def _grids(spec: CastSpec) -> tuple[Grid, Grid] | None:
     """Return the grids of element and scale for the kernels that compute, None where they do not serve."""
     fmt = _format(spec)
