@@ -5,9 +5,9 @@ import torch
 
 from fmtsim.casts import ops
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
-from fmtsim.formats.exact import codes_of_scales, scales_of_codes
 from fmtsim.formats.interop import safetensors_tag, torch_dtype
 from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
+from fmtsim.formats.representable import codes_of_scales, scales_of_codes
 from fmtsim.spec.cast import block_counts, spec_from_json
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import CodeError, FormatError

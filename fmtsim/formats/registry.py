@@ -6,8 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fmtsim.formats.block import BLOCK_NAMES, Block, Format, LogTileFormat, with_block
-from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, elements, integer
-from fmtsim.formats.catalogue_blocks import blocks
+from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements, integer
 from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
 from fmtsim.formats.serialization import KINDS, format_from_dict
 from fmtsim.formats.spec import ElementFormat, FloatFormat, LogFormat

@@ -15,8 +15,8 @@ from fmtsim.casts import ops
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.formats.exact import codes_of_scales, scales_of_codes
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.representable import codes_of_scales, scales_of_codes
 from fmtsim.formats.scaling import block_scaling
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.support.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError

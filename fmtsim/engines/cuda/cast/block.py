@@ -31,9 +31,8 @@ from fmtsim.engines.cuda.cast.scale_rules import (
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.engines.cuda.runtime.launch import Bound
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.exact import codes_of_scales
 from fmtsim.formats.packing import code_dtype, pack, packed_size
-from fmtsim.formats.representable import FLOAT_DTYPES
+from fmtsim.formats.representable import FLOAT_DTYPES, codes_of_scales
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
 from fmtsim.support.replay.hooks import Structure
 
