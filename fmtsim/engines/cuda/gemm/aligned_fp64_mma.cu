@@ -80,7 +80,7 @@ struct Sums {
 
 #include "aligned_fp64_mma_chains.cuh"
 
-// Say whether a block has products although its field is below `least`: then the field may be wrong.
+// Return true if a block has products although its field is below `least`: then the field may be wrong.
 DEVICE bool unknown(const State& s, i32 least, const u32* a, const u32* b) {
   bool bad = false;
 #pragma unroll

@@ -205,7 +205,7 @@ DEVICE void mark(const Sums& s, const Tile tile) {
   s.marks[(i64)(tile.row / 128) * ((s.n + 127) / 128) + tile.column / 128] = 1;
 }
 
-// Say whether a tile has neither NaN nor Inf, nor (WIDE) exponents that could lead above the accumulator's range;
+// Return true if a tile has neither NaN nor Inf, nor (WIDE) exponents that could lead above the accumulator's range;
 // `least` becomes the smallest field of M that may be trusted.
 DEVICE bool within_range(const Floor& f, const Tile tile, const i32* a_bases, const i32* b_bases, i32& least,
                          i32* scratch) {

@@ -6,8 +6,7 @@
 // each other in the accumulation order. A record holds, for SPAN places (the block's length rounded up to 8):
 //   values   every number as a double, in fragments of 16 rows and 4 places for the fp64 tensor core: lane (g, t) holds
 //            rows g and g + 8 at place t. TWO_WORDS: both words, [16 rows][4 places][lane][row]; else the high words
-// alone
-//            (the low ones are zero), [16 rows][8 places][lane][4 places][row] or, second, [lane][row][4 places].
+//            alone (the low ones are zero), [16 rows][8 places][lane][4 places][row] or, second, [lane][row][4 places].
 //   powers   2^(spacing e) of its exponent e in bfloat16, zero for a zero, in fragments of 16 rows and 16 places for
 //            the bf16 tensor core, [16 rows][16 places][lane][8 places][row] or, for the second operand,
 //            [16 rows][16 places][lane][row][8 places], a pair of places in a word.

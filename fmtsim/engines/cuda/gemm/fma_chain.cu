@@ -92,7 +92,7 @@ DEVICE Sum rounded(Sum x, Extremes& e, const Limits& l) {
 #endif
 }
 
-// Say whether every sum of a tile was rounded as its exact value is, products being multiples of 2^low and below
+// Return true if every sum of a tile was rounded as its exact value is, products being multiples of 2^low and below
 // 2^high.
 //
 // One product after another: let |c| >= |p| for the running sum c and a product p of P bits with P + KEPT <= 49. A sum

@@ -69,7 +69,7 @@ def gpu_of(x: Tensor) -> Gpu:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AccumulationOrder:
-    """Say which products are added when, with blocks of one length.
+    """The products that are added when, with blocks of one length.
 
     Args:
         source: int32 [blocks * block] on the device: which k stands at a position, or PADDING. A padded one is not a

@@ -3,7 +3,7 @@
 #pragma once
 #include "numbers.cuh"
 
-// Dtypes of operands; problem.py has the same numbers.
+// Dtypes of operands; job.py has the same numbers.
 #define TYPE_E4M3FN 0
 #define TYPE_E5M2 1
 #define TYPE_E4M3FNUZ 2

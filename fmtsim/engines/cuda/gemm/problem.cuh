@@ -4,7 +4,7 @@
 #include "operands.cuh"
 #include "philox.cuh"
 
-// A product and its unit as numbers; problem.py builds it. Strides count elements.
+// A product and its unit as numbers; job.py builds it. Strides count elements.
 struct alignas(16) Problem {
   i64 a_row, a_stride, b_row, b_stride;                           // operands [rows, K], [columns, K]
   i64 scale_a_row, scale_a_stride, scale_b_row, scale_b_stride;   // scales [rows or columns, groups]
