@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """mm, bmm, linear, int_mm and mma: bits, layouts, formats, gradients, compilation and every refusal."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, FmtsimError, GemmPlan, RandomKey, get_format, get_unit
+from fmtsim.formats import registry
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import definition as spec
 from tests.support.gemm_oracle import finished, sums
@@ -370,3 +373,14 @@ def test_a_plan_takes_the_place_of_the_targets(notebook):
     a, b = pair(k=64)
     plan = GemmPlan(k_tile=16, split=2)
     assert_same_bits(fmtsim.mm(a, b, target="h200", plan=plan), fmtsim.mm(a, b, unit=WGMMA, plan=plan))
+
+
+def test_a_name_that_stands_for_another_format_is_looked_up_again(monkeypatch):
+    """What was checked of a call is remembered for tensors alike, but not what a name stands for."""
+    for name in ("_formats", "_lookup"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    codes, one = torch.full((1, 1), 60, dtype=torch.uint8), torch.full((1, 1), 56, dtype=torch.uint8)
+    for name in ("e4m3", "e5m2"):
+        fmtsim.register_format(replace(get_format(name), name="mine", aliases=()), overwrite=True)
+        y = fmtsim.mm(codes, one, unit="exact", a_format="mine", b_format=get_format("e4m3"))
+        assert y.item() == fmtsim.decode(codes, name).item()
