@@ -128,13 +128,13 @@ class _Copy:
 
     def __init__(self, folder: Path) -> None:
         self._tree, self._output = folder / "tree", folder / "output"
-        for name in ("fmtsim", "tests", "docs", "benchmarks", "notebooks"):
+        for name in ("fmtsim", "tests", "tools", "docs", "benchmarks", "notebooks"):
             shutil.copytree(ROOT / name, self._tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for path in ROOT.glob("*.*"):
             if path.is_file():
                 shutil.copy2(path, self._tree)
         # A changed file is to be noticed by its text.
-        compiled = ["compileall", "-q", "--invalidation-mode", "checked-hash", "fmtsim", "tests"]
+        compiled = ["compileall", "-q", "--invalidation-mode", "checked-hash", "fmtsim", "tests", "tools"]
         subprocess.run([sys.executable, "-m", *compiled], cwd=self._tree, check=True)
         places = {"FMTSIM_CACHE_DIR": folder / "cache", "TMPDIR": folder / "tmp"}
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
