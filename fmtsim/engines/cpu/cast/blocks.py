@@ -20,7 +20,7 @@ from fmtsim.engines.cpu.cast.phases import (
 )
 from fmtsim.engines.cpu.cast.scalar import stochastic_deep
 from fmtsim.engines.cpu.cast.scales import AMAX
-from fmtsim.engines.cpu.cast.words import words_at
+from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, prefetch
 
 _MAGNITUDE = int32(0x7FFFFFFF)
@@ -152,7 +152,8 @@ def quantize_stochastic(x, y, g, p, sg, w, layout, start, stop):
                 return int64(group)
             powers(shifts, scales, factors, count)
         for r in range(r0, r1):
-            row_words = words_at(r * columns + c0, c1 - c0, w, buffer)
+            fill_words(r * columns + c0, c1 - c0, w, buffer)
+            row_words = buffer[(r * columns + c0) & 63 :]
             xs, ys = x[r, c0:c1], y[r, c0:c1]
             for b in range(count):
                 last = min((b + 1) * inner, c1 - c0)

@@ -11,7 +11,7 @@ from fmtsim.engines.cpu.cast.blocks import binary_value, real_value
 from fmtsim.engines.cpu.cast.phases import binary_scales, bounds, powers, real_scales
 from fmtsim.engines.cpu.cast.scalar import stochastic_deep
 from fmtsim.engines.cpu.cast.scales import AMAX
-from fmtsim.engines.cpu.cast.words import words_at
+from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import bits32, device, kernel
 
 _MAGNITUDE = int32(0x7FFFFFFF)
@@ -78,7 +78,8 @@ def quantize_stochastic(x, y, g, p, sg, w, layout, start, stop):
                 return int64(group)
             powers(shifts, scales, factors, count)
         for r in range(r0, r1):
-            words = words_at(r * x.shape[1] + k0, count, w, buffer)
+            fill_words(r * x.shape[1] + k0, count, w, buffer)
+            words = buffer[(r * x.shape[1] + k0) & 63 :]
             xs, ys = x[r, k0:k1], y[r, k0:k1]
             for i in range(xs.size):
                 value = stochastic_deep(float32(xs[i] * factors[i]), words[i], g)

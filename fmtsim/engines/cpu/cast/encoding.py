@@ -21,7 +21,7 @@ from fmtsim.engines.cpu.cast.phases import (
     saturated,
 )
 from fmtsim.engines.cpu.cast.scales import AMAX
-from fmtsim.engines.cpu.cast.words import words_at
+from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import device, float32_of, kernel, prefetch
 
 _ONE = float32(1)
@@ -118,7 +118,8 @@ def encode_stochastic(x, codes, steps, g, c, p, sg, w, layout, start, stop):
         if _scale(x, steps, r0, r1, k0, k1, p, sg, layout, buffers):
             return int64(group)
         for r in range(r0, r1):
-            row_words = words_at(r * x.shape[1] + k0, k1 - k0, w, buffer)
+            fill_words(r * x.shape[1] + k0, k1 - k0, w, buffer)
+            row_words = buffer[(r * x.shape[1] + k0) & 63 :]
             row, result = values[: k1 - k0], codes[r, k0:k1]
             for b in range((row.size + inner - 1) // inner):
                 last = min((b + 1) * inner, row.size)

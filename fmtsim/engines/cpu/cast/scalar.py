@@ -14,7 +14,7 @@ reach float32's own limits, where the magic number would overflow, and formats w
 import numpy as np
 from numpy import float32, int32, uint32
 
-from fmtsim.engines.cpu.cast.words import words_at
+from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, prefetch
 
 _MAGNITUDE = int32(0x7FFFFFFF)
@@ -176,10 +176,10 @@ def nearest_kernel(g):  # type: ignore[no-untyped-def]
 @kernel
 def stochastic_flat(x, y, g, w, start):
     """Quantise elements ``start ...`` (a multiple of 64) of a float32 tensor, given as x, into y, stochastically."""
-    buffer = np.empty(64, np.uint32)
+    words = np.empty(64, np.uint32)
     for base in range(0, x.size, 64):
         count = min(64, x.size - base)
-        words = words_at(start + base, count, w, buffer)
+        fill_words(start + base, count, w, words)
         part, result = x[base : base + count], y[base : base + count]
         if g.by_bits:
             for j in range(count):
