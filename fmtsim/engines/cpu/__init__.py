@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU engine: numba kernels on the threads of a pool of our own, the same bits as every other engine."""
 
-from fmtsim.engines.cpu.cast.blockwise import finish_, round_blocks, times_blocks, widened
-from fmtsim.engines.cpu.cast.decoding import look_up
-from fmtsim.engines.cpu.cast.engine import decode, encode, quantize, supports
-from fmtsim.engines.cpu.cast.rotation import hadamard
-from fmtsim.engines.cpu.cast.statistics import block_amax, block_means
-from fmtsim.engines.cpu.counting import count_cast
-from fmtsim.engines.cpu.gemm.engine import gemm, gemm_batch, supports_gemm
-from fmtsim.engines.cpu.optim.elementary import exp, ln
-from fmtsim.engines.cpu.optim.steps import optimizer_steps, supports_optimizer
-from fmtsim.engines.cpu.runtime.kernel_cache import cache_folder
-from fmtsim.engines.cpu.runtime.pool import get_num_threads, set_num_threads
-from fmtsim.engines.cpu.weighted_sums import weighted_sums
+import sys
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "block_amax", "block_means", "cache_folder", "count_cast", "decode", "encode", "exp", "finish_", "gemm",
-    "gemm_batch", "get_num_threads", "hadamard", "ln", "look_up", "optimizer_steps", "quantize", "round_blocks",
-    "set_num_threads", "supports", "supports_gemm", "supports_optimizer", "times_blocks", "weighted_sums",
-    "widened",
-]  # fmt: skip
+from fmtsim.support.lazy import LazyEngine
+
+if TYPE_CHECKING:
+    from fmtsim.engines.cpu.runtime.pool import get_num_threads as get_num_threads
+    from fmtsim.engines.cpu.runtime.pool import set_num_threads as set_num_threads
+
+MODULES = {
+    "cast.blockwise": ("finish_", "round_blocks", "times_blocks", "widened"),
+    "cast.decoding": ("look_up",),
+    "cast.engine": ("decode", "encode", "quantize", "supports"),
+    "cast.rotation": ("hadamard",),
+    "cast.statistics": ("block_amax", "block_means"),
+    "counting": ("count_cast", "weighted_sums"),
+    "gemm.engine": ("gemm", "gemm_batch", "supports_gemm"),
+    "optim.elementary": ("exp", "ln"),
+    "optim.steps": ("optimizer_steps", "supports_optimizer"),
+    "runtime.kernel_cache": ("cache_folder",),
+    "runtime.pool": ("get_num_threads", "set_num_threads"),
+}
+__all__ = sorted(name for names in MODULES.values() for name in names)  # noqa: PLE0605  # a list, of the table
+sys.modules[__name__].__class__ = LazyEngine

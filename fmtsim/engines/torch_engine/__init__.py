@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts and matrix products with torch operations alone: the same bits on every device that torch knows."""
 
-from fmtsim.engines.torch_engine.compiled import compiles_casts
-from fmtsim.engines.torch_engine.elementary import exp, ln
-from fmtsim.engines.torch_engine.gemm import gemm
-from fmtsim.engines.torch_engine.verbs import decode, encode, quantize
+import sys
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["compiles_casts", "decode", "encode", "exp", "gemm", "ln", "quantize"]
+from fmtsim.support.lazy import LazyEngine
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+MODULES = {
+    "compiled": ("compiles_casts",),
+    "elementary": ("exp", "ln"),
+    "gemm": ("gemm",),
+    "verbs": ("decode", "encode", "quantize"),
+}
+__all__ = sorted(name for names in MODULES.values() for name in names)  # noqa: PLE0605  # a list, of the table
+sys.modules[__name__].__class__ = LazyEngine

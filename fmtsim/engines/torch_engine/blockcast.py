@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from fmtsim.engines.torch_engine import elements, floats, integers
-from fmtsim.engines.torch_engine.carry import NEAREST
+from fmtsim.engines.torch_engine.floats import NEAREST
 from fmtsim.engines.torch_engine.reals import narrow, product, widen
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype

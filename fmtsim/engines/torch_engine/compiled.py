@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fmtsim.engines.torch_engine import elements
+from fmtsim.engines.torch_engine.floats import BIT_DTYPES
 from fmtsim.engines.torch_engine.philox import cut, in_order, lanes, pieces_of, sharing
-from fmtsim.engines.torch_engine.storage import BIT_DTYPES
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, Random, RandomKey
 from fmtsim.support.replay.gpu import captures

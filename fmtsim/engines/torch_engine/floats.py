@@ -13,12 +13,207 @@ Steps of ``convert``, for a target with M mantissa bits and smallest normal expo
     5. overflow, then the sign, then NaN
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 
-from fmtsim.engines.torch_engine.carry import DEEPEST, jam, round_off
-from fmtsim.engines.torch_engine.storage import LAYOUTS, Parts, bits_of, unpack
+from fmtsim.formats.block import FP32
 from fmtsim.formats.spec import FloatFormat, Overflow
-from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.modes import RULES, Mode, Rounding
+from fmtsim.support import float64
+from fmtsim.support.float64 import floor_log2
+
+NEAREST = Rounding()
+
+DEEPEST = 61
+"""Most bits below the last place that ``round_off`` takes; ``jam`` folds deeper ones into the lowest."""
+
+
+def jam(significand: torch.Tensor, excess: torch.Tensor) -> torch.Tensor:
+    """Shift right by ``excess`` bits and keep in the lowest bit whether any bit that left was set.
+
+    No decision of ``round_off`` changes as long as the lowest bit stays below the last random bit and below the half.
+    """
+    excess = excess.clamp(0, 62)
+    kept = significand >> excess
+    return kept | ((kept << excess) != significand).to(significand.dtype)
+
+
+def round_off(
+    significand: torch.Tensor,
+    shift: torch.Tensor,
+    negative: torch.Tensor,
+    rounding: Rounding,
+    words: torch.Tensor | None,
+    parity: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Divide non-negative integers by ``2**shift`` and round the quotient to an integer.
+
+    Args:
+        significand: The magnitudes, int32 or int64; ``significand + 2**shift`` must not overflow.
+        shift: Bits to drop, same dtype, broadcastable, at most 30 (int32) or ``DEEPEST`` (int64, and int32 of
+            stochastic rounding, whose numbers are below 2**30).
+        negative: Where the number is negative: up and down look at it.
+        rounding: The mode.
+        words: The random integers w of stochastic rounding, int64, else None.
+        parity: Added to the quotient before asking whether its code is odd.
+    """
+    if rounding.mode == "stochastic":
+        assert words is not None
+        near = shift.clamp(max=30) if significand.dtype == torch.int32 else shift
+        quotient = significand >> near
+        rest = (significand - (quotient << near)).to(torch.int64)
+        return quotient + _moves_up(rest, shift.to(torch.int64), rounding, words).to(quotient.dtype)
+    if rounding.mode == "toward_zero":
+        return significand >> shift
+    below = (1 << shift) - 1  # all dropped bits set: adding it moves every inexact number up, and no exact one
+
+    def odd() -> torch.Tensor:
+        quotient = significand >> shift
+        return (quotient if parity is None else quotient + parity) & 1
+
+    if rounding.mode == "nearest_even":
+        bias = torch.minimum((below >> 1) + odd(), below)  # the minimum keeps shift 0 exact
+    else:  # what moves a magnitude never, above the half, from the half on, always
+        addends = (lambda: 0, lambda: below >> 1, lambda: (below + 1) >> 1, lambda: below)
+        bias = by_threshold(rounding.mode, lambda threshold: addends[threshold](), lambda: odd() == 1, negative)
+    return (significand + bias) >> shift
+
+
+def by_threshold(
+    mode: Mode, of: Callable[[int], Any], odd: Callable[[], torch.Tensor], negative: torch.Tensor | None
+) -> Any:
+    """Return for each element ``of(t)``, where t is the threshold from which on a mode moves its magnitude.
+
+    Args:
+        mode: A deterministic mode.
+        of: What is wanted for a threshold of ``Rule.threshold``: a tensor, or a number for all elements.
+        odd: Returns where the candidate is odd; called only for modes that look at it.
+        negative: Where numbers are negative; None will do for modes that do not look at it.
+    """
+    rule = RULES[mode]
+
+    def by_sign(odd: bool) -> Any:
+        plus, minus = rule.threshold(odd, False), rule.threshold(odd, True)
+        return of(plus) if plus == minus else torch.where(negative, of(minus), of(plus))  # type: ignore[arg-type]
+
+    return torch.where(odd(), by_sign(True), by_sign(False)) if rule.looks_at_parity else by_sign(False)
+
+
+def _moves_up(rest: torch.Tensor, shift: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
+    """Decide stochastic rounding for ``d = rest / 2**shift``, as int64 zeros and ones."""
+    bits = rounding.bits + (rounding.variant == "b")
+    dropped = (shift - bits).clamp(min=0)
+    fraction = (rest >> dropped) << (bits - shift).clamp(min=0)  # floor(d * 2**bits)
+    if rounding.variant == "b":
+        words = 2 * words + 1
+    elif rounding.variant == "c":
+        tail = rest & ((1 << dropped) - 1)
+        half = (1 << dropped) >> 1  # 0 where nothing was dropped, and then so is the tail
+        up = (tail > half) | ((tail == half) & (dropped > 0) & ((fraction & 1) == 1))
+        fraction = fraction + up.to(fraction.dtype)
+    return (fraction + words >= (1 << bits)).to(rest.dtype)
+
+
+FP64 = FloatFormat(name="fp64", exponent_bits=11, mantissa_bits=52, source="IEEE 754-2019, 3.6")
+BF16 = FloatFormat(name="bf16", exponent_bits=8, mantissa_bits=7, source="IEEE 754-2019 rules on the top half of fp32")
+FP16 = FloatFormat(name="fp16", exponent_bits=5, mantissa_bits=10, source="IEEE 754-2019, 3.6")
+
+LAYOUTS: dict[torch.dtype, FloatFormat] = {
+    torch.float16: FP16,
+    torch.bfloat16: BF16,
+    torch.float32: FP32,
+    torch.float64: FP64,
+}
+"""What the bits of a tensor of each supported dtype mean."""
+
+BIT_DTYPES: dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+_ZERO_EXPONENT = -4096  # below every exponent in use, so that zero never looks like a normal number
+
+
+class Parts(NamedTuple):
+    """Hold the real numbers behind codes: ``|x| = significand * 2**(exponent - precision)``.
+
+    ``negative``, ``infinite`` and ``nan`` are boolean, ``significand`` and ``exponent`` integer tensors of one dtype;
+    where ``infinite`` or ``nan`` holds, the two numbers mean nothing.
+    """
+
+    negative: torch.Tensor
+    significand: torch.Tensor
+    exponent: torch.Tensor
+    precision: int
+    infinite: torch.Tensor
+    nan: torch.Tensor
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """View a float tensor as signed integers of its own width."""
+    return x.view(BIT_DTYPES[x.dtype])
+
+
+def from_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Turn codes of a dtype's layout, in any integer dtype, into a float tensor."""
+    codes = codes.to(BIT_DTYPES[dtype])
+    return float64.from_bits(codes) if dtype == torch.float64 else codes.view(dtype)
+
+
+def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise: bool) -> Parts:
+    """Split codes into sign, significand and exponent.
+
+    Args:
+        codes: Codes in any integer dtype of at least the format's width; bits above the format's are ignored.
+        fmt: Their format.
+        dtype: torch.int32 or torch.int64, of the results.
+        normalise: Shift the significands of subnormals up to ``2**precision`` and more; without it subnormals keep the
+            smallest normal's exponent. Zero has significand 0 and, when normalised, an exponent below all others.
+    """
+    codes = codes.to(dtype)
+    negative = _sign(codes, fmt)
+    magnitude = codes & fmt.magnitude_mask
+    infinite, nan = _specials(codes, magnitude, fmt)
+    field = magnitude >> fmt.mantissa_bits
+    if not fmt.has_zero:  # no mantissa either: every code is a power of two
+        exponent = field - fmt.exponent_bias
+        return Parts(negative, torch.ones_like(field), exponent, 0, infinite, nan)
+    lifted = field.clamp(min=1)
+    significand = magnitude - ((lifted - 1) << fmt.mantissa_bits)
+    if not fmt.has_subnormals:
+        significand = torch.where(field == 0, 0, significand)
+    exponent = lifted - fmt.exponent_bias
+    if normalise:
+        significand, exponent = _normalise(significand, exponent, fmt.mantissa_bits)
+    return Parts(negative, significand, exponent, fmt.mantissa_bits, infinite, nan)
+
+
+def _normalise(significand: torch.Tensor, exponent: torch.Tensor, precision: int) -> tuple[torch.Tensor, torch.Tensor]:
+    gap = precision - floor_log2(significand.clamp(min=1))
+    return significand << gap, torch.where(significand == 0, _ZERO_EXPONENT, exponent - gap)
+
+
+def _sign(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    if not fmt.signed:
+        return torch.zeros_like(codes, dtype=torch.bool)
+    if fmt.bits == 8 * codes.element_size():
+        return codes < 0
+    return (codes & fmt.sign_mask) != 0
+
+
+def _specials(codes: torch.Tensor, magnitude: torch.Tensor, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where codes are infinite and where they are NaN."""
+    nothing = torch.zeros_like(magnitude, dtype=torch.bool)
+    infinite = nothing if fmt.inf_code is None else magnitude == fmt.inf_code
+    if fmt.nan == "none":
+        return infinite, nothing
+    if fmt.nan == "negative_zero":
+        return infinite, (codes & (fmt.sign_mask | fmt.magnitude_mask)) == fmt.sign_mask
+    return infinite, magnitude > (fmt.max_code if fmt.inf_code is None else fmt.inf_code)
 
 
 def encode(

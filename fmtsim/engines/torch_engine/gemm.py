@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from fmtsim.engines.torch_engine.gemm_logarithms import logarithmic_sums
 from fmtsim.engines.torch_engine.gemm_operands import Rows, all_finite, exact
 from fmtsim.engines.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
-from fmtsim.engines.torch_engine.gemm_units import integer_sums, wrapped
+from fmtsim.engines.torch_engine.gemm_units import integer_sums, logarithmic_sums, wrapped
 from fmtsim.engines.torch_engine.philox import GROUP, random_integers
 from fmtsim.engines.torch_engine.reals import narrow
 from fmtsim.rounding.modes import Rounding

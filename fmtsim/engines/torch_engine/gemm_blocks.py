@@ -10,8 +10,20 @@ from collections.abc import Sequence
 
 import torch
 
-from fmtsim.engines.torch_engine.gemm_operands import Factor, Rows, Signs, cleaned, exact, exponents, specials
-from fmtsim.engines.torch_engine.gemm_round import ODD_BITS, SAFE, exponent_of, integral, round_value
+from fmtsim.engines.torch_engine.gemm_operands import (
+    ODD_BITS,
+    SAFE,
+    Factor,
+    Rows,
+    Signs,
+    cleaned,
+    exact,
+    exponent_of,
+    exponents,
+    integral,
+    round_value,
+    specials,
+)
 from fmtsim.engines.torch_engine.reals import add_to_odd, power_of_two
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath

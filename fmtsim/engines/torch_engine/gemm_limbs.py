@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from fmtsim.engines.torch_engine.carry import by_threshold, jam, round_off
-from fmtsim.engines.torch_engine.gemm_round import assembled, round_value
-from fmtsim.engines.torch_engine.storage import FP64, Parts, bits_of, unpack
+from fmtsim.engines.torch_engine.floats import FP64, Parts, bits_of, by_threshold, jam, round_off, unpack
+from fmtsim.engines.torch_engine.gemm_operands import assembled, round_value
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Mode, Rounding
 from fmtsim.support.float64 import floor_log2, from_bits

@@ -7,13 +7,12 @@ from typing import TypeVar
 
 import torch
 
+from fmtsim.engines.torch_engine.floats import FP64
 from fmtsim.engines.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
-from fmtsim.engines.torch_engine.gemm_operands import Pieces, Rows, Unit
-from fmtsim.engines.torch_engine.gemm_round import ODD_BITS, is_scalable, round_value
+from fmtsim.engines.torch_engine.gemm_operands import ODD_BITS, Pieces, Rows, Unit, is_scalable, round_value
 from fmtsim.engines.torch_engine.gemm_units import PairwiseUnit, TwoStageUnit
 from fmtsim.engines.torch_engine.gemm_wide import WideUnit
 from fmtsim.engines.torch_engine.reals import add_to_odd
-from fmtsim.engines.torch_engine.storage import FP64
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding

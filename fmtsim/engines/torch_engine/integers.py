@@ -3,8 +3,7 @@
 
 import torch
 
-from fmtsim.engines.torch_engine.carry import jam, round_off
-from fmtsim.engines.torch_engine.storage import LAYOUTS, bits_of, unpack
+from fmtsim.engines.torch_engine.floats import LAYOUTS, bits_of, jam, round_off, unpack
 from fmtsim.formats.spec import IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.support.float64 import float64

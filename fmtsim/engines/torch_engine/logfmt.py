@@ -5,9 +5,9 @@ import torch
 
 from fmtsim.engines.torch_engine.blockcast import magnitudes
 from fmtsim.engines.torch_engine.elementary import exp, ln
+from fmtsim.engines.torch_engine.elements import moves_up
+from fmtsim.engines.torch_engine.floats import bits_of
 from fmtsim.engines.torch_engine.reals import divide, narrow, round32, widen
-from fmtsim.engines.torch_engine.storage import bits_of
-from fmtsim.engines.torch_engine.tables import moves_up
 from fmtsim.formats.block import LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import Rounding

@@ -10,8 +10,7 @@ blocks, which are operations of float32: fmtsim/scaling/scales.py).
 import torch
 
 from fmtsim.engines.torch_engine import floats
-from fmtsim.engines.torch_engine.carry import NEAREST
-from fmtsim.engines.torch_engine.storage import FP64, LAYOUTS, bits_of, from_bits
+from fmtsim.engines.torch_engine.floats import FP64, LAYOUTS, NEAREST, bits_of, from_bits
 from fmtsim.support.float64 import float64, has_float64
 from fmtsim.support.float64 import from_bits as float64_of
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import fmtsim
-from fmtsim.engines.cpu.cast import matrices, selection
+from fmtsim.engines.cpu.cast import matrices
 from fmtsim.engines.cpu.gemm import engine, tiles
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
@@ -97,7 +97,7 @@ def casts() -> Iterator[str]:
         for mode in ("nearest_even", "stochastic", "up") if isinstance(fmt, BlockFormat) else ():
             spec = CastSpec(format=fmt, rounding=Rounding(mode=mode), overflow="saturate")
             words = object() if mode == "stochastic" else None
-            chosen = [choose(spec, words) for choose in (selection.quantizer, selection.encoder)]
+            chosen = [choose(spec, words) for choose in (matrices.quantizer, matrices.encoder)]
             yield " ".join(
                 [name, mode, *("none" if c is None else f"{c.run.__code__.co_names} {said(c.grid)}" for c in chosen)]
             )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmtsim.engines import torch_engine
-from fmtsim.engines.cpu.cast import codes, engine, lookup, selection
+from fmtsim.engines.cpu.cast import codes, engine, lookup, matrices
 from fmtsim.engines.cpu.cast.words import integers_of
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.torch_engine.philox import random_integers
@@ -214,4 +214,4 @@ def test_threads_and_views(name: str):
 def test_common_formats_have_a_fast_kernel(name: str):
     for rounding, _ in ROUNDINGS[:2]:
         spec = CastSpec(format=get_format(name), rounding=rounding, overflow="saturate")
-        assert selection.encoder(spec) is not None
+        assert matrices.encoder(spec) is not None

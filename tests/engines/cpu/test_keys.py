@@ -40,6 +40,7 @@ def keys_with(file, old, new):
         sys.modules.pop(prefix + file.removesuffix(".py").replace("/", "."), None)
     loader.get_source = lambda self, name: get_data(self, self.path).decode()
     import fmtsim.engines.cpu
+    assert all(getattr(fmtsim.engines.cpu, name) for name in fmtsim.engines.cpu.__all__)  # loads every module
     from fmtsim.engines.cpu.runtime import keys
     from fmtsim.engines.cpu.runtime.kernel_cache import KernelCache
 
@@ -72,11 +73,11 @@ EDITS = [
     ("", "", "", set(), set()),
     ("cpu/cast/scalar.py", "(bits & g.sign)", "(bits | g.sign)", {*SCALARS, "directed_flat"}, {*LOOKUPS, *ROUNDED}),
     # through four functions
-    ("cpu/cast/philox.py", "0x9E3779B9", "0x9E3779BB",
+    ("cpu/cast/words.py", "0x9E3779B9", "0x9E3779BB",
      {"stochastic_flat", "quantize_stochastic", "truncate_panels", *ROUNDED},
      {"quantize_binary", "nearest_special", "pack_rows", "_exp"}),
     # a constant
-    ("cpu/cast/scales.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),
+    ("cpu/cast/phases.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),
     # a function that kernels share with the host, and an overload that they reach through others
     ("cpu/gemm/operands.py", "return block if", "return 2 * block if", {"truncate_panels", "pack_rows", "two_stage"},
      {*SCALARS, "convert_rows"}),

@@ -202,6 +202,6 @@ def names(protocol):
     [("torch_engine", engine.TorchEngine), ("cpu", engine.CPUEngine), ("cuda", engine.FusedEngine)],
 )
 def test_an_engine_exports_its_protocol(name, protocol):
-    module = importlib.import_module(f"fmtsim.{name}")
+    module = importlib.import_module(f"fmtsim.engines.{name}")
     assert set(module.__all__) == names(protocol)
     assert all(hasattr(module, exported) for exported in module.__all__)

@@ -9,8 +9,8 @@ import torch
 
 from fmtsim.engines import torch_engine
 from fmtsim.engines.torch_engine import elements, logfmt, reals, verbs
-from fmtsim.engines.torch_engine.carry import DEEPEST, jam, round_off
 from fmtsim.engines.torch_engine.elementary import exp, ln
+from fmtsim.engines.torch_engine.floats import DEEPEST, jam, round_off
 from fmtsim.engines.torch_engine.philox import random_integers
 from fmtsim.formats.registry import get_format
 from fmtsim.rounding import elementary, philox

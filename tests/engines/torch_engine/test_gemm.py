@@ -10,7 +10,7 @@ import torch
 
 from fmtsim.engines.torch_engine import gemm
 from fmtsim.engines.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
-from fmtsim.engines.torch_engine.gemm_round import assembled, round_value
+from fmtsim.engines.torch_engine.gemm_operands import assembled, round_value
 from fmtsim.engines.torch_engine.gemm_sums import unit_of
 from fmtsim.engines.torch_engine.gemm_units import integer_sums
 from fmtsim.engines.torch_engine.gemm_wide import WideUnit

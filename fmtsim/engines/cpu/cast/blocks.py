@@ -10,6 +10,7 @@ import numpy as np
 from numpy import float32, int32, int64, uint64
 
 from fmtsim.engines.cpu.cast.phases import (
+    AMAX,
     binary_scales,
     bounds,
     largest_magnitudes,
@@ -19,7 +20,6 @@ from fmtsim.engines.cpu.cast.phases import (
     saturated,
 )
 from fmtsim.engines.cpu.cast.scalar import stochastic_deep
-from fmtsim.engines.cpu.cast.scales import AMAX
 from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, prefetch
 

@@ -10,9 +10,8 @@ from numpy import float32, float64, int32
 from fmtsim.engines.cpu.cast.codes import Coding, coding_of, value_of_code
 from fmtsim.engines.cpu.cast.elements import caster, covers
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.arrays import array_of
 from fmtsim.engines.cpu.runtime.jit import device, kernel
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.scratch import array_of, scratch
 from fmtsim.formats.registry import get_format
 from fmtsim.spec.cast import CastSpec, Random
 

@@ -8,9 +8,8 @@ import numpy as np
 from numpy import float32, int32, int64
 
 from fmtsim.engines.cpu.cast.blocks import binary_value, real_value
-from fmtsim.engines.cpu.cast.phases import binary_scales, bounds, powers, real_scales
+from fmtsim.engines.cpu.cast.phases import AMAX, binary_scales, bounds, powers, real_scales
 from fmtsim.engines.cpu.cast.scalar import stochastic_deep
-from fmtsim.engines.cpu.cast.scales import AMAX
 from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import bits32, device, kernel
 

@@ -6,16 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fmtsim.engines.cpu.cast import directed, scalar
+from fmtsim.engines.cpu.cast import scalar
 from fmtsim.engines.cpu.cast.codes import code_flat, coding_of
-from fmtsim.engines.cpu.cast.decoding import values_of
+from fmtsim.engines.cpu.cast.decoding import store, values_of
 from fmtsim.engines.cpu.cast.grid import Grid, grid_of
 from fmtsim.engines.cpu.cast.lookup import look_up, look_up_values, table_of
-from fmtsim.engines.cpu.cast.output import store
 from fmtsim.engines.cpu.cast.words import words_of
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.arrays import array_of
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.scratch import array_of, scratch
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import ElementFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, in_one_order
@@ -95,8 +93,8 @@ def caster(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
     if mode == "nearest_even":
         kernel = scalar.nearest_kernel(grid)
         return lambda piece, result, _: kernel(array_of(piece), result.numpy(), grid)
-    direction = directed.direction_of(mode)
-    return lambda piece, result, _: directed.directed_flat(array_of(piece), result.numpy(), grid, direction)
+    direction = scalar.direction_of(mode)
+    return lambda piece, result, _: scalar.directed_flat(array_of(piece), result.numpy(), grid, direction)
 
 
 def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:

@@ -12,6 +12,7 @@ from fmtsim.engines.cpu.cast.blocks import stochastic_block
 from fmtsim.engines.cpu.cast.codes import code_of_value
 from fmtsim.engines.cpu.cast.lookup import found_code
 from fmtsim.engines.cpu.cast.phases import (
+    AMAX,
     binary_scales,
     bounds,
     largest_magnitudes,
@@ -20,7 +21,6 @@ from fmtsim.engines.cpu.cast.phases import (
     real_scales,
     saturated,
 )
-from fmtsim.engines.cpu.cast.scales import AMAX
 from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import device, float32_of, kernel, prefetch
 

@@ -8,8 +8,8 @@ import torch
 
 from fmtsim.engines import torch_engine
 from fmtsim.engines.cpu.cast import decoding, elements, logarithmic, matrices
-from fmtsim.engines.cpu.cast.output import narrows
-from fmtsim.engines.cpu.cast.selection import encoder, quantizer
+from fmtsim.engines.cpu.cast.decoding import narrows
+from fmtsim.engines.cpu.cast.matrices import encoder, quantizer
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy import float32, float64, int32, int64
 
-from fmtsim.engines.cpu.cast.output import store
+from fmtsim.engines.cpu.cast.decoding import store
 from fmtsim.engines.cpu.cast.words import integers_of
 from fmtsim.engines.cpu.optim.elementary import exponential, logarithm
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.arrays import array_of
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel
+from fmtsim.engines.cpu.runtime.scratch import array_of
 from fmtsim.formats.block import LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.scaling.blocks import blocks_of

@@ -10,9 +10,8 @@ import torch
 from numpy import float32, int32, int64
 
 from fmtsim.engines.cpu.runtime import pool, simd
-from fmtsim.engines.cpu.runtime.arrays import array_of
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.scratch import array_of, scratch
 
 _LANES = simd.LANES
 _LARGEST = 4096  # elements of a group

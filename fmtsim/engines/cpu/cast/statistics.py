@@ -7,9 +7,8 @@ from numpy import float32, float64, int32
 
 from fmtsim.engines.cpu.cast.blocks import finite_amax
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.arrays import array_of
 from fmtsim.engines.cpu.runtime.jit import bits32, device, kernel, subroutine
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.scratch import array_of, scratch
 from fmtsim.formats.scaling import Statistic
 
 _MAGNITUDE, _INF = int32(0x7FFFFFFF), int32(0x7F800000)

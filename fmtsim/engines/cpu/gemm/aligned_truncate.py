@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from fmtsim.engines.cpu.cast.philox import fill64
+from fmtsim.engines.cpu.cast.words import fill64
 from fmtsim.engines.cpu.gemm.accumulate import end_block
 from fmtsim.engines.cpu.gemm.operands import TOP_BYTE, pitch_of
 from fmtsim.engines.cpu.runtime.jit import device, overload, subroutine

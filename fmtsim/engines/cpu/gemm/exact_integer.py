@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from fmtsim.engines.cpu.cast.philox import integer_at
-from fmtsim.engines.cpu.cast.words import key_words
+from fmtsim.engines.cpu.cast.words import integer_at, key_words
 from fmtsim.engines.cpu.gemm.accumulate import DOWN, STOCHASTIC, end_block
 from fmtsim.engines.cpu.gemm.fma_chain import Scales, Step, Tile, run_chains
 from fmtsim.engines.cpu.gemm.operands import pitch_of

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy import float32, int8, int32, int64, uint64
 
-from fmtsim.engines.cpu.cast.philox import fill64
-from fmtsim.engines.cpu.cast.words import key_words
+from fmtsim.engines.cpu.cast.words import fill64, key_words
 from fmtsim.engines.cpu.optim.moments import arrays_of
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.engines.cpu.runtime.pool import run

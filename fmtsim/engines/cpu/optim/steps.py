@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from fmtsim.engines.cpu.optim import integers
-from fmtsim.engines.cpu.optim.logarithms import BITS, step_logarithms
+from fmtsim.engines.cpu.optim.elementary import BITS, step_logarithms
 from fmtsim.engines.cpu.optim.moments import ALIGNMENT, step_codes, step_floats
 from fmtsim.formats.spec import CodebookFormat, LogFormat
 from fmtsim.spec.optimizer import Book, Counter, ParameterStep, Scheme, StateFormat, book_of
