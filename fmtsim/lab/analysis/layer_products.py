@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fmtsim.gemm.models import PASSES, Shape, check_dtypes, layer_call, layer_shapes
+from fmtsim.gemm.model_calls import check_dtypes, layer_call
+from fmtsim.gemm.models import PASSES, Shape, layer_shapes
 from fmtsim.gemm.products.native import SCALED_MULTIPLE
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn.coverage import numbered, together

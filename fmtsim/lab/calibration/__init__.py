@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration: ask a GPU which arithmetic its matrix unit has, and in which order its library adds."""
 
-from fmtsim.gemm.models import list_models, model_calls, read_shapes
+from fmtsim.gemm.model_calls import model_calls
+from fmtsim.gemm.models import list_models, read_shapes
 from fmtsim.lab.calibration.campaign import Finding, calibrate
 from fmtsim.lab.calibration.gpu import GPU, TorchGPU, open_gpu
 from fmtsim.lab.calibration.planfile import plan_file

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast, get_args
 
 import torch
 
-from fmtsim.gemm.models import FP8_STEP
+from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs, write_book
 from fmtsim.gemm.targets.cublaslt import Architecture

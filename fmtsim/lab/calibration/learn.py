@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fmtsim.gemm.models import FP8_STEP
+from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.cublaslt import Architecture, plainest, same_order
 from fmtsim.gemm.targets.learned import FEATURES, LEAF, Group, Tree, write_learned

@@ -13,7 +13,8 @@ from typing import Any, cast, get_args
 
 import torch
 
-from fmtsim.gemm.models import PASSES, find_models, list_models, model_calls, parse_tokens, read_shapes
+from fmtsim.gemm.model_calls import model_calls
+from fmtsim.gemm.models import PASSES, find_models, list_models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.ask import open_asker
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.learned import Group

@@ -270,7 +270,6 @@ def test_blocks_of_128_are_cast_with_fewer_reads(name, on_card, monkeypatch):
     torch._dynamo.reset()
     at_once = [steps(run), steps(torch.compile(run, fullgraph=True, backend="aot_eager"))]
     monkeypatch.setattr(scaled, "covers_both", lambda *_: False)
-    monkeypatch.setattr(scaled, "covers_grouped", lambda *_: False)
     apart = steps(run)
     for made in at_once:
         for one, other in zip(made, apart, strict=True):
