@@ -203,8 +203,9 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
 def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
     """Yield the products of converted layers."""
     for layer, product, found in model_products(model, tokens):
-        told = {"call": found, "unit": "", "order": "", "basis": "refused"}
-        if not isinstance(found, str):
+        if isinstance(found, str):
+            told = {"call": found, "unit": "", "order": "", "basis": "refused"}
+        else:
             told = {"call": found.rows[0][1], "unit": found.unit or "", "order": found.order, "basis": found.basis}
         yield ProductRow(layer=layer, product=product, tokens=tokens, **told)
 

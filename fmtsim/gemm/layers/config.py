@@ -2,15 +2,15 @@
 """What a quantised linear layer is: a quantiser for each operand of each of its three matrix products."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
-from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, scaled
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import ScaleRule
 from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.layers.route import INT8, Route, route_of
+from fmtsim.gemm.layers.scalings import SCALINGS, ScalingName
 from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
@@ -218,19 +218,6 @@ OPERANDS = tuple(LinearConfig().operands)
 def product_of(operand: str) -> str:
     """Return the product that an operand enters: ``"fprop"`` for ``"x_f"``."""
     return next(name for name in PRODUCTS if name[0] == operand[2])
-
-
-ScalingName = Literal["none", "tensor", "channel", "block32", "tile128", "mx"]
-
-# Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
-SCALINGS: dict[ScalingName, tuple[Block, Block, ScaleRule] | None] = {
-    "none": None,
-    "tensor": ((None, None), (None, None), "amax"),
-    "channel": ((1, None), (1, None), "amax"),
-    "block32": ((1, 32), (1, 32), "amax"),
-    "tile128": ((1, 128), (128, 128), "amax"),
-    "mx": ((1, 32), (1, 32), "floor"),
-}
 
 
 def usual_scaling(fmt: Format) -> ScalingName | None:

@@ -9,6 +9,7 @@ import torch
 from fmtsim import Datapath, GemmPlan
 from fmtsim.engines.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA, variants
 from fmtsim.engines.cuda.gemm.job import promotion_of
+from fmtsim.rounding.modes import RULES
 from tests.engines.cuda.emulator import emulated as pretend
 from tests.support import cuda_gemm, gemm_engine
 from tests.support.bits import assert_same_bits
@@ -258,7 +259,8 @@ def test_operands_for_other_paths(emulated):
 
 @pytest.mark.parametrize(("name", "change"), [
     ("chain e6m9 in float32", dict(kept=8)), ("fp64 bfloat16 sums", dict(fraction=12)),
-    ("fp64 terms to nearest", dict(terms=5)), ("fp32 e4m3", dict(enlarged=8)), ("fp32 e4m3", dict(fraction=12)),
+    ("fp64 terms to nearest", dict(terms=RULES["up"].code)), ("fp32 e4m3", dict(enlarged=8)),
+    ("fp32 e4m3", dict(fraction=12)),
     ("fp32 e4m3", dict(kept=12)), ("fp32 e4m3", dict(step=4, chain=15)), ("block scaled nvf4", dict(eps=20, spread=-1)),
     ("block scaled nvf4", dict(spread=60, room=60)), ("tensor core e4m3", dict(eps=60)),
     ("tensor core e4m3", dict(spacing=4.0)), ("tensor core e4m3", dict(base=1 << 23)),
