@@ -13,8 +13,9 @@ from torch import nn
 
 from fmtsim.casts.arguments import check_module, takes
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import LinearConfig, ScalingName
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.layers.scalings import ScalingName
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.counting import is_meant
 from fmtsim.nn.coverage import estimated, percent, summary_of
