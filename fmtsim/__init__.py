@@ -51,7 +51,7 @@ class _Package(ModuleType):
     """The package, where a function is not hidden by the submodule of its name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system sets submodules here: `fmtsim.quantize` is the function also after its module has loaded.
+        # The import system sets submodules here: `fmtsim.ptq` is the function also after its package has loaded.
         if isinstance(value, ModuleType) and _HOMES.get(name) == f"fmtsim.{name}":
             value = getattr(value, name)
         super().__setattr__(name, value)

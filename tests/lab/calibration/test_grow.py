@@ -8,9 +8,10 @@ import torch
 from fmtsim.gemm.targets.cublaslt import order_of
 from fmtsim.gemm.targets.learned import FEATURES, Learned, learned_bytes
 from fmtsim.gemm.targets.question import Choice, Question, call_of
-from fmtsim.lab.calibration import learn as module
+from fmtsim.lab.calibration import grow as module
 from fmtsim.lab.calibration.book import KINDS
-from fmtsim.lab.calibration.learn import Nodes, Topic, draw, grow
+from fmtsim.lab.calibration.grow import Nodes, Topic, grow
+from fmtsim.lab.calibration.learn import draw
 
 TOPIC = Topic((KINDS["bf16"], KINDS["bf16_bias"]), leaves=40)
 K, BATCH, KIND = 3, 16, 17  # features

@@ -18,8 +18,9 @@ import torch
 
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Question, call_of, question_of
-from fmtsim.lab.calibration import learn
-from fmtsim.lab.calibration.learn import TOPICS, Nodes, Topic, draw
+from fmtsim.lab.calibration import grow, learn
+from fmtsim.lab.calibration.grow import Nodes, Topic
+from fmtsim.lab.calibration.learn import TOPICS, draw
 from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.verify.workers import pool_that_ends
@@ -68,7 +69,7 @@ def card(monkeypatch):
         name, library, device = "NVIDIA H250", "NVIDIA H250, cuBLASLt 1.2.3", torch.device("cuda", 0)
 
     opened = partial(open_stand_in, library_file())
-    monkeypatch.setattr(learn, "branches", one_leaf)
+    monkeypatch.setattr(grow, "branches", one_leaf)
     monkeypatch.setattr(calibration, "check_learner", lambda: None)
     monkeypatch.setattr(learn, "check_learner", lambda: None)
     monkeypatch.setattr(calibration, "learn", partial(learn.learn, topics=[BF16, BF16._replace(share=0.5)]))

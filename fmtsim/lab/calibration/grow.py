@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grow a decision tree from cuBLASLt's answers, and hold it to answers that it never saw."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fmtsim.gemm.targets.cublaslt import Architecture, plainest, same_order
+from fmtsim.gemm.targets.learned import FEATURES, LEAF, Group, Tree
+from fmtsim.gemm.targets.question import Choice, Kind, Question
+
+BRANCHED: Final = 2_500_000  # answers at most that decide where a tree branches; the others count on its leaves
+HELD_OUT: Final = 100_000  # answers at least that choose how many make a leaf certain, and as many that are held out
+DOUBTS: Final = tuple(0.02 * 0.8**step for step in range(40))  # estimates of how often a certain leaf may be wrong
+SURE: Final = 0.9998  # of the answers on certain leaves are right, by those that choose
+Numbers = NDArray[np.int64]
+
+
+class Topic(NamedTuple):
+    """What one tree is about: kinds of calls that differ little, as unbatched or as batched products.
+
+    kinds: The kinds.
+    batched: They are batched.
+    leaves: Leaves that the tree has at most.
+    share: Of the questions that are asked about a topic, so many about this one.
+    """
+
+    kinds: tuple[Kind, ...]
+    batched: bool = False
+    leaves: int = 25_000
+    share: float = 1.0
+
+
+class Nodes(NamedTuple):
+    """A tree as a learner has it: by node, a feature, its threshold, the children, -1 on leaves, and a leaf's label."""
+
+    features: Numbers
+    thresholds: NDArray[np.float32]
+    lefts: Numbers
+    rights: Numbers
+    labels: Numbers
+
+
+def grow(
+    topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None
+) -> tuple[Group, Tree]:
+    """Return a tree of a topic's answers, and how often it is right about the last of them.
+
+    An answer counts as right where its order is the tree's, whatever the choice behind it.
+
+    Args:
+        topic: The topic.
+        asked: Questions, as ``draw`` gives them.
+        choices: All answers; None is a call that the library refuses, which is left out.
+        labels: int64 [questions], an index of choices.
+        architecture: Of the GPU; None where the orders behind choices are not known, and choices alone are compared.
+    """
+    asked, names, labels = _named(topic, asked, choices, labels, architecture)
+    held = max(len(labels) // 20, min(HELD_OUT, len(labels) // 4))
+    learned = len(labels) - 2 * held
+    columns = columns_of(asked)
+    branched = min(learned, BRANCHED)
+    nodes = _rounded(branches(columns[:branched], labels[:branched], topic.leaves), columns[:branched])
+    reached = _reached(nodes, columns)
+    right = _right(topic, asked, names, labels, nodes.labels[reached], architecture)
+    certain = _certain(reached, right, learned, learned + held, len(nodes.labels))
+    last, sure = right[-held:], certain[reached[-held:]]
+    group = Group(topic.kinds, topic.batched, tuple(names), learned, held, int(last.sum()), int(sure.sum()),
+                  int((last & sure).sum()))  # fmt: skip
+    return group, _tree(nodes, certain)
+
+
+def branches(columns: NDArray[np.float32], labels: Numbers, leaves: int) -> Nodes:
+    """Return a tree of scikit-learn's that tells labels apart by columns."""
+    from sklearn.tree import DecisionTreeClassifier  # type: ignore[import-not-found]
+
+    model = DecisionTreeClassifier(max_leaf_nodes=leaves, min_samples_leaf=2, random_state=0).fit(columns, labels)
+    tree = model.tree_
+    likeliest = model.classes_[tree.value[:, 0].argmax(1)]
+    thresholds = tree.threshold.astype(np.float32)
+    return Nodes(tree.feature, thresholds, tree.children_left, tree.children_right, likeliest)
+
+
+def columns_of(asked: Numbers) -> NDArray[np.float32]:
+    """Return the features of questions."""
+    columns = np.empty((asked.shape[1], len(FEATURES)), np.float32)
+    for number, feature in enumerate(FEATURES):
+        columns[:, number] = feature(*asked)
+    return columns
+
+
+def _named(
+    topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None
+) -> tuple[Numbers, list[Choice], Numbers]:
+    """Return the questions that have answers, the names of all, in order, and each answer's; one name for an order."""
+    known = np.array([choice is not None for choice in choices])[labels]
+    asked, labels = asked[:, known], labels[known]
+    named = dict[tuple[int, int, bool], Choice]()
+    codes = (asked[0] * len(choices) + labels) * 2 + (asked[3] == 1)
+    cases, where = np.unique(codes, return_inverse=True)
+    for code in cases.tolist():
+        kind, label, column = code // 2 // len(choices), code // 2 % len(choices), bool(code % 2)
+        choice = choices[label]
+        assert choice is not None
+        question = Question(topic.kinds[kind], 0, 2, 1 if column else 2, 2)
+        named[kind, label, column] = choice if architecture is None else plainest(choice, question)
+    names = sorted(set(named.values()))
+    return asked, names, np.array([names.index(name) for name in named.values()], np.int64)[where]
+
+
+def _right(
+    topic: Topic, asked: Numbers, names: Sequence[Choice], labels: Numbers, said: Numbers,
+    architecture: Architecture | None,
+) -> NDArray[np.bool_]:  # fmt: skip
+    """Return for each answer whether what a tree said of it has its order."""
+    right = labels == said
+    for row in np.flatnonzero(~right).tolist() if architecture is not None else ():
+        kind, *rest = asked[:, row].tolist()
+        question = Question(topic.kinds[kind], *rest)
+        right[row] = same_order(names[labels[row]], names[said[row]], question, architecture)  # type: ignore[arg-type]
+    return right
+
+
+def _certain(reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: int, nodes: int) -> NDArray[np.bool_]:
+    """Return the leaves that are wrong seldom enough: as often as keeps the answers after those learned right, none
+    where nothing does. How often a leaf is wrong is estimated by Laplace's rule of succession.
+
+    Args:
+        reached: Each answer's leaf.
+        right: Whether it is right there.
+        learned: So many come first.
+        chosen: Those from there to this place choose how seldom is enough.
+        nodes: Of the tree.
+    """
+    wrong = np.bincount(reached[:learned][~right[:learned]], minlength=nodes)
+    doubts = (wrong + 1) / (np.bincount(reached[:learned], minlength=nodes) + 2)
+    there, good = doubts[reached[learned:chosen]], right[learned:chosen]
+    enough = (most for most in DOUBTS if good[there <= most].sum() >= SURE * (there <= most).sum() > 0)
+    return doubts <= next(enough, -1.0)
+
+
+def _tree(nodes: Nodes, certain: NDArray[np.bool_]) -> Tree:
+    """Return a tree in the order in which it is walked, without branches whose two leaves say the same."""
+    lefts, rights, labels, certain = nodes.lefts.copy(), nodes.rights, nodes.labels.copy(), certain.copy()
+    for node in range(len(lefts) - 1, -1, -1):  # children come behind their parents
+        left, right = lefts[node], rights[node]
+        if left < 0 or lefts[left] >= 0 or lefts[right] >= 0:
+            continue
+        if labels[left] == labels[right] and certain[left] == certain[right]:
+            lefts[node], labels[node], certain[node] = -1, labels[left], certain[left]
+    order, waiting = [], [0]
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        if lefts[node] >= 0:
+            waiting += [rights[node], lefts[node]]
+    walked = np.array(order)
+    leaf = lefts[walked] < 0
+    ends = walked[leaf]
+    features = np.where(leaf, LEAF, nodes.features[walked]).astype(np.uint8)
+    return Tree(features, nodes.thresholds[walked[~leaf]], labels[ends], certain[ends])
+
+
+def _steps(nodes: Nodes, columns: NDArray[np.float32], at: Numbers) -> Iterator[tuple[Numbers, NDArray[np.float32]]]:
+    """Walk from the root, where ``at`` has all rows, to leaves, where it has them in the end.
+
+    Yields:
+        On each level the nodes of the rows that are at no leaf, and what these nodes compare.
+    """
+    rows = np.arange(len(columns))
+    while len(rows := rows[nodes.lefts[at[rows]] >= 0]):
+        here = at[rows]
+        values = columns[rows, nodes.features[here]]
+        yield here, values
+        at[rows] = np.where(values <= nodes.thresholds[here], nodes.lefts[here], nodes.rights[here])
+
+
+def _reached(nodes: Nodes, columns: NDArray[np.float32]) -> Numbers:
+    """Return the leaf of each row."""
+    at = np.zeros(len(columns), np.int64)
+    for _ in _steps(nodes, columns, at):
+        pass
+    return at
+
+
+def _rounded(nodes: Nodes, columns: NDArray[np.float32]) -> Nodes:
+    """Return a tree with the roundest thresholds that decide alike about all rows."""
+    lows, highs = (np.full(len(nodes.labels), end, np.float32) for end in (-np.inf, np.inf))
+    for here, values in _steps(nodes, columns, np.zeros(len(columns), np.int64)):
+        left = values <= nodes.thresholds[here]
+        np.maximum.at(lows, here[left], values[left])
+        np.minimum.at(highs, here[~left], values[~left])
+    inner = nodes.lefts >= 0
+    thresholds = nodes.thresholds.copy()
+    thresholds[inner] = _roundest(lows[inner], highs[inner])
+    return nodes._replace(thresholds=thresholds)
+
+
+def _roundest(low: NDArray[np.float32], high: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return numbers from low on and below high with as few bits as will do."""
+    found, left = low.copy(), np.ones(len(low), bool)
+    for bits in range(24):
+        step = np.exp2(np.floor(np.log2(np.maximum(np.abs(high), 1e-30))) - bits).astype(np.float32)
+        tried = (np.ceil(low / step) * step).astype(np.float32)
+        fits = left & (tried >= low) & (tried < high)
+        found[fits], left = tried[fits], left & ~fits
+    return found
