@@ -238,3 +238,11 @@ def test_mma_reads_the_negative_bit_of_truncated_operands():
     negated = torch._neg_view(torch.full((1, 8), 1 + 2.0**-20))
     sums = fmtsim.mma(negated, torch.ones(1, 8), unit=WGMMA)
     assert torch.equal(sums, fmtsim.mma(negated.clone(), torch.ones(1, 8), unit=WGMMA)) and sums.item() == -8
+
+
+@pytest.mark.parametrize("name", ["allow_tf32", "allow_fp16_accumulation", "strict"])
+def test_what_equals_a_flag_is_refused_after_a_call_with_the_flag(name):
+    a = torch.ones(2, 2, dtype=torch.bfloat16)
+    fmtsim.mm(a, a, unit="hopper.wgmma", **{name: False})
+    with pytest.raises(ArgumentError, match=f"{name}=0 is not a flag"):
+        fmtsim.mm(a, a, unit="hopper.wgmma", **{name: 0})

@@ -294,7 +294,7 @@ def _multiply(
     if bare:
         added = None if bias is None else (bias.dtype, bias.shape, bias.device)
         key = (verb, a.dtype, a.shape, a.stride(), a.device, b.dtype, b.shape, b.stride(), b.device, added,
-               units.registrations, *options.values())  # fmt: skip
+               units.registrations, *options.values(), *map(type, options.values()))  # fmt: skip  # 0 is not False
         try:
             asked = _asked.get(key)
         except TypeError:  # a keyword that cannot be hashed, which the checks will name

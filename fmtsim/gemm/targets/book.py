@@ -112,7 +112,7 @@ class Book:
     Example:
         >>> import torch
         >>> from fmtsim.gemm.targets.book import Book, Family, book_bytes
-        >>> from fmtsim.gemm.targets.question import CUTLASS, Choice, Kind, Question, kind_from_list, kind_to_list
+        >>> from fmtsim.gemm.targets.question import Choice, Kind, Question
         >>> kind = Kind("bf16", "bf16", torch.bfloat16)
         >>> runs = ((1, Choice(66, 3, 2)), (65, Choice(66)), (16385, None))
         >>> book = Book(book_bytes([Family(kind, 0, "m", (4096, 14336), runs)], library="NVIDIA H200"), "example")
