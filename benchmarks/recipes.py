@@ -19,7 +19,7 @@ def measure(name: str) -> tuple[float, float, float]:
     times = [time.perf_counter()]
     for work in (
         lambda: fmtsim.convert(model, recipe=name, total_steps=10),
-        lambda: fmtsim.set_step(model, 1),
+        lambda: fmtsim.nn.set_step(model, 1),
         lambda: fmtsim.revert(model),
     ):
         work()

@@ -57,7 +57,7 @@ def train(
         if step == arguments.steps // 10:
             start = clock(arguments.device)
         if recipe is not None:
-            fmtsim.set_step(model, step)
+            fmtsim.nn.set_step(model, step)
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * schedule(step, arguments.steps)
         text = data[starts[step] + offsets].long()

@@ -11,16 +11,13 @@ from fmtsim.engines import cuda as cuda
 from fmtsim.engines.cpu import get_num_threads as get_num_threads
 from fmtsim.engines.cpu import set_num_threads as set_num_threads
 from fmtsim.formats.block import BlockFormat as BlockFormat
-from fmtsim.formats.block import LogTileFormat as LogTileFormat
 from fmtsim.formats.registry import get_format as get_format
 from fmtsim.formats.registry import list_formats as list_formats
 from fmtsim.formats.registry import register_format as register_format
 from fmtsim.formats.scaling import Scaling as Scaling
 from fmtsim.formats.scaling import TensorScale as TensorScale
-from fmtsim.formats.spec import CodebookFormat as CodebookFormat
 from fmtsim.formats.spec import FloatFormat as FloatFormat
 from fmtsim.formats.spec import IntFormat as IntFormat
-from fmtsim.formats.spec import LogFormat as LogFormat
 from fmtsim.gemm.layers.config import Gemm as Gemm
 from fmtsim.gemm.layers.config import LinearConfig as LinearConfig
 from fmtsim.gemm.layers.config import linear_config as linear_config
@@ -39,7 +36,6 @@ from fmtsim.gemm.units.unit import register_unit as register_unit
 from fmtsim.lab.analysis.attribute import attribute as attribute
 from fmtsim.lab.analysis.bisect import assert_same_bits as assert_same_bits
 from fmtsim.lab.analysis.bisect import bisect as bisect
-from fmtsim.lab.analysis.compare import Comparison as Comparison
 from fmtsim.lab.analysis.compare import compare as compare
 from fmtsim.lab.analysis.native import compare_native as compare_native
 from fmtsim.lab.analysis.observe import observe as observe
@@ -50,14 +46,11 @@ from fmtsim.lab.explain.product import explain_mm as explain_mm
 from fmtsim.lab.memory import serving_memory as serving_memory
 from fmtsim.lab.memory import training_memory as training_memory
 from fmtsim.lab.search import search as search
-from fmtsim.lab.search import search_while_training as search_while_training
 from fmtsim.nn import convert as convert
 from fmtsim.nn import load_recipe_state as load_recipe_state
 from fmtsim.nn import recipe_state as recipe_state
 from fmtsim.nn import report as report
 from fmtsim.nn import revert as revert
-from fmtsim.nn import set_step as set_step
-from fmtsim.nn import share_scales as share_scales
 from fmtsim.ptq import PtqRecipe as PtqRecipe
 from fmtsim.ptq import get_ptq_recipe as get_ptq_recipe
 from fmtsim.ptq import list_ptq_recipes as list_ptq_recipes
@@ -65,7 +58,6 @@ from fmtsim.ptq import load_ptq as load_ptq
 from fmtsim.ptq import ptq as ptq
 from fmtsim.ptq import ptq_report as ptq_report
 from fmtsim.ptq import ptq_state as ptq_state
-from fmtsim.ptq.export import Export as Export
 from fmtsim.ptq.export import export as export
 from fmtsim.ptq.export import read_export as read_export
 from fmtsim.recipes import Recipe as Recipe
@@ -76,24 +68,9 @@ from fmtsim.recipes import register_recipe as register_recipe
 from fmtsim.rounding.modes import Rounding as Rounding
 from fmtsim.spec.cast import RandomKey as RandomKey
 from fmtsim.spec.datapath import Datapath as Datapath
-from fmtsim.spec.datapath import IntegerDatapath as IntegerDatapath
-from fmtsim.spec.datapath import LogDatapath as LogDatapath
-from fmtsim.spec.datapath import PairwiseDatapath as PairwiseDatapath
-from fmtsim.spec.datapath import TwoStageDatapath as TwoStageDatapath
 from fmtsim.spec.plan import GemmPlan as GemmPlan
 from fmtsim.spec.quantizer import Quantizer as Quantizer
-from fmtsim.support.errors import ArgumentError as ArgumentError
-from fmtsim.support.errors import CodeError as CodeError
-from fmtsim.support.errors import CollectiveError as CollectiveError
-from fmtsim.support.errors import CoverageWarning as CoverageWarning
-from fmtsim.support.errors import DataError as DataError
-from fmtsim.support.errors import DeviceError as DeviceError
-from fmtsim.support.errors import DtypeError as DtypeError
+from fmtsim.support import errors as errors
 from fmtsim.support.errors import FmtsimError as FmtsimError
-from fmtsim.support.errors import FormatError as FormatError
-from fmtsim.support.errors import KernelWarning as KernelWarning
-from fmtsim.support.errors import LibraryBugWarning as LibraryBugWarning
-from fmtsim.support.errors import NativeWarning as NativeWarning
-from fmtsim.support.errors import PlanUnknownWarning as PlanUnknownWarning
 
 __version__: str

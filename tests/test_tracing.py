@@ -8,8 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
-from fmtsim import ArgumentError, CodeError, compare, decode, encode, mma, quantize_, scaled_mm
+from fmtsim import compare, decode, encode, mma, quantize_, scaled_mm
 from fmtsim.support import dispatch
+from fmtsim.support.errors import ArgumentError, CodeError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import ArgumentError, DtypeError, FormatError, encode, quantize, quantize_
+from fmtsim import encode, quantize, quantize_
 from fmtsim.rounding.modes import MODES
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 
 DTYPES = "choose float16, bfloat16, float32, float64 or a float8 dtype"
 BLOCK = "is not a block; choose an int of 1 or more, or (outer, inner), in which None means the whole extent"

@@ -24,7 +24,7 @@ class FmtsimRun:
     ``accelerator.backward`` and ``optimizer.step``; what lies outside it, such as evaluation, is neither observed nor
     counted.
 
-    - Before each optimizer step it tells a recipe with a schedule the step (``fmtsim.set_step``).
+    - Before each optimizer step it tells a recipe with a schedule the step (``fmtsim.nn.set_step``).
     - It observes the first of every so many optimizer steps (``fmtsim.observe``), all batches that add their gradients
       in it together. Weights, losses and random numbers keep their bits.
     - After an observed step ``accelerator.log`` gets ``fmtsim_worst_underflow_percent``,

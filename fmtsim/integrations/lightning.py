@@ -37,7 +37,7 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
     ``lightning.pytorch`` and ``pytorch_lightning`` both serve. Convert the LightningModule, or the model within it, in
     its ``__init__`` or ``configure_model``, or before ``fit``.
 
-    - Before each optimizer step it tells a recipe with a schedule the step (``fmtsim.set_step``).
+    - Before each optimizer step it tells a recipe with a schedule the step (``fmtsim.nn.set_step``).
     - It observes the first of every so many optimizer steps (``fmtsim.observe``), all batches that add their gradients
       in it together. Validation is not observed, nor counted. Weights, losses and random numbers keep their bits.
     - After an observed step all loggers of the Trainer get ``fmtsim_worst_underflow_percent``,

@@ -23,7 +23,7 @@ except ImportError:  # FmtsimCallback says so
 class FmtsimCallback(TrainerCallback):
     """Follow a Trainer of Hugging Face: ``trainer.add_callback(FmtsimCallback(trainer, every=10))``.
 
-    - Before each optimizer step it tells a recipe with a schedule the step (``fmtsim.set_step``).
+    - Before each optimizer step it tells a recipe with a schedule the step (``fmtsim.nn.set_step``).
     - It observes the first of every so many optimizer steps (``fmtsim.observe``), with gradient accumulation all
       calls of the model in it together. Evaluation is not observed. Weights, losses and random numbers keep their bits.
     - After an observed step the Trainer logs, to all that ``report_to`` names: ``fmtsim_worst_underflow_percent``,

@@ -120,7 +120,7 @@ def convert(
         filter_fn: ``filter_fn(module, name)`` says whether to convert a layer, a module that writes products, or one
             that a recipe exchanges.
         total_steps: Optimizer steps of the run, for recipes whose schedules are fractions of it. A model under a
-            schedule has to be told the step (``fmtsim.set_step``).
+            schedule has to be told the step (``fmtsim.nn.set_step``).
 
     Returns:
         The same model. ``fmtsim.report`` says what was converted and why the rest was not; its one line
@@ -222,7 +222,7 @@ def _remind(model: nn.Module, inputs: Any) -> None:
     if scheduled and not any(how.stepped for how in scheduled):
         warnings.warn(
             f"{scheduled[0].recipe or 'the config'} has a schedule, and set_step was not called: every step runs "
-            "as the first one; call fmtsim.set_step(model, step) before each step",
+            "as the first one; call fmtsim.nn.set_step(model, step) before each step",
             CoverageWarning,
             stacklevel=caller_level(),
         )

@@ -43,7 +43,7 @@ class Emulation:
         layers: For each config what runs its products, by part and kind of call (``_kind``).
         products: Those of the config in force.
         draws: States of the generator that calls under activation checkpointing began with.
-        stepped: Whether ``fmtsim.set_step`` was called.
+        stepped: Whether ``fmtsim.nn.set_step`` was called.
         factors: What multiplies products and gradients, where a recipe scales the model; None is nothing.
     """
 

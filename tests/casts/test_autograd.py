@@ -161,7 +161,7 @@ def test_random_words_under_vmap():
     assert_same_bits(given, noisy(x, random_words=words, random_bits=3), what="words")
     one = vmap(lambda w: noisy(x[0], random_words=w, random_bits=3))(words)
     assert_same_bits(one, given, what="words alone")
-    with pytest.raises(fmtsim.ArgumentError, match="random_words reach from 0 to 7"):
+    with pytest.raises(fmtsim.errors.ArgumentError, match="random_words reach from 0 to 7"):
         vmap(lambda v, w: noisy(v, random_words=w, random_bits=2))(
             x, words.clamp(min=0).where(words > 0, 7 * (words < 0))
         )
@@ -275,7 +275,7 @@ def test_errors_of_a_compiled_function_name_their_reason():
     with pytest.raises(Exception, match="unknown format 'e4m4x'; did you mean"):
         compiled(lambda x: quantize(x, "e4m4x"))(x)
     words = torch.full((4, 63), 2)
-    with pytest.raises(fmtsim.ArgumentError, match="random_words reach from 2 to 2"):
+    with pytest.raises(fmtsim.errors.ArgumentError, match="random_words reach from 2 to 2"):
         compiled(lambda x, w: quantize(x, "e4m3", rounding="stochastic", random_bits=1, random_words=w))(x, words)
 
 

@@ -100,7 +100,7 @@ def test_torch_float8_tensors(dtype):
 def test_decode_of_an_encoded_tensor_checks_the_format():
     q = encode(wide(2, 32), "mxfp4")
     assert_same_bits(decode(q, "mxfp4"), q.decode(), what="named")
-    with pytest.raises(fmtsim.FormatError, match=r"^these codes are mxfp4, not nvfp4; leave format out$"):
+    with pytest.raises(fmtsim.errors.FormatError, match=r"^these codes are mxfp4, not nvfp4; leave format out$"):
         decode(q, "nvfp4")
 
 
@@ -118,7 +118,7 @@ WRONG_CODES = [
 
 @pytest.mark.parametrize(("codes", "dtype", "name", "message"), WRONG_CODES)
 def test_codes_outside_the_format(codes, dtype, name, message):
-    with pytest.raises(fmtsim.CodeError) as caught:
+    with pytest.raises(fmtsim.errors.CodeError) as caught:
         decode(torch.tensor(codes, dtype=dtype), name)
     assert str(caught.value) == message
 
@@ -126,7 +126,7 @@ def test_codes_outside_the_format(codes, dtype, name, message):
 def test_codes_beyond_a_codebook():
     fmt = CodebookFormat(name="three", values=(-1.0, 0.0, 2.0))
     assert decode(torch.tensor([2, 0, 1]), fmt).tolist() == [2.0, -1.0, 0.0]
-    with pytest.raises(fmtsim.CodeError, match=r"^code 3 is outside three; its codes are 0 to 2$"):
+    with pytest.raises(fmtsim.errors.CodeError, match=r"^code 3 is outside three; its codes are 0 to 2$"):
         decode(torch.tensor([3]), fmt)
 
 
@@ -140,25 +140,25 @@ def test_wide_codes():
 
 
 NOT_CODES = [
-    ([1, 2], "e4m3", fmtsim.DtypeError, "codes is list, not a tensor; pass torch.tensor(codes)"),
-    (3, "e4m3", fmtsim.DtypeError, "codes is int, not a tensor; pass torch.tensor(codes)"),
-    (torch.ones(2), "e4m3", fmtsim.DtypeError,
+    ([1, 2], "e4m3", fmtsim.errors.DtypeError, "codes is list, not a tensor; pass torch.tensor(codes)"),
+    (3, "e4m3", fmtsim.errors.DtypeError, "codes is int, not a tensor; pass torch.tensor(codes)"),
+    (torch.ones(2), "e4m3", fmtsim.errors.DtypeError,
      "codes have dtype torch.float32; pass integers, or what fmtsim.encode returned"),
-    (torch.ones(2), None, fmtsim.DtypeError,
+    (torch.ones(2), None, fmtsim.errors.DtypeError,
      "codes have dtype torch.float32; pass integers, or what fmtsim.encode returned"),
-    (torch.ones(2, dtype=torch.bool), "e4m3", fmtsim.DtypeError,
+    (torch.ones(2, dtype=torch.bool), "e4m3", fmtsim.errors.DtypeError,
      "codes have dtype torch.bool; pass integers, or what fmtsim.encode returned"),
-    (torch.ones(2, dtype=torch.complex64), "e4m3", fmtsim.DtypeError,
+    (torch.ones(2, dtype=torch.complex64), "e4m3", fmtsim.errors.DtypeError,
      "codes have dtype torch.complex64; pass integers, or what fmtsim.encode returned"),
-    (torch.ones(2).to(torch.float8_e5m2), "e4m3", fmtsim.FormatError,
+    (torch.ones(2).to(torch.float8_e5m2), "e4m3", fmtsim.errors.FormatError,
      "codes have dtype torch.float8_e5m2, which is e5m2, not e4m3; leave format out or pass codes.view(torch.uint8)"),
-    (torch.ones(2).to(torch.float8_e5m2), "e2m1", fmtsim.FormatError,
+    (torch.ones(2).to(torch.float8_e5m2), "e2m1", fmtsim.errors.FormatError,
      "codes have dtype torch.float8_e5m2, which is e5m2, not e2m1; leave format out or pass codes.view(torch.uint8)"),
-    (torch.ones(2, dtype=torch.uint8), None, fmtsim.FormatError,
+    (torch.ones(2, dtype=torch.uint8), None, fmtsim.errors.FormatError,
      "a plain tensor of codes does not say its format; pass format=, for example 'e4m3'"),
-    (torch.ones(2, dtype=torch.uint8), "mxfp4", fmtsim.FormatError,
+    (torch.ones(2, dtype=torch.uint8), "mxfp4", fmtsim.errors.FormatError,
      "mxfp4 needs scales; decode what encode returned, or name an element format"),
-    (torch.ones(2, dtype=torch.uint8), "logfmt8", fmtsim.FormatError,
+    (torch.ones(2, dtype=torch.uint8), "logfmt8", fmtsim.errors.FormatError,
      "logfmt8 needs scales; decode what encode returned, or name an element format"),
 ]  # fmt: skip
 
@@ -172,12 +172,12 @@ def test_what_decode_refuses(codes, format, error, message):
 
 @pytest.mark.parametrize("out_dtype", [torch.int8, torch.float4_e2m1fn_x2, "float32"])
 def test_out_dtypes_that_decode_refuses(out_dtype):
-    with pytest.raises(fmtsim.DtypeError) as caught:
+    with pytest.raises(fmtsim.errors.DtypeError) as caught:
         decode(torch.tensor([1]), "e4m3", out_dtype=out_dtype)
     assert str(caught.value) == (
         f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32, float64 or a float8 dtype"
     )
-    with pytest.raises(fmtsim.DtypeError, match="out_dtype=.* is not allowed; choose torch.float16"):
+    with pytest.raises(fmtsim.errors.DtypeError, match="out_dtype=.* is not allowed; choose torch.float16"):
         decode(encode(wide(2), "e4m3"), out_dtype=out_dtype)
 
 
@@ -212,17 +212,17 @@ def test_arrays_of_float8():
         decode(torch.from_numpy(codes), "e5m2"),
         what="e5m2",
     )
-    with pytest.raises(fmtsim.DtypeError, match="^codes have dtype float32; pass integers, float8, or what"):
+    with pytest.raises(fmtsim.errors.DtypeError, match="^codes have dtype float32; pass integers, float8, or what"):
         decode(numpy.ones(2, dtype="float32"), "e4m3")
-    with pytest.raises(fmtsim.ArgumentError, match="^codes is a masked array, and the mask would be lost"):
+    with pytest.raises(fmtsim.errors.ArgumentError, match="^codes is a masked array, and the mask would be lost"):
         decode(numpy.ma.ones(2, dtype="uint8"), "e4m3")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
 def test_encode_refuses_what_quantize_refuses(dtype):
-    with pytest.raises(fmtsim.DtypeError) as ours:
+    with pytest.raises(fmtsim.errors.DtypeError) as ours:
         encode(torch.ones(2).to(dtype), "e4m3")
-    with pytest.raises(fmtsim.DtypeError) as theirs:
+    with pytest.raises(fmtsim.errors.DtypeError) as theirs:
         quantize(torch.ones(2).to(dtype), "e4m3")
     assert str(ours.value) == str(theirs.value)
 

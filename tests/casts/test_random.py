@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fmtsim
-from fmtsim import ArgumentError, RandomKey, Rounding, encode, get_format, quantize, quantize_
+from fmtsim import RandomKey, Rounding, encode, get_format, quantize, quantize_
 from fmtsim.casts.arguments import drawn_key
 from fmtsim.engines.cpu.runtime import pool
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits, differing, same_bits
 from tests.support.operands import normal
 
@@ -91,7 +92,7 @@ def test_nothing_is_drawn_where_nothing_is_random():
     noisy(x, generator=4)
     noisy(x, random_words=torch.zeros(4, 64, dtype=torch.int64))
     fmtsim.decode(encode(x, "mxfp4"))
-    with pytest.raises(fmtsim.FormatError):
+    with pytest.raises(fmtsim.errors.FormatError):
         noisy(x, "e4m4x", generator=generator)
     with pytest.raises(ArgumentError):
         noisy(x, "mxfp4", dim=0, generator=generator)

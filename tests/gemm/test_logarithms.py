@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim import ArgumentError, FormatError, GemmPlan, LogDatapath
+from fmtsim import GemmPlan
 from fmtsim.formats.spec import LogFormat
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import Mode, Unit
+from fmtsim.spec.datapath import LogDatapath
 from fmtsim.spec.operand import Operand
+from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.without_float64 import WithoutFloat64, without_kernels
 
 LNS8 = fmtsim.get_format("lns8_g8")

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import ArgumentError, Datapath, FmtsimError, GemmPlan, RandomKey, get_format, get_unit
+from fmtsim import Datapath, FmtsimError, GemmPlan, RandomKey, get_format, get_unit
 from fmtsim.formats import registry
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import definition as spec
 from tests.support.gemm_oracle import finished, sums

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import ArgumentError, Datapath, DtypeError, FormatError, GemmPlan
-from fmtsim.support.errors import FmtsimError
+from fmtsim import Datapath, GemmPlan
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, FormatError
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import ArgumentError, Datapath, GemmPlan, IntegerDatapath, RandomKey, get_format
+from fmtsim import Datapath, GemmPlan, RandomKey, get_format
 from fmtsim.casts.quantize import decode
 from fmtsim.gemm.products import operands as operands_module
 from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.gemm.products.operands import read_operand, stays_packed
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
-from fmtsim.spec.datapath import TwoStageDatapath, sum_dtype
+from fmtsim.spec.datapath import IntegerDatapath, TwoStageDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import finished, sums
 from tests.support.operands import normal, wide

@@ -78,7 +78,7 @@ def test_a_format_that_was_never_registered_is_judged():
     fmt = replace(get_format("e4m3"), name="private")
     spec = resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, unit="exact")
     assert spec.a is fmt
-    with pytest.raises(fmtsim.ArgumentError, match="unit hopper.wgmma does not take private x private"):
+    with pytest.raises(fmtsim.errors.ArgumentError, match="unit hopper.wgmma does not take private x private"):
         resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, unit="hopper.wgmma")
 
 

@@ -6,9 +6,10 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 import fmtsim
-from fmtsim import ArgumentError, DtypeError, GemmPlan, get_format, get_unit
+from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.gemm.products.scales import unswizzled
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import finished, sums
 from tests.support.operands import e4m3_pair, normal

@@ -105,7 +105,7 @@ def coverage(name: str) -> Coverage:
     """Return the coverage of the recipe in an architecture."""
     model, batch = architecture(name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fmtsim.CoverageWarning)
+        warnings.simplefilter("ignore", fmtsim.errors.CoverageWarning)
         fmtsim.convert(model, recipe=RECIPE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -329,7 +329,7 @@ def scales_are_shared(rank, size, device="cpu"):
     """Delayed scales follow the largest magnitudes of all ranks; ranks with other recipes are told."""
     torch.manual_seed(0)
     net = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to(device), recipe="te_delayed")
-    fmtsim.share_scales(net)
+    fmtsim.nn.share_scales(net)
     assert copy.deepcopy(net)[0].get_submodule("fmtsim_state.x_f").group is None
     parallel = DistributedDataParallel(net)
     batches = [normal(32, 64, seed=i) * (1 + i) for i in range(3 * size)]
@@ -348,11 +348,11 @@ def scales_are_shared(rank, size, device="cpu"):
     plain = nn.Sequential(nn.Linear(64, 64))
     for recipes in (("te_delayed", "fp8lm"), ("te_current", "te_nvfp4_all")):
         said = f"layer '0' runs recipe {recipes[0]!r} on rank 0 and {recipes[1]!r} on rank 1; convert with one"
-        refused(said, fmtsim.share_scales, convert(copy.deepcopy(plain).to(device), recipe=recipes[rank == 1]))
+        refused(said, fmtsim.nn.share_scales, convert(copy.deepcopy(plain).to(device), recipe=recipes[rank == 1]))
     attention = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2)}).to(device)
     recipe = Recipe(name="mine", attention=flash_attention_3(unit=None, rotate=rank == 1))
     said = "layer 'attention' runs recipe 'mine' on rank 0 and 'mine' on rank 1 as another config; convert with one"
-    refused(said, fmtsim.share_scales, convert(attention, recipe=recipe))
+    refused(said, fmtsim.nn.share_scales, convert(attention, recipe=recipe))
 
 
 # What ranks do alone, and with models: of a rank, the number of ranks, and their devices.

@@ -85,7 +85,7 @@ def recipes_agree(rank, size, device="cpu", *, steps=20, recipes=RECIPES, replic
         net = layers(recipe, device)
         for module in (net[0], net):
             fully_shard(module, mesh=mesh)
-        fmtsim.share_scales(net)
+        fmtsim.nn.share_scales(net)
         state = ReductionState(BASE, group=mesh["shard"].get_group())
         hook_fsdp(net, state)
         player = Player(recipe, size, device, replicas) if rank == 0 else None

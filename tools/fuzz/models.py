@@ -100,8 +100,9 @@ def _models(r: Random) -> tuple[Any, list[Any], Values]:
     """Verbs that take a model, or a state."""
     model = fmtsim.convert(_net(r), "te_delayed") if r.random() < 0.8 else _net(r)
     verb = r.choice(
-        (fmtsim.report, fmtsim.revert, fmtsim.recipe_state, fmtsim.observe, fmtsim.set_step, fmtsim.load_recipe_state,
-         fmtsim.share_scales, fmtsim.ptq_state, fmtsim.load_ptq, fmtsim.ptq_report, fmtsim.ptq)
+        (fmtsim.report, fmtsim.revert, fmtsim.recipe_state, fmtsim.observe, fmtsim.nn.set_step,
+         fmtsim.load_recipe_state, fmtsim.nn.share_scales, fmtsim.ptq_state, fmtsim.load_ptq,
+         fmtsim.ptq_report, fmtsim.ptq)
     )  # fmt: skip
     extra = len([p for p in inspect.signature(verb).parameters.values() if p.default is p.empty and p.kind < 2]) - 1
     arguments = [either(r, model, 0.3), *(tensors.junk(r) for _ in range(extra))]

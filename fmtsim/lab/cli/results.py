@@ -29,7 +29,7 @@ from fmtsim.support.progress import make_progress
 from fmtsim.support.table import Column
 
 if TYPE_CHECKING:
-    from fmtsim import Comparison
+    from fmtsim.lab.analysis.compare import Comparison
 
 
 def run_trace(arguments: argparse.Namespace) -> int:

@@ -94,7 +94,8 @@ def search_while_training(
     >>> loss_of = lambda step: (model(x) - x).square().mean()
     >>> adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     >>> short = Policy(steps=20, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1)
-    >>> found = fmtsim.search_while_training(model, loss_of, adam, bits=6, policy=short, warmup=5, widths=(0.5, 1.0))
+    >>> options = {"bits": 6, "policy": short, "warmup": 5, "widths": (0.5, 1.0)}
+    >>> found = search_while_training(model, loss_of, adam, **options)
     >>> found.cost <= found.budget, model[0].out_features == found.widths["0"]
     (True, True)
     """

@@ -105,7 +105,7 @@ def test_casts_of_scaled_elements(shape, mode, threads, torch_operations):
 def test_nan_that_a_format_refuses():
     strict = dataclasses.replace(fmtsim.get_format("e2m1"), name="strict", nan_policy="error")
     x = torch.tensor([[1.0, torch.nan]])
-    with pytest.raises(fmtsim.ArgumentError, match="x holds NaN, which strict lacks and its record forbids"):
+    with pytest.raises(fmtsim.errors.ArgumentError, match="x holds NaN, which strict lacks and its record forbids"):
         cast.cast(x, strict, fmtsim.Scaling(), Rounding(), "saturate")
 
 

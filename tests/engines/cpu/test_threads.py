@@ -51,7 +51,7 @@ def test_the_number_of_threads():
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", [1]])
 def test_numbers_of_threads_that_are_not_possible(count):
     fmtsim.set_num_threads(2)
-    with pytest.raises(fmtsim.ArgumentError) as caught:
+    with pytest.raises(fmtsim.errors.ArgumentError) as caught:
         fmtsim.set_num_threads(count)
     expected = f"count={count!r} threads are not possible; choose 1 or more, or None for torch's setting"
     assert str(caught.value) == expected

@@ -80,5 +80,5 @@ def test_warmup_loads_every_kernel():
 
 def test_warmup_says_why_it_cannot():
     if not fmtsim.cuda.available():
-        with pytest.raises(fmtsim.DeviceError, match="torch .* was built without CUDA|sees no CUDA device|cuda-core"):
+        with pytest.raises(fmtsim.errors.DeviceError, match="torch .* was built without CUDA|sees no CUDA|cuda-core"):
             fmtsim.cuda.warmup()

@@ -278,7 +278,7 @@ def test_search_trains_a_model_and_keeps_its_weights(run, tmp_path):
     found = run(words)[1]
     model, batches, loss = built()
     policy = Policy(steps=9, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1, seed=0)
-    own = fmtsim.search_while_training(
+    own = fmtsim.lab.search.search_while_training(
         model, lambda step: loss(model(batches[step % 6])), torch.optim.AdamW(model.parameters(), lr=1e-2), bits=5,
         policy=policy, warmup=3,
     )  # fmt: skip

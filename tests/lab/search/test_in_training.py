@@ -101,7 +101,9 @@ def run(seed=0, bits=6, widths=(0.5, 1.0), **how):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     policy = Policy(steps=12, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1, seed=seed)
     how = {"formats": FLOATS, "policy": policy, "warmup": 4, "widths": widths, "bits": bits} | how
-    found = fmtsim.search_while_training(model, lambda step: (model(x) - 1).square().mean(), optimizer, **how)
+    found = fmtsim.lab.search.search_while_training(
+        model, lambda step: (model(x) - 1).square().mean(), optimizer, **how
+    )
     return model, x, found
 
 
@@ -139,7 +141,7 @@ def test_the_model_is_what_the_result_says():
 def test_a_model_that_is_a_layer():
     layer, x = nn.Linear(16, 8), torch.randn(5, 16)
     adam = torch.optim.Adam(layer.parameters())
-    found = fmtsim.search_while_training(
+    found = fmtsim.lab.search.search_while_training(
         layer, lambda step: layer(x).square().mean(), adam, bits=8, formats=FLOATS, policy=SHORT, warmup=0
     )
     assert set(found.formats) == {""} and found.widths == {} and "channels" not in str(found)
@@ -168,7 +170,7 @@ def test_a_policy_keeps_the_layer_wide_that_needs_it(seed):
 
     optimizer = torch.optim.SGD([model[0].weight], lr=0.02)
     policy = Policy(steps=350, rate=0.1, penalty=1.0, entropy=0.0, sharpen=0.1, seed=seed)
-    found = fmtsim.search_while_training(
+    found = fmtsim.lab.search.search_while_training(
         model, loss_of, optimizer, bits=math.sqrt(40), formats=(FLOATS[0], FLOATS[2]), policy=policy, warmup=30
     )
     assert found.formats == {"0": FLOATS[2], "1": FLOATS[0]}
@@ -258,7 +260,7 @@ def test_what_is_refused(make, how, said):
     optimizer = torch.optim.SGD([torch.zeros(1)] if model is None else model.parameters(), lr=0.1)
     given = {"loss_of": lambda step: model(x).sum(), "optimizer": optimizer, "bits": 6, "formats": FLOATS} | how
     with pytest.raises(ArgumentError, match=said):
-        fmtsim.search_while_training(model, **given)
+        fmtsim.lab.search.search_while_training(model, **given)
     if model is not None:
         assert not any(isinstance(module, EmulatedModule) for module in model.modules())
         assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
@@ -276,14 +278,14 @@ def test_losses_that_are_none(loss, said):
     model = plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ArgumentError, match=said):
-        fmtsim.search_while_training(model, lambda step: loss(model(torch.ones(2, 8))), optimizer, bits=6)
+        fmtsim.lab.search.search_while_training(model, lambda step: loss(model(torch.ones(2, 8))), optimizer, bits=6)
     assert str(model) == str(plain())
 
 
 def test_a_machine_multiplies_and_what_it_does_not_run_is_left_out():
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     x, adam = torch.randn(16, 32), torch.optim.Adam(model.parameters())
-    found = fmtsim.search_while_training(
+    found = fmtsim.lab.search.search_while_training(
         model, lambda step: model(x).square().mean(), adam, bits=8, formats=("e4m3_token", "w4a4"), policy=SHORT,
         warmup=2, target="h200",
     )  # fmt: skip
