@@ -19,7 +19,7 @@ def seconds(step: Step, traced: bool, level: str) -> tuple[float, float]:
     """Return what a step takes, and the record of its operations."""
     began, record = time.perf_counter(), 0.0
     if traced:
-        with fmtsim.tracing(step.model, level=level) as run:
+        with fmtsim.trace(step.model, level=level) as run:
             step()
     else:
         step()

@@ -40,7 +40,6 @@ from fmtsim.lab.analysis.compare import compare as compare
 from fmtsim.lab.analysis.native import compare_native as compare_native
 from fmtsim.lab.analysis.observe import observe as observe
 from fmtsim.lab.analysis.tracing import trace as trace
-from fmtsim.lab.analysis.tracing import tracing as tracing
 from fmtsim.lab.explain import explain as explain
 from fmtsim.lab.explain.product import explain_mm as explain_mm
 from fmtsim.lab.memory import serving_memory as serving_memory

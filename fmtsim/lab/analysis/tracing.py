@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,74 +25,91 @@ from fmtsim.support.errors import ArgumentError, shown
 _NOTHING = ("aten::detach", "aten::alias", "aten::_unsafe_view", "prim::device")
 
 
-def trace(
-    model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None, *,
-    tensors: bool | Collection[int | str] = False, level: Level = "modules",
-) -> Trace:  # fmt: skip
-    """Record one step, forward and backward, of a copy of a model: all operations and hashes of their tensors' bits.
+Tensors = bool | Collection[int | str]
 
-    The model, its gradients, scales' memory and generators stay as they are; so do torch's. Modules are operations, and
-    in converted layers each operand (``x_f``) and product (``fprop``) with its unit, accumulation order and random
-    keys. Hashes are computed where tensors lie, are equal on all devices, and tell -0 from +0 and NaN payloads apart;
-    two tensors that differ have equal ones with a probability below 2**-32. Recording changes no bit at level
-    ``"modules"``.
+
+@overload
+def trace(
+    model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None, *, tensors: Tensors = False,
+    level: Level = "modules",
+) -> Trace: ...  # fmt: skip
+
+
+@overload
+def trace(model: nn.Module, *, tensors: Tensors = False, level: Level = "modules") -> "Tracing": ...
+
+
+def trace(
+    model: nn.Module, batch: Any = None, loss: Callable[[Any], Tensor] | None = None, *, tensors: Tensors = False,
+    level: Level = "modules",
+) -> "Trace | Tracing":  # fmt: skip
+    """Record every operation of a model, forward and backward, with hashes of the bits of its tensors.
+
+    ``trace(model, batch)`` runs one step of a copy of the model and returns its ``Trace``: the model, its gradients,
+    scale histories and generators stay as they are, and so do torch's. ``with trace(model) as run: ...`` records your
+    own steps of the model itself; ``run.trace`` is the ``Trace`` once the block is left. Several calls of the model
+    follow each other in one trace. Inside the block, backward passes run in the calling thread and Python's garbage
+    collector is off.
+
+    Modules are operations, and in converted layers each operand (``x_f``) and product (``fprop``) with its unit,
+    accumulation order and random keys. Hashes are computed on each tensor's device, are equal on all devices, and
+    distinguish -0 from +0 and NaN payloads; two different tensors have one hash with a probability below 2**-32.
+    Recording changes no bit at level ``"modules"``.
 
     Args:
         model: Any model in eager mode, converted or not.
-        batch: What it is called with: one tensor, a tuple of arguments, or a dict of keywords.
+        batch: What the model is called with: one tensor, a tuple of arguments, or a dict of keywords. Without a batch,
+            the result is a context manager.
         loss: A function of the output that gives a number to differentiate. None differentiates an output of one
             number or one that is called loss, and else the sum of the outputs' elements, each times a random number of
-            its own, from a fixed seed.
-        tensors: Which operations' outputs are kept, too: True keeps all, a collection those of operations by index and
-            of layers by name.
+            its own, from a fixed seed. In a ``with`` block, set ``run.loss`` instead where the model returns no loss.
+        tensors: Operations whose outputs are stored as well: True stores all, a collection those of operations by index
+            and of layers by name.
         level: ``"modules"``, or ``"aten"`` for every operator that torch runs, which costs several times a step;
             layers then take the route that compilers take, whose random keys on a GPU are others.
 
     Raises:
-        ArgumentError: The model is compiled, ``level`` is unknown, or the loss is not a number.
+        ArgumentError: The model is compiled, ``level`` or ``tensors`` is not allowed, ``loss`` comes without a batch or
+            does not return a number.
 
     >>> from fmtsim.nn import convert
     >>> layer = convert(nn.Linear(32, 16).bfloat16(), format="e4m3", unit="hopper.wgmma")
-    >>> found = trace(layer, torch.ones(4, 32, dtype=torch.bfloat16))
-    >>> [one.operation for one in found.operations][:4]
+    >>> step = trace(layer, torch.ones(4, 32, dtype=torch.bfloat16))
+    >>> [operation.operation for operation in step.operations][:4]
     ['x_f', 'w_f', 'fprop', 'Linear']
+    >>> with trace(layer) as run:
+    ...     layer(torch.ones(4, 32, dtype=torch.bfloat16)).sum().backward()
+    >>> len(run.trace.gradients)
+    2
     """
-    return traced_step(model, batch, loss, tensors=tensors, level=level)[0]
+    if batch is not None:
+        return traced_step(model, batch, loss, tensors=tensors, level=level)[0]
+    if loss is not None:
+        raise ArgumentError("trace got loss without a batch; pass trace(model, batch, loss), or set run.loss in the with")
+    return Tracing(model, tensors=tensors, level=level)
 
 
-def traced_step(model: nn.Module, batch: Any, loss: Any = None, **how: Any) -> tuple[Trace, dict[str, Tensor]]:
-    """Return what ``trace`` does, and the gradients by name."""
+def traced_step(model: nn.Module, batch: Any, loss: Any = None, **options: Any) -> tuple[Trace, dict[str, Tensor]]:
+    """Return the ``Trace`` of one step, and the gradients by name."""
     check_loss(loss)
-    recording = tracing(model, **how)
-    with unchanged(model) as made:
-        recording.model = made
+    recording = Tracing(model, **options)
+    with unchanged(model) as model_copy:
+        recording.model = model_copy
         with recording:
-            step = run_step(made, batch_of(batch), loss)
+            step = run_step(model_copy, batch_of(batch), loss)
             recording.loss = step.loss
     return recording.trace, step.gradients
 
 
-class tracing:  # noqa: N801  # a context manager, which reads like a verb
-    """Record what a model does inside a ``with``, forward and backward, for steps of one's own.
-
-    ``with fmtsim.tracing(model) as run: ...`` and then ``run.trace``. Several calls of the model follow each other in
-    one trace. Backward passes run in the calling thread meanwhile, and Python's garbage collector is off.
-
-    Args:
-        model: The model, which is not copied.
-        tensors, level: As in ``trace``.
+class Tracing:
+    """The context manager that ``fmtsim.trace`` returns without a batch.
 
     Attributes:
-        model: The model.
-        loss: The number that was differentiated: by itself that of the model's output, where it is one.
-
-    Raises:
-        ArgumentError: The model is compiled, or ``level`` or ``tensors`` is not allowed.
+        model: The model, which is not copied.
+        loss: The number that was differentiated: set it where the model's output is not that number.
     """
 
-    def __init__(
-        self, model: nn.Module, *, tensors: bool | Collection[int | str] = False, level: Level = "modules"
-    ) -> None:
+    def __init__(self, model: nn.Module, *, tensors: Tensors = False, level: Level = "modules") -> None:
         check_module("trace", model)
         if level not in ("modules", "aten"):
             raise ArgumentError(f"level={shown(level)} is unknown; choose 'modules' or 'aten'")
@@ -107,15 +124,15 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
         self.loss: Tensor | None = None
         self._tensors, self._level = tensors, level
         self._stack = ExitStack()
-        self._made: Callable[[], Trace] | None = None
+        self._finish: Callable[[], Trace] | None = None
 
-    def __enter__(self) -> "tracing":
+    def __enter__(self) -> "Tracing":
         self._recorder = Recorder(self.model, self._tensors)
         stack, recorder = self._stack, self._recorder
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(watching(recorder))
         stack.callback(recorder.stop)
-        if gc.isenabled():  # it would look again and again at what a trace holds until its end
+        if gc.isenabled():  # each collection would visit all tensors of the trace
             stack.callback(gc.enable)
             gc.disable()
         recorder.start()
@@ -125,14 +142,14 @@ class tracing:  # noqa: N801  # a context manager, which reads like a verb
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
-        self._made = self._recorder.finish(self.loss, self._level)
+        self._finish = self._recorder.finish(self.loss, self._level)
 
     @cached_property
     def trace(self) -> Trace:
-        """What was recorded, once the ``with`` is left; made when it is first asked for."""
-        if self._made is None:
-            raise AttributeError("a trace is there once its `with` is left; ask for it behind the block")
-        return self._made()
+        """The ``Trace`` of the block, computed when it is first asked for."""
+        if self._finish is None:
+            raise AttributeError("a trace is complete once its `with` is left; ask for it behind the block")
+        return self._finish()
 
 
 def _is_name(value: Any) -> bool:
@@ -163,7 +180,7 @@ class _Operators(OperatorMode):
             return func(*args, **kwargs)
         inputs = self._recorder.read(inputs_of(args, kwargs))
         y = func(*args, **kwargs)
-        outputs = [each for each in named("output", y) if has_bits(each[1])]
+        outputs = [output for output in named("output", y) if has_bits(output[1])]
         if outputs:
             facts = partial(_gemm_facts, args[2]) if name == "fmtsim::gemm" else tuple
             self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts)

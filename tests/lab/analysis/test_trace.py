@@ -133,7 +133,7 @@ def loss(y):
 
 def test_a_trace_is_there_behind_the_with_and_shows_what_was_there_then():
     layer = nn.Linear(4, 4)
-    with fmtsim.tracing(layer) as run:
+    with fmtsim.trace(layer) as run:
         run.loss = layer(torch.ones(2, 4)).sum()
         run.loss.backward()
         assert not gc.isenabled()
@@ -152,7 +152,7 @@ def test_a_trace_is_there_behind_the_with_and_shows_what_was_there_then():
 
 def test_a_trace_names_the_model_as_it_ran_whatever_becomes_of_it():
     layer = nn.Sequential(nn.Linear(4, 2, bias=False))
-    with fmtsim.tracing(layer) as run:
+    with fmtsim.trace(layer) as run:
         layer(torch.ones(2, 4)).sum().backward()
     layer.to("meta", torch.bfloat16).append(nn.Linear(2, 2))
     assert run.trace.parameters == (("0.weight", "2x4", "float32"),) and run.trace.device == "cpu"
@@ -162,7 +162,7 @@ def test_a_trace_names_the_model_as_it_ran_whatever_becomes_of_it():
 @pytest.mark.parametrize("options", ({}, {"format": "e4m3", "unit": "hopper.wgmma"}), ids=("plain", "converted"))
 def test_tracing_changes_no_bit(level, options):
     plain, traced = model(**options), model(**options)
-    with fmtsim.tracing(traced, level=level) as run:
+    with fmtsim.trace(traced, level=level) as run:
         loss(traced(BATCH)).backward()
     loss(plain(BATCH)).backward()
     for p, q in zip(plain.parameters(), traced.parameters(), strict=True):
@@ -200,7 +200,7 @@ def test_operands_of_quantised_attention_stand_between_modules_and_observe_sees_
     e4m3 = Quantizer(format=fmtsim.get_format("e4m3"))
     config = AttentionConfig(q=e4m3, k=e4m3, v=e4m3, p=e4m3, dv=Gemm(a=Quantizer(source="forward"), b=e4m3))
     made, x = fmtsim.nn.convert_attention(nn.MultiheadAttention(32, 2, batch_first=True), config), torch.randn(2, 8, 32)
-    with fmtsim.tracing(made) as run, fmtsim.observe(made) as stats:
+    with fmtsim.trace(made) as run, fmtsim.observe(made) as stats:
         y = made(x, x, x, need_weights=False)[0]
         y.sum().backward(retain_graph=True)
     y.sum().backward()  # seen by nobody
@@ -226,7 +226,7 @@ def test_two_steps_in_one_trace_with_a_shared_layer():
     made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     made[1] = made[0]
     x = torch.ones(2, 8)
-    with fmtsim.tracing(made) as run:
+    with fmtsim.trace(made) as run:
         for _ in range(2):
             made(x).sum().backward()
     calls = [one.call for one in run.trace.operations if one.operation == "Linear"]
@@ -262,7 +262,7 @@ def test_modules_of_many_kinds(level):
     grads = []
     for made in (plain, traced):
         torch.manual_seed(1)
-        run = fmtsim.tracing(made, level=level)
+        run = fmtsim.trace(made, level=level)
         with run if made is traced else contextlib.nullcontext():
             y = made(tokens)
             (y["y"].sum() + y["more"][0].square().sum()).backward()
@@ -275,7 +275,7 @@ def test_modules_of_many_kinds(level):
     assert layers == {"", "table", "norm", "drop", "relu", "same", "rnn", "attention", "head"}
     made = Zoo()
     assert fmtsim.bisect((made, tokens), (made, tokens)).equal
-    with torch.no_grad(), fmtsim.tracing(made) as run:
+    with torch.no_grad(), fmtsim.trace(made) as run:
         made(tokens)
     assert {one.direction for one in run.trace.operations} == {"forward"}
 
@@ -295,7 +295,7 @@ def test_gradients_are_those_at_the_end():
     made[1].weight = made[0].weight
     x = torch.linspace(-1, 1, 16).view(2, 8)
     for _ in range(2):
-        with fmtsim.tracing(made) as run:
+        with fmtsim.trace(made) as run:
             made(x).sum().backward()
         hashes = {x.name: x.hash for x in run.trace.gradients}
         assert hashes == {name: printed(p.grad).hash for name, p in made.named_parameters()}
@@ -304,7 +304,7 @@ def test_gradients_are_those_at_the_end():
 def test_every_output_has_one_gradient_in_every_pass():
     """In a second pass through the same graph gradients come in again, twice as large: they replace the first."""
     made = nn.LSTM(8, 8, batch_first=True)
-    with fmtsim.tracing(nn.Sequential(made)) as run:
+    with fmtsim.trace(nn.Sequential(made)) as run:
         y, (state, _) = made(torch.ones(2, 3, 8))
         for factor in (1.0, 2.0):
             (factor * (y.sum() + state.sum())).backward(retain_graph=True)
@@ -375,13 +375,15 @@ def test_what_is_refused():
         fmtsim.trace(made, torch.ones(1, 4), tensors="0")
     with pytest.raises(ArgumentError, match="loss=3 is not a function of the model's output"):
         fmtsim.trace(made, torch.ones(1, 4), 3)
+    with pytest.raises(ArgumentError, match=r"trace got loss without a batch; pass trace\(model, batch, loss\), or set"):
+        fmtsim.trace(made, loss=loss)
     with pytest.raises(ArgumentError, match="trace takes a torch.nn.Module|trace got"):
         fmtsim.trace(3, torch.ones(1, 4))
 
 
 def test_an_error_inside_leaves_no_hook():
     made = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 2))
-    with pytest.raises(RuntimeError, match="shapes"), fmtsim.tracing(made) as run:
+    with pytest.raises(RuntimeError, match="shapes"), fmtsim.trace(made) as run:
         made(torch.ones(1, 4))
     assert [one.operation for one in run.trace.operations] == ["Linear"]
     assert not any(module._forward_hooks for module in made.modules())
