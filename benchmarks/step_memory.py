@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.lab.memory import MemoryEstimate, ModelSize
+from fmtsim.lab.memory import MemoryEstimate, ModelSize, StoredFormats
 from fmtsim.lab.memory.estimate import GB
 from fmtsim.lab.training.decoders import GPTConfig, Llama, LlamaBlock
 
@@ -57,8 +57,8 @@ def estimate(config: GPTConfig, batch: int, again: str) -> MemoryEstimate:
         kv_heads=config.heads, head_dim=config.width // config.heads, vocabulary=config.vocabulary, tied=True,
     )  # fmt: skip
     return fmtsim.training_memory(
-        size, optimizer="deepseek_v3", master=None, loss_format="bf16", batch=batch, tokens=config.context,
-        checkpointing=again,  # type: ignore[arg-type]
+        size, optimizer="deepseek_v3", formats=StoredFormats(master=None, loss="bf16"), batch=batch,
+        tokens=config.context, checkpointing=again,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

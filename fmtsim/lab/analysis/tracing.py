@@ -85,7 +85,9 @@ def trace(
     if batch is not None:
         return traced_step(model, batch, loss, tensors=tensors, level=level)[0]
     if loss is not None:
-        raise ArgumentError("trace got loss without a batch; pass trace(model, batch, loss), or set run.loss in the with")
+        raise ArgumentError(
+            "trace got loss without a batch; pass trace(model, batch, loss), or set run.loss in the with"
+        )
     return Tracing(model, tensors=tensors, level=level)
 
 

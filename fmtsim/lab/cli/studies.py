@@ -2,6 +2,7 @@
 """Runs of ``fmtsim sweep``, ``memory`` and ``reproduce``."""
 
 import argparse
+import dataclasses
 import inspect
 import re
 import sys
@@ -13,8 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from fmtsim.lab.cli.options import check_device, check_threads, parse_number, usable_cores
 from fmtsim.lab.cli.output import answer, format_table, json_text, origin
-from fmtsim.lab.memory.serving import serving_memory
-from fmtsim.lab.memory.training import training_memory
+from fmtsim.lab.memory import Lora, Parallel, StoredFormats, serving_memory, training_memory
 from fmtsim.lab.reproduce import Claim, Result, get_claims, run_claim, run_claims
 from fmtsim.lab.reproduce.claim import Verdict
 from fmtsim.lab.reproduce.report import HEADER, LEFT, about, ending, markdown, plot_result, rows_of
@@ -136,8 +136,20 @@ def _integers(text: str, option: str) -> list[int]:
     return found
 
 
-# Keywords of the verbs, each an option of that name; ``model`` comes first.
-TRAINING, SERVING = ([*inspect.signature(verb).parameters][1:] for verb in (training_memory, serving_memory))
+# Records that training_memory takes, and the options of their fields where these have other names.
+RECORDS: dict[str, tuple[Any, dict[str, str]]] = {
+    "formats": (StoredFormats, {"loss": "loss_format"}), "parallel": (Parallel, {}),
+    "lora": (Lora, {"rank": "lora", "layers": "lora_layers"}),
+}  # fmt: skip
+FIELDS = {
+    keyword: {field.name: options.get(field.name, field.name) for field in dataclasses.fields(record)}
+    for keyword, (record, options) in RECORDS.items()
+}
+# Options of the verbs, each a keyword or a record's field of that name; ``model`` comes first.
+TRAINING, SERVING = (
+    [option for name in [*inspect.signature(verb).parameters][1:] for option in FIELDS.get(name, {name: name}).values()]
+    for verb in (training_memory, serving_memory)
+)
 
 
 def run_memory(arguments: argparse.Namespace) -> int:
@@ -152,29 +164,35 @@ def run_memory(arguments: argparse.Namespace) -> int:
     if wrong is not None:
         why = "training; leave it or --serve out" if arguments.serve else "serving; add --serve, or leave it out"
         raise ArgumentError(f"--{wrong.replace('_', '-')} is about {why}")
-    given = _given(arguments, allowed)
-    if given.get("master") == "none":
-        given["master"] = None
+    options = _given(arguments, allowed)
+    if options.get("master") == "none":
+        options["master"] = None
     try:
+        for keyword, fields in {} if arguments.serve else FIELDS.items():
+            values = {field: options.pop(option) for field, option in fields.items() if option in options}
+            options |= {keyword: RECORDS[keyword][0](**values)} if values else {}
         if arguments.level is not None:
-            if "recipe" not in given:
+            if "recipe" not in options:
                 raise ArgumentError(f"--level {arguments.level} is a recipe's; pass --recipe fp8lm as well")
-            given["recipe"] = get_recipe(given["recipe"]).at_level(arguments.level)
-        found = verb(model, **given)
+            options["recipe"] = get_recipe(options["recipe"]).at_level(arguments.level)
+        estimate = verb(model, **options)
     except FmtsimError as error:
         raise type(error)(_in_options(str(error), arguments.model is None)) from error
-    answer(arguments, found.to_dict(), lambda: f"{found}\n\n{found.formulas()}" if arguments.formulas else str(found))
+    formulas = f"\n\n{estimate.formulas()}" if arguments.formulas else ""
+    answer(arguments, estimate.to_dict(), lambda: f"{estimate}{formulas}")
     return 0
 
 
 def _in_options(message: str, by_number: bool) -> str:
     """Return what the verbs say with options in the place of their keywords: ``--lora 16`` for ``lora=16``."""
 
-    def spelled(found: re.Match[str]) -> str:
-        name = "params" if found[1] == "model" and by_number else found[1].replace("_", "-")
-        return f"--{name} {found[2]}"
+    fields = {field: option for names in FIELDS.values() for field, option in names.items()}
 
-    names = "|".join(("model", *TRAINING, *SERVING))
+    def spelled(keyword: re.Match[str]) -> str:
+        name = "params" if keyword[1] == "model" and by_number else fields.get(keyword[1], keyword[1])
+        return f"--{name.replace('_', '-')} {keyword[2]}"
+
+    names = "|".join(("model", *fields, *TRAINING, *SERVING))
     return re.sub(rf"\b({names})=('[^']*'|[^\s;,]+)", spelled, message)
 
 

@@ -164,43 +164,44 @@ MOST = 10**12  # of devices, tokens and the like; more would be a slip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
-    """Say how devices share out a run.
+class Parallel:
+    """Describe how devices shard a training run.
 
     Args:
-        count: All of them.
-        zero: What the data-parallel ones share out: nothing, states, gradients too, weights too.
-        parallel: Devices that share out each layer.
-        sequence: They share out the tokens, too.
+        devices: All devices; those that are not tensor parallel are data parallel.
+        zero: What data-parallel devices shard (ZeRO): 1 optimizer states and master weights, 2 gradients as well, 3
+            weights as well, as FSDP does.
+        tensor_parallel: Devices over which each layer is sharded.
+        sequence_parallel: Those devices also shard the activations between the layers.
     """
 
-    count: int = 1
+    devices: int = 1
     zero: Zero = 0
-    parallel: int = 1
-    sequence: bool = False
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("devices", self.count), ("tensor_parallel", self.parallel)):
-            positive(name, value)
-        if self.count % self.parallel:
+        for name in ("devices", "tensor_parallel"):
+            positive(name, getattr(self, name))
+        if self.devices % self.tensor_parallel:
             raise ArgumentError(
-                f"tensor_parallel={self.parallel} does not divide devices={self.count}; choose a divisor"
+                f"tensor_parallel={self.tensor_parallel} does not divide devices={self.devices}; choose a divisor"
             )
         checked("zero", self.zero, Zero)
-        check_flags(sequence_parallel=self.sequence)
+        check_flags(sequence_parallel=self.sequence_parallel)
 
     def share(self, total: float, stage: int) -> int:
-        """Return the bytes of one device of what is shared out from a stage of ZeRO on."""
-        return ceil(total / (self.parallel * self._parts(stage)))
+        """Return the bytes on one device of a tensor that is sharded from a stage of ZeRO on."""
+        return ceil(total / (self.tensor_parallel * self._shards(stage)))
 
     def words(self, stage: int) -> str:
-        """Return by what a total is divided, in words."""
-        parts = [f" / {self.parallel} (tensor parallel)"] if self.parallel > 1 else []
-        parts += [f" / {self._parts(stage)} (ZeRO {self.zero})"] if self._parts(stage) > 1 else []
-        return "".join(parts)
+        """Return the divisors of a total, in words."""
+        divisors = [f" / {self.tensor_parallel} (tensor parallel)"] if self.tensor_parallel > 1 else []
+        divisors += [f" / {self._shards(stage)} (ZeRO {self.zero})"] if self._shards(stage) > 1 else []
+        return "".join(divisors)
 
-    def _parts(self, stage: int) -> int:
-        return self.count // self.parallel if self.zero >= stage else 1
+    def _shards(self, stage: int) -> int:
+        return self.devices // self.tensor_parallel if self.zero >= stage else 1
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:

@@ -4,9 +4,10 @@
 from math import ceil
 from typing import Any
 
+from fmtsim.formats.registry import get_format
 from fmtsim.lab.memory.estimate import MemoryEstimate, MemoryLine, bits_per_element, positive
 from fmtsim.lab.memory.sizes import ModelSize, model_size, parameter_count
-from fmtsim.lab.memory.states import checked_format, per_element, stored_bytes
+from fmtsim.lab.memory.states import per_element, stored_bytes
 from fmtsim.lab.memory.weights import Weight, weights_of
 from fmtsim.support.errors import ArgumentError
 
@@ -45,7 +46,7 @@ def serving_memory(
     >>> fmtsim.serving_memory("llama2-70b", context=4096)["KV cache"]  # 2 x 80 blocks x 8 heads x 128 x 2 bytes x 4096
     1342177280
     """
-    stored, cached = checked_format("weights", weights), checked_format("kv_format", kv_format)
+    stored, cached = get_format(weights).name, get_format(kv_format).name
     for name, value, least in (("context", context, 0), ("requests", requests, 1), ("devices", devices, 1)):
         positive(name, value, least)
     count = parameter_count(model)
@@ -56,7 +57,6 @@ def serving_memory(
         )
     size = None if count is not None else model_size(model)
     found = weights_of(size) if size is not None else (Weight(name="weights", shape=(count or 1,), linear=True),)
-    assert stored is not None and cached is not None  # neither is None
     total, count = stored_bytes(found, stored), sum(w.elements for w in found)
     split = f" / {devices} (tensor parallel)" if devices > 1 else ""
     formula = per_element(count, total) + split

@@ -8,7 +8,7 @@ from math import ceil
 import torch
 
 from fmtsim.formats.registry import get_format
-from fmtsim.lab.memory.estimate import Devices, MemoryLine, bits_of, bits_per_element
+from fmtsim.lab.memory.estimate import MemoryLine, Parallel, bits_of, bits_per_element
 from fmtsim.lab.memory.weights import Weight
 from fmtsim.optim import rules
 from fmtsim.optim.catalogue import describe, get_scheme, list_schemes
@@ -105,7 +105,7 @@ class Precision:
 
 
 def weight_lines(
-    weights: tuple[Weight, ...], adapters: tuple[Weight, ...], formats: Precision, at: Devices, *, early: bool
+    weights: tuple[Weight, ...], adapters: tuple[Weight, ...], formats: Precision, at: Parallel, *, early: bool
 ) -> Iterator[MemoryLine]:
     """Yield weights, copies, gradients and states of one device.
 
@@ -145,7 +145,7 @@ def weight_lines(
         )
 
 
-def _copies(weights: tuple[Weight, ...], formats: Precision, at: Devices, early: bool) -> Iterator[MemoryLine]:
+def _copies(weights: tuple[Weight, ...], formats: Precision, at: Parallel, early: bool) -> Iterator[MemoryLine]:
     """Yield the line of quantised weights that wait for the backward pass, if there are any."""
     stored = 16.0 if formats.weights is None else bits_per_element(formats.weights)
     copies = [(w, copy_bits(w, stored, early=early)) for w in weights if w.matrix]
@@ -159,7 +159,7 @@ def _copies(weights: tuple[Weight, ...], formats: Precision, at: Devices, early:
         yield MemoryLine(name="quantised weights", kept=", ".join(kept), bytes=at.share(total, 3), formula=formula)
 
 
-def checked_format(name: str, fmt: str | None) -> str | None:
+def format_name(fmt: str | None) -> str | None:
     """Return the name of a format, None for None.
 
     Raises:

@@ -3,15 +3,16 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fmtsim.casts.arguments import check_flags
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.memory.activations import Attention, Checkpointing, Keeping, activation_lines
-from fmtsim.lab.memory.estimate import Devices, MemoryEstimate, SavedTensor, Zero, bits_of, bits_per_element, positive
+from fmtsim.lab.memory.estimate import MemoryEstimate, Parallel, SavedTensor, bits_of, bits_per_element, positive
 from fmtsim.lab.memory.sizes import ModelSize, model_size, parameter_count
-from fmtsim.lab.memory.states import Precision, checked_format, optimizer_of, weight_lines
+from fmtsim.lab.memory.states import Precision, format_name, optimizer_of, weight_lines
 from fmtsim.lab.memory.weights import Weight, weights_of
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
@@ -26,28 +27,81 @@ NOT_COUNTED = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFormats:
+    """Name the formats in which training stores its tensors.
+
+    Args:
+        weights: None is bfloat16; float32 under autocast and where products take float32; what the optimizer's scheme
+            stores them in where it does; with ``Parallel(zero=...)`` that in which a recipe's level gathers them
+            (``get_recipe("fp8lm").at_level("O3")``), beside the optimizer's own. Formats below 16 bits are those of
+            linear layers, and embeddings, head and vectors are bfloat16.
+        master: Format of the copy that the optimizer updates. ``"auto"`` is float32 where weights are narrower and the
+            scheme stores none itself; None is no copy.
+        gradients: None is what the recipe rounds them to (``fp8lm``), else float32 beside float32 weights, else
+            bfloat16.
+        activations: Format of activations that no recipe quantises. None is float32 or bfloat16, as of ``weights``.
+        loss: Format in which the loss is computed from the logits: transformers and autocast make them float32. One
+            number of each logit is saved, and the backward pass begins with two more.
+
+    Raises:
+        FormatError: A format is unknown.
+    """
+
+    weights: str | None = None
+    master: str | None = "auto"
+    gradients: str | None = None
+    activations: str | None = None
+    loss: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in (self.weights, None if self.master == "auto" else self.master, self.gradients, self.activations):
+            format_name(name)
+        get_format(self.loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Describe adapters of low rank (LoRA).
+
+    Args:
+        rank: 0 is no adapter.
+        layers: A regular expression that the names of layers with adapters contain; all linear layers but the head
+            where it is empty.
+    """
+
+    rank: int = 0
+    layers: str = ""
+
+    def __post_init__(self) -> None:
+        positive("rank", self.rank, 0)
+        if self.layers and not self.rank:
+            raise ArgumentError(f"layers={shown(self.layers)} needs a rank; pass rank=16 as well")
+        try:
+            re.compile(checked("layers", self.layers, str))
+        except re.error:
+            raise ArgumentError(
+                f"layers={shown(self.layers)} is not a regular expression; write 'q_proj|v_proj'"
+            ) from None
+
+
+_DEFAULT_FORMATS, _ONE_DEVICE = StoredFormats(), Parallel()
+
+
 def training_memory(
     model: Any,
     recipe: str | Path | Recipe | None = None,
     *,
     optimizer: str | Scheme | OptimizerConfig | None = None,
-    weights: str | None = None,
-    master: str | None = "auto",
-    gradients: str | None = None,
-    activations: str | None = None,
-    loss_format: str = "fp32",
+    formats: StoredFormats = _DEFAULT_FORMATS,
     batch: int = 1,
     tokens: int = 0,
     checkpointing: Checkpointing = "none",
     attention: Attention = "flash",
     dropout: bool = False,
     quantize_early: bool = False,
-    devices: int = 1,
-    zero: Zero = 0,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    lora: int = 0,
-    lora_layers: str = "",
+    parallel: Parallel = _ONE_DEVICE,
+    lora: int | Lora = 0,
 ) -> MemoryEstimate:
     """Estimate the memory that training needs on each device, by arithmetic, before it runs.
 
@@ -61,17 +115,8 @@ def training_memory(
         recipe: A recipe, which decides what layers keep of their inputs and weights; None runs in high precision.
         optimizer: A rule with float32 states (``"adamw"``, ``"lion"``), AdamW under a scheme of
             ``fmtsim.optim.list_schemes()`` (``"bnb8"``), or both (``"lion:bnb8"``). None is the recipe's, else AdamW.
-        weights: Format of the weights. None is bfloat16; float32 under autocast and where products take float32; what
-            the optimizer's scheme keeps them in where it does; with ``zero`` that in which a recipe's level gathers
-            them (``get_recipe("fp8lm").at_level("O3")``), beside the optimizer's own. Formats below 16 bits are those
-            of linear layers, and embeddings, head and vectors are bfloat16.
-        master: Format of the copy that the optimizer updates. ``"auto"`` is float32 where weights are narrower and the
-            scheme keeps none of its own; None is not a copy.
-        gradients: Format of the gradients. None is what the recipe rounds them to (``fp8lm``), else float32 beside
-            float32 weights, else bfloat16.
-        activations: Format of what no recipe quantises. None is float32 or bfloat16, as of ``weights``.
-        loss_format: Format in which the loss is computed from the logits: transformers and autocast make them float32.
-            One number of each logit is saved, and the backward pass begins with two more.
+        formats: A ``fmtsim.lab.memory.StoredFormats`` for weights, master weights, gradients, activations and loss
+            that differ from what is usual under the recipe and the optimizer.
         batch: Sequences of each device in one forward pass.
         tokens: Of each sequence; 0 leaves activations out.
         checkpointing: ``"selective"`` runs the core of attention again in the backward pass, ``"full"`` each block. Of
@@ -80,14 +125,9 @@ def training_memory(
         dropout: Count the masks of dropout behind attention and feed-forward layers, and on scores.
         quantize_early: Layers that quantise the original tensor for the backward product do so in the forward pass,
             and keep those codes, as Transformer Engine does; else they keep the original, as torchao does.
-        devices: All of them; those that are not tensor parallel are data parallel.
-        zero: What data-parallel devices share out (ZeRO): 1 optimizer states and master weights, 2 gradients as well,
-            3 weights as well, as FSDP does.
-        tensor_parallel: Devices that share out each layer.
-        sequence_parallel: They share out what lies between the layers as well.
-        lora: Rank of adapters; all weights but theirs are frozen. 0 trains all.
-        lora_layers: A regular expression that the names of layers with adapters contain; all linear layers but the
-            head where it is empty.
+        parallel: A ``fmtsim.lab.memory.Parallel``: devices, ZeRO stage, tensor and sequence parallelism.
+        lora: Rank of adapters on all linear layers but the head, or a ``fmtsim.lab.memory.Lora``; all other weights are
+            frozen. 0 trains all.
 
     Returns:
         A ``MemoryEstimate``: lines for each kind of tensor with bytes and formula, ``total``, notes. Deterministic.
@@ -102,35 +142,41 @@ def training_memory(
     records of ``fmtsim.optim`` and of the recipe.
 
     >>> import fmtsim
-    >>> fmtsim.training_memory(7.5e9, devices=64, zero=3).gigabytes  # ZeRO, figure 1: 1.9 GB
+    >>> from fmtsim.lab.memory import Parallel
+    >>> fmtsim.training_memory(7.5e9, parallel=Parallel(devices=64, zero=3)).gigabytes  # ZeRO, figure 1: 1.9 GB
     1.875
     """
-    at = Devices(count=devices, zero=zero, parallel=tensor_parallel, sequence=sequence_parallel)
+    for name, value, record in (("formats", formats, StoredFormats), ("parallel", parallel, Parallel)):
+        if not isinstance(value, record):
+            raise ArgumentError(
+                f"{name}={shown(value)} is not a {record.__name__}; pass fmtsim.lab.memory.{record.__name__}(...)"
+            )
     check_flags(dropout=dropout, quantize_early=quantize_early)
     scheme = None if recipe is None else get_recipe(recipe)
     size, all_weights = _model(model, scheme)
-    _check(size, scheme, positive("tokens", tokens, 0), positive("lora", lora, 0))
-    adapters = _adapters(all_weights, lora, lora_layers)
-    if weights is None and scheme is not None and at.zero:
-        weights = scheme.gathered
-    formats = _precision(scheme, optimizer, weights, master, gradients)
-    lines = list(weight_lines(all_weights, adapters, formats, at, early=quantize_early))
+    lora = lora if isinstance(lora, Lora) else Lora(rank=positive("lora", lora, 0))
+    _check(size, scheme, positive("tokens", tokens, 0), lora.rank)
+    adapters = _adapters(all_weights, lora)
+    if formats.weights is None and scheme is not None and parallel.zero:
+        formats = replace(formats, weights=scheme.gathered)
+    precision = _precision(scheme, optimizer, formats)
+    lines = list(weight_lines(all_weights, adapters, precision, parallel, early=quantize_early))
     saved: tuple[SavedTensor, ...] = ()
     if size is not None and tokens:
         keeping = Keeping(
-            format=checked_format("activations", activations) or ("fp32" if _in_float32(scheme) else "bf16"),
-            loss=get_format(loss_format).name,
+            format=format_name(formats.activations) or ("fp32" if _in_float32(scheme) else "bf16"),
+            loss=get_format(formats.loss).name,
             saved=None if scheme is None else scheme.activations, dropout=dropout, early=quantize_early,
-            checkpointing=checked("checkpointing", checkpointing, Checkpointing), parallel=tensor_parallel,
-            attention=checked("attention", attention, Attention), sequence=sequence_parallel,
+            checkpointing=checked("checkpointing", checkpointing, Checkpointing), parallel=parallel.tensor_parallel,
+            attention=checked("attention", attention, Attention), sequence=parallel.sequence_parallel,
         )  # fmt: skip
         more, saved = activation_lines(size, all_weights, adapters, positive("batch", batch), tokens, keeping)
         lines += more
     count = sum(weight.elements for weight in all_weights)
-    what = [f"{size.name if size else 'a model'}: {count:,} parameters", f"{formats.optimizer}"]
+    what = [f"{size.name if size else 'a model'}: {count:,} parameters", f"{precision.optimizer}"]
     what += [f"recipe {scheme.name}"] if scheme else []
-    what += [f"{devices} devices"] if devices > 1 else []
-    what += [f"{batch} x {tokens} tokens" + " on each" * (devices > 1)] if saved else []
+    what += [f"{parallel.devices} devices"] if parallel.devices > 1 else []
+    what += [f"{batch} x {tokens} tokens" + " on each" * (parallel.devices > 1)] if saved else []
     notes = _notes(scheme, all_weights, size, tokens, early=quantize_early)
     return MemoryEstimate(
         what=", ".join(what), parameters=count, lines=tuple(lines), saved=saved, notes=tuple(notes)
@@ -161,43 +207,35 @@ def _check(size: ModelSize | None, recipe: Recipe | None, tokens: int, lora: int
         )
 
 
-def _adapters(weights: tuple[Weight, ...], rank: int, layers: str) -> tuple[Weight, ...]:
+def _adapters(weights: tuple[Weight, ...], lora: Lora) -> tuple[Weight, ...]:
     """Return the matrices of adapters (Hu et al., LoRA, arXiv:2106.09685): rank x inputs, outputs x rank."""
-    if not rank:
-        if layers:
-            raise ArgumentError(f"lora_layers={shown(layers)} needs a rank; pass lora=16 as well")
+    if not lora.rank:
         return ()
-    try:
-        pattern = re.compile(checked("lora_layers", layers, str))
-    except re.error:
-        raise ArgumentError(f"lora_layers={shown(layers)} is not a regular expression; write 'q_proj|v_proj'") from None
-    found: list[Weight] = []
+    adapters: list[Weight] = []
     for weight in weights:
-        if weight.linear and pattern.search(weight.layer):
+        if weight.linear and re.search(lora.layers, weight.layer):
             n, k = weight.shape
-            for name, shape in (("lora_A", (rank, k)), ("lora_B", (n, rank))):
-                found.append(Weight(name=f"{weight.layer}.{name}", shape=shape, repeat=weight.repeat, linear=True))
-    if not found:
-        some = ", ".join(dict.fromkeys(w.layer.rpartition(".")[2] for w in weights if w.linear))
-        raise ArgumentError(f"lora_layers={shown(layers)} fits no linear layer; they are called {some}")
-    return tuple(found)
+            for name, shape in (("lora_A", (lora.rank, k)), ("lora_B", (n, lora.rank))):
+                adapters.append(Weight(name=f"{weight.layer}.{name}", shape=shape, repeat=weight.repeat, linear=True))
+    if not adapters:
+        names = ", ".join(dict.fromkeys(w.layer.rpartition(".")[2] for w in weights if w.linear))
+        raise ArgumentError(f"layers={shown(lora.layers)} fits no linear layer; they are called {names}")
+    return tuple(adapters)
 
 
-def _precision(
-    recipe: Recipe | None, optimizer: Any, weights: str | None, master: str | None, gradients: str | None
-) -> Precision:
-    """Return the formats that training keeps, where they are not given by what is usual under a recipe."""
+def _precision(recipe: Recipe | None, optimizer: Any, formats: StoredFormats) -> Precision:
+    """Return the formats that training stores: the given ones, and for the others what is usual under a recipe."""
     chosen = optimizer_of(optimizer if optimizer is not None or recipe is None else recipe.optimizer)
     wide = recipe is not None and (recipe.autocast is not None or _in_float32(recipe))
-    own = chosen.weights is not None and weights is None  # the optimizer keeps the weights themselves
-    stored = checked_format("weights", weights) or ("fp32" if wide else "bf16")
-    copy = checked_format("master", None if master == "auto" else master)
-    if master == "auto" and chosen.scheme.weights is None and bits_per_element(stored) < 32:
+    by_optimizer = chosen.weights is not None and formats.weights is None  # the optimizer stores the weights itself
+    stored = format_name(formats.weights) or ("fp32" if wide else "bf16")
+    copy = format_name(None if formats.master == "auto" else formats.master)
+    if formats.master == "auto" and chosen.scheme.weights is None and bits_per_element(stored) < 32:
         copy = "fp32"
     usual = _rounded(recipe) or ("fp32" if stored == "fp32" else "bf16")
     return Precision(
-        weights=None if own else stored, master=copy, optimizer=chosen,
-        gradients=checked_format("gradients", gradients) or usual,
+        weights=None if by_optimizer else stored, master=copy, optimizer=chosen,
+        gradients=format_name(formats.gradients) or usual,
     )  # fmt: skip
 
 
@@ -208,7 +246,7 @@ def _rounded(recipe: Recipe | None) -> str | None:
 
 
 def _in_float32(recipe: Recipe | None) -> bool:
-    """Say whether layers of a recipe take float32 weights as they are, or in more than 16 bits."""
+    """Return True if layers of a recipe take float32 weights as they are, or in more than 16 bits."""
     if recipe is None or recipe.linear is None or recipe.autocast is not None:
         return False
     bits = bits_of(recipe.linear.fprop.b)

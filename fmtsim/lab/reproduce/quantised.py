@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from fmtsim.lab.memory import bits_per_element, serving_memory, training_memory
+from fmtsim.lab.memory import StoredFormats, bits_per_element, serving_memory, training_memory
 from fmtsim.lab.memory.estimate import GB
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, generator, near, settings, told
 from fmtsim.ptq import ptq
@@ -91,7 +91,7 @@ def memory(tell: Tell) -> Measured:
         for fmt in ("bf16", "e4m3", "mxfp8_e4m3", "nvfp4", "mxfp4"):
             numbers[f"{size}B weights, {fmt}, GB"] = serving_memory(size * 1e9, weights=fmt).gigabytes
         numbers[f"{size}B training, mixed, GB"] = training_memory(size * 1e9).gigabytes
-        fp8_lm = training_memory(size * 1e9, optimizer="fp8lm", gradients="e4m3")
+        fp8_lm = training_memory(size * 1e9, optimizer="fp8lm", formats=StoredFormats(gradients="e4m3"))
         numbers[f"{size}B training, fp8_lm, GB"] = round(fp8_lm.gigabytes, 6)  # without scales of whole tensors
     numbers["340B in bf16 fits 8 x 80 GB"] = float(numbers["340B weights, bf16, GB"] <= 640)
     numbers["340B in e4m3 fits 8 x 80 GB"] = float(numbers["340B weights, e4m3, GB"] <= 640)

@@ -375,7 +375,9 @@ def test_what_is_refused():
         fmtsim.trace(made, torch.ones(1, 4), tensors="0")
     with pytest.raises(ArgumentError, match="loss=3 is not a function of the model's output"):
         fmtsim.trace(made, torch.ones(1, 4), 3)
-    with pytest.raises(ArgumentError, match=r"trace got loss without a batch; pass trace\(model, batch, loss\), or set"):
+    with pytest.raises(
+        ArgumentError, match=r"trace got loss without a batch; pass trace\(model, batch, loss\), or set"
+    ):
         fmtsim.trace(made, loss=loss)
     with pytest.raises(ArgumentError, match="trace takes a torch.nn.Module|trace got"):
         fmtsim.trace(3, torch.ones(1, 4))

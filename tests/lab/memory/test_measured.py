@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from benchmarks import step_memory
 from benchmarks.activation_memory import bytes_kept
-from fmtsim.lab.memory import ModelSize, bits_per_element, model_size
+from fmtsim.lab.memory import ModelSize, StoredFormats, bits_per_element, model_size
 from fmtsim.lab.memory.weights import weights_of
 from fmtsim.lab.training.decoders import GPT, Block, GPTConfig, LlamaBlock
 from fmtsim.ptq import QuantisedCache
@@ -50,7 +50,7 @@ def statistics(norms, bytes_each):
 
 def test_a_plain_block_keeps_what_is_estimated():
     assert measured() == estimate() + statistics(2, 2)
-    assert measured(dtype=torch.float32) == estimate(activations="fp32") + statistics(2, 4)
+    assert measured(dtype=torch.float32) == estimate(formats=StoredFormats(activations="fp32")) + statistics(2, 4)
 
 
 def test_codes_of_a_recipe():
@@ -123,7 +123,9 @@ def test_what_the_loss_keeps_and_what_its_gradients_take(loss, format):
     vocabularies = (4096, 8192)
     (behind, peak), (more, higher) = (allocated(loss(vocabulary)) for vocabulary in vocabularies)
     one, two = (
-        fmtsim.training_memory(size(vocabulary=vocabulary), batch=BATCH, tokens=TOKENS, loss_format=format)
+        fmtsim.training_memory(
+            size(vocabulary=vocabulary), batch=BATCH, tokens=TOKENS, formats=StoredFormats(loss=format)
+        )
         for vocabulary in vocabularies
     )
     assert more - behind == two["head and loss"] - one["head and loss"]
@@ -145,7 +147,7 @@ def test_weights_gradients_and_states_of_a_real_model():
     model = GPT(GPTConfig(context=32, width=WIDTH, layers=2, heads=HEADS, vocabulary=256), 0)
     found = fmtsim.training_memory(
         size(blocks=2, vocabulary=256, positions=32, tied=True, biases=("qkv", "out", "mlp", "norm")),
-        optimizer="bnb8", weights="fp32",
+        optimizer="bnb8", formats=StoredFormats(weights="fp32"),
     )  # fmt: skip
     optimizer = fmtsim.optim.AdamW(model.parameters(), state="bnb8")
     tokens = torch.zeros(1, 32, dtype=torch.int64)

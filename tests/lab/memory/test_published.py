@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published figures of memory come out: of ZeRO, activation recomputation, QLoRA, 8-bit Adam, FP8-LM, COAT, caches."""
 
+from dataclasses import replace
+
 import pytest
 
 import fmtsim
-from fmtsim.lab.memory import ModelSize, bits_per_element, model_size
+from fmtsim.lab.memory import Lora, ModelSize, Parallel, StoredFormats, bits_per_element, model_size
 from fmtsim.lab.memory.weights import weights_of
 from fmtsim.optim.catalogue import bytes_per_parameter
 
@@ -46,7 +48,7 @@ def test_models_with_further_vectors_have_nearly_as_many(name):
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero(zero, gigabytes):
     """Rajbhandari et al., arXiv:1910.02054, figure 1: 7.5 billion parameters on 64 GPUs, to a tenth of a GB."""
-    found = fmtsim.training_memory(7.5e9, devices=64, zero=zero)
+    found = fmtsim.training_memory(7.5e9, parallel=Parallel(devices=64, zero=zero))
     assert round(found.gigabytes, 1) == gigabytes
 
 
@@ -70,11 +72,12 @@ def test_activations_of_a_transformer(h, a, blocks, b):
         assert found["activations"] % blocks == 0
         return found["activations"] // blocks
 
-    split = {"devices": t, "tensor_parallel": t}
+    split = Parallel(devices=t, tensor_parallel=t)
+    sequence = replace(split, sequence_parallel=True)
     assert layer() == s * b * h * 34 + 5 * a * s * s * b
-    assert layer(**split) == s * b * h * (10 + 24 // t) + 5 * a * s * s * b // t
-    assert layer(**split, sequence_parallel=True) == (s * b * h * 34 + 5 * a * s * s * b) // t
-    assert layer(**split, sequence_parallel=True, checkpointing="selective") == s * b * h * 34 // t
+    assert layer(parallel=split) == s * b * h * (10 + 24 // t) + 5 * a * s * s * b // t
+    assert layer(parallel=sequence) == (s * b * h * 34 + 5 * a * s * s * b) // t
+    assert layer(parallel=sequence, checkpointing="selective") == s * b * h * 34 // t
     assert layer(checkpointing="full") == 2 * s * b * h
 
 
@@ -117,14 +120,16 @@ def test_the_cache_of_llama_2_and_3():
 
 def test_full_and_lora_fine_tuning():
     """QLoRA, arXiv:2305.14314: 780 GB for LLaMA 65B in 16 bits; adapters as peft counts them on LLaMA 7B."""
-    assert fmtsim.training_memory(65e9, master=None).gigabytes == 780
-    one = fmtsim.training_memory("llama1-7b", lora=8, lora_layers="q_proj|v_proj", weights="nf4_g64")
+    assert fmtsim.training_memory(65e9, formats=StoredFormats(master=None)).gigabytes == 780
+    one = fmtsim.training_memory(
+        "llama1-7b", lora=Lora(rank=8, layers="q_proj|v_proj"), formats=StoredFormats(weights="nf4_g64")
+    )
     assert one["adapters"] == 2 * 4_194_304 and one["gradients"] == 2 * 4_194_304
     assert fmtsim.training_memory("llama1-7b", lora=16)["adapters"] == 2 * 39_976_960
     embeddings = 2 * 32000 * 4096 + 65 * 4096
     packed = (PARAMETERS["llama1-7b"] - embeddings) * 4.5 / 8  # 4 bits, and a float32 scale for 64
     assert one["weights"] == packed + 2 * embeddings
-    frozen = fmtsim.training_memory("llama1-7b", lora=8, lora_layers="q_proj", tokens=64)
+    frozen = fmtsim.training_memory("llama1-7b", lora=Lora(rank=8, layers="q_proj"), tokens=64)
     assert "input of the last layer" not in {each.name for each in frozen.saved}  # no gradient of its weight
 
 
@@ -151,8 +156,9 @@ def test_bytes_of_schemes_are_those_of_their_records():
 
 def test_fp8_lm_takes_6_bytes():
     """Peng et al., arXiv:2310.18313, section 2.2: 1 (gradient) + 2 (weight) + 1 + 2; a scale for each tensor."""
-    assert fmtsim.training_memory(10**9, optimizer="fp8lm", gradients="e4m3").total == 6 * 10**9 + 3 * 4
-    copies = fmtsim.training_memory(10**9, "fp8lm", gradients="e4m3")
+    formats = StoredFormats(gradients="e4m3")
+    assert fmtsim.training_memory(10**9, optimizer="fp8lm", formats=formats).total == 6 * 10**9 + 3 * 4
+    copies = fmtsim.training_memory(10**9, "fp8lm", formats=formats)
     assert copies["quantised weights"] == 10**9 and copies["scale histories"] == 2 * 16 * 4  # windows of x and g
 
 
@@ -166,7 +172,7 @@ def test_fp8_lm_saves_two_fifths_of_gpt_175b():
                      head_dim=128, vocabulary=51200, gated=False)  # fmt: skip
 
     def saved(level, devices, batch):
-        run = {"devices": devices, "tensor_parallel": 8, "sequence_parallel": True, "zero": 1, "tokens": 2048}
+        run = {"parallel": Parallel(devices=devices, tensor_parallel=8, sequence_parallel=True, zero=1), "tokens": 2048}
         recipes = (None, fmtsim.get_recipe("fp8lm").at_level(level))
         wide, narrow = (fmtsim.training_memory(size, recipe, **run, batch=batch).total for recipe in recipes)
         return 1 - narrow / wide
@@ -183,7 +189,9 @@ def test_the_levels_keep_what_they_say():
         "O2": (2, 1, 0, 1, 0.25, 0.5),
         "O3": (1, 0, 0.5, 1, 0.25, 0.5),
     }.items():
-        found = fmtsim.training_memory(10**9, fmtsim.get_recipe("fp8lm").at_level(level), devices=4, zero=1)
+        found = fmtsim.training_memory(
+            10**9, fmtsim.get_recipe("fp8lm").at_level(level), parallel=Parallel(devices=4, zero=1)
+        )
         assert (
             level in str(found)
             and tuple(round(found[name] / 1e9, 2) if name in str(found) else 0 for name in lines) == kept
@@ -197,7 +205,8 @@ def test_coat_takes_less_by_what_it_says():
     """
     ratios = []
     for devices, batch in ((1, 1), (2, 2), (4, 2), (8, 4)):
-        run = {"tokens": 2048, "batch": batch, "devices": devices, "zero": 3, "master": None}
+        parallel = Parallel(devices=devices, zero=3)
+        run = {"tokens": 2048, "batch": batch, "parallel": parallel, "formats": StoredFormats(master=None)}
         wide, narrow = (fmtsim.training_memory("llama1-7b", recipe, **run).total for recipe in (None, "coat"))
         ratios.append(wide / narrow)
     assert ratios == sorted(ratios, reverse=True) and 1.66 > ratios[0] > 1.54 > ratios[-1] > 1.48

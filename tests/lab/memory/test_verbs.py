@@ -7,7 +7,7 @@ import pytest
 
 import fmtsim
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.memory import Latent, ModelSize, model_size
+from fmtsim.lab.memory import Latent, Lora, ModelSize, Parallel, StoredFormats, model_size
 from fmtsim.support.errors import ArgumentError, DataError, FormatError
 
 ONE = {"name": "one", "blocks": 2, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2, "head_dim": 16,
@@ -16,7 +16,7 @@ SIZE = ModelSize(**ONE)
 
 
 def test_an_estimate_is_a_table_with_its_formulas():
-    found = fmtsim.training_memory(SIZE, "coat", tokens=32, batch=2, devices=2, zero=2)
+    found = fmtsim.training_memory(SIZE, "coat", tokens=32, batch=2, parallel=Parallel(devices=2, zero=2))
     lines = str(found).splitlines()
     assert (
         lines[0].startswith("one: 139,584 parameters") and "recipe coat, 2 devices, 2 x 32 tokens on each" in lines[0]
@@ -71,11 +71,11 @@ def test_what_is_there_at_once():
     assert plain["gradients of the logits"] == 8 * 2 * 4 * 64 and full["gradients of the logits"] == 0
     formulas = fmtsim.training_memory("llama-8b", tokens=8192).formulas()
     assert "gradients of the logits  8,192 tokens x 1,026,048 bytes" in formulas
-    split = fmtsim.training_memory(SIZE, tokens=8, devices=2, tensor_parallel=2)
+    split = fmtsim.training_memory(SIZE, tokens=8, parallel=Parallel(devices=2, tensor_parallel=2))
     assert split["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 256)
     assert split["gradients of the logits"] == 8 * 2 * 4 * 256
     assert split["weights"] == fmtsim.training_memory(SIZE)["weights"] / 2
-    half = fmtsim.training_memory(SIZE, tokens=8, loss_format="bf16")
+    half = fmtsim.training_memory(SIZE, tokens=8, formats=StoredFormats(loss="bf16"))
     assert half["head and loss"] == 8 * (2 * 64 + 2 * 64 + 2 * 512) and half["gradients of the logits"] == 8 * 4 * 512
     plain = fmtsim.training_memory(SIZE, tokens=8)
     several = fmtsim.training_memory(SIZE, tokens=8, batch=3)
@@ -130,7 +130,7 @@ def test_optimizers_by_rule_scheme_and_both():
     assert kept["lion:bnb8"]["first moment"] == kept["bnb8"]["second moment"] == 10**6 + 4 * -(-(10**6) // 256)
     assert kept["lns_madam"]["weights"] == 2 * 10**6 + 4 and kept["lns_madam"]["first moment"] == 0
     assert kept["lns_madam"]["master weights"] == 0
-    beside = fmtsim.training_memory(10**6, optimizer="fp8lm", weights="bf16")
+    beside = fmtsim.training_memory(10**6, optimizer="fp8lm", formats=StoredFormats(weights="bf16"))
     assert beside["weights"] == 2 * 10**6 and beside["master weights"] == 2 * 10**6 + 4
     assert fmtsim.training_memory(10**6, optimizer="bf16_sr")["master weights"] == 0
     own = fmtsim.optim.Scheme(name="mine", first=fmtsim.optim.StateFormat(format=fmtsim.get_format("bf16")))
@@ -149,18 +149,21 @@ REFUSED = [
     (lambda: fmtsim.training_memory(SIZE, tokens=-1), r"tokens=-1 is not possible; choose a whole number from 0"),
     (lambda: fmtsim.training_memory(SIZE, tokens=8, batch=0), r"batch=0 is not possible; choose a whole number from 1"),
     (lambda: fmtsim.serving_memory(SIZE, requests=0), r"requests=0 is not possible"),
-    (lambda: fmtsim.training_memory(SIZE, devices=6, tensor_parallel=4), r"=4 does not divide devices=6"),
-    (lambda: fmtsim.training_memory(SIZE, zero=4), r"zero=4 is not allowed; choose 0, 1, 2, 3"),
+    (lambda: Parallel(devices=6, tensor_parallel=4), r"tensor_parallel=4 does not divide devices=6"),
+    (lambda: Parallel(zero=4), r"zero=4 is not allowed; choose 0, 1, 2, 3"),
     (lambda: fmtsim.training_memory(SIZE, tokens=8, checkpointing="some"), r"checkpointing='some' is not allowed"),
     (lambda: fmtsim.training_memory(SIZE, tokens=8, attention="slow"), r"attention='slow' is not allowed"),
     (lambda: fmtsim.training_memory(SIZE, dropout=0.1), r"dropout=0.1 is not a flag"),
     (lambda: fmtsim.training_memory(SIZE, optimizer="bnb9"), r"optimizer='bnb9' is unknown; did you mean 'bnb8'\?"),
     (lambda: fmtsim.training_memory(SIZE, optimizer=8), r"optimizer=8 is not an optimizer; pass a name such as"),
     (lambda: fmtsim.training_memory(SIZE, lora=8, recipe="coat"), r"lora=8 with recipe='coat' is not estimated"),
-    (lambda: fmtsim.training_memory(SIZE, lora_layers="q"), r"lora_layers='q' needs a rank; pass lora=16 as well"),
-    (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers="zz"), r"fits no linear layer; they are called q_proj"),
-    (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers="("), r"'\(' is not a regular expression; write 'q_proj"),
-    (lambda: fmtsim.training_memory(SIZE, lora=8, lora_layers=8), r"lora_layers=8 is not allowed"),
+    (lambda: Lora(layers="q"), r"layers='q' needs a rank; pass rank=16 as well"),
+    (lambda: Lora(rank=-1), r"rank=-1 is not possible; choose a whole number from 0"),
+    (lambda: fmtsim.training_memory(SIZE, parallel=4), r"parallel=4 is not a Parallel; pass fmtsim.lab"),
+    (lambda: fmtsim.training_memory(SIZE, formats="e4m3"), r"formats='e4m3' is not a StoredFormats; pass fmtsim.lab"),
+    (lambda: fmtsim.training_memory(SIZE, lora=Lora(rank=8, layers="zz")), r"fits no linear layer; they are called q_"),
+    (lambda: Lora(rank=8, layers="("), r"'\(' is not a regular expression; write 'q_proj"),
+    (lambda: Lora(rank=8, layers=8), r"layers=8 is not allowed"),
     (lambda: fmtsim.training_memory(SIZE)["weight"], r"no line 'weight'; choose one of weights, "),
     (lambda: ModelSize(**ONE | {"heads": 5}), r"kv_heads=2 does not divide heads=5; choose a divisor"),
     (lambda: ModelSize(**ONE | {"hidden": 0}), r"hidden=0 is not possible; choose 1 to 100,000,000"),
@@ -182,9 +185,9 @@ def test_what_is_refused(call, message):
 
 
 def test_formats_and_files_that_are_not_there(tmp_path):
-    for name in ("weights", "master", "gradients", "activations", "loss_format"):
+    for name in ("weights", "master", "gradients", "activations", "loss"):
         with pytest.raises(FormatError, match="'e4m33x'"):
-            fmtsim.training_memory(SIZE, tokens=8, **{name: "e4m33x"})
+            StoredFormats(**{name: "e4m33x"})
     with pytest.raises(FormatError, match="'e4m33x'"):
         fmtsim.serving_memory(SIZE, kv_format="e4m33x")
     path = tmp_path / "config.json"
@@ -235,7 +238,7 @@ def test_the_command_line(capsys):
     status, text, _ = run(
         capsys, "--model", "gpt2", "--recipe", "coat", "--tokens", "64", "--loss-format", "bf16", "--json"
     )
-    expected = fmtsim.training_memory("gpt2", "coat", tokens=64, loss_format="bf16")
+    expected = fmtsim.training_memory("gpt2", "coat", tokens=64, formats=StoredFormats(loss="bf16"))
     assert json.loads(text) == json.loads(json.dumps(expected.to_dict()))
     status, text, _ = run(capsys, "--params", "65e9", "--master", "none", "--json")
     assert json.loads(text)["total"] == 780 * 10**9
