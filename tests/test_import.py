@@ -267,7 +267,7 @@ def test_import_leaves_torch_compile_alone():
 
 
 def test_the_front_door_lists_what_it_has():
-    assert len(set(fmtsim.__all__)) == len(fmtsim.__all__) > 70
+    assert len(set(fmtsim.__all__)) == len(fmtsim.__all__) > 60
     missing = [name for name in fmtsim.__all__ if not hasattr(fmtsim, name)]
     assert missing == [] and fmtsim.__all__ == [name for name in dir(fmtsim) if not name.startswith("__")]
 
