@@ -54,7 +54,7 @@ except PackageNotFoundError:
 """
     + _COMMON
     + """
-timed(lambda: fmtsim.mm(a, w.t(), unit="hopper.wgmma", out_dtype=torch.float32))
+timed(lambda: fmtsim.mm(a, w.t(), target="hopper.wgmma", out_dtype=torch.float32))
 """
 )
 _THEIRS = (

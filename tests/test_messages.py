@@ -15,7 +15,7 @@ X = torch.linspace(-2, 2, 6 * 64).reshape(6, 64)
 A, B = torch.ones(4, 8), torch.ones(8, 2)
 FP8 = torch.ones(16, 32).to(torch.float8_e4m3fn)
 ONE = torch.tensor(1.0)
-UNIT = {"unit": "hopper.wgmma"}
+UNIT = {"target": "hopper.wgmma"}
 
 
 def model():
@@ -135,18 +135,18 @@ MISTAKES = {
         "one device",
         "b.to(a.device)",
     ),
-    "neither target nor unit": (lambda: fmtsim.mm(A, B), "needs a target or a unit", "pass one of", "'h200'"),
+    "no target": (lambda: fmtsim.mm(A, B), "mm needs target=", "a GPU with its library", "'h200'"),
     "a target that does not exist": (
         lambda: fmtsim.mm(A, B, target="h300"),
         "'h300'",
         "did you mean 'h200'",
-        "choose one of",
+        "choose a GPU with its library",
     ),
     "a unit that does not exist": (
-        lambda: fmtsim.mm(A, B, unit="hoper.wgmma"),
+        lambda: fmtsim.mm(A, B, target="hoper.wgmma"),
         "hoper",
         "'hopper.wgmma'",
-        "choose one of",
+        "a matrix unit alone",
     ),
     "an option that does not exist": (
         lambda: fmtsim.bmm(A[None], B[None], acumulate="fp32", **UNIT),

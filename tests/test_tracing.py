@@ -26,7 +26,7 @@ def codes(*shape, low=0, high=256):
 
 
 def product(a, b, scale_a, scale_b, unit="hopper.wgmma"):
-    return scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=BF16, unit=unit)
+    return scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=BF16, target=unit)
 
 
 ONE = torch.tensor(0.5)
@@ -42,7 +42,7 @@ CASES = {
     "scaled_mm by rows": (product, (float8(), float8(seed=1), torch.rand(128, 1), torch.rand(1, 128))),
     "scaled_mm mx": (lambda *x: product(*x, unit="blackwell.tcgen05.mxf8f6f4"), (float8(), float8(seed=1), MX, MX)),
     "scaled_mm nvfp4": (lambda *x: product(*x, unit="blackwell.tcgen05.nvf4"), (FP4, FP4, NV, NV)),
-    "mma": (lambda a, b, c: mma(a, b, c, unit="hopper.wgmma"), (float8(), float8(seed=1), torch.zeros(128, 128))),
+    "mma": (lambda a, b, c: mma(a, b, c, target="hopper.wgmma"), (float8(), float8(seed=1), torch.zeros(128, 128))),
 }
 
 
@@ -118,9 +118,9 @@ class Subclass(torch.Tensor):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda x, y: fmtsim.linear(x, y, unit="exact"), "w"),
-        (lambda x, y: mma(x, y, unit="exact"), "b"),
-        (lambda x, y: mma(x, x, y, unit="exact"), "c"),
+        (lambda x, y: fmtsim.linear(x, y, target="exact"), "w"),
+        (lambda x, y: mma(x, y, target="exact"), "b"),
+        (lambda x, y: mma(x, x, y, target="exact"), "c"),
         (lambda x, y: fmtsim.distributed.simulate([x, y], "bf16"), "rank 1"),
         (lambda x, y: fmtsim.distributed.simulate([[x, y]], "bf16"), "tensor 1"),
         (lambda x, y: fmtsim.quantize_(x, "e4m3", rounding="stochastic", random_words=y.long()), "random_words"),
@@ -145,7 +145,7 @@ def test_what_torch_does_not_take_beside_a_fake_tensor_is_named(call, name, kind
 
 def test_a_plain_tensor_beside_a_fake_one_of_a_mode_that_takes_it():
     fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.ones(4, 4))
-    assert fmtsim.linear(fake, torch.ones(2, 4), unit="exact").shape == (4, 2)
+    assert fmtsim.linear(fake, torch.ones(2, 4), target="exact").shape == (4, 2)
 
 
 def test_functions_are_constants_where_torch_takes_no_objects_for_them(monkeypatch):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.products.resolver import target_or_unit
+from fmtsim.gemm.products.resolver import check_target
 from fmtsim.nn.forward import ATTENTION, own_names, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
@@ -154,7 +154,7 @@ class QuantisedAttention(ModelMode):
 
     >>> from fmtsim.recipes import flash_attention_3
     >>> q = torch.eye(32)[None]
-    >>> with QuantisedAttention(flash_attention_3(unit=None), generator=0):
+    >>> with QuantisedAttention(flash_attention_3(target=None), generator=0):
     ...     y = F.scaled_dot_product_attention(q, q, q)
     >>> torch.equal(y, F.scaled_dot_product_attention(q, q, q))
     False
@@ -174,7 +174,7 @@ class QuantisedAttention(ModelMode):
 
 
 def convert_attention(
-    model: Model, config: AttentionConfig, *, target: Any = None, unit: Any = None, datapath: Any = None,
+    model: Model, config: AttentionConfig, *, target: Any = None,
     filter_fn: Filter | None = None, generator: Generator = None,
 ) -> Model:  # fmt: skip
     """Quantise the attention of a model, in place, wherever its modules call torch's scaled_dot_product_attention.
@@ -186,9 +186,7 @@ def convert_attention(
     Args:
         model: Any module.
         config: Quantisers, blocks, offset and units, such as ``flash_attention_3()``.
-        target: A machine, by name or plan file, whose units multiply in all six products (``AttentionConfig.on``).
-        unit: A matrix unit that does. None of the three leaves the units to the config.
-        datapath: The arithmetic of a unit as a record, likewise.
+        target: What multiplies in all six products (``AttentionConfig.on``); None leaves that to the config.
         filter_fn: ``filter_fn(module, name)`` says which modules; None takes those whose class has "attention" or
             "attn" in its name, or whose forward names the function, and which hold none of that kind. These have to
             call it: Hugging Face's need ``attn_implementation="sdpa"``, and nn.MultiheadAttention
@@ -201,8 +199,8 @@ def convert_attention(
             operand. The model is then unchanged. Later, a module that runs without calling the function.
     """
     AttentionCall(config)  # refuses what is not a config
-    if any(each is not None for each in (target, unit, datapath)):
-        config = config.on(target=target, unit=target_or_unit("convert_attention", target, unit, datapath))
+    if target is not None:
+        config = config.on(check_target("convert_attention", target))
     if filter_fn is None:
         chosen = attentions(model)
     else:

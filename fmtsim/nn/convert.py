@@ -66,8 +66,6 @@ def convert(
     rounding: RoundingName | Rounding = "nearest_even",
     grad_rounding: RoundingName | Rounding = "nearest_even",
     target: Any = None,
-    unit: Any = None,
-    datapath: Any = None,
     plan: GemmPlan | None = None,
     fast_accum: bool = False,
     native: bool | None = None,
@@ -89,8 +87,7 @@ def convert(
     (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may also exchange gated
     layers or scale the whole model, which divides its weights (``Recipe.replace``: ``unit_scaling``, ``mu_s``), and
     save activations in low precision (``Recipe.activations``). The formats come from exactly one of ``format``,
-    ``config`` and ``recipe``, the machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each
-    of them.
+    ``config`` and ``recipe``, the machine that multiplies from ``target``, which goes with each of them.
 
     Args:
         model: Any module; it may itself be a layer.
@@ -102,10 +99,8 @@ def convert(
             then become 0 in int8.
         rounding: Rounding of activations and weights, with ``format``.
         grad_rounding: Rounding of gradients, with ``format``.
-        target: A GPU with its library that multiplies (``"h200"``, a plan file), or ``"recipe"``: the machine that the
-            recipe was made for.
-        unit: A matrix unit alone instead (``"hopper.wgmma"``).
-        datapath: An arithmetic of your own instead.
+        target: What multiplies, as in ``fmtsim.mm``: a GPU with its library (``"h200"``, a plan file), a matrix unit
+            alone (``"hopper.wgmma"``), a datapath; or ``"recipe"``: the machine that the recipe was made for.
         plan: Accumulation order of every product instead of the target's, or of the unit's single chain.
         fast_accum: use_fast_accum of the target's forward products, with ``format``; recipes and configs say it
             themselves.
@@ -142,7 +137,7 @@ def convert(
     """
     check_module("convert", model)
     _check_filter(model, filter_fn)
-    machine = machine_of(target, unit, datapath, plan, native)
+    machine = machine_of(target, plan, native)
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
         if any(each is not None for each in (format, grad_format, scaling, config)) or fast_accum:

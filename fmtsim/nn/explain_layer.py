@@ -29,7 +29,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 
-_NO_UNIT = "none: float32 in no particular order; convert with target=, unit= or datapath= for a machine"
+_NO_UNIT = "none: float32 in no particular order; convert with target= for a machine"
 _GEMM = "fmtsim::gemm"
 _FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")
 MOST_ROWS = 1 << 26  # torch counts the bytes of attention scores, which are not made here, in 64 bits

@@ -141,7 +141,7 @@ def flash(
 
     Units multiply operands in high precision in ``dtype``.
     """
-    (q, k, v, mask, hides, factor), unit, coded = inputs, config.unit, config.has_unit
+    (q, k, v, mask, hides, factor), unit, coded = inputs, config.target, config.has_unit
     if coded:
         check_call(config, inputs, dtype)
     left, right, values = (
@@ -221,13 +221,13 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
 
     Args:
         a, b: ``[heads, rows, inner]``.
-        unit: Target, unit or datapath of the product.
+        unit: Unit or datapath of the product, None for float32.
         dtype: That of the tensors, in which a unit takes what is in high precision.
     """
     if unit is None:
         return a.values() @ b.values().mT
     formats = element_formats(a.quantizer, b.quantizer)
-    given: dict[str, Any] = {"unit": unit, "out_dtype": torch.float32}
+    given: dict[str, Any] = {"target": unit, "out_dtype": torch.float32}
     if formats is not None:
         given |= {"a_format": formats[0], "b_format": formats[1]}
         first, second = map(holder, formats)
@@ -236,7 +236,7 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
         high = any(last_cast(x.quantizer).format is None for x in (a, b))
         wide = dtype if high and dtype in _HALVES else torch.float32
         if wide == torch.float32 and not unit_takes(unit, "fp32"):
-            given["unit"] = "fp32_fma"
+            given["target"] = "fp32_fma"
         first = second = wide
         (left, rows), (right, columns) = a.row_scale(wide), b.row_scale(wide)
     y = bmm(left.to(first), right.to(second).mT, **given)
@@ -325,7 +325,7 @@ def flash_gradients(
             _operand(f"{name}.{side}", x, by, gemm, call_keys, () if by.format is None else watchers)
             for side, x, by in sides
         )
-        return product(first, second, gemm.unit, dtype)
+        return product(first, second, gemm.target, dtype)
 
     dv = run("dv", _Source(made.weights.mT, Heads(made.rounded.mT)), g.mT)
     dv = dv if made.v.slope is None else dv * made.v.slope.mT
@@ -348,7 +348,7 @@ def _operand(
     else:
         t = x.original if quantizer.source == "original" else x.forward.values()
     draws = partial(call_keys.draws, backward=True)
-    return quantised(name, t.contiguous(), quantizer, gemm.unit is not None, draws, watchers)
+    return quantised(name, t.contiguous(), quantizer, gemm.target is not None, draws, watchers)
 
 
 def _back(y: Tensor, slope: Tensor | None, quantizer: Quantizer, other: Quantizer, call_keys: CallKeys) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from fmtsim.casts.arguments import takes
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
-from fmtsim.gemm.products.resolver import target_or_unit
+from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types, size_fault
 from fmtsim.nn.raw_matmuls import Own, own_matrices, own_parameters
@@ -80,18 +80,18 @@ def configure(
 
 
 def machine_of(
-    target: Any, unit: Any, datapath: Any, plan: GemmPlan | None, native: bool | None, verb: str = "convert"
+    target: Any, plan: GemmPlan | None, native: bool | None, verb: str = "convert"
 ) -> dict[str, Any] | None:  # fmt: skip
     """Return the machine of ``convert``, or of another verb, as keywords of Gemm, None where none is named.
 
     Raises:
-        ArgumentError: Several are named, or plan or native without one.
+        ArgumentError: An unknown target, or plan or native without one.
     """
-    if all(each is None for each in (target, unit, datapath, plan, native)):
+    if target is plan is native is None:
         return None
-    if target is None or not isinstance(target, str) or target != "recipe" or unit is not None or datapath is not None:
-        unit = target_or_unit(verb, target, unit, datapath, plan)
-    return {"target": target, "unit": unit, "plan": plan, "native": native}
+    if not isinstance(target, str) or target != "recipe":
+        target = check_target(verb, target, plan)
+    return {"target": target, "plan": plan, "native": native}
 
 
 def planner_of(recipe: Recipe, model: nn.Module) -> Planner:

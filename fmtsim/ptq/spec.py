@@ -18,7 +18,7 @@ from fmtsim.support.records import check_types, located
 
 RangeRule = Literal["absmax", "percentile", "mse"]
 Groups = Literal["static", "dynamic", "lazy"]
-_NO_MACHINE = dict.fromkeys(("target", "unit", "plan", "native"))
+_NO_MACHINE = dict.fromkeys(("target", "plan", "native"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class PtqRecipe:
             scales are made of the tensor at hand. Functions that no module calls, and additions, stay as they are.
         rules: Layers that run otherwise; the first that fits counts. Only ``a`` and ``b`` of a rule's ``use.fprop``
             count.
-        target, unit, plan, native: The machine that the quantised layers multiply on, as in Gemm; without one products
+        target, plan, native: The machine that the quantised layers multiply on, as in Gemm; without one products
             are float32, in no particular order.
         aliases, source, notes: As in Recipe.
     """
@@ -204,7 +204,6 @@ class PtqRecipe:
     extended: Quantizer | None = None
     rules: tuple[Rule, ...] = ()
     target: Any = None
-    unit: Any = None
     plan: GemmPlan | None = None
     native: bool | None = None
     aliases: tuple[str, ...] = ()
@@ -276,14 +275,14 @@ class PtqRecipe:
         """Return the same recipe on a machine, or on none.
 
         Args:
-            target: A target of Gemm.
-            machine: ``unit``, ``plan`` and ``native`` of Gemm; what is left out is None.
+            target: As in ``fmtsim.mm``.
+            machine: ``plan`` and ``native`` of Gemm; what is left out is None.
 
         Raises:
             ArgumentError, FormatError: The machine does not multiply an operand; the message names it.
         """
         if isinstance(target, str) and target == "recipe":
-            raise ArgumentError(f"ptq recipe {self.name!r} names no machine; pass target=, unit= or datapath=")
+            raise ArgumentError(f"ptq recipe {self.name!r} names no machine; pass target='h200' or another")
         return dataclasses.replace(self, **{**_NO_MACHINE, **machine, "target": target})
 
     @property
@@ -294,7 +293,7 @@ class PtqRecipe:
     @property
     def machine(self) -> str:
         """What multiplies, in a few words; empty where that is float32 in no particular order."""
-        return Gemm(target=self.target, unit=self.unit).machine
+        return Gemm(target=self.target).machine
 
     @property
     def serving_attention(self) -> AttentionConfig | None:
@@ -302,7 +301,7 @@ class PtqRecipe:
         how = self.attention
         if how is None or not self.machine or how.q.format is None or how.k.format is None:
             return how
-        return how.on(target=self.target, unit=self.unit)
+        return how.on(target=self.target)
 
     @property
     def prescribed(self) -> Recipe:

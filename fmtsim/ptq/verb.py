@@ -41,8 +41,6 @@ def ptq(
     filter_fn: Filter | None = None,
     progress: bool | None = None,
     target: Any = None,
-    unit: Any = None,
-    datapath: Any = None,
     plan: GemmPlan | None = None,
     native: bool | None = None,
 ) -> Model:
@@ -52,7 +50,7 @@ def ptq(
     their quantised values, in their own dtype, which rounds once more where it is narrow: ``copy.deepcopy`` the model
     before to keep them. Inputs are quantised at every call, under static scales, which are buffers
     (``fmtsim.recipe_state``), or under scales made from the tensor at hand. Products are those of the machine that
-    ``target``, ``unit`` or ``datapath`` names, as in ``fmtsim.convert``, and the report measures them there; without
+    ``target`` names, as in ``fmtsim.convert``, and the report measures them there; without
     one they are float32, in no particular order. ``fmtsim.revert`` gives the classes back, not the weights.
 
     The steps: equalise weights; run the data and smooth; run it again for ranges and Hessians; round weights; run it
@@ -66,7 +64,7 @@ def ptq(
             arguments of the model. It is read once and kept until the end.
         filter_fn: ``filter_fn(module, name)`` says whether to quantise a layer.
         progress: Show bars (lines elsewhere); None shows them on a terminal and in a notebook only.
-        target, unit, datapath, plan, native: The machine that the quantised layers multiply on, as in
+        target, plan, native: The machine that the quantised layers multiply on, as in
             ``fmtsim.convert``; None is the recipe's own, if it has one.
 
     Returns:
@@ -88,7 +86,7 @@ def ptq(
     """
     began = time.perf_counter()
     recipe = get_ptq_recipe(recipe)
-    machine = machine_of(target, unit, datapath, plan, native, "ptq")
+    machine = machine_of(target, plan, native, "ptq")
     recipe = recipe if machine is None else recipe.on(**machine)
     check_model("ptq", model)
     batches = batches_of(calibration_data)

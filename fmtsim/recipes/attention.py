@@ -14,7 +14,7 @@ from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.route import element_of
 from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import machine_name, unit_takes
+from fmtsim.gemm.units.unit import is_unit, machine_name, unit_takes
 from fmtsim.recipes.build import BF16, FORWARD, HIGH, scale_format
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.operand import block_of, last_cast
@@ -33,13 +33,13 @@ class Product(NamedTuple):
     """One of the six products of attention as its unit sees it.
 
     Attributes:
-        unit: Target, unit or datapath, None for float32.
+        target: Unit or datapath, None for float32.
         names: Of the operands, as in ``AttentionConfig.operands``.
         quantizers: Which made the elements that are multiplied; one without a format where these are values.
         inner: Elements along the product's sums that share a scale, None for all.
     """
 
-    unit: Any
+    target: Any
     names: tuple[str, str]
     quantizers: tuple[Quantizer, Quantizer]
     inner: tuple[int | None, int | None]
@@ -63,7 +63,8 @@ class AttentionConfig:
         q, k, v, p: Quantisers; p is the matrix of softmax weights before normalisation.
         offset: Weights are ``2^offset`` times larger before they are quantised (8 in FlashAttention-3).
         columns: Keys of a block.
-        unit: The matrix unit of both forward products, None for float32; those of the gradients name their own.
+        target: The matrix unit or datapath of both forward products, None for float32; the Gemms of the gradients name
+            their own. ``on`` takes the units of a GPU.
         dv: ``p^T do``, over the queries.
         dp: ``do v^T``, over the features of v.
         dq: ``ds k``, over the keys.
@@ -76,8 +77,8 @@ class AttentionConfig:
     gradients: they are normalised after they were quantised. A Datapath takes other formats' values in float32.
 
     Raises:
-        ArgumentError, FormatError: A field that attention does not have, such as delayed scaling or a target; operands
-            that a unit does not multiply.
+        ArgumentError, FormatError: A field that attention does not have, such as delayed scaling or a GPU with its
+            library; operands that a unit does not multiply.
     """
 
     q: Quantizer = Quantizer()
@@ -86,7 +87,7 @@ class AttentionConfig:
     p: Quantizer = Quantizer()
     offset: int = 0
     columns: int = 128
-    unit: Any = None
+    target: Any = None
     dv: Gemm = Gemm(a=FORWARD, b=HIGH)
     dp: Gemm = _AFTER_FORWARD
     dq: Gemm = _AFTER_FORWARD
@@ -107,12 +108,12 @@ class AttentionConfig:
             )
         check_types(self)
         for name, product in self.products.items():
-            if product.unit is not None:
+            if product.target is not None:
                 with located(f"AttentionConfig {name}"):
                     _check_unit(product)
 
-    def on(self, target: Any = None, unit: Any = None, **_: Any) -> "AttentionConfig":
-        """Return the same attention with its six products on a unit, or on a target's units for their operands.
+    def on(self, target: Any = None, **_: Any) -> "AttentionConfig":
+        """Return the same attention with its six products on a unit or datapath, or on a GPU's units for them.
 
         No library has such a call: the accumulation order is that of the units alone, and what ``Recipe.on`` says of
         plans, accumulators and native calls means nothing here.
@@ -120,14 +121,14 @@ class AttentionConfig:
         Raises:
             ArgumentError, FormatError: A product whose operands the machine does not multiply; the message names both.
         """
-        units = dict.fromkeys(self.products, unit)
-        if target is not None:
+        units = dict.fromkeys(self.products, target)
+        if target is not None and not is_unit(target):
             for name, product in self.products.items():
                 a, b = element_formats(*product.quantizers) or (BF16, BF16)
                 with located(f"AttentionConfig {name}"):
                     units[name] = get_target(target).takes(a.name, b.name, "fp32", "none")
-        gradients = {name: replace(getattr(self, name), unit=units[name]) for name in BACKWARD}
-        return replace(self, unit=units["s"], **gradients)
+        gradients = {name: replace(getattr(self, name), target=units[name]) for name in BACKWARD}
+        return replace(self, target=units["s"], **gradients)
 
     @property
     def products(self) -> dict[str, Product]:
@@ -135,11 +136,11 @@ class AttentionConfig:
         found = {}
         for name, tensors in (("s", ("q", "k")), ("o", ("p", "v"))):
             pair = getattr(self, tensors[0]), getattr(self, tensors[1])
-            found[name] = Product(self.unit, tensors, pair, (_block(pair[0])[1], _block(pair[1])[1]))
+            found[name] = Product(self.target, tensors, pair, (_block(pair[0])[1], _block(pair[1])[1]))
         for name, tensors in _TENSORS.items():
             gemm: Gemm = getattr(self, name)
             (a, of_a), (b, of_b) = map(self._multiplied, tensors, (gemm.a, gemm.b))
-            found[name] = Product(gemm.unit, (f"{name}.{tensors[0]}", f"{name}.{tensors[1]}"), (a, b), (of_a, of_b))
+            found[name] = Product(gemm.target, (f"{name}.{tensors[0]}", f"{name}.{tensors[1]}"), (a, b), (of_a, of_b))
         return found
 
     def _multiplied(self, tensor: str, quantizer: Quantizer) -> tuple[Quantizer, int | None]:
@@ -152,7 +153,7 @@ class AttentionConfig:
     @property
     def has_unit(self) -> bool:
         """Whether a unit multiplies in any of the products."""
-        return any(unit is not None for unit in (self.unit, self.dv.unit, self.dp.unit, self.dq.unit, self.dk.unit))
+        return any(product.target is not None for product in (self, self.dv, self.dp, self.dq, self.dk))
 
     @property
     def is_random(self) -> bool:
@@ -171,11 +172,13 @@ class AttentionConfig:
     def __str__(self) -> str:
         words = [f"q and k {self.q}"] if self.q == self.k else [f"q {self.q}", f"k {self.k}"]
         words += [f"v {self.v}", f"p {self.p}{f', 2^{self.offset} times as large' if self.offset else ''}"]
-        words += [f"on {machine_name(self.unit)}"] if self.unit is not None else []
+        words += [f"on {machine_name(self.target)}"] if self.target is not None else []
         default = {name: type(self).__dataclass_fields__[name].default for name in BACKWARD}
         gemms = {name: getattr(self, name) for name in BACKWARD}
-        own = [name for name, gemm in gemms.items() if replace(gemm, unit=None) != default[name]]
-        machines = {name: "" if gemm.unit is None else f" on {machine_name(gemm.unit)}" for name, gemm in gemms.items()}
+        own = [name for name, gemm in gemms.items() if replace(gemm, target=None) != default[name]]
+        machines = {
+            name: "" if gemm.target is None else f" on {machine_name(gemm.target)}" for name, gemm in gemms.items()
+        }
         words += [f"{name} of {gemms[name].a} with {gemms[name].b}{machines[name]}" for name in own]
         rest = {name: machines[name] for name in BACKWARD if name not in own}
         if not own or any(rest.values()):
@@ -200,7 +203,12 @@ def _block(quantizer: Quantizer) -> Block:
 
 def _check_unit(product: Product) -> None:
     """Refuse operands that a unit does not multiply."""
-    unit, quantizers = product.unit, product.quantizers
+    unit, quantizers = product.target, product.quantizers
+    if not is_unit(unit):
+        raise ArgumentError(
+            f"target={shown(unit)} is a GPU with its library, which has no call for attention; choose a unit or a "
+            "Datapath, or call AttentionConfig.on, which takes that GPU's units"
+        )
     operands = dict(zip(product.names, map(last_cast, quantizers), strict=True))
     high = [name for name, each in operands.items() if each.format is None]
     known = next((fmt for fmt in _WIDE if unit_takes(unit, fmt)), None)
@@ -213,12 +221,12 @@ def _check_unit(product: Product) -> None:
         if not isinstance(element_of(each.format), FloatFormat) and not isinstance(unit, Arithmetic):
             raise FormatError(
                 f"{machine_name(unit)} multiplies elements of floating-point formats, and {name} is {each}; choose "
-                "another format, pass a Datapath, which takes the values, or leave the unit out"
+                "another format, pass a Datapath, which takes the values, or leave target= out"
             )
         if each.scaling.tensor if each.scaling else isinstance(each.format, BlockFormat) and each.format.tensor_scale:
-            raise ArgumentError(f"{name} has two levels of scales ({each}); choose one, or leave the unit out")
+            raise ArgumentError(f"{name} has two levels of scales ({each}); choose one, or leave target= out")
     a, b = element_formats(*quantizers) or (known or BF16,) * 2
-    resolve_call("mm", a, b, (0, 0, 0), torch.float32, unit=unit)
+    resolve_call("mm", a, b, (0, 0, 0), torch.float32, target=unit)
 
 
 def _check_forward(name: str, quantizer: Any) -> None:
@@ -236,9 +244,9 @@ def _check_forward(name: str, quantizer: Any) -> None:
 def _check_backward(name: str, gemm: Any) -> None:
     if not isinstance(gemm, Gemm):
         raise ArgumentError(f"AttentionConfig {name}={shown(gemm)} is not a Gemm; pass Gemm(a=..., b=...)")
-    plain = Gemm(a=gemm.a, b=gemm.b, unit=gemm.unit)
+    plain = Gemm(a=gemm.a, b=gemm.b, target=gemm.target)
     if gemm != plain:
-        raise ArgumentError(f"AttentionConfig {name} has more than a=, b= and unit=; leave its other fields out")
+        raise ArgumentError(f"AttentionConfig {name} has more than a=, b= and target=; leave its other fields out")
     first = gemm.b if name == "dv" else gemm.a  # do, or ds
     for side, quantizer in (("a", gemm.a), ("b", gemm.b)):
         _check_quantizer(f"AttentionConfig {name}.{side}", quantizer)
@@ -259,11 +267,11 @@ def _check_quantizer(where: str, quantizer: Any) -> None:
         raise FormatError(f"{where} has a history, and attention remembers nothing; choose Scaling without history=")
 
 
-def flash_attention_3(*, unit: Any = "hopper.wgmma", rotate: bool = True, blocks: bool = True) -> AttentionConfig:
+def flash_attention_3(*, target: Any = "hopper.wgmma", rotate: bool = True, blocks: bool = True) -> AttentionConfig:
     """Return the FP8 attention of FlashAttention-3 (Shah et al., arXiv:2407.08608, section 3.3).
 
     Args:
-        unit: The matrix unit of both products; None multiplies in float32.
+        target: The matrix unit of both products; None multiplies in float32.
         rotate: Incoherent processing: random signs and a Hadamard matrix over q and k.
         blocks: A scale for every 128 queries and keys; else one a head, as the released kernels take them.
     """
@@ -272,4 +280,4 @@ def flash_attention_3(*, unit: Any = "hopper.wgmma", rotate: bool = True, blocks
     rotation = (Hadamard(size=None, signs="random"),) if rotate else ()
     qk = Quantizer(format=e4m3, scaling=across, transforms=rotation)
     v = Quantizer(format=e4m3, scaling=along)
-    return AttentionConfig(q=qk, k=qk, v=v, p=Quantizer(format=e4m3), offset=8, unit=unit)
+    return AttentionConfig(q=qk, k=qk, v=v, p=Quantizer(format=e4m3), offset=8, target=target)

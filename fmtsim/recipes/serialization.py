@@ -22,7 +22,7 @@ from fmtsim.support.records import hints_of, kinds_of, load_record, record_of
 def recipe_to_dict(record: Any) -> dict[str, Any]:
     """Return a recipe, or a part of one, as plain JSON types, defaults left out."""
     hints = hints_of(type(record))
-    found = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
+    found = ((field, getattr(record, field.name)) for field in dataclasses.fields(record) if field.init)
     return {field.name: _plain(hints[field.name], value) for field, value in found if value != field.default}
 
 

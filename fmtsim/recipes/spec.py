@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.targets.target import list_targets
-from fmtsim.gemm.units.unit import machine_name
+from fmtsim.gemm.units.unit import is_unit, machine_name
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.build import SavedActivations
 from fmtsim.recipes.system import Level, OptimizerConfig, find_level
@@ -297,30 +296,29 @@ class Recipe:
         check_types(self)
 
     @property
-    def made_for(self) -> dict[str, Any]:
-        """The machine that it was made for as ``target=`` or ``unit=``; ArgumentError where it names none."""
+    def made_for(self) -> Any:
+        """The target that it was made for; ArgumentError where it names none."""
         if self.machine is None:
-            raise ArgumentError(f"recipe {self.name} names no machine; pass target=, unit= or datapath=")
-        is_target = isinstance(self.machine, str) and self.machine in list_targets()
-        return {"target" if is_target else "unit": self.machine}
+            raise ArgumentError(f"recipe {self.name} names no machine; pass target='h200' or another")
+        return self.machine
 
     def on(self, target: Any = None, **machine: Any) -> "Recipe":
         """Return the same recipe on a machine, which multiplies in every layer and in attention.
 
-        Layers that a rule leaves in high precision are products of that machine, too, where it is a target: its library
-        multiplies every dtype. A unit alone leaves them as they are.
+        Layers that a rule leaves in high precision are products of that machine, too, where it is a GPU with its
+        library, which multiplies every dtype. A unit or datapath alone leaves them as they are.
 
         Args:
-            target: A target, or ``"recipe"`` for the machine that the recipe was made for.
-            machine: ``unit``, ``plan``, ``accumulate`` and ``native`` of Gemm.
+            target: As in ``fmtsim.mm``, or ``"recipe"`` for the machine that the recipe was made for.
+            machine: ``plan``, ``accumulate`` and ``native`` of Gemm.
 
         Raises:
             ArgumentError, FormatError: The machine does not multiply an operand; the message says which.
         """
         if isinstance(target, str) and target == "recipe":
-            return self.on(**{**machine, **self.made_for})
+            return self.on(self.made_for, **machine)
         machine["target"] = target
-        whole = None if target is None else LinearConfig()
+        whole = None if target is None or is_unit(target) else LinearConfig()
         with located(f"recipe {self.name}"):
             linear = whole if self.linear is None else self.linear
             rules = tuple(

@@ -79,8 +79,7 @@ class GemmCall:
         b_layout: ``"row"`` where b, taken as [n, k], has k contiguous, else ``"column"``.
         batch: Products in one call.
         formats: Records of a and b, where no registered name stands for them.
-        target: Name, path or record of a target; None where ``unit`` is given.
-        unit: Name or record of a unit, or the record of an arithmetic.
+        target: What computes it: a GPU with its library, a unit or a datapath, by name, path or record.
         plan: Accumulation order instead of the target's, or of a unit's one chain.
         strict: Refuse a plan that is a guess.
     """
@@ -101,13 +100,12 @@ class GemmCall:
     batch: int = 1
     formats: tuple[OperandFormat, OperandFormat] | None = None
     target: Any = None
-    unit: Any = None
     plan: GemmPlan | None = None
     strict: bool = False
 
     def facts(self) -> "GemmCall":
         """Return the call without who is asked: what a library sees."""
-        return replace(self, formats=None, target=None, unit=None, plan=None, strict=False)
+        return replace(self, formats=None, target=None, plan=None, strict=False)
 
     def same_calls(self) -> list["GemmCall"]:
         """Return the calls that a library cannot tell from this one: one row or column has either layout."""

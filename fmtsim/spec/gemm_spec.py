@@ -137,6 +137,14 @@ def record_from_dict(record: dict[str, Any], path: str = "") -> Any:
     return record_of(_KINDS[kind], fields, path)
 
 
+def datapath_from_dict(record: dict[str, Any], path: str = "") -> Arithmetic:
+    """Build a datapath from ``record_to_dict``'s record; arguments and errors are those of ``record_from_dict``."""
+    datapath = record_from_dict(record, path)
+    if not isinstance(datapath, Arithmetic):
+        raise at(path, ArgumentError, f"kind={shown(record['kind'])} is not the kind of a datapath")
+    return datapath
+
+
 def _read(value: Any, path: str) -> Any:
     """Return the unit, target or plan that a file says: a record, or a name."""
     return record_from_dict(value, path) if isinstance(value, dict) else value

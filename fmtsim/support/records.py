@@ -67,14 +67,14 @@ def check_items(value: Any, types: dict[str, Any], what: str) -> None:
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 @cache
 def _fields(cls: Any) -> tuple[tuple[str, Any, Any], ...]:
     """Return name, type and default of a record's fields; without a default, what no field holds."""
     hints = _hints(cls)
-    return tuple((field.name, hints[field.name], field.default) for field in dataclasses.fields(cls))
+    return tuple((field.name, hints[field.name], field.default) for field in dataclasses.fields(cls) if field.init)
 
 
 def as_int(value: Any) -> Any:

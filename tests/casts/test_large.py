@@ -47,10 +47,10 @@ def test_rows_far_apart(name):
 @pytest.mark.parametrize("unit", ["hopper.wgmma", "exact", "fp32_fma", "cdna3.mfma"])
 def test_products_of_rows_far_apart(unit):
     a, b = normal(2, 64, seed=1).half(), normal(2, 64, seed=2).half()
-    expected = mm(a, b.t(), unit=unit)
-    assert_same_bits(mm(far(a), far(b).t(), unit=unit), expected)
-    assert_same_bits(mma(far(a), far(b), unit=unit), mma(a, b, unit=unit))
-    assert_same_bits(fmtsim.linear(far(a), far(b), unit=unit), expected)
+    expected = mm(a, b.t(), target=unit)
+    assert_same_bits(mm(far(a), far(b).t(), target=unit), expected)
+    assert_same_bits(mma(far(a), far(b), target=unit), mma(a, b, target=unit))
+    assert_same_bits(fmtsim.linear(far(a), far(b), target=unit), expected)
 
 
 def test_more_elements_than_32_bits_count():
@@ -70,5 +70,5 @@ def test_random_words_of_places_beyond_32_bits():
 def test_shapes_beyond_all_memory():
     x = torch.empty(1 << 33, 64, dtype=BF16, device="meta")
     assert quantize(x, "nvfp4").shape == x.shape and encode(x, "nvfp4").codes.shape == (1 << 33, 32)
-    assert mm(x, torch.empty(64, 1 << 20, dtype=BF16, device="meta"), unit="exact").shape == (1 << 33, 1 << 20)
-    assert fmtsim.linear(x, torch.empty(3, 64, dtype=BF16, device="meta"), unit="hopper.wgmma").shape == (1 << 33, 3)
+    assert mm(x, torch.empty(64, 1 << 20, dtype=BF16, device="meta"), target="exact").shape == (1 << 33, 1 << 20)
+    assert fmtsim.linear(x, torch.empty(3, 64, dtype=BF16, device="meta"), target="hopper.wgmma").shape == (1 << 33, 3)

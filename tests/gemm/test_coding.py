@@ -159,7 +159,7 @@ def test_kinds():
 
 @pytest.mark.parametrize("name", ["uint8", "nf4", "lns8_g8", "logfmt8", "mxint8", "uint8_channel_zp"])
 def test_formats_that_no_unit_multiplies(name):
-    with pytest.raises(FormatError, match=r"no unit multiplies .*; pass datapath="):
+    with pytest.raises(FormatError, match=r"no unit multiplies .*; pass target=Datapath"):
         kind(get_format(name) if name != "int8_row" else scaled(get_format("int8"), (1, None)))
 
 

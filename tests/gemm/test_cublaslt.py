@@ -166,10 +166,10 @@ def test_a_dropped_tail_adds_nothing():
     b = torch.ones(44832, 1, dtype=torch.bfloat16)
     for split, expected in ((35, 0.0), (34, 32.0)):
         plan = order_of(Choice(66, split, 2), mm(64, 64, 44832), "sm_90").plan
-        assert fmtsim.mm(a, b, unit="hopper.wgmma", plan=plan).item() == expected
+        assert fmtsim.mm(a, b, target="hopper.wgmma", plan=plan).item() == expected
     b[-1] = torch.nan
     plan = order_of(Choice(66, 35, 2), mm(64, 64, 44832), "sm_90").plan
-    assert fmtsim.mm(a, b, unit="hopper.wgmma", plan=plan).item() == 0
+    assert fmtsim.mm(a, b, target="hopper.wgmma", plan=plan).item() == 0
 
 
 def test_scales_promotions_and_epilogues_of_nvjet():

@@ -56,6 +56,6 @@ def test_kernels_without_matrix_units():
         k = torch.arange(case["K"])
         a, b = (value(k, seed).half() for seed in (1, 2))
         for dtype, bits in ((torch.float32, case["fp32_bits"]), (torch.float16, case["fp16_bits"])):
-            y = fmtsim.mm(a[None], b[:, None], unit="fp32_fma", plan=plan_of(case), out_dtype=dtype)
+            y = fmtsim.mm(a[None], b[:, None], target="fp32_fma", plan=plan_of(case), out_dtype=dtype)
             found = y.view(torch.int32 if dtype == torch.float32 else torch.int16).item()
             assert found & (2 ** (8 * dtype.itemsize) - 1) == int(bits, 16), (case["id"], case["note"], dtype)

@@ -160,7 +160,7 @@ def test_expanded_gradients_are_taken():
 @pytest.mark.parametrize("leaf", [0, 1])
 def test_differentiating_twice_says_why_not(leaf, unit):
     x, w, b, _ = tensors()
-    y = EmulatedGEMM.apply(x, w, b, linear_config(x="e4m3", w="e4m3", g="e5m2", unit=unit))
+    y = EmulatedGEMM.apply(x, w, b, linear_config(x="e4m3", w="e4m3", g="e5m2", target=unit))
     grads = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
     with pytest.raises(FmtsimError, match=r"cannot be differentiated twice.*fmtsim\.revert"):
         grads[leaf].square().sum().backward()

@@ -64,30 +64,30 @@ def row(name):
 
 
 UNITS = {
-    "bf16": config("bf16", unit="hopper.wgmma"),
-    "fp16": config("fp16", unit="ampere.mma"),
-    "tf32": config("tf32", unit="hopper.wgmma"),
-    "fp32": config("fp32", unit="fp32_fma"),
-    "high precision": config(None, unit="fp32_fma"),
-    "e4m3": config("e4m3", unit="hopper.wgmma"),
-    "e4m3 and e5m2": config("e4m3", g="e5m2", unit="hopper.mma"),
-    "tensor": config("e4m3_tensor", g="e5m2_tensor", unit="hopper.wgmma"),
-    "rows": config(row("e4m3"), g=row("e5m2"), unit="ada.mma"),
-    "one of two": config("e4m3_tensor", "e4m3", "e5m2", unit="hopper.wgmma"),
-    "the other": config("e4m3", "e4m3_tensor", "e5m2_tensor", unit="hopper.wgmma"),
-    "blocks": config("e4m3_1x128", "e4m3_128x128", unit="hopper.wgmma"),
-    "blocks by powers of two": config("e4m3_1x128_pow2", "e4m3_128x128_pow2", unit="hopper.wgmma"),
-    "e2m1": config("e2m1", unit="blackwell.tcgen05"),
-    "e3m2 row": config(row("e3m2"), row("e2m1"), row("e5m2"), unit="rtx_blackwell.mma"),
-    "mxfp8": config("mxfp8_e4m3", g="mxfp8_e5m2", unit="blackwell.tcgen05.mxf8f6f4"),
-    "mxfp6 and mxfp4": config("mxfp6_e2m3", "mxfp4", "mxfp6_e3m2", unit="blackwell.tcgen05.mxf8f6f4"),
-    "mxfp4": config("mxfp4", unit="blackwell.tcgen05.mxf4"),
-    "nvfp4": config("nvfp4", unit="blackwell.tcgen05.nvf4"),
-    "nvfp4 squares": config("nvfp4", "nvfp4_16x16", unit="blackwell.tcgen05.nvf4"),
-    "fnuz": config("e4m3fnuz", g="e5m2fnuz", unit="cdna3.mfma"),
-    "pairs": config("bf16", unit="cdna2.mfma"),
-    "exact": config("e3m4", unit="exact"),
-    "my own": config("e5m2", unit=Datapath(block=12, fraction_bits=9, accumulator="bf16", rounding="nearest_even")),
+    "bf16": config("bf16", target="hopper.wgmma"),
+    "fp16": config("fp16", target="ampere.mma"),
+    "tf32": config("tf32", target="hopper.wgmma"),
+    "fp32": config("fp32", target="fp32_fma"),
+    "high precision": config(None, target="fp32_fma"),
+    "e4m3": config("e4m3", target="hopper.wgmma"),
+    "e4m3 and e5m2": config("e4m3", g="e5m2", target="hopper.mma"),
+    "tensor": config("e4m3_tensor", g="e5m2_tensor", target="hopper.wgmma"),
+    "rows": config(row("e4m3"), g=row("e5m2"), target="ada.mma"),
+    "one of two": config("e4m3_tensor", "e4m3", "e5m2", target="hopper.wgmma"),
+    "the other": config("e4m3", "e4m3_tensor", "e5m2_tensor", target="hopper.wgmma"),
+    "blocks": config("e4m3_1x128", "e4m3_128x128", target="hopper.wgmma"),
+    "blocks by powers of two": config("e4m3_1x128_pow2", "e4m3_128x128_pow2", target="hopper.wgmma"),
+    "e2m1": config("e2m1", target="blackwell.tcgen05"),
+    "e3m2 row": config(row("e3m2"), row("e2m1"), row("e5m2"), target="rtx_blackwell.mma"),
+    "mxfp8": config("mxfp8_e4m3", g="mxfp8_e5m2", target="blackwell.tcgen05.mxf8f6f4"),
+    "mxfp6 and mxfp4": config("mxfp6_e2m3", "mxfp4", "mxfp6_e3m2", target="blackwell.tcgen05.mxf8f6f4"),
+    "mxfp4": config("mxfp4", target="blackwell.tcgen05.mxf4"),
+    "nvfp4": config("nvfp4", target="blackwell.tcgen05.nvf4"),
+    "nvfp4 squares": config("nvfp4", "nvfp4_16x16", target="blackwell.tcgen05.nvf4"),
+    "fnuz": config("e4m3fnuz", g="e5m2fnuz", target="cdna3.mfma"),
+    "pairs": config("bf16", target="cdna2.mfma"),
+    "exact": config("e3m4", target="exact"),
+    "my own": config("e5m2", target=Datapath(block=12, fraction_bits=9, accumulator="bf16", rounding="nearest_even")),
 }  # fmt: skip
 TARGETS = {
     "bf16": config("bf16", target="h200"),
@@ -116,7 +116,7 @@ def test_products_on_targets(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("machine", [{"unit": "hopper.wgmma"}, {"target": "h200"}], ids=["unit", "target"])
+@pytest.mark.parametrize("machine", [{"target": "hopper.wgmma"}, {"target": "h200"}], ids=["unit", "target"])
 def test_products_of_halves_with_a_bias(dtype, machine):
     x, w, bias, g = tensors(dtype)
     for name in ("bf16" if dtype == torch.bfloat16 else "fp16", "e4m3_tensor", None):
@@ -167,8 +167,8 @@ def test_float32_results_get_their_bias_in_float32():
     x, w, bias, g = tensors()
     for c in (TARGETS["bf16"], TARGETS["tensor"], UNITS["bf16"], UNITS["tensor"]):
         assert_same_bits(run(x, w, bias, g, c)[0], layer_oracle.layer(x, w, None, g, c)[0] + bias)
-    exact = config(None, unit="exact")
-    assert_same_bits(run(x, w, bias, g, exact)[0], fmtsim.linear(x, w, bias, unit="exact"))
+    exact = config(None, target="exact")
+    assert_same_bits(run(x, w, bias, g, exact)[0], fmtsim.linear(x, w, bias, target="exact"))
     assert_same_bits(run(x, w, bias, g, TARGETS["fp32"])[0], fmtsim.linear(x, w, bias, target="h200"))
 
 
@@ -186,9 +186,9 @@ def test_every_product_has_a_machine_quantisers_plan_and_output_of_its_own():
     x, w, _, g = tensors()
     tensor = [Quantizer(format=get_format(f)) for f in ("e4m3_tensor", "e5m2_tensor", "bf16")]
     c = LinearConfig(
-        fprop=Gemm(a=tensor[0], b=tensor[0], unit="hopper.wgmma", plan=GemmPlan(promote_every=64)),
+        fprop=Gemm(a=tensor[0], b=tensor[0], target="hopper.wgmma", plan=GemmPlan(promote_every=64)),
         dgrad=Gemm(a=tensor[1], b=tensor[0], target="h200", fast_accum=True, out=tensor[2]),
-        wgrad=Gemm(a=tensor[2], b=tensor[2], unit=Datapath(block=4), plan=GemmPlan(k_tile=16, split=2)),
+        wgrad=Gemm(a=tensor[2], b=tensor[2], target=Datapath(block=4), plan=GemmPlan(k_tile=16, split=2)),
     )
     y, dx, dw = run(x, w, None, g, c)
     expected = layer_oracle.layer(x, w, None, g, replace(c, dgrad=replace(c.dgrad, out=Quantizer())))
@@ -200,7 +200,7 @@ def test_every_product_has_a_machine_quantisers_plan_and_output_of_its_own():
     assert not torch.equal(run(x, w, None, g, chain)[0], y)
 
 
-@pytest.mark.parametrize("machine", [{"unit": "hopper.wgmma"}, {"target": "h200"}, {}], ids=["unit", "target", "none"])
+@pytest.mark.parametrize("machine", [{"target": "hopper.wgmma"}, {"target": "h200"}, {}], ids=["unit", "gpu", "none"])
 def test_outputs_are_rounded_to_their_own_format(machine):
     x, w, bias, g = tensors()
     q = Quantizer(format=get_format("e4m3_tensor"))
@@ -230,7 +230,7 @@ STOCHASTIC = Datapath(block=8, fraction_bits=12, accumulator="e5m6", rounding="s
 
 def test_stochastic_sums_repeat_from_a_seed_and_from_a_generator():
     x, w, _, g = tensors()
-    c = config("bf16", unit=STOCHASTIC)
+    c = config("bf16", target=STOCHASTIC)
     state = torch.get_rng_state()
     for make in (lambda: 7, lambda: torch.Generator().manual_seed(7)):
         first, second = run(x, w, None, g, c, make()), run(x, w, None, g, c, make())
@@ -248,7 +248,7 @@ def test_stochastic_sums_repeat_from_a_seed_and_from_a_generator():
 
 def test_stochastic_sums_have_the_bits_of_the_public_call():
     x, w, _, g = tensors()
-    c = config("bf16", unit=STOCHASTIC)
+    c = config("bf16", target=STOCHASTIC)
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
     y, dx, dw = run(x, w, None, g, c, generators[0])
     for got, (a, b) in zip((y, dx, dw), ((x, w), (g, w.mT), (g.mT, x.mT)), strict=True):
@@ -261,10 +261,10 @@ def test_stochastic_sums_and_stochastic_outputs_draw_apart():
     q = Quantizer(format=get_format("e2m3"), rounding=fmtsim.Rounding(mode="stochastic"))
     unit = Datapath(block=1, fraction_bits=None, accumulator="e8m7", rounding="stochastic")
     exact = Quantizer(format=get_format("fp32"))
-    sums = LinearConfig(fprop=Gemm(a=exact, b=exact, unit=unit))
+    sums = LinearConfig(fprop=Gemm(a=exact, b=exact, target=unit))
     w = w + 2.0**-4
     both = LinearConfig(fprop=replace(sums.fprop, out=q))
-    plain = LinearConfig(fprop=replace(sums.fprop, unit="exact", out=q))
+    plain = LinearConfig(fprop=replace(sums.fprop, target="exact", out=q))
     up = EmulatedGEMM.apply(x, w, None, sums, 5) > 1.0 + 2.0**-4
     out = [EmulatedGEMM.apply(x, w, None, c, 5) > 1.0 for c in (both, plain)]
     agree = (up == out[1]).float().mean()
@@ -275,13 +275,13 @@ def test_stochastic_sums_and_stochastic_outputs_draw_apart():
 def test_stochastic_operands_are_the_same_on_every_machine():
     x, w, _, g = tensors()
     c = linear_config(x="e4m3_tensor", w="e4m3_tensor", g="e5m2_tensor", rounding="stochastic",
-                      grad_rounding="stochastic", unit="exact")  # fmt: skip
+                      grad_rounding="stochastic", target="exact")  # fmt: skip
     seen = {}
 
     def observer(operand, original, quantised, *_):
         seen.setdefault(operand, []).append(quantised)
 
-    for machine in ({"unit": "exact"}, {"unit": None}):
+    for machine in ({"target": "exact"}, {"target": None}):
         gemms = {name: replace(getattr(c, name), **machine) for name in ("fprop", "dgrad", "wgrad")}
         leaf = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = EmulatedGEMM.apply(*leaf, None, LinearConfig(**gemms), 11, observer)
@@ -294,7 +294,7 @@ def test_stochastic_operands_are_the_same_on_every_machine():
 def test_looking_changes_nothing(generator):
     x, w, _, g = tensors()
     c = linear_config(x="e4m3_tensor", w="e4m3_tensor", g="e5m2_tensor", rounding="stochastic",
-                      grad_rounding="stochastic", unit="hopper.wgmma")  # fmt: skip
+                      grad_rounding="stochastic", target="hopper.wgmma")  # fmt: skip
     results = []
     for observer in (None, lambda *_: None):
         torch.manual_seed(2)

@@ -34,7 +34,7 @@ def every(fmt, **machine):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("machine", [{}, {"unit": "hopper.wgmma"}, {"target": "h200"}], ids=["none", "unit", "target"])
+@pytest.mark.parametrize("machine", [{}, {"target": "hopper.wgmma"}, {"target": "h200"}], ids=["none", "unit", "gpu"])
 def test_autocast_casts_first_as_linear_does(dtype, machine):
     config = every("e4m3_tensor", **machine)
     (x, w, b), g = tensors()
@@ -51,18 +51,18 @@ def test_autocast_casts_first_as_linear_does(dtype, machine):
 
 ROW = scaled(get_format("e4m3"), (1, None))
 SEEDED = linear_config(x="e4m3_tensor", w="e4m3_tensor", g="e5m2_tensor", rounding="stochastic",
-                       grad_rounding="stochastic", unit="hopper.wgmma")  # fmt: skip
+                       grad_rounding="stochastic", target="hopper.wgmma")  # fmt: skip
 COMPILED = {
     "no unit": linear_config(x=ROW, w="e3m4", g="mxfp8_e5m2", grad_rounding="stochastic"),
-    "unit": every("bf16", unit="hopper.wgmma"),
+    "unit": every("bf16", target="hopper.wgmma"),
     "tensor": every("e4m3_tensor", target="h200"),
-    "row": every(ROW, unit="hopper.wgmma"),
-    "mx": every("mxfp6_e2m3", unit="blackwell.tcgen05.mxf8f6f4"),
-    "nvfp4": every("nvfp4", unit="blackwell.tcgen05.nvf4"),
-    "blocks": linear_config(x="e4m3_1x128", w="e4m3_128x128", g="e4m3_1x128", unit="hopper.wgmma"),
+    "row": every(ROW, target="hopper.wgmma"),
+    "mx": every("mxfp6_e2m3", target="blackwell.tcgen05.mxf8f6f4"),
+    "nvfp4": every("nvfp4", target="blackwell.tcgen05.nvf4"),
+    "blocks": linear_config(x="e4m3_1x128", w="e4m3_128x128", g="e4m3_1x128", target="hopper.wgmma"),
     "seeded": SEEDED,
-    "stochastic sums": every("bf16", unit=STOCHASTIC),
-    "output": LinearConfig(fprop=Gemm(unit="fp32_fma", plan=GemmPlan(k_tile=16, split=2),
+    "stochastic sums": every("bf16", target=STOCHASTIC),
+    "output": LinearConfig(fprop=Gemm(target="fp32_fma", plan=GemmPlan(k_tile=16, split=2),
                                       out=Quantizer(format=get_format("e4m3")))),
 }  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_compiles_into_one_graph_with_the_bits_of_eager(name):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
     "config",
-    [SEEDED, every("bf16", unit=STOCHASTIC), linear_config(x="e4m3", w=None, g=None, rounding="stochastic")],
+    [SEEDED, every("bf16", target=STOCHASTIC), linear_config(x="e4m3", w=None, g=None, rounding="stochastic")],
     ids=["operands", "sums", "no unit"],
 )
 def test_checkpointing_repeats_its_draws(config, reentrant):
@@ -109,13 +109,13 @@ def test_configs_are_values_that_can_be_sent(config):
 
 def test_attention_and_convolutions_multiply_on_the_machine():
     torch.manual_seed(0)
-    config = every("bf16", unit="hopper.wgmma")
+    config = every("bf16", target="hopper.wgmma")
     attention = nn.MultiheadAttention(32, 4, batch_first=True)
     convolution = nn.Conv2d(4, 8, 3)
     x, image = normal(2, 8, 32, seed=1), normal(2, 4, 6, 6, seed=2)
     for module, arguments in ((attention, (x, x, x)), (convolution, (image,))):
         plain = copy.deepcopy(module)(*arguments)
-        fine = fmtsim.convert(copy.deepcopy(module), config=every(None, unit="exact"))(*arguments)
+        fine = fmtsim.convert(copy.deepcopy(module), config=every(None, target="exact"))(*arguments)
         rounded = fmtsim.convert(copy.deepcopy(module), config=config)(*arguments)
         plain, fine, rounded = (y[0] if isinstance(y, tuple) else y for y in (plain, fine, rounded))
         torch.testing.assert_close(fine, plain)

@@ -89,20 +89,20 @@ def test_a_linear_layer_begins_with_its_bias(fmt):
     plan = GemmPlan(k_tile=32, split=3, reduce="in_place", partial=None if fmt == "fp32" else fmt)
     unit, name = get_unit("hopper.wgmma" if fmt == "bf16" else "fp32_fma"), get_format(fmt)
     spec = GemmSpec(datapath=unit.mode(fmt, fmt), plan=plan, a=name, b=name)
-    y = fmtsim.linear(x, w, bias, unit=unit, plan=plan)
+    y = fmtsim.linear(x, w, bias, target=unit, plan=plan)
     assert_same_bits(y, finished(sums(x, w, spec, c=bias.float().expand(3, 66)), x.dtype))
     serial = GemmPlan(k_tile=32, split=3)
-    assert not torch.equal(y, fmtsim.linear(x, w, bias, unit=unit, plan=serial))  # the bias comes last
-    assert_same_bits(fmtsim.linear(x, w, None, unit=unit, plan=plan), finished(sums(x, w, spec), x.dtype))
-    empty = fmtsim.linear(x[:, :0], w[:, :0], bias, unit=unit, plan=plan)
+    assert not torch.equal(y, fmtsim.linear(x, w, bias, target=unit, plan=serial))  # the bias comes last
+    assert_same_bits(fmtsim.linear(x, w, None, target=unit, plan=plan), finished(sums(x, w, spec), x.dtype))
+    empty = fmtsim.linear(x[:, :0], w[:, :0], bias, target=unit, plan=plan)
     assert_same_bits(empty, bias.expand(3, 66).contiguous())
 
 
 def test_a_large_layer_is_done_in_pieces():
     x, w, bias = operands("bf16", m=300, n=40, k=64)
     plan, unit = GemmPlan(k_tile=32, split=2, reduce="in_place", partial="bf16"), "hopper.wgmma"
-    whole = fmtsim.linear(x, w, bias.bfloat16(), unit=unit, plan=plan)
-    some = fmtsim.linear(x[200:203], w, bias.bfloat16(), unit=unit, plan=plan)
+    whole = fmtsim.linear(x, w, bias.bfloat16(), target=unit, plan=plan)
+    some = fmtsim.linear(x[200:203], w, bias.bfloat16(), target=unit, plan=plan)
     assert_same_bits(whole[200:203], some)
 
 
@@ -110,7 +110,7 @@ def test_the_gradient_of_the_bias_is_that_of_any_layer():
     x, w, bias = operands("bf16", n=8)
     bias = bias.bfloat16().requires_grad_()
     plan = GemmPlan(k_tile=32, split=3, reduce="in_place", partial="bf16")
-    fmtsim.linear(x, w, bias, unit="hopper.wgmma", plan=plan).float().sum().backward()
+    fmtsim.linear(x, w, bias, target="hopper.wgmma", plan=plan).float().sum().backward()
     assert torch.equal(bias.grad, torch.full((8,), 3, dtype=torch.bfloat16))
 
 
@@ -121,8 +121,8 @@ REFUSED = {
                    "reduce='in_place' rounds the output after every addition and begins with the bias"),
     "bias": (lambda: GemmPlan(bias_after_rounding=True, reduce="in_place"),
              "leave round_trip and bias_after_rounding out"),
-    "integers": (lambda: fmtsim.mm(torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 4, dtype=torch.int8), unit="int8",
-                                   plan=GemmPlan(reduce="in_place")),
+    "integers": (lambda: fmtsim.mm(torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 4, dtype=torch.int8),
+                                   target="int8", plan=GemmPlan(reduce="in_place")),
                  "integer sums have neither scaled_promotion nor partial nor reduce='in_place'"),
     "integers of the oracle": (
         lambda: sums(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 8, dtype=torch.int8),
@@ -130,7 +130,7 @@ REFUSED = {
                               a=get_format("int8"), b=get_format("int8"))),
         "nor reduce='in_place'; leave them out of the plan"),
     "scales": (lambda: fmtsim.scaled_mm(EIGHTS, EIGHTS.t(),
-                                        torch.ones(1), torch.ones(1), out_dtype=torch.bfloat16, unit="hopper.wgmma",
+                                        torch.ones(1), torch.ones(1), out_dtype=torch.bfloat16, target="hopper.wgmma",
                                         plan=GemmPlan(reduce="in_place")),
                "reduce='in_place' adds parts to outputs that have no scales, and the scaling is 'tensor'"),
     "two addends": (lambda: torch.ops.fmtsim.gemm(
@@ -157,9 +157,9 @@ def test_the_record_comes_back():
 
 def test_explanation():
     x, w, _ = operands("bf16")
-    rows = dict(fmtsim.explain_mm(x, w.t(), unit="hopper.wgmma", plan=PLANS[0]).rows)
+    rows = dict(fmtsim.explain_mm(x, w.t(), target="hopper.wgmma", plan=PLANS[0]).rows)
     assert rows["order"].endswith("parts are added to the output in place, rounded to bf16 after every addition")
-    rows = dict(fmtsim.explain_mm(x, w.t(), unit="hopper.wgmma", plan=PLANS[2]).rows)
+    rows = dict(fmtsim.explain_mm(x, w.t(), target="hopper.wgmma", plan=PLANS[2]).rows)
     assert rows["order"].endswith("parts are added to the output in place")
 
 
@@ -193,9 +193,9 @@ def test_a_rule_may_name_a_unit_of_its_own():
     assert target_to_dict(target)["rules"][0]["operands"] == "fp32" and "unit" not in target_to_dict(target)["rules"][1]
     a, b, _ = operands("fp32", m=64, n=1)
     y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
-    assert_same_bits(y, fmtsim.mm(a, b.t(), unit="fp32_fma"))
+    assert_same_bits(y, fmtsim.mm(a, b.t(), target="fp32_fma"))
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_bits(y, fmtsim.mm(a, b.t(), unit="hopper.wgmma", allow_tf32=True))
+        assert_same_bits(y, fmtsim.mm(a, b.t(), target="hopper.wgmma", allow_tf32=True))
     compiled = torch.compile(lambda x: fmtsim.mm(x, b.t(), target=target, allow_tf32=True), backend="eager")
     assert_same_bits(compiled(a), y)
 

@@ -19,25 +19,25 @@ STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
 def test_mma_is_one_instruction():
     a, b = wide(4, 32, seed=1).to(torch.float8_e4m3fn), wide(8, 32, seed=2).to(torch.float8_e5m2)
     c = wide(4, 8, seed=3)
-    assert_same_bits(fmtsim.mma(a, b, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2")))
+    assert_same_bits(fmtsim.mma(a, b, target=WGMMA), sums(a, b, spec("e4m3", "e5m2")))
     cut = fmtsim.quantize(
         c, fmtsim.FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13), rounding="toward_zero"
     )
-    assert_same_bits(fmtsim.mma(a, b, c, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2"), c=cut))
-    assert_same_bits(fmtsim.mma(a, b, c, unit="hopper.mma"), sums(a, b, spec("e4m3", "e5m2", unit="hopper.mma"), c=c))
+    assert_same_bits(fmtsim.mma(a, b, c, target=WGMMA), sums(a, b, spec("e4m3", "e5m2"), c=cut))
+    assert_same_bits(fmtsim.mma(a, b, c, target="hopper.mma"), sums(a, b, spec("e4m3", "e5m2", unit="hopper.mma"), c=c))
     half = c.half()
     definition = spec("e4m3", "e5m2", unit="hopper.mma", accumulate="fp16")
-    got = fmtsim.mma(a, b, half, unit="hopper.mma")
+    got = fmtsim.mma(a, b, half, target="hopper.mma")
     assert_same_bits(got, finished(sums(a, b, definition, c=half.float()), torch.float16))
     assert_same_bits(
-        fmtsim.mma(a, b, unit="hopper.mma", accumulate="fp16"), finished(sums(a, b, definition), torch.float16)
+        fmtsim.mma(a, b, target="hopper.mma", accumulate="fp16"), finished(sums(a, b, definition), torch.float16)
     )
 
 
 def test_mma_batches():
     a, b = normal(2, 3, 4, 16, seed=1).bfloat16(), normal(2, 3, 5, 16, seed=2).bfloat16()
     c = normal(2, 3, 4, 5, seed=3)
-    options = {"unit": "blackwell.tcgen05"}
+    options = {"target": "blackwell.tcgen05"}
     expected = torch.stack([
         torch.stack([fmtsim.mma(a[i, j], b[i, j], c[i, j], **options) for j in range(3)]) for i in range(2)
     ])  # fmt: skip
@@ -47,18 +47,18 @@ def test_mma_batches():
     assert_same_bits(shared[1, 2], fmtsim.mma(a[1, 2], b[1, 1], c[0, 0], **options))
     assert_same_bits(fmtsim.mma(a[1, 2], b, c[0, 0], **options)[0, 1], fmtsim.mma(a[1, 2], b[0, 1], c[0, 0], **options))
     assert fmtsim.mma(a[:0], b[:0], **options).shape == (0, 3, 4, 5)
-    drawn = fmtsim.mma(a[0], b[0, 0], unit=STOCHASTIC, generator=3)
+    drawn = fmtsim.mma(a[0], b[0, 0], target=STOCHASTIC, generator=3)
     for i in range(3):
-        assert_same_bits(drawn[i], fmtsim.mma(a[0, i], b[0, 0], unit=STOCHASTIC, generator=RandomKey(3, i)))
+        assert_same_bits(drawn[i], fmtsim.mma(a[0, i], b[0, 0], target=STOCHASTIC, generator=RandomKey(3, i)))
 
 
 def test_mma_ignores_the_low_bits_of_tf32():
     a, b = wide(4, 8, seed=1), wide(4, 8, seed=2)
     cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
     expected = sums(*cut, spec("tf32"))
-    assert_same_bits(fmtsim.mma(a, b, unit=WGMMA), expected)
-    assert_same_bits(fmtsim.mma(a, b, unit=WGMMA, a_format="tf32", b_format="tf32"), expected)
-    assert_same_bits(fmtsim.mma(a, b, unit="fp32_fma"), sums(a, b, spec("fp32", unit="fp32_fma")))
+    assert_same_bits(fmtsim.mma(a, b, target=WGMMA), expected)
+    assert_same_bits(fmtsim.mma(a, b, target=WGMMA, a_format="tf32", b_format="tf32"), expected)
+    assert_same_bits(fmtsim.mma(a, b, target="fp32_fma"), sums(a, b, spec("fp32", unit="fp32_fma")))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_mma_scales(unit, scale, group):
     fmt = get_format("e2m1")
     definition = GemmSpec(datapath=path, plan=GemmPlan(), a=fmt, b=fmt)
     expected = sums(*values, definition, scale_a=scales[0], scale_b=scales[1])
-    formats = {"a_format": "e2m1", "b_format": "e2m1", "unit": unit}
+    formats = {"a_format": "e2m1", "b_format": "e2m1", "target": unit}
     dtype = torch.float8_e8m0fnu if scale == "e8m0" else torch.float8_e4m3fn
     typed = [x.view(dtype) for x in marks]
     assert_same_bits(fmtsim.mma(*codes, scale_a=typed[0], scale_b=typed[1], **formats), expected)

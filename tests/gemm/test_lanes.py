@@ -89,14 +89,14 @@ def test_a_difference_is_seen():
 def test_what_lies_behind_the_end_of_k_is_not_looked_at():
     a, b = (x.bfloat16() for x in (torch.randn(4, 48), torch.randn(6, 48)))
     plan = GemmPlan(k_tile=16, split=2, k_end=32)
-    expected = fmtsim.mm(a[:, :32], b[:, :32].t(), unit="hopper.wgmma", plan=GemmPlan(k_tile=16, split=2))
+    expected = fmtsim.mm(a[:, :32], b[:, :32].t(), target="hopper.wgmma", plan=GemmPlan(k_tile=16, split=2))
     for x in (0.0, 1.0, NAN, INF):
         a[:, 32:] = x
-        assert_same_bits(fmtsim.mm(a, b.t(), unit="hopper.wgmma", plan=plan), expected)
+        assert_same_bits(fmtsim.mm(a, b.t(), target="hopper.wgmma", plan=plan), expected)
     whole = GemmPlan(k_tile=16, split=2, k_end=48)
-    assert fmtsim.mm(a, b.t(), unit="hopper.wgmma", plan=whole).isnan().all()
+    assert fmtsim.mm(a, b.t(), target="hopper.wgmma", plan=whole).isnan().all()
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_bits(fmtsim.mm(a, b.t(), unit="hopper.wgmma", plan=whole), expected)
+        assert_same_bits(fmtsim.mm(a, b.t(), target="hopper.wgmma", plan=whole), expected)
 
 
 def test_the_end_of_k_and_scales():
@@ -155,14 +155,14 @@ def test_plans_that_add_alike():
 )  # fmt: skip
 def test_explanation(plan, told):
     x = torch.zeros(4, 500, dtype=torch.float16)
-    assert fmtsim.explain_mm(x, x.t(), unit="fp32_fma", plan=plan).order == told
+    assert fmtsim.explain_mm(x, x.t(), target="fp32_fma", plan=plan).order == told
 
 
 def test_integers_have_no_lanes():
     x = torch.ones(16, 32, dtype=torch.int8)
     for plan in (GemmPlan(k_tile=8, lanes=2), GemmPlan(reduce="folded")):
         with pytest.raises(ArgumentError, match="^integer sums have neither lanes nor reduce='folded'; leave them out"):
-            fmtsim.mm(x, x.t(), unit="int8", plan=plan)
+            fmtsim.mm(x, x.t(), target="int8", plan=plan)
 
 
 def test_few_sums_wait_for_each_other():

@@ -97,7 +97,7 @@ def test_a_unit_writes_every_dtype_and_adds_every_bias():
                 (BF16, F16, None, F16), (BF16, F32, "e4m3", E4M3), (E4M3, BF16, "bf16", BF16), (BF16, F64, None, F64),
                 (BF16, BF16, "e2m3", F32), (F64, F32, "e2m3", F64), (BF16, F64, "e2m3", F64),
             ):  # fmt: skip
-                found = asked(operation, own, dtype, out, bias, unit="exact")
+                found = asked(operation, own, dtype, out, bias, target="exact")
                 assert found == (operation, expected, bias is not None)
 
 

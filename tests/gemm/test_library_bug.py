@@ -78,7 +78,7 @@ def test_nothing_is_said_of_other_calls():
         warnings.simplefilter("error")
         fmtsim.mm(*operands(7, 1024), target=library())
         fmtsim.mm(*operands(7), target=library(), plan=GemmPlan(k_end=END))  # the caller's own order
-        fmtsim.mm(*operands(7), unit="hopper.wgmma")
+        fmtsim.mm(*operands(7), target="hopper.wgmma")
         a, b = (x[:, :END] for x in operands(7)[:1]), operands(7)[1][:END]
         fmtsim.mm(*a, b, target=library())  # K ends where the library does
         with recorded_calls() as calls:

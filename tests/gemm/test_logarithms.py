@@ -79,10 +79,10 @@ def test_a_product_has_the_bits_of_the_loop(path, formats, k):
     first, second = map(fmtsim.get_format, formats)
     top = 4 if path.guard_bits == 0 else 0
     a, b = codes(first, 5, k, top=top), codes(second, 6, k, seed=1, top=top)
-    y = fmtsim.mm(values(a, first), values(b, second).T, datapath=path, a_format=first, b_format=second)
+    y = fmtsim.mm(values(a, first), values(b, second).T, target=path, a_format=first, b_format=second)
     wide = path.accumulator_bits > 25
     assert y.dtype == torch.float32
-    sums = fmtsim.mma(values(a, first), values(b, second), unit=path, a_format=first, b_format=second)
+    sums = fmtsim.mma(values(a, first), values(b, second), target=path, a_format=first, b_format=second)
     assert sums.dtype == (torch.float64 if wide else torch.float32)
     exact = [[dot(x, z, first, second, path) for z in b.tolist()] for x in a.tolist()]
     assert [[Fraction(v) for v in row] for row in sums.tolist()] == exact
@@ -93,24 +93,24 @@ def test_a_product_has_the_bits_of_the_loop(path, formats, k):
 
 def test_tiles_do_not_matter(monkeypatch):
     a, b = values(codes(LNS8, 40, 70), LNS8), values(codes(LNS8, 9, 70, seed=1), LNS8)
-    y = fmtsim.mm(a, b.T, datapath=LogDatapath(), **FORMATS)
+    y = fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS)
     monkeypatch.setattr("fmtsim.engines.torch_engine.gemm_units._AT_ONCE", 1)
-    assert torch.equal(fmtsim.mm(a, b.T, datapath=LogDatapath(), **FORMATS), y)
+    assert torch.equal(fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS), y)
     without_kernels(monkeypatch)
     with WithoutFloat64():
-        assert torch.equal(fmtsim.mm(a, b.T, datapath=LogDatapath(), **FORMATS), y)
+        assert torch.equal(fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS), y)
 
 
 def test_codes_double_precision_batches_and_empty_sums_give_the_same():
     c, d = codes(LNS8, 4, 24).to(torch.uint8), codes(LNS8, 3, 24, seed=1).to(torch.uint8)
     a, b, path = values(c.long(), LNS8), values(d.long(), LNS8), LogDatapath()
-    y = fmtsim.mm(a, b.T, unit=path, **FORMATS)
-    assert torch.equal(fmtsim.mm(c, d.T, unit=path, **FORMATS), y)
-    assert torch.equal(fmtsim.mm(a.double(), b.T.double(), unit=path, **FORMATS), y.double())
-    assert torch.equal(fmtsim.bmm(a[None], b.T[None], unit=path, **FORMATS)[0], y)
-    assert torch.equal(fmtsim.mm(a[:, :0], b.T[:0], unit=path, **FORMATS), torch.zeros(4, 3))
+    y = fmtsim.mm(a, b.T, target=path, **FORMATS)
+    assert torch.equal(fmtsim.mm(c, d.T, target=path, **FORMATS), y)
+    assert torch.equal(fmtsim.mm(a.double(), b.T.double(), target=path, **FORMATS), y.double())
+    assert torch.equal(fmtsim.bmm(a[None], b.T[None], target=path, **FORMATS)[0], y)
+    assert torch.equal(fmtsim.mm(a[:, :0], b.T[:0], target=path, **FORMATS), torch.zeros(4, 3))
     small = torch.ones(1, 8)  # every product lies below the last bit of the sum
-    assert fmtsim.mm(small, small.T, unit=path, **FORMATS).item() == 0
+    assert fmtsim.mm(small, small.T, target=path, **FORMATS).item() == 0
 
 
 @pytest.mark.parametrize(("entries", "worst"), [(8, 1.0), (4, 1.125 / 2 ** (1 / 8)), (1, 1.5 / 2 ** (4 / 8))])
@@ -118,7 +118,7 @@ def test_a_conversion_errs_as_mitchells_line_does(entries, worst):
     """(1 + f) / 2^f at the lower remainder that is worst; 16 bits of a constant and of a term are to spare."""
     path = LogDatapath(entries=entries, fraction_bits=16, accumulator_bits=40, guard_bits=0)
     a = values(torch.arange(112, 120)[:, None], LNS8)
-    found = fmtsim.mm(a, a[:1], datapath=path, out_dtype=torch.float64, **FORMATS)[:, 0]
+    found = fmtsim.mm(a, a[:1], target=path, out_dtype=torch.float64, **FORMATS)[:, 0]
     ratio = found / 2.0 ** (28 + torch.arange(8) / 8).double()
     assert float(ratio.max()) == pytest.approx(worst, abs=2e-5) and float(ratio.min()) == pytest.approx(1, abs=2e-5)
 
@@ -134,7 +134,7 @@ def test_a_layer_multiplies_the_codes_of_its_operands_in_all_three_products():
     layer, path = nn.Linear(12, 5), LogDatapath(entries=4)
     x, g = torch.randn(7, 12, requires_grad=True), torch.randn(7, 5)
     w, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
-    fmtsim.convert(layer, recipe="lns", unit=path)
+    fmtsim.convert(layer, recipe="lns", target=path)
     y = layer(x)
     y.backward(g)
 
@@ -154,15 +154,15 @@ def test_layers_without_the_unit_multiply_the_same_values_as_before():
     torch.manual_seed(0)
     layer, x = nn.Linear(12, 5, bias=False), torch.randn(7, 12)
     w = layer.weight.detach().clone()
-    fmtsim.convert(layer, recipe="lns", datapath=fmtsim.Datapath(block=None, fraction_bits=None))
+    fmtsim.convert(layer, recipe="lns", target=fmtsim.Datapath(block=None, fraction_bits=None))
     q = [fmtsim.quantize(t, "lns8_channel", dim=-1) for t in (x, w)]
-    assert torch.equal(layer(x), fmtsim.mm(q[0], q[1].T, datapath=fmtsim.Datapath(block=None, fraction_bits=None)))
+    assert torch.equal(layer(x), fmtsim.mm(q[0], q[1].T, target=fmtsim.Datapath(block=None, fraction_bits=None)))
 
 
 def test_compiled_layers_have_the_bits_of_eager_ones():
     torch.manual_seed(0)
     model = fmtsim.convert(
-        nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)), recipe="lns", unit=LogDatapath()
+        nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)), recipe="lns", target=LogDatapath()
     )
     x = torch.randn(7, 12)
     assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
@@ -178,27 +178,27 @@ def test_the_operand_of_a_layer_has_elements_and_a_scale_for_each_row():
 
 A = torch.ones(2, 4)
 REFUSED = (
-    (lambda: fmtsim.mm(A, A.T, unit=LogDatapath()), FormatError,
+    (lambda: fmtsim.mm(A, A.T, target=LogDatapath()), FormatError,
      "LogDatapath does not multiply fp32 x fp32; choose logarithmic formats (a_format='lns8_g8', b_format='lns8_g8'; "
      "recipe='lns'), or another datapath"),
-    (lambda: fmtsim.mm(0 * A, A.T, unit=LogDatapath(), **FORMATS), ArgumentError,
+    (lambda: fmtsim.mm(0 * A, A.T, target=LogDatapath(), **FORMATS), ArgumentError,
      "a holds 0, which is not a value of lns8_g8; round it first with fmtsim.quantize(a, 'lns8_g8')"),
-    (lambda: fmtsim.mm(A, torch.full((4, 2), float("nan")), unit=LogDatapath(), **FORMATS), ArgumentError,
+    (lambda: fmtsim.mm(A, torch.full((4, 2), float("nan")), target=LogDatapath(), **FORMATS), ArgumentError,
      "b holds nan, which is not a value of lns8_g8"),
-    (lambda: fmtsim.mm(A, A.T, unit=LogDatapath(), a_format="lns8_g8", b_format="lns8_g16"), FormatError,
+    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(), a_format="lns8_g8", b_format="lns8_g16"), FormatError,
      "lns8_g8 has 8 steps an octave, lns8_g16 16; choose formats of one gamma"),
-    (lambda: fmtsim.mm(A, A.T, unit=LogDatapath(entries=16), **FORMATS), ArgumentError,
+    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(entries=16), **FORMATS), ArgumentError,
      "entries=16 is more than the 8 steps of lns8_g8; choose 8"),
-    (lambda: fmtsim.mm(A, A.T, unit=LogDatapath(entries=1), a_format="lns8_g1", b_format="lns8_g1"), FormatError,
+    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(entries=1), a_format="lns8_g1", b_format="lns8_g1"), FormatError,
      "sums of products of lns8_g1 x lns8_g1 leave float32; choose formats of fewer octaves, or accumulator_bits=26"),
-    (lambda: fmtsim.mm(A, A.T, unit=LogDatapath(), plan=GemmPlan(promote_every=16), **FORMATS), ArgumentError,
+    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(), plan=GemmPlan(promote_every=16), **FORMATS), ArgumentError,
      "a LogDatapath adds its blocks one after another; leave plan= out"),
-    (lambda: fmtsim.mma(A, A, torch.zeros(2, 2), unit=LogDatapath(), **FORMATS), ArgumentError,
+    (lambda: fmtsim.mma(A, A, torch.zeros(2, 2), target=LogDatapath(), **FORMATS), ArgumentError,
      "a LogDatapath starts its sums at zero; leave c out, and add it to the result"),
-    (lambda: fmtsim.mm(A, A.T, datapath=fmtsim.Datapath(), **FORMATS), FormatError,
+    (lambda: fmtsim.mm(A, A.T, target=fmtsim.Datapath(), **FORMATS), FormatError,
      "Datapath does not multiply lns8_g8 x lns8_g8; choose floating-point formats, or another datapath"),
-    (lambda: fmtsim.mm(A, A.T, unit="hopper.wgmma", **FORMATS), ArgumentError, "pass datapath= (a LogDatapath)"),
-    (lambda: fmtsim.convert(nn.Linear(4, 4), recipe="te_current", unit=LogDatapath()), FormatError,
+    (lambda: fmtsim.mm(A, A.T, target="hopper.wgmma", **FORMATS), ArgumentError, "pass target=LogDatapath"),
+    (lambda: fmtsim.convert(nn.Linear(4, 4), recipe="te_current", target=LogDatapath()), FormatError,
      "LogDatapath does not multiply e4m3 x e4m3; choose logarithmic formats"),
 )  # fmt: skip
 
@@ -214,16 +214,16 @@ def test_a_registered_unit_is_the_same_by_its_name(monkeypatch):
     mode = Mode(inputs=("lns8_g8",), accumulate="fp32", datapath=LogDatapath(), evidence="none", strength="defined")
     fmtsim.register_unit(Unit(name="test.logarithms", modes=(mode,)))
     a = values(codes(LNS8, 4, 24), LNS8)
-    same = [fmtsim.mm(a, a.T, unit=unit, **FORMATS) for unit in ("test.logarithms", LogDatapath())]
+    same = [fmtsim.mm(a, a.T, target=unit, **FORMATS) for unit in ("test.logarithms", LogDatapath())]
     assert torch.equal(*same)
     torch.manual_seed(0)
     layers, x = [nn.Linear(12, 5), nn.Linear(12, 5)], torch.randn(7, 12)
     layers[1].load_state_dict(layers[0].state_dict())
     for layer, unit in zip(layers, ("test.logarithms", LogDatapath()), strict=True):
-        fmtsim.convert(layer, recipe="lns", unit=unit)
+        fmtsim.convert(layer, recipe="lns", target=unit)
     assert torch.equal(layers[0](x), layers[1](x))
 
 
 def test_the_unit_is_described_and_explained():
-    shown = str(fmtsim.explain_mm(A, A.T, unit=LogDatapath(entries=4), **FORMATS))
+    shown = str(fmtsim.explain_mm(A, A.T, target=LogDatapath(entries=4), **FORMATS))
     assert "logarithms in blocks of 32, 4 constants of 8 bits, clamped to 24 bits" in shown

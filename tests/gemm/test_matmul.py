@@ -42,39 +42,39 @@ def test_mm_has_the_bits_of_the_oracle(dtype, out):
     a, b = pair(dtype=dtype)
     a[0, 0], b[0, 1], a[1, 1] = torch.nan, torch.inf, -torch.inf
     name = str(dtype).removeprefix("torch.")
-    got = fmtsim.mm(a, b, unit=WGMMA, out_dtype=out)
+    got = fmtsim.mm(a, b, target=WGMMA, out_dtype=out)
     expected = finished(sums(a, b.mT, spec(name)), out or dtype)
     assert_same_bits(got, expected)
 
 
 def test_layouts_change_no_bit():
     a, b = pair(8, 6, 40)
-    expected = fmtsim.mm(a, b, unit=WGMMA)
+    expected = fmtsim.mm(a, b, target=WGMMA)
     big = torch.zeros(16, 80, dtype=a.dtype)
     big[::2, ::2] = a
     for left in (a, a.mT.contiguous().mT, big[::2, ::2]):
         for right in (b, b.mT.contiguous().mT, b.flip(0).flip(0)):
-            assert_same_bits(fmtsim.mm(left, right, unit=WGMMA), expected)
+            assert_same_bits(fmtsim.mm(left, right, target=WGMMA), expected)
     row = a[:1].expand(8, 40)  # a stride of 0
-    assert_same_bits(fmtsim.mm(row, b, unit=WGMMA), expected[:1].expand(8, 6))
+    assert_same_bits(fmtsim.mm(row, b, target=WGMMA), expected[:1].expand(8, 6))
 
 
 def test_batches_have_the_bits_of_mm():
     a, b = normal(3, 5, 40, seed=1).bfloat16(), normal(3, 40, 6, seed=2).bfloat16()
     for left, right in ((a, b), (a.mT.contiguous().mT, b.expand(3, 40, 6)), (a[:1].expand(3, 5, 40), b)):
-        together = fmtsim.bmm(left, right, unit=WGMMA, out_dtype=torch.float32)
+        together = fmtsim.bmm(left, right, target=WGMMA, out_dtype=torch.float32)
         for i in range(3):
-            assert_same_bits(together[i], fmtsim.mm(left[i], right[i], unit=WGMMA, out_dtype=torch.float32))
-    drawn = fmtsim.bmm(a, b, datapath=STOCHASTIC, generator=7)
+            assert_same_bits(together[i], fmtsim.mm(left[i], right[i], target=WGMMA, out_dtype=torch.float32))
+    drawn = fmtsim.bmm(a, b, target=STOCHASTIC, generator=7)
     for i in range(3):
-        assert_same_bits(drawn[i], fmtsim.mm(a[i], b[i], datapath=STOCHASTIC, generator=RandomKey(7, i)))
+        assert_same_bits(drawn[i], fmtsim.mm(a[i], b[i], target=STOCHASTIC, generator=RandomKey(7, i)))
 
 
 @pytest.mark.parametrize("shape", [(40,), (5, 40), (2, 3, 40), (2, 1, 3, 40), (0, 40), (2, 0, 40)])
 def test_linear_takes_any_leading_dimensions(shape):
     x, w, bias = normal(*shape, seed=1).bfloat16(), normal(6, 40, seed=2).bfloat16(), normal(6, seed=3).bfloat16()
     for added in (None, bias):
-        y = fmtsim.linear(x, w, added, unit=WGMMA)
+        y = fmtsim.linear(x, w, added, target=WGMMA)
         assert y.shape == (*shape[:-1], 6) and y.dtype == torch.bfloat16
         if x.numel():
             assert_same_bits(y.reshape(-1, 6), product(x.reshape(-1, 40), w.mT, torch.bfloat16, "bf16", bias=added))
@@ -82,59 +82,59 @@ def test_linear_takes_any_leading_dimensions(shape):
 
 def test_empty_products():
     a, b = torch.ones(3, 0, dtype=torch.bfloat16), torch.ones(0, 4, dtype=torch.bfloat16)
-    assert_same_bits(fmtsim.mm(a, b, unit=WGMMA), torch.zeros(3, 4, dtype=torch.bfloat16))
-    assert fmtsim.mm(a[:0], b, unit=WGMMA).shape == (0, 4)
-    assert fmtsim.mm(a, b[:, :0], unit=WGMMA).shape == (3, 0)
-    assert fmtsim.bmm(a.expand(0, 3, 0), b.expand(0, 0, 4), unit=WGMMA).shape == (0, 3, 4)
+    assert_same_bits(fmtsim.mm(a, b, target=WGMMA), torch.zeros(3, 4, dtype=torch.bfloat16))
+    assert fmtsim.mm(a[:0], b, target=WGMMA).shape == (0, 4)
+    assert fmtsim.mm(a, b[:, :0], target=WGMMA).shape == (3, 0)
+    assert fmtsim.bmm(a.expand(0, 3, 0), b.expand(0, 0, 4), target=WGMMA).shape == (0, 3, 4)
     assert_same_bits(
-        fmtsim.linear(a, b.mT, torch.ones(4).bfloat16(), unit=WGMMA), torch.ones(3, 4, dtype=torch.bfloat16)
+        fmtsim.linear(a, b.mT, torch.ones(4).bfloat16(), target=WGMMA), torch.ones(3, 4, dtype=torch.bfloat16)
     )
     for shape in ((3, 1, 0), (1, 3, 0), (2, 3, 0), (0,)):
-        assert fmtsim.linear(torch.ones(shape).bfloat16(), b.mT, unit=WGMMA).shape == (*shape[:-1], 4)
+        assert fmtsim.linear(torch.ones(shape).bfloat16(), b.mT, target=WGMMA).shape == (*shape[:-1], 4)
 
 
 def test_tf32_rounds_to_nearest_even():
     a, b = pair(dtype=torch.float32)
     a[0, 0], a[1, 0] = 1 + 2.0**-11, 1 + 3 * 2.0**-11  # ties
     rounded = [fmtsim.quantize(x, "tf32", overflow="ieee") for x in (a, b)]
-    got = fmtsim.mm(a, b, unit=WGMMA, allow_tf32=True)
+    got = fmtsim.mm(a, b, target=WGMMA, allow_tf32=True)
     assert_same_bits(got, product(*rounded, torch.float32, "tf32"))
-    assert_same_bits(got, fmtsim.mm(*rounded, unit=WGMMA, a_format="tf32", b_format="tf32"))
+    assert_same_bits(got, fmtsim.mm(*rounded, target=WGMMA, a_format="tf32", b_format="tf32"))
 
 
 def test_plans_and_accumulators():
     a, b = pair(k=96, dtype=torch.float16)
     plan = GemmPlan(k_tile=32, split=2)
-    assert_same_bits(fmtsim.mm(a, b, unit=WGMMA, plan=plan), product(a, b, torch.float16, "fp16", plan=plan))
-    half = fmtsim.mm(a, b, unit=WGMMA, allow_fp16_accumulation=True)
+    assert_same_bits(fmtsim.mm(a, b, target=WGMMA, plan=plan), product(a, b, torch.float16, "fp16", plan=plan))
+    half = fmtsim.mm(a, b, target=WGMMA, allow_fp16_accumulation=True)
     assert_same_bits(half, product(a, b, torch.float16, "fp16", accumulate="fp16"))
-    assert_same_bits(half, fmtsim.mm(a, b, unit=WGMMA, accumulate="fp16"))
-    assert not torch.equal(half, fmtsim.mm(a, b, unit=WGMMA))
+    assert_same_bits(half, fmtsim.mm(a, b, target=WGMMA, accumulate="fp16"))
+    assert not torch.equal(half, fmtsim.mm(a, b, target=WGMMA))
     brain = a.bfloat16(), b.bfloat16()  # torch's switch does not concern bfloat16
-    assert_same_bits(fmtsim.mm(*brain, unit=WGMMA, allow_fp16_accumulation=True), fmtsim.mm(*brain, unit=WGMMA))
+    assert_same_bits(fmtsim.mm(*brain, target=WGMMA, allow_fp16_accumulation=True), fmtsim.mm(*brain, target=WGMMA))
 
 
 def test_float64():
     a, b = wide(4, 9, seed=1).double() * (1 + 2.0**-45), wide(9, 3, seed=2).double() * (1 - 2.0**-44)
     expected = finished(sums(a, b.mT, spec("fp64", unit="fp64_fma"), torch.float64), torch.float64)
-    assert_same_bits(fmtsim.mm(a, b, unit="fp64_fma"), expected)
-    assert_same_bits(fmtsim.mm(a, b, unit="hopper.mma"), expected)
+    assert_same_bits(fmtsim.mm(a, b, target="fp64_fma"), expected)
+    assert_same_bits(fmtsim.mm(a, b, target="hopper.mma"), expected)
 
 
 def test_own_datapath_and_random_words():
     a, b = pair()
-    assert_same_bits(fmtsim.mm(a, b, datapath=Datapath(block=4, fraction_bits=10)),
+    assert_same_bits(fmtsim.mm(a, b, target=Datapath(block=4, fraction_bits=10)),
          product(a, b, torch.bfloat16, "bf16", unit=Datapath(block=4, fraction_bits=10)))  # fmt: skip
     expected = finished(sums(a, b.mT, spec("bf16", unit=STOCHASTIC), random=RandomKey(11)), torch.bfloat16)
-    assert_same_bits(fmtsim.mm(a, b, datapath=STOCHASTIC, generator=11), expected)
+    assert_same_bits(fmtsim.mm(a, b, target=STOCHASTIC, generator=11), expected)
     generator = torch.Generator().manual_seed(5)
-    drawn = fmtsim.mm(a, b, datapath=STOCHASTIC, generator=generator)
-    assert not torch.equal(drawn, fmtsim.mm(a, b, datapath=STOCHASTIC, generator=generator))
-    assert_same_bits(drawn, fmtsim.mm(a, b, datapath=STOCHASTIC, generator=torch.Generator().manual_seed(5)))
+    drawn = fmtsim.mm(a, b, target=STOCHASTIC, generator=generator)
+    assert not torch.equal(drawn, fmtsim.mm(a, b, target=STOCHASTIC, generator=generator))
+    assert_same_bits(drawn, fmtsim.mm(a, b, target=STOCHASTIC, generator=torch.Generator().manual_seed(5)))
     torch.manual_seed(9)
-    default = fmtsim.mm(a, b, datapath=STOCHASTIC)
+    default = fmtsim.mm(a, b, target=STOCHASTIC)
     torch.manual_seed(9)
-    assert_same_bits(default, fmtsim.mm(a, b, datapath=STOCHASTIC))
+    assert_same_bits(default, fmtsim.mm(a, b, target=STOCHASTIC))
 
 
 # Formats.
@@ -148,21 +148,21 @@ def test_values_codes_and_torchs_own_dtypes_are_the_same_operand(name):
     values = fmtsim.decode(codes, name)
     expected = sums(values, values, spec(name, unit=unit))
     formats = {"a_format": name, "b_format": name}
-    assert_same_bits(fmtsim.mm(codes, codes.mT, unit=unit, **formats), expected)
-    assert_same_bits(fmtsim.mm(values, values.mT, unit=unit, **formats), expected)
-    assert_same_bits(fmtsim.mm(codes, values.mT, unit=unit, **formats), expected)
-    assert_same_bits(fmtsim.mm(codes.int(), values.double().mT, unit=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(codes, codes.mT, target=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(values, values.mT, target=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(codes, values.mT, target=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(codes.int(), values.double().mT, target=unit, **formats), expected)
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz}.get(name)
     if dtype is not None:
-        assert_same_bits(fmtsim.mm(codes.view(dtype), codes.view(dtype).mT, unit=unit), expected)
+        assert_same_bits(fmtsim.mm(codes.view(dtype), codes.view(dtype).mT, target=unit), expected)
     if name == "e2m1":
         packed = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.float4_e2m1fn_x2)
-        assert_same_bits(fmtsim.mm(packed, packed.mT, unit=unit), expected)
+        assert_same_bits(fmtsim.mm(packed, packed.mT, target=unit), expected)
 
 
 def test_mixed_operands():
     a, b = normal(4, 32, seed=1).to(torch.float8_e4m3fn), normal(32, 4, seed=2).to(torch.float8_e5m2)
-    assert_same_bits(fmtsim.mm(a, b, unit=WGMMA), sums(a, b.mT, spec("e4m3", "e5m2")))
+    assert_same_bits(fmtsim.mm(a, b, target=WGMMA), sums(a, b.mT, spec("e4m3", "e5m2")))
 
 
 # int_mm.
@@ -176,7 +176,7 @@ def test_int_mm_wraps():
     assert got.tolist() == [[exact] * 2] * 2
     many = a.repeat(1, 2)[:1]
     assert fmtsim.int_mm(many, many.mT).item() == -(1 << 31)
-    assert fmtsim.int_mm(many, many.mT, unit="int8.satfinite").item() == (1 << 31) - 1
+    assert fmtsim.int_mm(many, many.mT, target="int8.satfinite").item() == (1 << 31) - 1
 
 
 def test_int_mm_agrees_with_torch():
@@ -184,8 +184,9 @@ def test_int_mm_agrees_with_torch():
     a = torch.randint(-128, 128, (17, 24), generator=generator).to(torch.int8)
     # Without VNNI, oneDNN adds pairs (a + 128) b in saturating int16: |b| <= 64 keeps 2 x 255 x 64 below 2^15.
     b = torch.randint(-64, 65, (24, 8), generator=generator).to(torch.int8)
-    for unit in (None, "int8", "hopper.wgmma"):
-        assert torch.equal(fmtsim.int_mm(a, b, unit=unit), torch._int_mm(a, b))
+    for unit in ("int8", "hopper.wgmma"):
+        assert torch.equal(fmtsim.int_mm(a, b, target=unit), fmtsim.int_mm(a, b))
+    assert torch.equal(fmtsim.int_mm(a, b), torch._int_mm(a, b))
 
 
 # Gradients: the bits of the products that torch would call.
@@ -217,7 +218,7 @@ def test_gradients_agree_with_torchs_where_sums_are_exact():
         torch.randint(-3, 4, s, generator=generator).bfloat16() for s in ((2, 3, 8), (4, 8), (4,), (2, 3, 4))
     )
     results = []
-    for linear in (torch.nn.functional.linear, lambda *t: fmtsim.linear(*t, unit=WGMMA)):
+    for linear in (torch.nn.functional.linear, lambda *t: fmtsim.linear(*t, target=WGMMA)):
         given = [t.clone().requires_grad_() for t in (x, w, bias)]
         linear(*given).backward(g)
         results.append([t.grad for t in given])
@@ -225,7 +226,7 @@ def test_gradients_agree_with_torchs_where_sums_are_exact():
         assert_same_bits(mine, theirs)
     a, b = g, normal(2, 4, 5, seed=1).round().bfloat16()
     results = []
-    for bmm in (torch.bmm, lambda *t: fmtsim.bmm(*t, unit=WGMMA)):
+    for bmm in (torch.bmm, lambda *t: fmtsim.bmm(*t, target=WGMMA)):
         given = [t.clone().requires_grad_() for t in (a, b)]
         bmm(*given).sum().backward()
         results.append([t.grad for t in given])
@@ -236,17 +237,17 @@ def test_gradients_agree_with_torchs_where_sums_are_exact():
 def test_gradients_of_wider_outputs_are_rounded_first():
     a, b = (t.requires_grad_() for t in pair())
     g = normal(5, 6, seed=4)
-    fmtsim.mm(a, b, unit=WGMMA, out_dtype=torch.float32).backward(g)
+    fmtsim.mm(a, b, target=WGMMA, out_dtype=torch.float32).backward(g)
     rounded = fmtsim.quantize(g, "bf16", out_dtype=torch.bfloat16)
-    assert_same_bits(a.grad, fmtsim.mm(rounded, b.detach().mT, unit=WGMMA))
+    assert_same_bits(a.grad, fmtsim.mm(rounded, b.detach().mT, target=WGMMA))
 
 
 def test_gradients_draw_words_of_their_own():
     a, b = (t.requires_grad_() for t in pair())
-    fmtsim.mm(a, b, datapath=STOCHASTIC, generator=3).sum().backward()
+    fmtsim.mm(a, b, target=STOCHASTIC, generator=3).sum().backward()
     g = torch.ones(5, 6, dtype=torch.bfloat16)
-    assert_same_bits(a.grad, fmtsim.mm(g, b.detach().mT, datapath=STOCHASTIC, generator=RandomKey(3, 1 << 40)))
-    assert_same_bits(b.grad, fmtsim.mm(a.detach().mT, g, datapath=STOCHASTIC, generator=RandomKey(3, 1 << 41)))
+    assert_same_bits(a.grad, fmtsim.mm(g, b.detach().mT, target=STOCHASTIC, generator=RandomKey(3, 1 << 40)))
+    assert_same_bits(b.grad, fmtsim.mm(a.detach().mT, g, target=STOCHASTIC, generator=RandomKey(3, 1 << 41)))
 
 
 def test_only_what_is_asked_for_is_computed(notebook):
@@ -259,7 +260,7 @@ def test_only_what_is_asked_for_is_computed(notebook):
 
 def test_second_derivatives_are_refused():
     a, b = (t.requires_grad_() for t in pair())
-    y = fmtsim.mm(a, b, unit=WGMMA)
+    y = fmtsim.mm(a, b, target=WGMMA)
     (first,) = torch.autograd.grad(y.sum(), a, create_graph=True)
     with pytest.raises(FmtsimError, match="fmtsim's products cannot be differentiated twice"):
         first.sum().backward()
@@ -271,10 +272,10 @@ def test_operands_without_a_gradient_say_so():
     with pytest.raises(
         ArgumentError, match="mm has a gradient for float16.*not for torch.float32 x torch.float32 with"
     ):
-        fmtsim.mm(a, codes, unit=WGMMA, a_format="e4m3", b_format="e4m3")
+        fmtsim.mm(a, codes, target=WGMMA, a_format="e4m3", b_format="e4m3")
     with pytest.raises(ArgumentError, match="mma has no gradient, but a requires one; pass a.detach"):
-        fmtsim.mma(a, codes.mT, unit=WGMMA)
-    assert fmtsim.mma(a.detach(), codes.mT, unit=WGMMA).shape == (4, 4)
+        fmtsim.mma(a, codes.mT, target=WGMMA)
+    assert fmtsim.mma(a.detach(), codes.mT, target=WGMMA).shape == (4, 4)
 
 
 # torch.compile.
@@ -288,11 +289,11 @@ def compiled(function, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"unit": WGMMA},
-        {"unit": get_unit(WGMMA)},
-        {"datapath": STOCHASTIC, "generator": 3},
-        {"datapath": Datapath(block=4), "plan": GemmPlan(k_tile=8, split=2)},
-        {"unit": WGMMA, "out_dtype": torch.float8_e4m3fn},
+        {"target": WGMMA},
+        {"target": get_unit(WGMMA)},
+        {"target": STOCHASTIC, "generator": 3},
+        {"target": Datapath(block=4), "plan": GemmPlan(k_tile=8, split=2)},
+        {"target": WGMMA, "out_dtype": torch.float8_e4m3fn},
     ],
     ids=lambda options: ",".join(options),
 )
@@ -321,15 +322,15 @@ def test_compiled_targets_and_gradients(notebook):
 def test_inductor():
     a, b = pair()
     assert_same_bits(
-        compiled(lambda x, y: fmtsim.mm(x, y, unit=WGMMA) * 2, backend="inductor")(a, b),
-        fmtsim.mm(a, b, unit=WGMMA) * 2,
+        compiled(lambda x, y: fmtsim.mm(x, y, target=WGMMA) * 2, backend="inductor")(a, b),
+        fmtsim.mm(a, b, target=WGMMA) * 2,
     )
 
 
 def test_compiled_shapes(notebook):
     """One program serves all shapes of a unit; a target's plan depends on the shape, so each has its own."""
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    for options, programs in (({"unit": WGMMA}, 1), ({"target": "notebook"}, 3)):
+    for options, programs in (({"target": WGMMA}, 1), ({"target": "notebook"}, 3)):
         count.frame_count = 0
         traced = compiled(lambda x, y, options=options: fmtsim.mm(x, y, **options), backend=count, dynamic=True)
         for m, k in ((3, 16), (5, 32), (7, 48)):
@@ -373,7 +374,7 @@ def test_calls_say_what_a_library_sees(notebook):
 def test_a_plan_takes_the_place_of_the_targets(notebook):
     a, b = pair(k=64)
     plan = GemmPlan(k_tile=16, split=2)
-    assert_same_bits(fmtsim.mm(a, b, target="h200", plan=plan), fmtsim.mm(a, b, unit=WGMMA, plan=plan))
+    assert_same_bits(fmtsim.mm(a, b, target="h200", plan=plan), fmtsim.mm(a, b, target=WGMMA, plan=plan))
 
 
 def test_a_name_that_stands_for_another_format_is_looked_up_again(monkeypatch):
@@ -383,5 +384,5 @@ def test_a_name_that_stands_for_another_format_is_looked_up_again(monkeypatch):
     codes, one = torch.full((1, 1), 60, dtype=torch.uint8), torch.full((1, 1), 56, dtype=torch.uint8)
     for name in ("e4m3", "e5m2"):
         fmtsim.register_format(replace(get_format(name), name="mine", aliases=()), overwrite=True)
-        y = fmtsim.mm(codes, one, unit="exact", a_format="mine", b_format=get_format("e4m3"))
+        y = fmtsim.mm(codes, one, target="exact", a_format="mine", b_format=get_format("e4m3"))
         assert y.item() == fmtsim.decode(codes, name).item()

@@ -18,105 +18,111 @@ FP8 = torch.ones(4, 8).to(torch.float8_e4m3fn)
 INT = torch.ones(4, 8, dtype=torch.int8)
 REFUSED = {
     "no machine": (lambda: fmtsim.mm(A, B), ArgumentError,
-        r"mm needs a target or a unit; pass one of target= .*'h200'.*datapath="),
-    "two machines": (lambda: fmtsim.mm(A, B, unit=WGMMA, datapath=Datapath()), ArgumentError,
-                     "mm got unit= and datapath=; pass one of"),
-    "no tensor": (lambda: fmtsim.mm([[1.0]], B, unit=WGMMA), DtypeError,
+        r"mm needs target=: a GPU with its library .*'h200'.*matrix unit alone .*datapath .* or its JSON"),
+    "recipe": (lambda: fmtsim.mm(A, B, target="recipe"), ArgumentError, "mm has no recipe whose target"),
+    "old keywords": (lambda: fmtsim.bmm(A, B, unit=WGMMA), ArgumentError, "bmm has no argument 'unit'; it takes out"),
+    "no tensor": (lambda: fmtsim.mm([[1.0]], B, target=WGMMA), DtypeError,
         r"a is list, not a tensor; pass torch.tensor\(a\)"),
-    "array": (lambda: fmtsim.mm(A, numpy.ones((8, 4)), unit=WGMMA), DtypeError, "b is ndarray, not a tensor"),
-    "sparse": (lambda: fmtsim.mm(A.float().to_sparse(), B, unit=WGMMA), ArgumentError,
+    "array": (lambda: fmtsim.mm(A, numpy.ones((8, 4)), target=WGMMA), DtypeError, "b is ndarray, not a tensor"),
+    "sparse": (lambda: fmtsim.mm(A.float().to_sparse(), B, target=WGMMA), ArgumentError,
                "a has layout torch.sparse_coo; pass a dense tensor"),
-    "nested": (lambda: fmtsim.mm(torch.nested.nested_tensor([A[0].float()] * 2, layout=torch.jagged), B, unit=WGMMA),
+    "nested": (lambda: fmtsim.mm(torch.nested.nested_tensor([A[0].float()] * 2, layout=torch.jagged), B, target=WGMMA),
                ArgumentError, "a is a nested tensor; pass its parts one by one"),
-    "vector": (lambda: fmtsim.mm(A[0], B, unit=WGMMA), ArgumentError,
+    "vector": (lambda: fmtsim.mm(A[0], B, target=WGMMA), ArgumentError,
         r"mm: a has shape \(8,\); pass a and b of shape \[M, K\] and \[K, N\]$"),
-    "stack": (lambda: fmtsim.mm(A[None], B, unit=WGMMA), ArgumentError,
+    "stack": (lambda: fmtsim.mm(A[None], B, target=WGMMA), ArgumentError,
         r"mm: a has shape \(1, 4, 8\); pass .* of shape \[M, K\] and \[K, N\]; fmtsim.bmm multiplies two stacks"),
-    "matrices": (lambda: fmtsim.bmm(A, B, unit=WGMMA), ArgumentError,
+    "matrices": (lambda: fmtsim.bmm(A, B, target=WGMMA), ArgumentError,
         r"bmm: a has shape \(4, 8\); pass a and b of shape \[B, M, K\] and \[B, K, N\]; fmtsim.mm multiplies two"),
-    "scalar": (lambda: fmtsim.linear(A[0, 0], A, unit=WGMMA), ArgumentError, "pass a tensor of 1 dimensions or more"),
-    "K": (lambda: fmtsim.mm(A, A, unit=WGMMA), ArgumentError, r"mm: a of shape \(4, 8\) and b .* but K is 8 and 4"),
-    "batch": (lambda: fmtsim.bmm(A.expand(2, 4, 8), B.expand(3, 8, 4), unit=WGMMA), ArgumentError,
+    "scalar": (lambda: fmtsim.linear(A[0, 0], A, target=WGMMA), ArgumentError, "pass a tensor of 1 dimensions or more"),
+    "K": (lambda: fmtsim.mm(A, A, target=WGMMA), ArgumentError, r"mm: a of shape \(4, 8\) and b .* but K is 8 and 4"),
+    "batch": (lambda: fmtsim.bmm(A.expand(2, 4, 8), B.expand(3, 8, 4), target=WGMMA), ArgumentError,
         "differ in their batch"),
-    "linear K": (lambda: fmtsim.linear(A, B, unit=WGMMA), ArgumentError,
+    "linear K": (lambda: fmtsim.linear(A, B, target=WGMMA), ArgumentError,
         r"x of shape \(4, 8\) does not fit w of shape"),
-    "devices": (lambda: fmtsim.mm(A, B.to("meta"), unit=WGMMA), ArgumentError,
+    "devices": (lambda: fmtsim.mm(A, B.to("meta"), target=WGMMA), ArgumentError,
         "a is on cpu, b on meta; move them to one"),
-    "integers": (lambda: fmtsim.mm(A.int(), B.int(), unit=WGMMA), DtypeError,
+    "integers": (lambda: fmtsim.mm(A.int(), B.int(), target=WGMMA), DtypeError,
         "a has dtype torch.int32; pass one of float16"),
-    "complex": (lambda: fmtsim.mm(A.to(torch.complex64), B, unit=WGMMA), DtypeError, "a has dtype torch.complex64"),
-    "unit": (lambda: fmtsim.mm(A, B, unit="hoper.wgmma"), ArgumentError, "unknown unit 'hoper.wgmma'; did you mean"),
-    "pair": (lambda: fmtsim.mm(A, B.half(), unit=WGMMA), ArgumentError, "unit hopper.wgmma does not take bf16 x fp16"),
-    "fp32": (lambda: fmtsim.mm(A.float(), B.float(), unit=WGMMA), ArgumentError,
+    "complex": (lambda: fmtsim.mm(A.to(torch.complex64), B, target=WGMMA), DtypeError, "a has dtype torch.complex64"),
+    "unknown": (lambda: fmtsim.mm(A, B, target="hoper.wgmma"), ArgumentError,
+        r"unknown target 'hoper.wgmma'; did you mean 'hopper.wgmma' .* \(choose a GPU with its library \(a100, .*vol"),
+    "number": (lambda: fmtsim.mm(A, B, target=3), ArgumentError,
+        "target=3 is neither a name, nor a path, nor a record; choose a GPU with its library .* a matrix unit .* or a"),
+    "no kind": (lambda: fmtsim.mm(A, B, target='{"kind": "plan"}'), ArgumentError,
+        "target: kind='plan' is not the kind of a datapath"),
+    "no JSON": (lambda: fmtsim.mm(A, B, target="{"), ArgumentError, "target='{': Expecting property name"),
+    "no unit": (lambda: fmtsim.mma(A, B.mT, target="h200"), ArgumentError,
+        "mma is one instruction of a matrix unit, and target='h200' is a GPU with its library; choose a unit .volta"),
+    "pair": (lambda: fmtsim.mm(A, B.half(), target=WGMMA), ArgumentError, "hopper.wgmma does not take bf16 x fp16"),
+    "fp32": (lambda: fmtsim.mm(A.float(), B.float(), target=WGMMA), ArgumentError,
              "unit hopper.wgmma multiplies TF32, not float32; pass allow_tf32=True"),
-    "integers on floats": (lambda: fmtsim.mm(INT, INT.mT, datapath=Datapath()), FormatError,
+    "integers on floats": (lambda: fmtsim.mm(INT, INT.mT, target=Datapath()), FormatError,
         "Datapath does not multiply"),
-    "datapath": (lambda: fmtsim.mm(A, B, datapath=WGMMA), ArgumentError,
-        "datapath='hopper.wgmma' is not an arithmetic"),
-    "plan": (lambda: fmtsim.mm(A, B, unit=WGMMA, plan="chain"), ArgumentError,
+    "plan": (lambda: fmtsim.mm(A, B, target=WGMMA, plan="chain"), ArgumentError,
              "plan='chain' is not an accumulation order"),
-    "accumulate": (lambda: fmtsim.mm(A, B, unit=WGMMA, accumulate="bf16"), ArgumentError,
+    "accumulate": (lambda: fmtsim.mm(A, B, target=WGMMA, accumulate="bf16"), ArgumentError,
                    "accumulate='bf16' is not possible; choose one of fp32, fp16, fp64, int32"),
-    "own accumulate": (lambda: fmtsim.mm(A, B, datapath=Datapath(), accumulate="fp16"), ArgumentError,
+    "own accumulate": (lambda: fmtsim.mm(A, B, target=Datapath(), accumulate="fp16"), ArgumentError,
                        "accumulate='fp16' is not what the datapath sums in; leave it out"),
-    "contradiction": (lambda: fmtsim.mm(A, B, unit=WGMMA, accumulate="fp32", allow_fp16_accumulation=True),
+    "contradiction": (lambda: fmtsim.mm(A, B, target=WGMMA, accumulate="fp32", allow_fp16_accumulation=True),
         ArgumentError,
                       "accumulate='fp32' contradicts allow_fp16_accumulation=True"),
-    "wide half": (lambda: fmtsim.mm(A.half(), B.half(), unit=WGMMA, out_dtype=torch.float32,
+    "wide half": (lambda: fmtsim.mm(A.half(), B.half(), target=WGMMA, out_dtype=torch.float32,
                                     allow_fp16_accumulation=True),
                   ArgumentError,
                   "allow_fp16_accumulation with out_dtype=torch.float32 is not a product that cuBLAS has"),
-    "out": (lambda: fmtsim.mm(A, B, unit=WGMMA, out_dtype=torch.int8), DtypeError,
+    "out": (lambda: fmtsim.mm(A, B, target=WGMMA, out_dtype=torch.int8), DtypeError,
         "out_dtype=torch.int8 is not the dtype"),
-    "out text": (lambda: fmtsim.mm(A, B, unit=WGMMA, out_dtype="float32"), DtypeError,
+    "out text": (lambda: fmtsim.mm(A, B, target=WGMMA, out_dtype="float32"), DtypeError,
         "out_dtype='float32' is not a dtype"),
-    "integer sums": (lambda: fmtsim.mm(INT, INT.mT, unit="int8", out_dtype=torch.float32), DtypeError,
+    "integer sums": (lambda: fmtsim.mm(INT, INT.mT, target="int8", out_dtype=torch.float32), DtypeError,
                      "out_dtype=torch.float32 is not what integers sum to; choose torch.int32"),
-    "float sums": (lambda: fmtsim.mm(A, B, unit=WGMMA, out_dtype=torch.int32), DtypeError,
+    "float sums": (lambda: fmtsim.mm(A, B, target=WGMMA, out_dtype=torch.int32), DtypeError,
                    "out_dtype=torch.int32 is not the dtype of a product"),
-    "generator": (lambda: fmtsim.mm(A, B, unit=WGMMA, generator=1), ArgumentError,
+    "generator": (lambda: fmtsim.mm(A, B, target=WGMMA, generator=1), ArgumentError,
         "generator= is for units that round"),
-    "seed": (lambda: fmtsim.mm(A, B, datapath=STOCHASTIC, generator="x"), ArgumentError, "generator='x' is not a seed"),
-    "keyword": (lambda: fmtsim.linear(A, A, unit=WGMMA, target_="x"), ArgumentError,
+    "seed": (lambda: fmtsim.mm(A, B, target=STOCHASTIC, generator="x"), ArgumentError, "generator='x' is not a seed"),
+    "keyword": (lambda: fmtsim.linear(A, A, target=WGMMA, target_="x"), ArgumentError,
         "linear has no argument 'target_'; it"),
-    "bias shape": (lambda: fmtsim.linear(A, A, A[0], unit=WGMMA), ArgumentError,
+    "bias shape": (lambda: fmtsim.linear(A, A, A[0], target=WGMMA), ArgumentError,
         r"bias of shape \(8,\) does not fit w .*\[4\]"),
-    "bias dtype": (lambda: fmtsim.linear(A, A, INT[:, 0], unit=WGMMA), DtypeError,
+    "bias dtype": (lambda: fmtsim.linear(A, A, INT[:, 0], target=WGMMA), DtypeError,
         "bias has dtype torch.int8; pass float16"),
-    "format": (lambda: fmtsim.mm(A, B, unit=WGMMA, a_format="e9m9x"), FormatError, "e9m9x"),
-    "block format": (lambda: fmtsim.mm(A, B, unit="exact", a_format="mxfp4"), FormatError,
+    "format": (lambda: fmtsim.mm(A, B, target=WGMMA, a_format="e9m9x"), FormatError, "e9m9x"),
+    "block format": (lambda: fmtsim.mm(A, B, target="exact", a_format="mxfp4"), FormatError,
                      "a_format='mxfp4' is not a plain number format"),
-    "other format": (lambda: fmtsim.mm(FP8, FP8.mT, unit=WGMMA, a_format="e5m2"), DtypeError,
+    "other format": (lambda: fmtsim.mm(FP8, FP8.mT, target=WGMMA, a_format="e5m2"), DtypeError,
                      "a has dtype torch.float8_e4m3fn, which is not e5m2; leave a_format out"),
-    "signed codes": (lambda: fmtsim.mm(INT, INT.mT, unit=WGMMA, a_format="e4m3"), DtypeError,
+    "signed codes": (lambda: fmtsim.mm(INT, INT.mT, target=WGMMA, a_format="e4m3"), DtypeError,
                      r"pass codes of e4m3 as a.view\(torch.uint8\)"),
-    "float integers": (lambda: fmtsim.mm(A, B, unit="int8", a_format="int8", b_format="int8"), DtypeError,
+    "float integers": (lambda: fmtsim.mm(A, B, target="int8", a_format="int8", b_format="int8"), DtypeError,
                        "a has dtype torch.bfloat16; pass int8 as a torch.int8 tensor"),
-    "off the format": (lambda: fmtsim.mm(A * 0.3, B, unit=WGMMA, a_format="e4m3", b_format="e4m3"), ArgumentError,
+    "off the format": (lambda: fmtsim.mm(A * 0.3, B, target=WGMMA, a_format="e4m3", b_format="e4m3"), ArgumentError,
                        "a holds 0.300781, which is not a value of e4m3; round it first"),
-    "mma off the format": (lambda: fmtsim.mma(FP8, A.float() * 0.3, unit=WGMMA, b_format="e4m3"), ArgumentError,
+    "mma off the format": (lambda: fmtsim.mma(FP8, A.float() * 0.3, target=WGMMA, b_format="e4m3"), ArgumentError,
                            "b holds 0.3, which is not a value of e4m3; round it first"),
-    "mma codes beside": (lambda: fmtsim.mma(A * 0.3, FP8.view(torch.uint8), unit=WGMMA, a_format="e4m3",
+    "mma codes beside": (lambda: fmtsim.mma(A * 0.3, FP8.view(torch.uint8), target=WGMMA, a_format="e4m3",
                                             b_format="e4m3"), ArgumentError, "a holds 0.300781, which is not a value"),
-    "codes beside": (lambda: fmtsim.mm(A * 0.3, FP8.view(torch.uint8).mT, unit=WGMMA, a_format="e4m3",
+    "codes beside": (lambda: fmtsim.mm(A * 0.3, FP8.view(torch.uint8).mT, target=WGMMA, a_format="e4m3",
                                        b_format="e4m3"), ArgumentError, "a holds 0.300781, which is not a value"),
-    "mma truncated beside": (lambda: fmtsim.mma(A.float(), A.double() * 0.1, unit=WGMMA, b_format="tf32",
+    "mma truncated beside": (lambda: fmtsim.mma(A.float(), A.double() * 0.1, target=WGMMA, b_format="tf32",
                                                 a_format="tf32"), ArgumentError, "b holds 0.1, which is not a value"),
-    "promotions": (lambda: fmtsim.mm(A, B, datapath=Datapath(promote_every=16), plan=GemmPlan(promote_every=32)),
+    "promotions": (lambda: fmtsim.mm(A, B, target=Datapath(promote_every=16), plan=GemmPlan(promote_every=32)),
                    ArgumentError, "the unit promotes every 16 products, the plan every 32"),
-    "scaled promotion": (lambda: fmtsim.mm(A, B, unit=WGMMA, plan=GemmPlan(promote_every=128, scaled_promotion=True)),
+    "scaled promotion": (lambda: fmtsim.mm(A, B, target=WGMMA, plan=GemmPlan(promote_every=128, scaled_promotion=True)),
                          ArgumentError, "a plan with scaled_promotion=True does not fit scaling 'none'"),
-    "integer plan": (lambda: fmtsim.mm(INT, INT.mT, unit="int8", plan=GemmPlan(partial="bf16")), ArgumentError,
+    "integer plan": (lambda: fmtsim.mm(INT, INT.mT, target="int8", plan=GemmPlan(partial="bf16")), ArgumentError,
                      "integer sums have neither scaled_promotion nor partial"),
-    "scale blocks": (lambda: fmtsim.mm(torch.ones(4, 64), torch.ones(64, 4), unit="blackwell.tcgen05.nvf4",
+    "scale blocks": (lambda: fmtsim.mm(torch.ones(4, 64), torch.ones(64, 4), target="blackwell.tcgen05.nvf4",
         a_format="e2m1",
                                        b_format="e2m1", plan=GemmPlan(k_tile=24)), ArgumentError,
                      "k_tile=24 cuts the unit's scale blocks of 16 products; choose a multiple"),
-    "scale blocks of lanes": (lambda: fmtsim.mm(torch.ones(4, 64), torch.ones(64, 4), unit="blackwell.tcgen05.nvf4",
+    "scale blocks of lanes": (lambda: fmtsim.mm(torch.ones(4, 64), torch.ones(64, 4), target="blackwell.tcgen05.nvf4",
         a_format="e2m1",
                                                 b_format="e2m1", plan=GemmPlan(k_tile=64, lanes=8)), ArgumentError,
                               "lanes=8 of k_tile=64 cut the unit's scale blocks of 16 products; choose whole blocks"),
-    "residue": (lambda: fmtsim.mm(torch.ones(4, 40), torch.ones(40, 4), unit="blackwell.tcgen05.nvf4",
+    "residue": (lambda: fmtsim.mm(torch.ones(4, 40), torch.ones(40, 4), target="blackwell.tcgen05.nvf4",
         a_format="e2m1",
                                   b_format="e2m1", plan=GemmPlan(k_tile=32, residue_first=True)), ArgumentError,
                 "residue_first with K=40 cuts the unit's scale blocks of 16; pad K"),
@@ -124,34 +130,35 @@ REFUSED = {
     "int_mm K": (lambda: fmtsim.int_mm(INT, INT), ArgumentError, "int_mm: a of shape .* but K is 8 and 4"),
     "int_mm shape": (lambda: fmtsim.int_mm(INT, INT.mT, target="h200"), ArgumentError,
                      "torch._int_mm on CUDA takes M above 16 .* not M=4, K=8, N=4; pad the operands"),
-    "mma K": (lambda: fmtsim.mma(A, B, unit=WGMMA), ArgumentError, r"mma: a of shape \(4, 8\) and b .* differ in K"),
-    "mma c": (lambda: fmtsim.mma(A, A, torch.ones(4, 5), unit=WGMMA), ArgumentError,
+    "mma K": (lambda: fmtsim.mma(A, B, target=WGMMA), ArgumentError, r"mma: a of shape \(4, 8\) and b .* differ in K"),
+    "mma c": (lambda: fmtsim.mma(A, A, torch.ones(4, 5), target=WGMMA), ArgumentError,
         r"c has shape \(4, 5\); pass \[..., 4, 4\]"),
-    "mma c dtype": (lambda: fmtsim.mma(A, A, A[:, :4], unit=WGMMA), DtypeError,
+    "mma c dtype": (lambda: fmtsim.mma(A, A, A[:, :4], target=WGMMA), DtypeError,
         "c has dtype torch.bfloat16; pass one of float32"),
-    "mma c half": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), unit=WGMMA), ArgumentError,
+    "mma c half": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), target=WGMMA), ArgumentError,
         "does not take bf16 x bf16 -> fp16"),
-    "mma c and accumulate": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), unit=WGMMA, accumulate="fp32"),
+    "mma c and accumulate": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), target=WGMMA, accumulate="fp32"),
         DtypeError,
                              "c has dtype torch.float16, but accumulate='fp32'; leave one of them out"),
-    "mma c of a datapath": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), unit=Datapath()), DtypeError,
+    "mma c of a datapath": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), target=Datapath()), DtypeError,
                             "c has dtype torch.float16, but the unit sums in torch.float32"),
     "mma c off the accumulator": (
-        lambda: fmtsim.mma(A, A, torch.full((4, 4), 1.001), unit=Datapath(accumulator="bf16")), ArgumentError,
+        lambda: fmtsim.mma(A, A, torch.full((4, 4), 1.001), target=Datapath(accumulator="bf16")), ArgumentError,
         "c holds numbers that the accumulator bf16 lacks; round it first"),
-    "mma batch": (lambda: fmtsim.mma(A.expand(2, 4, 8), A.expand(3, 4, 8), unit=WGMMA), ArgumentError,
+    "mma batch": (lambda: fmtsim.mma(A.expand(2, 4, 8), A.expand(3, 4, 8), target=WGMMA), ArgumentError,
                   r"mma: leading dimensions \(2,\), \(3,\) do not broadcast"),
-    "mma scales": (lambda: fmtsim.mma(A, A, unit=WGMMA, scale_a=torch.ones(4, 1)), ArgumentError,
+    "mma scales": (lambda: fmtsim.mma(A, A, target=WGMMA, scale_a=torch.ones(4, 1)), ArgumentError,
                    "the unit has no scales of its own; leave scale_a and scale_b out, or call scaled_mm"),
-    "mma scale shape": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=torch.ones(4, 2)),
+    "mma scale shape": (lambda: fmtsim.mma(FP8, FP8, target="blackwell.tcgen05.mxf8f6f4", scale_a=torch.ones(4, 2)),
                         ArgumentError,
                         r"scale_a has shape \(4, 2\); pass \[..., 4, 1\], a scale for every 32 products"),
-    "mma scale value": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4",
+    "mma scale value": (lambda: fmtsim.mma(FP8, FP8, target="blackwell.tcgen05.mxf8f6f4",
         scale_a=torch.full((4, 1), 3.0)),
                         ArgumentError, "scale_a holds 3, which is not a value of e8m0; round it first"),
-    "mma scale dtype": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=INT[:, :1]), DtypeError,
+    "mma scale dtype": (lambda: fmtsim.mma(FP8, FP8, target="blackwell.tcgen05.mxf8f6f4", scale_a=INT[:, :1]),
+                        DtypeError,
                         "scale_a has dtype torch.int8; pass e8m0 codes as torch.uint8, or floats"),
-    "mma scale format": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=FP8[:, :1]),
+    "mma scale format": (lambda: fmtsim.mma(FP8, FP8, target="blackwell.tcgen05.mxf8f6f4", scale_a=FP8[:, :1]),
         ArgumentError,
                          "blackwell.tcgen05.mxf8f6f4 does not take e4m3 x e4m3 with ue4m3 scales"),
 }  # fmt: skip
@@ -170,9 +177,9 @@ VERBS = {
     "mm": (fmtsim.mm, {"a": A, "b": B}),
     "bmm": (fmtsim.bmm, {"a": A[None], "b": B[None]}),
     "linear": (fmtsim.linear, {"x": A, "w": A, "bias": A[0, :4]}),
-    "int_mm": (lambda unit, **given: fmtsim.int_mm(**given), {"a": INT, "b": INT.mT}),
+    "int_mm": (lambda target, **given: fmtsim.int_mm(**given), {"a": INT, "b": INT.mT}),
     "mma": (fmtsim.mma, {"a": A, "b": A, "c": torch.ones(4, 4)}),
-    "mma scaled": (lambda unit, **given: fmtsim.mma(unit="blackwell.tcgen05.mxf8f6f4", **given),
+    "mma scaled": (lambda target, **given: fmtsim.mma(target="blackwell.tcgen05.mxf8f6f4", **given),
                    {"a": FP8, "b": FP8, "scale_a": torch.ones(4, 1), "scale_b": torch.ones(4, 1)}),
     "scaled_mm": (fmtsim.scaled_mm, {"a": FP8, "b": FP8.mT, "scale_a": ONE, "scale_b": ONE, "bias": A[0, :4].half(),
                                      "scale_result": ONE}),
@@ -182,17 +189,17 @@ VERBS = {
 @pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, (_, given) in VERBS.items() for name in given])
 def test_every_tensor_is_looked_at(verb, name):
     call, given = VERBS[verb]
-    call(unit=WGMMA, **given)
+    call(target=WGMMA, **given)
     first, right = next(iter(given)), given[name]
     with pytest.raises(DtypeError, match=f"^{name} is (list|float), not a tensor"):
-        call(unit=WGMMA, **given | {name: right.tolist() if right.dim() else [1.0]})
+        call(target=WGMMA, **given | {name: right.tolist() if right.dim() else [1.0]})
     with pytest.raises(ArgumentError, match=rf"{first} is on (cpu, {name} on meta|meta, \w+ on cpu); move them to one"):
-        call(unit=WGMMA, **given | {name: right.to("meta")})
+        call(target=WGMMA, **given | {name: right.to("meta")})
     with pytest.raises(FmtsimError, match=rf"{name}.* has (shape|layout|dtype)|{name} of shape|scale_result is"):
-        call(unit=WGMMA, **given | {name: torch.stack([right, right], -1)[..., None, None]})
+        call(target=WGMMA, **given | {name: torch.stack([right, right], -1)[..., None, None]})
     if not name.startswith("scale"):
         with pytest.raises(ArgumentError, match=f"{name} has layout torch.sparse_coo; pass a dense tensor"):
-            call(unit=WGMMA, **given | {name: right.float().to_sparse()})
+            call(target=WGMMA, **given | {name: right.float().to_sparse()})
 
 
 LIBRARY = {
@@ -203,7 +210,7 @@ LIBRARY = {
     "out": (lambda: fmtsim.mm(A, B, target="x", out_dtype=torch.float16), DtypeError,
             "torch.mm does not turn torch.bfloat16 into torch.float16; choose torch.bfloat16 or torch.float32"),
     "wide out": (lambda: fmtsim.mm(A.float(), B.float(), target="x", out_dtype=torch.float64), DtypeError,
-                 "torch.mm does not turn torch.float32 into torch.float64; choose torch.float32, or pass unit="),
+                 "torch.mm does not turn torch.float32 into torch.float64; choose torch.float32, or name a unit"),
     "bias": (lambda: fmtsim.linear(A, A, A[0, :4].float(), target="x"), DtypeError,
         "bias has dtype torch.float32; pass torch.bfloat16"),
 }  # fmt: skip
@@ -221,28 +228,28 @@ def test_an_unknown_target_or_unit_is_reported_first():
     for verb in (fmtsim.mm, fmtsim.bmm, fmtsim.linear, fmtsim.int_mm):
         with pytest.raises(ArgumentError, match="^unknown target 'h300'; did you mean 'h200' or 'h100'"):
             verb(words, torch.ones(5, 2, 3), target="h300")
-        with pytest.raises(ArgumentError, match="^unknown unit 'hopper.mmma'; did you mean 'hopper.mma'"):
-            verb(words, torch.ones(5, 2, 3), unit="hopper.mmma")
+        with pytest.raises(ArgumentError, match="^unknown target 'hopper.mmma'; did you mean 'hopper.mma'"):
+            verb(words, torch.ones(5, 2, 3), target="hopper.mmma")
 
 
 def test_lengths_count_numbers_not_bytes():
     """A float4 tensor has two numbers in a byte: as many bytes as x has numbers is twice too long, and read past it."""
     fp4 = torch.zeros(8, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     with pytest.raises(ArgumentError, match="does not fit w of shape"):
-        fmtsim.linear(A, fp4, unit="exact")
-    y = fmtsim.linear(A, fp4[:, :4], unit="exact")
+        fmtsim.linear(A, fp4, target="exact")
+    y = fmtsim.linear(A, fp4[:, :4], target="exact")
     assert y.shape == (4, 8) and not y.any()
 
 
 def test_mma_reads_the_negative_bit_of_truncated_operands():
     negated = torch._neg_view(torch.full((1, 8), 1 + 2.0**-20))
-    sums = fmtsim.mma(negated, torch.ones(1, 8), unit=WGMMA)
-    assert torch.equal(sums, fmtsim.mma(negated.clone(), torch.ones(1, 8), unit=WGMMA)) and sums.item() == -8
+    sums = fmtsim.mma(negated, torch.ones(1, 8), target=WGMMA)
+    assert torch.equal(sums, fmtsim.mma(negated.clone(), torch.ones(1, 8), target=WGMMA)) and sums.item() == -8
 
 
 @pytest.mark.parametrize("name", ["allow_tf32", "allow_fp16_accumulation", "strict"])
 def test_what_equals_a_flag_is_refused_after_a_call_with_the_flag(name):
     a = torch.ones(2, 2, dtype=torch.bfloat16)
-    fmtsim.mm(a, a, unit="hopper.wgmma", **{name: False})
+    fmtsim.mm(a, a, target="hopper.wgmma", **{name: False})
     with pytest.raises(ArgumentError, match=f"{name}=0 is not a flag"):
-        fmtsim.mm(a, a, unit="hopper.wgmma", **{name: 0})
+        fmtsim.mm(a, a, target="hopper.wgmma", **{name: 0})

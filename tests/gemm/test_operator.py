@@ -183,7 +183,7 @@ def test_sum_dtypes():
 @pytest.mark.parametrize("unit", ["blackwell.tcgen05.nvf4", "blackwell.tcgen05.mxf8f6f4"])
 def test_a_unit_with_scales_takes_ones_where_a_call_has_none(unit):
     a = torch.tensor([[0.5, -6.0, 3.0, 1.5] * 20])
-    y = fmtsim.mm(a, a.t(), unit=unit, a_format="e2m1", b_format="e2m1")
+    y = fmtsim.mm(a, a.t(), target=unit, a_format="e2m1", b_format="e2m1")
     assert y.item() == 20 * (0.25 + 36 + 9 + 2.25)
 
 
@@ -257,12 +257,12 @@ def test_numbers_that_a_verb_rounded_are_not_looked_at(monkeypatch):
     looked = []
     monkeypatch.setattr(operator, "_require_values", lambda *operands: looked.append(operands))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    mm(x, x.mT, unit="hopper.wgmma", allow_tf32=True)
-    mm(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), unit="exact", a_format="e2m3",
+    mm(x, x.mT, target="hopper.wgmma", allow_tf32=True)
+    mm(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), target="exact", a_format="e2m3",
        b_format="e2m3")  # fmt: skip
     assert looked == []
-    mm(x.bfloat16(), x.mT.bfloat16(), unit="hopper.wgmma")
-    mm(x, torch.zeros(4, 2, dtype=torch.uint8), unit="exact", b_format="e2m3")
+    mm(x.bfloat16(), x.mT.bfloat16(), target="hopper.wgmma")
+    mm(x, torch.zeros(4, 2, dtype=torch.uint8), target="exact", b_format="e2m3")
     assert len(looked) == 2
 
 
@@ -270,7 +270,7 @@ def test_a_compiled_product_of_fp4_has_the_bits_of_a_plain_one():
     a, b = (BYTES[:128].reshape(4, 32) ^ mask for mask in (0, 170))
 
     def multiply(a, b):
-        return mm(a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2).t(), unit="blackwell.tcgen05")
+        return mm(a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2).t(), target="blackwell.tcgen05")
 
     torch._dynamo.reset()
     assert_same_bits(torch.compile(multiply, backend="eager", fullgraph=True)(a, b), multiply(a, b))

@@ -25,10 +25,10 @@ CALL = GemmCall(operation="mm", m=64, n=64, k=4096, a="bf16", b="bf16", out=torc
 
 
 def test_a_unit_and_a_target_are_resolved_once():
-    for who in ({"unit": "hopper.wgmma"}, {"target": "h200"}, {"unit": Datapath()}):
+    for who in ({"target": "hopper.wgmma"}, {"target": "h200"}, {"target": Datapath()}):
         call = replace(CALL, **who)
         assert resolve(call) is resolve(replace(call))
-        assert resolve(call).datapath == get_unit("hopper.wgmma").mode("bf16", "bf16") or "unit" in who
+        assert resolve(call).datapath == get_unit("hopper.wgmma").mode("bf16", "bf16") or who != {"target": "h200"}
 
 
 @pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
@@ -36,7 +36,7 @@ def test_sizes_matter_where_a_plan_may_depend_on_them():
     def asked(k, **who):
         return resolve_call("mm", BF16, BF16, (64, 64, k), torch.float32, accumulate="fp32", **who)
 
-    assert asked(64, unit="hopper.wgmma") is asked(1 << 20, unit="hopper.wgmma")
+    assert asked(64, target="hopper.wgmma") is asked(1 << 20, target="hopper.wgmma")
     assert asked(64, target="h200").plan != asked(1 << 16, target="h200").plan
 
 
@@ -50,7 +50,7 @@ def test_a_spec_says_where_it_comes_from_and_its_text_does_not():
     )
     again = gemm_spec_from_json(spec.to_json())
     assert again == spec and hash(again) == hash(spec) and again.unit is None
-    assert resolve(replace(CALL, unit=Datapath(rounding="stochastic"))).stochastic
+    assert resolve(replace(CALL, target=Datapath(rounding="stochastic"))).stochastic
 
 
 def test_another_unit_under_the_name_is_seen(monkeypatch):
@@ -59,7 +59,7 @@ def test_another_unit_under_the_name_is_seen(monkeypatch):
         path = Datapath(block=4, fraction_bits=bits)
         mode = Mode(inputs=("bf16",), accumulate="fp32", datapath=path, evidence="a test", strength="defined")
         register_unit(Unit(name="test.unit", modes=(mode,)), overwrite=True)
-        assert resolve(replace(CALL, unit="test.unit")).datapath == path
+        assert resolve(replace(CALL, target="test.unit")).datapath == path
 
 
 def test_an_edited_plan_file_is_read_again(tmp_path):
@@ -76,10 +76,10 @@ def test_an_edited_plan_file_is_read_again(tmp_path):
 
 def test_a_format_that_was_never_registered_is_judged():
     fmt = replace(get_format("e4m3"), name="private")
-    spec = resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, unit="exact")
+    spec = resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, target="exact")
     assert spec.a is fmt
     with pytest.raises(fmtsim.errors.ArgumentError, match="unit hopper.wgmma does not take private x private"):
-        resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, unit="hopper.wgmma")
+        resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, target="hopper.wgmma")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_groups_without_scales_follow_any_plan(plan):
     """Only blocks of scales must not be cut; a unit without scales has none."""
     path = Datapath(block=8, group=2)
     a, b = wide(3, 45, seed=1).bfloat16(), wide(4, 45, seed=2).bfloat16()
-    got = fmtsim.mm(a, b.mT, datapath=path, plan=plan, out_dtype=torch.float32)
+    got = fmtsim.mm(a, b.mT, target=path, plan=plan, out_dtype=torch.float32)
     assert_same_bits(got, sums(a, b, definition("bf16", unit=path, plan=plan)))
 
 

@@ -39,11 +39,11 @@ def test_tensor_and_row_scales(dtype, rule):
     bias = None if dtype == torch.float32 else normal(10, seed=3).to(torch.float16 if dtype == E4M3 else dtype)
     reduced = sums(a, b, spec(plan=plan))
     for scales in ((torch.tensor(0.7), torch.tensor([[1.3]])), (positive(6, 1), positive(1, 10, seed=2))):
-        got = fmtsim.scaled_mm(a, b.t(), *scales, bias, torch.tensor(2.0), dtype, True, unit=WGMMA, plan=plan)
+        got = fmtsim.scaled_mm(a, b.t(), *scales, bias, torch.tensor(2.0), dtype, True, target=WGMMA, plan=plan)
         assert_same_bits(got, finished(reduced, dtype, rule, *scales, bias, torch.tensor(2.0)))
         recipe = "TensorWise" if scales[0].numel() == 1 else "RowWise"
         named = fmtsim.scaled_mm(
-            a, b.t(), *scales, bias, torch.tensor(2.0), dtype, unit=WGMMA, plan=plan,
+            a, b.t(), *scales, bias, torch.tensor(2.0), dtype, target=WGMMA, plan=plan,
             scale_recipe_a=recipe, scale_recipe_b=[getattr(ScalingType, recipe)],
         )  # fmt: skip
         assert_same_bits(named, got)
@@ -51,9 +51,9 @@ def test_tensor_and_row_scales(dtype, rule):
 
 def test_default_outputs_are_those_of_torchs_two_functions():
     a, b = e4m3_pair()
-    assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, unit=WGMMA).dtype == E4M3
+    assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, target=WGMMA).dtype == E4M3
     recipes = {"scale_recipe_a": ScalingType.TensorWise, "scale_recipe_b": ScalingType.TensorWise}
-    assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, unit=WGMMA, **recipes).dtype == torch.bfloat16
+    assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, target=WGMMA, **recipes).dtype == torch.bfloat16
 
 
 def blocks(rows, k, recipe, seed):
@@ -74,7 +74,7 @@ def test_blocks_of_128(recipes, k):
     few, some = slice(120, 144, 9), slice(100, 160, 18)
     plan = GemmPlan(promote_every=128, scaled_promotion=True, successive_scales=recipes == (1, 1))
     expected = sums(a[few], b[some], spec(plan=plan), scale_a=full[0][few], scale_b=full[1][some])
-    options = {"out_dtype": torch.float32, "unit": WGMMA}
+    options = {"out_dtype": torch.float32, "target": WGMMA}
     got = fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options)  # as torch._scaled_mm takes them
     assert_same_bits(got[few, some], expected)
     options |= {"scale_recipe_a": names[0], "scale_recipe_b": getattr(ScalingType, names[1])}
@@ -85,7 +85,9 @@ def test_blocks_of_128(recipes, k):
     assert_same_bits(fmtsim.scaled_mm(a, b.t(), *padded, **options), got)
 
 
-@pytest.mark.parametrize("chosen", [{"unit": WGMMA}, {"target": "h200", "strict": True}, {"target": "chain"}], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [{"target": WGMMA}, {"target": "h200", "strict": True}, {"target": "chain"}], ids=str
+)
 def test_the_kind_of_the_other_operands_blocks_decides_how_scales_are_multiplied(chosen):
     a, b = e4m3_pair(128, 256, 512)
     scale_a, scale_b = positive(128, 4), positive(2, 4, seed=2)
@@ -100,7 +102,7 @@ def test_the_kind_of_the_other_operands_blocks_decides_how_scales_are_multiplied
 def test_square_scales_have_the_order_of_the_function_that_is_meant():
     a, b = e4m3_pair(256, 256, 256)
     one, two = positive(2, 2), positive(256, 2, seed=2)
-    options = {"out_dtype": torch.bfloat16, "unit": WGMMA, "plan": GemmPlan(promote_every=128, scaled_promotion=True)}
+    options = {"out_dtype": torch.bfloat16, "target": WGMMA, "plan": GemmPlan(promote_every=128, scaled_promotion=True)}
     expected = fmtsim.scaled_mm(a, b.t(), two, one.repeat_interleave(128, 0).t(), **options)
     assert_same_bits(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options), expected)
     recipes = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
@@ -148,7 +150,7 @@ def test_scales_inside_a_unit(kind):
     values = [fmtsim.decode(x, scale) for x in marks]
     definition = spec(f"blackwell.tcgen05.{unit}", a=name, b=name, scale=scale)
     reduced = sums(a, b, definition, scale_a=values[0], scale_b=values[1])
-    options = {"unit": f"blackwell.tcgen05.{unit}", "out_dtype": torch.bfloat16}
+    options = {"target": f"blackwell.tcgen05.{unit}", "out_dtype": torch.bfloat16}
     ordered = [swizzled(x).view(dtype) for x in marks]
     got = fmtsim.scaled_mm(left, right, *ordered, **options)
     assert_same_bits(got, finished(reduced, torch.bfloat16))
@@ -168,7 +170,7 @@ def test_scales_inside_a_unit(kind):
 
 def test_empty_products(notebook):
     a, b = e4m3_pair(16, 32, 32)
-    for options in ({"unit": WGMMA}, {"target": "x"}):
+    for options in ({"target": WGMMA}, {"target": "x"}):
         options |= {"out_dtype": torch.bfloat16}
         assert_same_bits(fmtsim.scaled_mm(a[:, :0], b[:, :0].t(), ONE, ONE, **options), torch.zeros(16, 32).bfloat16())
         assert fmtsim.scaled_mm(a[:0], b.t(), ONE, ONE, **options).shape == (0, 32)
@@ -214,18 +216,18 @@ def test_explanations(notebook):
     for text in ("a fresh chain every 128 products", "times the product of both scales, rounded to float8_e4m3fn",
                  "saturating", "a guess: a test"):  # fmt: skip
         assert text in str(told)
-    told = fmtsim.explain_mm(a.float(), a.mT.float(), unit=WGMMA, allow_tf32=True)
+    told = fmtsim.explain_mm(a.float(), a.mT.float(), target=WGMMA, allow_tf32=True)
     assert "float32 rounded to TF32, to nearest even" in str(told)
-    told = fmtsim.explain_mm(a.to(torch.int8), a.mT.to(torch.int8), unit="int8")
+    told = fmtsim.explain_mm(a.to(torch.int8), a.mT.to(torch.int8), target="int8")
     assert "of no consequence" in str(told) and told.call.out == torch.int32
-    told = fmtsim.explain_mm(a[None], a.mT[None], datapath=fmtsim.Datapath(block=4), plan=GemmPlan(instruction_k=2))
+    told = fmtsim.explain_mm(a[None], a.mT[None], target=fmtsim.Datapath(block=4), plan=GemmPlan(instruction_k=2))
     assert told.unit is None and told.call.operation == "bmm"
     assert "own datapath: blocks of 4" in str(told) and "blocks of at most 2" in str(told)
     assert "the caller's plan" in str(told)
-    with pytest.raises(ArgumentError, match="explain_mm needs a target or a unit"):
+    with pytest.raises(ArgumentError, match="explain_mm needs target=: a GPU with its library"):
         fmtsim.explain_mm(a, a.mT)
     with pytest.raises(ArgumentError, match="a has 2 dimensions, b 3; pass two matrices"):
-        fmtsim.explain_mm(a, a.mT[None], unit=WGMMA)
+        fmtsim.explain_mm(a, a.mT[None], target=WGMMA)
 
 
 def test_scales_of_rows_are_no_blocks_where_shapes_coincide():
@@ -234,7 +236,7 @@ def test_scales_of_rows_are_no_blocks_where_shapes_coincide():
     a, b = (torch.randn(32, 64, generator=g).to(torch.float8_e4m3fn) for _ in range(2))
     sa, sb = torch.rand(32, 1, generator=g) + 0.5, torch.rand(1, 32, generator=g) + 0.5
     by_shape, by_name = (
-        fmtsim.scaled_mm(a, b.t(), sa, sb, out_dtype=torch.float32, unit="hopper.wgmma", **names)
+        fmtsim.scaled_mm(a, b.t(), sa, sb, out_dtype=torch.float32, target="hopper.wgmma", **names)
         for names in ({}, {"scale_recipe_a": "RowWise", "scale_recipe_b": "RowWise"})
     )
     assert torch.equal(by_shape, by_name)
@@ -244,7 +246,7 @@ A, B = e4m3_pair(16, 16, 32)
 BT = B.t()
 HALF, BRAIN = torch.ones(16).half(), torch.ones(16).bfloat16()
 MX = torch.full((16, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-OUT = {"unit": WGMMA, "out_dtype": torch.bfloat16}
+OUT = {"target": WGMMA, "out_dtype": torch.bfloat16}
 
 
 def run(*arguments, **options):
@@ -255,7 +257,7 @@ PACKED = torch.zeros(16, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 NV = torch.ones(16, 2).to(E4M3)
 REFUSED = {
     "no machine": (lambda: fmtsim.scaled_mm(A, BT, ONE, ONE), ArgumentError,
-                   "scaled_mm needs a target or a unit; pass one of"),
+                   "scaled_mm needs target=: a GPU with its library"),
     "no tensor": (run([1], BT, ONE, ONE), DtypeError, "a is list, not a tensor"),
     "dimensions": (run(A[0], BT, ONE, ONE), ArgumentError, r"a has shape \(32,\); pass a tensor of 2 dimensions"),
     "K": (run(A, A, ONE, ONE), ArgumentError, r"a of shape \(16, 32\) and b of shape \(16, 32\) do not fit"),
@@ -304,13 +306,13 @@ REFUSED = {
                              scale_recipe_b=["BlockWise1x32", "RowWise"], swizzle_a="NO_SWIZZLE",
                              swizzle_b="NO_SWIZZLE"), ArgumentError,
                          r"scale_a comes with \('RowWise',\); the second scale is TensorWise"),
-    "NVFP4 thrice": (run(PACKED, PACKED.t(), [NV, ONE, ONE], [NV, ONE, ONE], unit="blackwell.tcgen05.nvf4",
+    "NVFP4 thrice": (run(PACKED, PACKED.t(), [NV, ONE, ONE], [NV, ONE, ONE], target="blackwell.tcgen05.nvf4",
                          swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
                      "scale_a is a list of 3; BlockWise1x16 takes fewer scales"),
-    "NVFP4 tensor scale": (run(PACKED, PACKED.t(), [NV, torch.ones(2)], [NV, ONE], unit="blackwell.tcgen05.nvf4",
+    "NVFP4 tensor scale": (run(PACKED, PACKED.t(), [NV, torch.ones(2)], [NV, ONE], target="blackwell.tcgen05.nvf4",
                                swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
                            r"scale_a has shape \(2,\); a tensor-wise scale has one element"),
-    "NVFP4 one tensor scale": (run(PACKED, PACKED.t(), [NV], [NV, ONE], unit="blackwell.tcgen05.nvf4",
+    "NVFP4 one tensor scale": (run(PACKED, PACKED.t(), [NV], [NV, ONE], target="blackwell.tcgen05.nvf4",
                                    swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
                                "scale_a and scale_b belong together; pass a tensor scale for both or for none"),
     "no recipe": (run(A, BT, ONE, ONE, scale_recipe_a=[], scale_recipe_b=[]), ArgumentError,
@@ -354,7 +356,7 @@ LIBRARY = {
     "bf16": (run(A.bfloat16(), BT.bfloat16(), ONE, ONE, target="x", out_dtype=torch.float32), DtypeError,
              "torch._scaled_mm takes 8-bit and 4-bit operands, not bf16 x bf16; call mm"),
     "K": (run(WIDE_A, WIDE_A.t(), ONE, ONE, target="x"), ArgumentError,
-        "multiples of 16, not K=24, N=16; pad, or pass unit="),
+        "multiples of 16, not K=24, N=16; pad, or name a unit"),
     "N": (run(A, BT[:, :5], ONE, ONE, target="x"), ArgumentError, "not K=32, N=5"),
     "bias": (run(A, BT, ONE, ONE, BRAIN, out_dtype=torch.float32, target="x"), DtypeError,
              "torch._scaled_mm adds no bias to a float32 output"),

@@ -128,7 +128,7 @@ def test_any_float_format_is_taken_by_what_is_defined():
 
 
 def resolved(unit, a, b):
-    return resolve_call("mm", get_format(a), get_format(b), (1, 1, 1), torch.float32, unit=unit).datapath
+    return resolve_call("mm", get_format(a), get_format(b), (1, 1, 1), torch.float32, target=unit).datapath
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,7 @@ def resolved(unit, a, b):
         (lambda: get_unit("exact").mode("nonsense", "e4m3"), FormatError, "unknown format 'nonsense'"),
         (lambda: resolved(Datapath(), "int8", "int8"), FormatError, "Datapath does not multiply int8 x int8"),
         (lambda: resolved(IntegerDatapath(), "e4m3", "e4m3"), FormatError, "choose integer formats"),
+        (lambda: register_unit(replace(get_unit("exact"), name="h200")), ArgumentError, "'h200' is that of a GPU"),
         (lambda: register_unit("x"), ArgumentError, "unit='x' is not a unit; build a Unit"),
         (lambda: register_unit(replace(get_unit("exact"), description="other")), ArgumentError, "'exact' is taken"),
         (lambda: Unit(name="Upper", modes=get_unit("exact").modes), ArgumentError, "unit name 'Upper' is not allowed"),

@@ -24,7 +24,7 @@ from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.models import gpt
 from tests.support.operands import normal
 
-FA3 = flash_attention_3(unit=None)
+FA3 = flash_attention_3(target=None)
 
 
 def batch():
@@ -107,7 +107,7 @@ def test_errors():
 TOKENS = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
 STOCHASTIC = Quantizer(format=fmtsim.get_format("e5m2"), scaling=Scaling(), rounding=Rounding(mode="stochastic"))
 DRAWING = dataclasses.replace(
-    flash_attention_3(unit=None), dp=Gemm(a=STOCHASTIC, b=Quantizer(source="forward"))
+    flash_attention_3(target=None), dp=Gemm(a=STOCHASTIC, b=Quantizer(source="forward"))
 )  # random signs forward, random roundings backward
 
 
@@ -190,13 +190,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORWARD = Quantizer(source="forward")
 ROWS, WHOLE = Quantizer(format=E5M2, scaling=Scaling(block=(1, None))), Quantizer(format=E4M3, scaling=Scaling())
 PLAIN = AttentionConfig(columns=16)
-BLOCKS = dataclasses.replace(flash_attention_3(unit=None, rotate=False), columns=16)
+BLOCKS = dataclasses.replace(flash_attention_3(target=None, rotate=False), columns=16)
 BLOCKS = dataclasses.replace(
     BLOCKS,
     **{name: dataclasses.replace(BLOCKS.q, scaling=Scaling(block=(16, None))) for name in "qk"},
     v=dataclasses.replace(BLOCKS.v, scaling=Scaling(block=(None, 16))),
 )
-HEADS = dataclasses.replace(flash_attention_3(unit=None, rotate=False, blocks=False), columns=16)
+HEADS = dataclasses.replace(flash_attention_3(target=None, rotate=False, blocks=False), columns=16)
 EIGHT = dataclasses.replace(HEADS, dp=Gemm(a=ROWS, b=FORWARD), dq=Gemm(a=ROWS, b=FORWARD))
 
 
@@ -228,8 +228,8 @@ def one_head(q, k, v, g, config, unit):
 
     def mm(a, b, dtype):
         if dtype in ("e4m3", "e5m2"):
-            return fmtsim.mm(a, b.T, unit=unit, a_format=dtype, b_format="e4m3", out_dtype=FP32)
-        return fmtsim.mm(a.to(dtype), b.T.to(dtype), unit=unit, out_dtype=FP32)
+            return fmtsim.mm(a, b.T, target=unit, a_format=dtype, b_format="e4m3", out_dtype=FP32)
+        return fmtsim.mm(a.to(dtype), b.T.to(dtype), target=unit, out_dtype=FP32)
 
     ones = [torch.ones(len(t), 1) for t in (q, k, v)]
     (qc, qs), (kc, ks), (vc, vs) = (
@@ -278,7 +278,7 @@ def one_head(q, k, v, g, config, unit):
 @pytest.mark.parametrize(
     ("machine", "unit", "dtype"),
     [({"target": "h200"}, "hopper.wgmma", BF16), ({"target": "b200"}, "blackwell.tcgen05", BF16),
-     ({"unit": "hopper.wgmma"}, "hopper.wgmma", FP16)],
+     ({"target": "hopper.wgmma"}, "hopper.wgmma", FP16)],
 )  # fmt: skip
 @pytest.mark.parametrize("config", [BLOCKS, HEADS, EIGHT, PLAIN], ids=["blocks", "heads", "eight bits", "plain"])
 def test_against_loops_over_heads(config, machine, unit, dtype):
@@ -299,18 +299,20 @@ def test_float32_and_a_datapath():
     lns = Quantizer(format=fmtsim.get_format("lns8_channel"))
     chain = fmtsim.Datapath(block=1, fraction_bits=None, rounding=fmtsim.Rounding())
     config = AttentionConfig(q=lns, k=lns, columns=16)
-    AttentionConfig(v=Quantizer(format=INT8)).on(unit="hopper.wgmma")  # beside high precision its values are multiplied
-    for a, b in zip(run(config.on(unit=chain), *tensors), run(config, *tensors), strict=True):
+    AttentionConfig(v=Quantizer(format=INT8)).on(
+        target="hopper.wgmma"
+    )  # beside high precision its values are multiplied
+    for a, b in zip(run(config.on(target=chain), *tensors), run(config, *tensors), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_multiply_where_their_gemms_say():
     tensors = inputs(BF16)
-    base = HEADS.on(unit="hopper.wgmma")
-    alone = dataclasses.replace(HEADS, unit="hopper.wgmma")  # gradients in float32
+    base = HEADS.on(target="hopper.wgmma")
+    alone = dataclasses.replace(HEADS, target="hopper.wgmma")  # gradients in float32
     first, second = run(base, *tensors), run(alone, *tensors)
     assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
-    only = dataclasses.replace(HEADS, dv=Gemm(a=FORWARD, unit="hopper.wgmma"))
+    only = dataclasses.replace(HEADS, dv=Gemm(a=FORWARD, target="hopper.wgmma"))
     third = run(only, *tensors)
     assert not torch.equal(third[3], run(HEADS, *tensors)[3]) and torch.equal(third[2], run(HEADS, *tensors)[2])
 
@@ -320,14 +322,14 @@ def test_gradients_multiply_where_their_gemms_say():
     [
         (lambda: BLOCKS.on(target="a100"), ArgumentError,
          "AttentionConfig s: target a100 has no unit for e4m3 x e4m3 .*targets that do: .*h200"),
-        (lambda: HEADS.on(unit="ampere.mma"), ArgumentError, "AttentionConfig s: .*ampere.mma.*e4m3"),
-        (lambda: AttentionConfig(v=Quantizer(format=INT8), p=WHOLE, unit="hopper.wgmma"), FormatError,
+        (lambda: HEADS.on(target="ampere.mma"), ArgumentError, "AttentionConfig s: .*ampere.mma.*e4m3"),
+        (lambda: AttentionConfig(v=Quantizer(format=INT8), p=WHOLE, target="hopper.wgmma"), FormatError,
          "AttentionConfig o: hopper.wgmma multiplies elements of floating-point formats, and v is int8; choose"),
-        (lambda: AttentionConfig(dv=Gemm(a=FORWARD, unit="blackwell.tcgen05.mxf8f6f4")), ArgumentError,
+        (lambda: AttentionConfig(dv=Gemm(a=FORWARD, target="blackwell.tcgen05.mxf8f6f4")), ArgumentError,
          "AttentionConfig dv: dv.p is in high precision, and blackwell.tcgen05.mxf8f6f4 multiplies neither 16-bit"),
-        (lambda: AttentionConfig(q=Quantizer(format=NVFP4), k=WHOLE, unit="hopper.wgmma"), ArgumentError,
-         r"AttentionConfig s: q has two levels of scales \(nvfp4\); choose one, or leave the unit out"),
-        (lambda: AttentionConfig(q=WHOLE, k=WHOLE, dp=Gemm(a=WHOLE, b=FORWARD, unit="volta.mma"), v=WHOLE),
+        (lambda: AttentionConfig(q=Quantizer(format=NVFP4), k=WHOLE, target="hopper.wgmma"), ArgumentError,
+         r"AttentionConfig s: q has two levels of scales \(nvfp4\); choose one, or leave target= out"),
+        (lambda: AttentionConfig(q=WHOLE, k=WHOLE, dp=Gemm(a=WHOLE, b=FORWARD, target="volta.mma"), v=WHOLE),
          ArgumentError, "AttentionConfig dp: .*volta.mma.*e4m3"),
     ],
 )  # fmt: skip
@@ -340,12 +342,12 @@ def test_sizes_and_dtypes_are_looked_at_before_anything_runs():
     tensors = inputs(BF16)
     narrow = dataclasses.replace(WHOLE, scaling=Scaling(block=(1, 8)))
     for config, said in (
-        (dataclasses.replace(HEADS, unit="hopper.wgmma", q=narrow),
+        (dataclasses.replace(HEADS, target="hopper.wgmma", q=narrow),
          "AttentionConfig q: one scale for 8 of 32 numbers changes inside the sums of s; choose blocks of whole rows"),
-        (dataclasses.replace(BLOCKS, columns=24, unit="hopper.wgmma"), "AttentionConfig v: one scale for 16 of 48 "),
+        (dataclasses.replace(BLOCKS, columns=24, target="hopper.wgmma"), "AttentionConfig v: one scale for 16 of 48 "),
         (dataclasses.replace(BLOCKS, dk=Gemm(a=ROWS, b=FORWARD)).on(target="h200"),
          "AttentionConfig dk.q: one scale for 16 of 40 numbers changes inside the sums of dk"),
-        (PLAIN.on(unit="volta.mma"),
+        (PLAIN.on(target="volta.mma"),
          "AttentionConfig q is in high precision, and 'volta.mma' does not multiply torch.bfloat16; pass tensors of"),
     ):  # fmt: skip
         state = torch.get_rng_state()
@@ -357,7 +359,7 @@ def test_sizes_and_dtypes_are_looked_at_before_anything_runs():
 def test_models_take_machines():
     tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
     grads = []
-    for how in ({"target": "h200"}, {"unit": "hopper.wgmma"}, {"datapath": fmtsim.Datapath(block=8, fraction_bits=16)}):
+    for how in ({"target": "h200"}, {"target": "hopper.wgmma"}, {"target": fmtsim.Datapath(block=8, fraction_bits=16)}):
         model = convert_attention(gpt(), HEADS, generator=1, **how)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         grads.append(model.blocks[0].attention.qkv.weight.grad)
@@ -365,8 +367,8 @@ def test_models_take_machines():
     model = gpt()
     with pytest.raises(ArgumentError, match="target a100 has no unit"):
         convert_attention(model, HEADS, target="a100")
-    with pytest.raises(ArgumentError, match=r"convert_attention got target= and unit=; pass one of"):
-        convert_attention(model, HEADS, target="h200", unit="hopper.wgmma")
+    with pytest.raises(ArgumentError, match=r"s: target='h200' is a GPU with its library, .* call AttentionConfig.on"):
+        dataclasses.replace(HEADS, target="h200")
     with pytest.raises(ArgumentError, match="recipe fa3: AttentionConfig s: target a100 has no unit"):
         fmtsim.convert(model, recipe="fa3", target="a100")
     assert "forward" not in model.blocks[0].attention.__dict__
@@ -374,10 +376,10 @@ def test_models_take_machines():
 
 def test_the_text_says_what_runs_where():
     assert str(HEADS.on(target="h200")).endswith("on hopper.wgmma; gradients in high precision on hopper.wgmma")
-    assert str(EIGHT.on(unit="hopper.wgmma")).endswith(
+    assert str(EIGHT.on(target="hopper.wgmma")).endswith(
         "dq of e5m2, [amax of each row] with the forward codes on hopper.wgmma; "
         "other gradients in high precision on hopper.wgmma"
     )
     assert "gradients in high precision on blackwell.tcgen05" in str(get_recipe("fa3").on(target="b200"))
-    only = dataclasses.replace(HEADS, dv=Gemm(a=FORWARD, unit="hopper.wgmma"))
+    only = dataclasses.replace(HEADS, dv=Gemm(a=FORWARD, target="hopper.wgmma"))
     assert str(only).endswith("gradients in high precision, dv on hopper.wgmma")

@@ -166,8 +166,8 @@ def test_files_without_rules_are_refused(tower, tmp_path, content, message):
 
 def test_rules_run_on_the_machine_of_the_call(tower):
     own = linear_config(x="bf16", w="bf16", g="bf16")
-    convert(tower, format="e4m3", unit="hopper.wgmma", rules=[Rule(name="^first$", use=own)])
-    assert tower.first.emulation.config == own.on(target=None, unit="hopper.wgmma", plan=None, native=None)
+    convert(tower, format="e4m3", target="hopper.wgmma", rules=[Rule(name="^first$", use=own)])
+    assert tower.first.emulation.config == own.on(target="hopper.wgmma", plan=None, native=None)
     revert(tower)
     convert(tower, recipe="te_current", target="recipe", rules=[Rule(name="^first$", use=own)])
     assert tower.first.emulation.config.fprop.target == tower.head.emulation.config.fprop.target != None  # noqa: E711
@@ -285,8 +285,8 @@ def test_fused_inference_kernels_are_off_while_converted():
         ({}, ArgumentError, r"no format; pass exactly one of format="),
         ({"format": "e4m3", "config": CONFIG}, ArgumentError, r"got format and config; pass exactly one"),
         ({"config": CONFIG, "grad_format": "e5m2"}, ArgumentError, r"go with format=; set them inside config="),
-        ({"config": CONFIG, "target": numpy.ones(3)}, ArgumentError, r"target=.* is not a name or a path"),
-        ({"recipe": "te_nvfp4", "target": numpy.ones(3)}, ArgumentError, r"target=.* is not a name or a path"),
+        ({"config": CONFIG, "target": numpy.ones(3)}, ArgumentError, r"target=.* is neither a name, nor a path"),
+        ({"recipe": "te_nvfp4", "target": numpy.ones(3)}, ArgumentError, r"target=.* is neither a name, nor a path"),
         ({"recipe": "te_nvfp4", "fast_accum": True}, ArgumentError, r"recipe= says everything about formats; leave"),
         ({"config": CONFIG, "scaling": "none"}, ArgumentError, r"go with format=; set them inside config="),
         ({"recipe": "te_current", "scaling": "none"}, ArgumentError, "leave format=, grad_format=, scaling=, config="),
@@ -296,8 +296,8 @@ def test_fused_inference_kernels_are_off_while_converted():
         ({"config": CONFIG, "fast_accum": True}, ArgumentError, r"go with format=; set them inside config="),
         ({"config": CONFIG, "target": "recipe"}, ArgumentError, r"target='recipe' is the machine that a recipe"),
         ({"recipe": "te_nvfp4", "target": "h200"}, ArgumentError, r"te_nvfp4: fprop: target h200 has no unit"),
-        ({"recipe": "te_current", "target": "h200", "unit": "exact"}, ArgumentError, r"got target= and unit=; pass"),
-        ({"format": "e4m3", "native": True}, ArgumentError, r"convert needs a target or a unit; pass one of target="),
+        ({"recipe": "te_current", "target": 3}, ArgumentError, r"target=3 is neither a name, nor a path, nor a rec"),
+        ({"format": "e4m3", "native": True}, ArgumentError, r"convert needs target=: a GPU with its library"),
         ({"recipe": "lns", "target": "h200"}, FormatError, r"recipe lns: fprop: no unit multiplies lns8_channel; pass"),
         ({"config": CONFIG, "rounding": numpy.ones(3)}, ArgumentError, r"go with format=; set them inside config="),
         ({"recipe": "te_nvfp5"}, ArgumentError, r"recipe='te_nvfp5' is unknown; did you mean 'te_nvfp4'"),

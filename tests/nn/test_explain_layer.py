@@ -170,16 +170,16 @@ def test_products_of_a_unit_of_integers_and_of_no_machine():
     assert str(alone.wgrad) == (
         "call      [32, 48] g x [48, 64] x -> bfloat16\n"
         "operands  g the forward codes; x the forward codes\n"
-        "unit      none: float32 in no particular order; convert with target=, unit= or datapath= for a machine\n"
+        "unit      none: float32 in no particular order; convert with target= for a machine\n"
         "order     no particular one"
     )
     indented = "\n".join(f"  {line}" for line in str(alone.wgrad).splitlines())
     assert str(alone).startswith("(model) (Linear)\nfprop  y = x w^T\n  call      [48, 64] x")
     assert str(alone).endswith(f"wgrad  dw = g^T x\n{indented}") and repr(alone) == str(alone)
     assert alone._repr_html_().startswith("<h3>(model) (Linear)</h3><h4>fprop  y = x w^T</h4><table>")
-    on_unit = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="te_current", unit="hopper.wgmma"), 48)
+    on_unit = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="te_current", target="hopper.wgmma"), 48)
     assert on_unit.dgrad.rows[0] == ("call", "scaled_mm: [48, 32] e5m2 x [32, 64] e4m3 -> bfloat16")
-    integers = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="int8_mixed", unit="int8"), 48).fprop
+    integers = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="int8_mixed", target="int8"), 48).fprop
     assert integers.order.startswith("of no consequence") and integers.rows[-1] == (
         "then", "times the scales of w, times the scales of x, plus the bias, one rounding each; to bfloat16"
     )  # fmt: skip
@@ -197,7 +197,7 @@ def test_words_at_their_limits():
         (fmtsim.GemmPlan(k_tile=32, split=2, reduce="in_place"), begins),
         (fmtsim.GemmPlan(k_tile=32, split=2), "plus the bias"),
     ):
-        convert(fmtsim.revert(layer), format="bf16", unit="hopper.wgmma", plan=plan)
+        convert(fmtsim.revert(layer), format="bf16", target="hopper.wgmma", plan=plan)
         found = fmtsim.explain_mm(layer, 128)
         assert dict(found.fprop.rows)["epilogue"].split(", ")[0] == epilogue
         assert begins not in dict(found.wgrad.rows)["epilogue"]

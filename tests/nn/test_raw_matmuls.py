@@ -337,17 +337,17 @@ def test_attention_converted_beside():
     x = normal(8, 16)
     model = convert(Attention(), config=CURRENT)
     products = model(x)
-    convert_attention(model, flash_attention_3(unit=None), generator=0)
+    convert_attention(model, flash_attention_3(target=None), generator=0)
     both = model(x)
-    attended = convert_attention(Attention(), flash_attention_3(unit=None), generator=0)
+    attended = convert_attention(Attention(), flash_attention_3(target=None), generator=0)
     attended(x)  # draws signs, as the one before did
     assert not torch.equal(both, products)
     assert torch.equal(revert(model)(x), attended(x))
     assert torch.equal(revert_attention(model)(x), Attention()(x))
-    around = convert(convert_attention(Attention(), flash_attention_3(unit=None), generator=0), config=CURRENT)
+    around = convert(convert_attention(Attention(), flash_attention_3(target=None), generator=0), config=CURRENT)
     for _ in range(2):  # the inner forward goes first, and comes back outermost
         assert torch.equal(revert_attention(around)(x), products)
-        convert_attention(around, flash_attention_3(unit=None), generator=0)
+        convert_attention(around, flash_attention_3(target=None), generator=0)
     assert torch.equal(around(x), both)
 
 

@@ -211,19 +211,19 @@ def test_a_rotation_of_all_tokens_is_refused_before_the_step():
         (dataclasses.replace(coded(), then=coded(block=(1, 48))), r"no unit multiplies e4m3 in blocks of \(1, 48\)"),
         (
             Quantizer(format=fmtsim.get_format("int8"), scaling=Scaling()),
-            "no unit multiplies int8 by e4m3: integers and floating point; pass datapath=",
+            "no unit multiplies int8 by e4m3: integers and floating point; pass target=",
         ),
     ],
 )
 def test_a_field_that_no_engine_supports_is_named(quantizer, said):
     with pytest.raises(FormatError, match=said):
-        Gemm(a=quantizer, b=coded(), unit="hopper.wgmma")
+        Gemm(a=quantizer, b=coded(), target="hopper.wgmma")
 
 
 def test_a_layer_on_a_unit_and_an_error_inside_it_are_named():
     tensor = coded()
     linear = LinearConfig(
-        **{name: Gemm(a=tensor, b=tensor, unit="hopper.wgmma") for name in ("fprop", "dgrad", "wgrad")}
+        **{name: Gemm(a=tensor, b=tensor, target="hopper.wgmma") for name in ("fprop", "dgrad", "wgrad")}
     )
     model = convert(net(blocks=1), recipe=Recipe(name="u", linear=linear))
     assert model(normal(16, 128, seed=1)).isfinite().all()

@@ -69,7 +69,7 @@ def product(a, b, unit):
     if unit is None:
         return a @ b.T
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-    return fmtsim.mm(a, b.T, unit=unit, out_dtype=torch.float32)
+    return fmtsim.mm(a, b.T, target=unit, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("unit", [None, "hopper.wgmma"])
@@ -77,7 +77,7 @@ def product(a, b, unit):
 def test_against_the_slow_one(unit, causal):
     q, k, v = tensors((2, 256, 32), (2, 256, 32), (2, 256, 32), seed=1)
     q[0, 3, 5], k[1, 200, 7], v[1, 100] = 40.0, -50.0, 9.0
-    y = quantised_attention(q, k, v, is_causal=causal, config=flash_attention_3(unit=unit), generator=7)
+    y = quantised_attention(q, k, v, is_causal=causal, config=flash_attention_3(target=unit), generator=7)
     key = RandomKey(*fmtsim_key(7))
     for head in range(2):
         expected = slow_attention(q[head], k[head], v[head], seed=key.seed, unit=unit, causal=causal)
@@ -144,7 +144,7 @@ def test_a_row_that_sees_nothing_is_zero_and_nan_stays_in_its_row():
 def test_rotations_alone_change_nothing():
     """The same signs turn q and k: their products are those of the tensors themselves."""
     q, k, v = tensors((3, 64, 32), (3, 64, 32), (3, 64, 32))
-    turned = flash_attention_3(unit=None)
+    turned = flash_attention_3(target=None)
     config = dataclasses.replace(
         turned,
         q=dataclasses.replace(turned.q, format=None, scaling=None),
@@ -175,9 +175,9 @@ def test_autocast():
     q, k, v = (t.requires_grad_() for t in tensors((2, 64, 32), (2, 64, 32), (2, 64, 32)))
     half = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = quantised_attention(q, k, v, config=flash_attention_3(unit=None), generator=3)
+        y = quantised_attention(q, k, v, config=flash_attention_3(target=None), generator=3)
         assert y.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
-    z = quantised_attention(*half, config=flash_attention_3(unit=None), generator=3)
+    z = quantised_attention(*half, config=flash_attention_3(target=None), generator=3)
     assert torch.equal(y, z)
     y.sum().backward()
     z.sum().backward()
@@ -186,7 +186,7 @@ def test_autocast():
 
 def test_random_numbers():
     q, k, v = tensors((2, 64, 32), (2, 64, 32), (2, 64, 32))
-    config = flash_attention_3(unit=None)
+    config = flash_attention_3(target=None)
     first = quantised_attention(q, k, v, config=config, generator=3)
     assert torch.equal(first, quantised_attention(q, k, v, config=config, generator=3))
     assert not torch.equal(first, quantised_attention(q, k, v, config=config, generator=4))
@@ -195,13 +195,13 @@ def test_random_numbers():
     torch.manual_seed(0)
     assert torch.equal(drawn, quantised_attention(q, k, v, config=config))
     before = torch.random.get_rng_state()
-    quantised_attention(q, k, v, config=flash_attention_3(unit=None, rotate=False))
+    quantised_attention(q, k, v, config=flash_attention_3(target=None, rotate=False))
     assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_errors():
     q, k, v = tensors((2, 8, 16), (2, 8, 16), (2, 8, 16))
-    config = flash_attention_3(unit=None)
+    config = flash_attention_3(target=None)
     with pytest.raises(ArgumentError, match=r"config='fa3' is not an AttentionConfig; pass flash_attention_3\(\)"):
         quantised_attention(q, k, v, config="fa3")
     with pytest.raises(ArgumentError, match=r"quantised attention has no dropout, but dropout_p=0.1; pass 0"):

@@ -100,7 +100,7 @@ def test_without_rounding_they_are_torchs():
 @pytest.mark.parametrize("unit", [None, "hopper.wgmma"])
 def test_straight_through_on_the_forward_values(causal, unit):
     """By default every product takes what the forward pass made, in high precision."""
-    base = flash_attention_3(unit=unit, rotate=False, blocks=False)
+    base = flash_attention_3(target=unit, rotate=False, blocks=False)
     q, k, v = tensors((24, 16), (24, 16), (24, 8), seed=1)
     g = normal(24, 8, seed=2)
     ours = gradients(q, k, v, g, config=base, is_causal=causal)
@@ -160,8 +160,8 @@ def test_a_unit_multiplies_gradients_too():
     row = Quantizer(format=E5M2, scaling=Scaling(block=(1, None)))
     one = Quantizer(format=E4M3, scaling=Scaling())
     base = dataclasses.replace(flash_attention_3(rotate=False, blocks=False), columns=64)
-    on_unit = {"dp": Gemm(a=row, b=FORWARD, unit="hopper.wgmma"), "dq": Gemm(a=row, b=one, unit="hopper.wgmma")}
-    off = {name: dataclasses.replace(gemm, unit=None) for name, gemm in on_unit.items()}
+    on_unit = {"dp": Gemm(a=row, b=FORWARD, target="hopper.wgmma"), "dq": Gemm(a=row, b=one, target="hopper.wgmma")}
+    off = {name: dataclasses.replace(gemm, target=None) for name, gemm in on_unit.items()}
     q, k, v = tensors((32, 16), (32, 16), (32, 16), seed=7)
     g = normal(32, 16, seed=8)
     first, second = (gradients(q, k, v, g, config=dataclasses.replace(base, **how)) for how in (on_unit, off))
@@ -198,13 +198,17 @@ def test_a_row_that_sees_nothing_has_no_gradient():
     q, k, v = tensors((4, 16), (8, 16), (8, 16))
     keep = torch.ones(4, 8, dtype=torch.bool)
     keep[2] = False
-    dq, dk, dv = gradients(q, k, v, torch.ones(4, 16), config=flash_attention_3(unit=None), attn_mask=keep, generator=0)
+    dq, dk, dv = gradients(
+        q, k, v, torch.ones(4, 16), config=flash_attention_3(target=None), attn_mask=keep, generator=0
+    )
     assert dq[2].count_nonzero() == 0 and bool(torch.cat((dq, dk, dv)).isfinite().all())
 
 
 def test_dtypes_and_second_derivatives():
     q, k, v = tensors((2, 16, 16), (2, 16, 16), (2, 16, 16), dtype=torch.bfloat16)
-    dq, dk, dv = gradients(q, k, v, torch.ones(2, 16, 16).bfloat16(), config=flash_attention_3(unit=None), generator=0)
+    dq, dk, dv = gradients(
+        q, k, v, torch.ones(2, 16, 16).bfloat16(), config=flash_attention_3(target=None), generator=0
+    )
     assert dq.dtype == dk.dtype == dv.dtype == torch.bfloat16
     y = quantised_attention(q, k, v, config=AttentionConfig())
     (first,) = torch.autograd.grad(y.sum(), q, create_graph=True)
@@ -217,7 +221,7 @@ def test_dtypes_and_second_derivatives():
     [
         ({"q": "e4m3"}, ArgumentError, "AttentionConfig q='e4m3' is not a Quantizer; pass Quantizer"),
         ({"dv": Quantizer()}, ArgumentError, r"AttentionConfig dv=.* is not a Gemm; pass Gemm\(a="),
-        ({"dp": Gemm(target="h200")}, ArgumentError, "AttentionConfig dp has more than a=, b= and unit="),
+        ({"dp": Gemm(target="h200")}, ArgumentError, "AttentionConfig dp: target='h200' is a GPU with its library"),
         ({"dq": Gemm(a=FORWARD)}, FormatError, "AttentionConfig dq: a gradient has no forward values; leave source="),
         ({"q": FORWARD}, FormatError, "AttentionConfig q has source='forward'; only products of the backward pass"),
         ({"v": Quantizer(transforms=(Hadamard(),))}, FormatError,
@@ -242,7 +246,7 @@ def test_dtypes_and_second_derivatives():
         ({"offset": 1.5}, ArgumentError, "AttentionConfig offset=1.5 is not a whole number"),
         ({"columns": 0.5}, ArgumentError, "AttentionConfig columns=0.5 is not allowed; pass a whole number from 1"),
         ({"columns": 0}, ArgumentError, "AttentionConfig columns=0 is not allowed; pass a whole number from 1"),
-        ({"unit": "hopper.wgma"}, ArgumentError, "AttentionConfig s: .*hopper.wgma"),
+        ({"target": "hopper.wgma"}, ArgumentError, "AttentionConfig s: .*hopper.wgma"),
     ],
 )  # fmt: skip
 def test_wrong_configs_are_refused(changes, error, said):
@@ -261,7 +265,7 @@ def test_least_numbers_are_taken():
 def test_text_and_operands():
     config = dataclasses.replace(flash_attention_3(), dp=Gemm(a=Quantizer(format=E5M2), b=FORWARD))
     assert str(config).endswith("on hopper.wgmma; dp of e5m2 with the forward codes")
-    assert str(flash_attention_3(unit=None)) == (
+    assert str(flash_attention_3(target=None)) == (
         "q and k Hadamard all, random signs, e4m3, [amax of 128xall]; v e4m3, [amax of allx128]; "
         "p e4m3, 2^8 times as large; gradients in high precision"
     )

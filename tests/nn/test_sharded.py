@@ -25,7 +25,7 @@ pytestmark = [
 
 RECIPES = {name: get_recipe(name) for name in ("te_delayed", "te_nvfp4", "quartet")}
 RECIPES["attention"] = dataclasses.replace(
-    RECIPES["te_delayed"], name="attention", attention=flash_attention_3(unit=None)
+    RECIPES["te_delayed"], name="attention", attention=flash_attention_3(target=None)
 )
 HOW = ("fsdp", "fsdp1", "ddp")
 STEPS, LR = 3, 0.1

@@ -157,7 +157,7 @@ def test_delayed_scaling_of_an_empty_batch(name):
     assert torch.equal(empty(x), zeros(x))
 
 
-ATTENTION = Recipe(name="attention", attention=flash_attention_3(unit=None))
+ATTENTION = Recipe(name="attention", attention=flash_attention_3(target=None))
 
 
 class SelfAttention(nn.Module):

@@ -18,7 +18,7 @@ from fmtsim.support.errors import ArgumentError
 from tests.support.models import GatedMLP, gated, gpt, hugging_face, snapshot
 from tests.support.operands import normal
 
-FA3 = Recipe(name="fa", attention=flash_attention_3(unit=None))
+FA3 = Recipe(name="fa", attention=flash_attention_3(target=None))
 BOTH = dataclasses.replace(get_recipe("te_current"), name="both", attention=FA3.attention)
 SMOOTH = Recipe(name="smooth", replace=(Replacement(kind="swiglu", by="SmoothSwiGLU"),))
 TOKENS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -65,7 +65,7 @@ def test_static_int8_is_int_mm_with_its_scales_after_it():
     factor, tops, scale, rows = factors(127, w)
     codes = [t.round().clamp(-127, 127).to(torch.int8) for t in (X * factor, w * tops)]
     sums = fmtsim.int_mm(codes[0], codes[1].mT, target="h200").float()
-    for machine in ({"target": "h200"}, {"unit": "int8"}):
+    for machine in ({"target": "h200"}, {"target": "int8"}):
         assert_same_bits(quantised("int8_static", **machine)(X), sums * rows.mT * scale)
 
 
@@ -76,7 +76,7 @@ def test_nvfp4_is_multiplied_inside_the_unit():
     scales = [[t.scales.view(torch.float8_e4m3fn), t.tensor_scale] for t in (a, b)]
     kinds = {f"scale_recipe_{name}": ["BlockWise1x16", "TensorWise"] for name in "ab"}
     flat = {f"swizzle_{name}": ["NO_SWIZZLE", "NO_SWIZZLE"] for name in "ab"}
-    for machine in ({"unit": "blackwell.tcgen05.nvf4"}, {"target": "b200"}):
+    for machine in ({"target": "blackwell.tcgen05.nvf4"}, {"target": "b200"}):
         found = fmtsim.scaled_mm(
             codes[0], codes[1].mT, *scales, out_dtype=torch.float32, **machine, **kinds, **flat
         )  # fmt: skip
@@ -129,7 +129,7 @@ def test_scales_made_anew_would_be_others():
     """Clipping takes a row its largest element: what is stored has to say its scales."""
     w, model = operand("int4", get_ptq_recipe("int8_mse").w.scaling), linear()
     model.weight.copy_(normal(32, 64, seed=4))
-    quantised(PtqRecipe(name="c", x=get_ptq_recipe("int8_token").x, w=w), model, unit="int8")
+    quantised(PtqRecipe(name="c", x=get_ptq_recipe("int8_token").x, w=w), model, target="int8")
     fresh = quantize_operand(model.weight, w)
     kept = model.emulation.products[""].state["w_f"].scale
     assert not torch.equal(fresh.scale, kept)
@@ -137,7 +137,7 @@ def test_scales_made_anew_would_be_others():
 
 @pytest.mark.parametrize("recipe", ["e4m3_static", "int8_token", "int4_g32"])
 def test_the_report_measures_products_of_the_machine(recipe):
-    machine = {"datapath": COARSE} if recipe == "e4m3_static" else {"target": "h200"}
+    machine = {"target": COARSE} if recipe == "e4m3_static" else {"target": "h200"}
     exact, model = linear(), fmtsim.ptq(linear(), recipe, DATA[:1], **machine)
     row, y = fmtsim.ptq_report(model).rows[0], exact(DATA[0])
     noise = float((y - model(DATA[0])).square().sum(dtype=torch.float64))
@@ -150,22 +150,22 @@ def test_texts_name_the_machine():
     report = fmtsim.ptq_report(quantised("int8_static", target="h200"))
     assert report.machine == "on h200" and "1 weights by int8_static on h200 in " in str(report)
     assert "by int8_static in " in str(fmtsim.ptq_report(quantised("int8_static")))
-    recipe = get_ptq_recipe("int8_static").on(unit="int8")
+    recipe = get_ptq_recipe("int8_static").on(target="int8")
     assert "\non int8\n" in f"{recipe}\n" and recipe.on() == get_ptq_recipe("int8_static")
 
 
 def test_bias_correction_removes_the_machine_s_mean_error():
     recipe = dataclasses.replace(get_ptq_recipe("e4m3_static"), bias_correction=True)
     exact, x = linear(), torch.cat(DATA)
-    model = fmtsim.ptq(linear(), recipe, [x], datapath=COARSE)
+    model = fmtsim.ptq(linear(), recipe, [x], target=COARSE)
     off = (model(x) - exact(x)).mean(0).abs().max()
-    assert off < 1e-6 < (fmtsim.ptq(linear(), "e4m3_static", [x], datapath=COARSE)(x) - exact(x)).mean(0).abs().max()
+    assert off < 1e-6 < (fmtsim.ptq(linear(), "e4m3_static", [x], target=COARSE)(x) - exact(x)).mean(0).abs().max()
 
 
 @pytest.mark.parametrize(
     ("recipe", "machine"),
-    [("e4m3_static", {"target": "h200"}), ("int8_token", {"unit": "int8"}), ("nvfp4_gptq", {"target": "b200"}),
-     ("e4m3_token", {"datapath": COARSE, "plan": fmtsim.GemmPlan(split=2, k_tile=16)})],
+    [("e4m3_static", {"target": "h200"}), ("int8_token", {"target": "int8"}), ("nvfp4_gptq", {"target": "b200"}),
+     ("e4m3_token", {"target": COARSE, "plan": fmtsim.GemmPlan(split=2, k_tile=16)})],
 )  # fmt: skip
 def test_a_saved_model_comes_back_on_its_machine(recipe, machine, tmp_path):
     model, fresh = quantised(recipe, mlp(), **machine), mlp()
@@ -187,14 +187,14 @@ def test_a_saved_model_comes_back_on_its_machine(recipe, machine, tmp_path):
 
 def test_recipes_with_machines_are_files_too(tmp_path):
     path, plan = tmp_path / "mine.json", fmtsim.GemmPlan(split=2, k_tile=64)
-    for machine in ({"target": "h200", "native": False}, {"unit": COARSE}, {"unit": "hopper.wgmma", "plan": plan}):
+    for machine in ({"target": "h200", "native": False}, {"target": COARSE}, {"target": "hopper.wgmma", "plan": plan}):
         recipe = dataclasses.replace(get_ptq_recipe("e4m3_static").on(**machine), name="mine", aliases=())
         save_ptq_recipe(recipe, path)
         assert load_ptq_recipe(path) == recipe
-    assert_same_bits(quantised(path)(X), quantised("e4m3_static", unit="hopper.wgmma", plan=plan)(X))
+    assert_same_bits(quantised(path)(X), quantised("e4m3_static", target="hopper.wgmma", plan=plan)(X))
     for field, value, said in [
-        ("target", 3, "mine.json: recipe: target=3 is not a name or a path"),
-        ("unit", "wgmma", "mine.json: recipe.*unknown unit 'wgmma'"),
+        ("target", 3, "mine.json: recipe.*target=3 is neither a name, nor a path"),
+        ("target", "wgmma", "mine.json: recipe.*unknown target 'wgmma'"),
         ("plan", "fast", "plan"), ("native", 2, "mine.json: recipe.*native=2 is not allowed"),
     ]:  # fmt: skip
         path.write_text(f'{{"name": "mine", "w": {{"format": "e4m3"}}, "{field}": {value!r}}}'.replace("'", '"'))
@@ -219,14 +219,13 @@ BOTH = Gptq(groups="dynamic")
         ("mxfp8", {"target": "h200"}, ArgumentError,
          "PtqRecipe 'mxfp8': target h200 has no unit for e4m3 x e4m3 .*'mx'; .*targets that do: b200"),
         ("int4_token", {"target": "h200"}, FormatError, r"no unit multiplies int4 in blocks of \(1, 32\)"),
-        ("mxint8", {"unit": "exact"}, FormatError, r"no unit multiplies mxint8; pass datapath="),
-        ("e4m3_static", {"unit": "volta.mma"}, ArgumentError, "unit volta.mma does not take e4m3 x e4m3"),
+        ("mxint8", {"target": "exact"}, FormatError, r"no unit multiplies mxint8; pass target=Datapath"),
+        ("e4m3_static", {"target": "volta.mma"}, ArgumentError, "unit volta.mma does not take e4m3 x e4m3"),
         ("e5m2_dynamic", {"target": "h200"}, DtypeError,
          r"layer '': cuBLAS does not multiply e5m2 by e5m2; .*; leave it out with filter_fn= or a Rule\(name=...\)"),
-        ("int4_g32", {"unit": "hopper.wgmma"}, ArgumentError, "layer '': unit hopper.wgmma does not take fp32 x fp32"),
+        ("int4_g32", {"target": "hopper.wgmma"}, ArgumentError, "layer '': unit hopper.wgmma does not take fp32"),
         ("e4m3_static", {"target": "recipe"}, ArgumentError, "ptq recipe 'e4m3_static' names no machine; pass target="),
-        ("e4m3_static", {"target": "h200", "unit": "exact"}, ArgumentError, "ptq got target= and unit=; pass one of"),
-        ("e4m3_static", {"native": True}, ArgumentError, "ptq needs a target or a unit; pass one of"),
+        ("e4m3_static", {"native": True}, ArgumentError, "ptq needs target=: a GPU"),
         ("e4m3_static", {"target": "h200", "native": True}, ArgumentError, "layer '': native=True is not possible"),
         (PtqRecipe(name="g", x=operand("mxfp4"), w=operand("mxfp4"), weights=BOTH), {"target": "b200"}, ArgumentError,
          "PtqRecipe 'g': weights=GPTQ .*: a machine is not handed scales that groups make as they are reached"),
@@ -267,7 +266,7 @@ class Mixed(nn.Module):
 def test_convolutions_and_attention(recipe):
     model, data = Mixed().eval().requires_grad_(False), [normal(3, 4, 5, 5, seed=4)]
     exact = model(data[0])
-    machine = {"unit": "int8"} if recipe == "int8_static" else {"unit": "hopper.wgmma"}
+    machine = {"target": "int8"} if recipe == "int8_static" else {"target": "hopper.wgmma"}
     with pytest.raises(
         ArgumentError, match=r"layer 'grouped': convolutions in groups keep no scales of their weights "
     ):
@@ -295,7 +294,7 @@ def test_attention_that_is_called_otherwise_takes_its_part_of_the_packed_weight(
     x, units = normal(1, 6, 32, seed=5), {"int8_static": "int8", "mxfp8": "blackwell.tcgen05.mxf8f6f4"}
     unit = units.get(recipe, "blackwell.tcgen05.nvf4" if recipe == "nvfp4" else "hopper.wgmma")
     there, here = (
-        fmtsim.ptq(Attention().requires_grad_(False), recipe, [(x, calls)], **how) for how in ({"unit": unit}, {})
+        fmtsim.ptq(Attention().requires_grad_(False), recipe, [(x, calls)], **how) for how in ({"target": unit}, {})
     )
     ways = ["one", "two", "three"]
     for i, how in enumerate(ways):
@@ -320,7 +319,7 @@ class Fused(nn.Module):
 
 def test_quantised_attention_goes_to_the_machine_and_a_cache_alone_does_not():
     whole = dataclasses.replace(
-        get_ptq_recipe("nemotron"), name="a", attention=flash_attention_3(rotate=False, unit=None)
+        get_ptq_recipe("nemotron"), name="a", attention=flash_attention_3(rotate=False, target=None)
     )
     model, fresh = (Fused() for _ in range(2))
     fmtsim.ptq(model, whole, DATA, target="h200")
@@ -348,7 +347,7 @@ def test_search_weighs_the_machine_and_leaves_out_what_it_lacks():
     whole = fmtsim.ptq(copy.deepcopy(model), result.recipe(), DATA)
     assert result.recipe().target == "h200" and fmtsim.ptq_report(whole).machine == "on h200"
     assert result.loss == sum(relative_noise(whole(x), model(x)) for x in DATA) / 2
-    coarse = fmtsim.search(model, DATA, bits=8, formats=("e4m3_token",), datapath=COARSE)
+    coarse = fmtsim.search(model, DATA, bits=8, formats=("e4m3_token",), target=COARSE)
     assert coarse.loss > 2 * result.losses["2"]["e4m3_token"]
 
 

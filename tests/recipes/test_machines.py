@@ -89,7 +89,7 @@ def test_an_h200_itself_gives_the_bits_of_its_emulation(name, widths, tokens):
         assert_same_bits(mine, emulated)
 
 
-@pytest.mark.parametrize("machine", [{"target": "h200"}, {"target": "b200"}, {"unit": "int8"}])
+@pytest.mark.parametrize("machine", [{"target": "h200"}, {"target": "b200"}, {"target": "int8"}])
 @pytest.mark.parametrize("name", ["int8_mixed", "halo0", "halo1", "halo2"])
 def test_integers_are_summed_exactly_on_every_machine(name, machine):
     alone = step(convert(net(get_recipe(name)), recipe=name))
@@ -100,7 +100,7 @@ def test_integers_are_summed_exactly_on_every_machine(name, machine):
 def test_sizes_that_a_library_pads():
     config = get_recipe("int8_mixed").linear
     x, w, bias = normal(5, 43, seed=1).to(BF16), normal(9, 43, seed=2).to(BF16), normal(9, seed=3).to(BF16)
-    for machine in ({"target": "h200"}, {"unit": "int8"}):
+    for machine in ({"target": "h200"}, {"target": "int8"}):
         assert_same_bits(EmulatedGEMM.apply(x, w, bias, config.on(**machine)), EmulatedGEMM.apply(x, w, bias, config))
 
 
@@ -154,7 +154,7 @@ def test_what_was_clamped_off_is_multiplied_on_the_machine_too():
     plain = EmulatedGEMM.apply(x, w, None, recipe.linear)
     assert (whole - plain).abs().max() <= 0.02 * plain.abs().max()  # FP8 sums of few bits on one side
     for unit in ("hopper.wgmma", "ada.mma"):
-        assert EmulatedGEMM.apply(x, w, None, recipe.linear.on(unit=unit)).isfinite().all()
+        assert EmulatedGEMM.apply(x, w, None, recipe.linear.on(target=unit)).isfinite().all()
 
 
 def test_a_multiplier_of_scales_goes_to_the_result():
@@ -185,21 +185,21 @@ def test_layers_in_high_precision_are_products_of_a_target():
     model = convert(net(get_recipe("te_nvfp4")), recipe="te_nvfp4", target="b200")
     assert all(model[i][0].emulation.config.fprop.target == "b200" for i in range(3))
     assert model[2][0].emulation.config.fprop.a.format is None  # the head
-    alone = convert(net(get_recipe("te_nvfp4")), recipe="te_nvfp4", unit="blackwell.tcgen05.nvf4")
+    alone = convert(net(get_recipe("te_nvfp4")), recipe="te_nvfp4", target="blackwell.tcgen05.nvf4")
     assert "emulation" not in alone[2][0].__dict__
 
 
 def test_machines_go_with_configs_and_formats_as_well():
     linear = fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2")
     for how in ({"config": linear}, {"config": lambda name: linear}, {"recipe": linear}, {"format": "e4m3"}):
-        model = convert(net(get_recipe("fp32")), datapath=fmtsim.Datapath(), plan=fmtsim.GemmPlan(), **how)
+        model = convert(net(get_recipe("fp32")), target=fmtsim.Datapath(), plan=fmtsim.GemmPlan(), **how)
         config = model[0][0].emulation.config
-        assert config.wgrad.unit == fmtsim.Datapath() and config.dgrad.plan == fmtsim.GemmPlan()
-    with pytest.raises(ArgumentError, match="recipe mine names no machine; pass target=, unit= or datapath="):
+        assert config.wgrad.target == fmtsim.Datapath() and config.dgrad.plan == fmtsim.GemmPlan()
+    with pytest.raises(ArgumentError, match="recipe mine names no machine; pass target="):
         fmtsim.Recipe(name="mine", linear=linear).on(target="recipe")
-    with pytest.raises(FormatError, match="recipe lns: fprop: no unit multiplies lns8_channel; pass datapath="):
+    with pytest.raises(FormatError, match="recipe lns: fprop: no unit multiplies lns8_channel; pass target=Datapath"):
         get_recipe("lns").on(target="h200")
-    with pytest.raises(ArgumentError, match="recipe gaudi: fprop: target h200 .*; no unit does; pass datapath="):
+    with pytest.raises(ArgumentError, match="recipe gaudi: fprop: target h200 .*; no unit does; pass target=Datapath"):
         get_recipe("gaudi").on(target="h200")
     with pytest.raises(ArgumentError, match=r"te_mxfp8: fprop: target h200 has no unit .*; targets that do: b200"):
         get_recipe("te_mxfp8").on(target="h200")

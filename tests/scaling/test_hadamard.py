@@ -190,7 +190,7 @@ def transformer_engine(x: torch.Tensor, unit: str) -> torch.Tensor:
     """Multiply by ``diag(s) H / 4`` on a tensor core, and round to bfloat16."""
     signs = torch.where(sign_bits(TE_SIGNS, 16), -1.0, 1.0)
     matrix = (signs[:, None] * hadamard_matrix(16) / 4).to(BF16)
-    return fmtsim.quantize(fmtsim.mma(x, matrix.T, unit=unit), BF16, overflow="ieee", out_dtype=BF16)
+    return fmtsim.quantize(fmtsim.mma(x, matrix.T, target=unit), BF16, overflow="ieee", out_dtype=BF16)
 
 
 def groups(octaves: int, lowest: int = -100) -> torch.Tensor:
@@ -218,10 +218,10 @@ def test_transformer_engines_bits_may_differ_elsewhere():
     x[0, :3] = torch.tensor([258.0, 1.0, -(2.0**-17)])
     plain = (hadamard_matrix(16) / 4).to(BF16)
     for unit in UNITS[1:]:  # Ampere cuts the smallest term, and agrees
-        assert float(fmtsim.quantize(fmtsim.mma(x.to(BF16), plain, unit=unit), BF16)[0, 0]) == 64.5
+        assert float(fmtsim.quantize(fmtsim.mma(x.to(BF16), plain, target=unit), BF16)[0, 0]) == 64.5
     assert float(hadamard(x.to(BF16), 16, round_to=BF16)[0, 0]) == 65.0
     zeros = torch.full((1, 16), -0.0, dtype=BF16)
-    assert hadamard(zeros, 16)[0, 0].signbit() and not fmtsim.mma(zeros, plain, unit=UNITS[0])[0, 0].signbit()
+    assert hadamard(zeros, 16)[0, 0].signbit() and not fmtsim.mma(zeros, plain, target=UNITS[0])[0, 0].signbit()
     wide = groups(24)
     assert not same_bits(hadamard(wide, 16, TE_SIGNS, round_to=BF16), transformer_engine(wide, "blackwell.mma"))
 

@@ -328,7 +328,7 @@ def test_calls_that_a_library_cannot_tell_apart():
         assert len(same) == len({(c.a_layout, c.b_layout) for c in same}) == layouts
         assert {c.a_layout for c in same} == ({"row", "column"} if 1 in (sizes.get("m"), sizes.get("k")) else {"row"})
     facts = call.facts()
-    assert (facts.formats, facts.target, facts.unit, facts.plan, facts.strict) == (None, None, None, None, False)
+    assert (facts.formats, facts.target, facts.plan, facts.strict) == (None, None, None, False)
     assert (facts.m, facts.n, facts.k, facts.fast_accum, facts.batch, facts.accumulate) == (4, 5, 6, True, 1, "fp32")
 
 

@@ -23,8 +23,7 @@ def product(a, b, gemm, out_dtype, bias=None, generator=None):
     """Return ``a b^T`` of views a [M, K] and b [N, K] of the originals."""
     kinds = {kind_of(q) for q in (gemm.a, gemm.b) if q.format is not None}
     machine = {"target": gemm.target, "plan": gemm.plan, "accumulate": gemm.accumulate}
-    machine |= {"datapath" if isinstance(gemm.unit, fmtsim.Datapath) else "unit": gemm.unit}
-    narrow = gemm.target is not None and any(q.format.bits <= 8 for q in (gemm.a, gemm.b) if q.format)
+    narrow = gemm.library is not None and any(q.format.bits <= 8 for q in (gemm.a, gemm.b) if q.format)
     if kinds <= {"none"} and not narrow:
         return _plain(a, b, bias, gemm, out_dtype, machine | {"generator": generator})
     left, right = _encoded(a, gemm.a), _encoded(b, gemm.b)

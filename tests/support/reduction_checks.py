@@ -350,7 +350,7 @@ def scales_are_shared(rank, size, device="cpu"):
         said = f"layer '0' runs recipe {recipes[0]!r} on rank 0 and {recipes[1]!r} on rank 1; convert with one"
         refused(said, fmtsim.nn.share_scales, convert(copy.deepcopy(plain).to(device), recipe=recipes[rank == 1]))
     attention = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2)}).to(device)
-    recipe = Recipe(name="mine", attention=flash_attention_3(unit=None, rotate=rank == 1))
+    recipe = Recipe(name="mine", attention=flash_attention_3(target=None, rotate=rank == 1))
     said = "layer 'attention' runs recipe 'mine' on rank 0 and 'mine' on rank 1 as another config; convert with one"
     refused(said, fmtsim.nn.share_scales, convert(attention, recipe=recipe))
 

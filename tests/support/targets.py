@@ -48,6 +48,7 @@ def install(monkeypatch) -> Notebook:
     """Make every target= of the verbs a fresh notebook."""
     notebook = Notebook()
     monkeypatch.setattr(target, "get_target", lambda name: notebook)
+    monkeypatch.setattr(target, "find_target", lambda name: notebook)
     return notebook
 
 

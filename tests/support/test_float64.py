@@ -163,4 +163,4 @@ def test_results_in_float64_are_refused_where_there_is_none():
                 call()
         message = "^the result is float64, which cpu does not have; choose a unit and an output in float32, or move the"
         with pytest.raises(DtypeError, match=message):
-            fmtsim.mm(x, x.t(), unit="exact", accumulate="fp64", out_dtype=torch.float64)
+            fmtsim.mm(x, x.t(), target="exact", accumulate="fp64", out_dtype=torch.float64)

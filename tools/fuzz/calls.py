@@ -69,7 +69,7 @@ def compile_products() -> None:
     """Have the kernels of products compiled, which takes longer than a call may."""
     for name in UNITS:
         for x in (torch.ones(2, 2, dtype=torch.float16), torch.ones(40, 40, dtype=torch.float16)):
-            fmtsim.mm(x, x, unit=name)
+            fmtsim.mm(x, x, target=name)
 
 
 def _shown(value: Any) -> str:

@@ -65,9 +65,9 @@ GOOD = [
     explain 1 2 3 --format nvfp4 --block-size 2 --json
     explain 0.3 --format int11_half --rounding stochastic --random-bits 8
     info
-    mm 2 3 16 --unit hopper.wgmma --dtype e4m3 --seed 2
+    mm 2 3 16 --target hopper.wgmma --dtype e4m3 --seed 2
     mm 2 3 16 --target h200 --dtype bf16 --out out.npy
-    mm 2 3 16 --datapath block=32,fraction_bits=10 --plan promote_every=32 --dtype e5m2
+    mm 2 3 16 --target block=32,fraction_bits=10 --plan promote_every=32 --dtype e5m2
     compare good.npy bad.npy
     compare bad.npz good.npz --json
     compare bad.safetensors good.npy
@@ -80,7 +80,7 @@ GOOD = [
     train --target bad.json --lr 0.1 --layers 1 --width 8 --heads 2
     calibrate --shapes bad.json --tokens 1,2 --dtypes bf16
     invariance --shapes bad.json --target h200 --sizes 1..9 --dtypes bf16
-    trace --model text --format e4m3 --unit hopper.wgmma --tensors 1,2 --out run.safetensors
+    trace --model text --format e4m3 --target hopper.wgmma --tensors 1,2 --out run.safetensors
     bisect bad.safetensors good.safetensors
     observe --model bad.json:a --format e4m3 --steps 2 --report run.html --rules bad.json
     attribute --model folder --data text --recipe te_current --tokenizer bytes --share 0.3

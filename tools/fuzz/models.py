@@ -70,8 +70,8 @@ def _convert(r: Random) -> tuple[Any, list[Any], Values]:
     model = either(r, _net(r), 0.05)
     x = either(r, tensors.tensor(r, dtypes=(torch.float32,), of=(*r.choice(((3,), (2, 3), (0,), ())), 64)), 0.05)
     options = maybe(
-        r, {}, filter_fn=(lambda module, name: True, lambda module: True, lambda module, name: name == "0"), unit=UNITS,
-        target=("h200",), seed=(1,), total_steps=(10,), wrong=0.05,
+        r, {}, filter_fn=(lambda module, name: True, lambda module: True, lambda module, name: name == "0"),
+        target=(*UNITS, "h200"), seed=(1,), total_steps=(10,), wrong=0.05,
     )  # fmt: skip
     known = inspect.signature(fmtsim.convert).parameters
     options = {name: value for name, value in options.items() if name in known}

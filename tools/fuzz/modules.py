@@ -31,7 +31,7 @@ def _configs() -> tuple[Any, ...]:
     made: list[Any] = [fmtsim.get_recipe(name).linear for name in ("te_current", "te_mxfp8", "te_nvfp4", "deepseek_v3")]
     for unit in (None, "hopper.wgmma", "exact"):
         with contextlib.suppress(fmtsim.FmtsimError):
-            made.append(fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", unit=unit))
+            made.append(fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", target=unit))
     return (*(config for config in made if config is not None), fmtsim.LinearConfig())
 
 
@@ -59,8 +59,8 @@ def _emulated(r: Random) -> tuple[Any, list[Any], Values]:
 def _config(r: Random) -> tuple[Any, list[Any], Values]:
     good = {name: either(r, r.choice(FORMATS), 0.05) for name in ("x", "w", "g")}
     options = maybe(
-        r, good, rounding=ROUNDINGS, grad_rounding=("stochastic",), unit=UNITS,
-        target=("h200",), native=(None, False), wrong=0.05,
+        r, good, rounding=ROUNDINGS, grad_rounding=("stochastic",), target=(*UNITS, "h200"),
+        native=(None, False), wrong=0.05,
     )  # fmt: skip
     known = inspect.signature(fmtsim.linear_config).parameters
 
@@ -127,7 +127,7 @@ def _attention(r: Random) -> tuple[Any, list[Any], Values]:
     dtype, width = (r.choice(tensors.FLOATS),), r.choice((0, 1, 16, 32))
     of = ((*lead, rows, width), (*lead, keys, width), (*lead, keys, r.choice((width, 8))))
     operands = [either(r, tensors.tensor(r, dtypes=dtype, of=size), 0.02) for size in of]
-    config = layers.flash_attention_3(unit=r.choice((None, "hopper.wgmma")))
+    config = layers.flash_attention_3(target=r.choice((None, "hopper.wgmma")))
     options = maybe(
         r, {"config": either(r, config, 0.04), "generator": 1}, dropout_p=(0.0, 0.1), is_causal=(True, False),
         scale=(0.5, None), enable_gqa=(False, True),

@@ -97,12 +97,12 @@ def _compare(r: Random) -> tuple[Any, list[Any], Values]:
 def _machine(r: Random, options: Values) -> Values:
     kind = r.random()
     if kind < 0.75:
-        options["unit"] = either(r, r.choice(UNITS))
+        options["target"] = either(r, r.choice(UNITS))
     elif kind < 0.9:
         options["target"] = either(r, r.choice(("h200", "a100", "chain")))
     elif kind < 0.96:
         unit = fmtsim.get_unit("hopper.wgmma")
-        options["datapath"] = either(r, unit.modes[0].datapath, 0.3)
+        options["target"] = either(r, unit.modes[0].datapath, 0.3)
     return maybe(
         r, options, accumulate=("fp32", "fp16"), allow_tf32=(True, False), native=(False, None), strict=(False,),
         out_dtype=(torch.float32, torch.bfloat16, torch.float8_e4m3fn), plan=(None, fmtsim.GemmPlan(k_tile=16)),
@@ -148,7 +148,7 @@ def _linear(r: Random) -> tuple[Any, list[Any], Values]:
 @target("int_mm", 40)
 def _int_mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
-    options = maybe(r, {}, unit=("int8", "int8.satfinite"), target=("h200",), native=(False, None))
+    options = maybe(r, {}, target=("int8", "int8.satfinite", "h200"), native=(False, None))
     return fmtsim.int_mm, _operands(r, (m, k), (k, n), (torch.int8,)), options
 
 
@@ -170,8 +170,8 @@ def _scaled_mm(r: Random) -> tuple[Any, list[Any], Values]:
     options = _machine(r, {"out_dtype": r.choice((torch.bfloat16, torch.float32, torch.float8_e4m3fn))})
     for name in ("allow_tf32", "allow_fp16_accumulation"):
         options.pop(name, None)
-    if isinstance(options.get("unit"), str):
-        options["unit"] = unit
+    if isinstance(options.get("target"), str) and options["target"] in UNITS:
+        options["target"] = unit
     maybe(r, options, bias=lambda r: tensors.tensor(r, dtypes=(torch.bfloat16,), of=(n,)), use_fast_accum=(True, False),
           scale_result=lambda r: torch.tensor(2.0), scale_recipe_a=("TensorWise", "RowWise"),
           scale_recipe_b=("TensorWise", "RowWise"), swizzle_a=("NO_SWIZZLE",))  # fmt: skip
@@ -182,7 +182,7 @@ def _scaled_mm(r: Random) -> tuple[Any, list[Any], Values]:
 def _mma(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
     operands = _operands(r, (m, k), (n, k), (torch.float16, torch.bfloat16))
-    maybe(r, options := {"unit": either(r, r.choice(UNITS))}, accumulate=("fp32", "fp16"),
+    maybe(r, options := {"target": either(r, r.choice(UNITS))}, accumulate=("fp32", "fp16"),
           c=lambda r: tensors.tensor(r, dtypes=(torch.float32,), of=(m, n)), generator=(None,))  # fmt: skip
     return fmtsim.mma, operands, options
 

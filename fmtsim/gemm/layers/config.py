@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a quantised linear layer is: a quantiser for each operand of each of its three matrix products."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -11,10 +11,10 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.layers.route import INT8, Route, route_of
 from fmtsim.gemm.layers.scalings import SCALINGS, ScalingName
-from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_unit
+from fmtsim.gemm.products.resolver import call_name, check_target, resolve_call
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import machine_name, takes_logarithms
+from fmtsim.gemm.units.unit import is_unit, machine_name, takes_logarithms
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
@@ -31,10 +31,10 @@ class Gemm:
         a: Quantiser of the first operand.
         b: Quantiser of the second operand.
         out: Rounding of the product, bias included; without a format the dtype of the tensor it becomes.
-        target: A machine with its library (``"h200"``, a plan file), whose call this product is.
-        unit: A matrix unit alone, by name or as a Datapath. Without target and unit the product of the quantised
-            values is float32 (float64 for float64 tensors), scales multiplied in, in no particular order; on a GPU its
-            bfloat16 units multiply where bfloat16 holds both operands.
+        target: What multiplies: a GPU with its library, whose call this product is, a matrix unit alone or a datapath,
+            as in ``fmtsim.mm``. Without one the product of the quantised values is float32 (float64 for float64
+            tensors), scales multiplied in, in no particular order; on a GPU its bfloat16 units multiply where bfloat16
+            holds both operands.
         plan: Order of sums instead of the target's, or of the unit's single chain.
         accumulate: Format in which the unit sums, where it has several.
         fast_accum: use_fast_accum of a target's FP8 products; nothing else looks at it.
@@ -45,8 +45,11 @@ class Gemm:
         native: Whether a target runs natively: None lets the GPU do it itself where the tensors are on the
             GPU that the target describes, True insists on that, False emulates.
 
+    Attributes:
+        library: The target, if it is a GPU with its library; else None.
+
     Raises:
-        ArgumentError: No machine, or one that does not take the operands; a plan without a machine.
+        ArgumentError: A target that does not take the operands; a plan without a target.
         FormatError: Formats that no unit multiplies (together).
     """
 
@@ -54,12 +57,12 @@ class Gemm:
     b: Quantizer = Quantizer()
     out: Quantizer = Quantizer()
     target: Any = None
-    unit: Any = None
     plan: GemmPlan | None = None
     accumulate: str | None = None
     fast_accum: bool = False
     dequantized: bool = False
     native: bool | None = None
+    library: Any = field(init=False, compare=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "out"):
@@ -68,24 +71,22 @@ class Gemm:
                     f"Gemm {name}={shown(getattr(self, name))} is not a Quantizer; pass Quantizer(format=...)"
                 )
         check_types(self)
-        if self.native and self.target is None:
+        if self.target is not None:
+            target = check_target("Gemm", self.target, self.plan, self.accumulate)
+            object.__setattr__(self, "target", target)
+            object.__setattr__(self, "library", None if is_unit(target) else target)
+        if self.native and self.library is None:
             raise ArgumentError("Gemm native=True runs products on the GPU that target= names; pass target= as well")
-        if self.emulated:
-            self._check_machine()
-        elif self.plan is not None or self.accumulate is not None:
-            raise ArgumentError("Gemm plan= and accumulate= belong to a machine; pass target= or unit= as well")
-
-    def _check_machine(self) -> None:
-        """Refuse here, not in the middle of a step, what needs no shapes to be refused."""
-        target_or_unit("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
-        if "forward" not in (self.a.source, self.b.source):  # what those are the layer knows
-            self.check_route(self.route(self.a, self.b))
+        if self.emulated and "forward" not in (self.a.source, self.b.source):  # LinearConfig checks those
+            self.check_route(self.route(self.a, self.b))  # here, not in the middle of a step
+        if not self.emulated and (self.plan is not None or self.accumulate is not None):
+            raise ArgumentError("Gemm plan= and accumulate= belong to a target; pass target= as well")
 
     def route(self, a: Quantizer, b: Quantizer, turned: tuple[bool, bool] = (False, False)) -> Route:
         """Return what the machine is handed of two operands; arguments and errors are those of ``route_of``."""
         return route_of(
-            a, b, turned, dequantized=self.dequantized, declared=isinstance(self.unit, Arithmetic),
-            logarithms=takes_logarithms(self.unit),
+            a, b, turned, dequantized=self.dequantized, declared=isinstance(self.target, Arithmetic),
+            logarithms=self.library is None and takes_logarithms(self.target),
         )  # fmt: skip
 
     def check_route(self, route: Route) -> None:
@@ -93,13 +94,13 @@ class Gemm:
         a, b = (INT8, INT8) if route.how == "integers" else route.formats
         if a is None or b is None:
             return
-        if self.target is not None:
+        if self.library is not None:
             sums = self.accumulate or ("int32" if route.how == "integers" else "fp64" if a.name == "fp64" else "fp32")
             names = call_name(a), call_name(b)
-            get_target(self.target).takes(*names, sums, route.kind if route.how == "elements" else "none")
+            get_target(self.library).takes(*names, sums, route.kind if route.how == "elements" else "none")
             return
         spec = resolve_call(
-            "mm", a, b, (0, 0, 0), torch.float32, unit=self.unit, accumulate=self.accumulate, scaling=route.kind
+            "mm", a, b, (0, 0, 0), torch.float32, target=self.target, accumulate=self.accumulate, scaling=route.kind
         )  # fmt: skip
         if route.how == "elements":
             check_unit_scales(spec.datapath, route.kind)
@@ -107,13 +108,12 @@ class Gemm:
     @property
     def emulated(self) -> bool:
         """Whether a machine multiplies, instead of float32 in no particular order."""
-        return self.target is not None or self.unit is not None
+        return self.target is not None
 
     @property
     def machine_name(self) -> str:
-        """Name of the target or unit, empty without one."""
-        chosen = self.unit if self.target is None else self.target
-        return "" if chosen is None else machine_name(chosen)
+        """Name of the target, empty without one."""
+        return "" if self.target is None else machine_name(self.target)
 
     @property
     def machine(self) -> str:
@@ -122,13 +122,13 @@ class Gemm:
         if not self.emulated:
             return out
         sums = f"sums in {self.accumulate}" if self.accumulate else ""
-        fast = "fast accumulation" if self.fast_accum and self.target is not None else ""
+        fast = "fast accumulation" if self.fast_accum and self.library is not None else ""
         return ", ".join(filter(None, (f"on {self.machine_name}", sums, fast, "own plan" if self.plan else "", out)))
 
 
 FORMULAS: Final = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
 PRODUCTS: Final = tuple(FORMULAS)
-_NO_MACHINE = dict.fromkeys(("target", "unit", "plan", "accumulate", "native"))
+_NO_MACHINE = dict.fromkeys(("target", "plan", "accumulate", "native"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class LinearConfig:
         """Return the same layer on another machine, or on none.
 
         Args:
-            machine: ``target``, ``unit``, ``plan``, ``accumulate`` and ``native`` of Gemm; what is left out is None.
+            machine: ``target``, ``plan``, ``accumulate`` and ``native`` of Gemm; what is left out is None.
 
         Raises:
             ArgumentError, FormatError: The machine does not multiply a product's operands; the message names it.
@@ -237,7 +237,6 @@ def linear_config(
     grad_rounding: RoundingName | Rounding = "nearest_even",
     overflow: Overflow | None = None,
     target: Any = None,
-    unit: Any = None,
     fast_accum: bool = False,
     native: bool | None = None,
 ) -> LinearConfig:
@@ -253,9 +252,9 @@ def linear_config(
         rounding: Rounding of activations and weights.
         grad_rounding: Rounding of gradients, often ``"stochastic"``.
         overflow: Overflow rule of all operands; None means each format's own.
-        target: A machine with its library that multiplies, as in ``Gemm``.
-        unit: A matrix unit alone, as in ``Gemm``.
-        fast_accum: use_fast_accum of the forward product on a target; gradients promote their sums, as trainers do.
+        target: What multiplies, as in ``Gemm``.
+        fast_accum: use_fast_accum of the forward product on a GPU with its library; gradients promote their sums, as
+            trainers do.
         native: Whether a target runs natively, as in ``Gemm``.
 
     Raises:
@@ -271,7 +270,7 @@ def linear_config(
     xs = Quantizer(format=_format(x, scaling), rounding=forward, overflow=overflow)
     ws = Quantizer(format=_format(w, scaling, weight=True), rounding=forward, overflow=overflow)
     gs = Quantizer(format=_format(g, scaling), rounding=backward, overflow=overflow)
-    machine: dict[str, Any] = {"target": target, "unit": unit, "native": native}
+    machine: dict[str, Any] = {"target": target, "native": native}
     fprop, dgrad, wgrad = (Gemm(a=a, b=b, **machine) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
     return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
 

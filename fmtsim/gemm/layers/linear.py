@@ -81,7 +81,7 @@ class EmulatedGEMM:
         ArgumentError: shapes that do not fit each other or the machine's library, or not a LinearConfig.
         DtypeError: dtypes that are not floating point, that differ, or that the library does not take.
 
-    ``LinearConfig.on`` puts a recipe's layer onto a machine, by ``target=`` or ``unit=``:
+    ``LinearConfig.on`` puts a recipe's layer onto a target:
 
     >>> from fmtsim.recipes import get_recipe
     >>> config = get_recipe("te_current").linear.on(target="h200")

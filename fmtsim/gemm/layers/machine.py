@@ -84,10 +84,10 @@ def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
     """
     if a.rest is None:
         return None
-    unit = gemm.unit if gemm.unit is None or unit_takes(gemm.unit, "fp32") else "fp32_fma"
+    target = gemm.target if gemm.library is not None or unit_takes(gemm.target, "fp32") else "fp32_fma"
     values = values_of(b, torch.float32)
     return run_product(
-        "mm", a.rest, values, (FP32, FP32), torch.float32, target=gemm.target, unit=unit, native=gemm.native,
+        "mm", a.rest, values, (FP32, FP32), torch.float32, target=target, native=gemm.native,
         accumulate="fp32", quantized=True,
     )  # fmt: skip
 
@@ -96,10 +96,10 @@ def _multiply_integers(a: Tensor, b: Tensor, gemm: Gemm) -> Tensor:
     """Return the exact sums of products of integers, int32 [M, N], of elements [M, K] and [N, K]."""
     rows, columns = a.shape[0], b.shape[0]
     a, b = a.to(torch.int8), b.to(torch.int8)
-    if gemm.target is not None:  # libraries take such sizes alone; zeros add nothing
+    if gemm.library is not None:  # libraries take such sizes alone; zeros add nothing
         a, b = _padded(a, max(rows, 17), 8), _padded(b, -(-columns // 8) * 8, 8)
     y = run_product(
-        "int_mm", a, b, (INT8, INT8), torch.int32, target=gemm.target, unit=gemm.unit, plan=gemm.plan,
+        "int_mm", a, b, (INT8, INT8), torch.int32, target=gemm.target, plan=gemm.plan,
         accumulate="int32", native=gemm.native, quantized=True,
     )  # fmt: skip
     return y[:rows, :columns]
@@ -126,7 +126,7 @@ def _multiply_elements(
     operation, asked, adds = _asked("scaled_mm" if scaled else operation, own, bias, gemm, dtype)
     scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
     left, right, columns = a.elements, b.elements, b.elements.shape[0]
-    if gemm.target is not None:
+    if gemm.library is not None:
         sums = sums or ("fp64" if own == torch.float64 else "fp32")
         if scaled and (columns % SCALED_MULTIPLE or right.shape[1] % SCALED_MULTIPLE):
             rows = -(-columns // SCALED_MULTIPLE) * SCALED_MULTIPLE
@@ -137,7 +137,7 @@ def _multiply_elements(
             )
     y = run_product(
         operation, left, right, (first, second), asked, scales, bias=bias, adds_bias=adds,
-        target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
+        target=gemm.target, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
         native=gemm.native, generator=generator, layouts=("row", "row") if scaled else None, quantized=True,
     )  # fmt: skip
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
@@ -169,7 +169,7 @@ def _asked(
     """
     wide = torch.float64 if torch.float64 in (own, dtype) else torch.float32
     asked = dtype if gemm.out.format is None else unit_dtype(gemm.out) or wide
-    if gemm.target is None:
+    if gemm.library is None:
         return operation, asked, bias is not None
     wide = torch.float64 if own == torch.float64 else torch.float32
     given = (torch.float32, *HALVES, *FP8_DTYPES) if operation == "scaled_mm" else (own, wide)

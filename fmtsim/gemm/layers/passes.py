@@ -145,7 +145,7 @@ class Pass:
             return run()
         gemm, wide = getattr(self._config, name), wide_dtype(dtype)
         rounds, index = gemm.out.format is not None, PRODUCTS.index(name)
-        if gemm.unit is None and gemm.target is None:
+        if gemm.target is None:
             y = multiply(a, b, bias, wide if rounds else dtype, wide, traced=self._traced)
             return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index)) if rounds else y
         y = multiply_on_machine(

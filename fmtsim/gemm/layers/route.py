@@ -14,7 +14,7 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import FormatError
 
 INT8: Any = get_format("int8_full")
-_HINT = "pass datapath= (a Datapath of your own, which takes the values), or leave the machine out"
+_HINT = "pass target=Datapath(...), a unit of your own, which takes the values, or leave target= out"
 
 
 class Route(NamedTuple):

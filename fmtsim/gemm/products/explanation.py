@@ -11,7 +11,7 @@ from fmtsim.gemm.products.native import emulation_reason, unsupported_reason
 from fmtsim.gemm.products.resolver import call_name
 from fmtsim.gemm.targets.doubts import bug_in_words, products_left_out
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
+from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit, is_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import BASES, GemmSpec
@@ -40,7 +40,7 @@ class MmExplanation(Result):
 
     Args:
         call: The call as a library sees it; None for a product of a layer that no machine multiplies.
-        machine: The target, unit or datapath that was asked; empty without one.
+        machine: The target that was asked; empty without one.
         unit: Name of the unit, None for a datapath without one.
         plan: Accumulation order and epilogue, None without a machine.
         basis: The evidence for the plan: ``"recorded"`` bits of this very call, the choice that the library
@@ -71,7 +71,7 @@ class MmExplanation(Result):
 
 def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
     """Return a resolved call in words; ``tf32`` says how float32 operands became TF32."""
-    plan, path, target = found.plan, found.datapath, call.target
+    plan, path, target = found.plan, found.datapath, None if is_unit(call.target) else call.target
     machine = str(getattr(target, "name", target)) if target is not None else found.unit or "datapath"
     batch = f"{call.batch} of " if call.operation == "bmm" else ""
     out = dtype_name(call.out)
@@ -172,7 +172,7 @@ def _source(call: GemmCall, found: GemmSpec) -> str:
     if call.plan is not None:
         return "the caller's plan"
     source = found.plan.source or "not said"
-    return source if call.target is None else f"{BASES[found.basis]}: {source}"
+    return source if is_unit(call.target) else f"{BASES[found.basis]}: {source}"
 
 
 def runs(

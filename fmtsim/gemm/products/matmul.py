@@ -19,7 +19,7 @@ from fmtsim.gemm.products.operands import (
     operand_formats,
     output_dtype,
 )
-from fmtsim.gemm.products.resolver import NO_SCALES, gemm_call, run_product, target_or_unit
+from fmtsim.gemm.products.resolver import NO_SCALES, check_target, gemm_call, run_product
 from fmtsim.gemm.units import unit as units
 from fmtsim.spec.call import GemmCall, OperandFormat, Operation
 from fmtsim.spec.cast import RandomKey
@@ -40,8 +40,6 @@ class Options(TypedDict, total=False):
 
     out_dtype: torch.dtype | None
     target: Any
-    unit: Any
-    datapath: Any
     plan: GemmPlan | None
     accumulate: str | None
     allow_tf32: bool
@@ -64,8 +62,6 @@ def mm(
     *,
     out_dtype: torch.dtype | None = None,
     target: Any = None,
-    unit: Any = None,
-    datapath: Any = None,
     plan: GemmPlan | None = None,
     accumulate: str | None = None,
     allow_tf32: bool = False,
@@ -79,14 +75,14 @@ def mm(
     """Multiply two matrices with the bits of a target's torch.mm, or of a unit.
 
     Args:
-        a: [M, K] of any strides: float16, bfloat16, float32 or float64; with ``unit=`` or ``datapath=`` also torch
-            float8 and float4 tensors.
+        a: [M, K] of any strides: float16, bfloat16, float32 or float64; on a unit or datapath also torch float8
+            and float4 tensors.
         b: [K, N], likewise.
-        out_dtype: dtype of the result. None takes the operands', or the accumulator's where they are narrower. A
-            target gives the operands' dtype, or float32 for 16-bit operands, as torch does.
-        target: A GPU with its library, by name (``"h200"``), path of a plan file, or record.
-        unit: A matrix unit alone, by name (``fmtsim.list_units()``) or record; all of K is one chain.
-        datapath: The arithmetic of a unit as a record (``Datapath``, ...). Pass one of the three.
+        out_dtype: dtype of the result. None takes the operands', or the accumulator's where they are narrower. A GPU
+            with its library gives the operands' dtype, or float32 for 16-bit operands, as torch does.
+        target: What computes: a GPU with its library (``"h200"``, the path of a plan file, a ``Target``); a matrix unit
+            alone (``"hopper.wgmma"``, one of ``fmtsim.list_units()``, a ``Unit``), where all of K is one chain; or a
+            datapath (a ``Datapath`` record or its JSON).
         plan: Accumulation order instead of the target's or the single chain.
         accumulate: ``"fp32"``, ``"fp16"``, ``"fp64"`` or ``"int32"``: which mode of the unit.
         allow_tf32: Round float32 operands to TF32, to nearest even, and multiply those
@@ -107,24 +103,24 @@ def mm(
 
     NaN is 0x7FFFFFFF, or 0x7FFF in 16 bits; Inf and zeros follow docs/matmul.md, which defines every bit. The same
     bits on every device and with every number of threads. The gradients are the products that torch would call, on
-    the same target or unit; a gradient is rounded to the operands' dtype before it is multiplied. They cannot be
+    the same target; a gradient is rounded to the operands' dtype before it is multiplied. They cannot be
     differentiated again.
 
     Raises:
-        ArgumentError: Shapes, devices, plan, target or unit that do not fit; a value that its format lacks.
+        ArgumentError: Shapes, devices, plan or target that do not fit; a value that its format lacks.
         DtypeError: A dtype that the target's library does not take or give.
         FormatError: An unknown format.
         DeviceError: The GPU's library refuses a native call.
         FmtsimError: A second derivative.
 
     >>> a, b = torch.eye(2, dtype=torch.bfloat16), torch.tensor([[1.5, 2.0], [0.25, -1.0]], dtype=torch.bfloat16)
-    >>> mm(a, b, unit="hopper.wgmma", out_dtype=torch.float32)
+    >>> mm(a, b, target="hopper.wgmma", out_dtype=torch.float32)
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
     options = {
-        "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
-        "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
+        "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate,
+        "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
         "strict": strict, "a_format": a_format, "b_format": b_format, "native": native,
     }  # fmt: skip
     return _multiply("mm", a, b, None, options, generator)
@@ -147,7 +143,7 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
 
     >>> import torch, fmtsim
     >>> a, b = torch.ones(2, 3, 4, dtype=torch.bfloat16), torch.ones(2, 4, 5, dtype=torch.bfloat16)
-    >>> y = fmtsim.bmm(a, b, unit="hopper.wgmma", out_dtype=torch.float32)
+    >>> y = fmtsim.bmm(a, b, target="hopper.wgmma", out_dtype=torch.float32)
     >>> y.shape, y[0, 0, 0].item()
     (torch.Size([2, 3, 5]), 4.0)
     """
@@ -178,17 +174,14 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     return _multiply("linear", x, w, bias, *_options("linear", options))
 
 
-def int_mm(
-    a: Tensor, b: Tensor, *, target: Any = None, unit: Any = None, datapath: Any = None, native: bool | None = None
-) -> Tensor:
+def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = None) -> Tensor:
     """Multiply two int8 matrices as torch._int_mm does.
 
     Args:
         a: [M, K], int8.
         b: [K, N], int8.
-        target: A target, whose limits on shapes then hold too.
-        unit: A unit with an int8 mode. Without any of the three the unit is ``"int8"``, whose sums wrap.
-        datapath: An IntegerDatapath.
+        target: A unit with an int8 mode (``"int8"`` has sums that wrap), an IntegerDatapath, or a GPU with its library,
+            whose limits on shapes then hold too.
         native: As in ``mm``.
 
     Returns:
@@ -202,10 +195,8 @@ def int_mm(
     >>> int_mm(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8))
     tensor([[-5]], dtype=torch.int32)
     """
-    alone = target is None and unit is None and datapath is None
-    given: Options = {"target": target, "unit": "int8" if alone else unit, "datapath": datapath, "native": native}
-    integers = {"accumulate": "int32", "out_dtype": torch.int32}
-    return _multiply("int_mm", a, b, None, *_options("int_mm", {**given, **integers}))
+    options: Options = {"target": target, "accumulate": "int32", "out_dtype": torch.int32, "native": native}
+    return _multiply("int_mm", a, b, None, *_options("int_mm", options))
 
 
 class Asked(NamedTuple):
@@ -216,7 +207,7 @@ class Asked(NamedTuple):
         dtype: Of the result, None for that of the accumulator.
         accumulate: Format of the sums, None for the unit's usual one.
         tf32: How float32 operands become TF32: ``"round"``, or ``""``.
-        options: The keywords of mm, checked; ``"unit"`` is the unit or the datapath.
+        options: What ``checked_options`` gives.
         call: The call; None for code that torch.compile traces, which asks for it as for a constant.
     """
 
@@ -242,15 +233,14 @@ def _options(verb: str, given: Any) -> tuple[dict[str, Any], Any]:
 
 
 def checked_options(verb: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of mm but the generator; ``"unit"`` is the unit or the datapath.
+    """Return the keywords of mm but the generator; ``"library"`` is True for a target that is a GPU with its library.
 
     Raises:
-        ArgumentError: None or several of target, unit and datapath, or a keyword that is not what it has to be.
+        ArgumentError: No target, or a keyword that is not what it has to be.
     """
-    machine = (options[name] for name in ("target", "unit", "datapath", "plan", "accumulate"))
-    options = {**options, "unit": target_or_unit(verb, *machine)}
+    target = check_target(verb, *(options[name] for name in ("target", "plan", "accumulate")))
+    options = {**options, "target": target, "library": not units.is_unit(target)}
     check_flags(**{name: options[name] for name in ("allow_tf32", "allow_fp16_accumulation", "strict", "native")})
-    del options["datapath"]
     return options
 
 
@@ -276,11 +266,11 @@ def ask(
     target, plan, call = options["target"], options["plan"], None
     sizes, batch = (a.shape[-2], columns.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
     if not torch.compiler.is_compiling():
-        if target is not None or plan is not None:
+        if options["library"] or plan is not None:
             facts |= {"a_layout": matrix_layout(a), "b_layout": matrix_layout(columns.mT, transposed=True)}
         call = gemm_call(
-            verb, *formats, sizes, dtype or a.dtype, target=target, unit=options["unit"], plan=plan, batch=batch,
-            accumulate=accumulate, strict=options["strict"], bias=bias is not None, **facts,
+            verb, *formats, sizes, dtype or a.dtype, target=target, plan=plan, batch=batch, accumulate=accumulate,
+            strict=options["strict"], bias=bias is not None, **facts,
         )  # fmt: skip
     return Asked(formats, dtype, accumulate, tf32, options, call)
 
@@ -301,13 +291,13 @@ def _multiply(
             key = None
     if asked is None:
         checked = checked_options(verb, options)
-        check_operands(verb, a, b, bias, options["target"] is not None)
+        check_operands(verb, a, b, bias, checked["library"])
     if verb == "linear":
         shape, b = (*a.shape[:-1], b.shape[0]), b.mT
         a = a if a.dim() == 2 else a.reshape(-1, a.shape[-1]) if a.shape[-1] else a.new_empty(a.shape[:-1].numel(), 0)
     if asked is None:
         asked = ask(verb, a, b.mT, bias, checked)
-        if options["target"] is not None:
+        if checked["library"]:
             sizes = a.shape[-2], b.shape[-1], inner_length(a)
             check_library(verb, asked.formats, asked.dtype, sizes, NO_SCALES, False)
         # A format's name may stand for another one tomorrow.
@@ -329,7 +319,7 @@ def _product(
     options = asked.options
     return run_product(
         verb, a, b.mT, asked.formats, asked.dtype, bias=None if bias is None else bias.detach(),
-        target=options["target"], unit=options["unit"], plan=options["plan"], accumulate=asked.accumulate,
+        target=options["target"], plan=options["plan"], accumulate=asked.accumulate,
         native=options["native"], strict=options["strict"], generator=generator, tf32=asked.tf32, call=asked.call,
         bare=bare,
     )  # fmt: skip

@@ -71,13 +71,13 @@ def emulation_reason(
     """Return why a product is emulated, None where the GPU computes it itself.
 
     Args:
-        target: A target, None for a unit or datapath.
+        target: A GPU with its library, None for a unit or datapath.
         plan: The caller's own plan.
         device: Of the operands.
         unsupported: Why torch does not have the call, None where it has.
     """
     if target is None:
-        return "a unit or datapath alone is not a GPU; pass target="
+        return "a unit or datapath alone is not a GPU; name a GPU with its library as target="
     if plan is not None:
         return "plan= replaces the library's accumulation order"
     return unsupported or why_not_native(target, device)
@@ -182,13 +182,13 @@ def check_library(
     if operation == "int_mm" and (m <= 16 or k % 8 or n % 8 or not k or not n):
         raise ArgumentError(
             f"torch._int_mm on CUDA takes M above 16 and K and N that are multiples of 8, not M={m}, K={k}, N={n}; "
-            "pad the operands, or leave target= out"
+            "pad the operands, or name a unit as target="
         )
     if operation != "scaled_mm":
         return
     names = formats[0].name, formats[1].name
     if names == ("e5m2", "e5m2"):
-        raise DtypeError("cuBLAS does not multiply e5m2 by e5m2; make one operand e4m3, or pass unit=")
+        raise DtypeError("cuBLAS does not multiply e5m2 by e5m2; make one operand e4m3, or name a unit as target=")
     if names == ("e4m3", "e4m3") and dtype == torch.float8_e5m2:
         raise DtypeError("cuBLAS has no e5m2 output for e4m3 by e4m3; choose torch.float8_e4m3fn or a wider dtype")
     if any(fmt.bits > 8 for fmt in formats):
@@ -198,10 +198,12 @@ def check_library(
     if k % SCALED_MULTIPLE or n % SCALED_MULTIPLE:
         raise ArgumentError(
             f"torch._scaled_mm takes K and N that are multiples of {SCALED_MULTIPLE}, not K={k}, N={n}; "
-            "pad, or pass unit="
+            "pad, or name a unit as target="
         )
     if scales.rows_per_scale == (_BLOCK, _BLOCK):
-        raise FormatError("torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or pass unit=")
+        raise FormatError(
+            "torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or name a unit as target="
+        )
 
 
 def unsupported_reason(

@@ -151,22 +151,21 @@ def operand_formats(
     """Return the formats of both operands, and how float32 becomes TF32."""
     given = options["a_format"], options["b_format"]
     plain = all(each is None for each in given)  # an array compares by element
-    if options["target"] is not None and plain and operation != "scaled_mm":
+    if options["library"] and plain and operation != "scaled_mm":
         if a.dtype != columns.dtype:
             raise DtypeError(
                 f"a has dtype {a.dtype}, b {columns.dtype}; torch multiplies equal dtypes, cast one of them"
             )
         if a.dtype not in FLOATS and operation != "int_mm":
             raise DtypeError(
-                f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or pass unit= for the "
-                "arithmetic alone"
+                f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or name a unit as target="
             )
     tf32 = options["allow_tf32"] and plain and a.dtype == columns.dtype == torch.float32
     if tf32:
         given = ("tf32", "tf32")
     formats = operand_format("a", a, given[0]), operand_format("b", columns, given[1])
-    unit = options["unit"]
-    single = unit is not None and formats[0].name == formats[1].name == "fp32"
+    unit = options["target"]
+    single = not options["library"] and formats[0].name == formats[1].name == "fp32"
     if single and not unit_takes(unit, "fp32") and unit_takes(unit, "tf32"):
         raise ArgumentError(
             f"unit {getattr(unit, 'name', unit)} multiplies TF32, not float32; pass allow_tf32=True to round the "
@@ -184,11 +183,11 @@ def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, 
     if not isinstance(dtype, torch.dtype):
         raise DtypeError(f"out_dtype={shown(dtype)} is not a dtype; pass for example torch.float32")
     widened = a.dtype in _HALVES and dtype == torch.float32
-    if options["target"] is not None and plain and dtype != a.dtype and not widened:
+    if options["library"] and plain and dtype != a.dtype and not widened:
         raise DtypeError(
             f"torch.{operation} does not turn {a.dtype} into {dtype}; choose {a.dtype}"
             + (" or torch.float32" if a.dtype in _HALVES else "")
-            + ", or pass unit= instead of target="
+            + ", or name a unit as target="
         )
     return dtype
 
@@ -196,7 +195,7 @@ def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, 
 def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str | None:
     """Return the format in which a library is asked to sum, None for the usual one of a unit."""
     given, half = options["accumulate"], options["allow_fp16_accumulation"]
-    if options["target"] is None and not half:
+    if not options["library"] and not half:
         return given  # type: ignore[no-any-return]
     if given is not None:
         if half and given != "fp16":

@@ -24,7 +24,7 @@ from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.doubts import warn_of_bug, without_doubts
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN
 from fmtsim.gemm.units import unit as units
-from fmtsim.gemm.units.unit import get_unit
+from fmtsim.gemm.units.unit import get_unit, is_unit
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -39,50 +39,38 @@ NO_SCALES = Scales()
 _asked: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("asked", default=None)
 
 
-def target_or_unit(
-    verb: str, target: Any, unit: Any, datapath: Any, plan: Any = None, accumulate: Any = None
-) -> Any:  # fmt: skip
-    """Check that exactly one of target, unit and datapath is given; return the unit or datapath, None for a target.
+def check_target(verb: str, target: Any, plan: Any = None, accumulate: Any = None) -> Any:
+    """Return a verb's ``target=``, a datapath's JSON as its record; refuse what names nothing that computes.
 
     Raises:
-        ArgumentError: None or several of them are given, or plan or accumulate is not one.
+        ArgumentError: target is None or unknown, or plan or accumulate is not one.
     """
-    if (target is not None) + (unit is not None) + (datapath is not None) != 1:
-        named = (("target", target), ("unit", unit), ("datapath", datapath))
-        given = " and ".join(f"{name}=" for name, value in named if value is not None)
-        what = f"{verb} got {given}" if given else f"{verb} needs a target or a unit"
+    if target is None:
         raise ArgumentError(
-            f"{what}; pass one of target= (a GPU with its library, 'h200'), unit= ('hopper.wgmma') or "
-            "datapath= (a Datapath record)"
-        )
-    if datapath is not None and not isinstance(datapath, Arithmetic):
-        raise ArgumentError(
-            f"datapath={shown(datapath)} is not an arithmetic; pass a Datapath record, or unit= for a unit's name"
+            f"{verb} needs target=: a GPU with its library ('h200', a plan file, a Target), a matrix unit alone "
+            "('hopper.wgmma', a Unit) or a datapath (a Datapath record or its JSON)"
         )
     if plan is not None and not isinstance(plan, GemmPlan):
         raise ArgumentError(f"plan={shown(plan)} is not an accumulation order; pass a GemmPlan(...)")
     if accumulate is not None and (not isinstance(accumulate, str) or accumulate not in ACCUMULATE_DTYPES):
         names = ", ".join(ACCUMULATE_DTYPES)
         raise ArgumentError(f"accumulate={shown(accumulate)} is not possible; choose one of {names}")
-    if datapath is not None:
-        return datapath
-    _require_known(target, unit)
-    return unit
+    return target if isinstance(target, Arithmetic) else _known_target(verb, target)
 
 
 @constant_in_graphs
-def _require_known(target: Any, unit: Any) -> None:
-    """Refuse the name of a target or unit that does not exist, before anything else is asked about the call."""
-    if target is not None:
-        targets.get_target(target)
-    elif not isinstance(unit, Arithmetic):
-        get_unit(unit)
+def _known_target(verb: str, target: Any) -> Any:
+    """Refuse a target that does not exist, before anything else is asked about the call."""
+    if isinstance(target, str) and target == "recipe":
+        raise ArgumentError(f"{verb} has no recipe whose target target='recipe' would be; name the target itself")
+    record = targets.find_target(target)
+    return record if isinstance(record, Arithmetic) else target
 
 
 def run_product(
     operation: Operation, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat],
     dtype: torch.dtype | None, scales: Scales = NO_SCALES, *, bias: Tensor | None = None, adds_bias: bool = True,
-    scale_result: Tensor | None = None, target: Any = None, unit: Any = None, plan: GemmPlan | None = None,
+    scale_result: Tensor | None = None, target: Any, plan: GemmPlan | None = None,
     accumulate: str | None = None, fast_accum: bool = True, native: bool | None = None, strict: bool = False,
     generator: Any = None, tf32: str = "", layouts: tuple[Layout, Layout] | None = None, quantized: bool = False,
     call: GemmCall | None = None, bare: bool = False,
@@ -99,7 +87,7 @@ def run_product(
         bias: [N], or None.
         adds_bias: False where the library adds none in such a call: it is then added to the result.
         scale_result: As in ``scaled_mm``.
-        target, unit, plan, accumulate, native, strict: As in ``mm``; one of target and unit is given.
+        target, plan, accumulate, native, strict: As in ``mm``.
         fast_accum: As in GemmCall.
         generator: Random words of a unit that rounds stochastically.
         tf32: ``"round"`` where float32 operands become TF32, to nearest even, else ``""``.
@@ -109,10 +97,11 @@ def run_product(
         call: The call that all this is, where that was made before.
         bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
-    if call is None and target is not None:
+    library = None if is_unit(target) else target
+    if call is None and library is not None:
         check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
-    if (target is not None or native is not None) and runs_natively(
-        native, target, plan, a.device,
+    if (library is not None or native is not None) and runs_natively(
+        native, library, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
             fast_accum=fast_accum, scale_result=scale_result is not None, converted=quantized or bool(tf32),
@@ -126,11 +115,11 @@ def run_product(
     if call is not None:
         spec = resolve(call)
     else:
-        if layouts is None and (target is not None or plan is not None):
+        if layouts is None and (library is not None or plan is not None):
             layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
         sizes = a.shape[-2], b.shape[-2], inner_length(a)
         spec = resolve_call(
-            operation, *formats, sizes, dtype or a.dtype, target=target, unit=unit, plan=plan,
+            operation, *formats, sizes, dtype or a.dtype, target=target, plan=plan,
             accumulate=accumulate, strict=strict, fast_accum=fast_accum, scaling=scales.kind, layouts=layouts,
             bias=bias is not None and adds_bias, batch=a.shape[0] if a.dim() == 3 else 1,
         )  # fmt: skip
@@ -154,7 +143,7 @@ def run_product(
     made = left is not a and right is not b  # of codes
     return run_gemm(
         left, right, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,
-        bias=bias, result_scale=scale_result if target is None else None, random=key,
+        bias=bias, result_scale=scale_result if library is None else None, random=key,
         validated=made or (quantized and formats == (spec.a, spec.b)),
         tf32=bool(tf32) and spec.a.name == "tf32",  # the unit may take another format than was asked for
         bare=bare and key is None,
@@ -182,7 +171,7 @@ def resolve(call: GemmCall) -> GemmSpec:
         ArgumentError: The target or unit does not take the call, its plan makes no sense for it, or it is a guess and
             ``strict`` is set.
     """
-    record = None if call.target is None else targets.get_target(call.target)
+    record = None if is_unit(call.target) else targets.get_target(call.target)
     # Another record may be registered under a unit's name.
     found = _resolved(call, units.registrations if record is None else record)
     asked = _asked.get()
@@ -218,7 +207,7 @@ def seen_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
 
 def resolve_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    target: Any = None, unit: Any = None, plan: GemmPlan | None = None, accumulate: str | None = None,
+    target: Any, plan: GemmPlan | None = None, accumulate: str | None = None,
     layouts: tuple[Layout, Layout] | None = None, batch: int = 1, **facts: Any,
 ) -> GemmSpec:  # fmt: skip
     """Return what the GemmCall of these fields comes to; for verbs and layers, which torch.compile may trace.
@@ -226,33 +215,32 @@ def resolve_call(
     torch.compile makes a program for every shape on which a plan can depend, and one for all where none does.
     """
     m = n = k = count = 0
-    if target is not None or plan is not None:
+    if plan is not None or not is_unit(target):
         m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
     a_layout, b_layout = layouts or ("row", "row")
     return _resolve_fields(
-        a, b, target, unit, plan, operation=operation, m=m, n=n, k=k, batch=count, out=out,
+        a, b, target, plan, operation=operation, m=m, n=n, k=k, batch=count, out=out,
         accumulate=accumulate or "", a_layout=a_layout, b_layout=b_layout, **facts,
     )  # fmt: skip
 
 
 @constant_in_graphs
-def _resolve_fields(
-    a: OperandFormat, b: OperandFormat, target: Any, unit: Any, plan: GemmPlan | None, **facts: Any
-) -> GemmSpec:
+def _resolve_fields(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmSpec:
     """Take every record by itself: torch.compile finds those in a tuple or in another record only while it traces."""
-    return resolve(_named_call(a, b, target=target, unit=unit, plan=plan, **facts))
+    return resolve(_named_call(a, b, target=target, plan=plan, **facts))
 
 
 def gemm_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    batch: int = 1, accumulate: str | None = None, **facts: Any,
+    target: Any, plan: GemmPlan | None = None, batch: int = 1, accumulate: str | None = None, **facts: Any,
 ) -> GemmCall:  # fmt: skip
     """Return the GemmCall of these fields, sizes left out where neither a library nor a plan looks at them."""
-    if facts.get("target") is None and facts.get("plan") is None:
+    if plan is None and is_unit(target):
         sizes, batch = (0, 0, 0), 0
     m, n, k = map(index, sizes)
     return _named_call(
-        a, b, operation=operation, m=m, n=n, k=k, batch=index(batch), out=out, accumulate=accumulate or "", **facts
+        a, b, operation=operation, m=m, n=n, k=k, batch=index(batch), out=out, target=target, plan=plan,
+        accumulate=accumulate or "", **facts,
     )  # fmt: skip
 
 
@@ -263,7 +251,7 @@ def _named_call(a: OperandFormat, b: OperandFormat, **facts: Any) -> GemmCall:
 @lru_cache(maxsize=4096)
 def _resolved(call: GemmCall, record: Any) -> GemmSpec:
     """Resolve a call; the target's record, or the state of the registry of units, is part of what is cached."""
-    if call.target is not None:
+    if not is_unit(call.target):
         spec = record.resolve(call.facts(), strict=call.strict)
         if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
             spec = replace(spec, a=call.formats[0], b=call.formats[1])
@@ -279,12 +267,12 @@ def _of_unit(call: GemmCall) -> GemmSpec:
     formats: Any = call.formats or (get_format(call.a), get_format(call.b))
     plan = call.plan or CHAINS.get(call.scaling, ONE_CHAIN)
     a, b = formats
-    if not isinstance(call.unit, Arithmetic):
-        unit = get_unit(call.unit)
+    if not isinstance(call.target, Arithmetic):
+        unit = get_unit(call.target)
         extent = SCALE_KINDS.get(call.scaling)
         mode = unit.find(a, b, call.accumulate or None, extent and extent.unit_scale)
         return GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)
-    path = call.unit
+    path = call.target
     kind, words = _TAKES.get(type(path), (FloatFormat, "floating-point formats"))
     if not all(isinstance(fmt, kind) for fmt in formats):
         raise FormatError(

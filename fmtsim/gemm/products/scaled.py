@@ -13,7 +13,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import check_tensor, inner_length, operand_format, read_operand
 from fmtsim.gemm.products.operator import output_format, run_gemm
-from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, resolve_call, run_product, target_or_unit
+from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, check_target, resolve_call, run_product
 from fmtsim.gemm.products.scales import (
     check_scales,
     read_scales,
@@ -22,7 +22,7 @@ from fmtsim.gemm.products.scales import (
     unit_scale_format,
     unit_scales,
 )
-from fmtsim.gemm.units.unit import unit_takes
+from fmtsim.gemm.units.unit import is_unit, list_units, unit_takes
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, OperandFormat, ScaleKind
 from fmtsim.spec.cast import CastSpec
@@ -46,8 +46,6 @@ def scaled_mm(
     use_fast_accum: bool = False,
     *,
     target: Any = None,
-    unit: Any = None,
-    datapath: Any = None,
     plan: GemmPlan | None = None,
     accumulate: str | None = None,
     scale_recipe_a: Any = None,
@@ -78,7 +76,7 @@ def scaled_mm(
             takes it, but an H200's results with and without it are equal (torch 2.11).
         out_dtype: None takes a's dtype, or bfloat16 where recipes are given, as the two functions of torch do.
         use_fast_accum: Which kernel of a target: False promotes sums to float32 on the way. A unit does not look at it.
-        target, unit, datapath, plan, accumulate, strict, generator, a_format, b_format, native: As in ``mm``.
+        target, plan, accumulate, strict, generator, a_format, b_format, native: As in ``mm``.
         scale_recipe_a: ``torch.nn.functional.ScalingType`` or its name, or a list of those, instead of the shapes.
         scale_recipe_b: Likewise.
         swizzle_a: ``torch.nn.functional.SwizzleType`` or its name: order of block scales. None is the one that cuBLAS
@@ -94,11 +92,12 @@ def scaled_mm(
         DeviceError: The GPU's library refuses a native call.
 
     >>> a = torch.full((16, 32), 2.0).to(torch.float8_e4m3fn)
-    >>> y = scaled_mm(a, a.t(), torch.tensor(0.5), torch.tensor(1.0), out_dtype=torch.bfloat16, unit="hopper.wgmma")
+    >>> y = scaled_mm(a, a.t(), torch.tensor(0.5), torch.tensor(1.0), out_dtype=torch.bfloat16, target="hopper.wgmma")
     >>> y[0, 0].item()
     64.0
     """
-    unit = target_or_unit("scaled_mm", target, unit, datapath, plan, accumulate)
+    target = check_target("scaled_mm", target, plan, accumulate)
+    library = not is_unit(target)
     check_flags(use_fast_accum=use_fast_accum, strict=strict, native=native)
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     _check_tensors(a, b, bias, scale_result)
@@ -112,10 +111,10 @@ def scaled_mm(
     swizzles = swizzle_names("swizzle_a", swizzle_a), swizzle_names("swizzle_b", swizzle_b)
     scales = read_scales(scale_a, scale_b, (m, n, k), recipes, swizzles)
     dtype = _output(a, recipes[0] is not None, out_dtype)
-    _check_bias(bias, n, dtype, target is not None)
+    _check_bias(bias, n, dtype, library)
     return run_product(
-        "scaled_mm", a, columns, formats, dtype, scales, bias=bias, scale_result=scale_result, target=target, unit=unit,
-        plan=plan, accumulate=accumulate or ("fp32" if unit is None else None), fast_accum=use_fast_accum,
+        "scaled_mm", a, columns, formats, dtype, scales, bias=bias, scale_result=scale_result, target=target,
+        plan=plan, accumulate=accumulate or ("fp32" if library else None), fast_accum=use_fast_accum,
         native=native, strict=strict, generator=generator,
     )  # fmt: skip
 
@@ -173,7 +172,7 @@ def mma(
     b: Tensor,
     c: Tensor | None = None,
     *,
-    unit: Any,
+    target: Any,
     a_format: Any = None,
     b_format: Any = None,
     scale_a: Tensor | None = None,
@@ -189,7 +188,7 @@ def mma(
             takes TF32 ignores the low 13 bits.
         b: [..., N, K], likewise; leading dimensions broadcast.
         c: [..., M, N], the addend, in the accumulator's dtype (float32, float16, float64 or int32); None is +0.
-        unit: Name or record of a unit, or the record of an arithmetic (``Datapath``, ...).
+        target: A matrix unit alone, by name or record, or a datapath (a ``Datapath`` record or its JSON).
         a_format, b_format: Formats of the operands, where their dtypes do not say them.
         scale_a: [..., M, ceil(K / g)] scales inside the unit, one for g products: torch float8 tensors, uint8 codes, or
             floats on the unit's scale format. None is 1. Their signs are ignored, NaN makes NaN.
@@ -209,7 +208,7 @@ def mma(
 
     >>> a = torch.tensor([[2.0**12, 1.0, -(2.0**12)]]).to(torch.float8_e5m2)
     >>> one = torch.ones(1, 3).to(torch.float8_e5m2)
-    >>> mma(a, one, unit="hopper.wgmma"), mma(16 * a.float(), one.float(), unit="exact")
+    >>> mma(a, one, target="hopper.wgmma"), mma(16 * a.float(), one.float(), target="exact")
     (tensor([[1.]]), tensor([[16.]]))
     """
     for name, x in (("a", a), ("b", b)):
@@ -219,7 +218,12 @@ def mma(
             check_tensor(name, extra, "2+")
     check_together(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
     _refuse_gradient(a=a, b=b, c=c)
-    target_or_unit("mma", None, unit, None, accumulate=accumulate)
+    unit = check_target("mma", target, accumulate=accumulate)
+    if not is_unit(unit):
+        raise ArgumentError(
+            f"mma is one instruction of a matrix unit, and target={shown(target)} is a GPU with its library; choose a "
+            f"unit ({', '.join(list_units())}) or a Datapath"
+        )
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
     formats, truncated = _formats(a, b, unit, a_format, b_format)
     left = read_operand(a, formats[0], tf32="truncate" if truncated[0] else "")
@@ -231,7 +235,7 @@ def mma(
         )
     given = unit_scale_format(scale_a, scale_b)
     kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == given), "none")
-    spec = resolve_call("mm", *formats, (0, 0, 0), torch.float32, unit=unit, accumulate=accumulate, scaling=kind)
+    spec = resolve_call("mm", *formats, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
     batch = _batch(left, right, c, scale_a, scale_b)
     if c is not None and c.dtype != dtype:

@@ -264,7 +264,7 @@ def check_conditions(when: dict[str, Any]) -> None:
 
 _COMPARED = {int: "whole numbers", bool: "True or False", str: "names"}
 _RANGE = ("min", "max", "multiple_of")
-_WHO = ("formats", "target", "unit", "plan", "strict")
+_WHO = ("formats", "target", "plan", "strict")
 CONDITIONS = tuple(name for name in GemmCall.__dataclass_fields__ if name not in _WHO)
 """What a rule may ask of a call, beside ``"aligned"``: all but who is asked."""
 

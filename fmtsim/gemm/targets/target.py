@@ -15,14 +15,13 @@ from fmtsim.gemm.targets.doubts import warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, Kernel, Rule, Splits, matches
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Choice, Question, question_of
-from fmtsim.gemm.units.unit import get_unit, units_that_take
+from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
-from fmtsim.spec.gemm_spec import Basis, GemmSpec
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.gemm_spec import Basis, GemmSpec, datapath_from_dict
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
-from fmtsim.support.records import READERS, at, check_types, fields_of, load_record, located, record_of
-
-PLANS = Path(__file__).with_name("plans")
+from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
+from fmtsim.support.records import READERS, at, check_types, fields_of, load_record, located, parse_json, record_of
 
 
 class Found(NamedTuple):
@@ -292,18 +291,46 @@ def get_target(name: str | Path | Target | Any) -> Target:
     >>> get_target("H200").name
     'h200'
     """
-    if isinstance(name, Target):
-        return name
-    if not isinstance(name, str | os.PathLike):
-        raise ArgumentError(f"target={shown(name)} is not a name or a path; choose one of {', '.join(list_targets())}")
-    text = os.fspath(name)
+    target = name if isinstance(name, Target) else find_target(name)
+    if not isinstance(target, Target):
+        raise ArgumentError(
+            f"target={shown(name)} is a {type(target).__name__} alone, which has no library; choose one of "
+            f"{', '.join(list_targets())}, or a plan file, *.json"
+        )
+    return target
+
+
+def find_target(target: Any) -> Target | Unit | Arithmetic:
+    """Return the record behind ``target=``: a GPU with its library, a matrix unit alone, or a datapath.
+
+    Args:
+        target: A name, the path of a plan file or of a datapath's JSON, that JSON itself, or a record.
+
+    Raises:
+        ArgumentError: It is none of them; the message lists names of targets and units that are close.
+    """
+    if isinstance(target, Target | Unit | Arithmetic):
+        return target
+    if is_unit(target):
+        return get_unit(target)
+    if not isinstance(target, str | os.PathLike):
+        raise ArgumentError(f"target={shown(target)} is neither a name, nor a path, nor a record; {_kinds()}")
+    text = os.fspath(target)
     if text.lower() in _shipped() or text.lower() in list_targets():
         return _load(str(PLANS / f"{text.lower()}.json"), 0)
     if text.endswith(".json"):
         return _load(text, _changed(text))
-    hint = did_you_mean(text, list_targets())
-    raise ArgumentError(
-        f"unknown target {shown(text)}{hint} (choose one of {', '.join(list_targets())}, or a plan file, *.json)"
+    if text.lstrip().startswith("{"):
+        return _datapath_of(text)
+    hint = did_you_mean(text, (*list_targets(), *list_units()))
+    raise ArgumentError(f"unknown target {shown(text)}{hint} ({_kinds()})")
+
+
+def _kinds() -> str:
+    """Return what an error says of the kinds of targets."""
+    return (
+        f"choose a GPU with its library ({', '.join(list_targets())}, a plan file or a Target), a matrix unit alone "
+        f"({', '.join(list_units())}, or a Unit) or a datapath (a Datapath record or its JSON)"
     )
 
 
@@ -343,10 +370,23 @@ def _changed(path: str) -> int:
 
 
 @lru_cache(maxsize=16)
-def _load(path: str, changed: int) -> Target:
-    """Read a plan file; ``changed`` keeps an edited file from being answered out of the cache."""
+def _load(path: str, changed: int) -> Target | Arithmetic:
+    """Read a plan file or a datapath; ``changed`` keeps an edited file from being answered out of the cache."""
     folder = Path(path).parent
-    return load_record(path, "plan file", lambda record, name: target_from_dict(record, f"{name}: plan", folder))
+
+    def read(record: Any, name: str) -> Target | Arithmetic:
+        if isinstance(record, dict) and "kind" in record:
+            return datapath_from_dict(record, name)
+        return target_from_dict(record, f"{name}: plan", folder)
+
+    return load_record(path, "plan file", read)
+
+
+def _datapath_of(text: str) -> Arithmetic:
+    try:
+        return datapath_from_dict(parse_json(text), "target")
+    except ValueError as error:
+        raise error if isinstance(error, FmtsimError) else ArgumentError(f"target={shown(text)}: {error}") from None
 
 
 def target_from_dict(record: dict[str, Any], path: str = "", folder: Path = PLANS) -> Target:

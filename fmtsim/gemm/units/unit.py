@@ -4,7 +4,8 @@
 import re
 from dataclasses import dataclass
 from html import escape
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -188,10 +189,15 @@ def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | N
     )  # fmt: skip
     if names:
         return f"units that do: {', '.join(names)}"
-    own = "a LogDatapath" if isinstance(a, LogFormat) and isinstance(b, LogFormat) else "a Datapath of your own"
-    return f"no unit does; pass datapath= ({own})"
+    own = (
+        "LogDatapath(...)"
+        if isinstance(a, LogFormat) and isinstance(b, LogFormat)
+        else "Datapath(...), a unit of your own"
+    )
+    return f"no unit does; pass target={own}(...), a unit of your own"
 
 
+PLANS = Path(__file__).parents[1] / "targets" / "plans"
 _units: dict[str, Unit] = {}  # the catalogue's first, which the package registers
 registrations = 0  # how often a record was registered: what was resolved before may mean another unit since
 
@@ -237,6 +243,8 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
     """
     if not isinstance(unit, Unit):
         raise ArgumentError(f"unit={shown(unit)} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
+    if (PLANS / f"{unit.name}.json").is_file():
+        raise ArgumentError(f"unit name {shown(unit.name)} is that of a GPU with its library; choose another")
     known = _units.get(unit.name)
     if known is not None and known != unit and not overwrite:
         raise ArgumentError(f"unit name {shown(unit.name)} is taken; choose another, or pass overwrite=True")
@@ -244,6 +252,13 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
     registrations += 1
     _units[unit.name] = unit
     return unit
+
+
+def is_unit(target: Any) -> bool:
+    """Return True if a target is a matrix unit or a datapath alone, False for a GPU with its library."""
+    if isinstance(target, str):
+        return target.strip().lower() in _units
+    return isinstance(target, Unit | Arithmetic)
 
 
 def unit_takes(unit: str | Unit | Arithmetic, *formats: str | Format) -> bool:

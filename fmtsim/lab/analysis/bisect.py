@@ -172,7 +172,7 @@ def bisect(run_a: Run, run_b: Run) -> Bisection:
     >>> import torch, fmtsim
     >>> layer, x = nn.Linear(64, 8).bfloat16(), torch.linspace(-3, 3, 256, dtype=torch.bfloat16).view(4, 64)
     >>> plain = fmtsim.trace(layer, x)
-    >>> found = bisect(plain, (fmtsim.convert(layer, format="e4m3", unit="hopper.wgmma"), x))
+    >>> found = bisect(plain, (fmtsim.convert(layer, format="e4m3", target="hopper.wgmma"), x))
     >>> str(found.a), found.kind, found.alone
     ('(model) forward: Linear', 'operation', (0, 6))
     """

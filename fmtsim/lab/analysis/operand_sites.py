@@ -244,7 +244,7 @@ def _attention(config: AttentionConfig, operands: Collection[str]) -> AttentionC
     kept: Any = {name: (q if name in operands else _high(q)) for name, q in config.operands.items()}
     names = {name: [each for each in kept if each.startswith(f"{name}.")] for name in BACKWARD}
     gemms: Any = {name: Gemm(a=kept[a], b=kept[b]) for name, (a, b) in names.items()}
-    return replace(config, unit=None, q=kept["q"], k=kept["k"], v=kept["v"], p=kept["p"], **gemms)
+    return replace(config, target=None, q=kept["q"], k=kept["k"], v=kept["v"], p=kept["p"], **gemms)
 
 
 def _wide(t: Tensor) -> Tensor:

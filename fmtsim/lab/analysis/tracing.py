@@ -73,7 +73,7 @@ def trace(
             does not return a number.
 
     >>> from fmtsim.nn import convert
-    >>> layer = convert(nn.Linear(32, 16).bfloat16(), format="e4m3", unit="hopper.wgmma")
+    >>> layer = convert(nn.Linear(32, 16).bfloat16(), format="e4m3", target="hopper.wgmma")
     >>> step = trace(layer, torch.ones(4, 32, dtype=torch.bfloat16))
     >>> [operation.operation for operation in step.operations][:4]
     ['x_f', 'w_f', 'fprop', 'Linear']

@@ -135,9 +135,13 @@ def product_of(case: Case, shape: Shape, *, device: str = "cpu") -> Callable[[],
     a, w = (_matrix(case.products * rows, k, case.operands, generator).to(device) for rows in (m, n))
     b = w.t().contiguous() if case.columns_apart else w.t()
     if case.operands == "int8":
-        return lambda: int_mm(a, b, unit=case.unit)
-    which: dict[str, Any] = {"datapath": case.unit} if isinstance(case.unit, Arithmetic) else {"unit": case.unit}
-    options: dict[str, Any] = {**which, "plan": case.plan, "accumulate": case.accumulate, "generator": case.seed}
+        return lambda: int_mm(a, b, target=case.unit)
+    options: dict[str, Any] = {
+        "target": case.unit,
+        "plan": case.plan,
+        "accumulate": case.accumulate,
+        "generator": case.seed,
+    }
     if case.side is not None:
         return lambda: bmm(a.view(-1, m, k), w.view(-1, n, k).mT, out_dtype=case.out_dtype, **options)
     if case.scaling == "none":

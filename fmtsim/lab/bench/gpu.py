@@ -259,7 +259,7 @@ def _mmaemu(repeats: int, side: int) -> Iterator[Other]:
             warnings.simplefilter("ignore")  # that its numbers for Hopper are experimental
             theirs, ours = _in_turns(
                 lambda: mmaemu.accumulate(a, w, use_fast_accum=fast, splitk=1),  # noqa: B023
-                lambda: mm(a, w.t(), unit="hopper.wgmma", plan=plan, out_dtype=torch.float32),  # noqa: B023
+                lambda: mm(a, w.t(), target="hopper.wgmma", plan=plan, out_dtype=torch.float32),  # noqa: B023
                 min(repeats, 5),
             )
         products = float(side) ** 3 / 1e12

@@ -132,12 +132,12 @@ def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan)
                 "scale_recipe_b": "BlockWise128x128" if wide else "BlockWise1x128",
             }
         return scaled_mm(
-            a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, datapath=arithmetic, plan=plan, **recipes
+            a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, target=arithmetic, plan=plan, **recipes
         )
     if isinstance(arithmetic, IntegerDatapath):
-        return int_mm(a, b.t(), datapath=arithmetic)
+        return int_mm(a, b.t(), target=arithmetic)
     tf32 = call.a == "tf32" and not is_scalar(arithmetic)
-    options = {"datapath": arithmetic, "plan": plan, "out_dtype": call.out, "allow_tf32": tf32}
+    options = {"target": arithmetic, "plan": plan, "out_dtype": call.out, "allow_tf32": tf32}
     return linear(a, b, extras.bias, **options) if call.bias else mm(a, b.t(), **options)  # type: ignore[arg-type]
 
 

@@ -158,12 +158,12 @@ def emulate(call: GemmCall, operands: Operands, unit: str | Arithmetic, plan: Ge
     """Return what a unit makes of a call, its products added in the order of a plan."""
     a, b, scale_a, scale_b, tensor_a, tensor_b = operands
     if call.operation == "int_mm":
-        return int_mm(a, b.mT, unit=unit)
+        return int_mm(a, b.mT, target=unit)
     if call.operation == "mm":
-        return mm(a, b.mT, unit=unit, plan=plan, out_dtype=call.out, accumulate=call.accumulate,
+        return mm(a, b.mT, target=unit, plan=plan, out_dtype=call.out, accumulate=call.accumulate,
                   allow_tf32=call.a == "tf32")  # fmt: skip
     assert scale_a is not None and scale_b is not None
-    options: dict[str, Any] = {"unit": unit, "plan": plan, "out_dtype": call.out}
+    options: dict[str, Any] = {"target": unit, "plan": plan, "out_dtype": call.out}
     if call.scaling not in UNIT_SCALES:
         return scaled_mm(a, b.mT, scale_a, scale_b, **options)
     extent = SCALE_KINDS[call.scaling]

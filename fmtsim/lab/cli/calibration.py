@@ -18,7 +18,7 @@ from fmtsim.gemm.models import PASSES, find_models, list_models, parse_tokens, r
 from fmtsim.gemm.targets.ask import open_asker
 from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.learned import Group
-from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.targets.target import Target, find_target, get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.calibration.arithmetic import Measured, arithmetics, family_of, measure_all
 from fmtsim.lab.calibration.book import Made, book_target, choose_kinds, families_of, lattice, make_book, similar_kinds
@@ -48,9 +48,9 @@ MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "f
 def run_calibrate(arguments: argparse.Namespace) -> int:
     """Ask, verify and write; 0 where a plan file was written, 1 where a measured unit's bits are not explained.
 
-    With ``--check``, ``--unit`` and ``--evidence``: 0 where no bit differs and every rule, or kind of call, was run.
+    With ``--check`` and ``--evidence``: 0 where no bit differs and every rule, or kind of call, was run.
     """
-    jobs = {"book": run_book, "learn": run_learn, "check": run_check, "unit": run_unit, "evidence": run_evidence}
+    jobs = {"book": run_book, "learn": run_learn, "check": run_check, "evidence": run_evidence}
     asked = [name for name in jobs if getattr(arguments, name) is not None]
     if len(asked) > 1:
         raise ArgumentError(f"--{asked[0]} and --{asked[1]} are different jobs; give one of them")
@@ -87,9 +87,11 @@ def chosen_calls(arguments: argparse.Namespace) -> list[GemmCall]:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Hold the GPU to a target, and print a line for every rule."""
+    """Compare the GPU with a target, and print a line for every rule; or with a unit, and write evidence."""
     check_positive(arguments, "calls")
-    target = get_target(arguments.check)
+    target = find_target(arguments.check)
+    if not isinstance(target, Target):
+        return run_unit(arguments, get_unit(arguments.check).name)
     open_gpu(arguments.device)
     with make_progress(None, transient=True) as progress:
         found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, progress=progress))
@@ -103,14 +105,13 @@ def run_check(arguments: argparse.Namespace) -> int:
     return 0 if all(x.calls and not x.mismatches for x in found) else MISMATCH
 
 
-def run_unit(arguments: argparse.Namespace) -> int:
-    """Hold the GPU to the emulation of a unit, and write what it showed."""
+def run_unit(arguments: argparse.Namespace, unit: str) -> int:
+    """Compare the GPU with the emulation of a unit, and write the evidence."""
     out = check_output(arguments.out or EVIDENCE, "an evidence file")
-    get_unit(arguments.unit)  # before a GPU is looked for
     card = TorchCard(arguments.device)
     with make_progress(None, transient=True) as progress:
-        progress.stage("kinds of calls", len(kinds_of(arguments.unit)))
-        found = check_unit(arguments.unit, card, progress.step)
+        progress.stage("kinds of calls", len(kinds_of(unit)))
+        found = check_unit(unit, card, progress.step)
     record = recipe_to_dict(found)
     write_json(out, record)
     answer(arguments, record, lambda: f"{evidence_table(found)}\nwritten: {out}; fmtsim calibrate --evidence {out}")

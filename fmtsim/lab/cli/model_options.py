@@ -68,7 +68,7 @@ def formats_given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine_given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return target, unit, datapath and plan as keywords, those that are given."""
+    """Return target and plan as keywords, those that are given."""
     return {name: value for name, value in read_target(arguments).items() if value is not None}
 
 

@@ -18,7 +18,6 @@ from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, first_line
 
 MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
-TARGET_OPTIONS = ("target", "unit", "datapath")
 
 Parser = argparse._ActionsContainer
 """A parser, or a group of its options."""
@@ -103,15 +102,13 @@ def add_device(parser: Parser, default: str = "cpu") -> None:
 
 
 def add_target(parser: Parser) -> None:
-    """Add ``--target``, ``--unit``, ``--datapath`` and ``--plan``: arithmetic and accumulation order."""
-    option(
-        parser, "--target", "a GPU with its library, such as h200, or a plan file", metavar="NAME", known=names.targets
+    """Add ``--target`` and ``--plan``: what multiplies, and the accumulation order."""
+    kinds = (
+        "a GPU with its library, such as h200, or a plan file; an MMA unit alone, such as hopper.wgmma or exact; or a "
+        "datapath: a JSON file, or fields such as block=32,fraction_bits=10 or logarithms,entries=4"
     )
-    option(parser, "--unit", "an MMA unit alone, such as hopper.wgmma or exact", metavar="NAME", known=names.units)
-    record = "FIELD=VALUE,..."
-    own = "a unit of your own, such as block=32,fraction_bits=10 or logarithms,entries=4"
-    option(parser, "--datapath", own, metavar=record)
-    option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar=record)
+    option(parser, "--target", kinds, metavar="TARGET", known=names.targets_and_units)
+    option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar="FIELD=VALUE,...")
 
 
 def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
@@ -128,22 +125,16 @@ def add_tokens(parser: Parser) -> None:
     flag(parser, "--no-gradients", "forward products only")
 
 
-def target_given(arguments: argparse.Namespace) -> list[str]:
-    """Return which of ``--target``, ``--unit`` and ``--datapath`` are given."""
-    return [name for name in TARGET_OPTIONS if getattr(arguments, name) is not None]
-
-
 def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return target, unit, datapath and plan as given, records of the last two."""
+    """Return ``--target`` and ``--plan`` as ``target=`` and ``plan=`` of verbs: fields become records."""
     from fmtsim.spec.datapath import Datapath, LogDatapath
     from fmtsim.spec.plan import GemmPlan
 
-    found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit, "datapath": None, "plan": None}
-    if arguments.datapath is not None:
-        found["datapath"] = parse_record(arguments.datapath, Datapath, "--datapath", logarithms=LogDatapath)
-    if arguments.plan is not None:
-        found["plan"] = parse_record(arguments.plan, GemmPlan, "--plan")
-    return found
+    target, plan = arguments.target, arguments.plan
+    fields = target is not None and not target.endswith(".json") and not target.lstrip().startswith("{")
+    if fields and ("=" in target or target.partition(",")[0].strip() == "logarithms"):
+        target = parse_record(target, Datapath, "--target", logarithms=LogDatapath)
+    return {"target": target, "plan": None if plan is None else parse_record(plan, GemmPlan, "--plan")}
 
 
 def parse_number(text: str) -> float:

@@ -19,15 +19,19 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.models import PASSES, Shape, layer_shapes, parse_tokens, read_shapes
 from fmtsim.gemm.products.explanation import MmExplanation
 from fmtsim.gemm.products.matmul import int_mm, mm
+from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.targets.target import Target, find_target
+from fmtsim.gemm.units.unit import is_unit
 from fmtsim.lab.analysis.compare import Comparison, compare
 from fmtsim.lab.analysis.invariance import batch_invariance
 from fmtsim.lab.analysis.ulp import read_codes
 from fmtsim.lab.cli.arguments.numbers import SLOW_EVERY
-from fmtsim.lab.cli.options import check_device, read_target, target_given
+from fmtsim.lab.cli.options import check_device, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.lab.explain.product import explain_mm
 from fmtsim.lab.training.models import is_function, module_of
+from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.support.files import check_file, write_file
@@ -115,7 +119,6 @@ def _numbers(rows: int, columns: int, kind: str, generator: torch.Generator) -> 
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
 MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of a machine
-BOTH = ("target", "unit")  # are passed to verbs also where they are None
 
 
 def run_mm(arguments: argparse.Namespace) -> int:
@@ -159,9 +162,10 @@ def on_device(operands: Operands, name: str) -> Operands:
 
 
 def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return target, unit or datapath, plan and accumulator as the verbs take them."""
-    options = {name: value for name, value in read_target(arguments).items() if value is not None or name in BOTH}
-    if arguments.plan is None and arguments.slow and arguments.target is None:
+    """Return target, plan and accumulator as the verbs take them."""
+    options = {name: value for name, value in read_target(arguments).items() if value is not None}
+    options["target"] = check_target("fmtsim mm", options["target"])
+    if arguments.plan is None and arguments.slow and is_unit(options["target"]):
         source = f"--slow: a new chain every {SLOW_EVERY} products"
         options["plan"] = GemmPlan(promote_every=SLOW_EVERY, source=source)
     if arguments.accumulate is not None:
@@ -171,16 +175,14 @@ def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> tuple[torch.Tensor, float]:
     """Return the product and the seconds it took."""
-    dtype = _out_dtype(operands, arguments)
-    path = options.get("datapath")
-    stochastic = path is not None and path.rounding.mode == "stochastic"
+    dtype, target = _out_dtype(operands, options, arguments), options["target"]
+    stochastic = isinstance(target, Datapath) and target.rounding.mode == "stochastic"
     shared = {"generator": arguments.seed} if stochastic else {}
     narrow = all(x.dtype.is_floating_point and x.dtype.itemsize == 1 for x in (operands.a, operands.b))
     start = time.perf_counter()
     if operands.a.dtype == operands.b.dtype == torch.int8:
-        chosen = {name: options.get(name) for name in ("target", "unit", "datapath", "native")}
-        y = int_mm(operands.a, operands.b, **chosen)
-    elif options["target"] is not None and narrow:
+        y = int_mm(operands.a, operands.b, target=target, native=options.get("native"))
+    elif not is_unit(target) and narrow:
         one = torch.ones((), device=operands.a.device)
         y = scaled_mm(
             operands.a, operands.b, one, one, out_dtype=dtype, use_fast_accum=not arguments.slow, **options
@@ -198,7 +200,7 @@ def exact_sums(operands: Operands) -> torch.Tensor:
     rows = operands.a[: max(1, MAC_LIMIT // max(1, n * k))]
     if rows.dtype == torch.int8:
         return rows.long() @ operands.b.long()
-    return mm(rows, operands.b, unit="exact", accumulate="fp64", out_dtype=torch.float64,
+    return mm(rows, operands.b, target="exact", accumulate="fp64", out_dtype=torch.float64,
               a_format=operands.a_format, b_format=operands.b_format)  # fmt: skip
 
 
@@ -239,10 +241,9 @@ def save(y: torch.Tensor, path: Path) -> None:
 
 
 def _check_mm(arguments: argparse.Namespace) -> None:
-    given = target_given(arguments)
-    if len(given) != 1:
-        what = "several of them are given" if given else "none is given"
-        raise ArgumentError(f"fmtsim mm takes one of --target, --unit and --datapath, but {what}; try --target h200")
+    if arguments.target is None:
+        raise ArgumentError("fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone")
+    library = isinstance(find_target(read_target(arguments)["target"]), Target)
     for name in ("m", "n", "k"):
         size = getattr(arguments, name)
         if not 1 <= size < MOST:
@@ -252,7 +253,7 @@ def _check_mm(arguments: argparse.Namespace) -> None:
         raise ArgumentError(f"--seed {arguments.seed} is not allowed; choose 0 to 2**62 - 1")
     if arguments.out:
         check_file("--out", Path(arguments.out))
-    if arguments.check and (arguments.target is None or arguments.emulate):
+    if arguments.check and (not library or arguments.emulate):
         what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is not a GPU"
         raise ArgumentError(f"--check native runs the GPU that --target names, but {what}; pass --target h200")
     if arguments.slow and arguments.plan is not None:
@@ -261,10 +262,10 @@ def _check_mm(arguments: argparse.Namespace) -> None:
         )
 
 
-def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> torch.dtype:
+def _out_dtype(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> torch.dtype:
     if operands.a.dtype == torch.int8:
         return torch.int32
-    half = arguments.accumulate == "fp16" and arguments.target is not None
+    half = arguments.accumulate == "fp16" and not is_unit(options["target"])
     usual = "float64" if operands.a.dtype == torch.float64 else "float16" if half else "float32"
     return getattr(torch, arguments.out_dtype or usual)  # type: ignore[no-any-return]
 
@@ -272,10 +273,10 @@ def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> torch.dtype
 def _for_mm(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of mm; a target's accumulator is torch's switch."""
     given = {
-        "out_dtype": _out_dtype(operands, arguments), "allow_tf32": operands.tf32, "a_format": operands.a_format,
-        "b_format": operands.b_format,
+        "out_dtype": _out_dtype(operands, options, arguments), "allow_tf32": operands.tf32,
+        "a_format": operands.a_format, "b_format": operands.b_format,
     }  # fmt: skip
-    if options["target"] is None or options.get("accumulate") != "fp16":
+    if is_unit(options["target"]) or options.get("accumulate") != "fp16":
         return given | options
     rest = {name: value for name, value in options.items() if name != "accumulate"}
     return {**given, **rest, "allow_fp16_accumulation": True}

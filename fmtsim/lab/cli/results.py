@@ -16,7 +16,7 @@ from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.tracing import trace
 from fmtsim.lab.cli.arguments.results import SUFFIXES
 from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given
-from fmtsim.lab.cli.options import check_positive, target_given
+from fmtsim.lab.cli.options import check_positive
 from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
 from fmtsim.lab.training.models import told
 from fmtsim.lab.verify import Outcome, workers
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 def run_trace(arguments: argparse.Namespace) -> int:
     """Trace and print what was recorded."""
     formats, out = formats_given(arguments), file_given(arguments, "out", ".safetensors")
-    if target_given(arguments) and not formats:
-        raise ArgumentError(f"--{target_given(arguments)[0]} needs --recipe or --format, which convert the model")
+    if arguments.target is not None and not formats:
+        raise ArgumentError("--target needs --recipe or --format, which convert the model")
     loaded = load_model(arguments, count=1, random_text=True)
     model, (batch, loss) = loaded.model, loaded.samples[0]
     if formats:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.losses import badness
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
 from fmtsim.lab.bench.timing import bounded_threads
 from fmtsim.lab.cli.arguments.models import EVERY
-from fmtsim.lab.cli.options import check_device, check_threads, read_target, target_given
+from fmtsim.lab.cli.options import check_device, check_threads, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, json_text, print_text
 from fmtsim.lab.training.artifacts import (
     CHECKPOINT,
@@ -168,7 +169,7 @@ def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
             )
         recipe = recipe.at_level(arguments.level)
     if machine["target"] == "recipe":
-        machine |= {"target": None, **recipe.made_for}
+        machine |= {"target": recipe.made_for}
     return Scheme(format=HIGH_PRECISION, recipe=recipe, optimizer=_optimizer(arguments, recipe.optimizer), **machine)
 
 
@@ -184,21 +185,20 @@ def _optimizer(arguments: argparse.Namespace, own: OptimizerConfig | None) -> Op
 
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return target, unit, plan and autocast as a Scheme takes them."""
-    given = target_given(arguments)
-    if len(given) > 1:
-        raise ArgumentError(
-            f"fmtsim train takes one of --target, --unit and --datapath, not {' and '.join(f'--{n}' for n in given)}"
-        )
-    if arguments.plan is not None and not given:
-        raise ArgumentError("--plan is an accumulation order; pass --target, --unit or --datapath as well")
-    if arguments.fast_accum and arguments.target is None:
-        raise ArgumentError("--fast-accum chooses between a library's kernels; pass --target as well")
+    """Return target, plan and autocast as a Scheme takes them."""
+    if arguments.plan is not None and arguments.target is None:
+        raise ArgumentError("--plan is an accumulation order; pass --target as well")
+    machine = read_target(arguments)
+    if arguments.fast_accum and not _has_library(machine["target"]):
+        raise ArgumentError("--fast-accum chooses between a library's kernels; pass a GPU as --target as well")
     if arguments.target == "recipe" and arguments.recipe is None:
         raise ArgumentError("--target recipe is the machine that a recipe was made for; pass --recipe as well")
-    options = read_target(arguments)
-    own = options.pop("datapath")
-    return {**options, "unit": arguments.unit if own is None else own, "autocast": arguments.autocast}
+    return {**machine, "autocast": arguments.autocast}
+
+
+def _has_library(target: Any) -> bool:
+    """Return True if ``--target`` is a GPU with its library, or the one that a recipe names."""
+    return target is not None and (target == "recipe" or isinstance(find_target(target), Target))
 
 
 def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
@@ -255,7 +255,7 @@ def _guessed(guesses: list[str]) -> str:
     return (
         f"{first}{others}: {'their' if many else 'its'} accumulation order was guessed.\n"
         "Record such calls on the machine and name the plan file as --target, give an order as --plan, or take "
-        "--unit for the arithmetic alone."
+        "a unit as --target for the arithmetic alone."
     )
 
 

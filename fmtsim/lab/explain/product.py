@@ -21,7 +21,7 @@ from fmtsim.support.errors import ArgumentError
 @overload
 def explain_mm(a: nn.Module, b: Inputs) -> LayerExplanation: ...
 @overload
-def explain_mm(a: Tensor, b: Tensor, *, out_dtype: Any = ..., target: Any = ..., unit: Any = ..., datapath: Any = ...,
+def explain_mm(a: Tensor, b: Tensor, *, out_dtype: Any = ..., target: Any = ...,
                plan: Any = ..., accumulate: Any = ..., allow_tf32: bool = ..., allow_fp16_accumulation: bool = ...,
                use_fast_accum: bool = ..., a_format: Any = ..., b_format: Any = ..., native: bool | None = ...,
 ) -> MmExplanation: ...  # fmt: skip
@@ -31,8 +31,6 @@ def explain_mm(
     *,
     out_dtype: torch.dtype | None = None,
     target: Any = None,
-    unit: Any = None,
-    datapath: Any = None,
     plan: GemmPlan | None = None,
     accumulate: str | None = None,
     allow_tf32: bool = False,
@@ -52,15 +50,15 @@ def explain_mm(
             then has ``fprop``, ``dgrad`` and ``wgrad``, by part (``["out_proj"]``) where a layer has several weights,
             as if every tensor required a gradient. The layer names its machine: no keyword goes with it.
         use_fast_accum: As in ``scaled_mm``.
-        out_dtype, target, unit, datapath, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format,
-            native: As in ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the
-            GPU multiplies or is emulated, and why.
+        out_dtype, target, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format, native: As in
+            ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the GPU multiplies
+            or is emulated, and why.
 
     Raises:
         ArgumentError, DtypeError, FormatError: As the verb.
 
     >>> a = torch.zeros(64, 4096, dtype=torch.bfloat16)
-    >>> print(explain_mm(a, a.mT, unit="hopper.wgmma"))
+    >>> print(explain_mm(a, a.mT, target="hopper.wgmma"))
     call       mm: [64, 4096] bf16 x [4096, 64] bf16 -> bfloat16
     unit       hopper.wgmma: blocks of 16, F=25, E>=-133, toward_zero to fp32
     evidence   equal to recorded hardware bits: H200: torch.mm; probes on H200 give the lower bound of E
@@ -73,8 +71,8 @@ def explain_mm(
     'a fresh chain every 128 products, each added to an outer sum rounded to nearest'
     """
     given: Options = {
-        "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
-        "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
+        "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate,
+        "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
         "a_format": a_format, "b_format": b_format, "native": native,
     }  # fmt: skip
     if isinstance(a, nn.Module):
@@ -89,8 +87,8 @@ def explain_mm(
     check_together(a=a, b=b)
     if a.dim() != b.dim() or a.dim() > 3:
         raise ArgumentError(f"a has {a.dim()} dimensions, b {b.dim()}; pass two matrices, or two stacks of them")
-    operation = _operation(a, b, target is not None)
     options = checked_options("explain_mm", {**given, "strict": False})
+    operation = _operation(a, b, options["library"])
     if operation == "int_mm":
         options |= {"out_dtype": torch.int32, "accumulate": "int32"}
     scaling = "tensor" if operation == "scaled_mm" else "none"
@@ -101,7 +99,7 @@ def explain_mm(
     with recorded_calls():  # a guess is said in words here
         found = resolve(call)
     shown = explained(call, found, tf32)
-    if target is None or (native is None and a.device.type != "cuda"):
+    if not options["library"] or (native is None and a.device.type != "cuda"):
         return shown
     how = runs(call, (a.dtype, b.dtype), a.device, native, converted=bool(tf32))
     return replace(shown, rows=(*shown.rows, ("runs", how)))

@@ -55,7 +55,7 @@ def accumulation(
 
 def _product(a: Tensor, b: Tensor, unit: str, format: str, plan: GemmPlan) -> Tensor:
     y = mm(
-        a.bfloat16(), b.bfloat16().T, unit=unit, plan=plan, a_format=format, b_format=format, out_dtype=torch.float32
+        a.bfloat16(), b.bfloat16().T, target=unit, plan=plan, a_format=format, b_format=format, out_dtype=torch.float32
     )
     return y.double()
 
@@ -112,7 +112,7 @@ def products(
     numbers = {"error of the format, %": error}
     for entries in told(tell, tables):
         path = LogDatapath(entries=entries, fraction_bits=fraction_bits)
-        found = mm(a, b.T, datapath=path, a_format=fmt, b_format=fmt)
+        found = mm(a, b.T, target=path, a_format=fmt, b_format=fmt)
         numbers[f"error of {entries} constants, %"] = 100 * math.sqrt(relative_error(exact, found))
     for entries in tables:
         numbers[f"error of {entries} constants over the format's"] = numbers[f"error of {entries} constants, %"] / error
@@ -128,7 +128,7 @@ def learned(tell: Tell, *, recipe: str, tables: tuple[int, ...], lr: float, step
         for layer, weight in zip(layers, weights, strict=True):
             layer.weight = weight
         model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
-        convert(model, recipe=recipe, unit=LogDatapath(entries=entries) if entries else None)
+        convert(model, recipe=recipe, target=LogDatapath(entries=entries) if entries else None)
         losses[entries] = regressed(Madam(model.parameters(), lr=lr), model, steps, seed)
     numbers = {"loss, float32 sums": losses[0]}
     numbers |= {f"loss of {entries} constants over it": losses[entries] / losses[0] for entries in tables}

@@ -26,7 +26,7 @@ def flash_attention(
     q, k, v = numbers(queries), numbers(keys), numbers(keys)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     full = flash_attention_3()
-    baseline = flash_attention_3(unit=None, rotate=False, blocks=False)
+    baseline = flash_attention_3(target=None, rotate=False, blocks=False)
     configs = {
         "baseline": dataclasses.replace(baseline, offset=0),
         "FlashAttention-3": full,

@@ -43,8 +43,6 @@ def search_while_training(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool | None = None,
     target: Any = None,
-    unit: Any = None,
-    datapath: Any = None,
     plan: GemmPlan | None = None,
     native: bool | None = None,
 ) -> SearchResult:
@@ -76,7 +74,7 @@ def search_while_training(
         widths: Fractions of the channels of a layer.
         policy: How it learns, and in how many steps; ``entropy`` and ``sharpen`` are its regularisation.
         warmup: Steps before.
-        filter_fn, progress, target, unit, datapath, plan, native: As in ``fmtsim.search``.
+        filter_fn, progress, target, plan, native: As in ``fmtsim.search``.
 
     Returns:
         The choice, with the loss of the trained model in it, the loss in high precision and how much each layer alone
@@ -103,7 +101,7 @@ def search_while_training(
     check_options(budget, bits, policy, None)
     _check(loss_of, optimizer, policy, warmup)
     fractions = check_widths(widths)
-    recipes, left_out = recipes_of(formats, machine_of(target, unit, datapath, plan, native, "search_while_training"))
+    recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search_while_training"))
     method = next((recipe for recipe in recipes.values() if recipe.weights is not None), None)
     if method is not None:
         raise ArgumentError(

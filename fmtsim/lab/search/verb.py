@@ -69,8 +69,6 @@ def search(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool | None = None,
     target: Any = None,
-    unit: Any = None,
-    datapath: Any = None,
     plan: GemmPlan | None = None,
     native: bool | None = None,
 ) -> SearchResult:
@@ -98,7 +96,7 @@ def search(
             None is the squared error of all outputs relative to their squares. NaN counts as infinite.
         filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
         progress: As in ``fmtsim.ptq``.
-        target, unit, datapath, plan, native: The machine that will multiply, as in ``fmtsim.ptq``: losses are those of
+        target, plan, native: The machine that will multiply, as in ``fmtsim.ptq``: losses are those of
             the model there. Recipes that it does not run are left out; the result says which and why.
 
     Returns:
@@ -117,7 +115,7 @@ def search(
     """
     check_model("search", model)
     check_options(budget, bits, policy, loss_fn)
-    recipes, left_out = recipes_of(formats, machine_of(target, unit, datapath, plan, native, "search"))
+    recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search"))
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
         switching = SwitchingModel(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
@@ -278,5 +276,5 @@ def recipes_of(
         require_some(kept, left_out)
         return kept, left_out
     if any(r.on_machine != found[0].on_machine for r in found):
-        raise ArgumentError("formats= are on different machines, and a model has one; pass target=, unit= or datapath=")
+        raise ArgumentError("formats= are on different machines, and a model has one; pass target=")
     return {r.name: r for r in found}, {}

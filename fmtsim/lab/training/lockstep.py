@@ -176,7 +176,7 @@ def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
     if emulates_head(config):
         assert isinstance(model, LanguageModel)
         head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT)
-        model.head = head.on(**{"target": config.simulated.target, "unit": config.simulated.unit} | machine)
+        model.head = head.on(**{"target": config.simulated.target} | machine)
     return Side(label, model)
 
 

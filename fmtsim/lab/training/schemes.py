@@ -30,14 +30,14 @@ class Scheme:
     """Name a way of training: formats, scaling, rounding and target as on the command line.
 
     Args:
-        format: Format of activations and weights; ``"fp32"`` without a target or unit converts nothing.
+        format: Format of activations and weights; ``"fp32"`` without a target converts nothing.
         grad_format: Format of gradients; None means e5m2 for element formats of 8 bits and fewer, else ``format``.
         scaling: One of SCALINGS; None means the format's own blocks, ``"tensor"`` for element formats of 8 bits and
             fewer, ``"none"`` for wider ones.
         rounding: Rounding of activations and weights.
         grad_rounding: Rounding of gradients.
-        target: A GPU with its library that multiplies, by name or path; None multiplies in float32.
-        unit: An MMA unit alone instead, by name, or as a Datapath or LogDatapath.
+        target: What multiplies: a GPU with its library or a matrix unit alone, by name or path, or a datapath; None
+            multiplies in float32.
         plan: Accumulation order instead of the target's own.
         fast_accum: use_fast_accum of the target's forward products.
         fast_backward: use_fast_accum of the products of gradients as well.
@@ -55,8 +55,7 @@ class Scheme:
     scaling: ScalingName | None = None
     rounding: RoundingName = "nearest_even"
     grad_rounding: RoundingName = "nearest_even"
-    target: str | None = None
-    unit: str | Datapath | LogDatapath | None = None
+    target: str | Datapath | LogDatapath | None = None
     plan: GemmPlan | None = None
     fast_accum: bool = False
     fast_backward: bool = False
@@ -75,13 +74,13 @@ class Scheme:
 
     @property
     def simulated(self) -> bool:
-        """Whether anything is quantised, or multiplied by a target or unit."""
+        """Whether anything is quantised, or multiplied by a target."""
         return self.recipe is not None or get_format(self.format).name != HIGH_PRECISION or self.emulated
 
     @property
     def emulated(self) -> bool:
-        """Whether a target or an MMA unit multiplies."""
-        return self.target is not None or self.unit is not None
+        """Whether a target multiplies."""
+        return self.target is not None
 
     @property
     def states(self) -> OptimizerConfig:
@@ -142,8 +141,8 @@ class Scheme:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Target, unit and plan of the products, as keywords of ``convert``."""
-        return {"target": self.target, "unit": self.unit, "plan": self.plan}
+        """Target and plan of the products, as keywords of ``convert``."""
+        return {"target": self.target, "plan": self.plan}
 
     def linear_config(self) -> LinearConfig:
         """Return the config of every layer without a recipe, without its machine.

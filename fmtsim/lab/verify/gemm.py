@@ -151,7 +151,7 @@ def _dot_products(dots: Dots, start: int, stop: int) -> Tensor:
             continue
         a, b = (x[first:last].unflatten(0, (-1, side)) for x in (dots.a, dots.b))
         c = None if dots.c is None else dots.c[first:last].reshape(-1, side, 1).expand(-1, side, side)
-        d = mma(a, b, c, unit=dots.unit, a_format=dots.format, b_format=dots.format, accumulate=dots.accumulate)
+        d = mma(a, b, c, target=dots.unit, a_format=dots.format, b_format=dots.format, accumulate=dots.accumulate)
         results.append(d.diagonal(dim1=-2, dim2=-1).reshape(-1))
     return torch.cat(results)
 

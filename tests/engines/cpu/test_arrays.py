@@ -21,7 +21,7 @@ def test_operands_can_be_resized_afterwards(dtype, ranks):
     x, w = (normal(32, 64, seed=i).to(dtype) for i in range(2))
     for name in ("e4m3", "mxfp4", "nvfp4", "int8_channel", "nf4"):
         fmtsim.quantize(x, name), fmtsim.encode(x, name)
-    fmtsim.mm(x, w.t(), unit="exact")
+    fmtsim.mm(x, w.t(), target="exact")
     assert x.untyped_storage().resizable() and w.untyped_storage().resizable()
     x.untyped_storage().resize_(0)
 

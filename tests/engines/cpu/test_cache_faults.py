@@ -322,7 +322,7 @@ def test_kills_while_kernels_are_compiled(tmp_path, work, count):
     print({key: sum(kill[key] for kill in kills) for key in kills[0]})
 
 
-PRODUCT = [sys.executable, "-m", "fmtsim", "mm", "4", "4", "4", "--unit", "hopper.wgmma"]
+PRODUCT = [sys.executable, "-m", "fmtsim", "mm", "4", "4", "4", "--target", "hopper.wgmma"]
 STATUS = {signal.SIGINT: (130, "\nfmtsim: interrupted\n"), signal.SIGTERM: (143, "\nfmtsim: terminated\n")}
 
 

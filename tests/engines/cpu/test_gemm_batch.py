@@ -89,7 +89,7 @@ def test_products_whose_exponents_lie_far_apart_are_rounded():
     check_batch(a, b, gemm_spec(HALF, "bf16"))
     a[3, 0, 0] = NAN
     check_batch(a, b, gemm_spec(HALF, "bf16"), left=[3])
-    together = fmtsim.bmm(a, b.mT, datapath=HALF, out_dtype=torch.float32)
+    together = fmtsim.bmm(a, b.mT, target=HALF, out_dtype=torch.float32)
     for i in range(4):
         assert_same_bits(together[i], product(a[i], b[i], gemm_spec(HALF, "bf16")))
 
@@ -112,9 +112,9 @@ def test_large_products_and_less_than_threads_are_left():
 def test_a_batch_is_one_call_of_a_kernel(monkeypatch):
     a, b = batch("bf16", "normal", 5, 6, 7, 40)
     expected = [
-        fmtsim.mm(x, y.mT, datapath=DRAWN, generator=RandomKey(7, i)) for i, (x, y) in enumerate(zip(a, b, strict=True))
+        fmtsim.mm(x, y.mT, target=DRAWN, generator=RandomKey(7, i)) for i, (x, y) in enumerate(zip(a, b, strict=True))
     ]
     monkeypatch.setattr(engine, "run_tiles", None)
-    together = fmtsim.bmm(a, b.mT, datapath=DRAWN, generator=7)
+    together = fmtsim.bmm(a, b.mT, target=DRAWN, generator=7)
     assert together.dtype == torch.bfloat16
     assert_same_bits(together, torch.stack(expected))

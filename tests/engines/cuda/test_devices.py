@@ -46,10 +46,10 @@ def test_products_run_on_the_device_of_the_operands(current, unit):
     else:
         dtype = torch.float32 if unit == "fp32_fma" else torch.bfloat16
         a, b = numbers(33, 64).to(dtype), numbers(64, 40, seed=1).to(dtype)
-    wanted = fmtsim.mm(a, b, unit=unit)
+    wanted = fmtsim.mm(a, b, target=unit)
     with torch.cuda.device(current):
         for device in (SECOND, FIRST):
-            got = fmtsim.mm(a.to(device), b.to(device), unit=unit)
+            got = fmtsim.mm(a.to(device), b.to(device), target=unit)
             assert got.device == device and torch.equal(got.cpu(), wanted)
 
 
@@ -72,7 +72,7 @@ def test_backward_runs_in_threads_of_both_devices():
     grads = []
     for device in (torch.device("cpu"), FIRST, SECOND):
         x = numbers(8, 64).to(device).requires_grad_()
-        y = fmtsim.linear(x, w.to(device), unit="fp32_fma")
+        y = fmtsim.linear(x, w.to(device), target="fp32_fma")
         fmtsim.quantize(y, "e4m3").square().sum().backward()
         grads.append(x.grad)
     assert_same_bits(grads[1], grads[0])

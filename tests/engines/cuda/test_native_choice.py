@@ -60,7 +60,7 @@ A16, B16 = matrix(16, 32, BF16), matrix(32, 16, BF16, 1)
 def test_who_multiplies(ran, chosen, taken):
     y = fmtsim.mm(A16, B16, target="h200", native=chosen)
     assert bool(ran) == taken == (y.abs().max().item() == 0.0)
-    fmtsim.mm(A16, B16, unit="hopper.wgmma", native=False)
+    fmtsim.mm(A16, B16, target="hopper.wgmma", native=False)
     assert len(ran) == taken
 
 
@@ -131,7 +131,7 @@ def test_small_blocks_reach_the_call_as_codes(ran, monkeypatch):
 
 
 REFUSED = [
-    (lambda: fmtsim.mm(A16, B16, unit="hopper.wgmma", native=True), "a unit or datapath alone is not a GPU"),
+    (lambda: fmtsim.mm(A16, B16, target="hopper.wgmma", native=True), "a unit or datapath alone is not a GPU"),
     (lambda: fmtsim.mm(A16, B16, target="h200", plan=fmtsim.GemmPlan(), native=True), "plan= replaces the library's"),
     (lambda: fmtsim.mm(A16, B16, target="b200", native=True), "the device is a NVIDIA H200, the target a NVIDIA B200"),
     (lambda: fmtsim.mm(A16.float(), B16.float(), a_format="bf16", b_format="bf16", target="h200", native=True),
@@ -202,7 +202,7 @@ def test_explain_mm_says_who_would_multiply(ran):
         rows = dict(fmtsim.explain_mm(a, b, **{"target": "h200", **options}).rows)
         return rows.get("runs")
 
-    assert runs() is None and runs(unit="exact", target=None, native=True) is None  # on the CPU nobody asks
+    assert runs() is None and runs(target="exact", native=True) is None  # on the CPU nobody asks
     assert runs(native=True) == "natively, by torch.mm on this GPU"
     assert runs(A16.to(F8), B16.to(F8), native=True) == "natively, by torch._scaled_mm on this GPU"
     assert runs(native=False) == "emulated: native=False"
@@ -273,12 +273,12 @@ def test_block_scales_of_layers_become_codes(ran, monkeypatch):
 
 def test_configs_check_native():
     with pytest.raises(ArgumentError, match="native=True runs products on the GPU that target= names"):
-        fmtsim.Gemm(unit="hopper.wgmma", native=True)
+        fmtsim.Gemm(target="hopper.wgmma", native=True)
     with pytest.raises(ArgumentError, match="Gemm native=1 is not allowed; pass True or False or None"):
         fmtsim.Gemm(target="h200", native=1)
     model = fmtsim.convert(torch.nn.Linear(16, 16), format="e4m3", target="h200", native=False, fast_accum=True)
     assert model.emulation.config.fprop.native is False and model.emulation.config.fprop.fast_accum
-    with pytest.raises(ArgumentError, match="convert needs a target or a unit; pass one of target="):
+    with pytest.raises(ArgumentError, match="convert needs target=: a GPU"):
         fmtsim.convert(torch.nn.Linear(16, 16), config=model.emulation.config, native=False)
 
 
@@ -339,7 +339,7 @@ def test_a_native_call_is_looked_up_as_its_emulation_is(ran, drops, verb):
 
 
 def test_a_guess_is_no_bug_of_a_native_call(ran, drops, monkeypatch):
-    chain = resolve(GemmCall(operation="mm", m=16, n=16, k=32, a="bf16", b="bf16", out=BF16, unit="hopper.wgmma"))
+    chain = resolve(GemmCall(operation="mm", m=16, n=16, k=32, a="bf16", b="bf16", out=BF16, target="hopper.wgmma"))
     guess = replace(chain, plan=GemmPlan(k_end=8), basis="guess")
     monkeypatch.setattr(Target, "resolve", lambda self, call, **_: guess)
     fmtsim.mm(A16, B16, target="h200")

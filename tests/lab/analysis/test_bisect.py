@@ -28,7 +28,7 @@ def plain():
 
 
 def emulated(**options):
-    return fmtsim.convert(plain(), **({"format": "e4m3", "unit": UNIT} | options))
+    return fmtsim.convert(plain(), **({"format": "e4m3", "target": UNIT} | options))
 
 
 BATCH = torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -83,7 +83,7 @@ TRIES = list(itertools.product(LAYERS, PRODUCTS))
 
 @pytest.mark.parametrize(("layer", "product"), TRIES)
 def test_another_accumulator(traces, layer, product):
-    other = changed(emulated(), layer, product, unit="ada.mma")
+    other = changed(emulated(), layer, product, target="ada.mma")
     found = fmtsim.bisect(traces["emulated"], fmtsim.trace(other, BATCH, loss))
     named(found, f"{layer} {direction(product)}: {product}")
     units = [dict(one.facts)["unit"].split(":")[0] for one in (found.a, found.b)]
@@ -102,7 +102,7 @@ def test_another_split_of_k(traces, layer, product):
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_runs_show_the_values(product):
-    other = changed(emulated(), "0.down", product, unit="ada.mma")
+    other = changed(emulated(), "0.down", product, target="ada.mma")
     check(fmtsim.bisect((emulated(), BATCH, loss), (other, BATCH, loss)), f"0.down {direction(product)}: {product}")
 
 
@@ -163,7 +163,7 @@ def test_activation_checkpointing(reentrant):
     x = BATCH.clone().requires_grad_()
     found = fmtsim.bisect((emulated(), x, loss), (Checkpointed(*emulated()), x, loss))
     assert found.equal and found.alone[0] <= 2 and found.alone[1] >= 10 and found.compared > 80
-    planted = Checkpointed(*changed(emulated(), "1.up", "wgrad", unit="ada.mma"))
+    planted = Checkpointed(*changed(emulated(), "1.up", "wgrad", target="ada.mma"))
     check(fmtsim.bisect((emulated(), x, loss), (planted, x, loss)), "1.up backward: wgrad")
 
 
@@ -228,7 +228,7 @@ def test_batches_of_different_size_compare_the_members_that_both_have():
     assert two.equal
     found = fmtsim.bisect((emulated(), BATCH[:1], loss), (emulated(), BATCH, loss))  # a scale of the whole tensor
     assert found.a.operation == "x_f" and found.tensor == "output, scale"
-    rows = emulated(format="mxfp8_e4m3", unit=None)
+    rows = emulated(format="mxfp8_e4m3", target=None)
     found = fmtsim.bisect((rows, BATCH[:1], loss), (copy.deepcopy(rows), BATCH, loss))
     assert found.equal  # scales of blocks along the rows
     other = BATCH.clone()
@@ -269,7 +269,7 @@ def test_dtypes_count_and_rows_of_no_member_do_not():
 
 def test_saved_traces(tmp_path):
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    models = emulated(), changed(emulated(), "1.up", "wgrad", unit="ada.mma")
+    models = emulated(), changed(emulated(), "1.up", "wgrad", target="ada.mma")
     for path, model in zip(paths, models, strict=True):
         fmtsim.trace(model, BATCH, loss).save(path)
     found = fmtsim.bisect(*map(str, paths))
@@ -335,11 +335,11 @@ def test_assert_same_bits():
     with pytest.raises(
         AssertionError, match="the models' bits differ\nfirst difference  1.down forward: fprop, operation"
     ):
-        fmtsim.assert_same_bits(emulated(), changed(emulated(), "1.down", "fprop", unit="ada.mma"), BATCH, loss)
+        fmtsim.assert_same_bits(emulated(), changed(emulated(), "1.down", "fprop", target="ada.mma"), BATCH, loss)
 
 
 def test_the_level_of_operators_finds_products_too():
-    runs = [fmtsim.trace(emulated(unit=unit), BATCH, loss, level="aten") for unit in (UNIT, "ada.mma")]
+    runs = [fmtsim.trace(emulated(target=unit), BATCH, loss, level="aten") for unit in (UNIT, "ada.mma")]
     found = fmtsim.bisect(*runs)
     assert str(found.a) == "0.up forward: fmtsim::gemm" and isinstance(runs[0], Trace)
     assert "blocks of 16, " in dict(found.b.facts)["datapath"]

@@ -19,7 +19,7 @@ from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.support.errors import ArgumentError
 
 OPERANDS = ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"]
-VOLTA = AttentionConfig(unit="volta.mma")
+VOLTA = AttentionConfig(target="volta.mma")
 ATTENTION = ("q", "k", "v", "p", "dv.b", "dp.a", "dq.a", "dk.a")
 
 

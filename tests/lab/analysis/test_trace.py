@@ -159,7 +159,7 @@ def test_a_trace_names_the_model_as_it_ran_whatever_becomes_of_it():
 
 
 @pytest.mark.parametrize("level", ("modules", "aten"))
-@pytest.mark.parametrize("options", ({}, {"format": "e4m3", "unit": "hopper.wgmma"}), ids=("plain", "converted"))
+@pytest.mark.parametrize("options", ({}, {"format": "e4m3", "target": "hopper.wgmma"}), ids=("plain", "converted"))
 def test_tracing_changes_no_bit(level, options):
     plain, traced = model(**options), model(**options)
     with fmtsim.trace(traced, level=level) as run:
@@ -173,7 +173,7 @@ def test_tracing_changes_no_bit(level, options):
 
 
 def test_operations_stand_in_their_order():
-    found = fmtsim.trace(model(format="e4m3", unit="hopper.wgmma"), BATCH, loss)
+    found = fmtsim.trace(model(format="e4m3", target="hopper.wgmma"), BATCH, loss)
     first = [(one.layer, one.operation) for one in found.operations[:9]]
     up, down = ([(f"0.{layer}", name) for name in ("x_f", "w_f", "fprop", "Linear")] for layer in ("up", "down"))
     assert first == [("0.norm", "LayerNorm"), *up, ("0.act", "GELU"), *down[:3]]
@@ -193,7 +193,7 @@ def test_operations_stand_in_their_order():
     facts = dict(next(one for one in backward if one.operation == "wgrad").facts)
     assert facts["call"] == "scaled_mm: [32, 32] e4m3 x [32, 64] e4m3 -> bfloat16"
     assert facts["unit"].startswith("hopper.wgmma: ")
-    assert found.batch == 4 and float.fromhex(found.loss) == loss(model(format="e4m3", unit="hopper.wgmma")(BATCH))
+    assert found.batch == 4 and float.fromhex(found.loss) == loss(model(format="e4m3", target="hopper.wgmma")(BATCH))
 
 
 def test_operands_of_quantised_attention_stand_between_modules_and_observe_sees_them_too():
@@ -314,7 +314,7 @@ def test_every_output_has_one_gradient_in_every_pass():
 
 
 def test_kept_tensors_and_files(tmp_path):
-    found = fmtsim.trace(model(format="e4m3", unit="hopper.wgmma"), BATCH, loss, tensors=[1, "2"])
+    found = fmtsim.trace(model(format="e4m3", target="hopper.wgmma"), BATCH, loss, tensors=[1, "2"])
     assert set(found.tensors) == {1, *(one.index for one in found.operations if one.layer == "2")}
     path = tmp_path / "a.safetensors"
     found.save(path)

@@ -61,7 +61,7 @@ def table(monkeypatch, tmp_path, card, *words):
 
 def test_a_card_with_equal_bits(few, monkeypatch, tmp_path, capsys):
     card = blackwell()
-    assert table(monkeypatch, tmp_path, card, "--unit", "blackwell.tcgen05") == 0
+    assert table(monkeypatch, tmp_path, card, "--check", "blackwell.tcgen05") == 0
     text = capsys.readouterr().out
     count = sum(m * n for m, n, _ in calls.SIZES)
     assert f"13 kinds, 100 calls, {25 * count:,} numbers compared, 0 differ\nwritten: fmtsim-evidence.json" in text
@@ -79,7 +79,7 @@ def test_a_card_with_equal_bits(few, monkeypatch, tmp_path, capsys):
 
 def test_a_wrong_bit_is_found(few, monkeypatch, tmp_path, capsys):
     card = blackwell(wrong=("mxfp8",))
-    assert table(monkeypatch, tmp_path, card, "--unit", "blackwell.tcgen05", "--out", "mine.json") == 1
+    assert table(monkeypatch, tmp_path, card, "--check", "blackwell.tcgen05", "--out", "mine.json") == 1
     text = capsys.readouterr().out
     assert ", 2 differ\nwritten: mine.json" in text
     assert "scaled_mm 100x80x320 e4m3 e5m2 fp32, wide data: [7, 3]: actual 0x" in text
@@ -89,7 +89,7 @@ def test_a_wrong_bit_is_found(few, monkeypatch, tmp_path, capsys):
 
 def test_a_card_that_refuses_was_not_run(few, monkeypatch, tmp_path, capsys):
     card = blackwell(refused=("nvfp4, tensor scales", "int8"))
-    assert table(monkeypatch, tmp_path, card, "--unit", "blackwell.tcgen05") == 1
+    assert table(monkeypatch, tmp_path, card, "--check", "blackwell.tcgen05") == 1
     text = capsys.readouterr().out
     assert "11 kinds, " in text and ", 0 differ; 2 kinds were not run\n" in text
     line = next(line for line in text.splitlines() if line.startswith("nvfp4, tensor scales"))
@@ -180,11 +180,11 @@ def test_the_older_function_takes_swizzled_scales_too():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--unit", "hopper.wgma"], "unknown unit 'hopper.wgma'; did you mean 'hopper.wgmma'"),
-        (["--unit", "hopper.wgmma"],
+        (["--check", "hopper.wgma"], "unknown target 'hopper.wgma'; did you mean 'hopper.wgmma'"),
+        (["--check", "hopper.wgmma"],
          "unit hopper.wgmma is not one of NVIDIA B200, compute capability 10.0; its units are called blackwell.*"),
-        (["--unit", "blackwell.tcgen05", "--check", "h200"], "--check and --unit are different jobs; give one of them"),
-        (["--unit", "blackwell.tcgen05", "--out", "e.txt"], "--out e.txt does not end in .json as an evidence file"),
+        (["--check", "blackwell.tcgen05", "--evidence", "e"], "--check and --evidence are different jobs; give one"),
+        (["--check", "blackwell.tcgen05", "--out", "e.txt"], "--out e.txt does not end in .json as an evidence file"),
         (["--evidence", "none.json"], "cannot read none.json: No such file"),
     ],
 )  # fmt: skip
@@ -197,7 +197,7 @@ def test_bad_words(words, said, monkeypatch, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", "--unit", "blackwell.tcgen05"]) == BAD_INPUT
+    assert main(["calibrate", "--check", "blackwell.tcgen05"]) == BAD_INPUT
     assert "calibrate asks an NVIDIA GPU, and torch sees none here" in capsys.readouterr().err
 
 

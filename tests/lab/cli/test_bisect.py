@@ -47,7 +47,7 @@ def run(capsys, words):
 
 
 def test_two_files_and_a_function(capsys):
-    convert = "trace --model models.py:build --format e4m3 --unit"
+    convert = "trace --model models.py:build --format e4m3 --target"
     assert run(capsys, f"{convert} hopper.wgmma --out a.safetensors --tensors 2") == (
         0, "25 operations of Sequential on cpu; wrote a.safetensors\n",
     )  # fmt: skip
@@ -85,7 +85,10 @@ def test_a_model_of_train_gets_bytes(capsys):
             "--model models.py:fails: RuntimeError: mat1 and mat2 shapes cannot be multi",
         ),
         ("trace --model models.py:none", "models.py has no function 'none'"),
-        ("trace --model models.py:build --unit ada.mma", "--unit needs --recipe or --format, which convert the model"),
+        (
+            "trace --model models.py:build --target ada.mma",
+            "--target needs --recipe or --format, which convert the model",
+        ),
         ("trace --model models.py:build --out a.pt", "--out a.pt does not end in .safetensors; choose another name"),
         (
             "bisect models.py:fails models.py:build",

@@ -86,8 +86,8 @@ def test_wrong_usage_exits_with_2(words, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mm", "x", "2", "2", "--unit", "exact"], "argument M: invalid int value: 'x'; fmtsim mm --help shows"),
-        (["mm", "2", "2", "2", "--unit", "exact", "--seed", "9" * 30], "--seed 9999"),
+        (["mm", "x", "2", "2", "--target", "exact"], "argument M: invalid int value: 'x'; fmtsim mm --help shows"),
+        (["mm", "2", "2", "2", "--target", "exact", "--seed", "9" * 30], "--seed 9999"),
         (["compare", "a\0b", "c"], "a\0b: no such file"),
         (["table", "a\nb\n"], r"unknown format 'a\nb\n'"),
     ],
@@ -176,7 +176,7 @@ def test_negative_numbers_are_not_options(number, capsys):
     assert record["bits"].startswith("1 ")
 
 
-UNIT = ["--unit", "hopper.wgmma"]
+UNIT = ["--target", "hopper.wgmma"]
 
 
 @pytest.mark.parametrize(

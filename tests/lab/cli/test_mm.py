@@ -32,7 +32,7 @@ def record(capsys):
 
 
 def test_the_text(capsys):
-    assert main(["mm", "8", "12", "256", "--unit", "hopper.wgmma"]) == 0
+    assert main(["mm", "8", "12", "256", "--target", "hopper.wgmma"]) == 0
     text = capsys.readouterr().out
     for words in (
         "call      mm: [8, 256] e4m3 x [256, 12] e4m3 -> float32", "unit      hopper.wgmma: blocks of 32, F=13",
@@ -56,22 +56,22 @@ def test_the_bits_are_those_of_the_verb(tmp_path, record):
         bits = y[0, :4].view(torch.int32).tolist()
         assert found["first_outputs"] == [f"0x{code & 0xFFFFFFFF:08X}" for code in bits]
         assert ("promot" in str(found["explanation"]) or "fresh chain" in str(found["explanation"])) != fast
-    alone = record(*words, "--unit", "hopper.wgmma", "--slow")
-    y = fmtsim.mm(operands.a, operands.b, unit="hopper.wgmma", out_dtype=torch.float32,
+    alone = record(*words, "--target", "hopper.wgmma", "--slow")
+    y = fmtsim.mm(operands.a, operands.b, target="hopper.wgmma", out_dtype=torch.float32,
                   plan=fmtsim.GemmPlan(promote_every=128))  # fmt: skip
     assert fmtsim.compare(numpy.load(out), y).equal
     assert alone["against_exact"]["dtype"] == "float32"
 
 
 def test_an_exact_unit_has_no_error(record):
-    found = record("6", "5", "64", "--unit", "exact", "--dtype", "bf16")
+    found = record("6", "5", "64", "--target", "exact", "--dtype", "bf16")
     assert found["against_exact"]["equal"] and found["relative_error"]["max"] < 2.0**-24
-    integers = record("6", "5", "64", "--unit", "int8", "--dtype", "int8")
+    integers = record("6", "5", "64", "--target", "int8", "--dtype", "int8")
     assert integers["against_exact"]["equal"] and integers["data"] == "uniform"
 
 
 def test_a_worse_unit_has_a_larger_error(record):
-    words = ("8", "8", "1024", "--data", "uniform", "--datapath")
+    words = ("8", "8", "1024", "--data", "uniform", "--target")
     errors = [record(*words, f"block=32,fraction_bits={bits}")["relative_error"]["median"] for bits in (8, 11, 14)]
     assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
     promoted = record(*words, "block=32,fraction_bits=8", "--plan", "promote_every=64")["relative_error"]["median"]
@@ -81,12 +81,13 @@ def test_a_worse_unit_has_a_larger_error(record):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--unit", "ampere.mma", "--dtype", "tf32"), ("--target", "h200", "--dtype", "bf16", "--out-dtype", "bfloat16"),
-        ("--unit", "blackwell.tcgen05", "--dtype", "e2m3", "--b-dtype", "e5m2"),
-        ("--unit", "fp64_fma", "--dtype", "fp64"),
+        ("--target", "ampere.mma", "--dtype", "tf32"),
+        ("--target", "h200", "--dtype", "bf16", "--out-dtype", "bfloat16"),
+        ("--target", "blackwell.tcgen05", "--dtype", "e2m3", "--b-dtype", "e5m2"),
+        ("--target", "fp64_fma", "--dtype", "fp64"),
         ("--target", "h200", "--dtype", "fp16", "--accumulate", "fp16"), ("--target", "h200", "--dtype", "tf32"),
-        ("--datapath", "rounding=stochastic,accumulator=bf16", "--dtype", "bf16"),
-        ("--unit", "hopper.wgmma", "--dtype", "fp16", "--accumulate", "fp16", "--out-dtype", "float32"),
+        ("--target", "rounding=stochastic,accumulator=bf16", "--dtype", "bf16"),
+        ("--target", "hopper.wgmma", "--dtype", "fp16", "--accumulate", "fp16", "--out-dtype", "float32"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -97,19 +98,19 @@ def test_every_kind_of_machine_runs(words, record):
 
 
 def test_the_same_seed_gives_the_same_bits(record):
-    words = ("4", "4", "64", "--datapath", "rounding=stochastic,fraction_bits=12,accumulator=bf16", "--seed")
+    words = ("4", "4", "64", "--target", "rounding=stochastic,fraction_bits=12,accumulator=bf16", "--seed")
     assert record(*words, "1")["first_outputs"] == record(*words, "1")["first_outputs"]
     assert record(*words, "1")["first_outputs"] != record(*words, "2")["first_outputs"]
 
 
 def test_only_as_many_rows_are_checked_as_take_seconds(record, monkeypatch):
     monkeypatch.setattr("fmtsim.lab.cli.products.MAC_LIMIT", 3 * 64 * 16)
-    assert record("8", "16", "64", "--unit", "hopper.wgmma")["rows_checked"] == 3
+    assert record("8", "16", "64", "--target", "hopper.wgmma")["rows_checked"] == 3
 
 
 def test_results_that_npy_cannot_hold(tmp_path, record):
     out = tmp_path / "y.safetensors"
-    record("4", "4", "32", "--unit", "hopper.wgmma", "--out-dtype", "bfloat16", "--out", str(out))
+    record("4", "4", "32", "--target", "hopper.wgmma", "--out-dtype", "bfloat16", "--out", str(out))
     assert load_file(out)["y"].dtype == torch.bfloat16
 
 
@@ -128,31 +129,27 @@ def test_data(kind):
 def test_records_on_the_command_line():
     path = parse_record("block=none, fraction_bits=10,accumulator=bf16,signed_zero=true,rounding=down", Datapath, "-")
     assert path == Datapath(block=None, fraction_bits=10, accumulator="bf16", signed_zero=True, rounding="down")
-    given = {"target": None, "unit": None, "plan": None}
     for text, found in (("logarithms", LogDatapath()), (" logarithms ,entries=4", LogDatapath(entries=4)),
                         ("block=8", Datapath(block=8))):  # fmt: skip
-        assert read_target(Namespace(**given, datapath=text))["datapath"] == found
-    with pytest.raises(ArgumentError, match="--datapath 'block' is not FIELD=VALUE; fields are entries, fraction_bits"):
-        read_target(Namespace(**given, datapath="logarithms,block"))
-    with pytest.raises(ArgumentError, match="--datapath 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
-        parse_record("bits=3", Datapath, "--datapath")
+        assert read_target(Namespace(target=text, plan=None)) == {"target": found, "plan": None}
+    with pytest.raises(ArgumentError, match="--target 'block' is not FIELD=VALUE; fields are entries, fraction_bits"):
+        read_target(Namespace(target="logarithms,block", plan=None))
+    with pytest.raises(ArgumentError, match="--target 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
+        parse_record("bits=3", Datapath, "--target")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "fmtsim mm takes one of --target, --unit and --datapath, but none is given; try --target h200"),
+        ((), "fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone"),
+        (("--target", "3.json"), "cannot read 3.json: No such file"),
+        (("--target", "hoper.wgmma"), "unknown target 'hoper.wgmma'; did you mean 'hopper.wgmma'"),
+        (("--target", "exact", "--dtype", "mxfp4"), "mxfp4 is neither a floating-point format nor int8"),
+        (("--target", "volta.mma"), "unit volta.mma does not take e4m3 x e4m3"),
+        (("--target", "exact", "--slow", "--plan", "split=1"), "--slow and --plan both give an accumulation order"),
+        (("--target", "exact", "--plan", "split=0"), "GemmPlan split=0 is not possible"),
         (
-            ("--target", "h200", "--unit", "exact"),
-            "fmtsim mm takes one of --target, --unit and --datapath, but several",
-        ),
-        (("--unit", "hoper.wgmma"), "unknown unit 'hoper.wgmma'; did you mean 'hopper.wgmma'"),
-        (("--unit", "exact", "--dtype", "mxfp4"), "mxfp4 is neither a floating-point format nor int8"),
-        (("--unit", "volta.mma"), "unit volta.mma does not take e4m3 x e4m3"),
-        (("--unit", "exact", "--slow", "--plan", "split=1"), "--slow and --plan both give an accumulation order"),
-        (("--unit", "exact", "--plan", "split=0"), "GemmPlan split=0 is not possible"),
-        (
-            ("--unit", "exact", "--out", "y.npy", "--out-dtype", "bfloat16"),
+            ("--target", "exact", "--out", "y.npy", "--out-dtype", "bfloat16"),
             "--out y.npy cannot hold bfloat16; choose a",
         ),
     ],
@@ -164,7 +161,7 @@ def test_bad_input_is_one_line(words, message, capsys):
 
 
 def test_sizes_are_checked(capsys):
-    assert main(["mm", "0", "4", "32", "--unit", "exact"]) == BAD_INPUT
+    assert main(["mm", "0", "4", "32", "--target", "exact"]) == BAD_INPUT
     assert "M = 0 is not possible; choose 1 or more" in capsys.readouterr().err
 
 
@@ -219,7 +216,7 @@ def test_emulate_keeps_the_card_out(card, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--unit", "hopper.wgmma", "--check", "native"], "--check native runs the GPU that --target names, but a"),
+        (["--target", "hopper.wgmma", "--check", "native"], "--check native runs the GPU that --target names, but a"),
         (["--target", "h200", "--emulate", "--check", "native"], "but --emulate forbids it"),
         (["--target", "h200", "--check", "native"], "native=True is not possible: the tensors are on cpu"),
         (["--target", "h200", "--device", "nowhere"], "--device nowhere is not there"),

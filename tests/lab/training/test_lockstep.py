@@ -76,7 +76,7 @@ def test_equal_sides_stay_equal(corpus, scheme):
 
 
 def test_the_losses_are_those_of_the_usual_loop(corpus):
-    scheme = Scheme(format="e4m3", unit="hopper.wgmma")
+    scheme = Scheme(format="e4m3", target="hopper.wgmma")
     setting = config(scheme)
     pair = sides(setting)
     for side in pair:
@@ -147,7 +147,7 @@ def test_a_zero_of_the_other_sign_is_a_difference(corpus):
 
 
 def test_another_order_of_sums_is_found_and_named(corpus):
-    setting = config(Scheme(format="e4m3", unit="hopper.wgmma"))
+    setting = config(Scheme(format="e4m3", target="hopper.wgmma"))
     found = run(setting, corpus, sides(setting, plan=GemmPlan(promote_every=32))).mismatch
     assert found.step == 1 and found.kind in ("loss", "gradient")
     assert found.product.startswith("first in blocks.0.down forward: fprop: output [0, "), found.product
@@ -164,11 +164,11 @@ def test_a_layer_that_differs_is_named(corpus):
 
 
 def test_a_product_of_gradients_that_differs_is_named(corpus):
-    setting = config(Scheme(format="e4m3", unit="hopper.wgmma"))
+    setting = config(Scheme(format="e4m3", target="hopper.wgmma"))
     pair = sides(setting)
     emulation = pair[1].model.blocks[1].up.emulation
     for layer in emulation.products.values():
-        wgrad = dataclasses.replace(layer.config.wgrad, unit="ada.mma")
+        wgrad = dataclasses.replace(layer.config.wgrad, target="ada.mma")
         layer.config = dataclasses.replace(layer.config, wgrad=wgrad)
         layer.routes["wgrad"] = layer.config.route("wgrad")
     found = run(setting, corpus, pair).mismatch
@@ -304,7 +304,7 @@ def test_the_cpu_keeps_its_settings(corpus):
     with deterministic("cpu"):
         assert torch.are_deterministic_algorithms_enabled() == before
     with pytest.raises(ArgumentError, match="--check native compares a GPU"):
-        check_native(config(Scheme(format="e4m3", unit="hopper.wgmma")), corpus, Progress())
+        check_native(config(Scheme(format="e4m3", target="hopper.wgmma")), corpus, Progress())
 
 
 @pytest.mark.parametrize("unset", [True, False])

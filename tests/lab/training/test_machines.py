@@ -42,21 +42,21 @@ def compared(text, scheme, steps=3):
 
 
 @pytest.mark.parametrize(
-    ("words", "label", "unit"),
+    ("words", "label", "target"),
     [
-        (["--unit", "hopper.wgmma"], "on hopper.wgmma", "hopper.wgmma"),
-        (["--target", "h200", "--fast-accum"], "on h200, fast accumulation", None),
-        (["--datapath", "block=32,fraction_bits=4", "--plan", "promote_every=32"],
+        (["--target", "hopper.wgmma"], "on hopper.wgmma", "hopper.wgmma"),
+        (["--target", "h200", "--fast-accum"], "on h200, fast accumulation", "h200"),
+        (["--target", "block=32,fraction_bits=4", "--plan", "promote_every=32"],
          "on blocks of 32, F=4, toward_zero to fp32, own plan", {"kind": "fused", "block": 32, "fraction_bits": 4}),
     ],
 )  # fmt: skip
-def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label, unit):
+def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label, target):
     assert command(text, tmp_path, *words, "--json") == 0
     printed = capsys.readouterr()
     record = json.loads(printed.out)
     assert printed.err == "" and record["simulated"]["label"] == f"e4m3/e5m2, scaled by tensor, {label}"
     scheme = record["config"]["simulated"]
-    assert scheme["unit"] == unit and scheme["target"] == ("h200" if "--target" in words else None)
+    assert scheme["target"] == target
     assert scheme["fast_accum"] == ("--fast-accum" in words) and record["simulated"]["guesses"] == []
     assert label in (tmp_path / "run" / "layers.txt").read_text()
     assert record["simulated"]["losses"][1] != record["baseline"]["losses"][1]
@@ -67,7 +67,7 @@ def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label,
     [
         (["--recipe", "te_current", "--target", "recipe", "--autocast", "bfloat16"], "te_current, on h200"),
         (
-            ["--recipe", "te_mxfp8", "--unit", "blackwell.tcgen05.mxf8f6f4", "--width", "32"],
+            ["--recipe", "te_mxfp8", "--target", "blackwell.tcgen05.mxf8f6f4", "--width", "32"],
             "te_mxfp8, on blackwell.tcgen05.mxf8f6f4",
         ),
         (
@@ -90,17 +90,17 @@ def test_autocast_and_machine_reach_the_losses(text):
     recipe = get_recipe("te_current")
     schemes = [
         Scheme(format="fp32", recipe=recipe, **how)
-        for how in ({}, {"autocast": "bfloat16"}, {"unit": Datapath(block=32, fraction_bits=4)})
+        for how in ({}, {"autocast": "bfloat16"}, {"target": Datapath(block=32, fraction_bits=4)})
     ]
     assert len({tuple(compared(text, scheme)[3].losses) for scheme in schemes}) == 3
 
 
 def test_fewer_bits_are_seen_in_the_losses(text):
     few = Datapath(block=32, fraction_bits=4)  # a Hopper unit's 13 bits may leave every loss of so short a run as it is
-    losses = {unit: compared(text, Scheme(format="e4m3", unit=unit))[3].losses for unit in (None, few, "exact")}
+    losses = {unit: compared(text, Scheme(format="e4m3", target=unit))[3].losses for unit in (None, few, "exact")}
     assert losses[few] != losses["exact"]
     assert losses["exact"] == pytest.approx(losses[None], abs=1e-4)
-    assert compared(text, Scheme(format="e4m3", unit=few))[3].losses == losses[few]
+    assert compared(text, Scheme(format="e4m3", target=few))[3].losses == losses[few]
 
 
 def test_guesses_are_summed_up_at_the_end(text, fresh, capsys):
@@ -111,7 +111,7 @@ def test_guesses_are_summed_up_at_the_end(text, fresh, capsys):
     assert record["simulated"]["guesses"] == simulated.guesses
     said = summary(record, base, simulated)
     assert said.count("no recorded accumulation order") == 1 and "(and 8 other products, in record.json)" in said
-    assert "--plan" in said and "take --unit" in said
+    assert "--plan" in said and "take a unit as --target" in said
     assert capsys.readouterr().err == ""
 
 
@@ -143,21 +143,23 @@ def test_one_guess_is_no_list():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "h200", "--unit", "exact"], "takes one of --target, --unit and --datapath, not --target and --u"),
-        (["--plan", "split=2"], "--plan is an accumulation order; pass --target, --unit or --datapath"),
-        (["--fast-accum"], "--fast-accum chooses between a library's kernels; pass --target as well"),
-        (["--unit", "exact", "--fast-accum"], "--fast-accum chooses between a library's kernels"),
-        (["--unit", "hoper"], "unknown unit 'hoper'; did you mean"),
+        (["--plan", "split=2"], "--plan is an accumulation order; pass --target as well"),
+        (["--fast-accum"], "--fast-accum chooses between a library's kernels; pass a GPU as --target as well"),
+        (["--target", "exact", "--fast-accum"], "--fast-accum chooses between a library's kernels"),
+        (["--target", "hoper"], "unknown target 'hoper'; did you mean"),
         (["--target", "h300"], "unknown target 'h300'; did you mean"),
-        (["--datapath", "blocks=3"], "--datapath 'blocks=3' is not FIELD=VALUE; fields are block,"),
-        (["--datapath", "block=0"], "block=0 is not possible; choose 1 or more"),
+        (["--target", "blocks=3"], "--target 'blocks=3' is not FIELD=VALUE; fields are block,"),
+        (["--target", "block=0"], "block=0 is not possible; choose 1 or more"),
         (
-            ["--unit", "hopper.wgmma", "--format", "int8"],
+            ["--target", "hopper.wgmma", "--format", "int8"],
             "no unit multiplies e5m2_tensor_amax by int8_tensor_amax: integers",
         ),
-        (["--unit", "hopper.wgmma", "--format", "mxfp4"], "does not take e2m1 x e2m1 with e8m0 scales"),
+        (["--target", "hopper.wgmma", "--format", "mxfp4"], "does not take e2m1 x e2m1 with e8m0 scales"),
         (["--target", "h200", "--format", "mxfp4"], "target h200 has no unit for e2m1 x e2m1"),
-        (["--unit", "hopper.wgmma", "--scaling", "block32"], "no unit multiplies e4m3 in blocks of (1, 32) with fp32"),
+        (
+            ["--target", "hopper.wgmma", "--scaling", "block32"],
+            "no unit multiplies e4m3 in blocks of (1, 32) with fp32",
+        ),
         (["--target", "recipe"], "--target recipe is the machine that a recipe was made for; pass --recipe as well"),
         (
             ["--recipe", "te_mxfp8", "--target", "h200"],

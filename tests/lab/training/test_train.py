@@ -347,14 +347,14 @@ def test_every_scaling_builds(scaling):
         ({"format": "bf16"}, "bf16, unscaled"),
         ({"format": "mxfp4", "grad_rounding": "stochastic"}, "mxfp4, g SR"),
         ({"format": "e2m1", "scaling": "none", "rounding": "up", "grad_rounding": "up"}, "e2m1/e5m2, unscaled, up"),
-        ({"format": "e4m3", "unit": "hopper.wgmma"}, "e4m3/e5m2, scaled by tensor, on hopper.wgmma"),
+        ({"format": "e4m3", "target": "hopper.wgmma"}, "e4m3/e5m2, scaled by tensor, on hopper.wgmma"),
         ({"format": "fp32", "target": "h200"}, "fp32, unscaled, on h200"),
         (
             {"format": "e4m3", "target": "h200", "fast_accum": True},
             "e4m3/e5m2, scaled by tensor, on h200, fast accumulation",
         ),
         (
-            {"format": "bf16", "unit": Datapath(block=32, fraction_bits=10), "plan": GemmPlan(promote_every=64)},
+            {"format": "bf16", "target": Datapath(block=32, fraction_bits=10), "plan": GemmPlan(promote_every=64)},
             "bf16, unscaled, on blocks of 32, F=10, toward_zero to fp32, own plan",
         ),
     ],
@@ -365,18 +365,18 @@ def test_labels(options, label):
 
 def test_the_machine_reaches_every_product():
     unit, plan = Datapath(block=8), GemmPlan(promote_every=64)
-    scheme = Scheme(format="e4m3", unit=unit, plan=plan)
+    scheme = Scheme(format="e4m3", target=unit, plan=plan)
     config = scheme.linear_config().on(**scheme.machine)
-    assert all(gemm.unit == unit and gemm.plan == plan for gemm in (config.fprop, config.dgrad, config.wgrad))
+    assert all(gemm.target == unit and gemm.plan == plan for gemm in (config.fprop, config.dgrad, config.wgrad))
     assert Scheme(format="fp32", target="h200").simulated and not Scheme(format="fp32").simulated
 
 
 def test_records_hold_plain_types():
-    scheme = Scheme(format="e4m3", unit=Datapath(block=8, accumulator="bf16"), plan=GemmPlan(promote_every=64))
+    scheme = Scheme(format="e4m3", target=Datapath(block=8, accumulator="bf16"), plan=GemmPlan(promote_every=64))
     fields = json.loads(json.dumps(scheme.to_dict()))
-    assert record_from_dict(fields["unit"]) == scheme.unit and record_from_dict(fields["plan"]) == scheme.plan
+    assert record_from_dict(fields["target"]) == scheme.target and record_from_dict(fields["plan"]) == scheme.plan
     assert fields["optimizer"] == {"rule": "adamw", "state": "fp32"} and fields["reduction"] == "fp32"
-    given = {"unit": scheme.unit, "plan": scheme.plan, "optimizer": None, "reduction": None}
+    given = {"target": scheme.target, "plan": scheme.plan, "optimizer": None, "reduction": None}
     assert Scheme(**{**fields, **given}) == scheme
 
 
@@ -386,4 +386,4 @@ def test_contradictions_are_named():
     with pytest.raises(ArgumentError, match=r"scaling='block64' is unknown; choose one of none, tensor"):
         Scheme(format="e4m3", scaling="block64").linear_config()
     with pytest.raises(FormatError, match=r"no unit multiplies e4m3 in blocks of \(1, 32\) with fp32"):
-        Scheme(format="e4m3", scaling="block32").linear_config().on(unit="hopper.wgmma")
+        Scheme(format="e4m3", scaling="block32").linear_config().on(target="hopper.wgmma")

@@ -42,7 +42,7 @@ def write_dots(folder, name, unit, dtype, accumulate, k, *, with_c=True):
         a, b = (fmtsim.quantize(x, "tf32", out_dtype=torch.float32) for x in (a, b))
     addend = c.to(torch.float16 if accumulate == "fp16" else torch.float32)
     rows = [
-        fmtsim.mma(a[i : i + 1], b[i : i + 1], addend[i].reshape(1, 1) if with_c else None, unit=unit,
+        fmtsim.mma(a[i : i + 1], b[i : i + 1], addend[i].reshape(1, 1) if with_c else None, target=unit,
                    accumulate=accumulate)
         for i in range(ROWS)
     ]  # fmt: skip

@@ -60,10 +60,12 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     flag(what, "--quick", f"at most {QUICK} of these calls, evenly chosen, and one set of data each")
     base = "try this target's plans first, and append its rules to the new ones"
     option(parser, "--base", base, metavar="TARGET", known=names.targets)
-    option(parser, "--out", f"file to write, {PLAN} or with --unit {EVIDENCE} unless given", metavar="FILE")
-    check = parser.add_argument_group("comparing a GPU with a plan file, instead of measuring it")
-    run_both = "run calls of every rule of this target on the GPU and in emulation, and compare the bits"
-    option(check, "--check", run_both, metavar="TARGET", known=names.targets)
+    option(parser, "--out", f"file to write, {PLAN} or {EVIDENCE} unless given", metavar="FILE")
+    check = parser.add_argument_group("comparing a GPU with its emulation, instead of measuring it")
+    run_both = (
+        "run calls of every rule of this target, or every kind of call that reaches this unit, and write evidence"
+    )
+    option(check, "--check", f"{run_both} (h200, hopper.wgmma)", metavar="TARGET", known=names.targets_and_units)
     option(check, "--calls", "calls of every rule", 3)
     book = parser.add_argument_group("querying the cuBLASLt heuristic, which runs no kernel")
     every = "write or continue a plan book and its target: the kernel for every number of rows of the layers of"
@@ -76,10 +78,7 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     option(book, "--learn", f"{trees} ({LEARNED} unless named)", metavar="FILE", nargs="?", const=LEARNED)
     option(book, "--questions", "queries for each group of kinds; some groups take more or fewer", 3_000_000)
     option(book, "--workers", "processes that query (default: one per core)", type=int)
-    one = parser.add_argument_group("comparing a GPU with the emulation of its matrix unit, instead of measuring it")
-    all_kinds = "run every kind of call that reaches this unit on the GPU and in emulation, compare, and write evidence"
-    option(one, "--unit", f"{all_kinds} (hopper.wgmma, blackwell.tcgen05)", metavar="NAME", known=names.units)
-    option(one, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE")
+    option(check, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE")
     add_device(parser, "cuda")
     add_json(parser)
 
