@@ -87,7 +87,7 @@ def machine_of(
     Raises:
         ArgumentError: An unknown target, or plan or native without one.
     """
-    if target is plan is native is None:
+    if target is None and plan is None and native is None:
         return None
     if not isinstance(target, str) or target != "recipe":
         target = check_target(verb, target, plan)
