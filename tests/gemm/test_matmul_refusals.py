@@ -20,7 +20,7 @@ REFUSED = {
     "no machine": (lambda: fmtsim.mm(A, B), ArgumentError,
         r"mm needs target=: a GPU with its library .*'h200'.*matrix unit alone .*datapath .* or its JSON"),
     "recipe": (lambda: fmtsim.mm(A, B, target="recipe"), ArgumentError, "mm has no recipe whose target"),
-    "old keywords": (lambda: fmtsim.bmm(A, B, unit=WGMMA), ArgumentError, "bmm has no argument 'unit'; it takes out"),
+    "old keyword": (lambda: fmtsim.bmm(A, B, unit=WGMMA), ArgumentError, "bmm has no argument 'unit'; it takes out"),
     "no tensor": (lambda: fmtsim.mm([[1.0]], B, target=WGMMA), DtypeError,
         r"a is list, not a tensor; pass torch.tensor\(a\)"),
     "array": (lambda: fmtsim.mm(A, numpy.ones((8, 4)), target=WGMMA), DtypeError, "b is ndarray, not a tensor"),
