@@ -72,17 +72,17 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.run_on_gpu", description=__doc__.partition("::")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for what the checks print")
     parser.add_argument("--only", default=",".join(names), help=f"of {', '.join(names)}")
-    given = parser.parse_args(words)
-    asked = given.only.split(",")
+    arguments = parser.parse_args(words)
+    asked = arguments.only.split(",")
     if unknown := [name for name in asked if name not in names]:
         parser.error(f"--only: there is no check {unknown[0]!r}; choose from {', '.join(names)}")
-    given.out.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for name, command, seconds in CHECKS:
         if name not in asked:
             continue
-        ended, took = run(command, seconds, given.out / f"{name}.txt")
-        lines = (given.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        ended, took = run(command, seconds, arguments.out / f"{name}.txt")
+        lines = (arguments.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         rows.append((name, ended, f"{took:.0f}", lines[-1][:100] if lines else ""))
         print(f"{name}: {ended}, {took:.0f} s", flush=True)
     print(format_table(("check", "ended", "s", "last line"), rows, left=(0, 1, 3)))

@@ -160,8 +160,8 @@ def transforms(device: torch.device) -> None:
     for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):
             flips = torch.arange(size, device=device) % 3 == 0
-            for given, inverse in ((None, False), (flips, False), (flips, True)):
-                hadamard.hadamard(x, size, given, inverse)
+            for signs, inverse in ((None, False), (flips, False), (flips, True)):
+                hadamard.hadamard(x, size, signs, inverse)
     y, scale = torch.ones(5, 36, device=device), torch.ones((), device=device)
     for dtype, bias in itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, y[0])):
         finish.finish_sums(y, scale.view(1, 1), None, bias, dtype)
@@ -223,11 +223,11 @@ def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tupl
     scales = [None if scale is None else scale.to(device) for scale in scales]
     for c in (None, addend(spec, m, n, "normal", 2).to(device)):
         out = torch.empty(m, n, dtype=addend(spec, 1, 1, "normal", 0).dtype, device=device)
-        kept, DISPATCH.FAST = DISPATCH.FAST, path
+        saved, DISPATCH.FAST = DISPATCH.FAST, path
         try:
             DISPATCH.gemm(a, b, c, *scales, spec, RandomKey(1, 2), out)
         finally:
-            DISPATCH.FAST = kept
+            DISPATCH.FAST = saved
 
 
 def steps(device: torch.device, few: bool) -> None:
@@ -258,11 +258,11 @@ def counts(device: torch.device, few: bool) -> None:
     for shape, dtype in itertools.product(((1,), (37, 129), (8, 3, 520), (3, 66000)), (*DTYPES[:3], torch.int64)):
         for x in layouts(shape, dtype, device):
             members = shape[0] if len(shape) == 3 else 1
-            found = torch.zeros(2 + members, dtype=torch.int64, device=device)
+            counters = torch.zeros(2 + members, dtype=torch.int64, device=device)
             if x.is_contiguous():
                 launch = engine.fingerprint(x, shape[-1], members, x.data_ptr())
             if x.is_contiguous() and launch is not None:  # words lie between words
-                launch(x.data_ptr(), found.data_ptr(), multipliers.data_ptr())
+                launch(x.data_ptr(), counters.data_ptr(), multipliers.data_ptr())
     blocks = (None, (1, 1)), ("mxfp8_e4m3", (1, 32)), ("mxfp4", (32, 1)), ("nvfp4", (1, 16)), ("e4m3_1x128", (128, 1))
     for (name, block), dtype in itertools.product(blocks, DTYPES[:3]):
         for q in {dtype, torch.bfloat16, torch.float32}:

@@ -68,9 +68,9 @@ def gathered(own: dict[str, Any] | None) -> list[Any]:
     ranks = _ranks()
     if own is None or not own["layers"] or ranks == 1:
         return [own]
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, own)
-    return found
+    states: list[Any] = [None] * ranks
+    dist.all_gather_object(states, own)
+    return states
 
 
 def of_this_process(states: list[Any]) -> tuple[Any, str]:
@@ -147,9 +147,9 @@ class RunRecord:
     @property
     def _observed(self) -> str | None:
         """What a model that is not converted is observed for; None for one that is."""
-        given = self._asked["format"] if self._asked["recipe"] is None else self._asked["recipe"]
+        asked = self._asked["format"] if self._asked["recipe"] is None else self._asked["recipe"]
         more = "+rules" if self._asked["rules"] else ""
-        return None if given is None else f"{getattr(given, 'name', given)}{more}"
+        return None if asked is None else f"{getattr(asked, 'name', asked)}{more}"
 
     def begin(
         self, model: nn.Module, step: int, state: Mapping[str, Any] | None = None, *, first: bool = True,
@@ -191,8 +191,8 @@ class RunRecord:
             )
             raise ArgumentError(f"the checkpoint is of {was}, this run is of {now}; go on as it began")
         if self._observed is None:
-            own, note = of_this_process(state["recipe_states"])
-            load_recipe_state(self._model, own)
+            local_state, note = of_this_process(state["recipe_states"])
+            load_recipe_state(self._model, local_state)
             self.notes += [note] if note else []
         if self._first:
             self.first, self.losses = state["first"], list(state["losses"])
@@ -260,9 +260,9 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``begin`` goes on from; call it on all processes, for it gathers their delayed scales."""
-        own = recipe_state(self._model) if self._observed is None else None
+        local_state = recipe_state(self._model) if self._observed is None else None
         return {
-            "recipe_states": gathered(own), "observed": self._observed, "first": self.first,
+            "recipe_states": gathered(local_state), "observed": self._observed, "first": self.first,
             "losses": list(self.losses), "observation": self.seen.state_dict(), "loss_scales": dict(self._scales),
         }  # fmt: skip
 
@@ -300,16 +300,16 @@ class RunRecord:
         if self.path is None or not self._first:
             return
         coverage = None
-        told = [*notes, *self.notes, *self._about_scales()]
+        lines = [*notes, *self.notes, *self._about_scales()]
         if self._observed is None:
-            found = report(self._model)
-            told += [found.summary, *found.notes]
-            coverage = found.coverage
+            model_report = report(self._model)
+            lines += [model_report.summary, *model_report.notes]
+            coverage = model_report.coverage
         else:
-            told.append(f"The model computed as it is; its operands were cast beside it for {self._observed}")
-            told += self._unseen
+            lines.append(f"The model computed as it is; its operands were cast beside it for {self._observed}")
+            lines += self._unseen
         self.seen.save_report(
-            self.path, title=self.title, coverage=coverage, configuration=self._configuration, notes=told,
+            self.path, title=self.title, coverage=coverage, configuration=self._configuration, notes=lines,
             curves={"loss": self.losses} if self.losses and len(self.losses) == self.seen.steps else None,
         )  # fmt: skip
 
@@ -326,12 +326,15 @@ class RunRecord:
 def _without_schedule(recipe: Any, rules: Sequence[Rule] | str | Path) -> dict[str, Any]:
     """Return what to observe for, unless it has a schedule: what observes knows calls of the model, not steps."""
     named = recipe if recipe is None or isinstance(recipe, LinearConfig) else get_recipe(recipe)
-    given = rules_of(rules)
-    own = named.rules if isinstance(named, Recipe) else ()
-    for who, found in (("one of rules=", given), (f"recipe {getattr(named, 'name', None)!r}", own)):
-        if any(rule.steps is not None for rule in found):
+    given_rules = rules_of(rules)
+    recipe_rules = named.rules if isinstance(named, Recipe) else ()
+    for who, rules_found in (
+        ("one of rules=", given_rules),
+        (f"recipe {getattr(named, 'name', None)!r}", recipe_rules),
+    ):
+        if any(rule.steps is not None for rule in rules_found):
             raise ArgumentError(
                 f"{who} has a schedule, which a model that is not converted is not observed for; "
                 "hand the trainer fmtsim.convert(model, recipe=..., total_steps=...), and leave recipe= out here"
             )
-    return {"recipe": named, "rules": given}
+    return {"recipe": named, "rules": given_rules}

@@ -34,13 +34,13 @@ def figures(part: Observation) -> dict[str, float]:
     losses = losses_of(part.layers)
     if not losses:
         return {}
-    found = {
+    numbers = {
         "fmtsim_worst_underflow_percent": worst(losses, 1, "underflow")[0].stats.underflow_percent,
         "fmtsim_worst_saturation_percent": worst(losses, 1, "saturation")[0].stats.saturation_percent,
         "fmtsim_worst_sqnr_db": worst(losses, 1, "sqnr")[0].stats.sqnr_db,
         "fmtsim_nonfinite": float(sum(loss.stats.nonfinite for loss in losses)),
     }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def exponents(part: Observation, by: str | None) -> dict[str, Tensor]:
@@ -50,12 +50,12 @@ def exponents(part: Observation, by: str | None) -> dict[str, Tensor]:
         part: Statistics of a step.
         by: ``"operand"``, ``"layer"`` or None, as callbacks take it.
     """
-    found: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
     for layer, operand, stats in losses_of(part.layers) if by is not None else ():
         parts = ("fmtsim_exponents", *([layer or "(model)"] if by == "layer" else []), operand)
         name = "/".join(parts)
-        found[name] = found.get(name, 0) + stats.scaled_exponents
-    return {name: counts for name, counts in found.items() if counts.any()}
+        totals[name] = totals.get(name, 0) + stats.scaled_exponents
+    return {name: counts for name, counts in totals.items() if counts.any()}
 
 
 def send(histograms: dict[str, Tensor], trackers: Iterable[Any], step: int, axis: str | None = None) -> None:

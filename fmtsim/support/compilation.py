@@ -50,9 +50,9 @@ def _say_compiling(kernel: str, folder: Path | None) -> None:
     if _said:
         return
     _said = True
-    kept = f"once; they are kept in {folder}" if folder is not None else "and in every process, for want of a folder"
+    storage = f"once; they are kept in {folder}" if folder is not None else "and in every process, for want of a folder"
     print(
-        f"fmtsim: compiling {kernel} and other kernels, {kept} (fmtsim warmup does it ahead)",
+        f"fmtsim: compiling {kernel} and other kernels, {storage} (fmtsim warmup does it ahead)",
         file=sys.stderr,
         flush=True,
     )

@@ -82,7 +82,7 @@ def write_folder(folder: Path, contents: Mapping[str, Content | None]) -> list[P
     Raises:
         DataError: As ``write_files``; folders that were made are gone again.
     """
-    made = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
+    new_folders = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def write_folder(folder: Path, contents: Mapping[str, Content | None]) -> list[P
         remove_stale(folder)
         write_files({folder / name: content for name, content in contents.items()})
     except BaseException:
-        for place in made:
+        for place in new_folders:
             with contextlib.suppress(OSError):
                 place.rmdir()
         raise

@@ -45,8 +45,8 @@ class _Text(Progress):
         print(text, file=self._stream, flush=True)
 
     def _words(self, done: float, note: str, bar: str, spent: float) -> str:
-        left = (time.perf_counter() - self._began) * (self._total - done) / done if 0 < done < self._total else None
-        ending = "" if left is None else f", {_span(left)} left"
+        seconds = (time.perf_counter() - self._began) * (self._total - done) / done if 0 < done < self._total else None
+        ending = "" if seconds is None else f", {_span(seconds)} left"
         words = (f"{self._verb}{self._label}{bar} {int(done)}/{self._total}", note, f"{_span(spent)}{ending}")
         return "  ".join(word for word in words if word)
 

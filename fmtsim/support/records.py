@@ -47,10 +47,10 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     Raises:
         ArgumentError: It is not.
     """
-    found = as_int(tuple(value) if isinstance(value, list) else value)
-    if not _fits(found, hint):
+    converted = as_int(tuple(value) if isinstance(value, list) else value)
+    if not _fits(converted, hint):
         raise ArgumentError(f"{name}={shown(value)} is not allowed; {_allowed(hint)}")
-    return found
+    return converted
 
 
 def check_items(value: Any, types: dict[str, Any], what: str) -> None:
@@ -128,7 +128,7 @@ def _in_words(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:
-        return f"a tuple ({', '.join('...' if each is ... else _in_words(each) for each in arguments)})"
+        return f"a tuple ({', '.join('...' if kind is ... else _in_words(kind) for kind in arguments)})"
     return _WORDS.get(hint) or f"a {getattr(origin or hint, '__name__', hint)}"
 
 
@@ -188,11 +188,11 @@ def parse_json(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{shown(next(name for name in names if names.count(name) > 1))} stands twice in one object")
-    return found
+    return members
 
 
 def _constant(name: str) -> Any:
@@ -229,10 +229,10 @@ def record_of(cls: type, value: Any, path: str) -> Any:
     if path.count(".") > DEEPEST:
         raise at(path, ArgumentError, f"more than {DEEPEST} objects inside each other")
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    known = {field.name for field in fields}
-    unknown = [name for name in value if name not in known]
+    field_names = {field.name for field in fields}
+    unknown = [name for name in value if name not in field_names]
     if unknown:
-        has = ", ".join(sorted(known))
+        has = ", ".join(sorted(field_names))
         raise at(path, ArgumentError, f"{a_name} has no field {shown(unknown[0])}; it has {has}")
     absent = [field.name for field in fields if _is_required(field) and field.name not in value]
     if absent:

@@ -115,8 +115,10 @@ def coverage(name: str) -> Coverage:
 def table() -> str:
     rows = ["| Architecture | Simulated | Left, and why |", "|---|---|---|"]
     for name in ARCHITECTURES:
-        found = coverage(name)
-        rows.append(f"| {name} | {percent(found.simulated, found.total)} | {found.left() or '-'} |".replace("*", r"\*"))
+        result = coverage(name)
+        rows.append(
+            f"| {name} | {percent(result.simulated, result.total)} | {result.left() or '-'} |".replace("*", r"\*")
+        )
     return "\n".join(rows) + "\n"
 
 

@@ -39,8 +39,8 @@ SPECIALS = [
 
 def slow_but(quick: int, *cases: object) -> list[object]:
     """Return cases of a parametrised test of which all but the first ``quick`` are slow tests."""
-    each = (case if isinstance(case, tuple) else (case,) for case in cases[quick:])
-    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in each)]
+    values = (case if isinstance(case, tuple) else (case,) for case in cases[quick:])
+    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in values)]
 
 
 def element_formats(largest_bits: int = 64, smallest_bits: int = 1) -> list[str]:

@@ -23,19 +23,19 @@ def library_file() -> str:
     key = hashlib.sha256(COMPILER.encode() + source.read_bytes()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"fmtsim-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    made = folder / f"{key}.so"
-    if not made.exists():
+    path = folder / f"{key}.so"
+    if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
             subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", f"{work}/made.so", source], check=True)
-            os.replace(f"{work}/made.so", made)
-    return str(made)
+            os.replace(f"{work}/made.so", path)
+    return str(path)
 
 
 def library() -> ctypes.CDLL:
     """Return the stand-in."""
-    found = ctypes.CDLL(library_file())
-    found.told.restype, found.asked.restype = ctypes.c_int64, ctypes.c_long
-    return found
+    handle = ctypes.CDLL(library_file())
+    handle.told.restype, handle.asked.restype = ctypes.c_int64, ctypes.c_long
+    return handle
 
 
 def open_stand_in(path: str) -> Asker:

@@ -77,9 +77,9 @@ def job_of(a, b, spec, c=None, scale_a=None, scale_b=None, *, device="cpu", rand
     a, b, c, scale_a, scale_b = (moved(x, torch.device(device)) for x in (a, b, c, scale_a, scale_b))
     out = torch.full((a.shape[0], b.shape[0]), 7, dtype=sum_dtype(spec.datapath), device=a.device)
     order = accumulation_order(a.shape[1], spec, a.device)
-    given = dict(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
+    operands = dict(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
     gpu = gpu_of(a) if runtime.device_index(a) >= 0 else Gpu((9, 0), 227 << 10)  # nothing runs: an H200's
-    return Job(**given, spec=spec, random=random, out=out, order=order, gpu=gpu)
+    return Job(**operands, spec=spec, random=random, out=out, order=order, gpu=gpu)
 
 
 def product_of(path: FastPath, a, b, spec, *rest, device="cpu"):
@@ -100,31 +100,31 @@ def expected(a, b, spec, c=None, scale_a=None, scale_b=None) -> torch.Tensor:
         out = torch.empty(a.shape[0], b.shape[0], dtype=sum_dtype(spec.datapath))
         cpu_gemm(a, b, c, scale_a, scale_b, spec, KEY, out)
         return out
-    given = {"c": c, "scale_a": scale_a, "scale_b": scale_b}
+    options = {"c": c, "scale_a": scale_a, "scale_b": scale_b}
     if spec.datapath.rounding.mode == "stochastic":
-        given["random"] = KEY
-    return oracle(a, b, spec, sum_dtype(spec.datapath), **{name: x for name, x in given.items() if x is not None})
+        options["random"] = KEY
+    return oracle(a, b, spec, sum_dtype(spec.datapath), **{name: x for name, x in options.items() if x is not None})
 
 
 def check(path: FastPath, a, b, spec, *rest, device="cpu") -> int:
     """Fail unless all tiles that a path keeps have the right bits; return how many it leaves."""
     sums, marks = product_of(path, a, b, spec, *rest, device=device)
     m, n = sums.shape[1:]
-    left = marks.bool().repeat_interleave(TILE, 0)[:m].repeat_interleave(TILE, 1)[:, :n]
-    assert_same_bits(torch.where(left, 0, sums[0]), torch.where(left, 0, expected(a, b, spec, *rest)))
+    marked = marks.bool().repeat_interleave(TILE, 0)[:m].repeat_interleave(TILE, 1)[:, :n]
+    assert_same_bits(torch.where(marked, 0, sums[0]), torch.where(marked, 0, expected(a, b, spec, *rest)))
     return int(marks.sum())
 
 
 def check_kinds(path: FastPath, spec, shape, kinds, device="cpu", with_c=False) -> list[int]:
     """Check operands of several kinds of numbers; return how many tiles are left of each."""
     m, n, k = shape
-    left = []
+    unchecked = []
     for i, kind in enumerate(kinds):
         a, b = operand(spec.a.name, m, k, kind, i), operand(spec.b.name, n, k, "normal" if i % 2 else kind, i + 50)
         c = addend(spec, m, n, "normal", i + 9) if with_c else None
         scales = [unit_scales(spec, rows, k, kind if kind == "wide" else "normal", i + rows) for rows in (m, n)]
-        left.append(check(path, a, b, spec, c, *scales, device=device))
-    return left
+        unchecked.append(check(path, a, b, spec, c, *scales, device=device))
+    return unchecked
 
 
 # Self-tests.
@@ -134,8 +134,8 @@ def made(spec, shape=(5, 6, 40), device="cpu", c=False, scales=True):
     """Return operands of a product and the tensor for its result."""
     m, n, k = shape
     a, b = operand(spec.a.name, m, k, "normal", 1), operand(spec.b.name, n, k, "normal", 2)
-    given = [unit_scales(spec, rows, k, "normal", 3) if scales else None for rows in (m, n)]
-    operands = a, b, addend(spec, m, n, "normal", 4) if c else None, *given
+    scale_tensors = [unit_scales(spec, rows, k, "normal", 3) if scales else None for rows in (m, n)]
+    operands = a, b, addend(spec, m, n, "normal", 4) if c else None, *scale_tensors
     operands = tuple(moved(x, torch.device(device)) for x in operands)
     return operands, torch.full((m, n), 7, dtype=sum_dtype(spec.datapath), device=device)
 

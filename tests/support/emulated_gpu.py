@@ -40,7 +40,7 @@ def drawn(name, device):
     x, w, g = (bfloat16s(*size, seed=i, device=device) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
     factor = torch.tensor(0.75, device=device)
     asked = Asked("g_d", g, -1), Asked("g_w", g, 0), Asked("w_d", w, 0, factor), Asked("x_w", x, 0, factor)
-    asked = [each for each in asked if each.name in layer.random]
+    asked = [operand for operand in asked if operand.name in layer.random]
     if layer.quantizers["x_w"].source == "original":
-        asked = [each._replace(factor=None) for each in asked]
+        asked = [operand._replace(factor=None) for operand in asked]
     return layer, asked, lambda: traced_draws(layer, asked)

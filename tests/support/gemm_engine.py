@@ -155,8 +155,8 @@ def product(a, b, spec, c=None, scale_a=None, scale_b=None, random=None) -> torc
 
 def check(a, b, spec, **rest) -> None:
     """Fail unless engine and oracle agree in every bit."""
-    given = {name: value for name, value in rest.items() if value is not None}
-    assert_same_bits(product(a, b, spec, **given), sums(a, b, spec, sum_dtype(spec.datapath), **given))
+    options = {name: value for name, value in rest.items() if value is not None}
+    assert_same_bits(product(a, b, spec, **options), sums(a, b, spec, sum_dtype(spec.datapath), **options))
 
 
 def check_kinds(spec: GemmSpec, shape: tuple[int, int, int], kinds: tuple[str, str], seed: int, with_c: bool) -> None:

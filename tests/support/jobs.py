@@ -70,10 +70,10 @@ def run_search(folder: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     data = [torch.randn(10, 32) for _ in range(2)]
-    found = fmtsim.search(model.requires_grad_(False), data, bits=6, policy=Policy(steps=60))
-    save_ptq_recipe(found.recipe(), folder / "searched.json")
-    write_file(folder / "losses.json", json.dumps([found.losses, found.loss, found.formats, found.tried]))
-    found.plot(folder / "front.png")
+    result = fmtsim.search(model.requires_grad_(False), data, bits=6, policy=Policy(steps=60))
+    save_ptq_recipe(result.recipe(), folder / "searched.json")
+    write_file(folder / "losses.json", json.dumps([result.losses, result.loss, result.formats, result.tried]))
+    result.plot(folder / "front.png")
 
 
 JOBS: dict[str, Callable[[Path], None]] = {
@@ -83,7 +83,7 @@ JOBS: dict[str, Callable[[Path], None]] = {
 
 def results(folder: Path) -> dict[str, object]:
     """Return what the files of a job say, each of them read whole; what differs between equal runs is left out."""
-    found: dict[str, object] = {}
+    contents: dict[str, object] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith(TEMPORARY):
             continue
@@ -96,8 +96,8 @@ def results(folder: Path) -> dict[str, object]:
             torch.load(path, weights_only=True)
         elif path.suffix == ".png":
             assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
-        found[path.name] = content
-    return found
+        contents[path.name] = content
+    return contents
 
 
 def forked(job: Callable[[Path], None], folder: Path, moment: float | None = None) -> tuple[int, float]:
@@ -135,11 +135,11 @@ def campaign(name: str, place: Path, count: int, seed: int) -> dict[str, int]:
     for number in range(count):
         (folder := place / str(number)).mkdir()
         status, _ = forked(job, folder, draw.uniform(0, longest))
-        left = results(folder)
+        files_left = results(folder)
         counts["kills"] += status == signal.SIGKILL
         counts["ended before"] += status == 0
-        counts["left something"] += status == signal.SIGKILL and bool(left)
-        counts["left a temporary"] += len(left) < len(list(folder.iterdir()))
+        counts["left something"] += status == signal.SIGKILL and bool(files_left)
+        counts["left a temporary"] += len(files_left) < len(list(folder.iterdir()))
         counts["equal"] += forked(job, folder)[0] == 0 and results(folder) == expected
     return counts
 

@@ -26,22 +26,22 @@ def product(a, b, gemm, out_dtype, bias=None, generator=None):
     narrow = gemm.library is not None and any(q.format.bits <= 8 for q in (gemm.a, gemm.b) if q.format)
     if kinds <= {"none"} and not narrow:
         return _plain(a, b, bias, gemm, out_dtype, machine | {"generator": generator})
-    left, right = _encoded(a, gemm.a), _encoded(b, gemm.b)
+    a_encoded, b_encoded = _encoded(a, gemm.a), _encoded(b, gemm.b)
     return fmtsim.scaled_mm(
-        left[0], right[0].mT, left[1], _turned(right[1], b.shape), bias, None, out_dtype, gemm.fast_accum, **machine,
-        **_recipes(gemm, kinds), a_format=left[2], b_format=right[2], generator=generator,
+        a_encoded[0], b_encoded[0].mT, a_encoded[1], _turned(b_encoded[1], b.shape), bias, None, out_dtype, gemm.fast_accum, **machine,
+        **_recipes(gemm, kinds), a_format=a_encoded[2], b_format=b_encoded[2], generator=generator,
     )  # fmt: skip
 
 
 def _plain(a, b, bias, gemm, out_dtype, options):
-    left, right = _rounded(a, gemm.a), _rounded(b, gemm.b)
+    xs, ys = _rounded(a, gemm.a), _rounded(b, gemm.b)
     names = [None if q.format is None or q.format.name in _DTYPES else q.format.name for q in (gemm.a, gemm.b)]
     if gemm.target is not None and names == ["tf32", "tf32"]:
         options, names = options | {"allow_tf32": True}, [None, None]
     options |= {"out_dtype": out_dtype, "a_format": names[0], "b_format": names[1]}
     if bias is not None:
-        return fmtsim.linear(left, right, bias, **options)
-    return fmtsim.mm(left, right.mT, **options)
+        return fmtsim.linear(xs, ys, bias, **options)
+    return fmtsim.mm(xs, ys.mT, **options)
 
 
 def _rounded(t, quantizer):

@@ -157,8 +157,8 @@ class MatrixLayers(nn.Module):
     def __init__(self, w):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in w)
-        for layer, each in zip(self.layers, w, strict=True):
-            layer.weight.data = each.clone()
+        for layer, matrix in zip(self.layers, w, strict=True):
+            layer.weight.data = matrix.clone()
 
     def forward(self, x):
-        return torch.stack([layer(each) for layer, each in zip(self.layers, x, strict=True)])
+        return torch.stack([layer(rows) for layer, rows in zip(self.layers, x, strict=True)])

@@ -26,7 +26,7 @@ def spilled(code):
     """Return the bytes of local memory that a cubin's functions take: EIATTR_FRAME_SIZE in ELF's .nv.info."""
     table, size, count, names = *struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HHH", code, 58)
     sections = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
-    found = []
+    kernels = []
     for name, _, _, _, offset, length in sections:
         start = sections[names][4] + name
         if code[start : code.index(0, start)] != b".nv.info":
@@ -35,7 +35,7 @@ def spilled(code):
         while place < end:
             form, attribute, payload = struct.unpack_from("<BBH", code, place)
             if (form, attribute) == (4, 17):
-                found.append(struct.unpack_from("<I", code, place + 8)[0])
+                kernels.append(struct.unpack_from("<I", code, place + 8)[0])
             place += 4 + (payload if form == 4 else 0)
-    assert found
-    return sum(found)
+    assert kernels
+    return sum(kernels)

@@ -17,14 +17,14 @@ def parameter(shape, seed=0):
 
 def gradients(shape, count, seed=1):
     source = np.random.default_rng(seed)
-    found = []
+    result = []
     for _ in range(count):
         g = source.standard_normal(shape) * 10.0 ** source.uniform(-5, 0, shape)
         flat = g.astype(np.float32).reshape(-1)
         flat[:6] = [0.0, -0.0, 1e-40, -1e-40, 1e-20, 1.0]
         flat[300:700] = 0.0  # a whole block of zeros, and parts of its neighbours
-        found.append(flat.reshape(shape))
-    return found
+        result.append(flat.reshape(shape))
+    return result
 
 
 def run(optimizer_class, p, grads, **options):
@@ -66,5 +66,8 @@ def train(cls, scheme, steps=3, bad=False, dtype=torch.float32, device="cpu", **
             if bad:
                 p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step % 3]
         optimizer.step()
-    kept = [*parameters, *(t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
-    return [value_bits(t.detach().cpu()) for t in kept], optimizer.nonfinite_gradients()
+    tensors = [
+        *parameters,
+        *(t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)),
+    ]
+    return [value_bits(t.detach().cpu()) for t in tensors], optimizer.nonfinite_gradients()

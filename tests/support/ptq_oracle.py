@@ -55,7 +55,7 @@ def brain_surgeon(w, hessian, steps, top, order, made=None, width=0, lazy=0):
     for row, step in zip(w, steps, strict=True):
         values, inv = [Fraction(float(v)) for v in row], inverse(hessian)
         q = [Fraction(0)] * len(values)
-        left = set(range(len(values)))
+        remaining = set(range(len(values)))
         for i, j in enumerate(order):
             if not lazy or i % lazy == 0:
                 seen = list(values)
@@ -63,12 +63,12 @@ def brain_surgeon(w, hessian, steps, top, order, made=None, width=0, lazy=0):
                 step = made([(seen if lazy else values)[k] for k in order[i : i + width]])
             q[j] = rounded(values[j], step, top)
             off = (values[j] - q[j]) / inv[j][j]
-            left.discard(j)
-            for k in left:
+            remaining.discard(j)
+            for k in remaining:
                 values[k] -= off * inv[j][k]
             column = [inv[a][j] for a in range(len(values))]
-            for a in left:
-                for b in left:
+            for a in remaining:
+                for b in remaining:
                     inv[a][b] -= column[a] * column[b] / inv[j][j]
         result.append(q)
     return result

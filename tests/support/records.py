@@ -29,13 +29,15 @@ MODULES = ("fmtsim", *(f"fmtsim.{room}" for room in ROOMS))
 def defaults_of(module: str) -> dict[str, dict[str, Any]]:
     """Return the defaults of the arguments of a module's public functions and classes, torch's own aside."""
     found, place = {}, importlib.import_module(module)
-    own = [name for name, what in vars(place).items() if name[0] != "_" and getattr(what, "__module__", "") == module]
-    for name in getattr(place, "__all__", own):
+    public_names = [
+        name for name, what in vars(place).items() if name[0] != "_" and getattr(what, "__module__", "") == module
+    ]
+    for name in getattr(place, "__all__", public_names):
         public = getattr(place, name)
         code = getattr(public, "__init__", None) if inspect.isclass(public) else public
         if inspect.isfunction(code) and code.__globals__["__name__"].startswith("fmtsim"):
-            given = inspect.signature(code).parameters.values()
-            found[name] = {one.name: one.default for one in given if one.default is not one.empty}
+            parameters = inspect.signature(code).parameters.values()
+            found[name] = {one.name: one.default for one in parameters if one.default is not one.empty}
     return {name: defaults for name, defaults in found.items() if defaults}
 
 

@@ -59,13 +59,13 @@ def inputs(ranks, seed):
 
 def reductions_agree(rank, size, group, device="cpu"):
     for i, reduction in enumerate(CASES):
-        each = inputs(size, i)
+        tensors_of = inputs(size, i)
         if reduction.nonfinite != "raise":
-            each[-1][1][0, 3], each[0][1][1, 1] = math.nan, math.inf
-        expected = simulate(each, reduction, call=i)
-        found = all_reduce([x.to(device) for x in each[rank]], reduction, call=i, group=group)
-        assert all(same_bits(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
-        assert found.counts.to_dict() == expected.counts[rank].to_dict(), reduction
+            tensors_of[-1][1][0, 3], tensors_of[0][1][1, 1] = math.nan, math.inf
+        expected = simulate(tensors_of, reduction, call=i)
+        reduced = all_reduce([x.to(device) for x in tensors_of[rank]], reduction, call=i, group=group)
+        assert all(same_bits(a, b) for a, b in zip(reduced.values, expected.values, strict=True)), reduction
+        assert reduced.counts.to_dict() == expected.counts[rank].to_dict(), reduction
         matrices = [torch.stack(gradients(size, 11, i + 50 * r)) for r in range(size)]
         batches = [Batch(x, (4, 7)) for x in matrices]
         mu = torch.tensor(1.0) if reduction.auto else None
@@ -74,10 +74,10 @@ def reductions_agree(rank, size, group, device="cpu"):
         assert_same_bits(part.values[0], values[rank], what=reduction)
         assert part.counts.to_dict() == counts[rank].to_dict(), reduction
 
-    each = [torch.stack(x) for x in zip(*(gradients(size, 50, i) for i in range(4)), strict=True)]
-    found = all_reduce(each[rank].to(device), BASE, group=group).values[0]
-    planted = (each[::-1], dataclasses.replace(BASE, algorithm="tree")), (each[1:] + each[:1], BASE)
-    assert size == 2 or not any(same_bits(found, simulate(*wrong).values[0]) for wrong in planted), (
+    tensors_of = [torch.stack(x) for x in zip(*(gradients(size, 50, i) for i in range(4)), strict=True)]
+    reduced = all_reduce(tensors_of[rank].to(device), BASE, group=group).values[0]
+    planted = (tensors_of[::-1], dataclasses.replace(BASE, algorithm="tree")), (tensors_of[1:] + tensors_of[:1], BASE)
+    assert size == 2 or not any(same_bits(reduced, simulate(*wrong).values[0]) for wrong in planted), (
         "an order that is wrong"
     )
 
@@ -88,16 +88,16 @@ def factors_agree(rank, size, group, device="cpu"):
         auto, mu = (AutoFactor(), 0.3) if factor == "auto" else (None, None)
         reduction = Reduction(format=fmtsim.get_format(name), factor=factor, auto=auto, algorithm=algorithm,
                               rounding=Rounding(mode=mode), seed=i)  # fmt: skip
-        each = [[x.reshape(7, 13), x[:5].bfloat16().float()] for x in gradients(size, 91, i)]
-        each[i % size][0][2, 3], each[-1][1][1] = math.inf, math.nan
-        expected = simulate(each, reduction, mu=mu, call=i)
-        strided = [x.to(device).repeat_interleave(2, -1)[..., ::2] for x in each[rank]]
-        found = all_reduce(strided, reduction, mu=mu, call=i, group=group)
-        assert all(same_bits(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
-        assert found.counts.to_dict() == expected.counts[rank].to_dict(), reduction
+        tensors_of = [[x.reshape(7, 13), x[:5].bfloat16().float()] for x in gradients(size, 91, i)]
+        tensors_of[i % size][0][2, 3], tensors_of[-1][1][1] = math.inf, math.nan
+        expected = simulate(tensors_of, reduction, mu=mu, call=i)
+        strided = [x.to(device).repeat_interleave(2, -1)[..., ::2] for x in tensors_of[rank]]
+        reduced = all_reduce(strided, reduction, mu=mu, call=i, group=group)
+        assert all(same_bits(a, b) for a, b in zip(reduced.values, expected.values, strict=True)), reduction
+        assert reduced.counts.to_dict() == expected.counts[rank].to_dict(), reduction
         if auto is not None:
             moved = [auto.next(torch.tensor(mu), c.saturated.cpu(), c.elements.cpu())
-                     for c in (found.counts, expected.counts[0])]  # fmt: skip
+                     for c in (reduced.counts, expected.counts[0])]  # fmt: skip
             assert_same_bits(*moved, what=reduction)
 
 
@@ -106,14 +106,17 @@ def edges_agree(rank, size, group, device="cpu"):
     shapes = [(0,), (1,), (), (3, 0), (size + 1,), (2, 3)]
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         source = torch.Generator().manual_seed(1)
-        each = [[torch.randn(shape, generator=source).to(dtype) for shape in shapes] for _ in range(size)]
-        for other in each:
+        tensors_of = [[torch.randn(shape, generator=source).to(dtype) for shape in shapes] for _ in range(size)]
+        for other in tensors_of:
             other[-1][0] = -0.0
         for reduction in ("msamp", "fp8lm", "bf16", dataclasses.replace(BASE, algorithm="tree")):
-            expected = simulate(each, reduction)
-            found = all_reduce([x.to(device) for x in each[rank]], reduction, group=group)
-            assert all(same_bits(a, b) for a, b in zip(found.values, expected.values, strict=True)), (dtype, reduction)
-            assert [x.shape for x in found.values] == [x.shape for x in each[rank]]
+            expected = simulate(tensors_of, reduction)
+            reduced = all_reduce([x.to(device) for x in tensors_of[rank]], reduction, group=group)
+            assert all(same_bits(a, b) for a, b in zip(reduced.values, expected.values, strict=True)), (
+                dtype,
+                reduction,
+            )
+            assert [x.shape for x in reduced.values] == [x.shape for x in tensors_of[rank]]
         nothing = all_reduce(torch.empty(0, dtype=dtype, device=device), "fp8lm", group=group)
         assert nothing.values[0].shape == (0,) and nothing.counts.to_dict()["elements"] == 0
     assert all_gather(torch.empty(0, 3, device=device), "int8", group=group).shape == (size, 0, 3)
@@ -124,8 +127,8 @@ def gathers_agree(rank, size, group, device="cpu"):
         shards = [x.reshape(3, 7) for x in gradients(size, 21, 3)]
         whole = torch.cat(shards)
         fmt = fmtsim.get_format(name)
-        made = cast(whole, fmt, HALO, Rounding(), fmt.default_overflow)
-        expected = made.values(whole.shape).reshape(size, 3, 7)
+        encoded = cast(whole, fmt, HALO, Rounding(), fmt.default_overflow)
+        expected = encoded.values(whole.shape).reshape(size, 3, 7)
         assert_same_bits(all_gather(shards[rank].to(device), name, group=group), expected, what=name)
     blocks = [x.reshape(2, 40) for x in gradients(size, 80, 4)]
     for name in ("mxfp8_e4m3", "mxfp4", "nvfp4", "logfmt8", "e5m2"):
@@ -166,15 +169,15 @@ def layers_agree(rank, size):
         x = normal(4, 8, 32, seed=3)
         xs = x.clone().requires_grad_(), part(x).clone().requires_grad_()
         nets = shared_out(settings, size, recipe), shared_out(settings, None, recipe)
-        every, own = (net(one) for net, one in zip(nets, xs, strict=True))
+        every, local = (net(one) for net, one in zip(nets, xs, strict=True))
         every.square().sum().backward()
-        own.square().sum().backward()
-        assert_same_bits(own, part(every), what=what)
+        local.square().sum().backward()
+        assert_same_bits(local, part(every), what=what)
         assert_same_bits(xs[1].grad, part(xs[0].grad), what=what)
         assert_same_bits(nets[1][3].bias.grad, nets[0][3].bias.grad, what=what)
         for layer, name in ((1, "weight"), (1, "bias"), (3, "weight")):
-            found, expected = nets[1][layer].shards[0], nets[0][layer].shards[rank]
-            assert_same_bits(getattr(found, name).grad, getattr(expected, name).grad, what=what)
+            shard, expected = nets[1][layer].shards[0], nets[0][layer].shards[rank]
+            assert_same_bits(getattr(shard, name).grad, getattr(expected, name).grad, what=what)
     if rank == 0:
         assert "row parallel over 4 ranks" in repr(nets[1]) and "all in this process" in repr(nets[0])
     refused(
@@ -191,8 +194,8 @@ def tokens_arrive(rank, size, group, device="cpu"):
         for a in range(size):
             values = fmtsim.quantize(rows[a], name, out_dtype=torch.float32, pad=True)
             expected.append(values.split(counts[a])[rank])
-        found = dispatch(rows[rank].to(device), counts[rank], name, group=group)
-        assert_same_bits(found, torch.cat(expected), what=name)
+        received = dispatch(rows[rank].to(device), counts[rank], name, group=group)
+        assert_same_bits(received, torch.cat(expected), what=name)
     nothing = dispatch(torch.empty(0, 16, dtype=torch.bfloat16, device=device), [0] * size, group=group)
     assert nothing.shape == (0, 16) and nothing.dtype == torch.bfloat16
 
@@ -209,13 +212,13 @@ def loss_of(net, rank, step, device="cpu"):
 
 def local_gradients(size, step, weights, device="cpu"):
     """Return the gradients of every rank, parameter by parameter, computed here."""
-    found = []
+    gradients_of = []
     for rank in range(size):
         net = model().to(device)
         net.load_state_dict(weights)
         loss_of(net, rank, step, device).backward()
-        found.append([p.grad.cpu() for p in net.parameters()])
-    return found
+        gradients_of.append([p.grad.cpu() for p in net.parameters()])
+    return gradients_of
 
 
 def ddp_agrees(rank, size, device="cpu"):
@@ -235,11 +238,11 @@ def ddp_agrees(rank, size, device="cpu"):
     for step in range(3):
         net.zero_grad()
         loss_of(net, rank, step, device).backward()
-        each = local_gradients(size, step, net.module.state_dict(), device)
+        gradients_of = local_gradients(size, step, net.module.state_dict(), device)
         assert (len(seen) > 1) == (step > 0) and sorted(sum(seen, [])) == [0, 1, 2, 3], seen
         counts = None
         for order in seen:
-            expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu, call=calls)
+            expected = simulate([[g[i] for i in order] for g in gradients_of], state.reduction, mu=mu, call=calls)
             for i, value in zip(order, expected.values, strict=True):
                 assert_same_bits(list(net.parameters())[i].grad, value, what=(step, i))
             counts = expected.counts[rank] if counts is None else counts.plus(expected.counts[rank])
@@ -277,18 +280,18 @@ def fsdp_agrees(rank, size, device="cpu"):
     hook_fsdp(net, state, gather="int8")
     weights = {}
     for name, weight in plain.state_dict().items():
-        made = cast(weight.reshape(1, -1), fmtsim.get_format("int8"), HALO, Rounding(), "saturate")
-        weights[name] = made.values((1, weight.numel())).reshape(weight.shape)
+        encoded = cast(weight.reshape(1, -1), fmtsim.get_format("int8"), HALO, Rounding(), "saturate")
+        weights[name] = encoded.values((1, weight.numel())).reshape(weight.shape)
     loss_of(net, rank, 0, device).backward()
     state.step()
-    each = local_gradients(size, 0, weights, device)
+    gradients_of = local_gradients(size, 0, weights, device)
     for unit in ((0, 1), (2, 3)):
-        expected = fsdp_bits([[g[i] for i in unit] for g in each], size)
+        expected = fsdp_bits([[g[i] for i in unit] for g in gradients_of], size)
         for i, rows in zip(unit, expected, strict=True):
             parameter = list(net.parameters())[i]
             mine = parameter.grad.to_local()
-            own = rows.split(-(-len(rows) // size))
-            assert_same_bits(mine, own[rank] if rank < len(own) else mine.new_empty(mine.shape), what=i)
+            local = rows.split(-(-len(rows) // size))
+            assert_same_bits(mine, local[rank] if rank < len(local) else mine.new_empty(mine.shape), what=i)
     full = [p.full_tensor().cpu() for p in net.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(full, plain.parameters(), strict=True))  # shards stay as they were
     assert state.report()["steps"] == 1 and state.report()["elements"] == sum(
@@ -342,9 +345,9 @@ def scales_are_shared(rank, size, device="cpu"):
     assert int(x["calls"]) == 3 and torch.equal(x["factor"].cpu(), torch.div(448.0, largest.max()))
     mine = torch.cat([remembered[layer][operand][field].reshape(-1).float().to(device) for layer in "01"
                       for operand in ("x_f", "w_f", "g_d") for field in ("amaxes", "factor", "calls")])  # fmt: skip
-    each = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(each, mine)
-    assert all(same_bits(other, mine) for other in each) and int((mine > 0).sum()) >= 18
+    copies = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(copies, mine)
+    assert all(same_bits(other, mine) for other in copies) and int((mine > 0).sum()) >= 18
     plain = nn.Sequential(nn.Linear(64, 64))
     for recipes in (("te_delayed", "fp8lm"), ("te_current", "te_nvfp4_all")):
         said = f"layer '0' runs recipe {recipes[0]!r} on rank 0 and {recipes[1]!r} on rank 1; convert with one"

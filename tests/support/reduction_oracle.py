@@ -68,13 +68,13 @@ def ring(q):
     """Sum with messages: at every step all ranks send at once, and each adds what it gets to its own chunk."""
     n, count = len(q), len(q[0])
     length = -(-count // n)
-    own = [np.concatenate([x, np.zeros(n * length - count, F)]).reshape(n, length) for x in q]
-    partial = [{chunk: own[rank][chunk] for chunk in range(n)} for rank in range(n)]
+    padded = [np.concatenate([x, np.zeros(n * length - count, F)]).reshape(n, length) for x in q]
+    partial = [{chunk: padded[rank][chunk] for chunk in range(n)} for rank in range(n)]
     for step in range(n - 1):
         sent = [((rank - 1 - step) % n, partial[rank][(rank - 1 - step) % n]) for rank in range(n)]
         for rank in range(n):
             chunk, message = sent[(rank - 1) % n]
-            partial[rank][chunk] = rounded(message + own[rank][chunk])
+            partial[rank][chunk] = rounded(message + padded[rank][chunk])
     return np.concatenate([partial[chunk][chunk] for chunk in range(n)])[:count]
 
 

@@ -31,22 +31,22 @@ def made_observation(layers=6, steps=12, every=10, elements=500):
     """Return an observation of made-up tensors, each layer's gradients smaller than those of the layer before."""
     generator = torch.Generator().manual_seed(0)
     names = [UNKIND, *(f"model.layers.{i // 4}.{('qkv', 'out', 'up', 'down')[i % 4]}" for i in range(1, layers))]
-    found = Observation()
-    found.steps, found.every = steps * every, every
+    observation = Observation()
+    observation.steps, observation.every = steps * every, every
     for layer, name in enumerate(names):
         for operand, format in OPERANDS.items():
             x = torch.randn(elements, generator=generator).exp() * torch.randn(elements, generator=generator)
             x *= 2.0 ** (-layer if operand[0] == "g" else 6)
             total = OperandStats().add(x, fmtsim.quantize(x, format), fmtsim.get_format(format))
-            found.layers.setdefault(name, {})[operand] = total
+            observation.layers.setdefault(name, {})[operand] = total
             for step in range(steps):
                 noise = total.noise * float(torch.rand((), generator=generator, dtype=torch.float64))
                 counts = Counts(elements=elements, nonzero=elements, signal=total.signal, noise=noise)
                 counts.underflowed = int(torch.randint(elements, (), generator=generator))
                 counts.amax = total.amax * float(torch.rand((), generator=generator, dtype=torch.float64))
                 counts.saturated = total.saturated
-                found.counts.setdefault(step * every, {}).setdefault(name, {})[operand] = counts
-    return found
+                observation.counts.setdefault(step * every, {}).setdefault(name, {})[operand] = counts
+    return observation
 
 
 def made_report(observation=None, **parts):
@@ -63,12 +63,12 @@ def made_report(observation=None, **parts):
     ]  # fmt: skip
     attribution = SimpleNamespace(rows=rows, to_dict=lambda: {"method": "estimate", "rows": rows})
     steps = [4.0 * math.exp(-i / 90) + 1.2 for i in range(600)]
-    given = {
+    options = {
         "title": UNKIND, "curves": {"bf16": steps, UNKIND: [*steps[:400], math.nan]}, "loss_unit": "nats per byte",
         "observation": observation, "coverage": coverage, "attribution": attribution,
         "configuration": {f"part{i}": {"a": i, UNKIND: [UNKIND]} for i in range(30)}, "notes": [UNKIND],
     }  # fmt: skip
-    return write_page(None, **{**given, **parts})
+    return write_page(None, **{**options, **parts})
 
 
 def data_of(page):

@@ -43,15 +43,15 @@ class Player:
     def step(self, step):
         """Train all ranks for a step, and return the parameters and rank 0's loss."""
         remembered = [copy.deepcopy(memory.state_dict()) for memory in self._memories(0)]
-        losses, each = [], []
+        losses, gradients_of = [], []
         for rank, net in enumerate(self.nets):
             net.zero_grad()
             loss = loss_of(net, rank, step, self.device)
             loss.backward()
             losses.append(loss.detach())
-            each.append([p.grad for p in net.parameters()])
+            gradients_of.append([p.grad for p in net.parameters()])
         self._share(remembered)
-        groups = [each[first : first + self.shards] for first in range(0, len(each), self.shards)]
+        groups = [gradients_of[first : first + self.shards] for first in range(0, len(gradients_of), self.shards)]
         mean = functools.partial(torch.mean, dim=0)  # of replicas, as torch's all-reduce has it
         for unit in ((0, 1), (2, 3, 4, 5)):
             reduced = [fsdp_bits([[g[i] for i in unit] for g in group], self.shards) for group in groups]

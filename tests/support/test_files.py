@@ -230,7 +230,7 @@ def test_a_folder_is_tried(tmp_path, monkeypatch):
 
 def writes(source: str) -> list[str]:
     """Return the calls of a source that write to files by their names."""
-    found = []
+    calls = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         words = [arg.value for arg in [*call.args, *(k.value for k in call.keywords)] if isinstance(arg, ast.Constant)]
@@ -238,14 +238,14 @@ def writes(source: str) -> list[str]:
         if name in ("write_text", "write_bytes", "save_file", "savetxt", "tofile") or (
             name == "open" and any(set(mode) & set("wxa+") for mode in modes)
         ):
-            found.append(ast.unparse(call))
-    return found
+            calls.append(ast.unparse(call))
+    return calls
 
 
 def test_there_is_one_writer():
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
-    found = {name: writes(text) for name, text in texts.items() if re.search("open|write_|save|tofile", text)}
-    assert {name: calls for name, calls in found.items() if calls and not name.startswith("engines/")} == {
+    writers = {name: writes(text) for name, text in texts.items() if re.search("open|write_|save|tofile", text)}
+    assert {name: calls for name, calls in writers.items() if calls and not name.startswith("engines/")} == {
         "support/files.py": ["Path(path).write_bytes(data)", "open(temporary, 'xb')"],
         "lab/cli/main.py": ["open(os.devnull, 'w', encoding='utf-8')"],
         "recipes/__main__.py": ["PAGE.write_text(with_catalogue(PAGE.read_text(encoding='utf-8'), RECIPES), encoding='utf-8')"],  # noqa: E501

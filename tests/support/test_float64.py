@@ -66,19 +66,19 @@ def test_roots_are_rounded_once():
                                   "signbit"])  # fmt: skip
 def test_functions_of_one_number(name):
     x = numbers(4)
-    found, expected = getattr(torch, name)(Float64(x.view(torch.int64))), getattr(torch, name)(x)
-    check(found, expected) if expected.is_floating_point() else assert_same_bits(found, expected)
+    result, expected = getattr(torch, name)(Float64(x.view(torch.int64))), getattr(torch, name)(x)
+    check(result, expected) if expected.is_floating_point() else assert_same_bits(result, expected)
 
 
 @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne", "maximum", "minimum", "copysign"])
 def test_functions_of_two_numbers(name):
     x, y = numbers(5), numbers(6)
     y = torch.where(torch.arange(COUNT) % 5 == 0, x, y)
-    found = getattr(torch, name)(Float64(x.view(torch.int64)), Float64(y.view(torch.int64)))
+    result = getattr(torch, name)(Float64(x.view(torch.int64)), Float64(y.view(torch.int64)))
     expected = getattr(torch, name)(x, y)
     if name in ("maximum", "minimum"):  # of two zeros either
-        found, expected = found + 0.0, expected + 0.0
-    check(found, expected) if expected.is_floating_point() else assert_same_bits(found, expected)
+        result, expected = result + 0.0, expected + 0.0
+    check(result, expected) if expected.is_floating_point() else assert_same_bits(result, expected)
 
 
 def test_numbers_of_tensors_and_of_python_take_part():

@@ -75,9 +75,9 @@ def test_numbers_of_numpy_in_tuples_become_ints():
 
 
 def test_records_out_of_json():
-    given = {"number": 1, "pair": [1, "a"], "many": [1, 2], "part": {"size": 2}, "parts": [{"size": 3}, {}]}
+    content = {"number": 1, "pair": [1, "a"], "many": [1, 2], "part": {"size": 2}, "parts": [{"size": 3}, {}]}
     expected = Whole(number=1, pair=(1, "a"), many=(1, 2), part=Part(size=2), parts=(Part(size=3), Part()))
-    assert record_of(Whole, given, "file") == expected
+    assert record_of(Whole, content, "file") == expected
     for wrong, message in (
         ({"part": {"size": "a"}}, f"file.part: Part size='a' is not allowed; {WHOLE}"),
         ({"parts": [{}, {"sizes": 1}]}, "file.parts[1]: a Part has no field 'sizes'; it has size"),

@@ -55,8 +55,8 @@ class Device:
 def calls(function, count=4, **how):
     """Call a function with other tensors each time, and return the device and what came out."""
     device = Device()
-    made = [device.call(lambda x: function(device, x), torch.full((4, 6), float(i)), **how) for i in range(count)]
-    return device, made
+    results = [device.call(lambda x: function(device, x), torch.full((4, 6), float(i)), **how) for i in range(count)]
+    return device, results
 
 
 def test_the_third_call_is_a_program():
@@ -65,9 +65,9 @@ def test_the_third_call_is_a_program():
         device.add(3, x, y, None, np.int32(5))
         return y.copy_(x.mT).add_(1), (x.view(6, 4) + 0, [None, 7, "text"])
 
-    device, made = calls(function)
+    device, results = calls(function)
     assert device.decided == 2
-    for i, (y, (view, rest)) in enumerate(made):
+    for i, (y, (view, rest)) in enumerate(results):
         assert torch.equal(y, torch.full((6, 4), i + 1.0)) and torch.equal(view, torch.full((6, 4), float(i)))
         assert rest == [None, 7, "text"]
     assert [(first, words[2:]) for first, words in device.launches] == [(3, (0, 5))] * 4
@@ -79,9 +79,9 @@ def test_launches_get_the_addresses_of_their_call():
         device.add((1, 2), Structure(PAIR, (x, None, b"12345678")), y, x)
         return y
 
-    device, made = calls(function, 5)
+    device, results = calls(function, 5)
     assert device.decided == 2
-    for (first, (structure, y, x)), result in zip(device.launches, made, strict=True):
+    for (first, (structure, y, x)), result in zip(device.launches, results, strict=True):
         assert first == (1, 2) and PAIR.unpack(structure) == (x, 0, b"12345678") and y == result.data_ptr()
 
 
@@ -187,10 +187,10 @@ def test_constants_are_kept_and_written_into():
         count.add_(1)
         return x * scale, scale.reshape(1, 1), torch.rand(2)
 
-    device, made = calls(function, 5)
+    device, results = calls(function, 5)
     assert device.decided == 2 and count == 5
-    assert all(torch.equal(y, torch.full((4, 6), 2.0 * i)) for i, (y, _, _) in enumerate(made))
-    assert len({tuple(words.tolist()) for _, _, words in made}) == 5  # drawn by torch
+    assert all(torch.equal(y, torch.full((4, 6), 2.0 * i)) for i, (y, _, _) in enumerate(results))
+    assert len({tuple(words.tolist()) for _, _, words in results}) == 5  # drawn by torch
 
 
 def test_steps_between_are_let_go():
@@ -217,8 +217,8 @@ def test_steps_between_are_let_go():
 
 def test_a_tensor_that_comes_twice_is_not_two():
     device, x, y = Device(), torch.ones(3), torch.full((3,), 2.0)
-    made = [device.call(lambda a, b: a - b, *pair) for pair in ((x, x), (x, x), (y, y), (y, x), (x, y), (x, x))]
-    assert device.decided == 4 and [z[0].item() for z in made] == [0, 0, 0, 1, -1, 0]
+    results = [device.call(lambda a, b: a - b, *pair) for pair in ((x, x), (x, x), (y, y), (y, x), (x, y), (x, x))]
+    assert device.decided == 4 and [z[0].item() for z in results] == [0, 0, 0, 1, -1, 0]
 
 
 def test_an_error_is_raised_and_nothing_is_kept():
@@ -235,8 +235,8 @@ def test_an_error_is_raised_and_nothing_is_kept():
     with pytest.raises(ValueError, match="wrong"):
         device.call(lambda x: function(device, x), torch.ones(3))
     wrong.clear()
-    made = [device.call(lambda x: function(device, x), torch.full((3,), float(i))) for i in range(3)]
-    assert device.decided == 3 and [y[0].item() for y in made] == [1, 2, 3]
+    results = [device.call(lambda x: function(device, x), torch.full((3,), float(i))) for i in range(3)]
+    assert device.decided == 3 and [y[0].item() for y in results] == [1, 2, 3]
 
 
 def test_calls_inside_calls_are_part_of_them():
@@ -245,9 +245,9 @@ def test_calls_inside_calls_are_part_of_them():
     def function(device, x):
         return inner.call(lambda y: y * 2, x) + 1
 
-    device, made = calls(function, 6)
+    device, results = calls(function, 6)
     assert device.decided == inner.decided == 2
-    assert [y[0, 0].item() for y in made] == [2 * i + 1 for i in range(6)]
+    assert [y[0, 0].item() for y in results] == [2 * i + 1 for i in range(6)]
 
 
 def test_as_many_kinds_of_calls_as_are_remembered():

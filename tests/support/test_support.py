@@ -71,9 +71,9 @@ def test_a_child_is_ended_at_a_moment_or_an_event(tmp_path):
     sleep = "import time; time.sleep(60)"
     assert faults.run("print(1)", kill=60).stdout == "1\n"
     assert faults.run(sleep, kill=0.1).status == -signal.SIGKILL
-    made = tmp_path / "made"
-    assert faults.run(f"open({str(made)!r}, 'w'); {sleep}", kill=made.exists).status == -signal.SIGKILL
-    assert made.exists()
+    new_file = tmp_path / "made"
+    assert faults.run(f"open({str(new_file)!r}, 'w'); {sleep}", kill=new_file.exists).status == -signal.SIGKILL
+    assert new_file.exists()
 
 
 def test_a_child_of_a_runner_that_ignores_interrupts_does_not():

@@ -66,10 +66,10 @@ def test_a_record_shows_one_content_as_text_and_in_html():
         def _content(self):
             return "a <b>", "", Rows(ROWS, left=(0,)), Facts([("k", "<v>")]), Rows(ROWS[:1]), "end", "of it"
 
-    found = Found()
-    assert str(found) == "\n".join(["a <b>", "", *ruled(ROWS, (0,)), "k  <v>", "end", "of it"]) == repr(found)
+    record = Found()
+    assert str(record) == "\n".join(["a <b>", "", *ruled(ROWS, (0,)), "k  <v>", "end", "of it"]) == repr(record)
     facts = facts_html([("k", "<v>")])
-    assert found._repr_html_() == f"a &lt;b&gt;{html(ROWS, (0,))}{facts}end<br>of it"
+    assert record._repr_html_() == f"a &lt;b&gt;{html(ROWS, (0,))}{facts}end<br>of it"
 
 
 def test_columns_are_declared_once_for_text_html_and_csv():

@@ -43,8 +43,8 @@ def _all_reduce(r: Random) -> tuple[Any, list[Any], Values]:
     _alone()
     dtype = (r.choice(tensors.FLOATS),)
     several = [tensors.tensor(r, dtypes=dtype) for _ in range(r.randint(0, 3))]
-    given = either(r, r.choice((several, tensors.tensor(r, dtypes=dtype))), 0.05)
-    return distributed.all_reduce, [given, _reduction(r)], maybe(r, {}, mu=(None, 1.0), call=(0, 3), group=(None,))
+    values = either(r, r.choice((several, tensors.tensor(r, dtypes=dtype))), 0.05)
+    return distributed.all_reduce, [values, _reduction(r)], maybe(r, {}, mu=(None, 1.0), call=(0, 3), group=(None,))
 
 
 @target("reduce_scatter", 40, failed=(127345114238764297, 17737150683747011729, 6272020504636244504))

@@ -106,13 +106,13 @@ def use_plan(target: Plan) -> None:
 
 def encoded_files() -> list[bytes]:
     """Return files of encoded tensors, of every layout."""
-    found = []
+    files = []
     for name in ("e4m3", "nvfp4", "mxfp6_e2m3", "int4_group128", "logfmt8", "nf4", "fp32", "mxfp4", "e8m0"):
         if name in list_formats():
             x = torch.linspace(-3.0, 3.0, 64).reshape(4, 16)
             fmtsim.encode(x, name, pad=True).save(ROOM / "good")
-            found.append((ROOM / "good").read_bytes())
-    return found
+            files.append((ROOM / "good").read_bytes())
+    return files
 
 
 def make_encoded(rng: random.Random) -> bytes:
@@ -210,8 +210,8 @@ def make_number(rng: random.Random) -> tuple[Any, Any, dict[str, Any]]:
 def tell(arguments: tuple[Any, Any, dict[str, Any]]) -> None:
     """Explain, and show what was found."""
     x, fmt, options = arguments
-    found = explain(x, fmt, **options)
-    assert found.engine_agrees and str(found) and found.to_dict()
+    explanation = explain(x, fmt, **options)
+    assert explanation.engine_agrees and str(explanation) and explanation.to_dict()
 
 
 def look_up(value: Any) -> None:

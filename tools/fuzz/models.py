@@ -21,22 +21,22 @@ def _records() -> tuple[tuple[Any, Values], ...]:
     quantizer = fmtsim.Quantizer(format=e4m3)
     gemm = fmtsim.Gemm(a=quantizer, b=quantizer)
     datapath = fmtsim.get_unit("hopper.wgmma").modes[0].datapath
-    made = [e4m3, nvfp4, nvfp4.scaling, nvfp4.scaling.tensor, quantizer, gemm, datapath, fmtsim.GemmPlan()]
-    made += [fmtsim.get_format(name) for name in ("int8", "nf4", "lns8_g8", "logfmt8")]
-    made += [
+    records = [e4m3, nvfp4, nvfp4.scaling, nvfp4.scaling.tensor, quantizer, gemm, datapath, fmtsim.GemmPlan()]
+    records += [fmtsim.get_format(name) for name in ("int8", "nf4", "lns8_g8", "logfmt8")]
+    records += [
         fmtsim.get_recipe("te_delayed"),
         fmtsim.get_recipe("te_delayed").linear,
         fmtsim.get_ptq_recipe("int4_gptq"),
     ]
-    made += [fmtsim.Rounding(), fmtsim.get_unit("volta.mma"), fmtsim.get_unit("volta.mma").modes[0]]
-    made += [fmtsim.get_unit("int8").modes[0].datapath, fmtsim.distributed.get_reduction("fp8lm")]
-    made += [fmtsim.optim.get_scheme("ao_8bit")]
+    records += [fmtsim.Rounding(), fmtsim.get_unit("volta.mma"), fmtsim.get_unit("volta.mma").modes[0]]
+    records += [fmtsim.get_unit("int8").modes[0].datapath, fmtsim.distributed.get_reduction("fp8lm")]
+    records += [fmtsim.optim.get_scheme("ao_8bit")]
     return tuple(
         (
             type(record),
             {name: getattr(record, name) for name, field in record.__dataclass_fields__.items() if field.init},
         )
-        for record in made
+        for record in records
     )
 
 
@@ -73,8 +73,8 @@ def _convert(r: Random) -> tuple[Any, list[Any], Values]:
         r, {}, filter_fn=(lambda module, name: True, lambda module: True, lambda module, name: name == "0"),
         target=(*UNITS, "h200"), seed=(1,), total_steps=(10,), wrong=0.05,
     )  # fmt: skip
-    known = inspect.signature(fmtsim.convert).parameters
-    options = {name: value for name, value in options.items() if name in known}
+    parameters = inspect.signature(fmtsim.convert).parameters
+    options = {name: value for name, value in options.items() if name in parameters}
     if "filter_fn" in options:
         options["filter_fn"] = passed(options["filter_fn"])
     return _trained, [model, passed(either(r, r.choice(RECIPES), 0.1)), x], options
@@ -150,7 +150,7 @@ def _lists(r: Random) -> tuple[Any, list[Any], Values]:
          fmtsim.get_target, fmtsim.get_recipe, fmtsim.register_recipe, fmtsim.get_ptq_recipe, fmtsim.linear_config,
          fmtsim.optim.get_scheme, fmtsim.distributed.get_reduction, fmtsim.set_num_threads, fmtsim.Encoded.load)
     )  # fmt: skip
-    known = inspect.signature(verb).parameters
-    names = [name for name, p in known.items() if p.kind in (1, 3)]
-    given = [name for name in names if known[name].default is inspect.Parameter.empty or r.random() < 0.3]
-    return verb, [], {name: tensors.junk(r) for name in given}
+    parameters = inspect.signature(verb).parameters
+    names = [name for name, p in parameters.items() if p.kind in (1, 3)]
+    chosen = [name for name in names if parameters[name].default is inspect.Parameter.empty or r.random() < 0.3]
+    return verb, [], {name: tensors.junk(r) for name in chosen}

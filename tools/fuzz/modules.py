@@ -28,11 +28,13 @@ def backward(y: Any) -> Any:
 
 @functools.cache
 def _configs() -> tuple[Any, ...]:
-    made: list[Any] = [fmtsim.get_recipe(name).linear for name in ("te_current", "te_mxfp8", "te_nvfp4", "deepseek_v3")]
+    configs: list[Any] = [
+        fmtsim.get_recipe(name).linear for name in ("te_current", "te_mxfp8", "te_nvfp4", "deepseek_v3")
+    ]
     for unit in (None, "hopper.wgmma", "exact"):
         with contextlib.suppress(fmtsim.FmtsimError):
-            made.append(fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", target=unit))
-    return (*(config for config in made if config is not None), fmtsim.LinearConfig())
+            configs.append(fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", target=unit))
+    return (*(config for config in configs if config is not None), fmtsim.LinearConfig())
 
 
 def _gemm(x: Any, w: Any, bias: Any, config: Any, **options: Any) -> Any:
@@ -62,12 +64,12 @@ def _config(r: Random) -> tuple[Any, list[Any], Values]:
         r, good, rounding=ROUNDINGS, grad_rounding=("stochastic",), target=(*UNITS, "h200"),
         native=(None, False), wrong=0.05,
     )  # fmt: skip
-    known = inspect.signature(fmtsim.linear_config).parameters
+    parameters = inspect.signature(fmtsim.linear_config).parameters
 
     def linear_config(**options: Any) -> None:
         str(fmtsim.linear_config(**options))
 
-    return linear_config, [], {name: value for name, value in options.items() if name in known}
+    return linear_config, [], {name: value for name, value in options.items() if name in parameters}
 
 
 def _run(cls: Any, arguments: list[Any], options: Values, x: Any) -> None:
@@ -161,9 +163,9 @@ def _search(r: Random) -> tuple[Any, list[Any], Values]:
 
 
 def _quantised(model: Any, recipe: Any, data: Any, x: Any, **options: Any) -> Any:
-    made = fmtsim.ptq(model, recipe, data, progress=False, **options)
-    assert str(fmtsim.ptq_report(made)) and fmtsim.ptq_state(made)
-    return made(x)
+    model_q = fmtsim.ptq(model, recipe, data, progress=False, **options)
+    assert str(fmtsim.ptq_report(model_q)) and fmtsim.ptq_state(model_q)
+    return model_q(x)
 
 
 @target("ptq", 24, failed=(1134534162210246645,))
@@ -178,14 +180,14 @@ def _ptq(r: Random) -> tuple[Any, list[Any], Values]:
 def _plots(r: Random) -> tuple[Any, list[Any], Values]:
     """What draws pictures."""
     x = tensors.numbers(r, (64,), torch.float32)
-    found = fmtsim.compare(x, x + r.choice((0.0, 1e-7, 3.0)))
+    comparison = fmtsim.compare(x, x + r.choice((0.0, 1e-7, 3.0)))
     path = r.choice((None, ROOM / "plot.png", ROOM, ROOM / "absent" / "x.png"))
     options: Values = {"path": path, "title": r.choice(("", "a title", "$x", "\n", "$\\frac$"))}
     if r.random() < 0.4:
-        options = junk_of(r, found.plot, options)
+        options = junk_of(r, comparison.plot, options)
 
     def plot(**options: Any) -> None:
         with contextlib.chdir(ROOM):  # any text is a path
-            found.plot(**options)
+            comparison.plot(**options)
 
     return plot, [], options

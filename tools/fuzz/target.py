@@ -91,8 +91,8 @@ class Report:
         frames = traceback.extract_tb(error.__traceback__)
         last = next((frame for frame in reversed(frames) if "/fmtsim/" in frame.filename), frames[-1])
         key = f"{target.name}: {type(error).__name__} in {last.filename.rpartition('/fmtsim/')[2]}:{last.lineno}"
-        known = self.defects.get(key)
-        if known is None or len(shown) < len(known[0]):
+        earlier = self.defects.get(key)
+        if earlier is None or len(shown) < len(earlier[0]):
             self.defects[key] = (shown, str(error), "".join(traceback.format_exception(error)))
 
     def __str__(self) -> str:

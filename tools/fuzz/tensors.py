@@ -171,9 +171,9 @@ _STRANGE: tuple[Layout, ...] = (
 def layout(r: Random, x: Tensor, strange: float = 0.06) -> Tensor:
     """Return the numbers of a tensor as another kind of tensor, where torch has that kind for them."""
     kind = r.random()
-    made = r.choice(_STRANGE if kind < strange else _PLAIN) if kind < 0.6 else (lambda r, x: x)
+    change = r.choice(_STRANGE if kind < strange else _PLAIN) if kind < 0.6 else (lambda r, x: x)
     try:
-        return made(r, x)
+        return change(r, x)
     except (RuntimeError, TypeError, IndexError):  # torch has none of that kind
         return x
 

@@ -191,8 +191,8 @@ def _mma(r: Random) -> tuple[Any, list[Any], Values]:
 def _explain(r: Random) -> tuple[Any, list[Any], Values]:
     x = r.choice((0.1, -3e5, float("nan"), float("inf"), 5e-324, 7, [1.0, 2.0], tensors.tensor(r), tensors.junk(r)))
     options = _cast(r, x)
-    known = inspect.signature(fmtsim.explain).parameters
-    options = {name: value for name, value in options.items() if name in known}
+    parameters = inspect.signature(fmtsim.explain).parameters
+    options = {name: value for name, value in options.items() if name in parameters}
 
     def explain(*arguments: Any, **options: Any) -> None:
         str(fmtsim.explain(*arguments, **options))
@@ -207,6 +207,6 @@ def _explain_mm(r: Random) -> tuple[Any, list[Any], Values]:
     def explain_mm(*arguments: Any, **options: Any) -> None:
         str(fmtsim.explain_mm(*arguments, **options))
 
-    known = inspect.signature(fmtsim.explain_mm).parameters
-    options = {name: value for name, value in _machine(r, {}).items() if name in known}
+    parameters = inspect.signature(fmtsim.explain_mm).parameters
+    options = {name: value for name, value in _machine(r, {}).items() if name in parameters}
     return explain_mm, _operands(r, (m, k), (k, n)), options

@@ -86,8 +86,8 @@ def draw(count: int | None, seed: int | None, area: str | None, file: str | None
 
 
 def package_files() -> list[str]:
-    found = (path for path in (ROOT / "fmtsim").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
-    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+    paths = (path for path in (ROOT / "fmtsim").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
 
 def equivalents() -> dict[str, str]:

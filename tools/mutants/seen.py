@@ -85,18 +85,18 @@ def _function(nodeid: str) -> str:
 
 def functions_of(file: str) -> dict[int, str]:
     """Return the function of each line of a Python file, ``Class.method``; empty at the top level."""
-    found: dict[int, str] = {}
+    functions: dict[int, str] = {}
 
     def walk(node: ast.AST, name: str) -> None:
         for child in ast.iter_child_nodes(node):
             inner = name
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
                 inner = f"{name}.{child.name}".lstrip(".")
-                found.update(dict.fromkeys(range(child.lineno, (child.end_lineno or child.lineno) + 1), inner))
+                functions.update(dict.fromkeys(range(child.lineno, (child.end_lineno or child.lineno) + 1), inner))
             walk(child, inner)
 
     walk(ast.parse((ROOT / file).read_text()), "")
-    return found
+    return functions
 
 
 def write_map(coverage_file: str, notes: str) -> int:
@@ -152,12 +152,12 @@ def read_map() -> tuple[dict[str, list[str]], dict[str, float]]:
     """Return the tests of each ``file:function``, and how many seconds each takes."""
     tests, _, places = MAP.read_text().partition("\n\n")
     named = [line.rsplit(" ", 1) for line in tests.splitlines()]
-    found = {}
+    tests_of = {}
     for line in places.splitlines():
         place, *numbers = line.split(" ")
         file, functions = place.split(":")
-        found |= {f"{file}:{function}": [named[int(i)][0] for i in numbers] for function in functions.split(",")}
-    return found, {name: float(spent) for name, spent in named}
+        tests_of |= {f"{file}:{function}": [named[int(i)][0] for i in numbers] for function in functions.split(",")}
+    return tests_of, {name: float(spent) for name, spent in named}
 
 
 def _with_headers(file: str, found: frozenset[str] = frozenset()) -> set[str]:

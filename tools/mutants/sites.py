@@ -129,9 +129,9 @@ class _Python(ast.NodeVisitor):
         """Replace the operator between two operands, parentheses aside."""
         start, end = self._span(left)[1], self._span(right)[0]
         gap = self._text[start:end].decode()
-        found = re.search(r"[^\s()#\\]+(?: not| in)?", gap)
-        if found and "#" not in gap:
-            self._add(start + found.start(), start + found.end(), new)
+        match = re.search(r"[^\s()#\\]+(?: not| in)?", gap)
+        if match and "#" not in gap:
+            self._add(start + match.start(), start + match.end(), new)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._within.append(node.name)
@@ -164,8 +164,8 @@ class _Python(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
-            self._replace_between(left, right, _COMPARISONS[type(op)])
+        for first, op, second in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+            self._replace_between(first, second, _COMPARISONS[type(op)])
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
@@ -182,8 +182,8 @@ class _Python(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        for left, right in zip(node.values, node.values[1:], strict=False):
-            self._replace_between(left, right, "or" if isinstance(node.op, ast.And) else "and")
+        for first, second in zip(node.values, node.values[1:], strict=False):
+            self._replace_between(first, second, "or" if isinstance(node.op, ast.And) else "and")
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
@@ -270,16 +270,16 @@ def _kernel_mutants(file: str, text: str) -> Iterator[Mutant]:
     assert len(shown) == len(text) and text.isascii()
     function = ""
     heads = {m.start(): m[1] for m in re.finditer(r"^\S[^\n;]*?\b(\w+)\(", shown, re.M)}
-    for found in _TOKEN.finditer(shown):
-        function = next((heads[at] for at in reversed(heads) if at <= found.start()), "")
-        line = text.count("\n", 0, found.start()) + 1
-        if found[1]:
-            news = [_TOKENS[found[1]]]
-        elif found[2]:
-            value = int(found[2])
+    for match in _TOKEN.finditer(shown):
+        function = next((heads[at] for at in reversed(heads) if at <= match.start()), "")
+        line = text.count("\n", 0, match.start()) + 1
+        if match[1]:
+            news = [_TOKENS[match[1]]]
+        elif match[2]:
+            value = int(match[2])
             news = [str(value + 1)] + ([str(value - 1)] if value > 1 else [])
         else:
-            news = [_NAMES[found[3]]]
-        start, end = next(found.span(group) for group in (1, 2, 3) if found[group])
+            news = [_NAMES[match[3]]]
+        start, end = next(match.span(group) for group in (1, 2, 3) if match[group])
         for new in news:
             yield Mutant(file, function, line, start, end, text[start:end], new)

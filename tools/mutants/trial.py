@@ -90,9 +90,9 @@ class Trials:
     def _tests_of_place(self, mutant: Mutant) -> list[str]:
         """Return the tests of the function or those around it, of its file, its name, its room; or all, quick first."""
         names = mutant.function.split(".") if mutant.file.endswith(".py") else [""]
-        own: list[str] = []
+        direct: list[str] = []
         for depth in range(len(names), 0, -1):
-            own = own or self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}", [])
+            direct = direct or self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}", [])
         quick = sorted(self._seconds, key=self._seconds.__getitem__)
         of_file = {test for place, tests in self._seen.items() if place.startswith(f"{mutant.file}:") for test in tests}
         path = Path(mutant.file)
@@ -101,7 +101,7 @@ class Trials:
         nearby = [*(test for test in quick if test in of_file), *(test for test in quick if test.startswith(room))]
         apart = APART.get(mutant.area, ()) if mutant.file.endswith(".py") else ()
         near = [test for test in named if test.startswith(room)]
-        found = list(dict.fromkeys([*own, *apart, *near, *nearby, *named])) or quick
+        found = list(dict.fromkeys([*direct, *apart, *near, *nearby, *named])) or quick
         return sorted(found, key=lambda test: test.startswith("tools/fuzz/"))  # long, and takes any result for right
 
     def _one(self, mutant: Mutant, copy: "_Copy") -> Outcome:

@@ -93,17 +93,17 @@ class AttentionCalls(ModelMode):
             before = self._scores[args[place]]
 
             def change(s: Tensor) -> Tensor:
-                given = list(args)
-                given[place] = before.change(s)
-                return func(*given, **kwargs)  # type: ignore[no-any-return]
+                arguments = list(args)
+                arguments[place] = before.change(s)
+                return func(*arguments, **kwargs)  # type: ignore[no-any-return]
 
             self._scores[y] = before._replace(change=change)
 
     def _meet(self, y: Tensor, scores: _Scores, z: Tensor, v: Tensor) -> None:
         with without_own_modes(), torch.no_grad():
-            found = _linear(scores, z)
-        if found is not None:
-            mask, factor = found
+            linear = _linear(scores, z)
+        if linear is not None:
+            mask, factor = linear
             self._see(Call(y, scores.q, scores.k, v, {"attn_mask": mask, "scale": factor}))
 
 

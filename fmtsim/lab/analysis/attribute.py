@@ -192,30 +192,30 @@ def _exact_noise(
     runs: Runs, probe: Probe, sites: list[Site], loss: Tensor, plain: list[Tensor | None], show: Progress
 ) -> dict[Key, float]:
     """Return the squared errors of all gradients, of a backward pass for each operand."""
-    keys, found = _keys(sites, "backward"), dict[Key, float]()
+    keys, noise = _keys(sites, "backward"), dict[Key, float]()
     show.stage("operands of the backward pass", len(keys))
     for i, key in enumerate(keys):
         probe.injected = key
         moved = runs.backward(probe, loss, "inject", again=i + 1 < len(keys))
-        found[key] = sum(_square(d) for d in _difference(moved, plain))
+        noise[key] = sum(_square(d) for d in _difference(moved, plain))
         show.step(i + 1)
-    return found
+    return noise
 
 
 def _exact_costs(
     runs: Runs, sites: list[Site], plain: float, reference: Tensor | None, show: Progress
 ) -> dict[Key, Cost]:
     """Return the changes of loss and KL, of a forward pass for each operand."""
-    keys, found = _keys(sites, "forward"), dict[Key, Cost]()
+    keys, costs = _keys(sites, "forward"), dict[Key, Cost]()
     show.stage("operands of the forward pass", len(keys))
     for i, (site, operand) in enumerate(keys):
         site.install(operand)
         loss, kl = runs.measure(reference)
         site.install(None)
         sound = math.isfinite(loss)
-        found[site, operand] = (loss - plain, kl) if sound else (math.inf, kl and math.inf)
+        costs[site, operand] = (loss - plain, kl) if sound else (math.inf, kl and math.inf)
         show.step(i + 1)
-    return found
+    return costs
 
 
 def _keys(sites: list[Site], which: str) -> list[Key]:
@@ -235,15 +235,15 @@ def _row(site: Site, name: str, costs: Mapping[Key, Cost], noise: Mapping[Key, f
 def _notes(
     runs: Runs, probe: Probe, rows: tuple[AttributionRow, ...], dtype: torch.dtype, idle: list[Site]
 ) -> list[str]:  # fmt: skip
-    found = [runs.why_no_kl] if runs.why_no_kl else []
+    notes = [runs.why_no_kl] if runs.why_no_kl else []
     if dtype.itemsize < 4:
-        found.append(f"the loss is {dtype}, which loses small changes of it: compute the loss in float32")
-    found += [f"not run by this batch: {', '.join(site.name for site in idle)}"] if idle else []
+        notes.append(f"the loss is {dtype}, which loses small changes of it: compute the loss in float32")
+    notes += [f"not run by this batch: {', '.join(site.name for site in idle)}"] if idle else []
     broken = [f"{row.layer} {row.operand}" for row in rows if math.inf in (row.loss, row.gradient_noise)]
-    found += [f"rounding gives NaN or Inf: {', '.join(broken)}"] if broken else []
+    notes += [f"rounding gives NaN or Inf: {', '.join(broken)}"] if broken else []
     names = ", ".join(sorted(probe.rerouted))
-    found += [f"first order alone, because rounding changes which rows they get: {names}"] if names else []
-    return found
+    notes += [f"first order alone, because rounding changes which rows they get: {names}"] if names else []
+    return notes
 
 
 def _not_finite(runs: Runs, probe: Probe, loss: float) -> str:
@@ -257,8 +257,8 @@ def _machine_note(model: nn.Module) -> list[str]:
     """Return what of the model's arithmetic is not attributed to any operand."""
     configs = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
     gemms = [gemm for config in configs for gemm in (config.fprop, config.dgrad, config.wgrad)]
-    found = {gemm.machine for gemm in gemms if gemm.machine}
-    notes = [f"no row has what this costs: products {'; '.join(sorted(found))}"] if found else []
+    machines = {gemm.machine for gemm in gemms if gemm.machine}
+    notes = [f"no row has what this costs: products {'; '.join(sorted(machines))}"] if machines else []
     if any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING)):
         notes.append(
             "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are poor, "
@@ -273,10 +273,10 @@ def _check_options(model: nn.Module, loss: Any, logits: Any, generator: Any, rec
             raise ArgumentError(f"{name}={shown(function)} is not a function; write {name}=lambda output: ...")
     if type(generator) is not int or generator < 0:
         raise ArgumentError(f"attribute generator={shown(generator)} is not a seed; pass a whole number from 0")
-    given, there = recipe is not None or bool(options), is_converted(model) or _attends(model)
-    if given and there:
+    has_recipe, there = recipe is not None or bool(options), is_converted(model) or _attends(model)
+    if has_recipe and there:
         raise ArgumentError(f"{type(model).__name__} is converted already; leave recipe= and other formats out")
-    if not given and not there:
+    if not has_recipe and not there:
         raise ArgumentError(f"{type(model).__name__} is not converted; pass recipe= or format=, or call fmtsim.convert")
 
 

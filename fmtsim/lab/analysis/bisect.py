@@ -73,13 +73,21 @@ class Bisection(table.Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        found = None if self.comparison is None else self.comparison.to_dict()
+        comparison = None if self.comparison is None else self.comparison.to_dict()
         worst = None if self.worst is None else list(self.worst)
-        each = {name: None if x is None else dataclasses.asdict(x) for name, x in (("a", self.a), ("b", self.b))}
+        ops = {name: None if x is None else dataclasses.asdict(x) for name, x in (("a", self.a), ("b", self.b))}
         plain = {"compared": self.compared, "different": self.different, "alone": list(self.alone), "note": self.note}
         grown = {"losses": self.losses and list(self.losses), "gradients": list(self.gradients), "worst": worst}
         where = {"tensor": self.tensor, "before": None if self.before is None else str(self.before)}
-        return {"equal": self.equal, "kind": self.kind, **each, **where, "comparison": found, **plain, **grown}
+        return {
+            "equal": self.equal,
+            "kind": self.kind,
+            **ops,
+            **where,
+            "comparison": comparison,
+            **plain,
+            **grown,
+        }
 
     @property
     def inside_modules(self) -> bool:
@@ -101,10 +109,10 @@ class Bisection(table.Result):
 
     def _where(self, a: Operation, b: Operation) -> Iterator[tuple[str, str]]:
         yield "first difference", f"{a}, operation {a.index}"
-        own = ", in code of its own" if not self.inside_modules and self.kind == "operation" else ""
+        in_module = ", in code of its own" if not self.inside_modules and self.kind == "operation" else ""
         keys = [[text for name, text in one.facts if name == "random key"] for one in (a, b)]
         said = _SAID[self.kind] if keys[0] == keys[1] else "its inputs are equal, its random key is not"
-        yield "what", f"{self.tensor}: {said}{own}"
+        yield "what", f"{self.tensor}: {said}{in_module}"
         if a.operation != b.operation:
             yield "in b", str(b)
         if self.before is not None:
@@ -177,16 +185,16 @@ def bisect(run_a: Run, run_b: Run) -> Bisection:
     ('(model) forward: Linear', 'operation', (0, 6))
     """
     runs = _read("run_a", run_a), _read("run_b", run_b)
-    found = _found(runs, "modules")
-    if found.inside_modules or any(run.step is None for run in runs):
-        return found
+    result = _found(runs, "modules")
+    if result.inside_modules or any(run.step is None for run in runs):
+        return result
     with contextlib.suppress(ArgumentError):  # operators that do not pair
         closer = _found(runs, "aten")
         if closer.kind != "operation":
-            return found
+            return result
         counts = ("compared", "different", "alone", "losses", "gradients", "worst")
-        return dataclasses.replace(closer, **{name: getattr(found, name) for name in counts})
-    return found
+        return dataclasses.replace(closer, **{name: getattr(result, name) for name in counts})
+    return result
 
 
 def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: Any = None) -> None:
@@ -204,9 +212,9 @@ def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: A
     >>> layer = nn.Linear(4, 2)
     >>> assert_same_bits(layer, layer, torch.ones(1, 4))
     """
-    found = bisect((model_a, batch, loss), (model_b, batch, loss))
-    if not found.equal:
-        raise AssertionError(f"the models' bits differ\n{found}")
+    result = bisect((model_a, batch, loss), (model_b, batch, loss))
+    if not result.equal:
+        raise AssertionError(f"the models' bits differ\n{result}")
 
 
 class _Traced(NamedTuple):
@@ -248,20 +256,20 @@ def _read(name: str, run: Any) -> _Side:
 def _found(runs: tuple[_Side, _Side], level: Level) -> Bisection:
     a, b = (run.at(level) for run in runs)
     _check(a.trace, b.trace)
-    found = _first(a.trace, b.trace)
-    one, other = found.a, found.b
+    result = _first(a.trace, b.trace)
+    one, other = result.a, result.b
     if one is None or other is None:
-        return found
+        return result
     if a.gradients and b.gradients and a.trace.batch == b.trace.batch:
-        found = dataclasses.replace(found, worst=_worst(a.gradients, b.gradients))
-    first = _kept("a", runs[0], a.trace, one, level, found.tensor)
-    return _with_values(found, [first, _kept("b", runs[1], b.trace, other, level, found.tensor)])
+        result = dataclasses.replace(result, worst=_worst(a.gradients, b.gradients))
+    first = _kept("a", runs[0], a.trace, one, level, result.tensor)
+    return _with_values(result, [first, _kept("b", runs[1], b.trace, other, level, result.tensor)])
 
 
 def _kept(label: str, run: _Side, done: Trace, one: Operation, level: Level, name: str) -> Tensor | str:
     """Return an operation's tensor, or why there is none."""
-    own = {} if run.model is None else dict(run.model.named_parameters())
-    if (parameter := own.get(f"{one.layer}.{name}".lstrip("."))) is not None:
+    parameters = {} if run.model is None else dict(run.model.named_parameters())
+    if (parameter := parameters.get(f"{one.layer}.{name}".lstrip("."))) is not None:
         return parameter.detach()
     again = done if run.step is None else run.at(level, tensors=[one.index]).trace
     x = again.tensors.get(one.index, {}).get(name)
@@ -288,9 +296,9 @@ def _with_values(found: Bisection, kept: list[Tensor | str]) -> Bisection:
 def _worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[str, float] | None:
     """Return which gradient differs most, relative to its norm; NaN and Inf count as more than anything."""
     pairs = ((name, x.float(), b[name].to(x.device).float()) for name, x in a.items() if name in b)
-    each = [(name, float((x - y).norm() / y.norm())) for name, x, y in pairs if not x.equal(y)]
-    found = [(name, math.inf if math.isnan(x) else x) for name, x in each]
-    return max(found, key=lambda one: one[1], default=None)
+    errors = [(name, float((x - y).norm() / y.norm())) for name, x, y in pairs if not x.equal(y)]
+    sortable = [(name, math.inf if math.isnan(x) else x) for name, x in errors]
+    return max(sortable, key=lambda one: one[1], default=None)
 
 
 def _check(a: Trace, b: Trace) -> None:
@@ -337,12 +345,12 @@ def _first(a: Trace, b: Trace) -> Bisection:
     if a.batch != b.batch:
         pairs = [pair for pair in pairs if pair[0].direction == "forward"]
     different = [bool(_differing(x.outputs, y.outputs, batches)) for x, y in pairs]
-    found = Bisection(compared=len(pairs), different=sum(different), alone=alone)
+    result = Bisection(compared=len(pairs), different=sum(different), alone=alone)
     if a.batch == b.batch:
         grown = _differing(a.gradients, b.gradients, batches)
         losses = (float.fromhex(a.loss), float.fromhex(b.loss)) if a.loss and b.loss else None
-        found = dataclasses.replace(found, losses=losses, gradients=(len(grown), len(a.gradients)))
-    return _judged(found, pairs, (a, b))
+        result = dataclasses.replace(result, losses=losses, gradients=(len(grown), len(a.gradients)))
+    return _judged(result, pairs, (a, b))
 
 
 def _key(one: Operation) -> tuple[str, str, str, int]:
@@ -353,15 +361,15 @@ def _key(one: Operation) -> tuple[str, str, str, int]:
 def _judged(found: Bisection, pairs: list[tuple[Operation, Operation]], traces: tuple[Trace, Trace]) -> Bisection:
     batches, before = (traces[0].batch, traces[1].batch), None
     for x, y in pairs:
-        read, made = _differing(x.inputs, y.inputs, batches), _differing(x.outputs, y.outputs, batches)
+        read, written = _differing(x.inputs, y.inputs, batches), _differing(x.outputs, y.outputs, batches)
         if read and not is_call(x):  # of a layer that was itself given something else?
             calls = (pair for pair in pairs if pair[0].layer == x.layer and is_call(pair[0]))
             call = next((pair for pair in calls if _differing(pair[0].inputs, pair[1].inputs, batches)), None)
             if call is not None and x.direction == "forward":
                 (x, y), read = call, _differing(call[0].inputs, call[1].inputs, batches)
-        if read or made:
+        if read or written:
             kind = _kind(x, read[0], traces[0]) if read else "operation"
-            return dataclasses.replace(found, kind=kind, a=x, b=y, tensor=(read or made)[0], before=before)
+            return dataclasses.replace(found, kind=kind, a=x, b=y, tensor=(read or written)[0], before=before)
         before = x
     return found
 
@@ -373,8 +381,8 @@ def _kind(one: Operation, name: str, trace: Trace) -> Kind:
     if name.startswith("buffer "):
         return "buffer"
     (read,) = (x.hash for x in one.inputs if x.name == name)
-    given = [each for each in trace.operations if not each.layer and is_call(each)]
-    return "input" if any(x.hash == read for each in given for x in each.inputs) else "code"
+    calls = [operation for operation in trace.operations if not operation.layer and is_call(operation)]
+    return "input" if any(x.hash == read for operation in calls for x in operation.inputs) else "code"
 
 
 def _differing(a: tuple[TensorBits, ...], b: tuple[TensorBits, ...], batches: tuple[int, int]) -> list[str]:
@@ -388,7 +396,7 @@ def _same(a: TensorBits, b: TensorBits, batches: tuple[int, int]) -> bool:
         return a.dtype == b.dtype and a.hash == b.hash
     if batches[0] == batches[1]:
         return False
-    x, y = (each.parts or (each.hash,) * (batch == 1) for each, batch in zip((a, b), batches, strict=True))
+    x, y = (bits.parts or (bits.hash,) * (batch == 1) for bits, batch in zip((a, b), batches, strict=True))
     shared = min(len(x), len(y))
     alike = a.shape[1:] == b.shape[1:] and a.shape[:1] and a.shape[0] * batches[1] == b.shape[0] * batches[0]
     return not alike or (a.dtype == b.dtype and x[:shared] == y[:shared])

@@ -71,11 +71,11 @@ class Fingerprints:
         address = x.data_ptr() if plain else 0
         # Views of the same numbers in the same rows, as long as a tensor of them lives.
         key = (address, kind.rows) if plain else id(x)
-        known = self._known.get(key)
-        if known is not None and known[1] == version >= 0:
-            other = known[0]()
+        earlier = self._known.get(key)
+        if earlier is not None and earlier[1] == version >= 0:
+            other = earlier[0]()
             if other is not None and other._version == version and (other is x or plain):
-                return known[2], kind
+                return earlier[2], kind
         place = None
         if kind.buffer is not None and plain:
             place = kind.read(x, address)
@@ -96,8 +96,8 @@ class Fingerprints:
         by_kernel = engine is not None and x.numel() and not x.is_complex() and x.dtype != torch.float64
         buffer = None
         if by_kernel:
-            others = (each.buffer for each in self._kinds.values() if each.buffer is not None)
-            buffer = next((each for each in others if each.device == x.device), None) or _Buffer(x.device, engine)
+            others = (b.buffer for b in self._kinds.values() if b.buffer is not None)
+            buffer = next((b for b in others if b.device == x.device), None) or _Buffer(x.device, engine)
         rows = self._rows.setdefault((width, x.numel(), x.dtype, shared), len(self._rows))
         kind = _Kind(shape, width, self.batch if shared else 1, x.dtype, shared, rows, buffer)
         self._kinds[shape, x.dtype, x.device, self.batch] = kind
@@ -109,10 +109,10 @@ class Fingerprints:
 
     def finish(self) -> list[Fingerprint]:
         """Return all fingerprints; they are computed where the tensors lie, and copied at once."""
-        places = [each for each in self._found if isinstance(each, _Place)]
+        places = [item for item in self._found if isinstance(item, _Place)]
         by_kernel = iter(_prints_at(places))
-        by_sums = iter(_prints_of([each for each in self._found if isinstance(each, _Sums)], self.batch))
-        return [next(by_kernel if isinstance(each, _Place) else by_sums) for each in self._found]
+        by_sums = iter(_prints_of([item for item in self._found if isinstance(item, _Sums)], self.batch))
+        return [next(by_kernel if isinstance(item, _Place) else by_sums) for item in self._found]
 
 
 class _Sums(NamedTuple):
@@ -194,29 +194,30 @@ def _prints_at(places: list[_Place]) -> list[Fingerprint]:
         (kind.dtype, int(copies[id(numbers)][first + 1])) if kind.dtype in _MASKS else None
         for numbers, first, kind in places
     ]
-    found = []
+    prints = []
     for (numbers, first, kind), amax in zip(places, _magnitudes(largest), strict=True):
         text, start = texts[id(numbers)], 16 * first
         parts = range(start + 32, start + 16 * (2 + kind.members), 16) if kind.shared else ()
-        found.append(Fingerprint(text[start : start + 16], tuple([text[at : at + 16] for at in parts]), amax))
-    return found
+        prints.append(Fingerprint(text[start : start + 16], tuple([text[at : at + 16] for at in parts]), amax))
+    return prints
 
 
 def _prints_of(read: list[_Sums], batch: int) -> list[Fingerprint]:
     """Return the fingerprints of sums."""
     if not read:
         return []
-    sums = [each.sums for each in read]
+    sums = [item.sums for item in read]
     together = sums if len({x.device for x in sums}) == 1 else [x.cpu() for x in sums]
     mixed = _mixed(torch.cat(together))
-    lengths, shares = [len(each) for each in together], [batch if each.shared else 1 for each in read]
+    lengths, shares = [len(item) for item in together], [batch if item.shared else 1 for item in read]
     members = iter(_totals(mixed, [n // many for n, many in zip(lengths, shares, strict=True) for _ in range(many)]))
-    found = [
-        (own, [next(members) for _ in range(many)]) for own, many in zip(_totals(mixed, lengths), shares, strict=True)
+    totals = [
+        (hashes, [next(members) for _ in range(many)])
+        for hashes, many in zip(_totals(mixed, lengths), shares, strict=True)
     ]
     return [
-        Fingerprint(own, tuple(parts) if each.shared else (), amax)
-        for (own, parts), each, amax in zip(found, read, _magnitudes([each.largest for each in read]), strict=True)
+        Fingerprint(hashes, tuple(parts) if item.shared else (), amax)
+        for (hashes, parts), item, amax in zip(totals, read, _magnitudes([item.largest for item in read]), strict=True)
     ]
 
 
@@ -235,8 +236,8 @@ def _read(x: Tensor) -> tuple[Tensor, Largest]:
     if masks is None:
         return load_engine("cpu").weighted_sums(words, numbers)[0].view(-1), _range(x)
     both = masks if words.dtype == torch.int32 else (masks[0], 0)  # an odd row of 16 bits is not read in pairs
-    found, largest = load_engine("cpu").weighted_sums(words, numbers, both)
-    return found.view(-1), (x.dtype, largest)
+    sums, largest = load_engine("cpu").weighted_sums(words, numbers, both)
+    return sums.view(-1), (x.dtype, largest)
 
 
 def weighted_sums(words: Tensor, multipliers: Tensor) -> Tensor:
@@ -244,12 +245,12 @@ def weighted_sums(words: Tensor, multipliers: Tensor) -> Tensor:
     rows, width = words.shape
     size = len(multipliers)
     runs, step = -(-width // size), max(1, _AT_ONCE // min(width, size))
-    found = torch.empty(rows, runs, dtype=torch.int64, device=words.device)
+    sums = torch.empty(rows, runs, dtype=torch.int64, device=words.device)
     for run in range(runs):
         for start in range(0, rows, step):
             piece = words[start : start + step, run * size : (run + 1) * size]
-            torch.sum(piece * multipliers[: piece.shape[1]], 1, out=found[start : start + step, run])
-    return found
+            torch.sum(piece * multipliers[: piece.shape[1]], 1, out=sums[start : start + step, run])
+    return sums
 
 
 def _words(x: Tensor) -> Tensor:
@@ -330,12 +331,12 @@ def _totals(mixed: Tensor, lengths: list[int]) -> list[str]:
 def _magnitudes(largest: list[Largest]) -> list[float | None]:
     """Return the largest magnitudes, copied once for each dtype and device."""
     groups: dict[Any, list[int]] = {}
-    for place, each in enumerate(largest):
-        if each is not None:
+    for place, values in enumerate(largest):
+        if values is not None:
             groups.setdefault(
-                each[0] if isinstance(each[0], torch.dtype) else (each[0].dtype, each[0].device), []
+                values[0] if isinstance(values[0], torch.dtype) else (values[0].dtype, values[0].device), []
             ).append(place)
-    found: list[float | None] = [None] * len(largest)
+    amaxes: list[float | None] = [None] * len(largest)
     for kind, places in groups.items():
         if isinstance(kind, torch.dtype):
             words = torch.tensor([largest[place][1] for place in places], dtype=_WORDS[kind.itemsize])  # type: ignore[index]
@@ -344,5 +345,5 @@ def _magnitudes(largest: list[Largest]) -> list[float | None]:
             pairs = torch.stack([x for place in places for x in largest[place] or ()])  # type: ignore[misc]
             numbers = pairs.cpu().double().view(-1, 2).abs().amax(1)
         for place, number in zip(places, numbers.tolist(), strict=True):
-            found[place] = number
-    return found
+            amaxes[place] = number
+    return amaxes

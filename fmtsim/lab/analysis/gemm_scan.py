@@ -81,11 +81,11 @@ class GemmScan(table.Result):
         return tuple(x for x in self.calls if x.basis == "guess")
 
     def _content(self) -> tuple[table.Rows, str]:
-        found: dict[tuple[str, ...], list[int]] = {}
+        tokens_by_row: dict[tuple[str, ...], list[int]] = {}
         for x in sorted(self.calls, key=lambda x: not x.left_out):
             if x.finding:
-                found.setdefault((x.layer, x.product, dtype_of(x.call), x.finding), []).append(x.tokens)
-        rows = [_HEADER, *((*names, _numbers(tokens), finding) for (*names, finding), tokens in found.items())]
+                tokens_by_row.setdefault((x.layer, x.product, dtype_of(x.call), x.finding), []).append(x.tokens)
+        rows = [_HEADER, *((*names, _numbers(tokens), finding) for (*names, finding), tokens in tokens_by_row.items())]
         counts = Counter(x.basis for x in self.calls)
         bases = ", ".join(f"{counts[basis]} by {words}" for basis, words in BASES.items() if counts[basis])
         total = f"{len(self.calls)} calls, orders: {bases}; {len(self.left_out)} leave products out"
@@ -132,12 +132,12 @@ def _scanned(product: LayerProduct, tokens: Sequence[int]) -> Iterator[ScannedCa
     for rows in tokens:
         call = product.call(rows)
         with without_doubts():
-            found = resolve(call)
-        lost = products_left_out(call.k, found.plan)
+            spec = resolve(call)
+        lost = products_left_out(call.k, spec.plan)
         padded = padded_k(get_target(call.target), call.facts()) if lost and call.target is not None else None
         yield ScannedCall(
-            layer=product.layer, product=product.product, tokens=rows, call=call, basis=found.basis, left_out=lost,
-            padded_k=padded, source=found.plan.source,
+            layer=product.layer, product=product.product, tokens=rows, call=call, basis=spec.basis, left_out=lost,
+            padded_k=padded, source=spec.plan.source,
         )  # fmt: skip
 
 

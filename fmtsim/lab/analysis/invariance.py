@@ -112,8 +112,8 @@ class ProductInvariance(table.Result):
     @property
     def changes(self) -> tuple["Change", ...]:
         """Where the result changes from one known size to the next."""
-        known = [band for band in self.bands if band.group is not None]
-        steps = zip(known, known[1:], strict=False)
+        bands = [band for band in self.bands if band.group is not None]
+        steps = zip(bands, bands[1:], strict=False)
         return tuple(
             Change(before=a.last, size=b.first, what=differences(a, b)) for a, b in steps if a.group != b.group
         )
@@ -128,10 +128,10 @@ class ProductInvariance(table.Result):
         return True if first == second else None if None in groups else groups[0] == groups[1]
 
     def _band(self, size: int) -> Band:
-        found = next((band for band in self.bands if band.first <= size <= band.last), None)
-        if found is None:
+        answer = next((band for band in self.bands if band.first <= size <= band.last), None)
+        if answer is None:
             raise ArgumentError(f"batch size {shown(size)} was not asked; pass it among sizes=")
-        return found
+        return answer
 
     def _content(self) -> tuple[str, table.Rows]:
         return f"{self.layer} {self.product} {self.operands}", table.table_of(_BANDS, self.bands)
@@ -170,8 +170,8 @@ class BatchInvariance(table.Result):
     @property
     def invariant(self) -> bool | None:
         """Whether no product's rows depend on the size of their batch; None where that is not known."""
-        found = {product.invariant for product in self.products}
-        return False if False in found else None if None in found else True
+        answers = {product.invariant for product in self.products}
+        return False if False in answers else None if None in answers else True
 
     def _content(self) -> tuple[table.Rows, str]:
         asked = f"{len(self.sizes)} batch sizes from {self.sizes[0]} to {self.sizes[-1]}"
@@ -275,18 +275,18 @@ def batch_invariance(
 def _bands(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
     """Yield a band for every size."""
     groups: list[Band] = []
-    known: dict[tuple[Any, ...], int] = {}
+    group_of: dict[tuple[Any, ...], int] = {}
     for size in sizes:
         call = product.call(size)
         with without_doubts():
-            found = resolve(call)
+            spec = resolve(call)
         group = None
-        if found.basis != "guess":
-            key = (found.datapath, found.a, found.b, *(getattr(found.plan, name) for name in _PLAN))
-            if key not in known:
-                known[key] = next((i for i, x in enumerate(groups) if same_bits(call, x.found, found)), len(groups))
-            group = known[key]
-        band = Band(first=size, last=size, sizes=1, group=group, call=call, found=found)
+        if spec.basis != "guess":
+            key = (spec.datapath, spec.a, spec.b, *(getattr(spec.plan, name) for name in _PLAN))
+            if key not in group_of:
+                group_of[key] = next((i for i, x in enumerate(groups) if same_bits(call, x.found, spec)), len(groups))
+            group = group_of[key]
+        band = Band(first=size, last=size, sizes=1, group=group, call=call, found=spec)
         if group == len(groups):
             groups.append(band)
         yield band
@@ -303,10 +303,10 @@ def same_bits(call: GemmCall, first: GemmSpec, second: GemmSpec) -> bool:
     """Say whether two definitions of a product give every row the same bits."""
     if (first.datapath, first.a, first.b) != (second.datapath, second.a, second.b):
         return False
-    a, b = (_serial(call, found.plan) for found in (first, second))
+    a, b = (_serial(call, spec.plan) for spec in (first, second))
     needs = {"bias_after_rounding": call.bias and call.out.itemsize == 2, "epilogue": call.scaling != "none"}
-    kept = [name for name in _EPILOGUE if needs.get(name, True)]
-    return all(getattr(a, x) == getattr(b, x) for x in kept) and same_order(call.k, first.datapath, a, b)
+    fields = [name for name in _EPILOGUE if needs.get(name, True)]
+    return all(getattr(a, x) == getattr(b, x) for x in fields) and same_order(call.k, first.datapath, a, b)
 
 
 def _serial(call: GemmCall, plan: GemmPlan) -> GemmPlan:

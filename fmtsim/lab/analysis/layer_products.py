@@ -69,7 +69,7 @@ def products_of(
         step = "leave target out: a converted model names its machine" if converted else "pass target= ('h200')"
         raise ArgumentError(f"{verb} got target={shown(target)} for {_what(model)}; {step}")
     if converted:
-        found = list(_of_converted(model, passes))
+        asked = list(_of_converted(model, passes))
     else:
         get_target(target)
         check_dtypes(dtypes)
@@ -79,21 +79,21 @@ def products_of(
             for dtype in dtypes
             for which in passes
         ]
-        found = [LayerProduct(layer=x, product=y, like=replace(z, target=target)) for x, y, z in calls if z is not None]
-    if not found:
+        asked = [LayerProduct(layer=x, product=y, like=replace(z, target=target)) for x, y, z in calls if z is not None]
+    if not asked:
         raise ArgumentError(
             f"{verb} found no product in {_what(model)}; FP8 takes outputs and inputs that are multiples of 16"
         )
-    return found
+    return asked
 
 
 def check_rows(verb: str, name: str, rows: Iterable[int]) -> list[int]:
     """Return numbers of rows in order, each once; refuse what is none."""
-    given = list(rows) if isinstance(rows, Iterable) else [rows]
-    wrong = next((n for n in given if type(n) is not int or not 0 < n <= MOST_ROWS), None)
-    if wrong is not None or not given:
+    sizes = list(rows) if isinstance(rows, Iterable) else [rows]
+    wrong = next((n for n in sizes if type(n) is not int or not 0 < n <= MOST_ROWS), None)
+    if wrong is not None or not sizes:
         raise ArgumentError(f"{verb} got {name}={shown(wrong)}; pass numbers of rows from 1 to {MOST_ROWS}")
-    return sorted(set(given))
+    return sorted(set(sizes))
 
 
 def dtype_of(call: GemmCall) -> str:
@@ -110,13 +110,13 @@ def _shapes(verb: str, model: Any) -> dict[str, Shape]:
     """Return shapes of linear layers by what the layers are called."""
     if isinstance(model, nn.Module):
         return _of_module(model)
-    each = [model] if isinstance(model, str) else model
-    if not isinstance(each, Sequence) or not all(isinstance(x, str) or _is_shape(x) for x in each):
+    models = [model] if isinstance(model, str) else model
+    if not isinstance(models, Sequence) or not all(isinstance(x, str) or _is_shape(x) for x in models):
         raise ArgumentError(
             f"{verb} got model={shown(model)}; pass a name (fmtsim.lab.calibration.list_models()), a module, or a list "
             "of (outputs, inputs, bias)"
         )
-    shapes = dict.fromkeys(shape for x in each for shape in (layer_shapes([x]) if isinstance(x, str) else [tuple(x)]))
+    shapes = dict.fromkeys(shape for x in models for shape in (layer_shapes([x]) if isinstance(x, str) else [tuple(x)]))
     return {f"{n}x{k}{' + bias' if bias else ''}": (n, k, bias) for n, k, bias in shapes}
 
 
@@ -147,9 +147,9 @@ def _of_module(model: nn.Module) -> dict[str, Shape]:
 def _of_converted(model: nn.Module, passes: Sequence[str]) -> Iterator[LayerProduct]:
     """Yield the products on the machines that ``convert`` gave a model's layers; others have no order to speak of."""
     alike: dict[tuple[str, str, GemmCall], list[str]] = {}
-    for layer, product, found in model_products(model, _ROWS):
+    for layer, product, like in model_products(model, _ROWS):
         which = product.replace("fprop", "forward")
-        if not isinstance(found, str) and found.call is not None and which in passes:
-            alike.setdefault((numbered(layer), which, found.call), []).append(layer)
+        if not isinstance(like, str) and like.call is not None and which in passes:
+            alike.setdefault((numbered(layer), which, like.call), []).append(layer)
     for (_, which, call), names in alike.items():
         yield LayerProduct(layer=together(names), product=which, like=call)

@@ -107,10 +107,10 @@ def plot_losses(
     chosen = [worst(losses_of({layer: _only(operands, operand)}), 1, by) for layer, operands in layers.items()]
     rows = [losses[0] for losses in chosen if losses]
     if not rows:
-        known = ", ".join(in_order(op for operands in layers.values() for op in operands))
+        operands_seen = ", ".join(in_order(op for operands in layers.values() for op in operands))
         raise ArgumentError(
-            f"plot operand={shown(operand)} was not observed; choose one of {known}, or None"
-            if known
+            f"plot operand={shown(operand)} was not observed; choose one of {operands_seen}, or None"
+            if operands_seen
             else "plot has nothing to draw; observe at least one step"
         )
     figure = new_figure(11.0, 1.7 + 0.17 * max(6, min(len(rows), _MOST_ROWS)))
@@ -228,8 +228,8 @@ class LossScale(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        found = {name: getattr(self, name) for name in self.__slots__}
-        return found | {"headroom": None if math.isnan(self.headroom) else self.headroom}
+        record = {name: getattr(self, name) for name in self.__slots__}
+        return record | {"headroom": None if math.isnan(self.headroom) else self.headroom}
 
     def _content(self) -> list[Facts | str]:
         if self.scale is None:

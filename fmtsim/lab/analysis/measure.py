@@ -36,14 +36,14 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1, scales: Ten
         scales: What elements are divided by before they are cast, where the format itself has no such.
     """
     if scales is not None:
-        plain, seen = (measure(each, q, fmt, dim) for each in (x, x.detach().to(scales.dtype) / scales))
+        plain, seen = (measure(values, q, fmt, dim) for values in (x, x.detach().to(scales.dtype) / scales))
         place = FIGURES.index("saturated")
         plain[place] = seen[place]
         plain[-BINS:] = seen[len(FIGURES) : len(FIGURES) + BINS]
         return plain
-    found = _measure_by_kernel(x.detach(), q.detach(), fmt, dim)
-    if found is not None:
-        return found
+    figures = _measure_by_kernel(x.detach(), q.detach(), fmt, dim)
+    if figures is not None:
+        return figures
     x, q = _plain(x), _plain(q)
     if x.numel() == 0:
         return torch.zeros(len(FIGURES) + 2 * BINS, dtype=torch.float64, device=x.device)
@@ -63,8 +63,8 @@ def _measure_by_kernel(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Te
 
 def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor:
     """Do what ``measure`` does for float32 or float64 tensors that are not empty, on any device."""
-    kept, zero = x.isfinite(), x.new_zeros(())
-    x, q = torch.where(kept, x, zero), torch.where(kept, q, zero)
+    finite, zero = x.isfinite(), x.new_zeros(())
+    x, q = torch.where(finite, x, zero), torch.where(finite, q, zero)
     counts = seen = _exponents(x)
     saturated = torch.zeros((), device=x.device)
     if window_of(fmt) is not None:
@@ -77,13 +77,13 @@ def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tens
     figures = (
         _underflowed(counts.sum(), torch.count_nonzero(q)),
         saturated,
-        x.numel() - torch.count_nonzero(kept),
+        x.numel() - torch.count_nonzero(finite),
         x.abs().amax(),
         _squares(x),
         _squares(x - q).nan_to_num(math.inf, math.inf),
     )
     elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
-    numbers = torch.stack([each.double() for each in (elements, counts.sum(), *figures)])
+    numbers = torch.stack([figure.double() for figure in (elements, counts.sum(), *figures)])
     return torch.cat([numbers, counts.double(), seen.double()])
 
 
@@ -94,12 +94,12 @@ def _measure_by_engine(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Te
     scaled = isinstance(fmt, BlockFormat) and not fmt.zero_point
     scales = _scales_of(engine.block_amax(x, block), fmt).float() if scaled else torch.ones(1, 1)  # type: ignore[arg-type]
     limits = _limits_of(fmt)
-    found, exponents = engine.count_cast(x, q, scales, block, limits)
+    counts, exponents = engine.count_cast(x, q, scales, block, limits)
     nonzero = exponents[0].sum()
-    own = torch.tensor([x.numel(), nonzero, _underflowed(nonzero, found[0])], dtype=torch.float64)
+    leading = torch.tensor([x.numel(), nonzero, _underflowed(nonzero, counts[0])], dtype=torch.float64)
     first = FLOAT32_LOWEST - LOWEST_EXPONENT
     bins = F.pad(exponents, (first, BINS - first - exponents.shape[1])).flatten().double()
-    return torch.cat([own, found[1:].nan_to_num(math.inf, math.inf), bins])
+    return torch.cat([leading, counts[1:].nan_to_num(math.inf, math.inf), bins])
 
 
 def _matrices(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
@@ -145,8 +145,8 @@ def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
     """
     blocks = _blocks(x.abs(), fmt, dim)
     order = sorted(range(4), key=blocks.stride, reverse=True)  # as memory lies, which is many times faster
-    found = blocks.permute(order).amax((order.index(1), order.index(3)))
-    return _scales_of(found if order.index(0) < order.index(2) else found.mT, fmt)
+    amax = blocks.permute(order).amax((order.index(1), order.index(3)))
+    return _scales_of(amax if order.index(0) < order.index(2) else amax.mT, fmt)
 
 
 @lru_cache(maxsize=256)

@@ -39,11 +39,14 @@ class ModelComparison(table.Result):
     @property
     def first(self) -> tuple[str, Difference] | None:
         """The first tensor that differs, and its first difference; None where no bit does."""
-        return next(((name, each.first) for name, each in self.tensors.items() if each.first is not None), None)
+        return next(
+            ((name, c.first) for name, c in self.tensors.items() if c.first is not None),
+            None,
+        )
 
     def _content(self) -> Iterator[table.Rows | str]:
-        total = f"{len(self.tensors)} tensors, {sum(each.count for each in self.tensors.values()):,} numbers: "
-        rows = [(name, each) for name, each in self.tensors.items() if not each.equal]
+        total = f"{len(self.tensors)} tensors, {sum(c.count for c in self.tensors.values()):,} numbers: "
+        rows = [(name, c) for name, c in self.tensors.items() if not c.equal]
         yield table.table_of(_COLUMNS, rows[:_SHOWN])
         if len(rows) > _SHOWN:
             yield f"... and {len(rows) - _SHOWN} more"
@@ -154,8 +157,8 @@ def _side(model: nn.Module, batch: Batch, loss: Any, *, native: bool) -> dict[st
                 module.emulation = module.emulation.changed(lambda _, config: _natively(config, native))
 
     with unchanged(model, change) as made:
-        found = run_step(made, batch, loss)
-    return found.outputs | {f"gradient of {name}": t for name, t in found.gradients.items()}
+        step = run_step(made, batch, loss)
+    return step.outputs | {f"gradient of {name}": t for name, t in step.gradients.items()}
 
 
 def _natively(config: LinearConfig, native: bool) -> LinearConfig:

@@ -209,7 +209,7 @@ def _entry(operands: dict[str, Statistics], name: str, new: Callable[[], Statist
     """Return the entry of an operand; a new one goes to its place, for devices differ in what they cast first."""
     if name not in operands:
         operands[name] = new()
-        ordered = {each: operands[each] for each in in_order(operands)}
+        ordered = {operand: operands[operand] for operand in in_order(operands)}
         operands.clear()
         operands |= ordered
     return operands[name]

@@ -127,9 +127,11 @@ class ModelObservation(Observation):
         """What of a model that is not converted is simulated and what is not seen, in words."""
         if self._shadow is None:
             return []
-        known = {how.name: {_named(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)}
-        absent = [layer or "(model)" for layer, parts in known.items() if parts.isdisjoint(self.layers)]
-        unseen = [each.name or "(model)" for each in self._attention if each.name not in self.layers]
+        parts_of = {
+            how.name: {_named(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)
+        }
+        absent = [layer or "(model)" for layer, parts in parts_of.items() if parts.isdisjoint(self.layers)]
+        unseen = [attended.name or "(model)" for attended in self._attention if attended.name not in self.layers]
         notes = [f"not called: {_some(absent)}"] if absent else []
         notes += [f"no attention seen, not called or of another kind: {_some(unseen)}"] if unseen else []
         return [*self._shadow.notes, *notes]

@@ -78,13 +78,13 @@ def batch_of(batch: Any) -> Batch:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, change: Callable[[nn.Module], None] = lambda made: None) -> Iterator[nn.Module]:
+def unchanged(model: nn.Module, change: Callable[[nn.Module], None] = lambda model_copy: None) -> Iterator[nn.Module]:
     """Give a copy of a model that may run; torch's generators are afterwards as they were."""
-    made = copy.deepcopy(model)
-    change(made)
+    model_copy = copy.deepcopy(model)
+    change(model_copy)
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
     with torch.random.fork_rng(devices):
-        yield made
+        yield model_copy
 
 
 def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
@@ -100,20 +100,20 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
     leaf = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
     arguments, options = pytree.tree_map_only(Tensor, leaf, batch)
     y = model(*arguments, **options)
-    found = dict(_tensors("output", y))
-    if not found:
+    outputs = dict(_tensors("output", y))
+    if not outputs:
         raise ArgumentError(f"the model returned {shown(y)}, which holds no tensor; let it return some, or a dict")
     if loss is not None:
-        found["loss"] = _number(loss(y))
-    said = next((found[name] for name in ("loss", *_LOSSES) if name in found and found[name].numel() == 1), None)
-    number = _differentiate(list(found.values()) if said is None else [said])
+        outputs["loss"] = _number(loss(y))
+    said = next((outputs[name] for name in ("loss", *_LOSSES) if name in outputs and outputs[name].numel() == 1), None)
+    number = _differentiate(list(outputs.values()) if said is None else [said])
     leaves = {
         **dict(_tensors("batch", arguments)),
         **dict(_tensors("batch", options)),
         **dict(model.named_parameters()),
     }
     gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
-    return Step({name: t.detach() for name, t in found.items()}, gradients, number)
+    return Step({name: t.detach() for name, t in outputs.items()}, gradients, number)
 
 
 def _number(x: Any) -> Tensor:

@@ -141,18 +141,18 @@ class Probe(Watcher):
         else:
             self._counts[site] += 1
         if self._forward == "plain":
-            kept = tuple(t.detach() if isinstance(t, Tensor) else t for t in inputs)
+            saved = tuple(t.detach() if isinstance(t, Tensor) else t for t in inputs)
             learns = tuple(isinstance(t, Tensor) and t.requires_grad for t in inputs)
-            node = self._nodes.setdefault((site, index), _Node(kept, learns, {}))
+            node = self._nodes.setdefault((site, index), _Node(saved, learns, {}))
             node.learns = learns  # where it runs again for the backward pass, the first run had no gradients
             if not node.errors:
-                node.errors = {name: e for name, e in site.errors(kept).items() if self._sound(site, name, e)}
+                node.errors = {name: e for name, e in site.errors(saved).items() if self._sound(site, name, e)}
             return node
-        found = self._nodes.get((site, index))
-        if found is None or found.inputs[0].shape != inputs[0].shape:
+        earlier = self._nodes.get((site, index))
+        if earlier is None or earlier.inputs[0].shape != inputs[0].shape:
             self.rerouted.add(site.name)
             return None
-        return found
+        return earlier
 
     def _sound(self, site: Site, operand: str, error: Tensor) -> bool:
         if bool(torch.isfinite(error).all()):
@@ -299,13 +299,13 @@ class Runs:
 
     def __init__(self, model: nn.Module, batch: Any, loss: Any, logits: Any) -> None:
         self.model, self._batch, self._loss, self._logits = model, batch, loss, logits
-        found = [p for p in model.parameters() if p.is_floating_point()]
-        if not any(p.requires_grad for p in found):  # a model that is used, not trained
+        parameters = [p for p in model.parameters() if p.is_floating_point()]
+        if not any(p.requires_grad for p in parameters):  # a model that is used, not trained
             model.requires_grad_()
-        self.parameters = [p for p in found if p.requires_grad]
+        self.parameters = [p for p in parameters if p.requires_grad]
         self.forwards = self.backwards = 0
         self.why_no_kl = ""
-        self._devices = sorted({p.device.index for p in found if p.device.type == "cuda"})
+        self._devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """Return loss and logits of a forward pass."""
@@ -342,30 +342,30 @@ class Runs:
 
     def _loss_of(self, output: Any) -> Tensor:
         if self._loss is None:
-            found = output if isinstance(output, Tensor) else _field(output, "loss")
-            if not isinstance(found, Tensor) or found.numel() != 1:
+            loss = output if isinstance(output, Tensor) else _field(output, "loss")
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ArgumentError(
                     f"the model returned {_described(output)}, in which there is no loss; "
                     "pass loss=lambda output: ..., a number that gradients go through"
                 )
         elif takes(self._loss, output):
-            found = self._loss(output)
+            loss = self._loss(output)
         else:
-            found = self._loss(output, self._batch)
-        if not isinstance(found, Tensor) or found.numel() != 1 or (torch.is_grad_enabled() and not found.requires_grad):
+            loss = self._loss(output, self._batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
             raise ArgumentError(
-                f"loss= returned {_described(found)}; return a tensor with one number that gradients go through"
+                f"loss= returned {_described(loss)}; return a tensor with one number that gradients go through"
             )
-        return found.reshape(())
+        return loss.reshape(())
 
     def _logits_of(self, output: Any) -> Tensor | None:
-        found = _field(output, "logits") if self._logits is None else self._logits(output)
-        usable = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1 and found.shape[-1] > 1
-        if usable and (found.requires_grad or not torch.is_grad_enabled()):
-            return found  # type: ignore[no-any-return]
+        logits = _field(output, "logits") if self._logits is None else self._logits(output)
+        usable = isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() > 1 and logits.shape[-1] > 1
+        if usable and (logits.requires_grad or not torch.is_grad_enabled()):
+            return logits  # type: ignore[no-any-return]
         if self._logits is not None:
             raise ArgumentError(
-                f"logits= returned {_described(found)}; return [..., classes], two or more, that gradients go through"
+                f"logits= returned {_described(logits)}; return [..., classes], two or more, that gradients go through"
             )
         self.why_no_kl = (
             f"no KL: the model returns {_described(output)}, and whether that holds logits cannot be told; "

@@ -75,12 +75,12 @@ class Site:
         self, inputs: tuple[Tensor, ...], g: Tensor, operands: tuple[str, ...]
     ) -> dict[str, dict[int, Tensor]]:
         """Return what rounding operands of the backward pass alone adds to the gradients, by place of the input."""
-        found: dict[str, dict[int, Tensor]] = {}
+        errors: dict[str, dict[int, Tensor]] = {}
         for operand in operands:
             places = self.differs(operand)
-            rounded, plain = (self._gradients(each, inputs, g, places) for each in (operand, None))
-            found[operand] = {i: a - b for i, a, b in zip(places, rounded, plain, strict=True)}
-        return found
+            rounded, plain = (self._gradients(which, inputs, g, places) for which in (operand, None))
+            errors[operand] = {i: a - b for i, a, b in zip(places, rounded, plain, strict=True)}
+        return errors
 
     @torch.enable_grad()
     def _gradients(
@@ -142,7 +142,7 @@ class AttentionSite(Site):
         quantizers = {name: q for name, q in config.operands.items() if q.format is not None or q.then is not None}
         super().__init__(attended.name, attended.name, quantizers, "qkvp", seed)
         on: dict[str | None, tuple[str, ...]] = {None: (), ALL: self.forward, **{name: (name,) for name in quantizers}}
-        self._calls = {each: AttentionCall(_attention(config, names), seed) for each, names in on.items()}
+        self._calls = {operand: AttentionCall(_attention(config, names), seed) for operand, names in on.items()}
         self.plain = AttentionCall(self._calls[None].config, seed)
 
     def install(self, operand: str | None) -> None:
@@ -168,19 +168,19 @@ def sites_of(model: nn.Module, seed: int, *, fresh: bool) -> list[Site]:
         seed: Of stochastic roundings.
         fresh: The model was converted just now: delayed scales have no history and become those of the tensor itself.
     """
-    found: list[Site] = []
+    sites: list[Site] = []
     for module in model.modules():
         how = module.emulation if isinstance(module, EmulatedModule) else None
         parts = dict.fromkeys(kind.split(" ")[0] for kind in how.products) if how is not None else {}
         for part in parts:
             assert how is not None
-            found.append(LinearSite(how, how.name, part, seed + len(found), fresh=fresh))
-            found[-1].expected = len(parts) == 1 and not isinstance(module, ParameterProduct)
+            sites.append(LinearSite(how, how.name, part, seed + len(sites), fresh=fresh))
+            sites[-1].expected = len(parts) == 1 and not isinstance(module, ParameterProduct)
         if ATTENTION in module.__dict__:
-            found.append(AttentionSite(module.__dict__[ATTENTION], seed + len(found)))
-    for site in found:
+            sites.append(AttentionSite(module.__dict__[ATTENTION], seed + len(sites)))
+    for site in sites:
         site.install(None)
-    return [site for site in found if site.formats]
+    return [site for site in sites if site.formats]
 
 
 def switched(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
@@ -193,8 +193,8 @@ def switched(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
     gemms = {}
     for product in PRODUCTS:
         gemm, names = getattr(config, product), [name for name in OPERANDS if product_of(name) == product]
-        made = [config.operands.get(_MADE_OF.get(name, "")) for name in names]
-        pairs = zip(names, (gemm.a, gemm.b), made, strict=True)
+        makers = [config.operands.get(_MADE_OF.get(name, "")) for name in names]
+        pairs = zip(names, (gemm.a, gemm.b), makers, strict=True)
         a, b = (q if name in on else _high(q, first) for name, q, first in pairs)
         gemms[product] = Gemm(a=a, b=b)
     return LinearConfig(**gemms)
@@ -215,16 +215,14 @@ def _turns(q: Quantizer) -> tuple[Hadamard, ...]:
 def _rounds(config: LinearConfig, operand: str) -> bool:
     """Say whether an operand is not what it would be in high precision."""
     q = _quantizer(config, operand)
-    return (
-        q.format is not None or q.then is not None or any(isinstance(each, Clamp | Sparsity) for each in q.transforms)
-    )
+    return q.format is not None or q.then is not None or any(isinstance(t, Clamp | Sparsity) for t in q.transforms)
 
 
 def _quantizer(config: LinearConfig, operand: str) -> Quantizer:
     """Return what rounds an operand: the quantiser of the forward pass where that made it."""
     q = config.operands[operand]
-    made = q.source == "forward" or (q.source == "requantised" and q.format is None)
-    return _quantizer(config, _MADE_OF[operand]) if made else q
+    derived = q.source == "forward" or (q.source == "requantised" and q.format is None)
+    return _quantizer(config, _MADE_OF[operand]) if derived else q
 
 
 def _without_history(config: LinearConfig) -> LinearConfig:
@@ -241,10 +239,10 @@ def _without_history(config: LinearConfig) -> LinearConfig:
 
 def _attention(config: AttentionConfig, operands: Collection[str]) -> AttentionConfig:
     """Return attention that rounds some operands alone, in float32 on no machine; rotations stay."""
-    kept: Any = {name: (q if name in operands else _high(q)) for name, q in config.operands.items()}
-    names = {name: [each for each in kept if each.startswith(f"{name}.")] for name in BACKWARD}
-    gemms: Any = {name: Gemm(a=kept[a], b=kept[b]) for name, (a, b) in names.items()}
-    return replace(config, target=None, q=kept["q"], k=kept["k"], v=kept["v"], p=kept["p"], **gemms)
+    qs: Any = {name: (q if name in operands else _high(q)) for name, q in config.operands.items()}
+    names = {name: [operand for operand in qs if operand.startswith(f"{name}.")] for name in BACKWARD}
+    gemms: Any = {name: Gemm(a=qs[a], b=qs[b]) for name, (a, b) in names.items()}
+    return replace(config, target=None, q=qs["q"], k=qs["k"], v=qs["v"], p=qs["p"], **gemms)
 
 
 def _wide(t: Tensor) -> Tensor:

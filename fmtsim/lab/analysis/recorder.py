@@ -113,14 +113,14 @@ class Recorder(Watcher):
         return partial(self._trace, gradients, None if loss is None else loss.detach().clone(), about)
 
     def _trace(self, gradients: Named, loss: Tensor | None, about: dict[str, Any]) -> Trace:
-        found, known = self._prints.finish(), dict[Any, TensorBits]()
+        prints, tensor_bits = self._prints.finish(), dict[Any, TensorBits]()
 
         def bits(each: Named) -> tuple[TensorBits, ...]:
             for one in each:
-                if one not in known:
+                if one not in tensor_bits:
                     name, place, shape, dtype = one
-                    known[one] = _bits(name, shape, dtype, found[place])
-            return tuple([known[one] for one in each])
+                    tensor_bits[one] = _bits(name, shape, dtype, prints[place])
+            return tuple([tensor_bits[one] for one in each])
 
         operations = tuple(
             Operation(
@@ -129,24 +129,24 @@ class Recorder(Watcher):
             )
             for index, one in enumerate(self._events)
         )  # fmt: skip
-        made = Trace(
+        trace = Trace(
             operations=operations, batch=self._prints.batch, versions=_versions(), gradients=bits(gradients),
             loss="" if loss is None else float(loss.double().reshape(())).hex(), **about,
         )  # fmt: skip
-        made.tensors.update(self._kept)
-        return made
+        trace.tensors.update(self._kept)
+        return trace
 
     def _gradients(self) -> Iterator[tuple[str, nn.Parameter, int | None]]:
         """Yield parameters with the places of their gradients' fingerprints where one operation made all of it."""
-        made: dict[nn.Parameter | None, list[int]] = {}
+        places: dict[nn.Parameter | None, list[int]] = {}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for one in self._events:
             if one.direction == "backward":
                 name = f"{one.layer}.{one.operation.removeprefix('gradient of ')}".lstrip(".")
-                made.setdefault(parameters.get(name.split(" (")[0]), []).append(one.outputs[0][1])
+                places.setdefault(parameters.get(name.split(" (")[0]), []).append(one.outputs[0][1])
         for name, p in self._model.named_parameters():
-            own = made.get(p, [])
-            yield name, p, own[0] if len(own) == 1 and p in self._fresh else None
+            makers = places.get(p, [])
+            yield name, p, makers[0] if len(makers) == 1 and p in self._fresh else None
 
     def record(
         self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: Sequence[tuple[str, Any]],
@@ -165,14 +165,14 @@ class Recorder(Watcher):
     def read(self, tensors: Iterable[tuple[str, Any]]) -> Named:
         """Take the fingerprints of those that are tensors with bits, unseen by torch function modes."""
         add, busy, self.busy = self._prints.add, self.busy, True
-        found = []
+        named_tensors = []
         with torch._C.DisableTorchFunction():
             for name, x in tensors:
-                if (made := add(x)) is not None:
-                    place, kind = made
-                    found.append((name, place, kind.shape, kind.dtype))
+                if (fingerprint := add(x)) is not None:
+                    place, kind = fingerprint
+                    named_tensors.append((name, place, kind.shape, kind.dtype))
         self.busy = busy
-        return found
+        return named_tensors
 
     # Modules.
 
@@ -205,7 +205,7 @@ class Recorder(Watcher):
         call = self._calls.pop()
         if output is None:  # or an error ended it
             return
-        outputs = [each for each in named("output", output) if has_bits(each[1])]
+        outputs = [named_output for named_output in named("output", output) if has_bits(named_output[1])]
         kind = f"{AGAIN}{_kind(module)}" if call.again else _kind(module)
         how = module.emulation if isinstance(module, EmulatedModule) else None
         facts = tuple if how is None else partial(_facts_of, how.recipe, how.config)
@@ -231,46 +231,46 @@ class Recorder(Watcher):
             for inner, index, target in edges:
                 source = target[0].variable if target[0]._sequence_nr() >= _LEAF else target
                 leaving.setdefault(call.sources.get(source, "what it read"), []).append((inner, index))
-        for name, each in leaving.items():
-            for number, (node, index) in enumerate(each, 1):
-                part = "" if len(each) == 1 else f" ({number} of {len(each)})"
+        for name, edge in leaving.items():
+            for number, (node, index) in enumerate(edge, 1):
+                part = "" if len(edge) == 1 else f" ({number} of {len(edge)})"
                 node.register_hook(partial(self._leaves, call, index, f"gradient of {name}{part}"))
 
     def _edges(
         self, call: _Call, first: Any, seen: set[Any], leaving: dict[str, list[tuple[Any, int]]]
     ) -> list[tuple[Any, int, Any]]:
         """Return the edges by which gradients leave a module; those to its own parameters go to ``leaving``."""
-        own = {p: name for name, p in call.module._parameters.items() if p is not None}
-        found, todo = [], [first]
+        parameter_names = {p: name for name, p in call.module._parameters.items() if p is not None}
+        edges_found, todo = [], [first]
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
             seen.add(node)
-            known = self._outside.get(node)
-            edges = [(node, i, to) for i, to in enumerate(node.next_functions)] if known is None else known
+            outside = self._outside.get(node)
+            edges = [(node, i, to) for i, to in enumerate(node.next_functions)] if outside is None else outside
             for inner, index, target in edges:
                 if target[0] is None:
                     continue
                 number = target[0]._sequence_nr()
-                if number >= _LEAF and target[0].variable in own:
-                    leaving.setdefault(own[target[0].variable], []).append((inner, index))
+                if number >= _LEAF and target[0].variable in parameter_names:
+                    leaving.setdefault(parameter_names[target[0].variable], []).append((inner, index))
                 elif call.begin <= number < _LEAF:
                     todo.append(target[0])
                 elif number < _LEAF or target[0].variable in call.sources:
-                    found.append((inner, index, target))
-        return found
+                    edges_found.append((inner, index, target))
+        return edges_found
 
     def _comes(self, call: _Call, name: str, index: int, gradients: Any) -> None:
         if self._active and has_bits(gradients[index]):
             named = f"gradient of {name}"
-            call.gradients = [each for each in call.gradients if each[0] != named]
+            call.gradients = [gradient for gradient in call.gradients if gradient[0] != named]
             call.gradients += self.read([(named, gradients[index])])
 
     def _leaves(self, call: _Call, index: int, operation: str, gradients: Any, _: Any) -> None:
         if self._active and has_bits(gradients[index]):
-            made = [("output", gradients[index])]
-            self.record(call.layer, "backward", operation, list(call.gradients), made, call=call.number)
+            outputs = [("output", gradients[index])]
+            self.record(call.layer, "backward", operation, list(call.gradients), outputs, call=call.number)
 
     # Operands and products of converted layers.
 

@@ -74,9 +74,9 @@ class Shadow:
         self.model = _copied(model, self._copies)
         # The filter takes everything: convert has nothing to warn of. The generator is the shadow's own, so that the
         # model draws the numbers that it would have drawn.
-        found = self._attend(model, attention)
+        attends = self._attend(model, attention)
         try:
-            if not found or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
+            if not attends or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
                 convert(
                     self.model, recipe, format=format, rules=rules, generator=0, filter_fn=lambda module, name: True
                 )  # fmt: skip
@@ -140,8 +140,10 @@ class Shadow:
             finally:
                 self._inside -= 1
             if _is_observed(copy):
-                own = [p for part, _ in parts for p in part._parameters.values() if p is not None]
-                run_beside(y, lambda copies: _call(copy, parts, copies, args, kwargs), [*_tensors(args, kwargs), *own])
+                params = [p for part, _ in parts for p in part._parameters.values() if p is not None]
+                run_beside(
+                    y, lambda copies: _call(copy, parts, copies, args, kwargs), [*_tensors(args, kwargs), *params]
+                )
             return y
 
         return run
@@ -186,8 +188,8 @@ class _Beside(RawMatmuls):
             return y
 
         def cast(copies: _Copies) -> Tensor | None:
-            known: dict[Any, Any] = {copies[t]: multiply for t, multiply in by.items()}
-            find = lambda t: known.get(t) or known.get(getattr(t, "_base", None))  # noqa: E731
+            products: dict[Any, Any] = {copies[t]: multiply for t, multiply in by.items()}
+            find = lambda t: products.get(t) or products.get(getattr(t, "_base", None))  # noqa: E731
             return RULES[func](find, *_mapped(args, copies), **_mapped(kwargs, copies))
 
         if run_beside(y, cast, list(by)) is None:
@@ -206,15 +208,15 @@ def run_beside(y: Any, run: Callable[[_Copies], Any], tensors: list[Tensor]) -> 
     copies = {t: t.detach().requires_grad_(t.requires_grad) for t in tensors}
     # Activation checkpointing counts what is saved for backward, so these tensors are kept aside.
     with without_own_modes(), saved_tensors_hooks(lambda t: t, lambda t: t):
-        made = _first(run(copies))
+        result = _first(run(copies))
     out, leaves = _first(y), [copy for copy in copies.values() if copy.requires_grad]
-    if made is not None and made.requires_grad and out.requires_grad:
+    if result is not None and result.requires_grad and out.requires_grad:
 
         def back(g: Tensor) -> None:
-            torch.autograd.grad(made, leaves, g.to(made.dtype), retain_graph=True, allow_unused=True)
+            torch.autograd.grad(result, leaves, g.to(result.dtype), retain_graph=True, allow_unused=True)
 
         _call_with_gradient(out, back)
-    return made
+    return result
 
 
 def _call_with_gradient(y: Tensor, function: Callable[[Tensor], None]) -> None:
@@ -256,11 +258,11 @@ def _products_alone(recipe: Any, format: Any) -> tuple[Any, AttentionConfig | No
 def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a module that has the same Parameters, buffers and attributes, in containers of its own."""
     if module not in copies:
-        made = copies[module] = object.__new__(type(module))
+        module_copy = copies[module] = object.__new__(type(module))
         # Not by its own __setattr__: that of compiled modules writes to the model.
-        made.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        module_copy.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
         modules = {n: None if m is None else _copied(m, copies) for n, m in module._modules.items()}
-        made.__dict__.update(_modules=modules, training=False)  # no dropout: it would draw numbers
+        module_copy.__dict__.update(_modules=modules, training=False)  # no dropout: it would draw numbers
     return copies[module]
 
 
@@ -283,10 +285,10 @@ def _call(copy: nn.Module, parts: _Parts, copies: _Copies, args: Any, kwargs: An
         args, kwargs, how = _mapped(args, copies), _mapped(kwargs, copies), copy.__dict__.get(ATTENTION)
         if how is None or how is parts[0][0].__dict__.get(ATTENTION):  # of a model that has it, it is seen there
             return type(copy).forward(copy, *args, **kwargs)
-        given = inspect.signature(nn.MultiheadAttention.forward).bind(copy, *args, **kwargs).arguments
-        given["need_weights"] = False  # those are what torch's function does not return
+        arguments_bound = inspect.signature(nn.MultiheadAttention.forward).bind(copy, *args, **kwargs).arguments
+        arguments_bound["need_weights"] = False  # those are what torch's function does not return
         with QuantisedAttention(how.call):
-            return type(copy).forward(**given)
+            return type(copy).forward(**arguments_bound)
     finally:
         for (_, shadow), parameters in zip(parts, before, strict=True):
             shadow._parameters = parameters

@@ -133,13 +133,13 @@ class Trace(table.Result):
         Raises:
             DataError: The file cannot be written.
         """
-        kept, dtypes = {}, {}
-        for index, each in self.tensors.items():
-            for name, x in each.items():
+        stored, dtypes = {}, {}
+        for index, outputs in self.tensors.items():
+            for name, x in outputs.items():
                 key = f"{index}.{name}"
-                kept[key], dtypes[key] = _stored(x), dtype_name(x.dtype)
+                stored[key], dtypes[key] = _stored(x), dtype_name(x.dtype)
         text = json.dumps({"trace": self._record(), "dtypes": dtypes}, separators=(",", ":"), allow_nan=False)
-        write_tensors(path, kept, {_KEY: text})
+        write_tensors(path, stored, {_KEY: text})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Trace":
@@ -160,20 +160,20 @@ class Trace(table.Result):
                     f"{path} has version {version} of traces, and this fmtsim reads version {VERSION}; "
                     "trace again with one version of fmtsim on both sides"
                 )
-            found: Trace = record_of(cls, record, "trace")
-            check_types(found)
-            for one in found.operations:
+            trace: Trace = record_of(cls, record, "trace")
+            check_types(trace)
+            for one in trace.operations:
                 check_types(one)
                 for bits in (*one.inputs, *one.outputs):
                     check_types(bits)
-            for key, each in stored.items():
+            for key, raw in stored.items():
                 index, _, name = key.partition(".")
-                found.tensors.setdefault(int(index), {})[name] = _tensor(each, dtypes[key])
+                trace.tensors.setdefault(int(index), {})[name] = _tensor(raw, dtypes[key])
         except (ArgumentError, KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path} is a damaged trace: {error}; trace again") from None
-        return found
+        return trace
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, without tensors."""
@@ -221,7 +221,7 @@ _COLUMNS = (
 
 def _made(one: Operation) -> bool:
     """Say whether an operation made a NaN of none, or an Inf of finite inputs."""
-    before, after = ({x.special for x in each} - {""} for each in (one.inputs, one.outputs))
+    before, after = ({x.special for x in tensors} - {""} for tensors in (one.inputs, one.outputs))
     return bool(after) and not before or ("nan" in after and "nan" not in before)
 
 

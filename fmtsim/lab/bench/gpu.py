@@ -63,12 +63,12 @@ class Result:
 
 def worst(results: Sequence[Result]) -> dict[Row, Result]:
     """Return the result of each row that is farthest from its goal, which is what the row has reached."""
-    found: dict[Row, Result] = {}
+    farthest_of: dict[Row, Result] = {}
     for result in results:
         row = result.case.row
         farthest = max if row.falls else min
-        found[row] = farthest(found.get(row, result), result, key=lambda each: each.value)
-    return found
+        farthest_of[row] = farthest(farthest_of.get(row, result), result, key=lambda each: each.value)
+    return farthest_of
 
 
 def compile_ahead(cases: Sequence[Case]) -> None:

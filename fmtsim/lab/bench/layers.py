@@ -119,22 +119,22 @@ class Bench:
             FmtsimError: A package is missing, or the recipe does not fit the model.
         """
         gc.collect()  # the case before
-        own = self._made(case)
+        step = self._made(case)
         plain = self._plain_of(case)
         start = time.perf_counter()
-        own.warm_up()
+        step.warm_up()
         first = time.perf_counter() - start
-        seconds, base = own.in_turns_with(plain, self.repeats)
-        return Result(case=case, seconds=seconds, plain_seconds=base, first_seconds=first, loss=own.loss())
+        seconds, base = step.in_turns_with(plain, self.repeats)
+        return Result(case=case, seconds=seconds, plain_seconds=base, first_seconds=first, loss=step.loss())
 
     def _plain_of(self, case: Case) -> Any:
         key = (case.model, case.mode)
         if self._plain is None or self._plain[0] != key:
             self._plain = None
             torch._dynamo.reset()
-            made = self._made(replace(case, recipe=None))
-            made.warm_up()
-            self._plain = (key, made)
+            step = self._made(replace(case, recipe=None))
+            step.warm_up()
+            self._plain = (key, step)
         return self._plain[1]
 
     def _made(self, case: Case) -> Any:
@@ -195,8 +195,8 @@ class Step:
 
     def in_turns_with(self, plain: "Step", repeats: int) -> tuple[float, float]:
         """Return the seconds of a step, and of the plain model's."""
-        own, base = in_turns((self.round, plain.round), repeats, 1)
-        return own / self.steps, base / self.steps
+        seconds, base = in_turns((self.round, plain.round), repeats, 1)
+        return seconds / self.steps, base / self.steps
 
     def loss(self) -> float:
         """Return the loss of one more step."""
@@ -239,8 +239,8 @@ class _Layers:
     def in_turns_with(self, plain: "_Layers", repeats: int) -> tuple[float, float]:
         """Return the medians of both; a GPU's host needs many rounds, which are short."""
         rounds = [(self.seconds(), plain.seconds()) for _ in range(repeats * (10 if _is_gpu(self.device) else 1))]
-        own, base = map(statistics.median, zip(*rounds, strict=True))
-        return own, base
+        seconds, base = map(statistics.median, zip(*rounds, strict=True))
+        return seconds, base
 
     def loss(self) -> None:
         """Return nothing: layers alone have none."""

@@ -145,9 +145,9 @@ def _microxcaling_mxfp4(mx: Any, model: nn.Module, chosen: Filter) -> None:
     specs = mx.finalize_mx_specs({**_MXFP4, "custom_cuda": kernels})
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and chosen(module, name):
-            own = mx.Linear(module.in_features, module.out_features, module.bias is not None, mx_specs=specs)
-            own.weight, own.bias = module.weight, module.bias
-            model.set_submodule(name, own)
+            layer = mx.Linear(module.in_features, module.out_features, module.bias is not None, mx_specs=specs)
+            layer.weight, layer.bias = module.weight, module.bias
+            model.set_submodule(name, layer)
 
 
 PEERS = {

@@ -110,14 +110,14 @@ def first_calls(work: Work, repeats: int = 3) -> list[Overhead]:
         codes = {name: _FIRST.format(made=_CAST, call=call) for name, call in FIRST_CASTS.items()}
     else:
         codes = {name: _FIRST.format(made=_PRODUCT.format(name=name), call="product()") for name in FIRST_PRODUCTS}
-    found, what = [], "first call" if work == "casts" else "first product"
+    rows, what = [], "first call" if work == "casts" else "first product"
     for name, code in codes.items():
         with tempfile.TemporaryDirectory(prefix="fmtsim-bench-") as folder:
             cold = in_new_process(code, FMTSIM_CACHE_DIR=folder)
             warm = statistics.median(in_new_process(code, FMTSIM_CACHE_DIR=folder) for _ in range(repeats))
-        found.append(Overhead(name=f"{what}, new machine: {name}", value=cold, limit=3.0, unit="s"))
-        found.append(Overhead(name=f"{what}, new process: {name}", value=warm, limit=0.6, unit="s"))
-    return found
+        rows.append(Overhead(name=f"{what}, new machine: {name}", value=cold, limit=3.0, unit="s"))
+        rows.append(Overhead(name=f"{what}, new process: {name}", value=warm, limit=0.6, unit="s"))
+    return rows
 
 
 def extra_memory(work: Work, side: int = 4096) -> list[Overhead]:
@@ -131,12 +131,12 @@ def extra_memory(work: Work, side: int = 4096) -> list[Overhead]:
     else:
         what, limit = f", side {side}", 64.0
         codes = {name: _PRODUCT_MEMORY.format(side=side, name=name) for name in MEMORY_PRODUCTS}
-    found = []
+    rows = []
     for name, code in codes.items():
         value = or_none(lambda code=code: in_new_process(_STATUS + code))  # type: ignore[misc]
         label = f"extra memory {what}: {name}".replace(" ,", ",")
-        found.append(Overhead(name=label, value=value, limit=limit, unit="MB"))
-    return found
+        rows.append(Overhead(name=label, value=value, limit=limit, unit="MB"))
+    return rows
 
 
 def in_new_process(code: str, **environment: str) -> float:

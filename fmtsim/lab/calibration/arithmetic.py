@@ -98,12 +98,12 @@ def measure(gpu: GPU, mode: str, family: str = "") -> Measured:
         facts["operands rounded to TF32"] = str(probes.tf32_rounding(bench))
     if path is None or facts.get("operands rounded to TF32", "nearest_even") != "nearest_even":
         return unknown()
-    found = find_plan(gpu, call, path, seeds=(*SEEDS, *MORE_SEEDS))
-    facts["confirmed"] = found.note or "yes"
-    wrong = 0 if found.status == "verified" else found.outputs
+    finding = find_plan(gpu, call, path, seeds=(*SEEDS, *MORE_SEEDS))
+    facts["confirmed"] = finding.note or "yes"
+    wrong = 0 if finding.status == "verified" else finding.outputs
     name = catalogue_name(path, call, family, bool(int(facts.get("bound seen", "0"))))
     return Measured(mode=mode, arithmetic=name[1] if name else path, unit=name[0] if name else None,
-                    facts=tuple(facts.items()), outputs=found.outputs, mismatches=wrong)  # fmt: skip
+                    facts=tuple(facts.items()), outputs=finding.outputs, mismatches=wrong)  # fmt: skip
 
 
 def _fused(bench: probes.Bench, facts: dict[str, str]) -> Datapath | None:

@@ -51,8 +51,8 @@ def shared(
     """
     done = 0
     every = ((task, work(task)) for task in tasks) if pool is None else each_done(pool, work, tasks)
-    for task, found in every:
-        yield task, found
+    for task, result in every:
+        yield task, result
         done += weight or len(task)  # type: ignore[arg-type]
         progress.step(done)
 
@@ -83,24 +83,24 @@ _TOKENS: Final = ((EVERY_K, 1), (4096, 32), (MOST, 128))
 
 def _kinds() -> dict[str, Kind]:
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    found = {name: Kind(name, name, out) for name, out in half.items()}
-    found |= {f"{name}_fp32": Kind(name, name, torch.float32) for name in half}
-    found |= {
+    kinds = {name: Kind(name, name, out) for name, out in half.items()}
+    kinds |= {f"{name}_fp32": Kind(name, name, torch.float32) for name in half}
+    kinds |= {
         "tf32": Kind("tf32", "tf32", torch.float32, "tf32"),
         "fp16_sums": Kind("fp16", "fp16", torch.float16, "16f"),
     }
-    found |= {f"{name}_bias": found[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32", "fp16_sums")}
+    kinds |= {f"{name}_bias": kinds[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32", "fp16_sums")}
     fp8 = Kind("e4m3", "e4m3", torch.bfloat16, scaling="tensor", fast_accum=True)
-    found["fp8"] = fp8
+    kinds["fp8"] = fp8
     outs = {**half, "fp32": torch.float32}
-    found |= {f"fp8_{out}": fp8._replace(out=dtype) for out, dtype in {**outs, "e4m3": torch.float8_e4m3fn}.items()}
+    kinds |= {f"fp8_{out}": fp8._replace(out=dtype) for out, dtype in {**outs, "e4m3": torch.float8_e4m3fn}.items()}
     for a, b in (("e5m2", "e4m3"), ("e4m3", "e5m2")):
-        found |= {f"fp8_{a}_{b}_{out}": fp8._replace(a=a, b=b, out=dtype) for out, dtype in outs.items()}
-    del found["fp8_bf16"]
-    found["fp8_rows"] = fp8._replace(scaling="row")
-    found["fp8_blocks"] = fp8._replace(scaling="block_128", fast_accum=False)
-    found["fp8_row_blocks"] = fp8._replace(scaling="row_block_128", fast_accum=False)
-    return found
+        kinds |= {f"fp8_{a}_{b}_{out}": fp8._replace(a=a, b=b, out=dtype) for out, dtype in outs.items()}
+    del kinds["fp8_bf16"]
+    kinds["fp8_rows"] = fp8._replace(scaling="row")
+    kinds["fp8_blocks"] = fp8._replace(scaling="block_128", fast_accum=False)
+    kinds["fp8_row_blocks"] = fp8._replace(scaling="row_block_128", fast_accum=False)
+    return kinds
 
 
 KINDS: Final = _kinds()
@@ -137,7 +137,7 @@ def families_of(shapes: Iterable[tuple[int, int]], kinds: Iterable[Kind]) -> lis
         shapes: Outputs and inputs of layers.
         kinds: Kinds of calls; with a bias forward alone, FP8 where torch takes outputs and inputs.
     """
-    found: dict[Family, None] = {}
+    families: dict[Family, None] = {}
     for (n, k), kind in itertools.product(dict.fromkeys(shapes), list(kinds)):
         narrow = kind.scaling != "none"
         if narrow and (n % FP8_STEP or k % FP8_STEP):
@@ -148,8 +148,10 @@ def families_of(shapes: Iterable[tuple[int, int]], kinds: Iterable[Kind]) -> lis
             passes.append((0 if narrow else 1, "m", (k, n), rows))
             steps = (FP8_STEP,) if narrow else (8, 4, 2, 1)  # tokens of every residue, whose rows begin anywhere
             passes += [(0 if narrow else 2, "k", (n, k), step) for step in steps]
-        found |= dict.fromkeys(Family(kind, layout, along, sizes, (), 1, step) for layout, along, sizes, step in passes)
-    return list(found)
+        families |= dict.fromkeys(
+            Family(kind, layout, along, sizes, (), 1, step) for layout, along, sizes, step in passes
+        )
+    return list(families)
 
 
 def question(family: Family, size: int) -> Question:
@@ -167,15 +169,15 @@ def sizes_of(family: Family) -> tuple[list[int], int]:
     """
     stride = 2 * family.step if family.along == "k" and family.step < 8 else family.step
     begin = family.step
-    found = [begin]
+    result = [begin]
     for last, apart in ROWS if family.along == "m" else _TOKENS:
         apart = -(-apart // stride) * stride
         pair = (0, stride) if family.along == "m" and apart > stride else (0,)
         sizes = range(begin + apart, last + 1, apart)
-        found += [size + beyond for size in sizes for beyond in pair if size + beyond <= MOST]
+        result += [size + beyond for size in sizes for beyond in pair if size + beyond <= MOST]
         begin = sizes[-1]
     end = MOST - (MOST - family.step) % stride
-    return found if found[-1] == end else [*found, end], stride
+    return result if result[-1] == end else [*result, end], stride
 
 
 def runs_of(ask: Callable[[int], Choice | None], sizes: Sequence[int], stride: int) -> Runs:
@@ -184,15 +186,15 @@ def runs_of(ask: Callable[[int], Choice | None], sizes: Sequence[int], stride: i
     for before, size in itertools.pairwise(sizes):
         waiting = [(before, runs[-1][1], size, ask(size))]
         while waiting:
-            low, left, high, right = waiting.pop()
-            if left == right:
+            low, first, high, last = waiting.pop()
+            if first == last:
                 continue
             if high - low <= stride:
-                runs.append((high, right))
+                runs.append((high, last))
                 continue
             middle = low + (high - low) // stride // 2 * stride
-            found = ask(middle)
-            waiting += [(middle, found, high, right), (low, left, middle, found)]
+            choice = ask(middle)
+            waiting += [(middle, choice, high, last), (low, first, middle, choice)]
     return (*runs, (sizes[-1] + 1, None)) if runs[-1][1] is not None else tuple(runs)
 
 
@@ -240,26 +242,26 @@ def make_book(
         DataError: The file is not a book, or cannot be written.
     """
     progress, book = progress or Progress(), _Growing(path, library, source)
-    left = [family for family in families if family not in book.known]
+    missing = [family for family in families if family not in book.known]
     similar = {other: kind for other, kind in (similar or {}).items() if other not in book.aliases}
-    work = len(left) + check * len(similar) // 500
+    work = len(missing) + check * len(similar) // 500
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), 32, work // CHUNK))
     with processes(open_library, workers, DIED) as pool:
         try:
-            progress.stage("families", len(left))
-            for chunk, runs in shared(pool, _runs_of_chunk, _chunks(left, CHUNK), progress):
+            progress.stage("families", len(missing))
+            for chunk, runs in shared(pool, _runs_of_chunk, _chunks(missing, CHUNK), progress):
                 book.add(chunk, runs)
             progress.stage("kinds that are answered alike", len(similar) * check)
             book.aliases |= _alike(pool, families, similar, check, progress)
         finally:
             size = book.write()
-        made = Made(len(book.known), len(left), size)
+        result = Made(len(book.known), len(missing), size)
         drawn = _drawn(families, check, book.aliases)
         progress.stage("held-out questions", len(drawn))
         for asked, answers in shared(pool, _answers, _chunks(drawn, 500), progress):
-            made.checked += len(asked)
-            made.different += [x for x, choice in zip(asked, answers, strict=True) if book.read.find(x) != choice]
-    return made
+            result.checked += len(asked)
+            result.different += [x for x, choice in zip(asked, answers, strict=True) if book.read.find(x) != choice]
+    return result
 
 
 class _Growing:
@@ -302,16 +304,20 @@ def similar_kinds(kinds: Iterable[Kind]) -> dict[Kind, Kind]:
     """
     kinds, fp8 = list(kinds), ("e4m3", "e5m2")
     outs = (torch.bfloat16, torch.float16, torch.float32)
-    found = {}
+    similar = {}
     for kind in kinds:
         alike = [kind] if kind.scaling == "tensor" else []
         if kind.scaling not in ("none", "tensor"):
             alike = [kind._replace(a=a, b=b, out=out) for a, b, out in itertools.product(fp8, fp8, outs)]
-        for each, bias, fast in itertools.product(alike, (False, True), {kind.fast_accum, False}):
-            other = each._replace(bias=bias, fast_accum=fast)
-            if other not in kinds and not (bias and each.out == torch.float32) and (each.a, each.b) != ("e5m2", "e5m2"):
-                found[other] = kind
-    return found
+        for candidate, bias, fast in itertools.product(alike, (False, True), {kind.fast_accum, False}):
+            other = candidate._replace(bias=bias, fast_accum=fast)
+            if (
+                other not in kinds
+                and not (bias and candidate.out == torch.float32)
+                and (candidate.a, candidate.b) != ("e5m2", "e5m2")
+            ):
+                similar[other] = kind
+    return similar
 
 
 def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target | None:
@@ -326,13 +332,13 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
         architecture: ``"sm_90"``.
         family: Family of GPUs, by which units are named.
     """
-    known = [target for target in map(get_target, list_targets()) if family in target.families]
-    if architecture not in get_args(Architecture) or not known:
+    targets = [target for target in map(get_target, list_targets()) if family in target.families]
+    if architecture not in get_args(Architecture) or not targets:
         return None
-    same = [target for target in known if target.library.partition(" (")[0].partition(",")[0] == gpu]
-    base = (same or known)[0]
-    own = lambda rule: bool(same) or rule.when == {"a": "int8"}  # noqa: E731, whose sums are alike everywhere
-    rules = [rule if own(rule) else replace(rule, basis="guess") for rule in base.rules]
+    same = [target for target in targets if target.library.partition(" (")[0].partition(",")[0] == gpu]
+    base = (same or targets)[0]
+    alike = lambda rule: bool(same) or rule.when == {"a": "int8"}  # noqa: E731, whose sums are alike everywhere
+    rules = [rule if alike(rule) else replace(rule, basis="guess") for rule in base.rules]
     book = Book.open(path)
     source = f"{len(book):,} families of sizes asked by fmtsim calibrate --book; rules for other calls: {base.name}"
     return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), book=book,
@@ -374,17 +380,17 @@ def _alike(
 
 
 def _runs_of_chunk(families: Sequence[Family]) -> list[Runs]:
-    found = []
+    runs = []
     for family in families:
         ask = lambda size, family=family: asker().choice(question(family, size))  # noqa: E731
-        found.append(runs_of(ask, *sizes_of(family)))
-    return found
+        runs.append(runs_of(ask, *sizes_of(family)))
+    return runs
 
 
 def _answers(questions: Sequence[Question]) -> list[Choice | None]:
-    return [asker().choice(each) for each in questions]
+    return [asker().choice(question) for question in questions]
 
 
 def _differences(task: tuple[Sequence[Question], Kind]) -> int:
     questions, other = task
-    return sum(asker().choice(each) != asker().choice(each._replace(kind=other)) for each in questions)
+    return sum(asker().choice(question) != asker().choice(question._replace(kind=other)) for question in questions)

@@ -143,8 +143,8 @@ def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan)
 
 def verify(call: GemmCall, answer: Tensor, seed: int, arithmetic: Arithmetic, plan: GemmPlan) -> Checked:
     """Compare the bits that a GPU gave for ``make_data(question(call), seed)`` with those of a plan."""
-    found = compare(emulate(question(call), seed, arithmetic, plan), answer)
-    return Checked(found.count, found.mismatches, "" if found.equal else str(found.first))
+    comparison = compare(emulate(question(call), seed, arithmetic, plan), answer)
+    return Checked(comparison.count, comparison.mismatches, "" if comparison.equal else str(comparison.first))
 
 
 Status = Literal["verified", "not found", "skipped"]
@@ -202,15 +202,15 @@ def calibrate(
         seeds: Data to compare, one set for each.
         advance: Told how many calls are done, and about the current one.
     """
-    found = []
+    findings = []
     for done, call in enumerate(calls):
         if advance is not None:
             advance(done, f"{call.a} M={call.m} N={call.n} K={call.k}")
         try:
-            found.append(find_plan(gpu, call, units(call), guess=guess, seeds=seeds))
+            findings.append(find_plan(gpu, call, units(call), guess=guess, seeds=seeds))
         except DeviceError as error:
-            found.append(Finding(call=call, status="skipped", note=str(error)))
-    return found
+            findings.append(Finding(call=call, status="skipped", note=str(error)))
+    return findings
 
 
 def find_plan(
@@ -224,13 +224,13 @@ def find_plan(
     seen = look(gpu, call)
     asked = question(call)
     answers = [(seed, gpu.ask(call, *make_data(asked, seed))) for seed in seeds]
-    found = _explained(gpu, call, arithmetic, seen, answers, guess)
-    if found.status == "verified" or not isinstance(arithmetic, Datapath) or call.accumulate != "fp32":
-        return found
+    finding = _explained(gpu, call, arithmetic, seen, answers, guess)
+    if finding.status == "verified" or not isinstance(arithmetic, Datapath) or call.accumulate != "fp32":
+        return finding
     if call.operation == "scaled_mm" or is_scalar(arithmetic):
-        return found
+        return finding
     scalar = _explained(gpu, call, scalar_unit(call), seen, answers, None)
-    return replace(scalar, unit=SCALAR) if scalar.status == "verified" else found
+    return replace(scalar, unit=SCALAR) if scalar.status == "verified" else finding
 
 
 def scalar_unit(call: GemmCall) -> Arithmetic:
@@ -258,8 +258,8 @@ def _explained(
         if right:
             break
     if right:
-        found = Finding(call=call, status="verified", plans=tuple(right), outputs=outputs)
-        return _everywhere(gpu, found, answers[0][0])
+        finding = Finding(call=call, status="verified", plans=tuple(right), outputs=outputs)
+        return _everywhere(gpu, finding, answers[0][0])
     if best is not None:
         note = f"of {outputs} results {best.mismatches} differ from the nearest plan; {best.first}"
     else:
@@ -285,9 +285,9 @@ def _stages(
     call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None, guess: Guess | None
 ) -> Iterator[Iterable[GemmPlan]]:
     """Yield plans that explain what was seen, with all that a sighting cannot show."""
-    known = None if guess is None else guess(call)
-    if known is not None and explains(call.k, arithmetic, known, seen):
-        yield [replace(known, source="", verified=False)]
+    guessed = None if guess is None else guess(call)
+    if guessed is not None and explains(call.k, arithmetic, guessed, seen):
+        yield [replace(guessed, source="", verified=False)]
     for stage in fits(call, arithmetic, seen):
         yield (variant for plan in stage for variant in _variants(call, plan))
 

@@ -101,14 +101,14 @@ class TorchGPU:
 
     def _call(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras, rows: Tensor, columns: Tensor) -> Tensor:
         """Return all results of a call with the given rows at their positions; one row stands for all."""
-        left = self._matrix("a", a, rows, call.m, call.a_layout)
+        a_matrix = self._matrix("a", a, rows, call.m, call.a_layout)
         right = self._matrix("b", b, columns, call.n, call.b_layout)
         bias = self._spread(extras.bias, columns, call.n)
         row, column = self._spread(extras.row, rows, call.m), self._spread(extras.column, columns, call.n)
         if call.scaling == "tensor":
             row, column = (None if x is None else x[:1] for x in (row, column))
         with _switches(call):
-            return NATIVE[call.operation](call, left, right, Extras(bias, row, column))
+            return NATIVE[call.operation](call, a_matrix, right, Extras(bias, row, column))
 
     @contextlib.contextmanager
     def _refusals(self, call: GemmCall) -> Iterator[None]:
@@ -163,8 +163,8 @@ class TorchGPU:
 def _scaled_mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
     many = call.scaling == "row"
     row, column = (
-        torch.ones(size if many else 1, device=a.device) if given is None else given
-        for size, given in ((call.m, extras.row), (call.n, extras.column))
+        torch.ones(size if many else 1, device=a.device) if scale is None else scale
+        for size, scale in ((call.m, extras.row), (call.n, extras.column))
     )
     row, column = (row[:, None], column[None, :]) if many else (row.reshape(()), column.reshape(()))
     return torch._scaled_mm(a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, use_fast_accum=call.fast_accum)

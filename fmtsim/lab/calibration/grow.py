@@ -95,8 +95,8 @@ def _named(
     topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None
 ) -> tuple[Numbers, list[Choice], Numbers]:
     """Return the questions that have answers, the names of all, in order, and each answer's; one name for an order."""
-    known = np.array([choice is not None for choice in choices])[labels]
-    asked, labels = asked[:, known], labels[known]
+    is_known = np.array([choice is not None for choice in choices])[labels]
+    asked, labels = asked[:, is_known], labels[is_known]
     named = dict[tuple[int, int, bool], Choice]()
     codes = (asked[0] * len(choices) + labels) * 2 + (asked[3] == 1)
     cases, where = np.unique(codes, return_inverse=True)
@@ -145,11 +145,11 @@ def _tree(nodes: Nodes, certain: NDArray[np.bool_]) -> Tree:
     """Return a tree in the order in which it is walked, without branches whose two leaves say the same."""
     lefts, rights, labels, certain = nodes.lefts.copy(), nodes.rights, nodes.labels.copy(), certain.copy()
     for node in range(len(lefts) - 1, -1, -1):  # children come behind their parents
-        left, right = lefts[node], rights[node]
-        if left < 0 or lefts[left] >= 0 or lefts[right] >= 0:
+        lower, upper = lefts[node], rights[node]
+        if lower < 0 or lefts[lower] >= 0 or lefts[upper] >= 0:
             continue
-        if labels[left] == labels[right] and certain[left] == certain[right]:
-            lefts[node], labels[node], certain[node] = -1, labels[left], certain[left]
+        if labels[lower] == labels[upper] and certain[lower] == certain[upper]:
+            lefts[node], labels[node], certain[node] = -1, labels[lower], certain[lower]
     order, waiting = [], [0]
     while waiting:
         node = waiting.pop()
@@ -189,9 +189,9 @@ def _rounded(nodes: Nodes, columns: NDArray[np.float32]) -> Nodes:
     """Return a tree with the roundest thresholds that decide alike about all rows."""
     lows, highs = (np.full(len(nodes.labels), end, np.float32) for end in (-np.inf, np.inf))
     for here, values in _steps(nodes, columns, np.zeros(len(columns), np.int64)):
-        left = values <= nodes.thresholds[here]
-        np.maximum.at(lows, here[left], values[left])
-        np.minimum.at(highs, here[~left], values[~left])
+        goes_left = values <= nodes.thresholds[here]
+        np.maximum.at(lows, here[goes_left], values[goes_left])
+        np.minimum.at(highs, here[~goes_left], values[~goes_left])
     inner = nodes.lefts >= 0
     thresholds = nodes.thresholds.copy()
     thresholds[inner] = _roundest(lows[inner], highs[inner])
@@ -200,10 +200,10 @@ def _rounded(nodes: Nodes, columns: NDArray[np.float32]) -> Nodes:
 
 def _roundest(low: NDArray[np.float32], high: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return numbers from low on and below high with as few bits as will do."""
-    found, left = low.copy(), np.ones(len(low), bool)
+    result, remaining = low.copy(), np.ones(len(low), bool)
     for bits in range(24):
         step = np.exp2(np.floor(np.log2(np.maximum(np.abs(high), 1e-30))) - bits).astype(np.float32)
         tried = (np.ceil(low / step) * step).astype(np.float32)
-        fits = left & (tried >= low) & (tried < high)
-        found[fits], left = tried[fits], left & ~fits
-    return found
+        fits = remaining & (tried >= low) & (tried < high)
+        result[fits], remaining = tried[fits], remaining & ~fits
+    return result

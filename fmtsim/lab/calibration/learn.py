@@ -40,8 +40,8 @@ def _topics() -> tuple[Topic, ...]:
     others = similar_kinds(KINDS.values())
 
     def fp8(scalings: Sequence[str], leaves: int, share: float) -> Topic:
-        own = [kind for kind in KINDS.values() if kind.scaling in scalings]
-        alike = ([kind, *(other for other, same in others.items() if same == kind)] for kind in own)
+        kinds = [kind for kind in KINDS.values() if kind.scaling in scalings]
+        alike = ([kind, *(other for other, same in others.items() if same == kind)] for kind in kinds)
         return Topic(tuple(itertools.chain(*alike)), False, leaves, share)  # next to each other, for trees to part
 
     def half(names: str, leaves: int, batched: bool = False, share: float = 1.0) -> Topic:
@@ -95,12 +95,12 @@ def learn(
     with processes(open_library, workers, DIED) as pool, growers as grower:
         for number, (topic, most) in enumerate(zip(topics, counts, strict=True)):
             asked = draw(topic, most, number)
-            each = asked.shape[1]
-            progress.stage(f"answers, {number + 1} of {len(topics)}", each)
-            tasks = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, each, AT_ONCE)]
-            labels, choices = np.zeros(each, np.int64), dict[Choice | None, int]()
-            for (begin, _, part), (known, numbers) in shared(pool, _answers, tasks, progress, AT_ONCE):
-                own = np.array([choices.setdefault(choice, len(choices)) for choice in known])
+            width = asked.shape[1]
+            progress.stage(f"answers, {number + 1} of {len(topics)}", width)
+            tasks = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, width, AT_ONCE)]
+            labels, choices = np.zeros(width, np.int64), dict[Choice | None, int]()
+            for (begin, _, part), (chosen, numbers) in shared(pool, _answers, tasks, progress, AT_ONCE):
+                own = np.array([choices.setdefault(choice, len(choices)) for choice in chosen])
                 labels[begin : begin + part.shape[1]] = own[numbers]
             if (labels != choices.get(None, -1)).sum() < FEWEST:
                 continue  # the library refuses such calls
@@ -200,8 +200,10 @@ def _sizes(rng: np.random.Generator, count: int, top: int | Numbers, least: int 
 
 def _answers(task: tuple[int, tuple[Kind, ...], Numbers]) -> tuple[list[Choice | None], Numbers]:
     """Return the choices of some questions, each once, and which of them answers which question."""
-    known: dict[Choice | None, int] = {}
+    index_of: dict[Choice | None, int] = {}
     _, kinds, asked = task
     choice = asker().choice
-    numbers = [known.setdefault(choice(Question(kinds[kind], *rest)), len(known)) for kind, *rest in asked.T.tolist()]
-    return list(known), np.array(numbers)
+    numbers = [
+        index_of.setdefault(choice(Question(kinds[kind], *rest)), len(index_of)) for kind, *rest in asked.T.tolist()
+    ]
+    return list(index_of), np.array(numbers)

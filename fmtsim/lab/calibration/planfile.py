@@ -43,9 +43,9 @@ def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[K
         return
     arithmetic = units(call)
     for kernel in _shapes(common, plan):
-        made = kernel.plan_of(call, plan.split)  # more parts are shorter ones
-        kept = (made.partial, made.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
-        if kept and same_order(call.k, arithmetic, made, plan):
+        kernel_plan = kernel.plan_of(call, plan.split)  # more parts are shorter ones
+        agrees = (kernel_plan.partial, kernel_plan.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
+        if agrees and same_order(call.k, arithmetic, kernel_plan, plan):
             yield kernel, plan.split
 
 
@@ -74,8 +74,10 @@ def entries_of(found: Iterable[Finding], units: Units) -> tuple[list[Entry], lis
     for finding in found:
         if finding.status != "verified":
             continue
-        own = units if finding.unit is None else scalar_unit
-        choices = dict.fromkeys(choice for plan in finding.plans for choice in kernels_of(finding.call, plan, own))
+        units_here = units if finding.unit is None else scalar_unit
+        choices = dict.fromkeys(
+            choice for plan in finding.plans for choice in kernels_of(finding.call, plan, units_here)
+        )
         if choices:
             entries.append(Entry(finding.call, tuple(choices), finding.unit))
         else:
@@ -90,15 +92,15 @@ def cover(
 
     A sum of one part says little about its kernel's tile: among equals a preferred kernel is taken.
     """
-    left, chosen = list(entries), []
-    while left:
+    uncovered, chosen = list(entries), []
+    while uncovered:
         votes: Counter[Kernel] = Counter()
-        for entry in left:
+        for entry in uncovered:
             votes.update(dict.fromkeys((kernel for kernel, _ in entry.choices), 1))
         best = max(votes, key=lambda kernel: (votes[kernel], kernel in preferred))
-        mine = [(entry.call, dict(entry.choices)[best]) for entry in left if best in dict(entry.choices)]
+        mine = [(entry.call, dict(entry.choices)[best]) for entry in uncovered if best in dict(entry.choices)]
         chosen.append((best, mine))
-        left = [entry for entry in left if best not in dict(entry.choices)]
+        uncovered = [entry for entry in uncovered if best not in dict(entry.choices)]
     return chosen
 
 
@@ -145,8 +147,8 @@ def plan_file(
     Raises:
         ArgumentError: Nothing was verified, or no unit has a name.
     """
-    known = None if base is None else get_target(base)
-    listed = [finding for finding in found if not _knows(known, finding)]
+    target = None if base is None else get_target(base)
+    listed = [finding for finding in found if not _knows(target, finding)]
     entries, beyond = entries_of(listed, units)
     calls = sum(finding.status == "verified" for finding in found)
     if not calls:
@@ -157,15 +159,15 @@ def plan_file(
     record: dict[str, Any] = {
         "name": name,
         "library": library,
-        "source": f"{evidence}; fmtsim calibrate" if known is None else f"{known.source} {evidence}.",
-        **({} if known is None else {key: value for key, value in target_to_dict(known).items() if key in _ANSWERS}),
-        "units": _units(measured) if known is None else target_to_dict(known)["units"],
-        "kernels": {} if known is None else target_to_dict(known)["kernels"],
-        "splits": {} if known is None else target_to_dict(known)["splits"],
+        "source": f"{evidence}; fmtsim calibrate" if target is None else f"{target.source} {evidence}.",
+        **({} if target is None else {key: value for key, value in target_to_dict(target).items() if key in _ANSWERS}),
+        "units": _units(measured) if target is None else target_to_dict(target)["units"],
+        "kernels": {} if target is None else target_to_dict(target)["kernels"],
+        "splits": {} if target is None else target_to_dict(target)["splits"],
     }
     unknown = [finding.call for finding in found if finding.status == "not found"] + beyond
-    record["rules"] = [] if known is None else target_to_dict(known)["rules"]
-    rules = [*_unknown_rules(unknown, record["kernels"]), *_tables(entries, record, learn=known is None)]
+    record["rules"] = [] if target is None else target_to_dict(target)["rules"]
+    rules = [*_unknown_rules(unknown, record["kernels"]), *_tables(entries, record, learn=target is None)]
     record["rules"] = merged(rules) + record["rules"]
     if not any(rule["when"] == {"a": "int8"} for rule in record["rules"]):
         record["rules"].append(_rule({"a": "int8"}, _name(record["kernels"], Kernel()), 1, "rule",
@@ -189,10 +191,10 @@ def _knows(base: Target | None, finding: Finding) -> bool:
 def _units(measured: Sequence[Measured]) -> list[list[Any]]:
     """Return the units of a target; FP8 formats that share one may be multiplied with each other."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for found in measured:
-        if found.unit is not None and found.known:
-            call = bench_call(found.mode)
-            groups["fp8" if call.a in ("e4m3", "e5m2") else call.a, call.accumulate, found.unit].append(call.a)
+    for finding in measured:
+        if finding.unit is not None and finding.known:
+            call = bench_call(finding.mode)
+            groups["fp8" if call.a in ("e4m3", "e5m2") else call.a, call.accumulate, finding.unit].append(call.a)
     if not groups:
         raise ArgumentError("no measured unit has a name in the catalogue; register a Unit for it first")
     units = [[inputs, sums, unit] for (_, sums, unit), inputs in groups.items()]
@@ -231,8 +233,8 @@ def _used(record: dict[str, Any], facts: dict[str, Any]) -> list[Kernel]:
     """Return the kernels that rules of the base take for calls of this kind."""
     names = []
     for rule in record.get("rules", []):
-        given = rule["when"]
-        if facts["a"] in _members(given.get("a")) and given.get("scaling") == facts.get("scaling"):
+        when = rule["when"]
+        if facts["a"] in _members(when.get("a")) and when.get("scaling") == facts.get("scaling"):
             names.append(rule["kernel"])
     return [Kernel.from_dict(record["kernels"][name]) for name in dict.fromkeys(names)]
 

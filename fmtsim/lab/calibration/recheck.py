@@ -143,8 +143,8 @@ def chosen_calls(target: Target, number: int, count: int, work: int) -> list[Gem
     sizes = [size for size in sizes if math.prod(size) <= work] or sizes[:count]
     for some in (_spread(sizes, max(4 * count, len(SIZES))), sizes):  # all, where rules before it take those
         calls = (dataclasses.replace(form, m=m, n=n, k=k) for form, (m, n, k) in product(forms, some))
-        found = ((call, target.find(call)) for call in calls if _possible(call))
-        chosen = [call for call, each in found if each.rule == number and each.basis != "guess"]
+        choices = ((call, target.find(call)) for call in calls if _possible(call))
+        chosen = [call for call, choice in choices if choice.rule == number and choice.basis != "guess"]
         if chosen:
             break
     return _spread(sorted(chosen, key=lambda call: (call.m * call.n * call.k, call.k)), count)
@@ -190,13 +190,13 @@ def _forms(rule: Rule) -> Iterator[GemmCall]:
         usual = _RESULTS.get(a, ("bf16", "fp32") if scaled else ("fp32",))
         results = several("out", list(usual[:1] if bias else usual))
         layouts = product(several("a_layout", "row"), several("b_layout", "row"))
-        for (x, y), out, (left, right) in product(pairs, results, layouts):
+        for (x, y), out, (a_layout, b_layout) in product(pairs, results, layouts):
             if x != a or (scaled and y not in several("b", y)):
                 continue
             yield GemmCall(
                 operation=operation, m=1, n=1, k=1, a=x, b=y, out=_dtype(out), fast_accum=fast, bias=bias,
                 accumulate=when.get("accumulate", "int32" if a == "int8" else "fp32"),
-                scaling=when.get("scaling", "tensor" if scaled else "none"), a_layout=left, b_layout=right,
+                scaling=when.get("scaling", "tensor" if scaled else "none"), a_layout=a_layout, b_layout=b_layout,
                 batch=2 if operation == "bmm" else 1,
             )  # fmt: skip
 
@@ -216,10 +216,10 @@ def _ran(
     for call in calls:
         try:
             for kind in KINDS if call.a != "int8" else KINDS[:1]:
-                found = _compared(compare, target, call, kind, device, seed)
-                outputs, mismatches = outputs + found.count, mismatches + found.mismatches
-                if not found.equal and not mismatches - found.mismatches:
-                    note = f"{shown(call)}, {kind} data: {found.first}"
+                result = _compared(compare, target, call, kind, device, seed)
+                outputs, mismatches = outputs + result.count, mismatches + result.mismatches
+                if not result.equal and not mismatches - result.mismatches:
+                    note = f"{shown(call)}, {kind} data: {result.first}"
             ran += 1
         except (FmtsimError, RuntimeError) as error:
             refused = f"{shown(call)}: {first_line(error)}"

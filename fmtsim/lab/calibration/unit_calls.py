@@ -83,19 +83,19 @@ def kinds_of(unit: str | Unit) -> list[tuple[Kind, Unit]]:
     """Return the kinds of calls that reach a unit, or one of those named after it, and that one."""
     base = get_unit(unit)
     family = [base, *(get_unit(name) for name in list_units() if name.startswith(f"{base.name}."))]
-    found = []
+    kinds = []
     for kind in KINDS:
         taking = [(len(mode.inputs or ()), one) for one in family for mode in one.modes if _takes(mode, kind)]
         if taking:
-            found.append((kind, min(taking, key=lambda each: each[0])[1]))  # FP4 has a unit of its own
-    return found
+            kinds.append((kind, min(taking, key=lambda each: each[0])[1]))  # FP4 has a unit of its own
+    return kinds
 
 
 def _takes(mode: Mode, kind: Kind) -> bool:
     extent = SCALE_KINDS[kind.scaling] if kind.scaling in UNIT_SCALES else None
     scales = None if extent is None else (extent.unit_scale, extent.block)
-    own = None if mode.scale is None else (mode.scale, getattr(mode.datapath, "scale_block", None))
-    return own == scales and mode.accumulate == kind.accumulate and all(mode.takes(*pair) for pair in kind.pairs)
+    scaled_by = None if mode.scale is None else (mode.scale, getattr(mode.datapath, "scale_block", None))
+    return scaled_by == scales and mode.accumulate == kind.accumulate and all(mode.takes(*pair) for pair in kind.pairs)
 
 
 class Operands(NamedTuple):
@@ -195,8 +195,8 @@ def orders(call: GemmCall, known: GemmPlan | None) -> Iterator[GemmPlan]:
 
 def digest(*tensors: Tensor | None) -> str:
     """Return the SHA-256 of the bits of tensors."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for t in tensors:
         if t is not None:
-            found.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            sha.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

@@ -119,13 +119,13 @@ def check_unit(unit: str, card: Card, advance: Advance = lambda done, text: None
     kinds = kinds_of(record)
     if not kinds:
         raise ArgumentError(f"no call of torch reaches unit {record.name}; choose one that multiplies 16 bits or fewer")
-    found = []
+    results = []
     for done, (kind, owner) in enumerate(kinds):
         advance(done, kind.name)
-        found.append(_check_kind(kind, owner, card))
+        results.append(_check_kind(kind, owner, card))
     return Evidence(
         unit=record.name, card=card.name, capability=card.capability, driver=card.driver, torch=torch.__version__,
-        cublaslt=card.cublaslt, fmtsim=fmtsim.__version__, date=datetime.date.today().isoformat(), kinds=tuple(found),
+        cublaslt=card.cublaslt, fmtsim=fmtsim.__version__, date=datetime.date.today().isoformat(), kinds=tuple(results),
     )  # fmt: skip
 
 
@@ -157,11 +157,11 @@ def _known_order(call: GemmCall, unit: Unit, card: Card) -> GemmPlan | None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanUnknownWarning)
-        found = get_target(card.target).resolve(call)
+        spec = get_target(card.target).resolve(call)
     mine = unit.mode(call.a, call.b, call.accumulate)
-    if found.datapath != mine and not isinstance(mine, IntegerDatapath):
-        raise DeviceError(f"target {card.target} runs it on {found.unit}, which adds otherwise")
-    return None if found.basis == "guess" else found.plan
+    if spec.datapath != mine and not isinstance(mine, IntegerDatapath):
+        raise DeviceError(f"target {card.target} runs it on {spec.unit}, which adds otherwise")
+    return None if spec.basis == "guess" else spec.plan
 
 
 def _compared(
@@ -170,13 +170,13 @@ def _compared(
 ) -> CallEvidence:  # fmt: skip
     if tuple(native.shape) != (call.m, call.n) or native.dtype != call.out:
         raise DeviceError(f"{function} returned {native.dtype} {tuple(native.shape)}")
-    plan, emulated, found = _nearest(call, operands, native, unit, plans)
+    plan, emulated, comparison = _nearest(call, operands, native, unit, plans)
     return CallEvidence(
         operation=call.operation, m=call.m, n=call.n, k=call.k, a=call.a, b=call.b, out=_name(call.out),
         scaling=call.scaling, accumulate=call.accumulate, fast_accum=call.fast_accum, data=data, seed=seed,
         tensor_scales=kind.tensor_scales, function=function, operands=digest(*operands), native=digest(native),
-        emulated=digest(emulated), outputs=found.count, mismatches=found.mismatches, plan=plan,
-        first="" if found.equal else str(found.first),
+        emulated=digest(emulated), outputs=comparison.count, mismatches=comparison.mismatches, plan=plan,
+        first="" if comparison.equal else str(comparison.first),
     )  # fmt: skip
 
 
@@ -197,11 +197,11 @@ def _nearest(
     for plan in plans:
         if best is not None and digest(emulate(call, few, unit.name, plan)) != digest(expected):
             continue
-        made = emulate(call, operands, unit.name, plan)
-        found = compare(native, made)
-        if best is None or found.mismatches < best[2].mismatches:
-            best = plan, made, found
-        if found.equal or call.operation == "int_mm":
+        emulated = emulate(call, operands, unit.name, plan)
+        comparison = compare(native, emulated)
+        if best is None or comparison.mismatches < best[2].mismatches:
+            best = plan, emulated, comparison
+        if comparison.equal or call.operation == "int_mm":
             break
     assert best is not None  # there is an order for every call
     return best
@@ -231,12 +231,12 @@ def emulate_again(evidence: Evidence) -> Iterator[int | None]:
     """
     for kind in evidence.kinds:
         wrong = 0
-        for each in kind.calls:
-            operands = draw(each.call, each.data, each.seed, each.tensor_scales)
-            if digest(*operands) != each.operands:
+        for call in kind.calls:
+            operands = draw(call.call, call.data, call.seed, call.tensor_scales)
+            if digest(*operands) != call.operands:
                 raise ArgumentError(
-                    f"{kind.name}, {shown(each.call)}: torch {torch.__version__} draws other operands than "
+                    f"{kind.name}, {shown(call.call)}: torch {torch.__version__} draws other operands than "
                     f"{evidence.torch} did; read the evidence where that is installed"
                 )
-            wrong += digest(emulate(each.call, operands, kind.unit, each.plan)) != each.native
+            wrong += digest(emulate(call.call, operands, kind.unit, call.plan)) != call.native
         yield wrong if kind.calls else None

@@ -42,9 +42,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
     keep(record)
     parts = [text]
     if before is not None:
-        found = compared(before, jsonable(record))
-        record = record | {"against": found.to_dict()}
-        parts.append(lambda: "\n" + against_text(found, before, record, arguments.against))
+        rows = compared(before, jsonable(record))
+        record = record | {"against": rows.to_dict()}
+        parts.append(lambda: "\n" + against_text(rows, before, record, arguments.against))
     answer(arguments, record, lambda: "\n".join(part() for part in parts))
     return 0
 
@@ -52,8 +52,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def _check_meant(arguments: argparse.Namespace) -> None:
     """Refuse an option of another job than the one that is asked for."""
     for name in dict.fromkeys(name for names in BENCH_OPTIONS.values() for name in names):
-        given = getattr(arguments, name) not in (BENCH_DEFAULTS.get(name), False)
-        if given and name not in BENCH_OPTIONS[arguments.what]:
+        is_set = getattr(arguments, name) not in (BENCH_DEFAULTS.get(name), False)
+        if is_set and name not in BENCH_OPTIONS[arguments.what]:
             jobs = " and ".join(what for what, names in BENCH_OPTIONS.items() if name in names)
             raise ArgumentError(
                 f"--{name.replace('_', '-')} belongs to fmtsim bench {jobs}, not to {arguments.what}; leave it out"

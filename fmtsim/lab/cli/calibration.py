@@ -63,15 +63,15 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     gpu = open_gpu(arguments.device)
     start = time.perf_counter()
     family = family_of(torch.cuda.get_device_capability(torch.device(arguments.device)))
-    measured, found = ask(gpu, calls, base, arguments.quick, family)
+    measured, findings = ask(gpu, calls, base, arguments.quick, family)
     seconds = time.perf_counter() - start
-    target = write(out, gpu, measured, found, base)
+    target = write(out, gpu, measured, findings, base)
 
     def text() -> str:
         written = f"{len(calls):,} calls in {seconds:.0f} s; written: {out}, {len(target.rules)} rules"
-        return f"{summary(measured, found)}\n\n{written}\nuse it: fmtsim.mm(a, b, target={str(out)!r})"
+        return f"{summary(measured, findings)}\n\n{written}\nuse it: fmtsim.mm(a, b, target={str(out)!r})"
 
-    answer(arguments, _record(measured, found, target, seconds, out), text)
+    answer(arguments, _record(measured, findings, target, seconds, out), text)
     return 0 if all(unit.known for unit in measured) else MISMATCH
 
 
@@ -94,15 +94,15 @@ def run_check(arguments: argparse.Namespace) -> int:
         return run_unit(arguments, get_unit(arguments.check).name)
     open_gpu(arguments.device)
     with make_progress(None, transient=True) as progress:
-        found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, progress=progress))
+        checks = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, progress=progress))
     names = ("calls", "outputs", "mismatches", "note")
     record = [
         {"rule": x.number, "when": x.when, "kernel": x.kernel, "basis": x.basis}
         | {name: getattr(x, name) for name in names}
-        for x in found
+        for x in checks
     ]
-    answer(arguments, record, lambda: check_table(found))
-    return 0 if all(x.calls and not x.mismatches for x in found) else MISMATCH
+    answer(arguments, record, lambda: check_table(checks))
+    return 0 if all(x.calls and not x.mismatches for x in checks) else MISMATCH
 
 
 def run_unit(arguments: argparse.Namespace, unit: str) -> int:
@@ -111,20 +111,20 @@ def run_unit(arguments: argparse.Namespace, unit: str) -> int:
     card = TorchCard(arguments.device)
     with make_progress(None, transient=True) as progress:
         progress.stage("kinds of calls", len(kinds_of(unit)))
-        found = check_unit(unit, card, progress.step)
-    record = recipe_to_dict(found)
+        checks = check_unit(unit, card, progress.step)
+    record = recipe_to_dict(checks)
     write_json(out, record)
-    answer(arguments, record, lambda: f"{evidence_table(found)}\nwritten: {out}; fmtsim calibrate --evidence {out}")
-    return 0 if found.proves else MISMATCH
+    answer(arguments, record, lambda: f"{evidence_table(checks)}\nwritten: {out}; fmtsim calibrate --evidence {out}")
+    return 0 if checks.proves else MISMATCH
 
 
 def run_evidence(arguments: argparse.Namespace) -> int:
     """Read evidence, emulate its calls again, and show it."""
-    found = load_evidence(arguments.evidence)
-    wrong = list(emulate_again(found))
-    record = recipe_to_dict(found) | {"calls_that_differ_here": wrong}
-    answer(arguments, record, lambda: evidence_table(found, wrong))
-    return 0 if found.proves and not any(wrong) else MISMATCH
+    evidence = load_evidence(arguments.evidence)
+    wrong = list(emulate_again(evidence))
+    record = recipe_to_dict(evidence) | {"calls_that_differ_here": wrong}
+    answer(arguments, record, lambda: evidence_table(evidence, wrong))
+    return 0 if evidence.proves and not any(wrong) else MISMATCH
 
 
 def evidence_table(found: Evidence, wrong: Sequence[int | None] = ()) -> str:
@@ -208,22 +208,22 @@ def ask(
         for unit in measure_all(gpu, [*modes, "int8"], family):
             progress.step(len(measured), f"unit for {unit.mode}")
             measured.append(unit)
-        known = arithmetics(measured)
-        units = lambda call: known[call.a, call.accumulate]  # noqa: E731
-        left = [call for call in calls if (call.a, call.accumulate) in known]
+        arithmetic_of = arithmetics(measured)
+        units = lambda call: arithmetic_of[call.a, call.accumulate]  # noqa: E731
+        open_calls = [call for call in calls if (call.a, call.accumulate) in arithmetic_of]
         guess = None if base is None else lambda call: base.find(call).plan
-        found = calibrate(
-            gpu, left, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
+        findings = calibrate(
+            gpu, open_calls, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
             advance=lambda done, text: progress.step(len(modes) + done, text),
         )  # fmt: skip
-    return measured, found
+    return measured, findings
 
 
 def write(out: Path, gpu: Any, measured: list[Measured], found: list[Finding], base: Any) -> Any:
     """Write the plan file and return its target."""
-    known = arithmetics(measured)
+    arithmetic_of = arithmetics(measured)
     target = plan_file(
-        out.stem, gpu.library, found, lambda call: known[call.a, call.accumulate], measured=measured, base=base,
+        out.stem, gpu.library, found, lambda call: arithmetic_of[call.a, call.accumulate], measured=measured, base=base,
         date=datetime.date.today().isoformat(),
     )  # fmt: skip
     write_plan(target, out)
@@ -285,17 +285,17 @@ def run_book(arguments: argparse.Namespace) -> int:
     )
     try:
         with make_progress(None, transient=True) as progress:
-            made = make(similar=similar_kinds(kinds), workers=arguments.workers, progress=progress)
+            result = make(similar=similar_kinds(kinds), workers=arguments.workers, progress=progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
     target = book_target(path, gpu.name, architecture_of(index), family_of(torch.cuda.get_device_capability(index)))
     if target is not None:
         write_plan(target, plan)
-    record = {"library": gpu.library, "file": str(path), "bytes": made.size, "families": made.families,
-              "asked": made.asked, "checked": made.checked, "different": list(map(str, made.different)),
+    record = {"library": gpu.library, "file": str(path), "bytes": result.size, "families": result.families,
+              "asked": result.asked, "checked": result.checked, "different": list(map(str, result.different)),
               "target": None if target is None else str(plan)}  # fmt: skip
-    answer(arguments, record, lambda: book_text(path, made, None if target is None else plan))
-    return MISMATCH if len(made.different) * 1000 > made.checked else 0
+    answer(arguments, record, lambda: book_text(path, result, None if target is None else plan))
+    return MISMATCH if len(result.different) * 1000 > result.checked else 0
 
 
 def open_card(arguments: argparse.Namespace) -> tuple[TorchGPU, int]:
@@ -318,10 +318,10 @@ def run_learn(arguments: argparse.Namespace) -> int:
     check_learner()
     gpu, index = open_card(arguments)
     workers = arguments.workers or len(os.sched_getaffinity(0))
-    known = architecture_of(index) if architecture_of(index) in get_args(Architecture) else None
+    architecture = architecture_of(index) if architecture_of(index) in get_args(Architecture) else None
     with make_progress(None, transient=True) as progress:
         groups = learn(path, partial(open_asker, index, cached=False), count=arguments.questions, workers=workers,
-                       architecture=cast(Architecture | None, known), progress=progress)  # fmt: skip
+                       architecture=cast(Architecture | None, architecture), progress=progress)  # fmt: skip
     rows = [
         (kind_name(group), f"{group.learned:,}", f"{group.held_out:,}", f"{group.right / group.held_out:.2%}",
          f"{group.certain / group.held_out:.1%}", f"{group.certain_right / max(group.certain, 1):.3%}")
@@ -348,10 +348,10 @@ def book_shapes(arguments: argparse.Namespace) -> list[tuple[int, int]]:
     """Return outputs and inputs of the layers of a book that the arguments mean."""
     if arguments.lattice < 0:
         raise ArgumentError(f"--lattice {arguments.lattice} is not possible; choose 0 or more sizes")
-    own = [(n, k) for n, k, _ in read_shapes(arguments.shapes)] if arguments.shapes else []
+    from_file = [(n, k) for n, k, _ in read_shapes(arguments.shapes)] if arguments.shapes else []
     names = arguments.models or ([] if arguments.shapes else list_models())
     shapes = [pair for model in find_models(names) for pair in model.parallel_layers]
-    return [*shapes, *own, *lattice(arguments.lattice)]
+    return [*shapes, *from_file, *lattice(arguments.lattice)]
 
 
 def book_text(path: Path, made: Made, plan: Path | None) -> str:

@@ -49,8 +49,8 @@ def measured_gpu(
         keep(record)
     at_work("other software")
     others = list(gpu.measure_others(repeats, gpu.ELEMENTS, gpu.SIDE)) if arguments.only == "*" else []
-    told = [other if isinstance(other, str) else other.to_dict() for other in others]
-    record.update(others=told, rows=[row for row, *_ in rows_of(results)], seconds=time.perf_counter() - start)
+    records = [other if isinstance(other, str) else other.to_dict() for other in others]
+    record.update(others=records, rows=[row for row, *_ in rows_of(results)], seconds=time.perf_counter() - start)
     return record, lambda: _gpu_text(record, results, failed, others)
 
 
@@ -103,22 +103,22 @@ def gpu_summary(results: list[gpu.Result]) -> str:
 
 def rows_of(results: list[gpu.Result]) -> list[tuple[dict[str, Any], gpu.Result, int]]:
     """Return each row's record, its worst result and the number of its cases."""
-    found = []
+    rows = []
     for row, result in gpu.worst(results).items():
-        count = sum(each.case.row == row for each in results)
-        found.append((result.to_dict() | {"cases": count, "elsewhere": row.elsewhere}, result, count))
-    return found
+        count = sum(r.case.row == row for r in results)
+        rows.append((result.to_dict() | {"cases": count, "elsewhere": row.elsewhere}, result, count))
+    return rows
 
 
 def others_table(others: list[Other | str]) -> str:
     """Return a line for each other software, and one for each that did not run."""
     header = ("row", "software", "reached", "fmtsim", "unit", "differing results")
     lines = [
-        (each.row.name, each.software, _shown(each.value), _shown(each.ours), _unit(each.row.kind),
-         f"{each.differing:,}")
-        for each in others if not isinstance(each, str)
+        (other.row.name, other.software, _shown(other.value), _shown(other.ours), _unit(other.row.kind),
+         f"{other.differing:,}")
+        for other in others if not isinstance(other, str)
     ]  # fmt: skip
-    said = [each for each in others if isinstance(each, str)]
+    said = [other for other in others if isinstance(other, str)]
     return "\n".join([format_table(header, lines, left=(0, 1, 4)), *said] if lines else said)
 
 
@@ -152,8 +152,8 @@ def measured_layers(
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     machine = {"target": arguments.target, "native": False if arguments.emulate else None} if arguments.target else {}
-    given = {name: getattr(arguments, name) for name in BENCH_SIZES}
-    sizes = {name: size.resized(**given) for name, size in layers.sizes_of(device).items()}
+    options = {name: getattr(arguments, name) for name in BENCH_SIZES}
+    sizes = {name: size.resized(**options) for name, size in layers.sizes_of(device).items()}
     cases = chosen_cases(layers.cases(arguments.recipes, device), arguments.only)
     absent = [] if arguments.recipes else [name for name in models.PEERS if name not in models.installed()]
     bench = layers.Bench(device, sizes, arguments.repeats, **machine)
@@ -218,7 +218,7 @@ def layers_table(results: list[layers.Result]) -> str:
 
 def layers_summary(results: list[layers.Result]) -> str:
     """Return the ratios: a line for each recipe, a column for each model and mode."""
-    ratios = {(str(each.case.recipe), f"{each.case.model} {each.case.mode}"): f"{each.ratio:.2f}" for each in results}
+    ratios = {(str(r.case.recipe), f"{r.case.model} {r.case.mode}"): f"{r.ratio:.2f}" for r in results}
     recipes, ways = dict.fromkeys(recipe for recipe, _ in ratios), dict.fromkeys(way for _, way in ratios)
     rows = [(recipe, *(ratios.get((recipe, way), "-") for way in ways)) for recipe in recipes]
     return format_table(("over plain", *ways), rows)

@@ -138,19 +138,19 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from fmtsim.lab.cli.products import chosen_dtypes, chosen_model
 
     if not arguments.gemm:
-        given = next((name for name, value in _WITH_GEMM.items() if getattr(arguments, name) != value), None)
-        if given is not None:
-            raise ArgumentError(f"--{given.replace('_', '-').replace('models', 'model')} goes with --gemm; add it")
+        option = next((name for name, value in _WITH_GEMM.items() if getattr(arguments, name) != value), None)
+        if option is not None:
+            raise ArgumentError(f"--{option.replace('_', '-').replace('models', 'model')} goes with --gemm; add it")
         record = collect_info()
         answer(arguments, record, lambda: _doctor_text(record))
         return 0
     passes = PASSES[:1] if arguments.no_gradients else PASSES
-    found = scan_gemm(
+    scan = scan_gemm(
         chosen_model(arguments), arguments.target, parse_tokens(arguments.tokens), dtypes=chosen_dtypes(arguments),
         passes=passes,
     )  # fmt: skip
-    answer(arguments, found.to_dict(), lambda: str(found))
-    return MISMATCH if found.left_out else 0
+    answer(arguments, scan.to_dict(), lambda: str(scan))
+    return MISMATCH if scan.left_out else 0
 
 
 def _doctor_text(record: dict[str, Any]) -> str:
@@ -166,16 +166,16 @@ def run_warmup(arguments: argparse.Namespace) -> int:
     """Compile, and print how many kernels were compiled in how many seconds, and where they are kept."""
     devices = _warmup_devices(arguments.device)
     compilation.expect_compiling()
-    found = []
+    rows = []
     with make_progress(False if arguments.quiet else None, transient=True) as progress:
         for device in devices:
             before, start = len(compilation.compiled), time.perf_counter()
             ready = _on_cpu(progress) if device.type == "cpu" else _on_gpu(device, progress)
             compiled, seconds = len(compilation.compiled) - before, time.perf_counter() - start
-            kept = kernel_folder(device.type)
-            found.append({"device": str(device), "ready": ready, "compiled": compiled, "seconds": seconds,
-                          "folder": None if kept is None else str(kept)})  # fmt: skip
-    answer(arguments, found, lambda: _warmup_text(found))
+            folder = kernel_folder(device.type)
+            rows.append({"device": str(device), "ready": ready, "compiled": compiled, "seconds": seconds,
+                          "folder": None if folder is None else str(folder)})  # fmt: skip
+    answer(arguments, rows, lambda: _warmup_text(rows))
     return 0
 
 
@@ -215,8 +215,8 @@ def _on_gpu(device: torch.device, progress: Progress) -> str:
 
 
 def _warmup_text(found: list[dict[str, Any]]) -> str:
-    rows = [(each["device"], each["ready"], f"{each['compiled']:,}", f"{each['seconds']:.1f}",
-             each["folder"] or "nowhere: every process compiles anew") for each in found]  # fmt: skip
+    rows = [(row["device"], row["ready"], f"{row['compiled']:,}", f"{row['seconds']:.1f}",
+             row["folder"] or "nowhere: every process compiles anew") for row in found]  # fmt: skip
     table = format_table(("device", "ready", "compiled now", "seconds", "kept in"), rows, left=(0, 1, 4))
     return f"{table}\nkernels that rarer calls take are still compiled by the first of these"
 
@@ -250,8 +250,8 @@ def bash(commands: dict[str, list[Argument]]) -> str:
     values, first = [], []
     for command, arguments in commands.items():
         options = " ".join(name for argument in arguments for name in argument.names)
-        given = " ".join(word for argument in arguments if not argument.names for word in argument.words)
-        first.append(f"        {command}) options={shlex.quote(options)} words={shlex.quote(given)} ;;")
+        words = " ".join(word for argument in arguments if not argument.names for word in argument.words)
+        first.append(f"        {command}) options={shlex.quote(options)} words={shlex.quote(words)} ;;")
         for argument in arguments:
             if argument.names and argument.takes_value:
                 pattern = "|".join(f"'{command} {name}'" for name in argument.names)

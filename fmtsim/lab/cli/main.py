@@ -102,13 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _short_warnings() -> Iterator[None]:
     """Show each warning of fmtsim once, as a line without the place in the code that gave it."""
     with warnings.catch_warnings():
-        show, told = warnings.showwarning, set[str]()
+        show, shown = warnings.showwarning, set[str]()
 
         def shorter(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
             if not category.__module__.startswith("fmtsim."):
                 show(message, category, *rest, **named)
-            elif str(message) not in told:
-                told.add(str(message))
+            elif str(message) not in shown:
+                shown.add(str(message))
                 print(f"fmtsim: warning: {message}", file=sys.stderr)
 
         warnings.showwarning = shorter
@@ -188,12 +188,12 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but refuse what is left over here, where options that are close are known."""
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             unknown = next((word for word in rest if word.startswith("--")), "")
             hint = did_you_mean(unknown.partition("=")[0], self._option_string_actions) if unknown else ""
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return found, rest
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print below a usage of many lines."""
@@ -204,8 +204,8 @@ def _function(what: Literal["run", "declare"], command: str) -> Callable[..., An
     """Return the function that runs a command, or that declares its arguments."""
     modules, folder = (RUNS, "") if what == "run" else (ARGUMENTS, "arguments.")
     module = next(module for module, commands in modules.items() if command in commands)
-    found = getattr(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"), f"{what}_{command}")
-    return found  # type: ignore[no-any-return]
+    function = getattr(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"), f"{what}_{command}")
+    return function  # type: ignore[no-any-return]
 
 
 def _drop_output() -> None:

@@ -58,13 +58,13 @@ def add_quiet(parser: Parser) -> None:
 
 def formats_given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return ``--recipe``, ``--format`` and ``--rules`` as keywords of ``convert``, those that are given."""
-    given = {name: getattr(arguments, name) for name in ("recipe", "format", "rules")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "recipe" in given and "format" in given:
+    options = {name: getattr(arguments, name) for name in ("recipe", "format", "rules")}
+    options = {name: value for name, value in options.items() if value is not None}
+    if "recipe" in options and "format" in options:
         raise ArgumentError("--recipe and --format are both given; a recipe says everything about formats: pass one")
-    if list(given) == ["rules"]:
+    if list(options) == ["rules"]:
         raise ArgumentError("--rules are exceptions of --recipe or --format; pass one of these as well")
-    return given
+    return options
 
 
 def machine_given(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def load_model(arguments: argparse.Namespace, **more: Any) -> "Loaded":
 
     check_positive(arguments, "batch_size", "context")
     for name, most in _MOST.items():
-        if not 0 <= (given := getattr(arguments, name, 0)) <= most:
-            raise ArgumentError(f"--{name.replace('_', '-')} {given} is not possible; choose 0 to {most}")
+        if not 0 <= (number := getattr(arguments, name, 0)) <= most:
+            raise ArgumentError(f"--{name.replace('_', '-')} {number} is not possible; choose 0 to {most}")
     check_device(arguments.device)
     fields = {name: getattr(arguments, name) for name in ("checkpoint", "data", "tokenizer", "dtype", "seed", "device")}
     sizes = {"rows": arguments.batch_size, "context": arguments.context}

@@ -48,11 +48,11 @@ def run_observe(arguments: argparse.Namespace) -> int:
             show.stage("steps", len(loaded.samples))
             _run_steps(loaded, seen, losses, arguments, show)
     except KeyboardInterrupt:
-        ran, left = f"after {len(losses)} of {len(loaded.samples)} steps", "nothing was written"
+        ran, outcome = f"after {len(losses)} of {len(loaded.samples)} steps", "nothing was written"
         if path is not None and losses:
             _write_report(path, arguments, loaded, seen, losses, f"Interrupted {ran}")
-            left = f"{path} has them"
-        raise KeyboardInterrupt(f"{ran}; {left}") from None
+            outcome = f"{path} has them"
+        raise KeyboardInterrupt(f"{ran}; {outcome}") from None
     if path is not None:
         _write_report(path, arguments, loaded, seen, losses)
     worst = seen.worst(arguments.worst, arguments.by)
@@ -116,24 +116,24 @@ def run_attribute(arguments: argparse.Namespace) -> int:
     out, page = file_given(arguments, "out", ".json"), file_given(arguments, "report", ".html")
     loaded = load_plain(arguments, formats, count=1)
     sample = loaded.samples[0]
-    found = attribute(
+    costs = attribute(
         loaded.model, sample.batch, partial(loaded.loss, sample), exact=arguments.exact, logits=loaded.logits,
         generator=arguments.seed, progress=not arguments.quiet, **formats,
     )  # fmt: skip
     how = {"share": arguments.share, "by": arguments.by}
-    rules, advice = found.rules(**how), found.advice(**how)
+    rules, advice = costs.rules(**how), costs.advice(**how)
     if out is not None:
         save_rules(rules, out)
     if page is not None:
         title = f"What {arguments.recipe or arguments.format or 'its formats'} costs {loaded.name}"
-        write_page(page, title=title, attribution=found, notes=[loaded.data, *advice.splitlines()],
+        write_page(page, title=title, attribution=costs, notes=[loaded.data, *advice.splitlines()],
                    configuration=configuration(arguments))  # fmt: skip
     written = [str(path) for path in (out, page) if path is not None]
     record = {
-        "model": loaded.name, "data": loaded.data, **found.to_dict(), "rules": [recipe_to_dict(rule) for rule in rules],
+        "model": loaded.name, "data": loaded.data, **costs.to_dict(), "rules": [recipe_to_dict(rule) for rule in rules],
         "files": written,
     }  # fmt: skip
-    parts = [str(found), loaded.data, "", advice, *([f"wrote {' and '.join(written)}"] if written else [])]
+    parts = [str(costs), loaded.data, "", advice, *([f"wrote {' and '.join(written)}"] if written else [])]
     answer(arguments, record, lambda: "\n".join(parts))
     return 0
 
@@ -170,8 +170,8 @@ def run_ptq(arguments: argparse.Namespace) -> int:
     if out is not None:
         record["files"] = _write_quantised(out, loaded, {**origin(), **record})
         if arguments.export is not None:
-            found = export(loaded.model, out / _EXPORTS[arguments.export], arguments.export)
-            record["files"] += map(str, found.files)
+            files = export(loaded.model, out / _EXPORTS[arguments.export], arguments.export)
+            record["files"] += map(str, files.files)
     wrote = [f"wrote {', '.join(record['files'])}"] if out is not None else []
     answer(arguments, record, lambda: "\n".join([str(report), "", *_loss_lines(loaded, record), *wrote]))
     return 0
@@ -202,8 +202,8 @@ def _loss_lines(loaded: Loaded, record: dict[str, Any]) -> list[str]:
         f"loss on {where}: {before:.5g} before, {after:.5g} after ({after - before:+.2g}) {loaded.unit}".rstrip()
     )
     if loaded.unit:
-        each = loaded.unit.replace("nats", "perplexity")
-        lines.append(f"{each}: {_perplexity(before):.5g} before, {_perplexity(after):.5g} after")
+        unit = loaded.unit.replace("nats", "perplexity")
+        lines.append(f"{unit}: {_perplexity(before):.5g} before, {_perplexity(after):.5g} after")
     return lines
 
 
@@ -238,11 +238,11 @@ def run_search(arguments: argparse.Namespace) -> int:
     if arguments.schemes is not None:
         more["formats"] = [word.strip() for word in arguments.schemes.split(",") if word.strip()]
     loaded = load_model(arguments, count=arguments.batches)
-    found = (_afterwards if arguments.while_training is None else _in_training)(arguments, loaded, more)
+    result = (_afterwards if arguments.while_training is None else _in_training)(arguments, loaded, more)
     if out is not None:
-        save_ptq_recipe(found.recipe(), out)
+        save_ptq_recipe(result.recipe(), out)
     if plot is not None:
-        found.plot(plot)
+        result.plot(plot)
     if weights is not None:
         torch.save(loaded.model.state_dict(), weights)
     files = [str(path) for path in (out, plot, weights) if path is not None]
@@ -250,10 +250,10 @@ def run_search(arguments: argparse.Namespace) -> int:
     record = {
         "model": loaded.name,
         "data": loaded.data,
-        **{name: getattr(found, name) for name in _FOUND},
+        **{name: getattr(result, name) for name in _FOUND},
         "files": files,
     }
-    answer(arguments, record, lambda: "\n".join([str(found), loaded.data, *wrote]))
+    answer(arguments, record, lambda: "\n".join([str(result), loaded.data, *wrote]))
     return 0
 
 

@@ -11,11 +11,11 @@ def _names_of(*places: str) -> Names:
     """Return a function that reads the names at ``module:attribute``; a function there is called."""
 
     def read() -> Iterable[str]:
-        found: list[str] = []
+        names: list[str] = []
         for module, _, attribute in (place.partition(":") for place in places):
             value = getattr(importlib.import_module(f"fmtsim.{module}"), attribute)
-            found += value() if callable(value) else value
-        return found
+            names += value() if callable(value) else value
+        return names
 
     return read
 

@@ -43,9 +43,9 @@ def _matches(fmt: Format, pattern: str) -> bool:
 def _unlisted(pattern: str, kind: str | None) -> Format:
     """Return the format that a name such as e3m3 spells out; a pattern or another kind is an error."""
     if not set(pattern) & set("*?["):
-        found = get_format(pattern)
-        if kind in (None, kind_of(found)):
-            return found
+        fmt = get_format(pattern)
+        if kind in (None, kind_of(fmt)):
+            return fmt
     of_kind = f" of kind {kind}" if kind else ""
     raise ArgumentError(f"no format{of_kind} matches {pattern!r}; fmtsim formats without a pattern lists all")
 
@@ -145,17 +145,17 @@ def landmarks(fmt: ElementFormat) -> dict[int, str]:
         first_normal = (1 << fmt.mantissa_bits) if fmt.has_zero else 0
         subnormals = {1: "", first_normal - 1: ""} if fmt.has_subnormals and fmt.mantissa_bits else {}
         candidates = [0, *subnormals, first_normal, one, one + 1, fmt.max_code, fmt.inf_code, fmt.nan_code]
-        found = {code for code in candidates if code is not None}
+        codes = {code for code in candidates if code is not None}
         if fmt.has_negative_zero:
-            found |= {fmt.sign_mask, fmt.sign_mask | fmt.max_code}
+            codes |= {fmt.sign_mask, fmt.sign_mask | fmt.max_code}
     elif isinstance(fmt, IntFormat):
         lowest = fmt.min_code % (1 << fmt.bits)
-        found = {0, 1, fmt.max_code, lowest, (1 << fmt.bits) - 1}
+        codes = {0, 1, fmt.max_code, lowest, (1 << fmt.bits) - 1}
     elif isinstance(fmt, LogFormat):
-        found = {0, 1, fmt.gamma, fmt.max_code, fmt.max_code + 1, 2 * fmt.max_code + 1}
+        codes = {0, 1, fmt.gamma, fmt.max_code, fmt.max_code + 1, 2 * fmt.max_code + 1}
     else:
-        found = {0, 1, count_of(fmt) // 2, count_of(fmt) - 2, count_of(fmt) - 1}
-    return {code: name_of(code, fmt) for code in sorted(found) if code < count_of(fmt)}
+        codes = {0, 1, count_of(fmt) // 2, count_of(fmt) - 2, count_of(fmt) - 1}
+    return {code: name_of(code, fmt) for code in sorted(codes) if code < count_of(fmt)}
 
 
 def name_of(code: int, fmt: ElementFormat) -> str:
@@ -223,10 +223,10 @@ def cast(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Round numbers and return a record for each; the oracle says why, and the engine is compared with it."""
     bits = random_bits if rounding == "stochastic" else None
-    found = fmtsim.explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
-    if not found.engine_agrees:
+    explanation = fmtsim.explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
+    if not explanation.engine_agrees:
         raise FmtsimError(f"the engine gives other codes of {fmt.name} than the oracle: a defect; try fmtsim verify")
-    return [_cast_record(element, fmt, rounding) for element in found.elements]
+    return [_cast_record(element, fmt, rounding) for element in explanation.elements]
 
 
 def _cast_record(element: "Element", fmt: ElementFormat, rounding: Mode) -> dict[str, Any]:

@@ -161,13 +161,13 @@ def parse_numbers(words: Sequence[str]) -> list[float]:
     Raises:
         ArgumentError: A word is not a number, or standard input has none.
     """
-    found: list[float] = []
+    numbers: list[float] = []
     for word in words:
-        given = sys.stdin.read().split() if word.strip() == "-" else [word]
-        if not given:
+        tokens = sys.stdin.read().split() if word.strip() == "-" else [word]
+        if not tokens:
             raise ArgumentError("standard input, which - stands for, has no numbers; pipe some, such as 0.1 -3e-5")
-        found += map(parse_number, given)
-    return found
+        numbers += map(parse_number, tokens)
+    return numbers
 
 
 def parse_int(text: str) -> int:
@@ -189,13 +189,13 @@ def parse_record(text: str, record: type, option: str, **others: type) -> Any:
     first, _, rest = text.partition(",")
     if first.strip() in others:
         text, record = rest, others[first.strip()]
-    known = [field.name for field in dataclasses.fields(record)]
+    field_names = [field.name for field in dataclasses.fields(record)]
     words = {"none": None, "true": True, "false": False}
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or name not in known:
-            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(known)}")
+        if not equals or name not in field_names:
+            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(field_names)}")
         number = value.removeprefix("-").isdecimal()
         values[name] = int(value) if number else words.get(value.lower(), value)
     return record(**values)
@@ -204,8 +204,8 @@ def parse_record(text: str, record: type, option: str, **others: type) -> Any:
 def check_positive(arguments: argparse.Namespace, *names: str) -> None:
     """Refuse numbers, or lists of them, that are below 1; None passes."""
     for name in names:
-        given = getattr(arguments, name)
-        for value in given if isinstance(given, list) else [given]:
+        number = getattr(arguments, name)
+        for value in number if isinstance(number, list) else [number]:
             if value is not None and value < 1:
                 raise ArgumentError(f"--{name.replace('_', '-')} {value} is not possible; choose 1 or more")
 
@@ -235,11 +235,11 @@ def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:
     Raises:
         ArgumentError: None does; the message lists them.
     """
-    found = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
-    if not found:
+    chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
+    if not chosen:
         names = ", ".join(repr(case.name) for case in cases)
         raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
-    return found
+    return chosen
 
 
 def usable_cores() -> int:

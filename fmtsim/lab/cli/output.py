@@ -44,9 +44,9 @@ def print_text(text: Callable[[], str]) -> None:
 
 def _indent(line: str) -> int:
     """Return where a line that is too long goes on: below its text where a heading and a gap are in front of it."""
-    found = re.match(r" *(\S+ )*\S* {2,}(?=\S)|\s*", line)
-    assert found is not None  # any text starts with no spaces or some
-    return found.end() if found.end() <= WIDEST_HEADING else len(line) - len(line.lstrip())
+    match = re.match(r" *(\S+ )*\S* {2,}(?=\S)|\s*", line)
+    assert match is not None  # any text starts with no spaces or some
+    return match.end() if match.end() <= WIDEST_HEADING else len(line) - len(line.lstrip())
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:

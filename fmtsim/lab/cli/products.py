@@ -146,8 +146,8 @@ def run_mm(arguments: argparse.Namespace) -> int:
         record["native_against_emulated"] = check.to_dict()
 
     def text() -> str:
-        found = mm_text(record, explanation, comparison, y, exact)
-        return found if check is None else f"{found}\n{check_text(check)}"
+        lines = mm_text(record, explanation, comparison, y, exact)
+        return lines if check is None else f"{lines}\n{check_text(check)}"
 
     answer(arguments, record, text)
     if arguments.out:
@@ -272,14 +272,14 @@ def _out_dtype(operands: Operands, options: dict[str, Any], arguments: argparse.
 
 def _for_mm(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of mm; a target's accumulator is torch's switch."""
-    given = {
+    machine = {
         "out_dtype": _out_dtype(operands, options, arguments), "allow_tf32": operands.tf32,
         "a_format": operands.a_format, "b_format": operands.b_format,
     }  # fmt: skip
     if is_unit(options["target"]) or options.get("accumulate") != "fp16":
-        return given | options
+        return machine | options
     rest = {name: value for name, value in options.items() if name != "accumulate"}
-    return {**given, **rest, "allow_fp16_accumulation": True}
+    return {**machine, **rest, "allow_fp16_accumulation": True}
 
 
 SHOWN = 4
@@ -367,10 +367,10 @@ def run_invariance(arguments: argparse.Namespace) -> int:
     if plot is not None:
         check_file("--plot", plot)
     passes = PASSES[:1] if arguments.no_gradients else PASSES[:2]
-    found = batch_invariance(
+    invariance = batch_invariance(
         chosen_model(arguments), arguments.target, sizes, dtypes=chosen_dtypes(arguments), passes=passes
     )
     if plot is not None:
-        found.plot(plot)
-    answer(arguments, found.to_dict(), lambda: str(found))
+        invariance.plot(plot)
+    answer(arguments, invariance.to_dict(), lambda: str(invariance))
     return 0

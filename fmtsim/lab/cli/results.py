@@ -42,10 +42,10 @@ def run_trace(arguments: argparse.Namespace) -> int:
     if formats:
         convert(model, generator=arguments.seed, **formats, **machine_given(arguments))
     with told(arguments.model):
-        found = trace(model, batch, loss, tensors=_tensors(arguments.tensors), level=arguments.level)
+        recorded = trace(model, batch, loss, tensors=_tensors(arguments.tensors), level=arguments.level)
     if out is not None:
-        found.save(out)
-    answer(arguments, found.to_dict(), lambda: str(found) if out is None else f"{found.summary}; wrote {out}")
+        recorded.save(out)
+    answer(arguments, recorded.to_dict(), lambda: str(recorded) if out is None else f"{recorded.summary}; wrote {out}")
     return 0
 
 
@@ -62,15 +62,15 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
     runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
     try:
-        found = bisect(*runs)
+        result = bisect(*runs)
     except FmtsimError:
         raise
     except Exception as error:
         if not any(models) or isinstance(error, MemoryError):
             raise
         raise ArgumentError(f"{' against '.join(texts)}: {type(error).__name__}: {error}") from error
-    answer(arguments, found.to_dict(), lambda: str(found))
-    return 0 if found.equal else MISMATCH
+    answer(arguments, result.to_dict(), lambda: str(result))
+    return 0 if result.equal else MISMATCH
 
 
 def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:
@@ -92,27 +92,27 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if len(actual) == len(expected) == 1:  # two tensors, whatever they are called
         (name,) = expected
         actual = {name: next(iter(actual.values()))}
-    found: dict[str, Comparison] = {}
+    comparisons: dict[str, Comparison] = {}
     errors: dict[str, str] = {}
     for name in dict.fromkeys((*expected, *actual)):
         if name not in actual or name not in expected:
             errors[name] = f"only in {arguments.expected if name in expected else arguments.actual}"
             continue
         try:
-            found[name] = fmtsim.compare(actual[name](), expected[name]())
+            comparisons[name] = fmtsim.compare(actual[name](), expected[name]())
         except DataError:
             raise
         except FmtsimError as error:
             if len(expected) == 1:
                 raise
             errors[name] = str(error)
-    equal = not errors and all(c.equal for c in found.values())
-    record = {"equal": equal, "errors": errors, "tensors": {name: c.to_dict() for name, c in found.items()}}
-    answer(arguments, record, lambda: _compare_text(found, errors))
+    equal = not errors and all(c.equal for c in comparisons.values())
+    record = {"equal": equal, "errors": errors, "tensors": {name: c.to_dict() for name, c in comparisons.items()}}
+    answer(arguments, record, lambda: _compare_text(comparisons, errors))
     if arguments.plot:
         from fmtsim.lab.analysis.compare import plot_ulps
 
-        plot_ulps(found, arguments.plot)
+        plot_ulps(comparisons, arguments.plot)
     return 0 if equal else MISMATCH
 
 
@@ -226,12 +226,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
     tasks = job.tasks()
     with make_progress(None, transient=True) as progress:
         progress.stage("checks", sum(map(len, tasks.values())))
-        found = workers.run(job, tasks, number, lambda name, done: progress.step(done, name))
-    found |= {"gemm": merged(found["gemm"])} if "gemm" in found else {}
+        outcomes = workers.run(job, tasks, number, lambda name, done: progress.step(done, name))
+    outcomes |= {"gemm": merged(outcomes["gemm"])} if "gemm" in outcomes else {}
     seconds = time.perf_counter() - start
-    reports = {part: _REPORTS[part](found[part], device) for part in parts}
+    reports = {part: _REPORTS[part](outcomes[part], device) for part in parts}
     record = {"device": described(device), **reports} if device is not None else reports[parts[0]]
-    answer(arguments, record, lambda: _verify_text(arguments, found, reports, number, seconds))
+    answer(arguments, record, lambda: _verify_text(arguments, outcomes, reports, number, seconds))
     if arguments.record is not None:
         about = {**origin(), "versions": versions_of(PACKAGES), "workers": number, "wall_seconds": seconds}
         write_json(arguments.record, about | record)
@@ -311,8 +311,8 @@ def _casts_text(outcomes: list[Outcome], report: dict[str, Any], exhaustive: boo
     failed = [outcome for outcome in outcomes if outcome.mismatches]
     parts = [_summary(outcomes, exhaustive)]
     parts += [
-        f"{each.check} {each.format}: {each.mismatches:,} of {each.cases:,} differ; {each.first}"
-        for each in failed[:SHOWN]
+        f"{failure.check} {failure.format}: {failure.mismatches:,} of {failure.cases:,} differ; {failure.first}"
+        for failure in failed[:SHOWN]
     ]
     if len(failed) > SHOWN:
         parts.append(f"... and {len(failed) - SHOWN} more formats; --json has all of them")

@@ -114,15 +114,15 @@ def _corpus(arguments: argparse.Namespace) -> Corpus:
 
 
 def _list(text: str, option: str, read: Callable[[str], T]) -> list[T]:
-    found = [read(word.strip()) for word in text.split(",") if word.strip()]
-    if not found:
+    items = [read(word.strip()) for word in text.split(",") if word.strip()]
+    if not items:
         raise ArgumentError(f"{option} {text!r} is empty; write a list, such as a,b,c")
-    return found
+    return items
 
 
 def _integers(text: str, option: str) -> list[int]:
     """Read numbers and ranges: ``1,2,8..11``."""
-    found: list[int] = []
+    numbers: list[int] = []
     for word in _list(text, option, str):
         first, dots, last = word.partition("..")
         if not (first.isdecimal() and (last.isdecimal() if dots else True)) or len(first + last) > 30:
@@ -132,8 +132,8 @@ def _integers(text: str, option: str) -> list[int]:
         low, high = int(first), int(last or first)
         if not low <= high < low + MOST_RUNS:
             raise ArgumentError(f"{option} {word} has no numbers, or too many; write the smaller one first")
-        found += range(low, high + 1)
-    return found
+        numbers += range(low, high + 1)
+    return numbers
 
 
 # Records that training_memory takes, and the options of their fields where these have other names.
@@ -231,7 +231,7 @@ def run_reproduce(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _write(arguments.out, results)
     # An experiment that broke off is worse than one that shows less.
-    return BROKE_OFF if any(each.error for each in results) else WORSE if any(each.worse for each in results) else 0
+    return BROKE_OFF if any(r.error for r in results) else WORSE if any(r.worse for r in results) else 0
 
 
 def _text(results: Sequence[Result], as_markdown: bool) -> str:
@@ -276,11 +276,11 @@ def _record(results: Sequence[Result]) -> dict[str, object]:
 def _summary(results: Sequence[Result]) -> str:
     """Return a line that counts verdicts, and names claims that show less than is recorded."""
     counts = Counter("broke off" if result.error else result.verdict for result in results)
-    found = ", ".join(f"{counts[word]} {word}" for word in (*get_args(Verdict), "broke off") if counts[word])
+    tally = ", ".join(f"{counts[word]} {word}" for word in (*get_args(Verdict), "broke off") if counts[word])
     worse = ", ".join(result.claim.name for result in results if result.worse)
     recorded = f"WORSE than recorded: {worse}" if worse else "nothing is worse than recorded"
     seconds = sum(result.seconds for result in results)
-    return f"{len(results)} claim{'s' if len(results) > 1 else ''}, {seconds:.0f} s: {found}; {recorded}"
+    return f"{len(results)} claim{'s' if len(results) > 1 else ''}, {seconds:.0f} s: {tally}; {recorded}"
 
 
 def _write(folder: Path, results: Sequence[Result]) -> None:

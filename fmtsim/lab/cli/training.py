@@ -82,8 +82,8 @@ def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
         with bounded_threads(arguments.threads), make_progress(not arguments.quiet) as progress:
             yield progress
     except KeyboardInterrupt as interrupt:
-        left = f"a checkpoint is in {out}, go on with --resume" if (out / CHECKPOINT).exists() else ""
-        words = "; ".join(filter(None, (str(interrupt), left)))
+        hint = f"a checkpoint is in {out}, go on with --resume" if (out / CHECKPOINT).exists() else ""
+        words = "; ".join(filter(None, (str(interrupt), hint)))
         raise KeyboardInterrupt(words or f"nothing was written to {out}") from None
 
 
@@ -141,8 +141,8 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
         simulated = _recipe(arguments, machine)
     else:
         names = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
-        given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
-        simulated = Scheme(**{"format": "e4m3"} | given | machine, optimizer=_optimizer(arguments, None))
+        set_sizes = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+        simulated = Scheme(**{"format": "e4m3"} | set_sizes | machine, optimizer=_optimizer(arguments, None))
     baseline = Scheme(format=arguments.baseline, grad_format=arguments.baseline)
     rest = {name: getattr(arguments, name) for name in ("steps", "batch_size", "ranks", "lr", "seed", "device")}
     model = {"model": GPTConfig(**sizes), "architecture": arguments.model}
@@ -154,10 +154,10 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
 def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
     """Return the scheme of a recipe, beside which nothing else describes formats or sums."""
     others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
-    given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
-    if given:
+    conflicts = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
+    if conflicts:
         raise ArgumentError(
-            f"--recipe says everything about formats and sums; leave {' and '.join(given)} out, or put it into a "
+            f"--recipe says everything about formats and sums; leave {' and '.join(conflicts)} out, or put it into a "
             "recipe file of your own"
         )
     recipe = get_recipe(arguments.recipe)
@@ -180,8 +180,8 @@ def _with_levels() -> str:
 
 def _optimizer(arguments: argparse.Namespace, own: OptimizerConfig | None) -> OptimizerConfig:
     """Return the recipe's optimizer, or AdamW in float32, with what is asked for instead."""
-    given = {"rule": arguments.optimizer, "state": arguments.state}
-    return dataclasses.replace(own or ADAMW, **{name: value for name, value in given.items() if value is not None})
+    choices = {"rule": arguments.optimizer, "state": arguments.state}
+    return dataclasses.replace(own or ADAMW, **{name: value for name, value in choices.items() if value is not None})
 
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -234,8 +234,8 @@ def _system(baseline: Run, simulated: Run) -> list[str]:
     """Return lines about optimizers, reductions and gathered weights, where these are not the baseline's."""
     lines = []
     if simulated.optimizer != baseline.optimizer:
-        kept = [f"{run.optimizer}, {run.state_bytes:.2f} bytes a parameter" for run in (simulated, baseline)]
-        lines.append(f"weights and optimizer states: {kept[0]} (baseline: {kept[1]})")
+        states = [f"{run.optimizer}, {run.state_bytes:.2f} bytes a parameter" for run in (simulated, baseline)]
+        lines.append(f"weights and optimizer states: {states[0]} (baseline: {states[1]})")
     if simulated.reduction or baseline.reduction:
         lines.append(f"gradients: {simulated.reduction} (baseline: {baseline.reduction.partition(' (')[0]})")
     if simulated.gathered:

@@ -86,15 +86,15 @@ def activation_lines(
     blocks: list[Saved] = []
     for number in range(size.blocks):
         path = f"layers.{number}."
-        own = {name.removeprefix(path): config for name, config in configs.items() if name.startswith(path)}
-        blocks.append(saved_tensors(block_sites(size, number, tokens, how), own, how))
+        of_block = {name.removeprefix(path): config for name, config in configs.items() if name.startswith(path)}
+        blocks.append(saved_tensors(block_sites(size, number, tokens, how), of_block, how))
     count, full = batch * tokens, how.checkpointing == "full"
-    kept = [block[:1] if full else block for block in blocks]
+    saved_blocks = [block[:1] if full else block for block in blocks]
     head, gradients = (saved_tensors(sites(size, how), configs, how) for sites in (head_sites, loss_gradient_sites))
-    lines = [_line("activations", kept, count), _line("head and loss", [head], count)]
+    lines = [_line("activations", saved_blocks, count), _line("head and loss", [head], count)]
     moments = [_line("gradients of the logits", [gradients], count)]
     if full:
-        largest = max(blocks, key=lambda block: sum(each.bytes for each in block))
+        largest = max(blocks, key=lambda block: sum(tensor.bytes for tensor in block))
         moments.append(_line("recomputed block", [largest[1:]], count))
     lines.append(max(moments, key=lambda line: line.bytes))  # these are gone before a block runs again
     return lines, blocks[-1]
@@ -102,26 +102,31 @@ def activation_lines(
 
 def _line(name: str, blocks: list[Saved], tokens: int) -> MemoryLine:
     """Return the line of some blocks' tensors."""
-    sums = [sum(each.bytes for each in block) for block in blocks]
-    numbers = {each: f"{each:,.10g}" for each in sums}
-    terms = [f"{sums.count(each)} x {number}" if len(blocks) > 1 else number for each, number in numbers.items()]
+    sums = [sum(item.bytes for item in block) for block in blocks]
+    numbers = {item: f"{item:,.10g}" for item in sums}
+    terms = [f"{sums.count(item)} x {number}" if len(blocks) > 1 else number for item, number in numbers.items()]
     text = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
-    kept = dict.fromkeys(part for block in blocks for each in block for part in each.kept.split(", "))
+    formats = dict.fromkeys(part for block in blocks for item in block for part in item.kept.split(", "))
     formula = f"{tokens:,} tokens x {text} bytes"
-    return MemoryLine(name=name, kept=", ".join(kept), bytes=ceil(tokens * sum(sums)), formula=formula)
+    return MemoryLine(name=name, kept=", ".join(formats), bytes=ceil(tokens * sum(sums)), formula=formula)
 
 
 def saved_tensors(sites: Iterator[Site], configs: Configs, how: Keeping) -> tuple[SavedTensor, ...]:
     """Return what is kept of each tensor, those of which nothing is left out."""
-    found = []
+    tensors = []
     for site in sites:
-        kept = _kept(site, configs, how)
-        each = site.elements / (how.parallel if site.shared or how.sequence else 1)
-        if kept and each:
-            found.append(
-                SavedTensor(name=site.name, elements=each, kept=", ".join(kept), bytes=each * sum(kept.values()) / 8)
+        formats = _kept(site, configs, how)
+        elements = site.elements / (how.parallel if site.shared or how.sequence else 1)
+        if formats and elements:
+            tensors.append(
+                SavedTensor(
+                    name=site.name,
+                    elements=elements,
+                    kept=", ".join(formats),
+                    bytes=elements * sum(formats.values()) / 8,
+                )
             )
-    return tuple(found)
+    return tuple(tensors)
 
 
 def block_sites(size: ModelSize, number: int, tokens: int, how: Keeping) -> Iterator[Site]:
@@ -204,19 +209,19 @@ def _mlp_sites(
 def _kept(site: Site, configs: Configs, how: Keeping) -> dict[str, float]:
     """Return in which formats a tensor is kept, by name, and the bits of each."""
     wide = {how.format: bits_per_element(how.format)}
-    found: dict[str, float] = {}
+    formats: dict[str, float] = {}
     if site.kept is not None:
         return dict([site.kept])
     if site.keeper in ("norm", "function") and how.saved is not None:
-        found[f"{how.saved.format.name} in 1x{how.saved.block}"] = (
+        formats[f"{how.saved.format.name} in 1x{how.saved.block}"] = (
             how.saved.format.bits + how.saved.scale.bits / how.saved.block
         )
     elif site.keeper:
-        found |= wide
+        formats |= wide
     for reader in site.readers:
         if reader in configs:
-            found |= _input_kept(configs[reader], how.early, wide)
-    return found
+            formats |= _input_kept(configs[reader], how.early, wide)
+    return formats
 
 
 def _input_kept(config: LinearConfig | None, early: bool, wide: dict[str, float]) -> dict[str, float]:
@@ -226,8 +231,8 @@ def _input_kept(config: LinearConfig | None, early: bool, wide: dict[str, float]
     x, back = config.fprop.a, config.wgrad.b
     if back.source == "original" and back.then is None and not early:  # it is quantised in the backward pass
         return wide
-    kept = back if back.source == "original" or back.then is not None else x
-    bits = bits_of(kept)
-    if bits is None or kept.format is None or bits >= max(wide.values()):
+    operand = back if back.source == "original" or back.then is not None else x
+    bits = bits_of(operand)
+    if bits is None or operand.format is None or bits >= max(wide.values()):
         return wide
-    return {kept.format.name: bits}
+    return {operand.format.name: bits}

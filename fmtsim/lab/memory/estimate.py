@@ -137,12 +137,12 @@ def bits_per_element(fmt: str | Format, columns: int | None = None) -> float:
     >>> bits_per_element("bf16"), bits_per_element("nvfp4"), bits_per_element("int8_channel", 4096)
     (16.0, 4.5, 8.0078125)
     """
-    found = get_format(fmt)
-    if isinstance(found, ELEMENTS):
-        return float(found.bits)
-    if isinstance(found, BlockFormat) and columns is not None and found.block[0] is not None:
-        found = replace(found, scaling=replace(found.scaling, block=(found.block[0], found.block[1] or columns)))
-    return float(found.bits_per_element)
+    record = get_format(fmt)
+    if isinstance(record, ELEMENTS):
+        return float(record.bits)
+    if isinstance(record, BlockFormat) and columns is not None and record.block[0] is not None:
+        record = replace(record, scaling=replace(record.scaling, block=(record.block[0], record.block[1] or columns)))
+    return float(record.bits_per_element)
 
 
 def bits_of(quantizer: Quantizer) -> float | None:
@@ -210,7 +210,7 @@ def positive(name: str, value: Any, least: int = 1) -> int:
     Raises:
         ArgumentError: It is none.
     """
-    found = as_int(value)
-    if type(found) is not int or not least <= found <= MOST:
+    number = as_int(value)
+    if type(number) is not int or not least <= number <= MOST:
         raise ArgumentError(f"{name}={shown(value)} is not possible; choose a whole number from {least} to 10**12")
-    return found
+    return number

@@ -56,8 +56,8 @@ def serving_memory(
             "'llama-8b', or a config.json"
         )
     size = None if count is not None else model_size(model)
-    found = weights_of(size) if size is not None else (Weight(name="weights", shape=(count or 1,), linear=True),)
-    total, count = stored_bytes(found, stored), sum(w.elements for w in found)
+    matrices = weights_of(size) if size is not None else (Weight(name="weights", shape=(count or 1,), linear=True),)
+    total, count = stored_bytes(matrices, stored), sum(w.elements for w in matrices)
     split = f" / {devices} (tensor parallel)" if devices > 1 else ""
     formula = per_element(count, total) + split
     lines = [MemoryLine(name="weights", kept=stored, bytes=ceil(total / devices), formula=formula)]
@@ -73,7 +73,7 @@ def _cache(size: ModelSize, fmt: str, tokens: int, devices: int) -> MemoryLine:
     """Return the line of keys and values."""
     parts = 1 if size.latent is not None else min(devices, size.kv_heads)
     bits = bits_per_element(fmt, size.head_dim if size.latent is None else size.latent.values)
-    each = size.blocks * size.cached * bits / 8
+    token_bytes = size.blocks * size.cached * bits / 8
     formula = f"{size.blocks} blocks x {size.cached:,} elements x {bits / 8:g} bytes x {tokens:,} tokens"
     formula += f" / {parts} (heads)" if parts > 1 else ""
-    return MemoryLine(name="KV cache", kept=fmt, bytes=ceil(each * tokens / parts), formula=formula)
+    return MemoryLine(name="KV cache", kept=fmt, bytes=ceil(token_bytes * tokens / parts), formula=formula)

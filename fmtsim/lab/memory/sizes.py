@@ -198,10 +198,10 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         DataError: There is no such file, or it holds no JSON object.
     """
-    found = read_json(path, DataError, "config.json")
-    if not isinstance(found, dict):
+    config = read_json(path, DataError, "config.json")
+    if not isinstance(config, dict):
         raise DataError(f"{path} holds no JSON object; pass the path of a config.json")
-    return found
+    return config
 
 
 def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
@@ -229,7 +229,7 @@ def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
         if not sizes[name]:
             raise ArgumentError(f"{where}: {NAMES[name][0]} is missing; pass a whole config.json, or a ModelSize")
     head = _number(config, ("head_dim",), where) or sizes["hidden"] // sizes["heads"]
-    found: dict[str, Any] = sizes | {
+    values: dict[str, Any] = sizes | {
         "name": str(config.get("_name_or_path") or kind),
         "intermediate": sizes["intermediate"] or 4 * sizes["hidden"],
         "kv_heads": _kv_heads(config, sizes),
@@ -241,7 +241,7 @@ def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
         "positions": _number(config, family.positions[:1], where) + family.positions[1] if family.positions else 0,
     }
     with located(where):
-        return ModelSize(**found | _experts(config, sizes, where) | {"latent": _latent(config, where)})
+        return ModelSize(**values | _experts(config, sizes, where) | {"latent": _latent(config, where)})
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...], where: str) -> int:
@@ -262,26 +262,26 @@ def _kv_heads(config: Mapping[str, Any], sizes: dict[str, int]) -> int:
 
 
 def _biases(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    found = dict.fromkeys(family.biases)
+    biased = dict.fromkeys(family.biases)
     for switch, layers in _BIASES.items():
         if config.get(switch) is True:
-            found |= dict.fromkeys(layers)
+            biased |= dict.fromkeys(layers)
         elif config.get(switch) is False:
-            found = {name: None for name in found if name not in layers}
+            biased = {name: None for name in biased if name not in layers}
     if config.get("bias") is True:  # Falcon's name for those of all layers
-        found |= dict.fromkeys(("qkv", "out", "mlp"))
-    return tuple(found)
+        biased |= dict.fromkeys(("qkv", "out", "mlp"))
+    return tuple(biased)
 
 
 def _experts(config: Mapping[str, Any], sizes: dict[str, int], where: str) -> dict[str, int]:
     if not sizes["experts"]:
         return {}
     width = _number(config, ("moe_intermediate_size",), where)
-    found = {"intermediate": width} if width else {}
+    overrides = {"intermediate": width} if width else {}
     shared = _number(config, ("shared_expert_intermediate_size",), where)
     shared = shared or width * _number(config, ("n_shared_experts",), where)
     dense = _number(config, ("first_k_dense_replace",), where)
-    return found | {"shared": shared, "dense": dense, "dense_width": sizes["intermediate"] if dense else 0}
+    return overrides | {"shared": shared, "dense": dense, "dense_width": sizes["intermediate"] if dense else 0}
 
 
 def _latent(config: Mapping[str, Any], where: str) -> Latent | None:

@@ -40,8 +40,8 @@ class Optimizer:
 
     def state_bytes(self, weights: Iterable[Weight], slot: str) -> int:
         """Return the bytes of one state, or of weights that the optimizer keeps packed (slot ``"weights"``)."""
-        found = ((w, self.formats(w).get(slot)) for w in weights)
-        return sum(fmt.bytes_of(w.shape) * w.repeat for w, fmt in found if fmt is not None)
+        formats = ((w, self.formats(w).get(slot)) for w in weights)
+        return sum(fmt.bytes_of(w.shape) * w.repeat for w, fmt in formats if fmt is not None)
 
     def __str__(self) -> str:
         return self.rule if self.scheme.name == "fp32" else f"{self.rule} with states of {self.scheme.name}"
@@ -78,8 +78,8 @@ def optimizer_of(optimizer: str | Scheme | OptimizerConfig | None) -> Optimizer:
     rule, state = (first, second) if colon else (first, "fp32") if first in RULES else ("adamw", first)
     rule = "madam" if optimizer == "lns_madam" else rule
     if rule not in RULES or state not in list_schemes():
-        known = [*RULES, *list_schemes()]
-        hint = did_you_mean(state if rule in RULES else rule, known)
+        names = [*RULES, *list_schemes()]
+        hint = did_you_mean(state if rule in RULES else rule, names)
         raise ArgumentError(
             f"optimizer={shown(optimizer)} is unknown{hint} (choose a rule: {', '.join(RULES)}; a scheme: "
             f"{', '.join(list_schemes())}; or both as 'lion:bnb8')"
@@ -116,28 +116,28 @@ def weight_lines(
         at: The devices.
         early: Copies for the backward product are made in the forward pass, too.
     """
-    trained, own = adapters or weights, formats.optimizer
+    trained, optimizer = adapters or weights, formats.optimizer
 
     def line(name: str, kept: str, total: int, stage: int, of: tuple[Weight, ...] = trained) -> MemoryLine:
         formula = per_element(sum(w.elements for w in of), total) + at.words(stage)
         return MemoryLine(name=name, kept=kept, bytes=at.share(total, stage), formula=formula)
 
     if formats.weights is None:
-        plain = [w for w in weights if "weights" not in own.formats(w)]
-        total = own.state_bytes(weights, "weights") + stored_bytes(plain, "bf16")
-        yield line("weights", own.kept("weights"), total, 3, weights)
+        plain = [w for w in weights if "weights" not in optimizer.formats(w)]
+        total = optimizer.state_bytes(weights, "weights") + stored_bytes(plain, "bf16")
+        yield line("weights", optimizer.kept("weights"), total, 3, weights)
     else:
         yield line("weights", formats.weights, stored_bytes(weights, formats.weights), 3, weights)
     yield from _copies(weights, formats, at, early)
     if adapters:
         yield line("adapters", "bf16", stored_bytes(adapters, "bf16"), 3)
-    if formats.weights is not None and own.weights is not None:
-        yield line("master weights", own.kept("weights"), own.state_bytes(trained, "weights"), 1)
+    if formats.weights is not None and optimizer.weights is not None:
+        yield line("master weights", optimizer.kept("weights"), optimizer.state_bytes(trained, "weights"), 1)
     elif formats.master is not None:
         yield line("master weights", formats.master, stored_bytes(trained, formats.master), 1)
     yield line("gradients", formats.gradients, stored_bytes(trained, formats.gradients), 2)
-    for slot in own.slots:
-        yield line(f"{slot} moment", own.kept(slot), own.state_bytes(trained, slot), 1)
+    for slot in optimizer.slots:
+        yield line(f"{slot} moment", optimizer.kept(slot), optimizer.state_bytes(trained, slot), 1)
     numbers = history_numbers(weights)
     if numbers:
         yield MemoryLine(
@@ -153,10 +153,10 @@ def _copies(weights: tuple[Weight, ...], formats: Precision, at: Parallel, early
     total = sum(ceil(w.elements * sum(bits) / 8) for w, bits in quantised)
     if total:
         elements = sum(w.elements for w, _ in quantised)
-        kept = dict.fromkeys(q.format.name for w, _ in quantised if w.config is not None
+        names = dict.fromkeys(q.format.name for w, _ in quantised if w.config is not None
                              for q in (w.config.fprop.b, w.config.dgrad.b)[: 1 + early] if q.format)  # fmt: skip
         formula = per_element(elements, total) + at.words(3)
-        yield MemoryLine(name="quantised weights", kept=", ".join(kept), bytes=at.share(total, 3), formula=formula)
+        yield MemoryLine(name="quantised weights", kept=", ".join(names), bytes=at.share(total, 3), formula=formula)
 
 
 def format_name(fmt: str | None) -> str | None:
@@ -202,10 +202,10 @@ def copy_bits(weight: Weight, stored: float, *, early: bool) -> list[float]:
 
 def history_numbers(weights: Iterable[Weight]) -> int:
     """Return the largest magnitudes that delayed scales remember, of all operands."""
-    found = 0
+    count = 0
     for weight in weights:
         operands = {} if weight.config is None else weight.config.operands
         rules = {(name[0], q) for name, q in operands.items()}
         histories = [q.scaling.history for _, q in rules if q.scaling is not None and q.scaling.history is not None]
-        found += sum(history.length for history in histories) * weight.repeat
-    return found
+        count += sum(history.length for history in histories) * weight.repeat
+    return count

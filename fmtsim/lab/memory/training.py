@@ -194,10 +194,10 @@ def _model(model: Any, recipe: Recipe | None) -> tuple[ModelSize | None, tuple[W
 
 
 def _check(size: ModelSize | None, recipe: Recipe | None, tokens: int, lora: int) -> None:
-    for name, given in (("tokens", tokens), ("lora", lora)):
-        if size is None and given:
+    for name, value in (("tokens", tokens), ("lora", lora)):
+        if size is None and value:
             raise ArgumentError(
-                f"{name}={given} needs the sizes of a model, not a number of parameters alone; pass a name such as "
+                f"{name}={value} needs the sizes of a model, not a number of parameters alone; pass a name such as "
                 "'llama-8b', or a config.json"
             )
     if lora and recipe is not None:

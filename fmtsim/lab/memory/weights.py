@@ -104,7 +104,7 @@ def weights_of(size: ModelSize, recipe: Recipe | None = None) -> tuple[Weight, .
     if selector is not None and recipe is not None:
         selector.check(recipe)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = []
+    weights = []
     for name, parameter in model.named_parameters():
         name = f"{HEAD}.weight" if parameter is model.lm_head.weight else name
         layer, _, kind = name.rpartition(".")
@@ -114,8 +114,8 @@ def weights_of(size: ModelSize, recipe: Recipe | None = None) -> tuple[Weight, .
             config = selector.plan(layer, recipe).at(*STEP)
         repeat = size.experts if ".experts." in name else 1
         shape = tuple(parameter.shape)
-        found.append(Weight(name=name, shape=shape, repeat=repeat, linear=matrix and layer != HEAD, config=config))
-    return tuple(found)
+        weights.append(Weight(name=name, shape=shape, repeat=repeat, linear=matrix and layer != HEAD, config=config))
+    return tuple(weights)
 
 
 def _norm(size: ModelSize) -> nn.Module:

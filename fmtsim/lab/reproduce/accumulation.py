@@ -112,8 +112,8 @@ def products(
     numbers = {"error of the format, %": error}
     for entries in told(tell, tables):
         path = LogDatapath(entries=entries, fraction_bits=fraction_bits)
-        found = mm(a, b.T, target=path, a_format=fmt, b_format=fmt)
-        numbers[f"error of {entries} constants, %"] = 100 * math.sqrt(relative_error(exact, found))
+        y = mm(a, b.T, target=path, a_format=fmt, b_format=fmt)
+        numbers[f"error of {entries} constants, %"] = 100 * math.sqrt(relative_error(exact, y))
     for entries in tables:
         numbers[f"error of {entries} constants over the format's"] = numbers[f"error of {entries} constants, %"] / error
     return Measured(numbers=numbers)

@@ -56,8 +56,8 @@ class Expected:
         if self.origin not in (None, *get_args(Origin)):
             raise ArgumentError(f"{self.name}: origin={self.origin!r} is unknown; choose {', '.join(get_args(Origin))}")
         if (self.published is None) != (self.origin is None):
-            given = f"published={self.published} with origin={self.origin!r}"
-            raise ArgumentError(f"{self.name}: {given}; give both or neither: a figure is somebody's")
+            pair = f"published={self.published} with origin={self.origin!r}"
+            raise ArgumentError(f"{self.name}: {pair}; give both or neither: a figure is somebody's")
 
     @property
     def bounded(self) -> bool:
@@ -162,13 +162,13 @@ class Claim:
         It is shown where every number is, and a figure of the source is among them; in part where a figure is shown in
         part, or directions alone are shown; not ours where nothing but native speed is claimed.
         """
-        found = {one.verdict(numbers.get(one.name, math.nan)) for one in self.expected} - {"not ours"}
-        if not found:
+        verdicts = {one.verdict(numbers.get(one.name, math.nan)) for one in self.expected} - {"not ours"}
+        if not verdicts:
             return "not ours"
-        if "not shown" in found:
+        if "not shown" in verdicts:
             return "not shown"
         figures = any(one.published is not None and not one.native for one in self.expected)
-        return "shown" if figures and "shown in part" not in found else "shown in part"
+        return "shown" if figures and "shown in part" not in verdicts else "shown in part"
 
 
 T = TypeVar("T")

@@ -126,8 +126,8 @@ def differentiable(tell: Tell, *, k: float, cap: float, points: int) -> Measured
     """Average the slope of the differentiable estimator over one interval of E2M1."""
     fmt, scaling = get_format("e2m1"), Scaling(statistic="one", factor=1.0)
     x = ((torch.arange(points, dtype=torch.float64) + 0.5) / points + 2.0).float().reshape(1, -1)  # from 2 to 3
-    made = cast(x, fmt, scaling, Rounding(), "saturate")  # type: ignore[arg-type]  # an element format
-    capped = slope(Differentiable(k=k, cap=cap), made, fmt)  # type: ignore[arg-type]
+    result = cast(x, fmt, scaling, Rounding(), "saturate")  # type: ignore[arg-type]  # an element format
+    capped = slope(Differentiable(k=k, cap=cap), result, fmt)  # type: ignore[arg-type]
     assert capped is not None  # the rule has a slope everywhere
     return Measured(
         numbers={
@@ -142,8 +142,8 @@ def differentiable(tell: Tell, *, k: float, cap: float, points: int) -> Measured
 
 def _largest_scaled(x: torch.Tensor, quantizer: Quantizer) -> float:
     assert quantizer.scaling is not None
-    made = cast(x, quantizer.format, quantizer.scaling, Rounding(), "saturate")  # type: ignore[arg-type]
-    return float(made.scaled.abs().max())
+    result = cast(x, quantizer.format, quantizer.scaling, Rounding(), "saturate")  # type: ignore[arg-type]
+    return float(result.scaled.abs().max())
 
 
 CLAIMS = (

@@ -95,7 +95,7 @@ def without_scales(tell: Tell, *, recipe: str, seed: int, rate: float, **how: fl
     }
     numbers: dict[str, float] = {}
     for name, (eight, sixteen, settings_of) in told(tell, list(pairs.items())):
-        loss, reference = (trained(each, seed, **settings_of) for each in (eight, sixteen))  # type: ignore[arg-type]
+        loss, reference = (trained(scheme, seed, **settings_of) for scheme in (eight, sixteen))  # type: ignore[arg-type]
         numbers |= {f"{name}, gap in %": 100 * (loss / reference - 1), f"{name}, loss in sixteen bits": reference}
     return Measured(numbers=numbers)
 
@@ -151,15 +151,15 @@ def mantissa(
     tell: Tell, *, recipes: tuple[str, ...], rates: tuple[float, ...], failed: float, seed: int, **how: float
 ) -> Measured:
     """Count trainings that end above a loss, over learning rates, by the bits of the operands' mantissas."""
-    found: Mapping[str, list[float]] = {name: [] for name in recipes}
+    losses: Mapping[str, list[float]] = {name: [] for name in recipes}
     for name, rate in told(tell, list(product(recipes, rates))):
-        found[name].append(trained(get_recipe(name), seed, lr=rate, **how))  # type: ignore[arg-type]
-    parts = {name: 100 * sum(loss > failed for loss in each) / len(rates) for name, each in found.items()}
+        losses[name].append(trained(get_recipe(name), seed, lr=rate, **how))  # type: ignore[arg-type]
+    parts = {name: 100 * sum(loss > failed for loss in values) / len(rates) for name, values in losses.items()}
     first, last = recipes[0], recipes[-1]
     numbers = {f"{name}, failed runs in %": part for name, part in parts.items()}
     numbers[f"{last} less {first}, failed runs, points"] = parts[last] - parts[first]
-    numbers[f"loss of {last} over {first}'s, %"] = 100 * (found[last][0] / found[first][0] - 1)
-    curves = {name: list(zip(rates, each, strict=True)) for name, each in found.items()}
+    numbers[f"loss of {last} over {first}'s, %"] = 100 * (losses[last][0] / losses[first][0] - 1)
+    curves = {name: list(zip(rates, values, strict=True)) for name, values in losses.items()}
     axes = ("learning rate", "last loss, nats (first seed)")
     return Measured(numbers=numbers, curves=curves, axes=axes, logarithmic="x")
 

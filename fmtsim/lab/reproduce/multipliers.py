@@ -69,11 +69,11 @@ def _shifter(width: int, places: int, accumulator: int, least: bool) -> float:
 
 def _growth(width: int, places: int, choices: int) -> Iterator[tuple[int, int]]:
     """Yield of each level of a shifter how many bits come in, and how many more leave it."""
-    left, step = places - 1, choices - 1
-    while left > 0:
-        more = min(step, left)
+    bits_left, step = places - 1, choices - 1
+    while bits_left > 0:
+        more = min(step, bits_left)
         yield width, more
-        width, left, step = width + more, left - more, choices * step
+        width, bits_left, step = width + more, bits_left - more, choices * step
 
 
 def luts(fmt: Any, least: bool = False) -> float:
@@ -123,11 +123,11 @@ def energy(tell: Tell, *, format: str, rival: str, tables: tuple[int, ...]) -> M
     """Estimate the energy of a multiply-accumulate: of float32 by a table, of others by gates that the table weighs."""
     fmt, other = get_format(format), get_format(rival)
     assert isinstance(fmt, LogFormat) and isinstance(other, FloatFormat)
-    each = [1000 * energy / gates for energy, gates in _INTEGERS.values()]
-    gate = sum(each) / len(each) / 1000
+    per_gate = [1000 * energy / gates for energy, gates in _INTEGERS.values()]
+    gate = sum(per_gate) / len(per_gate) / 1000
     single, p = _FP32_MULTIPLY + _FP32_ADD, other.mantissa_bits + 1
     product = gate * (p * p * _AND + p * (p - 1) * _ADDER + _ADDER * other.exponent_bits)
-    numbers = {"fJ a gate, least": min(each), "fJ a gate, most": max(each), "fp32, pJ": single}
+    numbers = {"fJ a gate, least": min(per_gate), "fJ a gate, most": max(per_gate), "fp32, pJ": single}
     for way, least in (("", False), (", least gates", True)):
         sums = {
             "integer sums": gate * gates(other, least),

@@ -89,20 +89,20 @@ def underflow(tell: Tell, *, formats: tuple[str, ...], count: int, seed: int) ->
 
 def bytes_kept(tell: Tell, *, scheme: str, shape: tuple[int, int]) -> Measured:
     """Measure the bytes a parameter of everything that training keeps but activations, gradients in 8 bits."""
-    found = {}
+    sizes = {}
     for label, name in (("fp8lm", scheme), ("fp32", "fp32")):
         p = nn.Parameter(torch.ones(shape))
         p.grad = torch.ones(shape)
         optimizer = AdamW([p], state=name)
         optimizer.step()
-        found[label] = memory(optimizer)
-    ours = found["fp8lm"].per_parameter() + 1
-    high = found["fp32"].per_parameter("parameters", "gradients", "first", "second")
+        sizes[label] = memory(optimizer)
+    ours = sizes["fp8lm"].per_parameter() + 1
+    high = sizes["fp32"].per_parameter("parameters", "gradients", "first", "second")
     return Measured(
         numbers={
-            "bytes, first moment": found["fp8lm"].per_parameter("first"),
-            "bytes, second moment": found["fp8lm"].per_parameter("second"),
-            "bytes, master weights": found["fp8lm"].per_parameter("weights"),
+            "bytes, first moment": sizes["fp8lm"].per_parameter("first"),
+            "bytes, second moment": sizes["fp8lm"].per_parameter("second"),
+            "bytes, master weights": sizes["fp8lm"].per_parameter("weights"),
             "bytes, all with the gradient": ours,
             "bytes, float32": high,
             "ratio": high / ours,

@@ -50,7 +50,7 @@ def clamping(
 ) -> Measured:
     """Measure the signal-to-noise ratio of heavy-tailed numbers in four bits, as they are and clamped."""
     base, ordered = dataclasses.replace(operand(recipe, "x_f"), then=None), True
-    found: dict[str, float] = {}
+    gains: dict[str, float] = {}
     for distribution in told(tell, distributions):
         x = draw(distribution, shape[0] * shape[1], seed).reshape(shape)
         numbers = {"not clamped, dB": _ratio(x, base, ())}
@@ -60,15 +60,15 @@ def clamping(
         rest_kept = [value for name, value in numbers.items() if "lost" not in name]
         ordered = ordered and rest_kept == sorted(rest_kept)
         gain = numbers["clamped, rest lost, dB"] - numbers["not clamped, dB"]
-        found |= {f"{distribution}, {name}": ratio for name, ratio in numbers.items()}
-        found[f"{distribution}, gain of a clamp alone, dB"] = gain
-    return Measured(numbers=found | {"in the paper's order": float(ordered)})
+        gains |= {f"{distribution}, {name}": ratio for name, ratio in numbers.items()}
+        gains[f"{distribution}, gain of a clamp alone, dB"] = gain
+    return Measured(numbers=gains | {"in the paper's order": float(ordered)})
 
 
 def _ratio(x: Tensor, base: Quantizer, transforms: tuple[Clamp, ...]) -> float:
-    made = quantize_operand(x, dataclasses.replace(base, transforms=transforms), Keys())
-    q = made.values(torch.float32)
-    return decibels(relative_error(x, q if made.rest is None else q + made.rest))
+    quantised = quantize_operand(x, dataclasses.replace(base, transforms=transforms), Keys())
+    q = quantised.values(torch.float32)
+    return decibels(relative_error(x, q if quantised.rest is None else q + quantised.rest))
 
 
 def rotation(tell: Tell, *, times: float, shape: tuple[int, int], seed: int) -> Measured:
@@ -126,11 +126,11 @@ def spike(tell: Tell, *, recipe: str, times: float, calls: int, shape: tuple[int
         z, scale = _product(u, v, smooth)
         kind = "smooth" if smooth else "plain"
         for rule, quantizer in (("delayed", delayed), ("current", current)):
-            made = quantize_operand(z, quantizer, Keys(), state)
-            q, exact = made.values(torch.float32) * scale, z * scale
-            each = (q - exact).double().norm(dim=1) / exact.double().norm(dim=1)
-            numbers[f"{rule}, {kind}: the spike"] = float(each[shape[0] // 2])
-            numbers[f"{rule}, {kind}: other tokens"] = float(each[torch.arange(shape[0]) != shape[0] // 2].mean())
+            quantised = quantize_operand(z, quantizer, Keys(), state)
+            q, exact = quantised.values(torch.float32) * scale, z * scale
+            errors = (q - exact).double().norm(dim=1) / exact.double().norm(dim=1)
+            numbers[f"{rule}, {kind}: the spike"] = float(errors[shape[0] // 2])
+            numbers[f"{rule}, {kind}: other tokens"] = float(errors[torch.arange(shape[0]) != shape[0] // 2].mean())
     return Measured(numbers=numbers)
 
 

@@ -24,8 +24,8 @@ def recovered(
     _train(model, steps, lr, batch, seed)
     tell(0.4)
     aware = convert(copy.deepcopy(model), recipe, generator=seed, filter_fn=GPT.without_head)
-    for each in (model, aware):
-        _train(each, tuned, lr / 10, batch, seed + 1)
+    for network in (model, aware):
+        _train(network, tuned, lr / 10, batch, seed + 1)
     tell(0.9)
     full = _perplexity(model, seed)
     after = _perplexity(convert(model, recipe, generator=seed, filter_fn=GPT.without_head), seed)

@@ -38,13 +38,13 @@ def coverage(
             if place == 0:
                 passed[name].append([])
             passed[name][-1].append(_accuracy(quantised, test, labels) >= (1 - loss) * accuracy)
-    numbers = {f"{name}, workloads %": 100 * _share(sum(found, [])) for name, found in passed.items()}
+    numbers = {f"{name}, workloads %": 100 * _share(sum(results, [])) for name, results in passed.items()}
     first, second = recipes[:2]
     numbers["E4M3 - INT8, points"] = numbers[f"{first}, workloads %"] - numbers[f"{second}, workloads %"]
     numbers[f"{second} without outliers, %"] = 100 * _share(passed[second][0])
     curves = {
-        name: [(times, 100 * _share(rows)) for times, rows in zip(outliers, found, strict=True)]
-        for name, found in passed.items()
+        name: [(times, 100 * _share(rows)) for times, rows in zip(outliers, results, strict=True)]
+        for name, results in passed.items()
     }
     return Measured(numbers=numbers, curves=curves, axes=("outliers, times", "workloads, %"), logarithmic="x")
 

@@ -113,13 +113,13 @@ def table(tell: Tell, *, count: int, clips: int, distributions: tuple[str, ...],
     numbers: dict[str, float] = {}
     for distribution in told(tell, distributions):
         x = draw(distribution, count, seed)
-        found = {name: decibels(best_clip(x, fmt, clips)) for name, fmt in formats.items()}
-        numbers |= {f"{distribution} {name}, dB": ratio for name, ratio in found.items()}
+        ratios = {name: decibels(best_clip(x, fmt, clips)) for name, fmt in formats.items()}
+        numbers |= {f"{distribution} {name}, dB": ratio for name, ratio in ratios.items()}
         for name in ("int8", "e2m5"):
             whole = clipped(x, formats[name], float(x.abs().max()))
             numbers[f"{distribution} {name}, not clipped, dB"] = decibels(whole)
         for name in ("int8", "e2m5", "e3m4"):
-            numbers[f"{distribution}: {name} is best"] = float(found[name] == max(found.values()))
+            numbers[f"{distribution}: {name} is best"] = float(ratios[name] == max(ratios.values()))
     curves = {
         name: [(float(i), numbers[f"{distribution} {name}, dB"]) for i, distribution in enumerate(distributions)]
         for name in formats
@@ -163,10 +163,10 @@ def phases(tell: Tell, *, shape: tuple[int, int], decades: float, seed: int) -> 
     numbers = {}
     for name, rule in rules.items():
         scaling = Scaling(block=(1, None), top=120.0, arithmetic="divide", **rule)
-        made = cast(x, _element("e4m3_ieee"), scaling, Rounding(), "saturate")
-        q = made.values((1, shape[1]))
-        each = (q.double() - x.double()).square().sum(1) / x.double().square().sum(1)
-        numbers[f"{name}, dB"] = decibels(float(each.mean()))
+        result = cast(x, _element("e4m3_ieee"), scaling, Rounding(), "saturate")
+        q = result.values((1, shape[1]))
+        errors = (q.double() - x.double()).square().sum(1) / x.double().square().sum(1)
+        numbers[f"{name}, dB"] = decibels(float(errors.mean()))
         numbers[f"{name}, dB lost"] = numbers["exact, dB"] - numbers[f"{name}, dB"]
     return Measured(numbers=numbers)
 

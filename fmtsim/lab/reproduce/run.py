@@ -44,10 +44,10 @@ def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
     Raises:
         ArgumentError: There is no claim of a name.
     """
-    known = {claim.name: claim for claim in CLAIMS}
+    by_name = {claim.name: claim for claim in CLAIMS}
     for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in by_name:
+            hint = did_you_mean(name, by_name)
             raise ArgumentError(f"unknown claim {shown(name)}{hint} (fmtsim reproduce --list shows all)")
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)
 
@@ -150,15 +150,15 @@ def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None
         left as they were.
     """
     start, error = time.perf_counter(), ""
-    found: list[Measured] = []
+    measured: list[Measured] = []
     with torch.random.fork_rng(devices=[]):
         try:
             every = list(_settings(claim, seeds))
             for done, values in enumerate(every):
-                found.append(claim.measure(lambda part, done=done: tell((done + part) / len(every)), **values))
+                measured.append(claim.measure(lambda part, done=done: tell((done + part) / len(every)), **values))
         except FmtsimError as problem:
-            found, error = [], str(problem)
-    return Result(claim=claim, runs=tuple(found), seconds=time.perf_counter() - start, error=error)
+            measured, error = [], str(problem)
+    return Result(claim=claim, runs=tuple(measured), seconds=time.perf_counter() - start, error=error)
 
 
 def run_claims(claims: Sequence[Claim], workers: int, *, seeds: int | None = None) -> Iterator[Result]:
@@ -170,18 +170,18 @@ def run_claims(claims: Sequence[Claim], workers: int, *, seeds: int | None = Non
     for claim in claims:
         alike.setdefault((claim.measure, claim.settings), []).append(claim)
     groups = sorted(alike.values(), key=lambda group: not any(claim.slow for claim in group))
-    known = {claim.name: claim for claim in claims}
+    by_name = {claim.name: claim for claim in claims}
     tasks = [([claim.name for claim in group], seeds) for group in groups]
     for found in as_done(_run_group, tasks, workers, torch.set_num_threads, 1):
         for name, runs, seconds, error in found:
-            yield Result(claim=known[name], runs=runs, seconds=seconds, error=error)
+            yield Result(claim=by_name[name], runs=runs, seconds=seconds, error=error)
 
 
 def _run_group(task: tuple[list[str], int | None]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
     """Run claims, by names and the number of seeds; return names, and of results what another process may be sent."""
     names, seeds = task
     done = [run_claim(claim, seeds=seeds) for claim in get_claims(names)]
-    return [(each.claim.name, each.runs, each.seconds, each.error) for each in done]
+    return [(result.claim.name, result.runs, result.seconds, result.error) for result in done]
 
 
 def _settings(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:

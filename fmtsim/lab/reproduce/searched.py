@@ -77,16 +77,16 @@ class _Run:
     ) -> tuple[float, int]:
         """Return what is right after a search while training, and its budget; with one the network is twice as wide."""
         model = self.network(1 if budget is None else 2)
-        found = search_while_training(
+        result = search_while_training(
             model, lambda step: self.loss(model, step), self.optimizer(model), budget,
             bits=_BITS if budget is None else None, formats=recipes, widths=widths, policy=self.policy,
             warmup=self.warmup, progress=False,
         )  # fmt: skip
-        return self.right(model), found.budget
+        return self.right(model), result.budget
 
     def afterwards(self, model: nn.Sequential, recipes: Sequence[PtqRecipe]) -> float:
-        found = search(model, self.data, bits=_BITS, formats=recipes, progress=False)
-        return self.right(ptq(copy.deepcopy(model), found.recipe(), self.data, progress=False))
+        result = search(model, self.data, bits=_BITS, formats=recipes, progress=False)
+        return self.right(ptq(copy.deepcopy(model), result.recipe(), self.data, progress=False))
 
 
 @lru_cache(maxsize=64)

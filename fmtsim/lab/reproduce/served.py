@@ -64,13 +64,13 @@ def _windows(data: Tensor, count: int, source: torch.Generator) -> tuple[Tensor,
 
 def _right(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
     """Return the share of bytes that are guessed right, in percent."""
-    found: list[Tensor] = []
-    hook = model.norm.register_forward_hook(lambda module, args, y: found.append(y))
+    answers: list[Tensor] = []
+    hook = model.norm.register_forward_hook(lambda module, args, y: answers.append(y))
     with evaluating(model), torch.no_grad():
         for tokens, targets in batches:
             model(tokens, targets)
     hook.remove()
-    guesses = (torch.cat(found) @ model.embedding.weight.mT).argmax(-1)
+    guesses = (torch.cat(answers) @ model.embedding.weight.mT).argmax(-1)
     return 100 * float((guesses == torch.cat([targets for _, targets in batches])).double().mean())
 
 
@@ -127,8 +127,8 @@ def trained_images(seed: int, steps: int) -> nn.Module:
 
 def formats(widths: tuple[int, ...]) -> dict[str, Any]:
     """Return integers and minifloats of these widths by name; E1My is an integer whose sign is apart."""
-    found: dict[str, Any] = {f"int{bits}": IntFormat(name=f"int{bits}_symmetric", bits=bits) for bits in widths}
-    return found | {
+    records: dict[str, Any] = {f"int{bits}": IntFormat(name=f"int{bits}_symmetric", bits=bits) for bits in widths}
+    return records | {
         f"e{e}m{bits - 1 - e}": minifloat(e, bits - 1 - e) for bits in widths for e in range(2, min(bits, 6))
     }
 
@@ -153,7 +153,7 @@ def pareto(tell: Tell, *, widths: tuple[int, ...], steps: int, seed: int) -> Mea
     numbers["right, %"] = 100 * float((exact == kinds).double().mean())
     kinds_of = {"front": _front(points), "integers": _of(points, "i"), "minifloats": _of(points, "e")}
     curves = {
-        label: sorted((each, max(lost, 0.01)) for each, lost in (points[name] for name in names))
+        label: sorted((cost, max(lost, 0.01)) for cost, lost in (points[name] for name in names))
         for label, names in kinds_of.items()
     }
     axes = ("LUTs of a multiply-accumulate", "answers changed, %")

@@ -52,12 +52,12 @@ def tasks(
     tell: Tell, *, schemes: tuple[str, str], lr: float, width: int, steps: int, batch: int, seeds: tuple[int, ...]
 ) -> Measured:
     """Train on sums, copies and brackets, and count loss spikes and right answers to held-out questions."""
-    found = swept(tell, task_corpus(), SweepConfig(batch_size=batch), schemes, (lr,), width, steps, seeds)
+    result = swept(tell, task_corpus(), SweepConfig(batch_size=batch), schemes, (lr,), width, steps, seeds)
     numbers: dict[str, float] = {}
-    for group in found.groups():
+    for group in result.groups():
         name = group["scheme"]
-        counts = [count for run in found.runs if run.point.scheme == name for count in run.tasks.values()]
-        right, asked = (sum(each) for each in zip(*counts, strict=True))
+        counts = [count for run in result.runs if run.point.scheme == name for count in run.tasks.values()]
+        right, asked = (sum(column) for column in zip(*counts, strict=True))
         numbers |= {f"{name}, right answers, %": 100 * right / asked, f"{name}, spikes": float(group["spikes"])}
         numbers[f"{name}, held-out loss"] = group["validation"]
     first, second = schemes
@@ -72,12 +72,12 @@ def fewer_bits(
 ) -> Measured:
     """Count failed runs by the bits of operands, and say how well sharpness foretells them."""
     config = SweepConfig(clip=None, final_rate=1.0)
-    found = swept(tell, load_corpus(None, config.context), config, schemes, rates, width, steps, seeds)
-    failed = {group["scheme"]: 100 * group["failed"] / group["runs"] for group in found.groups()}
+    result = swept(tell, load_corpus(None, config.context), config, schemes, rates, width, steps, seeds)
+    failed = {group["scheme"]: 100 * group["failed"] / group["runs"] for group in result.groups()}
     first = schemes[0]
     numbers = {f"{name}, failed runs in %": part for name, part in failed.items()}
     numbers |= {f"{name} less {first}, failed runs, points": failed[name] - failed[first] for name in schemes[1:]}
-    areas = {predictor.name: predictor.area for predictor in found.predictors()}
+    areas = {predictor.name: predictor.area for predictor in result.predictors()}
     numbers |= {f"area of {name}": area for name, area in areas.items()}
     numbers["area of sharpness less the rate's"] = areas["sharpness"] - areas["learning rate"]
     return Measured(numbers=numbers)
@@ -171,20 +171,20 @@ def published_runs(tokens_a_step: int) -> list[Trained]:
 
 def law(tell: Tell, *, base: str, tokens_a_step: int, parameters: float, ratios: tuple[float, ...]) -> Measured:
     """Fit Quartet's law to the losses of its authors, and find the tokens a parameter from which FP4 is best."""
-    found = fit_law(published_runs(tokens_a_step), base)
-    a, alpha, b, beta, e, gamma = found.constants
+    fitted = fit_law(published_runs(tokens_a_step), base)
+    a, alpha, b, beta, e, gamma = fitted.constants
     choices = [
         Choice(first, second, 1.0 if first == base else 4.0, 1.0 if second == base else 4.0)
-        for first in found.eff_n for second in found.eff_d
+        for first in fitted.eff_n for second in fitted.eff_d
     ]  # fmt: skip
-    best = [found.best(parameters, parameters * ratio, choices) for ratio in ratios]
+    best = [fitted.best(parameters, parameters * ratio, choices) for ratio in ratios]
     from_ratio = next((r for r, one in zip(ratios, best, strict=True) if base not in one[:2]), math.inf)
     tell(1.0)
     return Measured(
         numbers={
             "A": a, "alpha": alpha, "B": b, "beta": beta, "E": e, "gamma": gamma,
-            "parameters worth, QuEST forward": found.eff_n["quest"],
-            "tokens worth, stochastic backward": found.eff_d["sr"],
+            "parameters worth, QuEST forward": fitted.eff_n["quest"],
+            "tokens worth, stochastic backward": fitted.eff_d["sr"],
             "tokens a parameter from which FP4 is best": from_ratio,
         }
     )  # fmt: skip

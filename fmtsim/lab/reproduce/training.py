@@ -113,7 +113,7 @@ def schedule(tell: Tell, *, recipe: str, bad_steps: tuple[int, ...], steps: int)
     scaler = torch.amp.GradScaler("cpu", scale.initial, scale.growth, scale.backoff, interval)
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=2.0**-10)
-    curve, kept = [], True
+    curve, skips_match = [], True
     for step in range(steps):
         optimizer.zero_grad()
         factor = math.inf if step in bad_steps else 1.0
@@ -121,7 +121,7 @@ def schedule(tell: Tell, *, recipe: str, bad_steps: tuple[int, ...], steps: int)
         before = weight.detach().clone()
         scaler.step(optimizer)
         scaler.update()
-        kept = kept and bool((weight == before).all()) == (step in bad_steps)
+        skips_match = skips_match and bool((weight == before).all()) == (step in bad_steps)
         curve.append((float(step + 1), scaler.get_scale()))
     bad = bad_steps[0]
     numbers = {
@@ -130,7 +130,7 @@ def schedule(tell: Tell, *, recipe: str, bad_steps: tuple[int, ...], steps: int)
         "factor of an overflow": curve[bad][1] / curve[bad - 1][1],
         "scale after 1999 more": curve[bad + 1999][1],
         "scale after 2000 more": curve[bad + 2000][1],
-        "weights moved in clean steps alone": float(kept),
+        "weights moved in clean steps alone": float(skips_match),
     }
     axes = ("step", "loss scale")
     return Measured(numbers=numbers, curves={recipe: curve}, axes=axes, logarithmic="y", steps=True)

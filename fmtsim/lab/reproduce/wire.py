@@ -62,16 +62,16 @@ def _run(
     below, above, agrees = 0.0, 0.0, True
     for step in range((warm if reduction.auto else 0) + steps):
         common = shared * torch.randn(elements, generator=source)
-        own = [size * (common + torch.randn(elements, generator=source)) for _ in range(ranks)]
-        found = simulate(own, reduction, mu=mu)
-        flushed = sum(int(counts.flushed) for counts in found.counts)
+        gradients = [size * (common + torch.randn(elements, generator=source)) for _ in range(ranks)]
+        result = simulate(gradients, reduction, mu=mu)
+        flushed = sum(int(counts.flushed) for counts in result.counts)
         if reduction.factor == "pre":
-            agrees = agrees and flushed == _below(own, ranks)
+            agrees = agrees and flushed == _below(gradients, ranks)
         if reduction.auto is None or step >= warm:
             below += flushed / (ranks * elements * steps)
-            above += int(found.counts[0].saturated) / (elements * steps)
+            above += int(result.counts[0].saturated) / (elements * steps)
         if mu is not None and reduction.auto is not None:
-            mu = reduction.auto.next(mu, found.counts[0].saturated, found.counts[0].elements)
+            mu = reduction.auto.next(mu, result.counts[0].saturated, result.counts[0].elements)
     return Lost(below, above), agrees
 
 

@@ -53,14 +53,14 @@ def links_of(model: nn.Module) -> list[Link]:
             f"widths= follow channels through an nn.Sequential, and the model is a {type(model).__name__}; "
             "leave widths= out"
         )
-    found: list[Link] = []
+    links: list[Link] = []
     for name, module in _leaves(model, ""):
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1):
-            if found:
-                found[-1].reader = module
-            found.append(Link(name=name, maker=module))
-        elif found and isinstance(module, _NORMS):
-            found[-1].norms.append(module)
+            if links:
+                links[-1].reader = module
+            links.append(Link(name=name, maker=module))
+        elif links and isinstance(module, _NORMS):
+            links[-1].norms.append(module)
         elif not isinstance(module, _BETWEEN):
             groups = " in groups" if isinstance(module, nn.Conv2d) else ""
             raise ArgumentError(
@@ -68,10 +68,10 @@ def links_of(model: nn.Module) -> list[Link]:
                 "linear layers, convolutions without groups, batch normalisation, pooling and activations, or leave "
                 "widths= out"
             )
-    weights = [link.maker.weight for link in found]
+    weights = [link.maker.weight for link in links]
     if len({id(w) for w in weights}) < len(weights):
         raise ArgumentError("widths= need a weight for each layer, and two layers share one; leave widths= out")
-    return found[:-1]
+    return links[:-1]
 
 
 def _leaves(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -121,8 +121,8 @@ def narrow(links: Sequence[Link], counts: Sequence[int]) -> None:
     """Take the other channels away for good. Parameters stay the same objects, in new shapes and without gradients."""
     for module, tensors, sizes in list(_parts(links, counts)):
         for name, t in tensors.items():
-            own = getattr(module, name)
-            own.data, own.grad = t.detach().clone(), None
+            parameter = getattr(module, name)
+            parameter.data, parameter.grad = t.detach().clone(), None
         vars(module).update(sizes)
 
 

@@ -122,13 +122,13 @@ def search_while_training(
             reference, losses = search.each_alone(warmup + policy.steps)
         finally:
             revert(model)
-    found = result_of(
+    result = result_of(
         list(search.modules), recipes, picked, losses, search.costs(counts), budget=allowed, loss=math.nan,
         tried=search.tried, left_out=left_out, reference=reference,
         widths={link.name: n for link, n in zip(links, counts, strict=True)}, chances=search.chances(),
     )  # fmt: skip
-    convert(model, found.recipe().prescribed, filter_fn=lambda module, name: name in found.formats)
-    return replace(found, loss=_measured(model, loss_of, warmup + policy.steps))
+    convert(model, result.recipe().prescribed, filter_fn=lambda module, name: name in result.formats)
+    return replace(result, loss=_measured(model, loss_of, warmup + policy.steps))
 
 
 class _Search:
@@ -167,7 +167,7 @@ class _Search:
 
     def _counted(self) -> dict[str, int]:
         """Return the multiply-adds of each layer in a batch."""
-        found: Counter[str] = Counter()
+        adds: Counter[str] = Counter()
 
         def observer(name: str) -> Callable[[str], Any]:
             inputs: list[int] = []
@@ -176,7 +176,7 @@ class _Search:
                 if operand == "x_f":
                     inputs.append(t.numel())
                 elif operand == "w_f":
-                    found[name] += inputs.pop() * t.shape[0]
+                    adds[name] += inputs.pop() * t.shape[0]
 
             return lambda part: record
 
@@ -189,13 +189,13 @@ class _Search:
             for module in self.modules.values():
                 assert module.emulation is not None
                 module.emulation.observer = None
-        idle = next((name for name in self.modules if not found[name]), None)
+        idle = next((name for name in self.modules if not adds[name]), None)
         if idle is not None:
             raise ArgumentError(
                 f"loss_of never ran layer {idle!r}; return the loss of a batch that runs it, or leave it out with "
                 "filter_fn="
             )
-        return dict(found)
+        return dict(adds)
 
     def channels(self, wide: Sequence[int]) -> list[int]:
         """Return how many channels each link has under these options."""

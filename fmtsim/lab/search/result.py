@@ -35,8 +35,8 @@ def least_loss(
         losses: Likewise.
         budget: Not below the sum of least costs.
     """
-    found, exact = front(costs, losses, budget)
-    best = min(found, key=lambda item: (item[1], item[0], item[2]))
+    choice, exact = front(costs, losses, budget)
+    best = min(choice, key=lambda item: (item[1], item[0], item[2]))
     return list(best[2]), exact
 
 

@@ -128,10 +128,10 @@ class SwitchingModel:
     @staticmethod
     def _number(loss: Any) -> float:
         try:
-            found = float(loss)
+            number = float(loss)
         except (TypeError, ValueError, RuntimeError):
             raise ArgumentError(f"loss_fn returned {type(loss).__name__}; return one number") from None
-        return math.inf if math.isnan(found) else found
+        return math.inf if math.isnan(number) else number
 
     @torch.no_grad()
     def _assign(self, formats: Mapping[str, str]) -> None:

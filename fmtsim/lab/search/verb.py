@@ -127,13 +127,13 @@ def search(
         alone = sensitivity is None
         losses = _each_alone(switching, layers, names, show) if alone else _attributed(sensitivity, layers, names)
         picked, _ = least_loss(costs, losses, allowed)
-        found = _Found(switching, layers, names, costs, allowed)
-        found.offer(picked)
+        searched = _Found(switching, layers, names, costs, allowed)
+        searched.offer(picked)
         if policy is not None:
-            _sample(found, policy, show)
-    assert found.best is not None
+            _sample(searched, policy, show)
+    assert searched.best is not None
     return result_of(
-        layers, recipes, found.best, losses, costs, budget=allowed, loss=found.loss, tried=len(found.known),
+        layers, recipes, searched.best, losses, costs, budget=allowed, loss=searched.loss, tried=len(searched.known),
         left_out=left_out,
     )  # fmt: skip
 
@@ -194,7 +194,7 @@ def _each_alone(switching: SwitchingModel, layers: list[str], names: list[str], 
 
 def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[list[float]]:
     """Return the losses of layers by recipe as the rows of attributions have them."""
-    found: dict[tuple[str, str], float] = {}
+    costs: dict[tuple[str, str], float] = {}
     for name in names:
         rows = getattr(sensitivity.get(name), "rows", None) if isinstance(sensitivity, Mapping) else None
         if rows is None:
@@ -204,14 +204,14 @@ def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[l
             )
         for row in rows:
             if row.module is not None and row.loss is not None:
-                found[row.module, name] = found.get((row.module, name), 0.0) + row.loss
-    missing = next((key for layer in layers for key in ((layer, name) for name in names) if key not in found), None)
+                costs[row.module, name] = costs.get((row.module, name), 0.0) + row.loss
+    missing = next((key for layer in layers for key in ((layer, name) for name in names) if key not in costs), None)
     if missing is not None:
         raise ArgumentError(
             f"sensitivity of recipe {missing[1]!r} has no loss of layer {missing[0]!r}; attribute the same model, with "
             "a batch that runs the layer, or leave it out with filter_fn="
         )
-    return [[found[layer, name] for name in names] for layer in layers]
+    return [[costs[layer, name] for name in names] for layer in layers]
 
 
 def check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
@@ -253,28 +253,28 @@ def recipes_of(
     named = [formats] if isinstance(formats, str | PtqRecipe) else formats
     if not isinstance(named, Sequence):
         raise ArgumentError(f"formats={shown(formats)}; pass names or recipes, at least one")
-    found = [get_ptq_recipe(f) for f in named]
-    if not found or len({r.name for r in found}) < len(found):
+    recipes = [get_ptq_recipe(f) for f in named]
+    if not recipes or len({r.name for r in recipes}) < len(recipes):
         raise ArgumentError(f"formats={shown(formats)}; pass recipes of different names, at least one")
-    for r in found:
+    for r in recipes:
         if r.rules or r.smooth or r.equalise or r.bias_correction or r.batch_norm or r.attention:
             raise ArgumentError(
                 f"recipe {r.name!r} changes more than one layer's operands; search takes x, w, calibration and weights"
             )
-        if r.weights != found[0].weights:
-            raise ArgumentError(f"recipes {found[0].name!r} and {r.name!r} round weights differently; choose one way")
-    calibrations = {r.calibration for r in found if is_static(r.x)}
+        if r.weights != recipes[0].weights:
+            raise ArgumentError(f"recipes {recipes[0].name!r} and {r.name!r} round weights differently; choose one way")
+    calibrations = {r.calibration for r in recipes if is_static(r.x)}
     if len(calibrations) > 1:
         raise ArgumentError("formats= mixes rules of calibration, and a model has one; choose recipes of one rule")
     if machine is not None:
-        kept, left_out = {}, {}
-        for r in found:
+        usable, left_out = {}, {}
+        for r in recipes:
             try:
-                kept[r.name] = r.on(**machine)
+                usable[r.name] = r.on(**machine)
             except FmtsimError as error:
                 left_out[r.name] = str(error)
-        require_some(kept, left_out)
-        return kept, left_out
-    if any(r.on_machine != found[0].on_machine for r in found):
+        require_some(usable, left_out)
+        return usable, left_out
+    if any(r.on_machine != recipes[0].on_machine for r in recipes):
         raise ArgumentError("formats= are on different machines, and a model has one; pass target=")
-    return {r.name: r for r in found}, {}
+    return {r.name: r for r in recipes}, {}

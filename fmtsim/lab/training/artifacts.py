@@ -51,13 +51,13 @@ def write_unfinished(out: Path, config: TrainConfig, corpus: Corpus, checkpoint:
 
 def about(config: TrainConfig, corpus: Corpus, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what every record begins with: versions, machine, options and text."""
-    own = source_digest(config.architecture)
+    digest = source_digest(config.architecture)
     settings = asdict(config) | {name: getattr(config, name).to_dict() for name in ("simulated", "baseline")}
     return {
         "fmtsim": fmtsim.__version__,
         "torch": torch.__version__,
         "machine": {"processor": platform.processor() or platform.machine(), **machine},
-        "config": settings | ({} if own is None else {"architecture_sha256": own}),
+        "config": settings | ({} if digest is None else {"architecture_sha256": digest}),
         "corpus": {name: getattr(corpus, name) for name in ("name", "bytes", "files", "truncated", "sha256")},
     }
 
@@ -98,14 +98,18 @@ def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = 
     """Return the report of the runs that there are, the baseline first; the last one's operands are shown."""
     names = [f"{name}: {run.label}" for name, run in zip(("baseline", "simulated"), runs, strict=False)]
     last = runs[-1]
-    told = [*notes, *(f"{run.label}: stopped, {run.stopped}" for run in runs if run.stopped)]
+    remarks = [*notes, *(f"{run.label}: stopped, {run.stopped}" for run in runs if run.stopped)]
     if last.nonfinite:
-        told.append(f"Steps with gradients that were not finite: {last.nonfinite}, skipped: {last.skipped}")
+        remarks.append(f"Steps with gradients that were not finite: {last.nonfinite}, skipped: {last.skipped}")
     if any(run.stats is not None for run in runs[:-1]):
-        told.append(f"Heatmaps and exponents are of {last.label}; those of the baseline are in {LAYERS} and {RECORD}")
-    told += last.report.notes if last.report is not None else ()
+        remarks.append(
+            f"Heatmaps and exponents are of {last.label}; those of the baseline are in {LAYERS} and {RECORD}"
+        )
+    remarks += last.report.notes if last.report is not None else ()
     if last.guesses:
-        told.append(f"Products whose accumulation order was guessed: {len(last.guesses)}. The first: {last.guesses[0]}")
+        remarks.append(
+            f"Products whose accumulation order was guessed: {len(last.guesses)}. The first: {last.guesses[0]}"
+        )
     return write_page(
         None,
         title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
@@ -114,7 +118,7 @@ def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = 
         observation=last.stats,
         coverage=None if last.report is None else last.report.coverage,
         configuration=about,
-        notes=told,
+        notes=remarks,
     )
 
 
@@ -165,7 +169,7 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
         "losses": result.losses,
         "seconds": {name: round(taken, 3) for name, taken in zip(timed, result.seconds, strict=True)},
         "weights_sha256": list(result.digest),
-        "products": [_product(call, found) for call, found in result.products],
+        "products": [_product(call, spec) for call, spec in result.products],
         "guesses": result.guesses,
     }
 

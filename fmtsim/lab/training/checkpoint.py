@@ -97,9 +97,9 @@ class Checkpoint:
             parts.learner.load_state_dict(state)
             parts.batches.set_state(state["batches"])
             parts.keys.set_state(state["keys"])
-            found = Run.of_state(state["run"])
+            run = Run.of_state(state["run"])
             for field in fields(Run):
-                setattr(parts.run, field.name, getattr(found, field.name))
+                setattr(parts.run, field.name, getattr(run, field.name))
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise self._malformed(error) from error
 

@@ -49,9 +49,9 @@ class Corpus:
     @property
     def sha256(self) -> str:
         """Digest of the whole text."""
-        found = hashlib.sha256(self.train.numpy().data)
-        found.update(self.validation.numpy().data)
-        return found.hexdigest()
+        digest = hashlib.sha256(self.train.numpy().data)
+        digest.update(self.validation.numpy().data)
+        return digest.hexdigest()
 
 
 def load_corpus(path: str | Path | None, context: int) -> Corpus:
@@ -198,7 +198,7 @@ def score(batches: Iterable[tuple[Tensor, Tensor]], context: int) -> dict[str, t
         batches: Predicted and true bytes, int64 ``[windows * context]`` both.
         context: Bytes of a window.
     """
-    found = dict.fromkeys(TASKS, (0, 0))
+    scores = dict.fromkeys(TASKS, (0, 0))
     for predicted, targets in batches:
         for row, guess in zip(targets.view(-1, context).tolist(), predicted.view(-1, context).tolist(), strict=True):
             text = bytes(row)
@@ -207,7 +207,7 @@ def score(batches: Iterable[tuple[Tensor, Tensor]], context: int) -> dict[str, t
                 answer = text.index(b"=", start) + 1
                 first = chr(row[start])
                 name = "brackets" if first in _CLOSES else "sums" if first.isdigit() else "copies"
-                right, asked = found[name]
-                found[name] = right + (row[answer : end + 1] == guess[answer : end + 1]), asked + 1
+                right, asked = scores[name]
+                scores[name] = right + (row[answer : end + 1] == guess[answer : end + 1]), asked + 1
                 start = end + 1
-    return found
+    return scores

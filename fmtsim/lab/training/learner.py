@@ -120,11 +120,12 @@ class RankReduction:
         """Return one gradient a parameter of those of each rank; None where no rank has one, else zeros stand in."""
         columns = list(zip(*gradients, strict=True))
         present = {i: g for i, column in enumerate(columns) for g in column if g is not None}
-        found: list[Tensor | None] = [None] * len(columns)
+        reduced: list[Tensor | None] = [None] * len(columns)
         if not present:
-            return found
+            return reduced
         ranks = [
-            [torch.zeros_like(like) if (g := own[i]) is None else g for i, like in present.items()] for own in gradients
+            [torch.zeros_like(like) if (g := grads[i]) is None else g for i, like in present.items()]
+            for grads in gradients
         ]
         result = simulate(ranks, self.reduction, mu=self.mu, call=self.calls)
         self.calls += 1
@@ -132,8 +133,8 @@ class RankReduction:
             counts = result.counts[0]  # of reduced elements, which are the same on all ranks
             self.mu = self.reduction.auto.next(self.mu.to(counts.saturated.device), counts.saturated, counts.elements)
         for i, value in zip(present, result.values, strict=True):
-            found[i] = value
-        return found
+            reduced[i] = value
+        return reduced
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to go on with the same bits."""
@@ -229,14 +230,14 @@ class Learner:
 
     def state_bytes(self) -> float:
         """Return the bytes of weights and states a parameter; weights that a scheme keeps count as it keeps them."""
-        kept, elements = 0, 0
+        state_total, elements = 0, 0
         for optimizer in self.optimizers:
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 state = {name: x for name, x in optimizer.state[p].items() if isinstance(x, Tensor) and name != "step"}
-                own = any(name.startswith("weights") for name in state)
-                kept += sum(x.nbytes for x in state.values()) + p.nbytes * (not own)
+                holds_weights = any(name.startswith("weights") for name in state)
+                state_total += sum(x.nbytes for x in state.values()) + p.nbytes * (not holds_weights)
                 elements += p.numel()
-        return kept / max(elements, 1)
+        return state_total / max(elements, 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs beside the model to go on with the same bits."""
@@ -270,11 +271,11 @@ def make_optimizers(model: torch.nn.Module, scheme: Scheme, config: TrainConfig)
     parameters = list(model.parameters())
     first = [p for p in parameters if _moved(p)]
     rest = [p for p in parameters if not _moved(p)]
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if first:
         peak = MADAM_RATE * config.lr
-        found.append(Madam([{"params": first, PEAK: peak}], lr=peak, state=states.state, seed=config.seed))
-    return found + ([torch.optim.AdamW([_group(rest, config.lr, config)], betas=BETAS)] if rest else [])
+        optimizers.append(Madam([{"params": first, PEAK: peak}], lr=peak, state=states.state, seed=config.seed))
+    return optimizers + ([torch.optim.AdamW([_group(rest, config.lr, config)], betas=BETAS)] if rest else [])
 
 
 def _moved(p: Tensor) -> bool:

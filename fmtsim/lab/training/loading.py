@@ -91,11 +91,11 @@ class Loaded:
         Raises:
             ArgumentError: There is none, or it is not a number.
         """
-        found = self._loss(sample, output)
-        if _is_number(found):
-            return found.reshape(())  # type: ignore[no-any-return]
+        loss = self._loss(sample, output)
+        if _is_number(loss):
+            return loss.reshape(())  # type: ignore[no-any-return]
         what = "its model returned" if sample.loss is None else "its loss returned"
-        said = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
+        said = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
         raise ArgumentError(
             f"--model {self.name}: {what} {said}, which is not a loss; return (model, batches, loss), where loss is "
             "a function of the model's output, or of output and batch, that gives one number"
@@ -136,7 +136,7 @@ def load(asked: Asked) -> Loaded:
     else:
         value = load_pretrained(asked.model, weights=asked.checkpoint is None)
     parts = value if isinstance(value, tuple) else (value,)
-    model, given, loss = (*parts, None, None)[:3]
+    model, batches, loss = (*parts, None, None)[:3]
     alone = len(parts) == 1
     if not isinstance(model, nn.Module) or len(parts) > 3 or (loss is not None and not callable(loss)):
         raise ArgumentError(f"--model {asked.model} returned {shown(value)}; return {_RETURNS}")
@@ -152,7 +152,7 @@ def load(asked: Asked) -> Loaded:
     model.to(asked.device)
     if alone:
         return _of_text(asked, model)
-    return _of_batches(asked, model, given, loss, dtype)
+    return _of_batches(asked, model, batches, loss, dtype)
 
 
 def _of_batches(asked: Asked, model: nn.Module, given: Any, loss: Any, dtype: torch.dtype | None) -> Loaded:
@@ -209,8 +209,8 @@ def _of_text(asked: Asked, model: nn.Module) -> Loaded:
     corpus = _random(asked) if asked.data is None else load_corpus(asked.data, asked.context)
 
     def samples(part: Tensor) -> list[Sample]:
-        found = _windows(_tokens(part, tokenizer), asked).to(asked.device)
-        return [_sample(reader, each, tokenizer is None) for each in found]
+        windows = _windows(_tokens(part, tokenizer), asked).to(asked.device)
+        return [_sample(reader, window, tokenizer is None) for window in windows]
 
     seen = samples(corpus.train)
     unit = "byte" if tokenizer is None else "token"
@@ -238,8 +238,8 @@ def _random(asked: Asked) -> Corpus:
     """Return as many random bytes as there are windows, the same on every machine."""
     count = asked.count * asked.rows * (asked.context + 1)
     source = torch.Generator().manual_seed(asked.seed)
-    found = torch.randint(0, VOCABULARY, (count,), generator=source).to(torch.uint8)
-    return Corpus(name="random bytes", train=found, validation=found, files=0, truncated=False)
+    tokens = torch.randint(0, VOCABULARY, (count,), generator=source).to(torch.uint8)
+    return Corpus(name="random bytes", train=tokens, validation=tokens, files=0, truncated=False)
 
 
 def _tokens(part: Tensor, tokenizer: Any) -> Tensor:
@@ -258,5 +258,5 @@ def _windows(tokens: Tensor, asked: Asked) -> Tensor:
             "needed; pass more text or a smaller --context"
         )
     starts = torch.linspace(0, places - 1, asked.count * asked.rows, dtype=torch.float64).round().long()
-    found = tokens[starts[:, None] + torch.arange(asked.context + 1)]
-    return found.view(asked.count, asked.rows, asked.context + 1)
+    windows = tokens[starts[:, None] + torch.arange(asked.context + 1)]
+    return windows.view(asked.count, asked.rows, asked.context + 1)

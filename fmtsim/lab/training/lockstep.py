@@ -119,8 +119,8 @@ class RecordingTarget(Target):
 
     def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
         """Return what the target says, and remember it."""
-        self.asked[call] = found = Target.resolve(self, call, strict=strict)
-        return found
+        self.asked[call] = spec = Target.resolve(self, call, strict=strict)
+        return spec
 
 
 def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minutes: float | None = None) -> Lockstep:
@@ -269,11 +269,11 @@ def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _birthplace(sides: tuple[Side, Side], batch: tuple[Tensor, Tensor], config: TrainConfig) -> str:
     """Return the first operation that differs where copies of both models run forward and backward again."""
     with autocast(config.simulated, config.device):
-        found = bisect(*((side.model, batch) for side in sides))
-    if found.equal:
+        divergence = bisect(*((side.model, batch) for side in sides))
+    if divergence.equal:
         return "when forward and backward are repeated no bit differs"
-    first = "" if found.comparison is None else f": {found.tensor} {found.comparison.first}"
-    return f"first in {found.a}{first}"
+    first = "" if divergence.comparison is None else f": {divergence.tensor} {divergence.comparison.first}"
+    return f"first in {divergence.a}{first}"
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -169,15 +169,15 @@ class OwnModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _loss(self, out: Any) -> Tensor:
-        given = [out.loss] if isinstance(getattr(out, "loss", None), Tensor) else out
-        several = given if isinstance(given, list | tuple) else [given]
-        found = [x for x in several if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()]
-        if len(found) != 1:
+        items = [out.loss] if isinstance(getattr(out, "loss", None), Tensor) else out
+        several = items if isinstance(items, list | tuple) else [items]
+        losses = [x for x in several if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()]
+        if len(losses) != 1:
             raise ArgumentError(
                 f"--model {self.where}: its forward(inputs, targets) returned {_what(out)}; return the mean loss, a "
                 "tensor without dimensions"
             )
-        return found[0]
+        return losses[0]
 
 
 def _what(value: Any) -> str:

@@ -31,21 +31,21 @@ def load_pretrained(name: str, *, weights: bool = True) -> nn.Module:
         try:
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except Exception as error:  # of files transformers raises anything
-            found = "a file" if Path(name).is_file() else "no folder and not in the cache of transformers"
-            found = _first(error) if Path(name).is_dir() else found
+            place = "a file" if Path(name).is_file() else "no folder and not in the cache of transformers"
+            place = _first(error) if Path(name).is_dir() else place
             raise ArgumentError(
-                f"{where} is neither a function nor a local Hugging Face model ({found}); pass {FORMS}, a folder "
+                f"{where} is neither a function nor a local Hugging Face model ({place}); pass {FORMS}, a folder "
                 "with config.json, or the name of a model that transformers has downloaded before"
             ) from None
-        made = transformers.AutoModelForCausalLM
+        model_class = transformers.AutoModelForCausalLM
         try:
             if weights:
-                model, info = made.from_pretrained(
+                model, info = model_class.from_pretrained(
                     name, local_files_only=True, dtype="auto", output_loading_info=True
                 )  # fmt: skip
                 absent = sorted(info["missing_keys"])
             else:
-                model, absent = made.from_config(config), []
+                model, absent = model_class.from_config(config), []
         except Exception as error:
             raise ArgumentError(
                 f"{where}: {_first(error)}; models that are not causal language models come from {FORMS}"
@@ -125,11 +125,11 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         DataError: The file cannot be read, or holds no tensors by name.
     """
     path = Path(path).expanduser()
-    tensors, own = _read(path), model.state_dict(keep_vars=True)
+    tensors, parameters = _read(path), model.state_dict(keep_vars=True)
     for name, t in tensors.items():
-        if name not in own:
-            raise _differs(path, model, f"has {name!r}, which the model has not{did_you_mean(name, own)}")
-        mine = own[name]
+        if name not in parameters:
+            raise _differs(path, model, f"has {name!r}, which the model has not{did_you_mean(name, parameters)}")
+        mine = parameters[name]
         if t.shape != mine.shape:
             raise _differs(path, model, f"has {name!r} of {list(t.shape)}, the model of {list(mine.shape)}")
         if torch.promote_types(t.dtype, mine.dtype) != mine.dtype:
@@ -137,8 +137,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                 f"--checkpoint {path}: {name!r} is {_dtype(t)} and the model's {_dtype(mine)}, which would round it; "
                 f"pass --dtype {_dtype(t)}"
             )
-    there = {own[name].data_ptr() for name in tensors}
-    absent = [name for name, t in own.items() if name not in tensors and t.numel() and t.data_ptr() not in there]
+    there = {parameters[name].data_ptr() for name in tensors}
+    absent = [name for name, t in parameters.items() if name not in tensors and t.numel() and t.data_ptr() not in there]
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise _differs(path, model, f"lacks {absent[0]!r}{more}")
@@ -164,18 +164,18 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     else:
         read = _unpickled
     try:
-        found = read(path)
+        state = read(path)
     except Exception as error:  # of damaged bytes readers raise anything
         raise DataError(f"--checkpoint {path} cannot be read: {first_line(error)}; save the weights again") from None
-    if not isinstance(found, Mapping) or not found or not all(isinstance(t, Tensor) for t in found.values()):
+    if not isinstance(state, Mapping) or not state or not all(isinstance(t, Tensor) for t in state.values()):
         raise DataError(f"--checkpoint {path} holds no tensors by name; save model.state_dict()")
-    return found
+    return state
 
 
 def _unpickled(path: Path) -> Any:
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    within = [found[name] for name in _WITHIN if isinstance(found, Mapping) and isinstance(found.get(name), Mapping)]
-    return within[0] if within else found
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    within = [state[name] for name in _WITHIN if isinstance(state, Mapping) and isinstance(state.get(name), Mapping)]
+    return within[0] if within else state
 
 
 def _dtype(t: Tensor) -> str:

@@ -104,9 +104,9 @@ class ScalingLaw(Result):
             Column("precision", str), Column("eff_N forward", self.eff_n.get, ".3f", absent="-"),
             Column("eff_D backward", self.eff_d.get, ".3f", absent="-"),
         )  # fmt: skip
-        told = f"L = (A / (N eff_N)^alpha + B / (D eff_D)^beta)^gamma + E, fitted to {len(self.runs)} losses"
+        law = f"L = (A / (N eff_N)^alpha + B / (D eff_D)^beta)^gamma + E, fitted to {len(self.runs)} losses"
         return (
-            told,
+            law,
             Facts(facts),
             table_of(columns, dict.fromkeys((*self.eff_n, *self.eff_d))),
             f"largest error of the law: {100 * math.expm1(self.error()):.2f} % of a loss",
@@ -161,10 +161,10 @@ def fit_law(runs: Sequence[Trained], base: str) -> ScalingLaw:
     others = [run for run in runs if not run.forward == run.backward == base]
     names = sorted({(0, r.forward) for r in others} | {(1, r.backward) for r in others} - {(0, base), (1, base)})
     names = [name for name in names if name[1] != base]
-    found = _efficiencies(theta, others, names) if names else torch.zeros(0)
+    efficiencies = _efficiencies(theta, others, names) if names else torch.zeros(0)
     a, alpha, b, beta, e, gamma = theta.tolist()
     effs: tuple[dict[str, float], dict[str, float]] = ({base: 1.0}, {base: 1.0})
-    for (side, name), value in zip(names, found.exp().tolist(), strict=True):
+    for (side, name), value in zip(names, efficiencies.exp().tolist(), strict=True):
         effs[side][name] = value
     constants = (math.exp(a), alpha, math.exp(b), beta, math.exp(e), gamma)
     return ScalingLaw(constants=constants, base=base, eff_n=effs[0], eff_d=effs[1], runs=tuple(runs))
@@ -196,8 +196,8 @@ def _constants(runs: Sequence[Trained]) -> Tensor:
         starts.append((half, alpha, half, beta, math.log(share * lowest), gamma))
 
     def residuals(t: Tensor) -> tuple[Tensor, Tensor]:
-        found, slopes = _log_loss(t, n - middle_n, d - middle_d)
-        return found - target, torch.stack(slopes, -1)
+        log_loss, slopes = _log_loss(t, n - middle_n, d - middle_d)
+        return log_loss - target, torch.stack(slopes, -1)
 
     theta = _fitted(residuals, torch.tensor(starts, dtype=torch.float64))
     theta[0] += theta[1] * middle_n
@@ -214,9 +214,9 @@ def _efficiencies(theta: Tensor, runs: Sequence[Trained], names: Sequence[tuple[
     )
 
     def residuals(t: Tensor) -> tuple[Tensor, Tensor]:
-        found, (along_a, _, along_b, *_) = _log_loss(theta, n + t @ of_n.T, d + t @ of_d.T)
+        log_loss, (along_a, _, along_b, *_) = _log_loss(theta, n + t @ of_n.T, d + t @ of_d.T)
         slopes = -theta[1] * along_a.unsqueeze(-1) * of_n - theta[3] * along_b.unsqueeze(-1) * of_d
-        return found - target, slopes
+        return log_loss - target, slopes
 
     return _fitted(residuals, torch.zeros(1, len(names), dtype=torch.float64))
 
@@ -239,9 +239,9 @@ def _fitted(residuals: Callable[[Tensor], tuple[Tensor, Tensor]], starts: Tensor
         room = damping.unsqueeze(-1) * hessian.diagonal(dim1=-2, dim2=-1) + 1e-12
         move, _ = torch.linalg.solve_ex(hessian + torch.diag_embed(room), weighted.mT @ r.unsqueeze(-1))
         new = theta - move.squeeze(-1)
-        found = _huber(residuals(new)[0])
-        better = found < cost
-        theta, cost = torch.where(better.unsqueeze(-1), new, theta), torch.where(better, found, cost)
+        loss = _huber(residuals(new)[0])
+        better = loss < cost
+        theta, cost = torch.where(better.unsqueeze(-1), new, theta), torch.where(better, loss, cost)
         damping = torch.where(better, damping / 3, damping * 4).clamp(1e-12, 1e12)
         r, slopes = residuals(theta)
     return theta[cost.nan_to_num(math.inf).argmin()].clone()

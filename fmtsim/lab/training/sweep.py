@@ -159,13 +159,13 @@ class SweepRun:
         losses = tuple(_number(loss) for loss in record.pop("losses"))
         looks = tuple((step, _number(value)) for step, value in record.pop("sharpness"))
         tasks = {name: (right, asked) for name, (right, asked) in record.pop("tasks").items()}
-        known: dict[str, Any] = {
+        values: dict[str, Any] = {
             "losses": losses,
             "sharpness": looks,
             "tasks": tasks,
             "validation": _number(record.pop("validation")),
         }
-        return cls(point=point, **known, **record)
+        return cls(point=point, **values, **record)
 
 
 def scheme_of(text: str) -> Scheme:
@@ -228,8 +228,8 @@ def points_of(
 ) -> list[Point]:
     """Return every combination once, the first seed of all before the second, so that a part of a sweep is even."""
     lists = itertools.product(seeds, schemes, rates, widths, steps)
-    found = [Point(scheme, lr, width, count, seed) for seed, scheme, lr, width, count in lists]
-    return list(dict.fromkeys(found))
+    points = [Point(scheme, lr, width, count, seed) for seed, scheme, lr, width, count in lists]
+    return list(dict.fromkeys(points))
 
 
 class _Logits(ModelMode):

@@ -38,8 +38,8 @@ def run_sweep(
         DeviceError: A process died.
     """
     _check_settings(out, config, corpus, {point.scheme for point in points})
-    found = {run.point: run for run in read_runs(out)}
-    waiting = [point for point in points if point not in found]
+    runs = {run.point: run for run in read_runs(out)}
+    waiting = [point for point in points if point not in runs]
     if waiting:
         first = {point.scheme: point for point in reversed(waiting)}
         for point in first.values():  # options that do not fit fail here, and kernels are compiled once
@@ -47,10 +47,10 @@ def run_sweep(
                 rehearse(config.train_config(point._replace(steps=1)))
         progress.stage("runs", len(waiting))
         for done, run in enumerate(_trained(config, waiting, corpus, workers), 1):
-            found[run.point] = run
-            write_file(out / RUNS, "".join(each.to_line() for each in found.values()))
+            runs[run.point] = run
+            write_file(out / RUNS, "".join(finished.to_line() for finished in runs.values()))
             progress.step(done, f"{run.point.scheme} lr {run.point.lr:g}: {run.final_loss:.3f}")
-    return [found[point] for point in points]
+    return [runs[point] for point in points]
 
 
 def read_runs(folder: Path) -> list[SweepRun]:
@@ -83,11 +83,11 @@ def _check_settings(out: Path, config: SweepConfig, corpus: Corpus, schemes: Ite
         "architecture_sha256": source_digest(config.architecture), "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,
     }  # fmt: skip
-    told = {name: _definition(name) for name in sorted(schemes)}
+    definitions = {name: _definition(name) for name in sorted(schemes)}
     try:
         before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now | {"schemes": {}}
-        known = before.pop("schemes")
-        pairs = [(f"scheme {name}", known[name], told[name]) for name in told if name in known]
+        earlier = before.pop("schemes")
+        pairs = [(f"scheme {name}", earlier[name], definitions[name]) for name in definitions if name in earlier]
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{path} is not of a sweep ({error}); delete it, or choose another --out") from None
     for name, old, new in [*((name, before.get(name), value) for name, value in now.items()), *pairs]:
@@ -96,7 +96,7 @@ def _check_settings(out: Path, config: SweepConfig, corpus: Corpus, schemes: Ite
                 f"{out} holds a sweep of another {name} ({old!r:.60}, not {new!r:.60}); choose another --out, or "
                 "pass the same options"
             )
-    write_folder(out, {SETTINGS: json.dumps(now | {"schemes": known | told}, indent=1) + "\n"})
+    write_folder(out, {SETTINGS: json.dumps(now | {"schemes": earlier | definitions}, indent=1) + "\n"})
 
 
 def _definition(name: str) -> Any:

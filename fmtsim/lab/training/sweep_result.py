@@ -80,16 +80,16 @@ def interval(count: int, total: int) -> tuple[float, float]:
 def ranks(values: Sequence[float]) -> list[float]:
     """Return the rank of each value, from 1; equal ones share the mean of theirs."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
+    result = [0.0] * len(values)
     start = 0
     while start < len(order):
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1
         for place in range(start, end + 1):
-            found[order[place]] = (start + end) / 2 + 1
+            result[order[place]] = (start + end) / 2 + 1
         start = end + 1
-    return found
+    return result
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
@@ -155,19 +155,19 @@ class SweepResult(Result):
 
     def cells(self) -> dict[tuple[str, Shape, float], list[SweepRun]]:
         """Return the runs by scheme, shape and learning rate, in the order in which they come."""
-        found: dict[tuple[str, Shape, float], list[SweepRun]] = {}
+        cells: dict[tuple[str, Shape, float], list[SweepRun]] = {}
         for run in self.runs:
-            found.setdefault((run.point.scheme, shape_of(run), run.point.lr), []).append(run)
-        return found
+            cells.setdefault((run.point.scheme, shape_of(run), run.point.lr), []).append(run)
+        return cells
 
     def best(self) -> dict[tuple[str, Shape], tuple[float, list[SweepRun]]]:
         """Return the learning rate of the lowest median last loss, and its runs, by scheme and shape."""
-        found: dict[tuple[str, Shape], tuple[float, list[SweepRun]]] = {}
+        best: dict[tuple[str, Shape], tuple[float, list[SweepRun]]] = {}
         for (scheme, shape, lr), runs in self.cells().items():
-            known = found.get((scheme, shape))
-            if known is None or _median(runs) < _median(known[1]):
-                found[scheme, shape] = lr, runs
-        return found
+            earlier = best.get((scheme, shape))
+            if earlier is None or _median(runs) < _median(earlier[1]):
+                best[scheme, shape] = lr, runs
+        return best
 
     def predictors(self) -> list[Predictor]:
         """Return how well sharpness, loss and learning rate, as known after ``EARLY`` of the steps, tell the end."""
@@ -177,8 +177,8 @@ class SweepResult(Result):
             look = next(((step, value) for step, value in run.sharpness if step >= EARLY * run.point.steps), None)
             if look is not None and look[0] < len(run.losses):  # it went on
                 runs.append(run)
-                known = (look[1], run.losses[look[0] - 1], run.point.lr)
-                for column, value in zip(columns.values(), known, strict=True):
+                values = (look[1], run.losses[look[0] - 1], run.point.lr)
+                for column, value in zip(columns.values(), values, strict=True):
                     column.append(value)
         failed, last = [self.failed(run) for run in runs], [run.final_loss for run in runs]
         return [
@@ -188,12 +188,12 @@ class SweepResult(Result):
 
     def trained(self) -> list[Trained]:
         """Return the median held-out loss at the best rate of each scheme and shape, for ``fit_law``."""
-        found = []
+        trained = []
         for (scheme, _), (_, runs) in self.best().items():
             forward, _, backward = scheme.partition("/")
             loss = statistics.median(run.validation for run in runs)
-            found.append(Trained(runs[0].parameters, runs[0].tokens, loss, forward, backward or forward))
-        return found
+            trained.append(Trained(runs[0].parameters, runs[0].tokens, loss, forward, backward or forward))
+        return trained
 
     def groups(self) -> list[dict[str, Any]]:
         """Return a record for each scheme and shape, as JSON types."""
@@ -218,22 +218,22 @@ class SweepResult(Result):
         tasks = sorted({name for run in self.runs for name in run.tasks})
         answers = [Column(name, partial(_answered, task=name)) for name in tasks]
         alone = f"; the frequencies of bytes alone give {self.entropy:.3f}" if self.limit is None else ""
-        told = (
+        text = (
             f"failed: stopped, or a last loss (mean of the last tenth, nats per byte) of as much or more{alone}",
             "best lr: of the lowest median last loss of the seeds, whose held-out loss and answers follow",
             "spikes: losses 5 standard deviations above the mean of the 20 before, in all runs",
         )
-        return table_of((*_GROUPS, *answers), self.groups()), *told, *self._predicted()
+        return table_of((*_GROUPS, *answers), self.groups()), *text, *self._predicted()
 
     def _predicted(self) -> tuple[Rows | str, ...]:
-        found = self.predictors()
-        if not found[0].runs:
+        rows = self.predictors()
+        if not rows[0].runs:
             return ()
-        told = (
-            f"what is known after {100 * EARLY:.0f} % of the steps of {found[0].runs} runs, {found[0].failed} of which "
+        text = (
+            f"what is known after {100 * EARLY:.0f} % of the steps of {rows[0].runs} runs, {rows[0].failed} of which "
             "fail: chance that it is higher in a run that fails (0.5: tells nothing), correlation with the last loss"
         )
-        return table_of(_PREDICTORS, found), told
+        return table_of(_PREDICTORS, rows), text
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Draw a heatmap for each shape: median last loss by scheme and learning rate, and failed runs in numbers."""

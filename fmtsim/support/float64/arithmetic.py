@@ -52,8 +52,8 @@ def floor_log2(number: Tensor) -> Tensor:
 
     A number keeps its leading bit and loses the one below it, so that its rounding to float32 does not carry.
     """
-    kept = number & ~(number >> 1)
-    return (kept.to(torch.float32).view(torch.int32) >> 23).to(number.dtype) - 127
+    leading_bit = number & ~(number >> 1)
+    return (leading_bit.to(torch.float32).view(torch.int32) >> 23).to(number.dtype) - 127
 
 
 def is_nan(x: Tensor) -> Tensor:
@@ -118,9 +118,12 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
     """Return ``x * y``."""
-    (left, scale), (right, other) = _unpacked(x), _unpacked(y)
+    (x_bits, scale), (y_bits, other) = _unpacked(x), _unpacked(y)
     mask = (1 << 26) - 1
-    (high, low), (upper, lower) = (left >> 26, left & mask), (right >> 26, right & mask)
+    (high, low), (upper, lower) = (
+        (x_bits >> 26, x_bits & mask),
+        (y_bits >> 26, y_bits & mask),
+    )
     middle = high * lower + low * upper
     bottom = low * lower + ((middle & mask) << 26)
     top, rest = high * upper + (middle >> 26) + (bottom >> 52), bottom & ((1 << 52) - 1)
@@ -154,13 +157,13 @@ def divide(x: Tensor, y: Tensor) -> Tensor:
 def root(x: Tensor) -> Tensor:
     """Return the square root, correctly rounded; torch's own on a CPU is not always."""
     significand, scale = _unpacked(x)
-    number, found, rest = significand << (scale & 1), torch.zeros_like(x), torch.zeros_like(x)
+    number, result, rest = significand << (scale & 1), torch.zeros_like(x), torch.zeros_like(x)
     for place in range(54, -56, -2):  # two bits of the number, zeros behind its last, make one of the root
         rest = (rest << 2) | ((number >> place) & 3 if place >= 0 else 0)
-        tried = (found << 2) | 1
+        tried = (result << 2) | 1
         fits = rest >= tried
-        rest, found = torch.where(fits, rest - tried, rest), (found << 1) | fits.to(torch.int64)
-    code = _rounded(torch.zeros_like(fits), (found << 1) | (rest != 0).to(torch.int64), (scale >> 1) - 28)
+        rest, result = torch.where(fits, rest - tried, rest), (result << 1) | fits.to(torch.int64)
+    code = _rounded(torch.zeros_like(fits), (result << 1) | (rest != 0).to(torch.int64), (scale >> 1) - 28)
     code = torch.where((x == SIGN) | (x == INFINITE), x, code)
     return torch.where(is_nan(x) | ((x < 0) & (x != SIGN)), NAN, code)
 

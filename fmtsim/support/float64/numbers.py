@@ -160,19 +160,19 @@ def _moved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def bits(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return [bits(each) for each in value]
+            return [bits(item) for item in value]
         return value.bits if isinstance(value, Float64) else value
 
-    found = function(*(bits(value) for value in args), **kwargs)
-    return tuple(map(Float64, found)) if isinstance(found, list | tuple) else Float64(found)
+    codes = function(*(bits(value) for value in args), **kwargs)
+    return tuple(map(Float64, codes)) if isinstance(codes, list | tuple) else Float64(codes)
 
 
 def _operation(name: str) -> Callable[..., Any]:
     """Return what a function or method of tensors does to these numbers; one in place has the name's ending ``_``."""
-    found = _OPERATIONS.get(name.rstrip("_"))
-    if found is None:
+    operation = _OPERATIONS.get(name.rstrip("_"))
+    if operation is None:
         raise NotImplementedError(f"float64 numbers in integers have no {name}; move the tensor to the CPU")
-    return found
+    return operation
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -25,10 +25,10 @@ def lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device
     """
 
     def make() -> torch.Tensor:
-        made = torch.tensor(numbers, dtype=dtype).to(device)
+        constant = torch.tensor(numbers, dtype=dtype).to(device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # others read it on streams of their own
-        return made
+        return constant
 
     if device.type != "cuda":
         return make()

@@ -38,15 +38,15 @@ class Programs:
         """
         if THREAD.recorder is not None:
             return function()
-        found = self._found.get(key)
-        if type(found) is Program and found.takes(tensors):
-            return found.run(*tensors)  # type: ignore[no-any-return]
-        if found is _ONCE and not any(t is not None and captures(t.device) for t in tensors):
+        program = self._found.get(key)
+        if type(program) is Program and program.takes(tensors):
+            return program.run(*tensors)  # type: ignore[no-any-return]
+        if program is _ONCE and not any(t is not None and captures(t.device) for t in tensors):
             recorder = Recorder(tensors)
             result = recorder.run(function)
             self._found[key] = recorder.program(result)
             return result
-        if found is None and key not in self._found:
+        if program is None and key not in self._found:
             if len(self._found) >= _MOST:
                 self._found.clear()
             self._found[key] = _ONCE
@@ -75,4 +75,4 @@ def _part(x: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(x, Tensor):
         tensors.append(x)
         return kind_of(x)
-    return tuple([_part(each, tensors) for each in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]
+    return tuple([_part(item, tensors) for item in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]

@@ -122,17 +122,17 @@ class Recorder(TorchDispatchMode):
         """Run an operation of torch and write it down."""
         kwargs, THREAD.recorder = kwargs or {}, None  # launches inside are the operation's
         try:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             THREAD.recorder = self
         if self.fits:
-            self._operation(func, args, kwargs, made)
-        return made
+            self._operation(func, args, kwargs, result)
+        return result
 
     def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
-        found = [made] if isinstance(made, Tensor) else made
-        tensors = isinstance(found, list | tuple) and all(isinstance(t, Tensor) for t in found)
-        if not tensors or func is _aten.lift_fresh.default or any(t.device != self._device for t in found):
+        outputs = [made] if isinstance(made, Tensor) else made
+        tensors = isinstance(outputs, list | tuple) and all(isinstance(t, Tensor) for t in outputs)
+        if not tensors or func is _aten.lift_fresh.default or any(t.device != self._device for t in outputs):
             self.fits = False  # a number of it, or one of the host's
             return
         if func in _EMPTY:
@@ -142,17 +142,17 @@ class Recorder(TorchDispatchMode):
             self._hold(made, self._place(args[0]))
         elif func in _VIEWS:
             self._view(args[0], made)
-        elif all(t not in self._places for t in found) or made is args[0]:
-            self._call(func, args, kwargs, [] if made is args[0] else found, single=found is not made)
+        elif all(t not in self._places for t in outputs) or made is args[0]:
+            self._call(func, args, kwargs, [] if made is args[0] else outputs, single=outputs is not made)
         else:
             self.fits = False
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any], made: Sequence[Tensor], *, single: bool) -> None:
         """Write down an operation that made tensors, or none where it wrote into one."""
         reads: list[int] = []
-        given = [self._text(x, reads) for x in args]
-        given += [f"{name}={self._text(x, reads)}" for name, x in kwargs.items()]
-        text, places = f"{self._constant(func)}({', '.join(given)})", [self._new(t) for t in made]
+        arguments = [self._text(x, reads) for x in args]
+        arguments += [f"{name}={self._text(x, reads)}" for name, x in kwargs.items()]
+        text, places = f"{self._constant(func)}({', '.join(arguments)})", [self._new(t) for t in made]
         if places:
             names = ", ".join(self._names[place] for place in places)
             text = f"{names} = {text}" if single else f"{names}, = {text}"
@@ -176,8 +176,10 @@ class Recorder(TorchDispatchMode):
     def _make(self, function: Callable[..., Tensor], values: tuple[Any, ...], made: Tensor, *reads: int) -> int:
         """Write down that a function made a tensor of tensors at some places, and of values."""
         place = self._new(made)
-        given = ", ".join((*(self._names[each] for each in reads), *map(self._constant, values)))
-        self._lines.append(_Line(f"{self._names[place]} = {self._constant(function)}({given})", reads, [place], False))
+        arguments = ", ".join((*(self._names[each] for each in reads), *map(self._constant, values)))
+        self._lines.append(
+            _Line(f"{self._names[place]} = {self._constant(function)}({arguments})", reads, [place], False)
+        )
         return place
 
     def launch(self, start: Callable[..., None], fixed: Sequence[Any], given: Sequence[Any], *, words: bool) -> None:
@@ -221,12 +223,12 @@ class Recorder(TorchDispatchMode):
 
     def _place(self, t: Tensor) -> int:
         """Return where a tensor is; one that nobody made here is a constant."""
-        found: int | None = self._places.get(t)
-        if found is None:
+        place: int | None = self._places.get(t)
+        if place is None:
             self.fits &= t.numel() <= _LARGEST and t.device == self._device and not self._moves(t.data_ptr())
-            found = self._places[t] = len(self._names)
+            place = self._places[t] = len(self._names)
             self._names.append(self._constant(t))
-        return found
+        return place
 
     def _constant(self, x: Any) -> str:
         name = f"c{len(self._constants)}"
@@ -248,8 +250,8 @@ class Recorder(TorchDispatchMode):
             return self._bytes(x, reads)
         if isinstance(x, int | np.integer) and self._moves(int(x)):
             self.fits = False
-        if isinstance(x, list | tuple) and any(isinstance(each, Tensor | tuple | list) for each in x):
-            parts, kind = "".join(f"{self._text(each, reads)}, " for each in x), type(x)
+        if isinstance(x, list | tuple) and any(isinstance(item, Tensor | tuple | list) for item in x):
+            parts, kind = "".join(f"{self._text(item, reads)}, " for item in x), type(x)
             return f"[{parts}]" if kind is list else f"{'' if kind is tuple else self._constant(kind)}({parts})"
         return self._constant(x)
 
@@ -259,7 +261,7 @@ class Recorder(TorchDispatchMode):
             if self._moves(int.from_bytes(data[start : start + 8], "little")):
                 self.fits = False
         pieces, end = [], 0
-        notes = [(m.span(), place, pack) for made, place, pack in self._notes for m in finditer(escape(made), data)]
+        notes = [(m.span(), place, pack) for raw, place, pack in self._notes for m in finditer(escape(raw), data)]
         for (start, stop), place, pack in sorted(notes, key=lambda note: (note[0][0], -note[0][1])):
             self._unused.discard(place)
             if start >= end:  # else part of one that was longer

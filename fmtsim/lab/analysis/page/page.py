@@ -93,15 +93,15 @@ def format_choices() -> list[tuple[str, float, float, float]]:
 
     These are the registered signed floating-point and integer formats with a zero, of at most 16 bits.
     """
-    found = []
+    choices = []
     for name in [*list_formats("float"), *list_formats("int")]:
         fmt = get_format(name)
         if isinstance(fmt, FloatFormat) and fmt.bits <= MOST_BITS and fmt.signed and fmt.has_zero:
             ulp = math.ldexp(1.0, math.frexp(fmt.max)[1] - 1 - fmt.mantissa_bits)
-            found.append((name, fmt.min_subnormal, fmt.max, fmt.max + ulp / 2))
+            choices.append((name, fmt.min_subnormal, fmt.max, fmt.max + ulp / 2))
         elif isinstance(fmt, IntFormat) and fmt.bits <= MOST_BITS and fmt.min < 0 and not fmt.half_offset:
-            found.append((name, fmt.eps, fmt.max, fmt.max + fmt.eps / 2))
-    return found
+            choices.append((name, fmt.eps, fmt.max, fmt.max + fmt.eps / 2))
+    return choices
 
 
 def plain(value: Any) -> Any:

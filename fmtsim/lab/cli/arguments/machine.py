@@ -69,8 +69,8 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     option(check, "--calls", "calls of every rule", 3)
     book = parser.add_argument_group("querying the cuBLASLt heuristic, which runs no kernel")
     every = "write or continue a plan book and its target: the kernel for every number of rows of the layers of"
-    known = f"--model and --shapes, by default of all {len(list_models())} known models ({BOOK} unless named)"
-    option(book, "--book", f"{every} {known}", metavar="FILE", nargs="?", const=BOOK)
+    models = f"--model and --shapes, by default of all {len(list_models())} known models ({BOOK} unless named)"
+    option(book, "--book", f"{every} {models}", metavar="FILE", nargs="?", const=BOOK)
     kinds = "kinds of calls, such as bf16,fp8_rows (default: all; an unknown kind prints all names)"
     option(book, "--kinds", kinds, metavar="LIST")
     option(book, "--lattice", "add layers with up to N sizes of outputs and of inputs, from 64 to 32768", 0)

@@ -240,19 +240,19 @@ def declare_memory(parser: argparse.ArgumentParser) -> None:
            metavar="FORMAT", known=names.formats)  # fmt: skip
     count(weights, "--lora", "rank of LoRA adapters; only these are trained")
     option(weights, "--lora-layers", "a regular expression: layers with adapters", metavar="PATTERN")
-    kept = parser.add_argument_group("what is saved for the backward pass")
-    count(kept, "--tokens", "tokens per sequence; without it, activations are not counted")
-    count(kept, "--batch", "sequences on each device (default 1)")
-    option(kept, "--activations", "format of activations that are not quantised (default bf16)", metavar="FORMAT",
+    saved = parser.add_argument_group("what is saved for the backward pass")
+    count(saved, "--tokens", "tokens per sequence; without it, activations are not counted")
+    count(saved, "--batch", "sequences on each device (default 1)")
+    option(saved, "--activations", "format of activations that are not quantised (default bf16)", metavar="FORMAT",
            known=names.formats)  # fmt: skip
-    option(kept, "--loss-format", "format in which the loss is computed from the logits (default fp32)",
+    option(saved, "--loss-format", "format in which the loss is computed from the logits (default fp32)",
            metavar="FORMAT", known=names.formats)  # fmt: skip
-    option(kept, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
+    option(saved, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
     option(
-        kept, "--attention", "whether scores are saved (eager) or not (flash, the default)", choices=("flash", "eager")
+        saved, "--attention", "whether scores are saved (eager) or not (flash, the default)", choices=("flash", "eager")
     )
-    flag(kept, "--dropout", "count dropout masks")
-    flag(kept, "--quantize-early", "layers save codes that the forward pass made for the backward product")
+    flag(saved, "--dropout", "count dropout masks")
+    flag(saved, "--quantize-early", "layers save codes that the forward pass made for the backward product")
     _add_devices(parser.add_argument_group("devices"))
     _add_serving(parser.add_argument_group("serving instead of training (with --weights and --devices)"))
     flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
