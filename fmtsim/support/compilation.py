@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that are compiled: which ones, and the line that tells somebody who waits for the first ones."""
+"""The kernels that this process compiled, and the line that explains the wait for the first ones."""
 
 import contextlib
 import multiprocessing
@@ -21,7 +21,7 @@ _said = False
 
 @contextlib.contextmanager
 def compiling(kernel: str, folder: Path | None) -> Iterator[None]:
-    """Compile a kernel inside; where somebody waits for that, one line says once what is done and where it is kept.
+    """Compile a kernel inside; after a second of compiling, one line says once what is compiled and where it is stored.
 
     The line goes to standard error of a terminal or a notebook, and comes from the first process of several.
     """
@@ -59,5 +59,5 @@ def _say_compiling(kernel: str, folder: Path | None) -> None:
 
 
 def _first_process() -> bool:
-    """Say whether this process is nobody's worker, and the first rank of its machine."""
+    """Return True if this process is no worker of another one, and the first rank of its machine."""
     return multiprocessing.parent_process() is None and os.environ.get("LOCAL_RANK", "0") == "0"

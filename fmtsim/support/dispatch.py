@@ -89,12 +89,12 @@ def _object_of(x: Any) -> Any:
 
 
 def is_recorded() -> bool:
-    """Say whether a compiler sees what runs here as operations, to make code of its own of them."""
+    """Return True if a compiler traces the running code (torch.compile, export, make_fx)."""
     return torch.compiler.is_compiling() or proxy_tensor.get_proxy_mode() is not None
 
 
 def autocasts(kind: str) -> bool:
-    """Say whether autocast is on for a type of device; some, such as meta, do not have it."""
+    """Return True if autocast is on for a type of device; some, such as meta, do not have it."""
     return (kind in ("cpu", "cuda") or _has_autocast(kind)) and torch.is_autocast_enabled(kind)
 
 
@@ -148,7 +148,7 @@ def without_own_modes() -> Iterator[None]:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Say whether nothing but the engine has to see an operation on x: no gradient, subclass, transform or mode.
+    """Return True if only the engine has to see an operation on x: no gradient, subclass, transform or mode.
 
     Not for code that torch.compile traces: ask ``torch.compiler.is_compiling()`` first.
     """
@@ -156,7 +156,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def is_readable(x: torch.Tensor) -> bool:
-    """Say whether a verb can look at elements: x is not on meta or fake, and no compiler, export or vmap traces it."""
+    """Return True if a verb can read elements: x is not on meta or fake, and no compiler, export or vmap traces it."""
     return not (
         torch.compiler.is_compiling()
         or x.is_meta
@@ -166,7 +166,7 @@ def is_readable(x: torch.Tensor) -> bool:
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Say whether x is a plain strided tensor of the CPU or a GPU with numbers; where torch cannot tell it is none."""
+    """Return True if x is a plain strided tensor of the CPU or a GPU with storage; False where torch cannot tell."""
     return type(x) in PLAIN_TYPES and len(_tensors) > 0 and _keys_of(x).raw_repr() in _tensors
 
 

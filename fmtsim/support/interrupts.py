@@ -48,14 +48,14 @@ def raised() -> Iterator[Callable[[], tuple[str, int]]]:
 
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Set the handler of both signals, but where whoever started the process has it ignore them, as nohup does."""
+    """Set the handler of both signals, except signals that the parent process had ignored, as nohup does."""
     for number in _WORDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _drops_exceptions(frame: FrameType | None) -> bool:
-    """Say whether an exception would get lost: in a destructor, or a callback of LLVM, which leaves half a kernel."""
+    """Return True if an exception would be lost: in a destructor, or in an LLVM callback (half a kernel remains)."""
     while frame is not None:
         if frame.f_code.co_name == "__del__" or "llvmlite" in frame.f_code.co_filename:
             return True

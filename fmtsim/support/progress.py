@@ -194,7 +194,7 @@ def make_progress(
 
 
 def watched(stream: TextIO) -> bool:
-    """Say whether somebody looks on: a stream is a terminal or a notebook's."""
+    """Return True if a stream is a terminal or a notebook's."""
     return _in_notebook(stream) or stream.isatty()
 
 

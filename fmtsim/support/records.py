@@ -85,7 +85,7 @@ def as_int(value: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Say whether a value is of a type; numbers have 64 bits, and text can be written."""
+    """Return True if a value is of a type; integers fit 64 bits, and text can be encoded as UTF-8."""
     origin, arguments = _apart(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in arguments)

@@ -166,7 +166,7 @@ def test_what_ends_a_run_leaves_a_report(tmp_path, error):
     page = (tmp_path / "run.html").read_text("utf-8")
     assert f"Interrupted after step 6 by {error.__name__}" in page and list(run.record.seen.history) == [1, 4]
     hook.remove()
-    with fmtsim.observe(loop.model):  # nobody observes it any more
+    with fmtsim.observe(loop.model):  # it is no longer observed
         pass
     assert loop.accelerator.backward.__name__ == "backward"
 

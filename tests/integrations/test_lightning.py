@@ -192,7 +192,7 @@ def test_what_ends_a_run_leaves_a_report(tmp_path, error):
         train(tmp_path, task, callback)
     page = (tmp_path / "run.html").read_text("utf-8")
     assert f"Interrupted after step 6 by {error.__name__}" in page and list(callback.record.seen.history) == [1, 4]
-    with fmtsim.observe(task.model):  # nobody observes it any more
+    with fmtsim.observe(task.model):  # it is no longer observed
         pass
 
 

@@ -167,12 +167,12 @@ def test_what_ends_a_run_leaves_a_report(tmp_path, error):
     page = (tmp_path / "run.html").read_text("utf-8")
     assert f"Interrupted after step 6 by {error.__name__}" in page and list(record.seen.history) == [1, 4]
     hook.remove()
-    with fmtsim.observe(run.model):  # nobody observes it any more
+    with fmtsim.observe(run.model):  # it is no longer observed
         pass
 
 
 class Writes:
-    """An object that writes a file where somebody unpickles it."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that is none: an arithmetic and an accumulation order of the test's choice, computed by fmtsim itself."""
+"""A stand-in for a GPU: an arithmetic and an accumulation order of the test's choice, computed by fmtsim itself."""
 
 from collections.abc import Callable
 

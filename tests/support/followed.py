@@ -18,7 +18,7 @@ def llama(recipe="te_delayed"):
 
 
 def same(one, other):
-    """Say whether two models have the same weights and remember the same."""
+    """Return True if two models have the same weights and remember the same."""
     pairs = [dict(model.state_dict()) for model in (one, other)]
     return list(pairs[0]) == list(pairs[1]) and all_same_bits(*(list(state.values()) for state in pairs))
 

@@ -46,7 +46,7 @@ def run_train(folder: Path) -> None:
 
 
 def run_calibrate(folder: Path) -> None:
-    """Calibrate a GPU that is none."""
+    """Calibrate a stand-in for a GPU."""
     hopper = get_unit("hopper.wgmma")
     plan = lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan()  # noqa: E731
     calibration.open_gpu = lambda device: FakeGPU(lambda call: hopper.mode(call.a, call.b, call.accumulate), plan)

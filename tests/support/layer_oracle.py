@@ -26,10 +26,10 @@ def product(a, b, gemm, out_dtype, bias=None, generator=None):
     narrow = gemm.library is not None and any(q.format.bits <= 8 for q in (gemm.a, gemm.b) if q.format)
     if kinds <= {"none"} and not narrow:
         return _plain(a, b, bias, gemm, out_dtype, machine | {"generator": generator})
-    a_encoded, b_encoded = _encoded(a, gemm.a), _encoded(b, gemm.b)
+    (a_codes, a_scales, a_format), (b_codes, b_scales, b_format) = _encoded(a, gemm.a), _encoded(b, gemm.b)
     return fmtsim.scaled_mm(
-        a_encoded[0], b_encoded[0].mT, a_encoded[1], _turned(b_encoded[1], b.shape), bias, None, out_dtype, gemm.fast_accum, **machine,
-        **_recipes(gemm, kinds), a_format=a_encoded[2], b_format=b_encoded[2], generator=generator,
+        a_codes, b_codes.mT, a_scales, _turned(b_scales, b.shape), bias, None, out_dtype, gemm.fast_accum, **machine,
+        **_recipes(gemm, kinds), a_format=a_format, b_format=b_format, generator=generator,
     )  # fmt: skip
 
 

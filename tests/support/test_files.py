@@ -213,7 +213,7 @@ def test_a_file_that_could_not_be_written_fails_before_the_work(tmp_path, capsys
 
 
 def test_a_folder_is_tried(tmp_path, monkeypatch):
-    """Permissions do not say whether a folder can be written to: /proc has all of them."""
+    """Permissions do not tell if a folder can be written to: /proc has all of them."""
     check_folder(tmp_path / "new" / "folder")
     assert list(tmp_path.iterdir()) == []
 

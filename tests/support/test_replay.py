@@ -212,7 +212,7 @@ def test_steps_between_are_let_go():
         device.call(function, x)
     gc.collect()
     assert device.decided == 2 and last[0]() is None
-    assert seen.names == ["aten::empty_strided"] * 2  # nobody reads the sum
+    assert seen.names == ["aten::empty_strided"] * 2  # no operation reads the sum
 
 
 def test_a_tensor_that_comes_twice_is_not_two():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call everything that takes strings, files or tensors with inputs that nobody writes::
+"""Call everything that takes strings, files or tensors with malformed inputs::
 
     python -m tools.fuzz --minutes 60             # all targets in turn, with fresh inputs until the time is over
     python -m tools.fuzz --target recipe --seed 7 # those whose name has this in it, again the same inputs

@@ -38,7 +38,7 @@ class Hostile:
 
 
 class Number(enum.IntEnum):
-    """An int that is none."""
+    """An int subclass."""
 
     ONE = 1
 

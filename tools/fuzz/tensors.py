@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of every kind that torch has, and values that nobody passes: what the targets of verbs draw from."""
+"""Tensors of every kind that torch has, and values that no caller should pass: what the targets of verbs draw from."""
 
 import math
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from tools.mutants.sites import ROOT
 MAP = Path(__file__).with_name("seen.txt")
 MOST_TESTS = 8  # of one function
 MOST_OF_KERNELS = 24  # of one file of kernels, all of whose functions share them
-# Functions that numba compiles are seen by nobody: the tests of their engine, the quickest first.
+# No trace sees functions that numba compiles: the tests of their engine run instead, the quickest first.
 COMPILED = {
     "fmtsim/engines/cpu/cast/": (
         "tests/engines/cpu/test_codes.py", "tests/engines/cpu/test_choices.py",

@@ -252,7 +252,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _is_type(node: ast.expr) -> bool:
-    """Say whether an expression names types: ``int | None``, ``Sequence[int] | Tensor``."""
+    """Return True if an expression names types: ``int | None``, ``Sequence[int] | Tensor``."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return _is_type(node.left) or _is_type(node.right)
     name = node.value if isinstance(node, ast.Subscript) else node

@@ -52,7 +52,7 @@ class _Scores(NamedTuple):
 
 
 class AttentionCalls(ModelMode):
-    """Show somebody each attention that runs inside a ``with``, once it has run."""
+    """Pass each attention call inside a ``with`` to ``see``, once it has run."""
 
     def __init__(self, see: Callable[[Call], None]) -> None:
         super().__init__()

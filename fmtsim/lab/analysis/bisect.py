@@ -144,12 +144,12 @@ class Bisection(table.Result):
 
 
 def _below(layer: str, other: str) -> bool:
-    """Say whether a module lies inside another one."""
+    """Return True if a module lies inside another one."""
     return layer != other and (not other or layer.startswith(f"{other}."))
 
 
 def is_call(one: Operation) -> bool:
-    """Say whether an operation is a module's call, which both runs of a model have."""
+    """Return True if an operation is a module's call, which both runs of a model have."""
     inside = one.operation in (*OPERANDS, *PRODUCTS) or "::" in one.operation or one.operation.startswith(AGAIN)
     return one.direction == "forward" and not inside
 

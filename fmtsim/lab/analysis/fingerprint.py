@@ -176,7 +176,7 @@ class _Buffer:
 
 
 def has_bits(x: Any) -> TypeGuard[Tensor]:
-    """Say whether this is a tensor whose elements lie in one order in memory: not sparse, distributed, fake or None."""
+    """Return True if x is a tensor whose elements have one order in memory: not sparse, distributed, fake or None."""
     return is_dense(x) or (
         isinstance(x, Tensor)
         and x.layout == torch.strided

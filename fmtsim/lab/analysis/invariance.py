@@ -119,7 +119,7 @@ class ProductInvariance(table.Result):
         )
 
     def same(self, first: int, second: int) -> bool | None:
-        """Say whether a row has the same bits in batches of two sizes; None where that is not known.
+        """Return True if a row has the same bits in batches of two sizes; None where that is unknown.
 
         Raises:
             ArgumentError: A size was not asked.
@@ -300,7 +300,7 @@ def _joined(bands: Iterable[Band]) -> Iterator[Band]:
 
 
 def same_bits(call: GemmCall, first: GemmSpec, second: GemmSpec) -> bool:
-    """Say whether two definitions of a product give every row the same bits."""
+    """Return True if two specs of a product give every row the same bits."""
     if (first.datapath, first.a, first.b) != (second.datapath, second.a, second.b):
         return False
     a, b = (_serial(call, spec.plan) for spec in (first, second))

@@ -231,7 +231,7 @@ class Probe(Watcher):
 
 
 class _Receive(torch.autograd.Function):
-    """Pass inputs on, and let somebody change their gradients."""
+    """Return the inputs, and let ``change`` replace their gradients."""
 
     @staticmethod
     def forward(ctx: Any, change: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -248,7 +248,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Emit(torch.autograd.Function):
-    """Add something to a result, and show its gradient to somebody."""
+    """Add ``shift`` to a result, and pass the result's gradient to ``see``."""
 
     @staticmethod
     def forward(ctx: Any, see: Any, y: Tensor, shift: Tensor | None, anchor: Tensor) -> Tensor:

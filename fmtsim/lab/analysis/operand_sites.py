@@ -213,7 +213,7 @@ def _turns(q: Quantizer) -> tuple[Hadamard, ...]:
 
 
 def _rounds(config: LinearConfig, operand: str) -> bool:
-    """Say whether an operand is not what it would be in high precision."""
+    """Return True if an operand is rounded or otherwise changed from high precision."""
     q = _quantizer(config, operand)
     return q.format is not None or q.then is not None or any(isinstance(t, Clamp | Sparsity) for t in q.transforms)
 

@@ -92,7 +92,7 @@ class Shadow:
         self._inside = 0
 
     def _attend(self, model: nn.Module, config: AttentionConfig | None) -> bool:
-        """Give copies of modules that run attention a quantised one; say whether there is one."""
+        """Give copies of modules that run attention a quantised one; return True if there is such a module."""
         chosen = [] if config is None else [(n, m) for n, m in attentions(model) if ATTENTION not in m.__dict__]
         keys = torch.Generator().manual_seed(0)
         for name, module in chosen:

@@ -167,7 +167,7 @@ def in_order(operands: Iterable[str]) -> list[str]:
 
 
 def operand_in_words(operand: str) -> str:
-    """Return an operand's tensor and product in words; a name that is none of an operand as it is.
+    """Return an operand's tensor and product in words; any other name is returned unchanged.
 
     >>> operand_in_words("g_w"), operand_in_words("q"), operand_in_words("dv.a")
     ('gradients, weight gradient', 'queries, attention', "attention's dv")

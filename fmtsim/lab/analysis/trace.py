@@ -220,7 +220,7 @@ _COLUMNS = (
 
 
 def _made(one: Operation) -> bool:
-    """Say whether an operation made a NaN of none, or an Inf of finite inputs."""
+    """Return True if an operation returned a NaN without reading one, or an Inf from finite inputs."""
     before, after = ({x.special for x in tensors} - {""} for tensors in (one.inputs, one.outputs))
     return bool(after) and not before or ("nan" in after and "nan" not in before)
 

@@ -44,7 +44,7 @@ class Row:
         return self.kind in FALLING
 
     def reaches(self, value: float, goal: float | None) -> bool | None:
-        """Say whether a value reaches a goal; None without one."""
+        """Return True if a value reaches its goal; None without a goal."""
         if goal is None:
             return None
         return value <= goal if self.falls else value >= goal

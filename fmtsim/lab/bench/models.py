@@ -89,7 +89,7 @@ def batch_of(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def without_head(module: nn.Module, name: str) -> bool:
-    """Say whether a module is none of the output head's: a ``filter_fn`` of ``convert``."""
+    """Return False for the output head: a ``filter_fn`` of ``convert``."""
     return LanguageModel.without_head(module, name) and name != "lm_head"
 
 

@@ -110,7 +110,7 @@ def emulate(question: GemmCall, seed: int, arithmetic: Arithmetic, plan: GemmPla
 
 
 def is_scalar(arithmetic: Arithmetic) -> bool:
-    """Say whether a unit is one fused multiply-add after another, which takes float32 as it is."""
+    """Return True if a unit is a chain of fused multiply-adds, which reads float32 operands unrounded."""
     return isinstance(arithmetic, Datapath) and arithmetic.block == 1 and arithmetic.fraction_bits is None
 
 

@@ -126,7 +126,7 @@ def expected(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> NDArray[numpy.in
 
 
 def explains(k: int, arithmetic: Arithmetic, plan: GemmPlan, seen: Sighting | None) -> bool:
-    """Say whether a plan agrees with everything that a call showed."""
+    """Return True if a plan agrees with all probes of a call."""
     return seen is None or bool((expected(k, arithmetic, plan) == seen.lost).all())
 
 
@@ -189,7 +189,7 @@ def _explaining(call: GemmCall, arithmetic: Datapath, seen: Sighting, plans: Ite
 
 
 def opens(k: int, arithmetic: Datapath, plan: GemmPlan, seen: Sighting) -> bool:
-    """Say whether the first blocks of a plan are those that were seen; a quick look before a thorough one."""
+    """Return True if the first blocks of a plan are the observed ones: a quick check before the full one."""
     length = min(arithmetic.block or k, plan.instruction_k or k)
     whole = k if plan.part_k is None else min(plan.part_k, k)
     tile = plan.k_tile or whole

@@ -176,7 +176,7 @@ def plan_file(
 
 
 def _knows(base: Target | None, finding: Finding) -> bool:
-    """Say whether a target has a call's order already, and not as a guess."""
+    """Return True if a target has a call's order already, and not as a guess."""
     if base is None or finding.status != "verified":
         return False
     with warnings.catch_warnings():

@@ -194,7 +194,7 @@ def _tiny(block: int, least: int, whole: int, c: int) -> list[Product]:
 
 
 def joins(bench: Bench, bits: int, terms: str) -> bool:
-    """Say whether the running sum takes part in the alignment: terms that are cut to nothing beside it are lost."""
+    """Return True if the accumulator is part of the aligned sum: terms that are truncated beside it are lost."""
     small = [2.0 ** -(bits + (1 if terms == "toward_zero" else 2))] * bench.block
     return float(bench.ask([[*bench.at(0, 1.0), *bench.at(1, *small), *bench.at(2, -1.0)]])[0]) == 0.0
 

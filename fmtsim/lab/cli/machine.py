@@ -154,7 +154,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _doctor_text(record: dict[str, Any]) -> str:
-    """Return the few lines of ``fmtsim info`` that say whether something is missing."""
+    """Return the lines of ``fmtsim info`` that name what is missing."""
     versions = record["versions"]
     lines = [", ".join(f"{name} {versions[name]}" for name in ("fmtsim", "torch", "python"))]
     lines += [f"{device['name']}: {device['description']}, by {device['engine']}" for device in record["devices"]]

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 a check that found a mismatch, 2 bad input with one line on stderr, 130 and 143 Ctrl-C and SIGTERM.
     """
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by whoever started us, as daemons do
+        if getattr(sys, stream) is None:  # closed by the parent process, as daemons do
             setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     # A leading space makes a word positional for argparse and means nothing to those that read numbers.

@@ -165,7 +165,7 @@ def _open_safetensors(path: Path) -> Tensors:
         try:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name)
-        except Exception as error:  # whatever the library makes of a file that is none, or torch of a dtype it lacks
+        except Exception as error:  # safetensors on a damaged file, or torch on a dtype that it lacks
             raise DataError(f"cannot read {name} of {path}: {error}") from error
 
     try:
@@ -179,7 +179,7 @@ def _open_safetensors(path: Path) -> Tensors:
 def _reading(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except Exception as error:  # whatever numpy makes of a file that is none
+    except Exception as error:  # numpy raises many types on a damaged file
         raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 

@@ -57,7 +57,7 @@ class Expected:
             raise ArgumentError(f"{self.name}: origin={self.origin!r} is unknown; choose {', '.join(get_args(Origin))}")
         if (self.published is None) != (self.origin is None):
             pair = f"published={self.published} with origin={self.origin!r}"
-            raise ArgumentError(f"{self.name}: {pair}; give both or neither: a figure is somebody's")
+            raise ArgumentError(f"{self.name}: {pair}; give both or neither: a published figure has a source")
 
     @property
     def bounded(self) -> bool:

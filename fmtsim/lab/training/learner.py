@@ -21,7 +21,7 @@ from fmtsim.recipes.spec import LossScale
 
 
 class LossScaler:
-    """Scale a loss, take the factor out of the gradients again, and say whether the step may be taken.
+    """Scale a loss, divide the gradients by the scale, and return whether the step may be taken.
 
     The schedule is that of ``torch.amp.GradScaler`` for one optimizer, number for number (PyTorch, aten's
     AmpGradScalerKernels): ``interval`` clean steps in a row multiply the factor by ``growth`` where the result is
@@ -209,7 +209,7 @@ class Learner:
         return torch.stack(losses).mean()
 
     def unscale(self) -> bool:
-        """Take the factor out of the gradients and clip them; say whether the optimizers may step."""
+        """Divide the gradients by the loss scale and clip them; return True if the optimizers may step."""
         taken = self.scaler.unscale(self.model.parameters())
         if self.config.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)

@@ -159,7 +159,7 @@ def recording(target: Target) -> RecordingTarget:
 
 
 def emulates_head(config: TrainConfig) -> bool:
-    """Say whether the output head multiplies on the machine: of this package's models, whose scales are not fixed."""
+    """Return True if the output head runs on the target: in this package's models, unless their scales are fixed."""
     return config.architecture in MODELS and not config.simulated.unit_variance
 
 

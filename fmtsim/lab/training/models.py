@@ -27,7 +27,7 @@ FORMS = "FILE.py:function or package.module:function"
 
 
 def is_function(name: str) -> bool:
-    """Say whether a name has the form of a function's."""
+    """Return True if a name has the form ``FILE.py:function``."""
     return ":" in name
 
 

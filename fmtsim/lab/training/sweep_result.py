@@ -150,7 +150,7 @@ class SweepResult(Result):
         object.__setattr__(self, "limits", limits)
 
     def failed(self, run: SweepRun) -> bool:
-        """Say whether a run ended no better than the limit of its shape."""
+        """Return True if a run ended no better than the limit of its shape."""
         return not run.final_loss < self.limits[shape_of(run)]
 
     def cells(self) -> dict[tuple[str, Shape, float], list[SweepRun]]:

@@ -18,7 +18,7 @@ __all__ = ["Float64", "capable", "check_float64", "constants", "float64", "floor
 
 
 def has_float64(device: torch.device) -> bool:
-    """Say whether a device computes in float64. Asked anew every time: a dispatch mode may stand in for a device."""
+    """Return True if a device computes in float64. Not cached: a dispatch mode may stand in for a device."""
     if device.type in ("mps", "xpu"):
         return device.type == "xpu" and bool(torch.xpu.get_device_properties(device).has_fp64)
     try:

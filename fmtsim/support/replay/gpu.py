@@ -13,7 +13,7 @@ current_stream: Callable[[int], int] = getattr(
 
 
 def captures(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being captured: what it makes is not there before it runs, and must not be kept."""
+    """Return True if a CUDA graph is being captured: new tensors hold no values before it runs; do not store them."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

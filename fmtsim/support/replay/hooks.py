@@ -68,6 +68,6 @@ def packed(key: Any, data: bytes, pack: Callable[[Any], bytes]) -> bytes:
 
 
 def refuse() -> None:
-    """Say that what runs hangs on more than its tensors, or remembers something."""
+    """Refuse to record the running call: its result depends on more than its tensors, or it changes state."""
     if THREAD.recorder is not None:
         THREAD.recorder.fits = False

@@ -42,7 +42,7 @@ class Program(NamedTuple):
     gpu: int | None
 
     def takes(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Say whether a call of its kind is one that it repeats."""
+        """Return True if this program repeats a call with these tensors."""
         if self.same and any(tensors[one] is not tensors[other] for one, other in self.same):
             return False
         return self.gpu is None or self.gpu == current_gpu()
@@ -216,13 +216,13 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _hold(self, t: Tensor, place: int) -> None:
-        """Say that a tensor is what lies at a place."""
+        """Record that a tensor lies at a place."""
         self._places[t] = place
         memory = t.untyped_storage()
         self._memory.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes()))
 
     def _place(self, t: Tensor) -> int:
-        """Return where a tensor is; one that nobody made here is a constant."""
+        """Return the place of a tensor; one that the recorded call did not make is a constant."""
         place: int | None = self._places.get(t)
         if place is None:
             self.fits &= t.numel() <= _LARGEST and t.device == self._device and not self._moves(t.data_ptr())
@@ -271,7 +271,7 @@ class Recorder(TorchDispatchMode):
         return f"b''.join(({', '.join((*pieces, self._constant(data[end:])))}))" if pieces else self._constant(data)
 
     def _moves(self, address: int) -> bool:
-        """Say whether a number is an address in memory that each call has anew."""
+        """Return True if a number is an address in memory that each call allocates anew."""
         return any(first <= address < last for first, last in self._memory)
 
 

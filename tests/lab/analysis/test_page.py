@@ -106,7 +106,7 @@ def test_the_page_loads_nothing_and_runs_its_own_script_alone():
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy.startswith("default-src 'none'; ") and f"script-src 'sha256-{digest}';" in policy
     outside = set(re.findall(r"https?://[^\"' ]+", page))
-    assert outside == {"http://www.w3.org/2000/svg"}  # a name, which nobody loads
+    assert outside == {"http://www.w3.org/2000/svg"}  # a name, which no browser loads
     assert "url(" not in page and "@import" not in page
 
 

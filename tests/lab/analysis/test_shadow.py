@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("format", ["e4m3", "nvfp4"])
-def test_attention_is_seen_as_that_of_converted_models_whoever_wrote_it(masked, format):
+def test_attention_of_any_author_is_seen_as_that_of_converted_models(masked, format):
     x, g, found = torch.randn(2, 8, 32), torch.randn(2, 2, 8, 16), []
     config = attention_like(linear_config(x=format, w=format, g=format, scaling=None))
     for how in ("torch", "eager", "converted"):
@@ -179,7 +179,7 @@ def test_attention_keeps_its_bits_and_what_is_none_is_said():
 
 
 @torch.no_grad()
-def test_what_scores_go_through_is_run_again_only_where_nobody_notices():
+def test_functions_of_scores_run_again_only_without_side_effects():
     noise, kept = torch.zeros(2, 8, 8), torch.zeros(2, 8, 8)
 
     class NoisyAttention(nn.Module):

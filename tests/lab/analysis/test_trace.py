@@ -203,7 +203,7 @@ def test_operands_of_quantised_attention_stand_between_modules_and_observe_sees_
     with fmtsim.trace(made) as run, fmtsim.observe(made) as stats:
         y = made(x, x, x, need_weights=False)[0]
         y.sum().backward(retain_graph=True)
-    y.sum().backward()  # seen by nobody
+    y.sum().backward()  # outside the with
     found = [(one.layer, one.direction, one.operation) for one in run.trace.operations if one.operation in stats[""]]
     assert found == [("", "forward", name) for name in "qkvp"] + [("", "backward", "dv.b")]
     assert stats[""]["dv.b"].elements == x.numel()

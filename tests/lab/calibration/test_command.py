@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: shapes, bad input, a machine without a usable GPU, and a whole run against a GPU that is none."""
+"""The command: shapes, bad input, a machine without a usable GPU, and a whole run against a stand-in for a GPU."""
 
 import json
 

@@ -15,7 +15,7 @@ from fmtsim.lab.calibration.learn import draw
 
 TOPIC = Topic((KINDS["bf16"], KINDS["bf16_bias"]), leaves=40)
 K, BATCH, KIND = 3, 16, 17  # features
-# CUTLASS of two names and one tile, nvjet, a whole chain of another name, an order that nobody knows, a refusal
+# CUTLASS of two names and one tile, nvjet, a whole chain of another name, an unknown order, a refusal
 CHOICES = (Choice(21, 4, 2, 0, 7), Choice(66, 3, 2), Choice(39), Choice(24, 4, 2, 0, 12), Choice(99), None, Choice(66))
 
 
@@ -157,7 +157,7 @@ def test_one_name_for_an_order(kind):
 
 
 def test_chains_are_told_apart_where_a_bias_would():
-    """One column: torch's own bias comes after nvjet's rounding; of the others nobody knows."""
+    """One column: torch's own bias comes after nvjet's rounding; the others are unknown."""
     question = Question(KINDS["bf16"], 1, 64, 1, 512)
     assert not module.same_order(Choice(66), Choice(39), question, "sm_90")
     assert module.same_order(Choice(66), Choice(39), question._replace(n=2), "sm_90")

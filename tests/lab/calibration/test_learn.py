@@ -82,7 +82,7 @@ WORDS = ["calibrate", "--learn", "a.trees", "--questions", "400", "--workers", "
 
 
 def test_the_command_writes_trees(card, tmp_path, monkeypatch, capsys):
-    """On a card whose orders nobody knows, so that choices themselves are compared."""
+    """On a GPU of unknown orders, so that choices themselves are compared."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(learn, "AT_ONCE", 30)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))

@@ -315,7 +315,7 @@ def test_an_interrupted_command_says_how_to_go_on(card, tmp_path, monkeypatch, c
     assert len(Book.open("fmtsim.book")) == 1 and not os.path.exists("fmtsim.json")
 
 
-def test_a_card_whose_orders_nobody_knows_gets_a_book_alone(card, tmp_path, monkeypatch, capsys):
+def test_a_gpu_of_unknown_orders_gets_a_book_alone(card, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     (tmp_path / "shapes.txt").write_text("48 80\n")

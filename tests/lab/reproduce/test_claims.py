@@ -16,7 +16,7 @@ from tests.support import records
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 
-# What an emulation of ours, which shares no code with fmtsim, gave for the first seed: a figure of nobody's paper.
+# What an emulation of ours, which shares no code with fmtsim, gave for the first seed: a figure of no paper.
 NUMBERS = {  # claim: relative tolerance (samples differ), number: value
     "nvfp4": (0.01, {"1x16, %": 0.905, "MXFP4 floor, %": 1.32, "MXFP4 rceil, %": 1.33, "MXFP4 even, %": 1.25,
                      "MXFP4 ceil, %": 2.08}),

@@ -81,7 +81,7 @@ if __name__ == "__main__":
 
 
 def runs(pid):
-    """Return whether a process runs: whoever adopts one that has ended may leave it a zombie."""
+    """Return whether a process runs: the process that adopts one that has ended may leave it a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
