@@ -12,6 +12,7 @@ from fmtsim.integrations.accelerate import FmtsimRun
 from fmtsim.recipes.spec import Rule, Steps
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
+from tests.support.refusals import refused
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh"), pytest.mark.filterwarnings("ignore")]
@@ -146,10 +147,7 @@ def test_a_model_that_is_not_converted_is_observed_as_it_is(tmp_path):
     ):
         other = Loop(llama() if not options else llama(None), **options)
         other.accelerator.load_state(tmp_path / "state", strict=False)
-        with pytest.raises(
-            ArgumentError, match=rf"is of one observed for 'te_mxfp8\+rules', this run is of {now}; go on as"
-        ):
-            other.run.__enter__()
+        refused(rf"is of one observed for 'te_mxfp8\+rules', this run is of {now}; go on as", other.run.__enter__)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -205,8 +203,7 @@ def test_misuse_is_refused(tmp_path):
         loop.run.accumulate(),
     ):
         pass
-    with pytest.raises(ArgumentError, match="save_state was called before `with FmtsimRun"):
-        loop.accelerator.save_state(tmp_path / "early")
+    refused("save_state was called before `with FmtsimRun", loop.accelerator.save_state, tmp_path / "early")
     with loop.run as run:
         with pytest.raises(ArgumentError, match="has begun already; end the with that it is in first"), run:
             pass
@@ -224,8 +221,7 @@ def test_misuse_is_refused(tmp_path):
         other.run.load_state_dict({"step": 3})
     with pytest.raises(ArgumentError, match="FmtsimRun got LlamaForCausalLM as accelerator; pass the accelerate.Accel"):
         FmtsimRun(loop.model, loop.accelerator)
-    with pytest.raises(ArgumentError, match="FmtsimRun got str as model; pass the model that accelerator.prepare"):
-        FmtsimRun(loop.accelerator, "model")
+    refused("FmtsimRun got str as model; pass the model that accelerator.prepare", FmtsimRun, loop.accelerator, "model")
     for given, why in (
         ({"recipe": "te_mxfp8", "format": "e4m3"}, "the callback got recipe and format; pass one of them"),
         ({"recipe": "nvfp4_switch"}, "'nvfp4_switch' has a schedule, which a model that is not converted is not obser"),
@@ -234,20 +230,14 @@ def test_misuse_is_refused(tmp_path):
         ({"format": "e4m3", "rules": ["up"]}, r"rules=\['up'\] is not a list of Rules; write rules="),
         ({"histograms": "all"}, "histograms='all' is not a choice; pass 'operand' for one of each operand over all"),
     ):
-        with pytest.raises(ArgumentError, match=why):
-            Loop(llama(None), **given)
-    with pytest.raises(
-        ArgumentError, match="found no converted layer in LlamaForCausalLM; hand the trainer fmtsim.con"
-    ):
-        Loop(llama(None)).run.__enter__()
-    with pytest.raises(
-        ArgumentError, match="is converted already, and recipe= and format= are for models that are not"
-    ):
-        Loop(format="e4m3").run.__enter__()
+        refused(why, Loop, llama(None), **given)
+    refused(
+        "found no converted layer in LlamaForCausalLM; hand the trainer fmtsim.con", Loop(llama(None)).run.__enter__
+    )
+    refused(
+        "is converted already, and recipe= and format= are for models that are not", Loop(format="e4m3").run.__enter__
+    )
     parts = llama(None)
     for part in (parts.model, parts.lm_head):
         fmtsim.convert(part, recipe="te_current")
-    with pytest.raises(
-        ArgumentError, match=r"found 2 parts of LlamaForCausalLM that were .* \(model, lm_head\); convert"
-    ):
-        Loop(parts).run.__enter__()
+    refused(r"found 2 parts of LlamaForCausalLM that were .* \(model, lm_head\); convert", Loop(parts).run.__enter__)

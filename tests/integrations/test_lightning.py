@@ -14,6 +14,7 @@ from fmtsim.integrations.lightning import FmtsimCallback
 from fmtsim.recipes.spec import Rule
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
+from tests.support.refusals import refused
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -259,8 +260,7 @@ def test_misuse_is_refused(tmp_path):
     ).read_text("utf-8")
     with pytest.raises(ArgumentError, match="no converted layer in Task; hand the trainer fmtsim.convert"):
         train(tmp_path, Task(None), FmtsimCallback())
-    with pytest.raises(ArgumentError, match="every=0 is not a number of steps"):
-        FmtsimCallback(every=0)
+    refused("every=0 is not a number of steps", FmtsimCallback, every=0)
 
 
 def test_either_name_of_lightning_serves_and_without_it_the_extra_is_named(monkeypatch):
@@ -278,5 +278,4 @@ def test_either_name_of_lightning_serves_and_without_it_the_extra_is_named(monke
     assert absent("pytorch_lightning") is lightning.Callback
     assert absent("lightning.pytorch").__module__.startswith("pytorch_lightning")
     monkeypatch.setattr(integration, "Callback", absent("lightning.pytorch", "pytorch_lightning"))
-    with pytest.raises(FmtsimError, match=r'needs lightning; pip install "fmtsim\[lightning\]"'):
-        FmtsimCallback()
+    refused(r'needs lightning; pip install "fmtsim\[lightning\]"', FmtsimCallback, error=FmtsimError)

@@ -31,6 +31,7 @@ from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.files import check_file, check_folder, write_file, write_files, write_folder
 from fmtsim.support.folder import kernel_folder
 from tests.support.faults import largest_file, small_disk
+from tests.support.refusals import refused
 
 ROOT = Path(files.__file__).parents[1]
 NEXT = "name a file in a folder that exists, can be written to and has room"
@@ -80,8 +81,7 @@ def test_a_folder_that_is_missing_is_named(name, tmp_path):
 def test_a_full_disk(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 16) as disk:
         (disk / "y.npy").write_text("old")
-        with pytest.raises(DataError, match="y.npy: No space left on device"):
-            products.save(torch.ones(256, 256), disk / "y.npy")
+        refused("y.npy: No space left on device", products.save, torch.ones(256, 256), disk / "y.npy", error=DataError)
         assert (disk / "y.npy").read_text() == "old" and os.listdir(disk) == ["y.npy"]
 
 
@@ -113,8 +113,7 @@ def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):
         real(file)
 
     monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(DataError, match=f"^cannot write {two}: No space left on device; {NEXT}$"):
-        write_files(contents)
+    refused(f"^cannot write {two}: No space left on device; {NEXT}$", write_files, contents, error=DataError)
     assert sorted(os.listdir(tmp_path)) == ["gone", "one"] and one.read_text() == gone.read_text() == "old"
     write_files(contents)
     assert (one.read_bytes(), two.read_bytes(), gone.exists()) == (b"n\xc3\xa9", b"\0\xff", False)
@@ -149,8 +148,7 @@ def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path, monkeypatch
 
 def test_folders_are_made_and_vanish_where_a_file_fails(tmp_path):
     folder = tmp_path / "a" / "b"
-    with pytest.raises(DataError, match="cannot write .*a/b/x: 'utf-8' codec can't encode"):
-        write_folder(folder, {"x": "\ud800"})
+    refused("cannot write .*a/b/x: 'utf-8' codec can't encode", write_folder, folder, {"x": "\ud800"}, error=DataError)
     assert os.listdir(tmp_path) == []
     assert write_folder(folder, {"y": "2", "x": "1", "z": None}) == [folder / "x", folder / "y"]
     with pytest.raises(DataError, match=f"^cannot make the folder {folder}/x/c: Not a directory; choose another$"):
@@ -176,8 +174,7 @@ def test_devices_and_pipes_are_written_to(tmp_path):
         assert read.result() == "text"
     write_file("/dev/null", "x")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode) and os.listdir(tmp_path) == ["pipe"]
-    with pytest.raises(DataError, match="^cannot write /dev/full: No space left on device"):
-        write_file("/dev/full", "x")
+    refused("^cannot write /dev/full: No space left on device", write_file, "/dev/full", "x", error=DataError)
 
 
 @pytest.mark.parametrize(("path", "error", "message"), [
@@ -190,14 +187,12 @@ def test_devices_and_pipes_are_written_to(tmp_path):
 ])  # fmt: skip
 def test_paths_that_are_none(path, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=message):
-        write_file(path, "x")
+    refused(message, write_file, path, "x", error=error)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_file_that_could_not_be_written_fails_before_the_work(tmp_path, capsys, monkeypatch):
-    with pytest.raises(ArgumentError, match="is a folder; name a file in it"):
-        check_file("--out", tmp_path)
+    refused("is a folder; name a file in it", check_file, "--out", tmp_path)
     with pytest.raises(ArgumentError, match="there is no folder .*missing; create it, or choose another"):
         check_file("--out", tmp_path / "missing" / "y.npy")
     check_file("--out", Path("/dev/null"))
@@ -221,10 +216,8 @@ def test_a_folder_is_tried(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(files.tempfile, "mkdtemp", refuse)
-    with pytest.raises(ArgumentError, match="^--out .*new: .* is not a folder one can write to; choose another$"):
-        check_folder(tmp_path / "new")
-    with pytest.raises(ArgumentError, match="^--plot .* is not a folder one can write to"):
-        check_file("--plot", tmp_path / "x.png")
+    refused("^--out .*new: .* is not a folder one can write to; choose another$", check_folder, tmp_path / "new")
+    refused("^--plot .* is not a folder one can write to", check_file, "--plot", tmp_path / "x.png")
     assert main(["reproduce", "--only", "eden", "--out", str(tmp_path)]) == BAD_INPUT
 
 

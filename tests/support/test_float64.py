@@ -12,6 +12,7 @@ from fmtsim.engines.torch_engine.reals import narrow
 from fmtsim.support.errors import DtypeError
 from fmtsim.support.float64 import Float64, arithmetic, capable, float64, floor_log2, from_bits, has_float64
 from tests.support.bits import assert_same_bits
+from tests.support.refusals import refused
 from tests.support.without_float64 import Float64Used, WithoutFloat64
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,10 +94,9 @@ def test_numbers_of_tensors_and_of_python_take_part():
         check(got, expected)
     finite = x[x.isfinite()].view(-1)[:2000].view(40, 50)
     check(Float64(finite.view(torch.int64)).amax(1), finite.amax(1))
-    with pytest.raises(
-        NotImplementedError, match="^float64 numbers in integers have no erf; move the tensor to the CPU$"
-    ):
-        torch.erf(y)
+    refused(
+        "^float64 numbers in integers have no erf; move the tensor to the CPU$", torch.erf, y, error=NotImplementedError
+    )
 
 
 @pytest.mark.parametrize("dtype", CASTS, ids=str)
@@ -159,8 +159,7 @@ def test_results_in_float64_are_refused_where_there_is_none():
         codes, wide = torch.ones(3, dtype=torch.uint8), {"out_dtype": torch.float64}
         for call in (lambda: fmtsim.quantize(x, "e4m3", **wide), lambda: fmtsim.quantize(x, "fp64"),
                      lambda: fmtsim.decode(codes, "e4m3", **wide)):  # fmt: skip
-            with pytest.raises(DtypeError, match=f"^the result is float64, which cpu does not have; {instead}$"):
-                call()
+            refused(f"^the result is float64, which cpu does not have; {instead}$", call, error=DtypeError)
         message = "^the result is float64, which cpu does not have; choose a unit and an output in float32, or move the"
         with pytest.raises(DtypeError, match=message):
             fmtsim.mm(x, x.t(), target="exact", accumulate="fp64", out_dtype=torch.float64)

@@ -10,6 +10,7 @@ import pytest
 
 from fmtsim.support.errors import ArgumentError, FormatError
 from fmtsim.support.records import check_items, check_types, parse_json, record_of
+from tests.support.refusals import refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,7 @@ def test_what_fields_hold(name, good, bad, allowed):
         assert held == value or held != held
         assert type(held) is (int if isinstance(value, numpy.integer) else type(value))
     for value in bad:
-        with pytest.raises(ArgumentError, match=rf"^Whole {name}=.* is not allowed; {re.escape(allowed)}$"):
-            Whole(**{name: value})
+        refused(rf"^Whole {name}=.* is not allowed; {re.escape(allowed)}$", Whole, **{name: value})
 
 
 def test_numbers_of_numpy_in_tuples_become_ints():
@@ -86,8 +86,7 @@ def test_records_out_of_json():
         ({"pair": [1]}, f"file: Whole pair=(1,) is not allowed; {PAIR}"),
         ([], "file: [] is not an object; write the fields of a Whole, {...}"),
     ):
-        with pytest.raises((ArgumentError, FormatError), match=f"^{re.escape(message)}$"):
-            record_of(Whole, wrong, "file")
+        refused(f"^{re.escape(message)}$", record_of, Whole, wrong, "file", error=(ArgumentError, FormatError))
 
 
 def test_saved_items_have_their_types():
@@ -99,8 +98,7 @@ def test_saved_items_have_their_types():
         ({"a": True, "b": []}, "state has 'a': True; it should be a whole number of 64 bits"),
         ({"a": 1, "b": (1,)}, "state has 'b': (1,); it should be a list"),
     ):
-        with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
-            check_items(value, types, "state")
+        refused(f"^{re.escape(message)}$", check_items, value, types, "state")
 
 
 def test_json_has_a_depth_and_names_things_once():
@@ -112,5 +110,4 @@ def test_json_has_a_depth_and_names_things_once():
         ("[NaN]", "NaN is not a number of JSON"),
         (b"[]", "b'[]' is not text"),
     ):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            parse_json(text)
+        refused(f"^{re.escape(message)}$", parse_json, text, error=ValueError)

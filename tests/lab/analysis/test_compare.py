@@ -13,8 +13,9 @@ import fmtsim
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.analysis import ulp
 from fmtsim.lab.analysis.compare import bucket_name, compare, plot_ulps
-from fmtsim.support.errors import ArgumentError, DtypeError
+from fmtsim.support.errors import DtypeError
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 FLOATS = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
@@ -201,22 +202,17 @@ def test_a_planted_bit_is_found():
 
 def test_shapes_dtypes_and_kinds_must_agree():
     x = torch.zeros(2, 3)
-    with pytest.raises(ArgumentError, match=r"actual has shape \[2, 3\], expected \[3, 2\]; reshape"):
-        compare(x, x.t())
+    refused(r"actual has shape \[2, 3\], expected \[3, 2\]; reshape", compare, x, x.t())
     with pytest.raises(DtypeError, match="actual has dtype float32, expected float64; bits compare within one dtype"):
         compare(x, x.double())
-    with pytest.raises(ArgumentError, match="actual is a list; pass a torch tensor or a numpy array"):
-        compare([1.0], x)
-    with pytest.raises(ArgumentError, match="expected has layout torch.sparse_coo; pass a dense tensor, for"):
-        compare(x, x.to_sparse())
+    refused("actual is a list; pass a torch tensor or a numpy array", compare, [1.0], x)
+    refused("expected has layout torch.sparse_coo; pass a dense tensor, for", compare, x, x.to_sparse())
     with pytest.raises(DtypeError, match="actual has dtype torch.complex64, whose elements have no order of codes"):
         compare(x.to(torch.complex64), x)
     with pytest.raises(DtypeError, match="actual has dtype torch.float4_e2m1fn_x2"):
         compare(torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), x)
-    with pytest.raises(DtypeError, match="actual has dtype 'str32', which has no order of codes"):
-        compare(numpy.array(["a"]), x)
-    with pytest.raises(DtypeError, match="complex128"):
-        compare(numpy.array([1j]), x)
+    refused("actual has dtype 'str32', which has no order of codes", compare, numpy.array(["a"]), x, error=DtypeError)
+    refused("complex128", compare, numpy.array([1j]), x, error=DtypeError)
 
 
 def test_empty_and_gradients():
@@ -265,5 +261,4 @@ def test_the_picture(tmp_path):
     shares = [100 * pairs / 500 for *_, pairs in got.ulp_histogram]
     assert [bar.get_height() for bar in panel.patches] == [*shares, 100.0]
     assert panel.get_ylim()[0] == pytest.approx(min(share for share in shares if share) / 3)
-    with pytest.raises(ArgumentError, match="plot_ulps got no pair of numbers"):
-        plot_ulps({"none": compare(x[:0], x[:0])})
+    refused("plot_ulps got no pair of numbers", plot_ulps, {"none": compare(x[:0], x[:0])})

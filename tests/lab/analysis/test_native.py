@@ -16,6 +16,7 @@ from fmtsim.lab.analysis.native import compare_native
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 BF16 = torch.bfloat16
 
@@ -162,8 +163,7 @@ def test_errors_of_models_to_compare(gpu, monkeypatch):
     plain = convert(nn.Linear(4, 4), format="e4m3")
     with pytest.raises(ArgumentError, match="no layer of the model has a target; convert it with target=, for example"):
         compare_native(plain, torch.ones(4, 4))
-    with pytest.raises(ArgumentError, match="emulates a model on its own GPU; leave emulate_on= out"):
-        compare_native(model, *batch, emulate_on="cpu")
+    refused("emulates a model on its own GPU; leave emulate_on= out", compare_native, model, *batch, emulate_on="cpu")
     with pytest.raises(ArgumentError, match="loss=3 is not a function of the model's output; write loss=lambda y: "):
         compare_native(model, *batch, loss=3)
     with pytest.raises(
@@ -171,11 +171,9 @@ def test_errors_of_models_to_compare(gpu, monkeypatch):
     ):
         compare_native(model, *batch, loss=lambda y: y["y"])
     monkeypatch.setattr(Model, "forward", lambda *_: "text")
-    with pytest.raises(ArgumentError, match="the model returned 'text', which holds no tensor"):
-        compare_native(model, *batch)
+    refused("the model returned 'text', which holds no tensor", compare_native, model, *batch)
     monkeypatch.undo()
-    with pytest.raises(ArgumentError, match="layer 'layers.0.0': native=True is not possible: the tensors are on cpu"):
-        compare_native(model, *batch)
+    refused("layer 'layers.0.0': native=True is not possible: the tensors are on cpu", compare_native, model, *batch)
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, in autograd's own thread

@@ -23,6 +23,7 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.bits import assert_same_bits
 from tests.support.models import Block
+from tests.support.refusals import refused
 
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool)
@@ -332,19 +333,16 @@ def test_kept_tensors_and_files(tmp_path):
 def test_files_that_are_no_traces(tmp_path):
     path = tmp_path / "a.safetensors"
     write_tensors(path, {}, {"other": "1"})
-    with pytest.raises(DataError, match="a.safetensors is not a trace; write one with fmtsim trace"):
-        Trace.load(path)
+    refused("a.safetensors is not a trace; write one with fmtsim trace", Trace.load, path, error=DataError)
     fmtsim.trace(nn.Linear(4, 2), torch.ones(1, 4)).save(path)
     _, metadata = read_tensors(path)
     content = json.loads(metadata["fmtsim_trace"])
     content["trace"]["version"] = 7
     write_tensors(path, {}, {"fmtsim_trace": json.dumps(content)})
-    with pytest.raises(DataError, match="has version 7 of traces, and this fmtsim reads version 1; trace again"):
-        Trace.load(path)
+    refused("has version 7 of traces, and this fmtsim reads version 1; trace again", Trace.load, path, error=DataError)
     for text in ("{", "[]", '{"trace": {}, "dtypes": 3}', '{"trace": {"version": 1, "operations": [3]}, "dtypes": {}}'):
         write_tensors(path, {}, {"fmtsim_trace": text})
-        with pytest.raises(DataError, match="is a damaged trace"):
-            Trace.load(path)
+        refused("is a damaged trace", Trace.load, path, error=DataError)
 
 
 def test_the_first_nan_is_named():
@@ -369,18 +367,12 @@ def test_what_is_refused():
     inner[0].compile(backend="eager")
     with pytest.raises(ArgumentError, match="layer '0' is compiled, .*trace the model that was given to torch.compile"):
         fmtsim.trace(inner, torch.ones(1, 4))
-    with pytest.raises(ArgumentError, match="level='op' is unknown; choose 'modules' or 'aten'"):
-        fmtsim.trace(made, torch.ones(1, 4), level="op")
+    refused("level='op' is unknown; choose 'modules' or 'aten'", fmtsim.trace, made, torch.ones(1, 4), level="op")
     with pytest.raises(ArgumentError, match="tensors='0' is not allowed; pass True, or a list of operations' indices"):
         fmtsim.trace(made, torch.ones(1, 4), tensors="0")
-    with pytest.raises(ArgumentError, match="loss=3 is not a function of the model's output"):
-        fmtsim.trace(made, torch.ones(1, 4), 3)
-    with pytest.raises(
-        ArgumentError, match=r"trace got loss without a batch; pass trace\(model, batch, loss\), or set"
-    ):
-        fmtsim.trace(made, loss=loss)
-    with pytest.raises(ArgumentError, match="trace takes a torch.nn.Module|trace got"):
-        fmtsim.trace(3, torch.ones(1, 4))
+    refused("loss=3 is not a function of the model's output", fmtsim.trace, made, torch.ones(1, 4), 3)
+    refused(r"trace got loss without a batch; pass trace\(model, batch, loss\), or set", fmtsim.trace, made, loss=loss)
+    refused("trace takes a torch.nn.Module|trace got", fmtsim.trace, 3, torch.ones(1, 4))
 
 
 def test_an_error_inside_leaves_no_hook():

@@ -15,8 +15,9 @@ from fmtsim.lab.calibration.gpu import TorchGPU, open_gpu
 from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, DataError, DeviceError
+from fmtsim.support.errors import DataError, DeviceError
 from tests.support.fake_gpu import FakeGPU, mm
+from tests.support.refusals import refused
 
 HOPPER = get_unit("hopper.wgmma")
 
@@ -94,8 +95,7 @@ def test_no_gpu(capsys, tmp_path, monkeypatch):
 def test_a_gpu_of_rocm_is_not_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(DeviceError, match="^calibrate asks an NVIDIA GPU, and torch is built for ROCm 6.4 here;"):
-        open_gpu()
+    refused("^calibrate asks an NVIDIA GPU, and torch is built for ROCm 6.4 here;", open_gpu, error=DeviceError)
 
 
 def test_a_gpu_that_is_busy(monkeypatch):
@@ -104,8 +104,7 @@ def test_a_gpu_that_is_busy(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
-    with pytest.raises(DeviceError, match=r"cuda cannot be used: CUDA error: .*unavailable; see with nvidia-smi"):
-        open_gpu()
+    refused(r"cuda cannot be used: CUDA error: .*unavailable; see with nvidia-smi", open_gpu, error=DeviceError)
 
 
 def test_a_gpu_without_memory(monkeypatch):
@@ -189,8 +188,7 @@ def test_shapes_of_servers():
 
 
 def test_unknown_models():
-    with pytest.raises(ArgumentError, match=r"unknown model 'lama-8b'; did you mean 'llama-8b'"):
-        layer_shapes(["lama-8b"])
+    refused(r"unknown model 'lama-8b'; did you mean 'llama-8b'", layer_shapes, ["lama-8b"])
 
 
 def test_calls_of_a_layer():
@@ -236,13 +234,11 @@ def test_tokens():
     assert parse_tokens("1..8192") == [1 << i for i in range(14)]
     assert parse_tokens("3..20,5") == [3, 4, 5, 8, 16, 20]
     for text in ("", "0", "a", "8..4", "1,,2"):
-        with pytest.raises(ArgumentError, match="is not possible; write counts such as"):
-            parse_tokens(text)
+        refused("is not possible; write counts such as", parse_tokens, text)
 
 
 def test_unknown_dtypes():
-    with pytest.raises(ArgumentError, match=r"dtypes 'fp4' is not possible; choose from bf16, fp16, tf32"):
-        model_calls([(8, 8, False)], [1], ["fp4"])
+    refused(r"dtypes 'fp4' is not possible; choose from bf16, fp16, tf32", model_calls, [(8, 8, False)], [1], ["fp4"])
 
 
 def test_files_of_shapes(tmp_path):
@@ -250,8 +246,6 @@ def test_files_of_shapes(tmp_path):
     path.write_text("# outputs inputs\n768 3072 bias\n\n3072x768\n768, 768 # square\n")
     assert read_shapes(path) == [(768, 3072, True), (3072, 768, False), (768, 768, False)]
     path.write_text("# nothing\n")
-    with pytest.raises(DataError, match="has no shapes; write a line for each linear layer"):
-        read_shapes(path)
+    refused("has no shapes; write a line for each linear layer", read_shapes, path, error=DataError)
     path.write_text("768 3072\n768\n")
-    with pytest.raises(DataError, match="line 2: '768' is not a shape; write 'outputs inputs \\[bias\\]'"):
-        read_shapes(path)
+    refused("line 2: '768' is not a shape; write 'outputs inputs \\[bias\\]'", read_shapes, path, error=DataError)

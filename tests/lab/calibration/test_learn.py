@@ -26,6 +26,7 @@ from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.verify.workers import pool_that_ends
 from fmtsim.support.errors import ArgumentError, DeviceError
 from tests.support.cublaslt import chosen, library_file, open_stand_in
+from tests.support.refusals import refused
 
 BF16 = next(topic for topic in TOPICS if topic.kinds[0].a == "bf16" and not topic.batched)
 
@@ -122,8 +123,7 @@ def test_too_few_questions(card, capsys, tmp_path, monkeypatch):
 
 def test_without_a_learner(monkeypatch):
     monkeypatch.setattr(learn.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ArgumentError, match="scikit-learn, which is not installed; pip install scikit-learn"):
-        learn.check_learner()
+    refused("scikit-learn, which is not installed; pip install scikit-learn", learn.check_learner)
 
 
 @pytest.mark.slow  # processes import torch

@@ -16,6 +16,7 @@ from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DeviceError
+from tests.support.refusals import refused
 
 BLACKWELL = ["bf16", "fp16", "fp16, sums in fp16", "tf32", "int8", "fp8, tensor scales", "fp8, tensor scales, fast",
              "fp8, row scales", "fp8, row scales, fast", "mxfp8", "mxfp4", "nvfp4", "nvfp4, tensor scales"]  # fmt: skip
@@ -236,8 +237,7 @@ def test_evidence_that_is_none(record, change, said, tmp_path):
     changed = json.loads(json.dumps(record))
     change(changed)
     path.write_text(json.dumps(changed))
-    with pytest.raises(ArgumentError, match=rf"e\.json: .*{said}"):
-        load_evidence(path)
+    refused(rf"e\.json: .*{said}", load_evidence, path)
 
 
 def test_digests_that_were_made_up_are_found(record, tmp_path):

@@ -16,7 +16,8 @@ from fmtsim.lab.cli import main as front
 from fmtsim.lab.cli.main import BAD_INPUT, COMMANDS, build_parser, main
 from fmtsim.lab.cli.options import MOST_THREADS, check_threads
 from fmtsim.lab.cli.output import print_text
-from fmtsim.support.errors import ArgumentError, CoverageWarning
+from fmtsim.support.errors import CoverageWarning
+from tests.support.refusals import refused
 
 
 def test_help_names_every_command(capsys):
@@ -217,8 +218,7 @@ def test_want_of_memory_is_no_traceback_and_a_defect_is(error, code, monkeypatch
 
     monkeypatch.setattr("fmtsim.lab.cli.machine.run_info", failing)
     if code is None:
-        with pytest.raises(RuntimeError, match="a defect"):
-            main(["info"])
+        refused("a defect", main, ["info"], error=RuntimeError)
     else:
         assert main(["info"]) == code
         assert "there is not enough memory for this" in capsys.readouterr().err
@@ -229,8 +229,7 @@ def test_threads_that_no_machine_has():
     check_threads(1)
     check_threads(MOST_THREADS)
     for count in (0, -4, MOST_THREADS + 1, 1 << 70):
-        with pytest.raises(ArgumentError, match=rf"--threads {count} is not allowed; choose 1"):
-            check_threads(count)
+        refused(rf"--threads {count} is not allowed; choose 1", check_threads, count)
 
 
 def test_what_was_found_is_printed_although_it_cannot_be_kept(tmp_path, capsys):

@@ -9,6 +9,7 @@ import fmtsim
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.memory import Latent, Lora, ModelSize, Parallel, StoredFormats, model_size
 from fmtsim.support.errors import ArgumentError, DataError, FormatError
+from tests.support.refusals import refused
 
 ONE = {"name": "one", "blocks": 2, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2, "head_dim": 16,
        "vocabulary": 512}  # fmt: skip
@@ -180,27 +181,22 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_is_refused(call, message):
-    with pytest.raises(ArgumentError, match=message):
-        call()
+    refused(message, call)
 
 
 def test_formats_and_files_that_are_not_there(tmp_path):
     for name in ("weights", "master", "gradients", "activations", "loss"):
-        with pytest.raises(FormatError, match="'e4m33x'"):
-            StoredFormats(**{name: "e4m33x"})
-    with pytest.raises(FormatError, match="'e4m33x'"):
-        fmtsim.serving_memory(SIZE, kv_format="e4m33x")
+        refused("'e4m33x'", StoredFormats, **{name: "e4m33x"}, error=FormatError)
+    refused("'e4m33x'", fmtsim.serving_memory, SIZE, kv_format="e4m33x", error=FormatError)
     path = tmp_path / "config.json"
-    with pytest.raises(DataError, match=r"cannot read .*config.json: No such file or directory"):
-        model_size(path)
+    refused(r"cannot read .*config.json: No such file or directory", model_size, path, error=DataError)
     for text, why in (
         ("{", "is not a valid config.json: "),
         ("[1]", "holds no JSON object"),
         ("[" * 10**5, "inside each other"),
     ):
         path.write_text(text)
-        with pytest.raises(DataError, match=why):
-            model_size(str(path))
+        refused(why, model_size, str(path), error=DataError)
     nested = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 3,
               "num_key_value_heads": 2, "vocab_size": 8}  # fmt: skip
     path.write_text(json.dumps({"model_type": "some_pictures", "text_config": nested}))

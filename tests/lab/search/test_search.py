@@ -23,6 +23,7 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
 from tests.support import records
+from tests.support.refusals import refused
 
 FORMATS = ("w4a4", "minifloat_e3m2", "e4m3_static")
 BITS = {"w4a4": 16, "minifloat_e3m2": 36, "e4m3_static": 64}
@@ -237,18 +238,15 @@ TIED[2].weight = TIED[0].weight
 def test_bad_budgets_and_formats(how, said):
     model, data = model_and_data()
     how = how if how.keys() & {"bits", "budget"} or not how else {"bits": 8} | how
-    with pytest.raises(ArgumentError, match=said):
-        fmtsim.search(**{"model": model, "calibration_data": data} | how)
+    refused(said, fmtsim.search, **{"model": model, "calibration_data": data} | how)
 
 
 @pytest.mark.parametrize("fields", [{"steps": 0}, {"steps": 2.0}, {"steps": True}, {"rate": 0.0}, {"penalty": -0.1}])
 def test_policies_that_there_are_not(fields):
     (name, value), *_ = fields.items()
     message = f"^Policy .*{name}={value!r}.*; choose 1 step or more, a rate above 0 and a penalty from 0$"
-    with pytest.raises(ArgumentError, match=message):
-        Policy(**fields)
-    with pytest.raises(ArgumentError, match=r"^Policy entropy=0.05, sharpen=-1; choose weights from 0$"):
-        Policy(sharpen=-1)
+    refused(message, Policy, **fields)
+    refused(r"^Policy entropy=0.05, sharpen=-1; choose weights from 0$", Policy, sharpen=-1)
     assert Policy(steps=1, penalty=0.0).steps == 1
 
 
@@ -315,8 +313,7 @@ def test_noise_relative_to_the_signal():
     assert relative_noise(two, one) == 4 / 25
     assert relative_noise({"a": two, "b": (torch.tensor([1]), [one, "text"])}, {"a": one, "b": [one, 3]}) == 4 / 50
     assert relative_noise(one, one * 0) == 25.0 and relative_noise([], ()) == 0.0
-    with pytest.raises(ValueError, match="zip"):
-        relative_noise([one, one], [one])
+    refused("zip", relative_noise, [one, one], [one], error=ValueError)
 
 
 TEXT = [

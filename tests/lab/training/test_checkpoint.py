@@ -26,6 +26,7 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DataError, PlanUnknownWarning
 from fmtsim.support.progress import Progress
 from tests.support.faults import largest_file
+from tests.support.refusals import refused
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
 FP32 = Scheme(format="fp32")
@@ -124,8 +125,7 @@ def test_steps_between_files(tmp_path, corpus):
     assert record == compared(tmp_path / "y", config(), corpus, every=0)[1]
     assert len(set(files)) == 4  # one a run, and one at its end
     assert os.listdir(tmp_path) == ["x"]
-    with pytest.raises(ArgumentError, match="--checkpoint-every -1 is not allowed; choose 1 or more, or 0 for no"):
-        Checkpoint(tmp_path / "x", {}, -1)
+    refused("--checkpoint-every -1 is not allowed; choose 1 or more, or 0 for no", Checkpoint, tmp_path / "x", {}, -1)
 
 
 def test_guesses_of_both_parts_are_told_once(tmp_path, corpus, monkeypatch):
@@ -182,8 +182,7 @@ def test_other_settings_are_refused(tmp_path, corpus, changes, said):
 def test_another_text_is_refused(tmp_path, corpus):
     compared(tmp_path / "x", config(), corpus, stop=1)
     other = dataclasses.replace(corpus, train=corpus.train ^ 1)
-    with pytest.raises(ArgumentError, match=r"corpus\.sha256 was '\w+' and is"):
-        compared(tmp_path / "x", config(), other)
+    refused(r"corpus\.sha256 was '\w+' and is", compared, tmp_path / "x", config(), other)
 
 
 def test_files_that_are_no_checkpoint(tmp_path, corpus):
@@ -195,10 +194,8 @@ def test_files_that_are_no_checkpoint(tmp_path, corpus):
         compared(path, config(), corpus)
     for bad in (b"", good[:1000], good[:-1], good[:-100] + bytes([good[-100] ^ 1]) + good[-99:]):
         path.write_bytes(bad)
-        with pytest.raises(DataError, match=re.escape(str(path))):
-            compared(path, config(), corpus)
-    with pytest.raises(DataError, match="cannot read .*missing"):
-        Checkpoint(tmp_path / "missing", {}, 1).read()
+        refused(re.escape(str(path)), compared, path, config(), corpus, error=DataError)
+    refused("cannot read .*missing", Checkpoint(tmp_path / "missing", {}, 1).read, error=DataError)
 
 
 @pytest.mark.parametrize("key", ["runs", "guesses", "current", "run", "model", "moments", "scaler", "batches", "keys"])

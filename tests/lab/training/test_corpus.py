@@ -9,6 +9,7 @@ import torch
 from fmtsim.lab.training import corpus as module
 from fmtsim.lab.training.corpus import load_corpus, sample
 from fmtsim.support.errors import DataError
+from tests.support.refusals import refused
 
 
 def text_of(corpus):
@@ -23,8 +24,7 @@ def test_a_file_is_split_into_training_and_held_out_text(tmp_path):
     assert (corpus.train.numel(), corpus.validation.numel(), corpus.files, corpus.truncated) == (270, 30, 1, False)
     assert corpus.name == str(path) and corpus.bytes == 300
     assert load_corpus(path, 28).bytes == 300  # a tenth holds a window of 28 bytes, the next and one more, no less
-    with pytest.raises(DataError, match="300 bytes of text, at least 310 are needed for context 29"):
-        load_corpus(path, 29)
+    refused("300 bytes of text, at least 310 are needed for context 29", load_corpus, path, 29, error=DataError)
 
 
 def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
@@ -116,11 +116,9 @@ def test_an_unreadable_file_says_why(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(path), "open", refuse)
-    with pytest.raises(DataError, match=r"secret\.txt: Permission denied; check its permissions"):
-        load_corpus(path, 4)
+    refused(r"secret\.txt: Permission denied; check its permissions", load_corpus, path, 4, error=DataError)
 
 
 def test_a_missing_standard_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match=r"sources are not at .*; pass --data"):
-        load_corpus(None, 4)
+    refused(r"sources are not at .*; pass --data", load_corpus, None, 4, error=DataError)

@@ -30,6 +30,7 @@ from fmtsim.support.errors import ArgumentError, DataError, FormatError
 from fmtsim.support.files import check_folder
 from fmtsim.support.progress import Lines, Progress
 from tests.support.faults import largest_file
+from tests.support.refusals import refused
 from tests.support.reports import data_of
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
@@ -213,10 +214,8 @@ def test_bad_options_fail_at_once_with_one_line(tmp_path, text, capsys, argument
 def test_an_output_that_cannot_be_written_fails_before_training(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ArgumentError, match=r"file is a file; choose a folder"):
-        check_folder(file)
-    with pytest.raises(ArgumentError, match=r"file is not a folder one can write to"):
-        check_folder(file / "inside")
+    refused(r"file is a file; choose a folder", check_folder, file)
+    refused(r"file is not a folder one can write to", check_folder, file / "inside")
 
 
 def test_interrupting_leaves_a_report_of_what_there_is(tmp_path, text):
@@ -297,11 +296,9 @@ def test_sizes_and_seeds_end_where_memory_and_generators_do():
     for size in (1, (1 << 31) - 1):
         check_size("width", size)
     for size in (0, 1 << 31):
-        with pytest.raises(ArgumentError, match=f"--width {size} is not allowed; choose 1"):
-            check_size("width", size)
+        refused(f"--width {size} is not allowed; choose 1", check_size, "width", size)
     assert config(Scheme(format="fp32"), seed=(1 << 63) - 1).seed == (1 << 63) - 1
-    with pytest.raises(ArgumentError, match=f"--seed {1 << 63} is not allowed"):
-        config(Scheme(format="fp32"), seed=1 << 63)
+    refused(f"--seed {1 << 63} is not allowed", config, Scheme(format="fp32"), seed=1 << 63)
 
 
 def test_converted_gpt_leaves_embedding_and_head_alone():

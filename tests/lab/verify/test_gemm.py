@@ -17,9 +17,10 @@ from fmtsim.lab.verify import gemm
 from fmtsim.lab.verify.gemm import SQUARE, gemm_tasks, plan_basis
 from fmtsim.lab.verify.recordings import Call, find_recordings, read_calls, read_dots
 from fmtsim.spec.call import GemmCall
-from fmtsim.support.errors import ArgumentError, DataError
+from fmtsim.support.errors import DataError
 from tests.support.operands import normal
 from tests.support.recorded import GOLDEN, VECTORS, needs_golden, needs_vectors
+from tests.support.refusals import refused
 
 UNSIGNED = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}
 ROWS = SQUARE + 5
@@ -215,8 +216,7 @@ BAD = {
 def test_damaged_files_are_named(tmp_path, name):
     content, message = BAD[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        replay(tmp_path)
+    refused(message, replay, tmp_path, error=DataError)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,7 @@ def test_wrong_contents_are_named(tmp_path, name, change, message):
         arrays = {**dict(file), **change}
     (tmp_path / "mtc_V100_fp16_fp32.npz").unlink()
     numpy.savez(tmp_path / name, **{key: value for key, value in arrays.items() if value is not None})
-    with pytest.raises(DataError, match=message):
-        replay(tmp_path)
+    refused(message, replay, tmp_path, error=DataError)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +269,7 @@ def test_calls_that_no_verb_replays_are_named(tmp_path, change, message):
     numpy.savez(
         tmp_path / "h200_small.npz", **{**arrays, "meta": numpy.array(json.dumps([{**first, **change}, *rest]))}
     )
-    with pytest.raises(DataError, match=message):
-        gemm_tasks([tmp_path])
+    refused(message, gemm_tasks, [tmp_path], error=DataError)
 
 
 def test_what_numpy_says_of_a_damaged_file_names_it(tmp_path, monkeypatch):
@@ -281,17 +279,13 @@ def test_what_numpy_says_of_a_damaged_file_names_it(tmp_path, monkeypatch):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(numpy, "load", damaged)
-    with pytest.raises(DataError, match=r"cannot read .*probe_x.npz: .* Invalid argument; record it again"):
-        gemm_tasks([tmp_path])
+    refused(r"cannot read .*probe_x.npz: .* Invalid argument; record it again", gemm_tasks, [tmp_path], error=DataError)
 
 
 def test_folders_and_limits(tmp_path):
-    with pytest.raises(DataError, match="nowhere is not a folder; pass one that holds"):
-        gemm_tasks([tmp_path / "nowhere"])
-    with pytest.raises(DataError, match="holds no recording; expected mtc_"):
-        gemm_tasks([tmp_path])
-    with pytest.raises(ArgumentError, match="limit=0 is not possible; choose 1 or more"):
-        gemm_tasks([tmp_path], 0)
+    refused("nowhere is not a folder; pass one that holds", gemm_tasks, [tmp_path / "nowhere"], error=DataError)
+    refused("holds no recording; expected mtc_", gemm_tasks, [tmp_path], error=DataError)
+    refused("limit=0 is not possible; choose 1 or more", gemm_tasks, [tmp_path], 0)
 
 
 def test_the_command(dots, capsys):
