@@ -8,49 +8,18 @@ Each check's output goes to ``found/NAME.txt``; a line says how it ended. Status
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Final
 
 from fmtsim.lab.cli.output import format_table
 
-_PYTEST: Final = (
-    "-m",
-    "pytest",
-    "-q",
-    "-o",
-    "addopts=",
-    "--import-mode=importlib",
-    "-p",
-    "no:cacheprovider",
-    "-m",
-    "not slow",
-)
-_FMTSIM: Final = ("-m", "fmtsim")
-_LAYERS: Final = (*_FMTSIM, "bench", "layers", "--device", "cuda", "--only")
-
-# Name, words behind Python's, seconds at most.
-CHECKS: Final[tuple[tuple[str, tuple[str, ...], int], ...]] = (
-    ("tests", (*_PYTEST, "tests/engines/cuda", "tests/scaling", "-k", "gpu"), 400),
-    ("optimizers", (*_PYTEST, "tests/optim", "-k", "gpu"), 200),
-    ("analysis", (*_PYTEST, "tests/lab/analysis"), 200),
-    ("machines", (*_PYTEST, "tests/recipes/test_machines.py", "-k", "h200_itself"), 200),
-    ("ranks", (*_PYTEST, "tests/distributed/test_gpu.py"), 500),
-    ("collectives", ("benchmarks/collectives.py", "--device", "cuda", "--ranks", "8"), 120),
-    ("verify", (*_FMTSIM, "verify", "--device", "cuda"), 400),
-    ("train", (*_FMTSIM, "train", "--device", "cuda", "--target", "h200", "--check", "native", "--steps", "5"), 60),
-    ("layer", (*_LAYERS, "layer *"), 120),
-    ("llama_eager", (*_LAYERS, "llama eager *"), 200),
-    ("llama_default", (*_LAYERS, "llama default *"), 500),
-    ("gpt", (*_LAYERS, "gpt reduce-overhead *"), 500),
-    ("speeds", (*_FMTSIM, "bench", "gpu"), 400),
-    ("steps", ("benchmarks/optim.py", "--device", "cuda"), 120),
-    ("trace", ("benchmarks/trace.py", "--device", "cuda", "--target", "h200"), 90),
-    ("observe", ("benchmarks/observe_cost.py", "--device", "cuda", "--dtype", "bfloat16", "--width", "4096"), 90),
-    ("plans", (*_FMTSIM, "calibrate", "--check", "h200", "--calls", "3"), 200),
-)
+_PYTEST = "-m pytest -q -o addopts= --import-mode=importlib -p no:cacheprovider -m 'not slow'"
+_WORDS = {"pytest": shlex.split(_PYTEST), "fmtsim": ["-m", "fmtsim"]}
+_ROWS = [shlex.split(line) for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if line[0] != "#"]
+CHECKS = [(name, (*_WORDS.get(first, [first]), *rest), int(seconds)) for name, seconds, first, *rest in _ROWS]
 
 
 def run(words: tuple[str, ...], seconds: int, out: Path) -> tuple[str, float]:
@@ -67,7 +36,6 @@ def run(words: tuple[str, ...], seconds: int, out: Path) -> tuple[str, float]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run checks and print a table."""
     names = [name for name, _, _ in CHECKS]
     parser = argparse.ArgumentParser(prog="python -m tools.run_on_gpu", description=__doc__.partition("::")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for what the checks print")

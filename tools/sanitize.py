@@ -9,8 +9,7 @@ The driver is asked for functions that it may lack when its bindings are loaded;
 Nothing is compared here: that is what the tests do. Calls run in an order that does not change; sizes are such that
 rows, vectors, tiles and warps are cut off in their middle, and operands begin where no vector does. At the end the
 script names the kernels that no call has reached and exits with status 1 where there are any. ``--few`` leaves out
-repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks`` some of
-casts, blocks, products, steps, reductions and counts.
+repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks`` some parts.
 """
 
 import argparse
@@ -46,19 +45,8 @@ REDUCTION = importlib.import_module("fmtsim.engines.cuda.cast.reduction")
 DISPATCH = importlib.import_module("fmtsim.engines.cuda.gemm.dispatch")
 
 ELEMENTS = (
-    "e4m3",
-    "e2m1",
-    "bf16",
-    "e5m2fnuz",
-    "int8",
-    "int5",
-    "uint3",
-    "nf4",
-    "lns8_g8",
-    "e8m0",
-    "p3109_k8p3se",
-    "fp32",
-)
+    "e4m3", "e2m1", "bf16", "e5m2fnuz", "int8", "int5", "uint3", "nf4", "lns8_g8", "e8m0", "p3109_k8p3se", "fp32",
+)  # fmt: skip
 BLOCKS = (
     "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4", "nvfp4_16x16", "e4m3_1x128", "e4m3_128x128_pow2",
     "e4m3_tensor", "e4m3_channel", "int4_g32", "uint4_g32_zp", "nf4_g64", "lns8_channel",
@@ -66,13 +54,10 @@ BLOCKS = (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDINGS = ("nearest_even", "toward_zero", "nearest_away", "up", "stochastic")
 PLANS = (
-    {},
-    {"k_tile": 32, "split": 3, "reduce": "pairwise"},
-    {"k_tile": 16, "split": 2, "partial": "bf16"},
-    {"k_tile": 16, "split": 2, "partial": "bf16", "reduce": "in_place"},
-    {"promote_every": 32},
+    {}, {"k_tile": 32, "split": 3, "reduce": "pairwise"}, {"k_tile": 16, "split": 2, "partial": "bf16"},
+    {"k_tile": 16, "split": 2, "partial": "bf16", "reduce": "in_place"}, {"promote_every": 32},
     {"k_tile": 64, "lanes": 4, "lane_reduce": "tree", "split": 2, "owner": "interleaved", "reduce": "folded"},
-)
+)  # fmt: skip
 
 
 def specs(name: str, dim: int = -1, few: bool = False) -> Iterator[CastSpec]:
@@ -115,7 +100,6 @@ def cast(x: torch.Tensor, spec: CastSpec) -> None:
 
 
 def casts(device: torch.device, few: bool) -> None:
-    """Cast to formats of single elements."""
     shapes = ((37, 129),) if few else ((1,), (1031,), (37, 129))
     for name, dtype, shape in itertools.product(ELEMENTS, DTYPES, shapes):
         if few and name != "e4m3" and dtype in (torch.float16, torch.float64):
@@ -126,15 +110,13 @@ def casts(device: torch.device, few: bool) -> None:
     for name in ("nf4", "lns8_g8"):  # enough elements for a table
         cast(next(layouts(((1 << 16) + 5,), torch.float32, device)), next(specs(name)))
     words = torch.randint(0, 1 << 8, x.shape, generator=torch.Generator().manual_seed(0)).to(device)
-    spec = CastSpec(
-        format=fmtsim.get_format("e4m3"), rounding=Rounding(mode="stochastic", random_bits=8), overflow="saturate"
-    )
+    rounding = Rounding(mode="stochastic", random_bits=8)
+    spec = CastSpec(format=fmtsim.get_format("e4m3"), rounding=rounding, overflow="saturate")
     CASTS.quantize(x, spec, words, torch.empty_like(x))
     CASTS.encode(x, spec, words)
 
 
 def blocks(device: torch.device, few: bool) -> None:
-    """Cast to block formats along both dimensions."""
     shapes = ((33, 257), (64, 128)) if few else ((1, 1), (7, 96), (33, 257), (128, 256))
     for name, dtype, shape, dim in itertools.product(BLOCKS, DTYPES, shapes, (-1, -2)):
         if few and name != "nvfp4" and dtype in (torch.float16, torch.float64):
@@ -170,13 +152,10 @@ def transforms(device: torch.device) -> None:
 
 def rotations(device: torch.device) -> None:
     """Rotate and cast operands of products along either axis, and rotate gradients back."""
-    hadamard, rotated = (
-        importlib.import_module(f"fmtsim.engines.cuda.cast.{name}") for name in ("hadamard", "rotated")
-    )
+    names = ("hadamard", "rotated", "kernel_variants")
+    hadamard, rotated, variant = (importlib.import_module(f"fmtsim.engines.cuda.cast.{name}") for name in names)
     keys = RandomKey(1, 2), None
-    for (quantizer, turned), shape in itertools.product(
-        importlib.import_module("fmtsim.engines.cuda.cast.kernel_variants").rotated_quantizers(), ((64, 192), (192, 64))
-    ):
+    for (quantizer, turned), shape in itertools.product(variant.rotated_quantizers(), ((64, 192), (192, 64))):
         for x in layouts(shape, torch.bfloat16, device):
             x = x.mT if turned else x
             rotated.cast_rotated(x, quantizer, keys, 5)
@@ -238,7 +217,6 @@ def steps(device: torch.device, few: bool) -> None:
     cases = [(name, usual, {}) for name in schemes]
     cases += [("lns_madam", fmtsim.optim.Madam, {}), ("bnb8", fmtsim.optim.Lion, {}), ("coat", fmtsim.optim.SGD, {})]
     cases += [("bnb8", usual, {"capturable": True})]
-    stand_ins = {"on_cuda": lambda p: True}  # the emulator's tensors are a CPU's
     for (name, rule, options), dtype in itertools.product(cases, DTYPES[: 1 if few else 3]):
         scheme = dataclasses.replace(fmtsim.optim.get_scheme(name), minimum=0, whole_blocks=False, matrices=False)
         parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device)) for size in (1, 3, 2049, 5000)]
@@ -246,7 +224,7 @@ def steps(device: torch.device, few: bool) -> None:
         for p in parameters:
             p.grad = torch.full_like(p, 0.1)
             p.grad[::7] = float("nan")
-        with mock.patch.multiple(engines, **stand_ins):
+        with mock.patch.object(engines, "on_cuda", lambda p: True):  # the emulator's tensors are a CPU's
             optimizer.step()
             optimizer.step()
 
@@ -271,14 +249,6 @@ def counts(device: torch.device, few: bool) -> None:
             assert engine.count_cast(x, x.to(q), fmt, block, (-448.0, 448.0)) is not None
 
 
-def compile_all() -> None:
-    """Compile what the calls need at once, so that the disk has it: one by one takes minutes."""
-    arch, chosen = runtime.architecture(0), variants(runtime.capability(0))
-    with ThreadPoolExecutor() as pool:
-        for _ in pool.map(lambda variant: runtime.compiled(variant[0], arch, variant[2]), chosen):
-            pass
-
-
 def reductions(device: torch.device, few: bool) -> None:
     """Run the stages of a reduction on the last of its ranks, which all have the same casts."""
     for name, ranks, mode, tree in (("e4m3", 2, "nearest_even", False), ("e5m2", 3, "stochastic", True)):
@@ -295,9 +265,7 @@ def reductions(device: torch.device, few: bool) -> None:
                 stages.finish(stages.sum(stages.cast(encode)).expand(ranks, -1).contiguous(), decode)
 
 
-PARTS = {
-    "casts": casts, "blocks": blocks, "products": products, "steps": steps, "reductions": reductions, "counts": counts,
-}  # fmt: skip
+PARTS = {part.__name__: part for part in (casts, blocks, products, steps, reductions, counts)}
 
 
 @contextlib.contextmanager
@@ -315,13 +283,10 @@ def recorded() -> Iterator[set[tuple[str, str]]]:
 
 
 def run(device: torch.device, parts: tuple[str, ...], few: bool) -> set[tuple[str, str]]:
-    """Make the calls and return the kernels that they reached."""
-    cpu = importlib.import_module("fmtsim.engines.cpu")
-    with (
-        recorded() as fetched,
-        mock.patch.object(cpu, "supports", lambda *_: False),  # no kernels to compile for operands
-        mock.patch.object(self_test, "passes", lambda *_: True),  # self-tests would be the larger part
-    ):
+    cpu = importlib.import_module("fmtsim.engines.cpu")  # whose kernels need not be compiled for operands
+    no_kernels = mock.patch.object(cpu, "supports", lambda *_: False)
+    no_tests = mock.patch.object(self_test, "passes", lambda *_: True)  # self-tests would be the larger part
+    with recorded() as fetched, no_kernels, no_tests:
         for part in parts:
             start = time.perf_counter()
             PARTS[part](device, few)
@@ -332,7 +297,6 @@ def run(device: torch.device, parts: tuple[str, ...], few: bool) -> set[tuple[st
 
 
 def main() -> int:
-    """Run the script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--few", action="store_true")
     parser.add_argument("--host", action="store_true")
@@ -343,11 +307,12 @@ def main() -> int:
         with emulated():
             capability, fetched = runtime.capability(0), run(torch.device("cpu"), parts, arguments.few)
     else:
-        compile_all()
+        arch = runtime.architecture(0)
+        with ThreadPoolExecutor() as pool:  # compiled at once, so that the disk has it: one by one takes minutes
+            list(pool.map(lambda v: runtime.compiled(v[0], arch, v[2]), variants(runtime.capability(0))))
         capability, fetched = runtime.capability(0), run(torch.device("cuda"), parts, arguments.few)
     missed = sorted({(file, name) for file, name, _ in variants(capability)} - fetched)
-    for file, name in missed:
-        print(f"not reached: {name} of {file}")
+    print("".join(f"not reached: {name} of {file}\n" for file, name in missed), end="")
     return 1 if missed and len(parts) == len(PARTS) else 0
 
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from fmtsim.support.errors import ArgumentError
+from tools.fuzz.__main__ import TARGETS
 from tools.fuzz.target import Report, Target
-from tools.fuzz.targets import TARGETS
 
 SEED = 1  # of the default tests, which fail or pass alike every day; the command draws others
 

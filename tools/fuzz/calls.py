@@ -6,12 +6,13 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fmtsim
 from fmtsim.support.errors import FmtsimError, shown
@@ -22,12 +23,7 @@ Values = dict[str, Any]
 
 
 class Call:
-    """A call of a verb, drawn from a seed: the same seed gives the same call.
-
-    Args:
-        draw: Returns a function, its arguments and its keywords.
-        seed: Of the draw.
-    """
+    """A call of a verb, drawn from a seed by ``draw(Random)``: the same seed gives the same call."""
 
     def __init__(self, draw: Callable[[Random], tuple[Any, list[Any], Values]], seed: int) -> None:
         self.draw, self.seed = draw, seed
@@ -50,14 +46,8 @@ class Call:
         function, arguments, keywords = self.drawn
         copies = [tensors.plain(value) for value in arguments]
         plain = {name: tensors.plain(value) for name, value in keywords.items()}
-        failed = None
-        try:
-            torch.manual_seed(0)
-            result = tensors.bits(function(*arguments, **keywords))
-        except FmtsimError as error:
-            failed = error
-        if failed is not None:
-            raise failed
+        torch.manual_seed(0)
+        result = tensors.bits(function(*arguments, **keywords))
         with contextlib.suppress(FmtsimError):  # what is refused may depend on the kind of tensor, not on its numbers
             torch.manual_seed(0)
             again = tensors.bits(function(*copies, **plain))
@@ -82,14 +72,12 @@ def _shown(value: Any) -> str:
     return f"<{kind}{value.dtype} {size}{strides} on {value.device} {value.layout}{lazy} grad {value.requires_grad}>"
 
 
-def target(
-    name: str, count: int, failed: tuple[int, ...] = ()
-) -> Callable[[Callable[[Random], Any]], Callable[[Random], Any]]:
-    """Register what draws a call as a fuzz target, with the seeds of calls that were defects once."""
+def target(name: str, count: int) -> Callable[[Callable[[Random], Any]], Callable[[Random], Any]]:
+    """Register what draws a call as a fuzz target, with the seeds in failed.txt of calls that were defects once."""
 
     def register(draw: Callable[[Random], Any]) -> Callable[[Random], Any]:
         seeds = st.uuids(version=4).map(lambda drawn: Call(draw, drawn.int >> 64))
-        once = tuple(Call(draw, seed) for seed in failed)
+        once = tuple(Call(draw, int(seed)) for seed in FAILED.get(name, ()))
         TARGETS.append(Target(f"verb.{name}", seeds, Call.run, once, count=count))
         return draw
 
@@ -97,6 +85,8 @@ def target(
 
 
 TARGETS: list[Target] = []
+_LINES = (line.split() for line in Path(__file__).with_name("failed.txt").read_text().splitlines() if line[0] != "#")
+FAILED = {name: seeds for name, *seeds in _LINES}
 FORMATS = (
     "e4m3", "e5m2", "e2m1", "e3m2", "fp16", "bf16", "fp32", "fp64", "tf32", "int8", "int4", "uint4", "int8_half", "nf4",
     "lns8_g8", "e8m0", "mxfp4", "mxfp8_e4m3", "nvfp4", "e4m3_1x128", "e4m3_128x128", "int8_channel", "int4_g32",
@@ -123,6 +113,22 @@ def either(r: Random, value: Any, wrong: float = 0.03) -> Any:
     return tensors.junk(r) if r.random() < wrong else value
 
 
+def accepted(function: Callable[..., Any], options: Values) -> Values:
+    """Return the keywords that a function takes."""
+    return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
+
+
+def backward(y: Any) -> Any:
+    """Return a result behind its backward pass, where it has one."""
+    if isinstance(y, Tensor) and y.requires_grad and y.numel():
+        y.sum().backward()
+    return y
+
+
+def net(r: Random, width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=r.random() < 0.5))
+
+
 def junk_of(r: Random, function: Callable[..., Any], usual: Values) -> Values:
     """Return good keywords of a function with one or two wrong ones."""
     names = [
@@ -130,6 +136,17 @@ def junk_of(r: Random, function: Callable[..., Any], usual: Values) -> Values:
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD) and name != "self"
     ]  # fmt: skip
     return usual | {r.choice(names): tensors.junk(r) for _ in range(r.randint(1, 2))}
+
+
+def silent(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return a function that calls another one, shows the result as text, and returns nothing to compare."""
+
+    def run(*arguments: Any, **keywords: Any) -> None:
+        result = function(*arguments, **keywords)
+        str(result), repr(result)
+
+    run.__name__ = getattr(function, "__name__", "run")
+    return run
 
 
 class Passed(FmtsimError):

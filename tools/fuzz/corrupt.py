@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fuzzer makes of good inputs: JSON with one thing exchanged, bytes flipped and cut, and objects of any type."""
+"""What a fuzzer makes of good inputs: JSON and bytes with changes, objects of any type, command lines."""
 
+import contextlib
 import enum
+import io
 import json
 import math
 import random
@@ -9,9 +11,13 @@ import zlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+
+from fmtsim.lab.cli.main import COMMANDS, build_parser, main
+from fmtsim.support.errors import ArgumentError
 
 TEXTS = (
     "", " ", "e4m3", "E4M3", "fp8", "nvfp4", "stochastic", "nearest_even", "\ud800", "a\0b", "\n", "𝟜", "x" * 300,
@@ -26,8 +32,6 @@ NUMBERS = (
 
 
 class Hostile:
-    """Fails whatever is asked of it."""
-
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)
 
@@ -38,13 +42,10 @@ class Hostile:
 
 
 class Number(enum.IntEnum):
-    """An int subclass."""
-
     ONE = 1
 
 
 def junk(rng: random.Random, depth: int = 2) -> Any:
-    """Return any value of JSON."""
     kind = rng.randrange(10 if depth else 7)
     if kind < 3:
         return rng.choice(NUMBERS)
@@ -58,7 +59,6 @@ def junk(rng: random.Random, depth: int = 2) -> Any:
 
 
 def anything(rng: random.Random) -> Any:
-    """Return an object of any type, fresh."""
     makers = (
         lambda: junk(rng), lambda: junk(rng), lambda: junk(rng), lambda: b"e4m3", lambda: bytearray(b"x"),
         Hostile, object, lambda: Path("e4m3"), lambda: Path("a\0b.json"), lambda: Path("/"),
@@ -148,9 +148,8 @@ def json_file(rng: random.Random, tree: Any) -> bytes:
     """Return a JSON file of a tree that was mutated, corrupted, or is nothing of the kind."""
     kind = rng.randrange(20)
     if kind == 0:
-        return rng.choice(
-            (b"[" * 100000, b'{"a":' * 100000, b"", b"\xff\xfe\0", b"null", b'"x"', b"1" * 9999, b"{}" * 2)
-        )
+        deep = (b"[" * 100000, b'{"a":' * 100000)
+        return rng.choice((*deep, b"", b"\xff\xfe\0", b"null", b'"x"', b"1" * 9999, b"{}" * 2))
     try:
         content = json.dumps(mutated(rng, tree)).encode("utf-8")
     except ValueError:  # an int of too many digits
@@ -159,13 +158,7 @@ def json_file(rng: random.Random, tree: Any) -> bytes:
 
 
 def safetensors_file(rng: random.Random, content: bytes, inner: str) -> bytes:
-    """Return one of fmtsim's safetensors files that is corrupt, or whose header was changed and sealed again.
-
-    Args:
-        rng: Of the changes.
-        content: A good file.
-        inner: The item of its metadata that is JSON itself.
-    """
+    """Return a corrupt safetensors file, or one whose header (its ``inner`` is JSON) was changed and sealed."""
     if rng.random() < 0.4:
         return corrupted(rng, content)
     size = int.from_bytes(content[:8], "little")
@@ -191,3 +184,78 @@ def safetensors_file(rng: random.Random, content: bytes, inner: str) -> bytes:
     except (ValueError, TypeError):
         return corrupted(rng, content)
     return len(text).to_bytes(8, "little") + text + payload
+
+
+LONG = (  # what takes minutes, or starts processes: reached, it is a result
+    "fmtsim.lab.cli.training.compare_schemes", "fmtsim.lab.cli.training.check_native", "fmtsim.lab.verify.workers.run",
+    "fmtsim.lab.cli.studies._run_all", "fmtsim.lab.cli.benchmarks._results", "fmtsim.lab.cli.benchmarks._overheads",
+    "fmtsim.lab.bench.layers.Bench", "fmtsim.lab.cli.products.exact_sums", "fmtsim.lab.cli.machine._on_cpu",
+)  # fmt: skip
+PLAIN = """e4m3 bf16 nvfp4 mxfp8_e4m3 int8 int24 fp64 logfmt8 nf4 1 2 3 -1 0 16 33 1.5 inf nan 1e-320 0x1p3 = , a=b --
+    - * block=32,fraction_bits=10 block=0 block=x rounding=stochastic promote_every=128 split=2 h100 chain exact
+    hopper.wgmma te_nvfp4 list cuda:99 cpu meta good.npy bad.npy bad.npz bad.safetensors bad.json bad.json:a absent.npy
+    folder casts gemm gpu layers gpt2 1,2,512 9..1 --json --help -V nearest_even stochastic all ieee saturate amax
+    e4m3* ["""
+WORDS = [
+    *(text for text in TEXTS if "/" not in text), "9" * 30, "9" * 5000, str(1 << 63), str(1 << 40), *PLAIN.split(),
+]  # fmt: skip
+FILES = ("bad.npy", "bad.npz", "bad.safetensors", "bad.json")
+OPTIONS = {
+    command: [action.option_strings for action in build_parser(command)._actions[-1].choices[command]._actions]  # type: ignore[index]
+    for command in COMMANDS
+}
+
+
+class LongJob(BaseException):
+    """Say that the words were accepted and a long job would begin."""
+
+
+def make_words(rng: random.Random) -> list[str]:
+    command = rng.choice(list(COMMANDS))
+    words = [command]
+    options = [names[-1] for names in OPTIONS[command] if names]
+    for _ in range(rng.randrange(6)):
+        word = rng.choice(WORDS)
+        words += [rng.choice(options), word] if rng.random() < 0.6 else [word]
+    if rng.random() < 0.5:  # words that are complete, with one exchanged
+        words = [*rng.choice(GOOD)]
+        words[rng.randrange(len(words))] = rng.choice(WORDS)
+        words += [rng.choice(options), rng.choice(WORDS)] if rng.random() < 0.4 else []
+    return [word for word in words if word != "--plant-error"]
+
+
+GOOD = [line.split() for line in Path(__file__).with_name("commands.txt").read_text().splitlines()]
+
+
+def caller(room: Path, good: dict[str, bytes]) -> Any:
+    """Return what runs words in a folder, with the files that they name, some of them corrupt."""
+    (room / "folder").mkdir(exist_ok=True)
+    (room / "text").write_text("some words to train on, again and again\n" * 50)
+    for suffix, content in good.items():
+        (room / f"good{suffix}").write_bytes(content)
+
+    def call(words: list[str]) -> None:
+        rng = random.Random(str(words))
+        for name in FILES:
+            (room / name).write_bytes(corrupted(rng, good[Path(name).suffix]))
+        err = io.StringIO()
+        try:
+            with contextlib.ExitStack() as stack:
+                for place in LONG:
+                    stack.enter_context(mock.patch(place, side_effect=LongJob))
+                stack.enter_context(contextlib.chdir(room))
+                stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                stack.enter_context(contextlib.redirect_stderr(err))
+                status = main(words)
+        except LongJob:
+            return
+        except SystemExit as stop:  # --help and --version
+            assert not stop.code, f"status {stop.code}"
+            return
+        said = err.getvalue()
+        assert status in (0, 1, 2), f"status {status}"
+        if status == 2:
+            assert said.count("\n") == 1 and said.startswith("fmtsim: error: "), f"not one line: {said!r}"
+            raise ArgumentError(said)
+
+    return call

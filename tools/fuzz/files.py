@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets that read strings and files: formats, recipes, plans, tensors on disk, what names things."""
+"""Targets that read strings, files and states: formats, recipes, plans, tensors on disk, names, optimizers."""
 
 import contextlib
 import io
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 import fmtsim
 from fmtsim.casts.encoded import Encoded
@@ -30,6 +31,7 @@ from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.cli.results import load_tensors
 from fmtsim.lab.explain import explain
+from fmtsim.optim import AdamW
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.ptq.catalogue import get_ptq_recipe, load_ptq_recipe, ptq_recipe_from_dict, ptq_recipe_to_dict
 from fmtsim.recipes.catalogue import RECIPES
@@ -38,14 +40,20 @@ from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_t
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import FmtsimError
-from tools.fuzz import states
-from tools.fuzz.commands import caller, make_words
-from tools.fuzz.corrupt import Hostile, anything, corrupted, json_file, mutated, safetensors_file
+from tools.fuzz.corrupt import (
+    Hostile,
+    anything,
+    caller,
+    corrupted,
+    json_file,
+    make_words,
+    mutated,
+    safetensors_file,
+)  # fmt: skip
 from tools.fuzz.target import ROOM, Target, file_target, seeded
 
-NAMES = (
-    st.text() | st.from_regex(r"(e\d+m\d+|u?int\d+(_(full|half))?(_f\d+)?|lns\d+_g\d+|logfmt\d+)", fullmatch=True)
-)  # fmt: skip
+_SPELLED = r"(e\d+m\d+|u?int\d+(_(full|half))?(_f\d+)?|lns\d+_g\d+|logfmt\d+)"
+NAMES = st.text() | st.from_regex(_SPELLED, fullmatch=True)
 FORMATS = [format_to_dict(get_format(name)) for name in list_formats()]
 PLAN_FILES = [json.loads((PLANS / f"{name}.json").read_text()) for name in ("chain", "a100", "h100")]
 CALLS = [
@@ -55,21 +63,18 @@ CALLS = [
 
 
 def read_format_name(value: Any) -> None:
-    """Look a format up, show it, and read it back."""
     fmt = get_format(value)
     assert format_from_json(format_to_json(fmt)) == fmt
     assert repr(fmt) and fmt._repr_html_() and fmt.facts() and hash(fmt) is not None
 
 
 def read_format_json(content: bytes) -> None:
-    """Read a format, and cast four numbers to it."""
     fmt = format_from_json(content.decode("utf-8", "surrogateescape"))
     read_format_name(fmt)
     fmtsim.quantize(torch.tensor([0.3, -2.0, math.nan, 1e30]), fmt, pad=True)
 
 
 def make_record(rng: random.Random) -> tuple[type, dict[str, Any]]:
-    """Return a class of records and fields for it."""
     classes = [*KINDS.values(), Scaling, History, TensorScale, Rounding]
     good = get_format(rng.choice(list_formats()))
     cls = rng.choice([type(good), type(good), *classes])
@@ -81,7 +86,6 @@ def make_record(rng: random.Random) -> tuple[type, dict[str, Any]]:
 
 
 def read_recipe(path: Path) -> None:
-    """Read a recipe, show it, and write it again."""
     recipe = load_recipe(path)
     assert str(recipe) and recipe._repr_html_()
     hash(recipe)
@@ -90,14 +94,12 @@ def read_recipe(path: Path) -> None:
 
 
 def read_ptq(path: Path) -> None:
-    """Read a recipe of quantisation, show it, and read it back."""
     recipe = load_ptq_recipe(path)
     assert str(recipe) and recipe.prescribed and recipe.inference
     assert ptq_recipe_from_dict(json.loads(json.dumps(ptq_recipe_to_dict(recipe)))) == recipe
 
 
 def use_plan(target: Plan) -> None:
-    """Show a target, write it, and ask it about calls."""
     assert repr(target) and target_to_dict(target_from_dict(json.loads(json.dumps(target_to_dict(target)))))
     for call in CALLS:
         with contextlib.suppress(FmtsimError):  # of a call, not of the file
@@ -105,7 +107,6 @@ def use_plan(target: Plan) -> None:
 
 
 def encoded_files() -> list[bytes]:
-    """Return files of encoded tensors, of every layout."""
     files = []
     for name in ("e4m3", "nvfp4", "mxfp6_e2m3", "int4_group128", "logfmt8", "nf4", "fp32", "mxfp4", "e8m0"):
         if name in list_formats():
@@ -115,13 +116,7 @@ def encoded_files() -> list[bytes]:
     return files
 
 
-def make_encoded(rng: random.Random) -> bytes:
-    """Return a corrupt file, or one whose header was changed and sealed again."""
-    return safetensors_file(rng, rng.choice(ENCODED), "format")
-
-
 def read_encoded(path: Path) -> None:
-    """Load a file, decode it, and save it again."""
     q = Encoded.load(path)
     assert repr(q) and q.nbytes >= 0 and q.bits_per_element >= 0
     values = q.decode()
@@ -143,7 +138,6 @@ def tensor_files() -> dict[str, bytes]:
 
 
 def read_tensors(path: Path) -> None:
-    """Compare every tensor of a file with itself."""
     for read in load_tensors(str(path)).values():
         try:
             compare(read(), read())
@@ -152,7 +146,6 @@ def read_tensors(path: Path) -> None:
 
 
 def books() -> list[bytes]:
-    """Return a book of one small section, and one with blocks."""
     kind = Kind("bf16", "bf16", torch.bfloat16)
     runs = tuple((1 + i * i, Choice(66, i % 5 or -1, i % 3)) for i in range(60))
     many = [Family(kind, 2, "k", (n, n // 3 + 1), runs[n % 7 : n % 60 + 8], 1, n % 2 + 1) for n in range(1, 300)]
@@ -176,39 +169,24 @@ def make_book(rng: random.Random) -> bytes:
 
 
 def read_book(path: Path) -> None:
-    """Read all families of a book, and look some calls up."""
     book = Book.open(path)
     for n, _ in zip(range(1, 60), book.families(), strict=False):
         book.find(Question(Kind("bf16", "bf16", torch.bfloat16), 2, n, n // 3 + 1, 40))
 
 
 def make_number(rng: random.Random) -> tuple[Any, Any, dict[str, Any]]:
-    """Return arguments of explain."""
-    ends = (
-        5e-324,
-        -5e-324,
-        1e-310,
-        1e308,
-        -1.7976931348623157e308,
-        math.nan,
-        math.inf,
-        -0.0,
-        2.0**-149,
-        3.4028235e38,
-        0.1,
-    )
+    largest = 1.7976931348623157e308
+    ends = (5e-324, -5e-324, 1e-310, 1e308, -largest, math.nan, math.inf, -0.0, 2.0**-149, 3.4028235e38, 0.1)
     x: Any = rng.choice(ends) if rng.random() < 0.4 else [rng.choice(ends) for _ in range(rng.randrange(40))]
     x = x if rng.random() < 0.8 else anything(rng)
-    fmt = rng.choice(
-        [*list_formats(), "int11_half", "int3_half_f5", "uint4_f32", "int24_half", "lns8_g8", "e1m0", "e8m10"]
-    )
+    unlisted = ("int11_half", "int3_half_f5", "uint4_f32", "int24_half", "lns8_g8", "e1m0", "e8m10")
+    fmt = rng.choice([*list_formats(), *unlisted])
     names = ("rounding", "overflow", "generator", "random_bits", "block_size", "scale_rule")
     options = {} if rng.random() < 0.7 else {rng.choice(names): anything(rng)}
     return x, fmt if rng.random() < 0.95 else anything(rng), {"rounding": rng.choice(MODES_OF_EXPLAIN)} | options
 
 
 def tell(arguments: tuple[Any, Any, dict[str, Any]]) -> None:
-    """Explain, and show what was found."""
     x, fmt, options = arguments
     explanation = explain(x, fmt, **options)
     assert explanation.engine_agrees and str(explanation) and explanation.to_dict()
@@ -226,6 +204,37 @@ def look_up(value: Any) -> None:
         raise refused[0]
 
 
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+
+def _stepped(scheme: str) -> AdamW:
+    net = _net()
+    optimizer = AdamW(net.parameters(), state=scheme)
+    net(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def quantised() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    """Return what a quantised model is, and what loads it into a fresh one."""
+    good = fmtsim.ptq_state(fmtsim.ptq(_net(), "int8_static", [torch.linspace(-1, 1, 64).reshape(4, 16)]))
+    return good, lambda state: fmtsim.load_ptq(_net(), state)(torch.ones(2, 16))
+
+
+def delayed() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    """Return what delayed scaling remembers, and what loads it."""
+    model = fmtsim.convert(_net(), recipe="te_delayed", filter_fn=lambda module, name: True)
+    return fmtsim.recipe_state(model), lambda state: fmtsim.load_recipe_state(model, state)
+
+
+def optimizer() -> tuple[dict[str, Any], Callable[[Any], object]]:
+    """Return the state of an optimizer, and what loads it."""
+    stepped = _stepped("coat")
+    return stepped.state_dict(), lambda state: stepped.load_state_dict(state)
+
+
 MODES_OF_EXPLAIN = ("nearest_even", "up", "to_odd", "stochastic", "nearest_away", "toward_zero")
 ENCODED = encoded_files()
 BOOKS = books()
@@ -241,23 +250,24 @@ TARGETS: list[Target] = [
     Target("format.json", seeded(lambda rng: json_file(rng, rng.choice(FORMATS))), read_format_json),
     Target("format.record", seeded(make_record), lambda made: read_format_name(made[0](**made[1]))
            if made[0] in KINDS.values() else made[0](**made[1])),
-    file_target("recipe.file", ".json", read_recipe,
+    file_target("recipe.file", "recipe.file.json", read_recipe,
                 lambda rng: json_file(rng, {"name": "x"} | recipe_to_dict(rng.choice(RECIPES))),
                 failed=(b"[" * 100000, b"\xff", b'{"name": {}}', b'{"name": "x", "rules": [{"kind": {}}]}')),
     Target("recipe.dict", seeded(lambda rng: mutated(rng, recipe_to_dict(rng.choice(RECIPES)), anything)),
            lambda record: str(recipe_from_dict(record))),
-    file_target("ptq.file", ".json", read_ptq,
+    file_target("ptq.file", "ptq.file.json", read_ptq,
                 lambda rng: json_file(rng, ptq_recipe_to_dict(rng.choice(PTQ_RECIPES)))),
-    file_target("plan.file", ".json", lambda path: use_plan(get_target(path)),
+    file_target("plan.file", "plan.file.json", lambda path: use_plan(get_target(path)),
                 lambda rng: json_file(rng, rng.choice(PLAN_FILES)), failed=(b"[" * 100000, b"\xff", b"[]", b"{}")),
     Target("plan.dict", seeded(lambda rng: mutated(rng, rng.choice(PLAN_FILES), anything)),
            lambda record: use_plan(target_from_dict(record))),
-    file_target("book.file", ".book", read_book, make_book, failed=(b"", BOOKS[0][:30], BOOKS[1][:-1])),
-    file_target("encoded.file", ".safetensors", read_encoded, make_encoded),
-    *(file_target(f"tensors{suffix}", suffix, read_tensors, lambda rng, good=good: corrupted(rng, good), failed=(
+    file_target("book.file", "book.file.book", read_book, make_book, failed=(b"", BOOKS[0][:30], BOOKS[1][:-1])),
+    file_target("encoded.file", "encoded.file.safetensors", read_encoded,
+                lambda rng: safetensors_file(rng, rng.choice(ENCODED), "format")),
+    *(file_target(name, name, read_tensors, lambda rng, good=good: corrupted(rng, good), failed=(
         b"", good[:40], good[:8], good.replace(b"rtran", b""), good.replace(b"(4, 6)", b"(4, -6)"),
         good.replace(b"(4, 6)", b"(4 6) "), good.replace(b"<f4", b"|O8"), good.replace(b"<f4", b"<U4"),
-    )) for suffix, good in TENSORS.items()),
+    )) for suffix, good in TENSORS.items() for name in [f"tensors{suffix}"]),
     Target("explain", seeded(make_number), tell, count=100, failed=(
         (5e-324, "int11_half", {}), (10**400, "e4m3", {}), (1.7976931348623157e308, "logfmt8", {"rounding": "up"}),
         (1e308, "e4m3", {"block_size": torch.tensor(0.0)}), (torch.zeros(2, device="meta"), "e4m3", {}),
@@ -265,8 +275,8 @@ TARGETS: list[Target] = [
     Target("names", seeded(anything), look_up, failed=(
         1, 8, True, [], {}, 10**5000, Path("a\0b.json"), Path("/dev/zero"), "\ud800", Hostile(), np.zeros(3), "e٣m٤",
     )),
-    *(Target(f"state.{kind.__name__}", seeded(states.make(good)), load, count=60)
-      for kind in (states.quantised, states.delayed, states.optimizer) for good, load in [kind()]),
+    *(Target(f"state.{kind.__name__}", seeded(lambda rng, good=good: mutated(rng, good, anything)), load, count=60)
+      for kind in (quantised, delayed, optimizer) for good, load in [kind()]),
     Target("command", seeded(make_words), caller(ROOM, TENSORS | {".json": json.dumps(PLAN_FILES[0]).encode()}),
            count=80),
 ]  # fmt: skip

@@ -27,21 +27,13 @@ SECONDS = 120  # after which a call counts as one that does not end; the first c
 
 @dataclass(frozen=True)
 class Target:
-    """Name something that takes anything.
+    """Name something that takes anything."""
 
-    Args:
-        name: What messages call it, ``parser.what`` or ``verb.what``.
-        inputs: Inputs, good ones and bad ones.
-        call: Takes one; whatever it raises, but FmtsimError, is a defect.
-        failed: Inputs that were defects once; each run begins with them.
-        count: Inputs in the default tests, which have a minute for all targets of a file.
-    """
-
-    name: str
-    inputs: st.SearchStrategy[Any]
-    call: Callable[[Any], object]
-    failed: tuple[Any, ...] = ()
-    count: int = 200
+    name: str  # parser.what or verb.what, in messages
+    inputs: st.SearchStrategy[Any]  # good ones and bad ones
+    call: Callable[[Any], object]  # takes one input; whatever it raises, but FmtsimError, is a defect
+    failed: tuple[Any, ...] = ()  # inputs that were defects once; each run begins with them
+    count: int = 200  # inputs in the default tests, which have a minute for all targets of a file
 
 
 @dataclass
@@ -53,7 +45,6 @@ class Report:
 
     @property
     def calls(self) -> int:
-        """All calls."""
         return self.ends.total()
 
     def run(self, target: Target, count: int, seed: int) -> None:
@@ -111,7 +102,6 @@ def _shown(value: Any) -> str:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Interrupt a call that does not end."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"no end after {SECONDS} s")
@@ -131,17 +121,19 @@ def seeded(make: Callable[[random.Random], Any]) -> st.SearchStrategy[Any]:
 
 
 def file_target(
-    name: str, suffix: str, read: Callable[[Path], Any], make: Callable[[random.Random], bytes], **more: Any
+    name: str, file: str, read: Callable[[Path], Any], make: Callable[[random.Random], bytes], **more: Any
 ) -> Target:
-    """Return a target that reads files, whose errors name the file."""
-    path = ROOM / f"{name}{suffix}"
+    """Return a target that reads files, whose errors name the file or its folder below the room of the run."""
+    path = ROOM / file
+    path.parent.mkdir(exist_ok=True)
+    place = path if path.parent == ROOM else path.parent
 
     def call(content: bytes) -> None:
         path.write_bytes(content)
         try:
             read(path)
         except FmtsimError as error:
-            assert str(path) in str(error), f"the file is not named: {error}"
+            assert str(place) in str(error), f"the file is not named: {error}"
             raise
 
     return Target(name, seeded(make), call, **more)

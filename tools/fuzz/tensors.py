@@ -31,8 +31,6 @@ class Subclass(torch.Tensor):
 
 
 class Hostile:
-    """An object that fails at whatever it is asked."""
-
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
 
@@ -91,11 +89,6 @@ def shape(r: Random) -> tuple[int, ...]:
     return tuple(r.choice(sizes[:-2] if rank > 2 else sizes) for rank in [r.randint(0, 4)] for _ in range(rank))
 
 
-def _strided(r: Random, x: Tensor) -> Tensor:
-    wide = torch.stack([x, x], -1) if x.dim() < 12 else x
-    return wide[..., 0] if x.dim() < 12 else x
-
-
 def _permuted(r: Random, x: Tensor) -> Tensor:
     order = list(range(x.dim()))
     r.shuffle(order)
@@ -110,15 +103,6 @@ def _expanded(r: Random, x: Tensor) -> Tensor:
     return x.narrow(dim, 0, min(1, x.shape[dim])).expand(x.shape) if x.shape[dim] else x
 
 
-def _overlapping(r: Random, x: Tensor) -> Tensor:
-    return x.reshape(-1).as_strided((max(x.numel() - 2, 1) // 2, 3), (1, 1)) if x.numel() > 6 else x
-
-
-def _offset(r: Random, x: Tensor) -> Tensor:
-    memory = torch.cat([x.reshape(-1)[:1], x.reshape(-1)]) if x.numel() else x
-    return memory[1:].view(x.shape) if x.numel() else x
-
-
 def _misaligned(r: Random, x: Tensor) -> Tensor:
     memory = numpy.zeros(x.numel() * x.element_size() + 1, numpy.uint8)[1:]
     if not x.numel() or x.dtype.is_complex or x.dtype not in (torch.float32, torch.float64, torch.float16, torch.int32):
@@ -127,32 +111,14 @@ def _misaligned(r: Random, x: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
 
 
-def _conjugate(r: Random, x: Tensor) -> Tensor:
-    if x.dtype not in (torch.float32, torch.float64):
-        return x
-    return torch.complex(x, -x).conj().imag
-
-
-def _channels_last(r: Random, x: Tensor) -> Tensor:
-    return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
-
-
-def _inference(r: Random, x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return x.clone()
-
-
-def _fake(r: Random, x: Tensor) -> Tensor:
-    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x)
-
-
-def _quantized(r: Random, x: Tensor) -> Tensor:
-    return torch.quantize_per_tensor(x.float().nan_to_num(0, 1, -1), 0.1, 0, torch.qint8)
-
-
 Layout = Callable[[Random, Tensor], Tensor]
 _PLAIN: tuple[Layout, ...] = (
-    _strided, _permuted, _expanded, _overlapping, _offset, _misaligned, _conjugate, _channels_last, _inference,
+    lambda r, x: torch.stack([x, x], -1)[..., 0] if x.dim() < 12 else x, _permuted, _expanded,
+    lambda r, x: x.reshape(-1).as_strided((max(x.numel() - 2, 1) // 2, 3), (1, 1)) if x.numel() > 6 else x,  # overlaps
+    lambda r, x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape) if x.numel() else x, _misaligned,
+    lambda r, x: torch.complex(x, -x).conj().imag if x.dtype in (torch.float32, torch.float64) else x,
+    lambda r, x: x.to(memory_format=torch.channels_last) if x.dim() == 4 else x,
+    lambda r, x: torch.inference_mode()(x.clone)(),
     lambda r, x: torch._neg_view(x) if not x.dtype.is_complex and x.dtype in FLOATS else x,
     lambda r, x: x.mT.contiguous().mT if x.dim() > 1 else x,
     lambda r, x: x.flip(0) if x.dim() and x.dtype in FLOATS else x,
@@ -161,7 +127,9 @@ _PLAIN: tuple[Layout, ...] = (
     lambda r, x: x.clone().requires_grad_() * 1 if x.dtype in FLOATS else x,
 )  # fmt: skip
 _STRANGE: tuple[Layout, ...] = (
-    _fake, _quantized, lambda r, x: x.to("meta"), lambda r, x: x.to_sparse(),
+    lambda r, x: FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x),
+    lambda r, x: torch.quantize_per_tensor(x.float().nan_to_num(0, 1, -1), 0.1, 0, torch.qint8),
+    lambda r, x: x.to("meta"), lambda r, x: x.to_sparse(),
     lambda r, x: x.to_sparse_csr() if x.dim() == 2 else x, lambda r, x: torch.nested.nested_tensor([x, x]),
     lambda r, x: torch.nested.nested_tensor([x, x], layout=torch.jagged) if x.dim() else x,
     lambda r, x: x.conj() if x.dtype.is_complex else x, lambda r, x: x.to_mkldnn(),
@@ -179,7 +147,6 @@ def layout(r: Random, x: Tensor, strange: float = 0.06) -> Tensor:
 
 
 def tensor(r: Random, *, dtypes: Any = None, of: Any = None) -> Tensor:
-    """Return a tensor of any dtype, shape and kind."""
     usual = FLOATS if dtypes is None else dtypes
     dtype = r.choice(usual) if r.random() < 0.85 else r.choice((*FLOATS, *OTHERS))
     sizes = shape(r) if of is None or r.random() < 0.05 else of
@@ -208,9 +175,8 @@ def bits(x: Any) -> Any:
     """Return a result as what can be compared: bits of tensors, representations of the rest."""
     if isinstance(x, Tensor):
         x = plain(x)
-        if x.is_meta or type(x).__name__ == "FakeTensor" or x.is_nested or x.layout != torch.strided:
-            return (tuple(x.shape), x.dtype)
-        if x.dtype.is_complex or not x.numel():
+        odd = x.is_meta or type(x).__name__ == "FakeTensor" or x.is_nested or x.layout != torch.strided
+        if odd or x.dtype.is_complex or not x.numel():
             return (tuple(x.shape), x.dtype)
         return (tuple(x.shape), x.dtype, x.contiguous().view(-1).view(_INTEGERS[x.element_size()]).tolist())
     if isinstance(x, (tuple, list)):

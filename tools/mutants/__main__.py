@@ -116,7 +116,6 @@ def report(outcomes: Iterable[Outcome], count: int, least: float) -> int:
 
 
 def record() -> int:
-    """Run all tests under coverage.py and write the map."""
     with tempfile.TemporaryDirectory() as notes:
         options = ["--cov=fmtsim", "--cov-context=test", "--cov-report=", "-p", "tools.mutants.seen", "-q", "-n2"]
         more = {"PYTHONPATH": str(ROOT), "FMTSIM_SEEN": notes, "COVERAGE_FILE": f"{notes}/coverage"}

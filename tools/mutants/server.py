@@ -23,13 +23,10 @@ OPTIONS = (
     "-x", "-q", "--no-header", "--tb=no", "-n0", "-p", "no:cacheprovider", "-W",
     "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
-
-
 _children: list[int] = []  # the one that runs
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     with warnings.catch_warnings(action="ignore"):
         for name in LOADED:
             with contextlib.suppress(ImportError):

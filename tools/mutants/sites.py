@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,19 +48,11 @@ _SIZES = re.compile(r"(?<![\w.>])(?!return |else |case )\w+[*&]{0,2} (?:\(&\w+\)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed place of a file.
+    """One changed place of a file: ``old`` at bytes ``start`` to ``end`` becomes ``new``."""
 
-    Attributes:
-        file: Its path below the repository's root.
-        function: The function it lies in, ``Class.method``; empty at the file's top level.
-        line: Its first line, from 1.
-        start, end: Its bytes in the file.
-        old, new: The text before and after.
-    """
-
-    file: str
-    function: str
-    line: int
+    file: str  # below the repository's root
+    function: str  # Class.method; empty at the file's top level
+    line: int  # from 1
     start: int
     end: int
     old: str
@@ -93,15 +86,12 @@ class Mutant:
 
 @cache
 def mutants_of(file: str) -> list[Mutant]:
-    """Return all mutants of a file, in the order of their places."""
     text = (ROOT / file).read_bytes()
     found = _Python(file, text).found if file.endswith(".py") else list(_kernel_mutants(file, text.decode()))
     return sorted(set(found), key=lambda mutant: (mutant.start, mutant.end, mutant.new))
 
 
 class _Python(ast.NodeVisitor):
-    """Collect the mutants of a Python file."""
-
     def __init__(self, file: str, text: bytes) -> None:
         self.found: list[Mutant] = []
         self._file, self._text, self._within = file, text, []  # type: ignore[var-annotated]
@@ -110,14 +100,9 @@ class _Python(ast.NodeVisitor):
             self._lines.append(self._lines[-1] + len(line))
         self.visit(ast.parse(text))
 
-    def _at(self, line: int, column: int) -> int:
-        return self._lines[line - 1] + column
-
-    def _span(self, node: ast.AST) -> tuple[int, int]:
-        return (
-            self._at(node.lineno, node.col_offset),  # type: ignore[attr-defined]
-            self._at(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
-        )
+    def _span(self, node: Any) -> tuple[int, int]:
+        begin, end = self._lines[node.lineno - 1], self._lines[node.end_lineno - 1]
+        return begin + node.col_offset, end + node.end_col_offset
 
     def _add(self, start: int, end: int, new: str) -> None:
         old = self._text[start:end].decode()
@@ -133,21 +118,18 @@ class _Python(ast.NodeVisitor):
         if match and "#" not in gap:
             self._add(start + match.start(), start + match.end(), new)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self._within.append(node.name)
-        for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
-            self.visit(default)
+        if isinstance(node, ast.FunctionDef):
+            for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
+                self.visit(default)
         for statement in node.body[ast.get_docstring(node) is not None :]:
             self.visit(statement)
         self._within.pop()
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
-            return
-        self._within.append(node.name)
-        for statement in node.body[ast.get_docstring(node) is not None :]:
-            self.visit(statement)
-        self._within.pop()
+        if not any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
+            self.visit_FunctionDef(node)
 
     def visit_Raise(self, node: ast.Raise) -> None:
         return
@@ -205,10 +187,9 @@ class _Python(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            self._negate(node.test)
-            self.generic_visit(node)
+            self.visit_IfExp(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:
+    def visit_IfExp(self, node: ast.IfExp | ast.If) -> None:
         self._negate(node.test)
         self.generic_visit(node)
 
@@ -228,11 +209,10 @@ class _Python(ast.NodeVisitor):
             self._add(*self._span(node), "pass")
         self.generic_visit(node)
 
-    def visit_Break(self, node: ast.Break) -> None:
-        self._add(*self._span(node), "continue")
+    def visit_Break(self, node: ast.Break | ast.Continue) -> None:
+        self._add(*self._span(node), "continue" if isinstance(node, ast.Break) else "break")
 
-    def visit_Continue(self, node: ast.Continue) -> None:
-        self._add(*self._span(node), "break")
+    visit_Continue = visit_Break
 
     def visit_Call(self, node: ast.Call) -> None:
         name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
@@ -257,11 +237,8 @@ def _is_type(node: ast.expr) -> bool:
         return _is_type(node.left) or _is_type(node.right)
     name = node.value if isinstance(node, ast.Subscript) else node
     text = getattr(name, "attr", None) or getattr(name, "id", None) or ""
-    return (
-        text in ("int", "float", "str", "bool", "bytes", "dict", "list", "tuple")
-        or text.lstrip("_")[:1].isupper()
-        and not text.isupper()
-    )
+    named = text in ("int", "float", "str", "bool", "bytes", "dict", "list", "tuple")
+    return named or (text.lstrip("_")[:1].isupper() and not text.isupper())
 
 
 def _kernel_mutants(file: str, text: str) -> Iterator[Mutant]:

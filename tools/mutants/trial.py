@@ -22,8 +22,6 @@ from tools.mutants.sites import ROOT, Mutant
 LIMIT = 90.0  # seconds of tests that one mutant is worth, by the map
 NEW = 0.2  # seconds of a test that the map does not name: it is new, or among the first of no function
 SLACK = 5.0  # how many times longer than the map says before a run counts as one that hangs
-
-
 _running: set[subprocess.Popen] = set()
 _copies: set[str] = set()
 
@@ -39,12 +37,7 @@ class Outcome:
 
 
 class Trials:
-    """Run mutants in copies of the tree, several at once.
-
-    Args:
-        jobs: How many processes.
-        limit: Seconds of tests that each may take, by the map.
-    """
+    """Run mutants in copies of the tree, ``jobs`` at once; ``limit`` is the seconds of tests of each, by the map."""
 
     def __init__(self, jobs: int = 2, limit: float = LIMIT) -> None:
         self._jobs, self._limit = jobs, limit
@@ -54,7 +47,6 @@ class Trials:
         self._seen = {place: [test for test in tests if test in self._seconds] for place, tests in seen.items()}
 
     def run(self, mutants: list[Mutant]) -> Iterator[Outcome]:
-        """Yield what became of each, as it is known."""
         with tempfile.TemporaryDirectory(prefix="fmtsim-mutants-") as place, ThreadPoolExecutor(self._jobs) as pool:
             _copies.add(place)
             free: Queue[_Copy] = Queue()
