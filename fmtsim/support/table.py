@@ -36,19 +36,12 @@ class Facts(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Declare a column of a table of items.
+    """Declare a column of a table of items."""
 
-    Attributes:
-        heading: Its heading.
-        get: Name of an attribute of an item, or a function of the item.
-        style: How a value is written, as ``format`` takes it; ``>`` in front makes the column flush right.
-        absent: What is written for None.
-    """
-
-    heading: str
-    get: str | Callable[[Any], Any]
-    style: str = ""
-    absent: str = ""
+    heading: str  # its heading
+    get: str | Callable[[Any], Any]  # name of an attribute of an item, or a function of the item
+    style: str = ""  # how a value is written, as ``format`` takes it; ``>`` in front makes the column flush right
+    absent: str = ""  # what is written for None
 
     def cell(self, item: Any) -> str:
         """Return what the table shows of an item."""

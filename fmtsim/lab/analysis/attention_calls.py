@@ -30,19 +30,13 @@ _HIDDEN: Final = -1e30  # what is added to scores that do not count, at most
 
 
 class Call(NamedTuple):
-    """Attention as a model computed it.
+    """Attention as a model computed it."""
 
-    Attributes:
-        y: The result.
-        q, k, v: What torch's function would be given.
-        options: Its other arguments, but for dropout.
-    """
-
-    y: Tensor
-    q: Tensor
+    y: Tensor  # the result
+    q: Tensor  # q, k, v: what torch's function would be given
     k: Tensor
     v: Tensor
-    options: dict[str, Any]
+    options: dict[str, Any]  # its other arguments, but for dropout
 
 
 class _Scores(NamedTuple):

@@ -33,16 +33,11 @@ _NUMBERS = 1 << 16  # of a buffer on a GPU, which has room for the fingerprints 
 
 
 class Fingerprint(NamedTuple):
-    """What is kept of a tensor.
+    """What is kept of a tensor."""
 
-    Attributes:
-        hash: 16 hexadecimal digits, of all its bits.
-        parts: Hashes of its shares, where its first dimension is a multiple of the batch's.
-        amax: Largest magnitude of floating-point tensors of 16 bits and more, NaN where there is a NaN; else None.
-    """
-
-    hash: str
-    parts: tuple[str, ...]
+    hash: str  # 16 hexadecimal digits, of all its bits
+    parts: tuple[str, ...]  # hashes of its shares, where its first dimension is a multiple of the batch's
+    # largest magnitude of floating-point tensors of 16 bits and more, NaN where there is a NaN; else None
     amax: float | None
 
 

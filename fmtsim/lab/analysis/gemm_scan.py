@@ -22,27 +22,17 @@ _HEADER = ("layer", "product", "operands", "tokens", "finding")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScannedCall:
-    """Say what a target makes of one product.
+    """Say what a target makes of one product."""
 
-    Args:
-        layer: Name of the layers, or their outputs and inputs.
-        product: ``"forward"``, ``"dgrad"`` or ``"wgrad"``.
-        tokens: Rows of the layers' input.
-        call: What the library sees.
-        basis: The evidence for the order, as in ``explain_mm``.
-        left_out: How many products at the end of every sum are never multiplied.
-        padded_k: The K, filled up with zeros, of which nothing is left out; None where nothing is, or none is known.
-        source: Where the order comes from.
-    """
-
-    layer: str
-    product: str
-    tokens: int
-    call: GemmCall
-    basis: str
-    left_out: int
+    layer: str  # name of the layers, or their outputs and inputs
+    product: str  # ``"forward"``, ``"dgrad"`` or ``"wgrad"``
+    tokens: int  # rows of the layers' input
+    call: GemmCall  # what the library sees
+    basis: str  # the evidence for the order, as in ``explain_mm``
+    left_out: int  # how many products at the end of every sum are never multiplied
+    # the K, filled up with zeros, of which nothing is left out; None where nothing is, or none is known
     padded_k: int | None
-    source: str
+    source: str  # where the order comes from
 
     @property
     def finding(self) -> str:
@@ -62,13 +52,9 @@ class ScannedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GemmScan(table.Result):
-    """Hold what ``scan_gemm`` found; ``print`` shows what is wrong as a table, notebooks one in HTML.
+    """Hold what ``scan_gemm`` found; ``print`` shows what is wrong as a table, notebooks one in HTML."""
 
-    Args:
-        calls: Every call that was looked at.
-    """
-
-    calls: tuple[ScannedCall, ...]
+    calls: tuple[ScannedCall, ...]  # every call that was looked at
 
     @property
     def left_out(self) -> tuple[ScannedCall, ...]:

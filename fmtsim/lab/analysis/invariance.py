@@ -39,23 +39,15 @@ _BANDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Describe neighbouring batch sizes whose products are added in one order.
+    """Describe neighbouring batch sizes whose products are added in one order."""
 
-    Args:
-        first, last: Smallest and largest size.
-        sizes: How many sizes were asked between them.
-        group: Number of the result, from 0: bands with one number give a row the same bits. None where the order is a
-            guess.
-        call: The call of the smallest size.
-        found: What it comes to.
-    """
-
-    first: int
+    first: int  # first, last: smallest and largest size
     last: int
-    sizes: int
+    sizes: int  # how many sizes were asked between them
+    # number of the result, from 0: bands with one number give a row the same bits. None where the order is a guess.
     group: int | None
-    call: GemmCall
-    found: GemmSpec
+    call: GemmCall  # the call of the smallest size
+    found: GemmSpec  # what it comes to
 
     def __str__(self) -> str:
         return f"M={self.first}" if self.first == self.last else f"M={self.first}..{self.last}"
@@ -63,16 +55,11 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Say that a row's result in a batch of ``size`` is another than in one of ``before``, the last known size.
+    """Say that a row's result in a batch of ``size`` is another than in one of ``before``, the last known size."""
 
-    Args:
-        before, size: Batch sizes.
-        what: What differs in the accumulation order.
-    """
-
-    before: int
+    before: int  # before, size: batch sizes
     size: int
-    what: str
+    what: str  # what differs in the accumulation order
 
     def __str__(self) -> str:
         return f"M={self.size}" if self.size == self.before + 1 else f"M={self.before + 1}..{self.size}"
@@ -80,19 +67,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProductInvariance(table.Result):
-    """Say for one product of a layer which batch sizes give a row the same bits; ``print`` shows their orders.
+    """Say for one product of a layer which batch sizes give a row the same bits; ``print`` shows their orders."""
 
-    Args:
-        layer: Name of the layers, or their outputs and inputs.
-        product: ``"forward"`` or ``"dgrad"``.
-        operands: Format of the operands.
-        bands: In order of sizes.
-    """
-
-    layer: str
-    product: str
-    operands: str
-    bands: tuple[Band, ...]
+    layer: str  # name of the layers, or their outputs and inputs
+    product: str  # ``"forward"`` or ``"dgrad"``
+    operands: str  # format of the operands
+    bands: tuple[Band, ...]  # in order of sizes
 
     @property
     def results(self) -> int:
@@ -157,15 +137,10 @@ def _first_change(product: ProductInvariance) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class BatchInvariance(table.Result):
-    """Hold what ``batch_invariance`` found; ``print`` shows a table, notebooks one in HTML.
+    """Hold what ``batch_invariance`` found; ``print`` shows a table, notebooks one in HTML."""
 
-    Args:
-        products: Of every layer.
-        sizes: Batch sizes that were asked, in order.
-    """
-
-    products: tuple[ProductInvariance, ...]
-    sizes: tuple[int, ...]
+    products: tuple[ProductInvariance, ...]  # of every layer
+    sizes: tuple[int, ...]  # batch sizes that were asked, in order
 
     @property
     def invariant(self) -> bool | None:

@@ -26,17 +26,11 @@ _ROWS = 64  # for which a converted layer is asked once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProduct:
-    """Name one product of a layer, or of layers that are alike.
+    """Name one product of a layer, or of layers that are alike."""
 
-    Args:
-        layer: Name of the layers, or their outputs and inputs.
-        product: ``"forward"``, ``"dgrad"`` or ``"wgrad"``.
-        like: The call for some number of rows.
-    """
-
-    layer: str
-    product: str
-    like: GemmCall
+    layer: str  # name of the layers, or their outputs and inputs
+    product: str  # ``"forward"``, ``"dgrad"`` or ``"wgrad"``
+    like: GemmCall  # the call for some number of rows
 
     def call(self, rows: int) -> GemmCall:
         """Return the call for so many rows of the layer's input."""

@@ -203,28 +203,21 @@ def _ranges(panel: "Axes", rows: list[Loss]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LossScale(Result):
-    """Say how much larger a loss may be until the first gradient saturates; ``print`` shows it.
+    """Say how much larger a loss may be until the first gradient saturates; ``print`` shows it."""
 
-    Args:
-        scale: The largest power of two at which no observed gradient lies beyond its format's largest value: what the
-            loss is to be multiplied with, on top of what it was. None where gradients have scales of their own.
-        headroom: Factor that is left between the largest gradient, times scale, and the format's largest value.
-        layer, operand, format: Where the gradient is that saturates first.
-        amax: Its magnitude, as it was observed.
-        underflow_percent: Share of the non-zero gradients, of formats without scales, that became zero.
-        underflow_percent_scaled: The same at that scale, from counts of exponents; ties to zero are not counted.
-        nonfinite: Gradients that were NaN or infinite: with any, the largest is not known.
-    """
-
+    # the largest power of two at which no observed gradient lies beyond its format's largest value: what the loss is to
+    # be multiplied with, on top of what it was. None where gradients have scales of their own.
     scale: float | None
+    # factor that is left between the largest gradient, times scale, and the format's largest value
     headroom: float = math.nan
-    layer: str = ""
+    layer: str = ""  # layer, operand, format: where the gradient is that saturates first
     operand: str = ""
     format: str = ""
-    amax: float = 0.0
-    underflow_percent: float = 0.0
+    amax: float = 0.0  # its magnitude, as it was observed
+    underflow_percent: float = 0.0  # share of the non-zero gradients, of formats without scales, that became zero
+    # the same at that scale, from counts of exponents; ties to zero are not counted
     underflow_percent_scaled: float = 0.0
-    nonfinite: int = 0
+    nonfinite: int = 0  # gradients that were NaN or infinite: with any, the largest is not known
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""

@@ -22,13 +22,10 @@ _SHOWN = 20  # tensors that differ, in a text
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ModelComparison(table.Result):
-    """Hold what ``compare_native`` found of a model; ``print`` shows the tensors that differ, notebooks a table.
+    """Hold what ``compare_native`` found of a model; ``print`` shows the tensors that differ, notebooks a table."""
 
-    Args:
-        tensors: Comparisons by name, native against emulated: ``"output"`` (and what is in it), ``"loss"`` where there
-            is one, ``"gradient of batch[0]"``, ``"gradient of 0.weight"``.
-    """
-
+    # comparisons by name, native against emulated: ``"output"`` (and what is in it), ``"loss"`` where there is one,
+    # ``"gradient of batch[0]"``, ``"gradient of 0.weight"``
     tensors: dict[str, Comparison]
 
     @property

@@ -20,27 +20,17 @@ _PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Count what happened to elements that were cast.
+    """Count what happened to elements that were cast."""
 
-    Args:
-        elements: Elements seen.
-        nonzero: Finite elements that were not zero.
-        underflowed: Those that became zero.
-        saturated: Finite elements whose nearest value lies beyond the format's largest, under their block's scale.
-        nonfinite: NaN and infinite elements; they enter no other count.
-        amax: Largest finite magnitude.
-        signal: Sum of squares of the finite elements.
-        noise: Sum of squares of their errors; infinite where a finite element became Inf or NaN.
-    """
-
-    elements: int = 0
-    nonzero: int = 0
-    underflowed: int = 0
+    elements: int = 0  # elements seen
+    nonzero: int = 0  # finite elements that were not zero
+    underflowed: int = 0  # those that became zero
+    # finite elements whose nearest value lies beyond the format's largest, under their block's scale
     saturated: int = 0
-    nonfinite: int = 0
-    amax: float = 0.0
-    signal: float = 0.0
-    noise: float = 0.0
+    nonfinite: int = 0  # NaN and infinite elements; they enter no other count
+    amax: float = 0.0  # largest finite magnitude
+    signal: float = 0.0  # sum of squares of the finite elements
+    noise: float = 0.0  # sum of squares of their errors; infinite where a finite element became Inf or NaN
 
     @property
     def underflow_percent(self) -> float:
@@ -71,23 +61,14 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Say what a format lost of one operand in one step.
+    """Say what a format lost of one operand in one step."""
 
-    Args:
-        elements: Elements seen.
-        underflow_percent: Share of the non-zero elements that became zero; NaN for a tensor of zeros.
-        saturation_percent: Share of the finite elements that lie beyond the format's largest value.
-        sqnr_db: Signal to quantisation noise ratio in dB: inf where nothing was lost, NaN for a tensor of zeros.
-        amax: Largest finite magnitude.
-        nonfinite: NaN and infinite elements.
-    """
-
-    elements: int
-    underflow_percent: float
-    saturation_percent: float
-    sqnr_db: float
-    amax: float
-    nonfinite: int
+    elements: int  # elements seen
+    underflow_percent: float  # share of the non-zero elements that became zero; NaN for a tensor of zeros
+    saturation_percent: float  # share of the finite elements that lie beyond the format's largest value
+    sqnr_db: float  # signal to quantisation noise ratio in dB: inf where nothing was lost, NaN for a tensor of zeros
+    amax: float  # largest finite magnitude
+    nonfinite: int  # NaN and infinite elements
 
     @classmethod
     def of(cls, counts: Counts) -> "Sample":

@@ -27,38 +27,23 @@ Scaling = Literal["none", "mx", "nvfp4", "block_128"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Name one product and what it should reach on one thread.
+    """Name one product and what it should reach on one thread."""
 
-    Args:
-        name: What the table shows.
-        operands: Format of both operands.
-        unit: A unit by name, or a datapath.
-        plan, accumulate, out_dtype: Arguments of the verb.
-        seed: Of stochastic rounding.
-        scaling: Scales of ``scaled_mm``; ``"none"`` calls ``mm``.
-        columns_apart: b is row-major, so that neighbours along K lie apart.
-        target: Least share of the speed of torch's float32 product; None where nothing is promised.
-        stretch: The stretch target.
-        plain: Name of the case without what this one adds, whose cost is then at most ``extra`` more.
-        extra: That cost as a share of the plain case.
-        shrink: Each side of the shape is divided by this, for what takes long.
-        side: Of small products [side, side] by [side, side], ``BATCH`` of which are one ``bmm``; None is one product.
-    """
-
-    name: str
-    operands: str
-    unit: str | Arithmetic
-    plan: GemmPlan | None = None
+    name: str  # what the table shows
+    operands: str  # format of both operands
+    unit: str | Arithmetic  # a unit by name, or a datapath
+    plan: GemmPlan | None = None  # plan, accumulate, out_dtype: arguments of the verb
     accumulate: str | None = None
     out_dtype: torch.dtype | None = torch.float32
-    seed: int | None = None
-    scaling: Scaling = "none"
-    columns_apart: bool = False
-    target: float | None = None
-    stretch: float | None = None
-    plain: str | None = None
-    extra: float | None = None
-    shrink: int = 1
+    seed: int | None = None  # of stochastic rounding
+    scaling: Scaling = "none"  # scales of ``scaled_mm``; ``"none"`` calls ``mm``
+    columns_apart: bool = False  # b is row-major, so that neighbours along K lie apart
+    target: float | None = None  # least share of the speed of torch's float32 product; None where nothing is promised
+    stretch: float | None = None  # the stretch target
+    plain: str | None = None  # name of the case without what this one adds, whose cost is then at most ``extra`` more
+    extra: float | None = None  # that cost as a share of the plain case
+    shrink: int = 1  # each side of the shape is divided by this, for what takes long
+    # of small products [side, side] by [side, side], ``BATCH`` of which are one ``bmm``; None is one product
     side: int | None = None
 
     @property

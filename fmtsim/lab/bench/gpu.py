@@ -215,21 +215,13 @@ _E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Other:
-    """Hold what other software reached at the work of a row.
+    """Hold what other software reached at the work of a row."""
 
-    Args:
-        row: The work.
-        software: What ran, with its version.
-        value: As the row counts.
-        ours: What fmtsim reached in turns with it.
-        differing: Results that differ from fmtsim's in a bit.
-    """
-
-    row: Row
-    software: str
-    value: float
-    ours: float
-    differing: int
+    row: Row  # the work
+    software: str  # what ran, with its version
+    value: float  # as the row counts
+    ours: float  # what fmtsim reached in turns with it
+    differing: int  # results that differ from fmtsim's in a bit
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

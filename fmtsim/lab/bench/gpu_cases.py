@@ -20,23 +20,17 @@ UNITS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Hold a goal of the engine on an H200 and what it is about.
+    """Hold a goal of the engine on an H200 and what it is about."""
 
-    Args:
-        name: The work.
-        kind: ``"quantize"`` and ``"encode"``: the share of the speed of a copy of the same bytes. ``"product"``: 1e12
-            products a second. ``"layer"``: time over that of the plain bfloat16 layer. ``"call"``: microseconds of
-            the host. The last two are better when smaller.
-        least: What every case should reach (at most, where smaller is better); None where nothing is promised.
-        stretch: The stretch target.
-        elsewhere: The best that is known of other software on such a GPU.
-    """
-
-    name: str
+    name: str  # the work
+    # ``"quantize"`` and ``"encode"``: the share of the speed of a copy of the same bytes. ``"product"``: 1e12 products
+    # a second. ``"layer"``: time over that of the plain bfloat16 layer. ``"call"``: microseconds of the host. The last
+    # two are better when smaller.
     kind: Kind
+    # what every case should reach (at most, where smaller is better); None where nothing is promised
     least: float | None = None
-    stretch: float | None = None
-    elsewhere: str = ""
+    stretch: float | None = None  # the stretch target
+    elsewhere: str = ""  # the best that is known of other software on such a GPU
 
     @property
     def falls(self) -> bool:
@@ -82,26 +76,16 @@ LAYERS = _row("linear layer, other formats", "layer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Name one piece of work.
+    """Name one piece of work."""
 
-    Args:
-        name: What the table shows.
-        row: The goal that it has to reach.
-        format: Format of a cast or of the layer's operands.
-        product: The product, where the row is about products.
-        dtype: Of a cast's input.
-        rounding: Of a cast.
-        compiled: The cast is one of the torch engine, by torch.compile, as on GPUs without kernels.
-        call: How the verb is called where its host time is measured: ``"plain"``, ``"out"`` or ``"grad"``.
-    """
-
-    name: str
-    row: Row
-    format: str = ""
-    product: gemm.Case | None = None
-    dtype: torch.dtype = torch.float32
-    rounding: str = "nearest_even"
-    compiled: bool = False
+    name: str  # what the table shows
+    row: Row  # the goal that it has to reach
+    format: str = ""  # format of a cast or of the layer's operands
+    product: gemm.Case | None = None  # the product, where the row is about products
+    dtype: torch.dtype = torch.float32  # of a cast's input
+    rounding: str = "nearest_even"  # of a cast
+    compiled: bool = False  # the cast is one of the torch engine, by torch.compile, as on GPUs without kernels
+    # how the verb is called where its host time is measured: ``"plain"``, ``"out"`` or ``"grad"``
     call: Literal["plain", "out", "grad"] = "plain"
 
 

@@ -66,20 +66,13 @@ def cases(recipes: Sequence[str] | None, device: str) -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Hold the median seconds of a case and of what is not converted, in turns, and what came before.
+    """Hold the median seconds of a case and of what is not converted, in turns, and what came before."""
 
-    Args:
-        case: What ran.
-        seconds, plain_seconds: Of a step; of ``layer`` the host's for one forward and backward pass.
-        first_seconds: Of the first steps, which compile.
-        loss: After the last step; None of ``layer``.
-    """
-
-    case: Case
-    seconds: float
+    case: Case  # what ran
+    seconds: float  # seconds, plain_seconds: of a step; of ``layer`` the host's for one forward and backward pass
     plain_seconds: float
-    first_seconds: float
-    loss: float | None = None
+    first_seconds: float  # of the first steps, which compile
+    loss: float | None = None  # after the last step; None of ``layer``
 
     @property
     def ratio(self) -> float:

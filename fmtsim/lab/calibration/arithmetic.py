@@ -29,23 +29,14 @@ FMA = Datapath(block=1, fraction_bits=None, rounding=Rounding(mode="nearest_even
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured of one kind of product.
+    """What was measured of one kind of product."""
 
-    Args:
-        mode: Of ``MODES``.
-        arithmetic: What the probes say; None where they contradict each other.
-        unit: The catalogue's unit with this arithmetic, None where there is none.
-        facts: What each probe showed, in words.
-        outputs: Results of random data compared with the arithmetic.
-        mismatches: Those that differ; the arithmetic is not the GPU's where there are any.
-    """
-
-    mode: str
-    arithmetic: Arithmetic | None
-    unit: str | None
-    facts: tuple[tuple[str, str], ...]
-    outputs: int = 0
-    mismatches: int = 0
+    mode: str  # of ``MODES``
+    arithmetic: Arithmetic | None  # what the probes say; None where they contradict each other
+    unit: str | None  # the catalogue's unit with this arithmetic, None where there is none
+    facts: tuple[tuple[str, str], ...]  # what each probe showed, in words
+    outputs: int = 0  # results of random data compared with the arithmetic
+    mismatches: int = 0  # those that differ; the arithmetic is not the GPU's where there are any
 
     @property
     def known(self) -> bool:

@@ -200,21 +200,13 @@ def runs_of(ask: Callable[[int], Choice | None], sizes: Sequence[int], stride: i
 
 @dataclass(slots=True)
 class Made:
-    """Tell what came of making a book.
+    """Tell what came of making a book."""
 
-    Args:
-        families: Families in the book.
-        asked: Those that were asked now.
-        size: Bytes of the file.
-        checked: Questions that were asked again, at random, by family.
-        different: Questions among them that the book answers otherwise.
-    """
-
-    families: int = 0
-    asked: int = 0
-    size: int = 0
-    checked: int = 0
-    different: list[Question] = field(default_factory=list)
+    families: int = 0  # families in the book
+    asked: int = 0  # those that were asked now
+    size: int = 0  # bytes of the file
+    checked: int = 0  # questions that were asked again, at random, by family
+    different: list[Question] = field(default_factory=list)  # questions among them that the book answers otherwise
 
 
 def make_book(

@@ -162,23 +162,16 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was found about one call.
-
-    Args:
-        call: The call.
-        status: ``"verified"``: the bits of ``plans`` are those of the GPU; ``"not found"``: no plan has them;
-            ``"skipped"``: the GPU could not be asked.
-        plans: Plans with the GPU's bits, any of which will do; likely ones first.
-        outputs: Results compared bit for bit.
-        note: What the best plan misses, or why the call was skipped.
-        unit: Name of the unit, where it is not the one that multiplies such operands elsewhere: ``SCALAR``.
-    """
+    """What was found about one call."""
 
     call: GemmCall
+    # ``"verified"``: the bits of ``plans`` are those of the GPU; ``"not found"``: no plan has them; ``"skipped"``: the
+    # GPU could not be asked
     status: Status
-    plans: tuple[GemmPlan, ...] = ()
-    outputs: int = 0
-    note: str = ""
+    plans: tuple[GemmPlan, ...] = ()  # plans with the GPU's bits, any of which will do; likely ones first
+    outputs: int = 0  # results compared bit for bit
+    note: str = ""  # what the best plan misses, or why the call was skipped
+    # name of the unit, where it is not the one that multiplies such operands elsewhere: ``SCALAR``
     unit: str | None = None
 
 

@@ -23,43 +23,30 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEvidence:
-    """Describe a call that ran natively and emulated.
+    """Describe a call that ran natively and emulated."""
 
-    Args:
-        operation, m, n, k, a, b, scaling, accumulate, fast_accum: As in GemmCall.
-        out: Format of the result, by name.
-        data: ``"wide"`` numbers, or with ``"special"`` ones among them.
-        seed: Of the operands.
-        tensor_scales: NVFP4 operands have scales of the tensor, too.
-        function: The function of torch that ran.
-        operands, native, emulated: SHA-256 of the bits of operands with scales, of the GPU's result and of our own.
-        outputs: Results.
-        mismatches: Those whose bits differ.
-        plan: The order in which ours adds.
-        first: The first difference, in words.
-    """
-
-    operation: Operation
+    operation: Operation  # operation, m, n, k, a, b, scaling, accumulate, fast_accum: as in GemmCall
     m: int
     n: int
     k: int
     a: str
     b: str
-    out: str
+    out: str  # format of the result, by name
     scaling: ScaleKind
     accumulate: str
     fast_accum: bool
-    data: Data
-    seed: int
-    tensor_scales: bool = False
-    function: str
+    data: Data  # ``"wide"`` numbers, or with ``"special"`` ones among them
+    seed: int  # of the operands
+    tensor_scales: bool = False  # NVFP4 operands have scales of the tensor, too
+    function: str  # the function of torch that ran
+    # operands, native, emulated: SHA-256 of the bits of operands with scales, of the GPU's result and of our own
     operands: str
     native: str
     emulated: str
-    outputs: int
-    mismatches: int
-    plan: GemmPlan = GemmPlan()
-    first: str = ""
+    outputs: int  # results
+    mismatches: int  # those whose bits differ
+    plan: GemmPlan = GemmPlan()  # the order in which ours adds
+    first: str = ""  # the first difference, in words
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -87,19 +74,12 @@ class CallEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindEvidence:
-    """Describe what a kind of calls came to.
+    """Describe what a kind of calls came to."""
 
-    Args:
-        name: Of the kind, such as ``"nvfp4"``.
-        unit: Whose emulation it was compared with.
-        calls: Those that ran; none is a kind that says nothing about the unit.
-        note: Why calls did not run.
-    """
-
-    name: str
-    unit: str
-    calls: tuple[CallEvidence, ...] = ()
-    note: str = ""
+    name: str  # of the kind, such as ``"nvfp4"``
+    unit: str  # whose emulation it was compared with
+    calls: tuple[CallEvidence, ...] = ()  # those that ran; none is a kind that says nothing about the unit
+    note: str = ""  # why calls did not run
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -124,26 +104,17 @@ class KindEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Describe what a GPU showed of a unit.
-
-    Args:
-        unit: The unit.
-        card: The GPU's name.
-        capability: Its compute capability.
-        driver, torch, cublaslt, fmtsim: Versions.
-        date: When, as YYYY-MM-DD.
-        kinds: The kinds of calls.
-    """
+    """Describe what a GPU showed of a unit."""
 
     unit: str
-    card: str
-    capability: tuple[int, int]
-    driver: str
+    card: str  # the GPU's name
+    capability: tuple[int, int]  # its compute capability
+    driver: str  # driver, torch, cublaslt, fmtsim: versions
     torch: str
     cublaslt: str
     fmtsim: str
-    date: str
-    kinds: tuple[KindEvidence, ...]
+    date: str  # when, as YYYY-MM-DD
+    kinds: tuple[KindEvidence, ...]  # the kinds of calls
 
     def __post_init__(self) -> None:
         check_types(self)

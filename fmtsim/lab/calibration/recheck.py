@@ -44,27 +44,16 @@ _RESULTS = {"bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32"), "int8": ("int32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleCheck:
-    """What came of a rule's calls, or of those that the book has for an algorithm.
+    """What came of a rule's calls, or of those that the book has for an algorithm."""
 
-    Args:
-        number: Place of the rule in the plan file, None for the book.
-        basis: The evidence for the plans.
-        kernel: Name of the kernel.
-        when: Conditions on the calls.
-        calls: Calls that ran both ways.
-        outputs: Numbers compared.
-        mismatches: Of these, how many differ.
-        note: The first difference, or why nothing could be compared.
-    """
-
-    number: int | None
-    basis: Basis
-    kernel: str
-    when: dict[str, Any]
-    calls: int
-    outputs: int
-    mismatches: int
-    note: str = ""
+    number: int | None  # place of the rule in the plan file, None for the book
+    basis: Basis  # the evidence for the plans
+    kernel: str  # name of the kernel
+    when: dict[str, Any]  # conditions on the calls
+    calls: int  # calls that ran both ways
+    outputs: int  # numbers compared
+    mismatches: int  # of these, how many differ
+    note: str = ""  # the first difference, or why nothing could be compared
 
 
 def recheck(

@@ -25,31 +25,19 @@ MASK: Final = ("bytes", 8.0)  # how an element of a dropout mask is kept, and it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Say how activations are kept.
+    """Say how activations are kept."""
 
-    Args:
-        format: Format of what no recipe quantises.
-        loss: Format in which the loss is computed from the logits.
-        saved: What the recipe keeps of norms, activation functions and gated products, None for ``format``.
-        checkpointing: ``"selective"`` runs the core of attention again, ``"full"`` each block.
-        attention: Whether attention keeps its scores (``"eager"``) or not.
-        dropout: Whether there is dropout, whose masks are kept.
-        early: Layers keep codes of their inputs that the forward pass made for the backward product.
-        parallel: Devices that share out the heads and the features inside feed-forward layers.
-        sequence: They share out the tokens of everything else.
-        adapters: Ranks of the adapters of a block, added up.
-    """
-
-    format: str
-    loss: str = "fp32"
+    format: str  # format of what no recipe quantises
+    loss: str = "fp32"  # format in which the loss is computed from the logits
+    # what the recipe keeps of norms, activation functions and gated products, None for ``format``
     saved: SavedActivations | None = None
-    checkpointing: Checkpointing = "none"
-    attention: Attention = "flash"
-    dropout: bool = False
-    early: bool = False
-    parallel: int = 1
-    sequence: bool = False
-    adapters: int = 0
+    checkpointing: Checkpointing = "none"  # ``"selective"`` runs the core of attention again, ``"full"`` each block
+    attention: Attention = "flash"  # whether attention keeps its scores (``"eager"``) or not
+    dropout: bool = False  # whether there is dropout, whose masks are kept
+    early: bool = False  # layers keep codes of their inputs that the forward pass made for the backward product
+    parallel: int = 1  # devices that share out the heads and the features inside feed-forward layers
+    sequence: bool = False  # they share out the tokens of everything else
+    adapters: int = 0  # ranks of the adapters of a block, added up
 
 
 class Site(NamedTuple):

@@ -22,17 +22,11 @@ RULES = {rule.name: rule for rule in (rules.ADAMW, rules.ADAM, rules.LION, rules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Give an update rule's states and how a scheme keeps them.
+    """Give an update rule's states and how a scheme keeps them."""
 
-    Args:
-        rule: Its name.
-        slots: The states that it has, of ``"first"`` and ``"second"``.
-        scheme: How they are kept.
-    """
-
-    rule: str
-    slots: tuple[str, ...]
-    scheme: Scheme
+    rule: str  # its name
+    slots: tuple[str, ...]  # the states that it has, of ``"first"`` and ``"second"``
+    scheme: Scheme  # how they are kept
 
     def formats(self, weight: Weight) -> dict[str, StateFormat]:
         """Return how each state of a weight is kept."""
@@ -89,19 +83,12 @@ def optimizer_of(optimizer: str | Scheme | OptimizerConfig | None) -> Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Give the formats of what training keeps.
+    """Give the formats of what training keeps."""
 
-    Args:
-        weights: Of the weights; None is as the optimizer keeps them.
-        master: Of the copy that it updates, None without one.
-        gradients: Of the gradients.
-        optimizer: The optimizer.
-    """
-
-    weights: str | None
-    master: str | None
-    gradients: str
-    optimizer: Optimizer
+    weights: str | None  # of the weights; None is as the optimizer keeps them
+    master: str | None  # of the copy that it updates, None without one
+    gradients: str  # of the gradients
+    optimizer: Optimizer  # the optimizer
 
 
 def weight_lines(

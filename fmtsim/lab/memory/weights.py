@@ -18,21 +18,13 @@ STEP = (0, 1 << 20)  # of a schedule: the first step, in a run whose fractions l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """Describe the weights of one name.
+    """Describe the weights of one name."""
 
-    Args:
-        name: As in Hugging Face's Llama; of several experts one.
-        shape: Of each.
-        repeat: How many there are.
-        linear: Whether it is the matrix of a linear layer other than the head.
-        config: How the layer runs under a recipe, None in high precision.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    repeat: int = 1
-    linear: bool = False
-    config: LinearConfig | None = None
+    name: str  # as in Hugging Face's Llama; of several experts one
+    shape: tuple[int, ...]  # of each
+    repeat: int = 1  # how many there are
+    linear: bool = False  # whether it is the matrix of a linear layer other than the head
+    config: LinearConfig | None = None  # how the layer runs under a recipe, None in high precision
 
     @property
     def layer(self) -> str:

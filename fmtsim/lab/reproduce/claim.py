@@ -29,25 +29,18 @@ class Expected:
 
     A number with ``published`` is a figure; one without it, but with bounds, a direction; one with neither is printed
     and not judged.
-
-    Args:
-        name: Key of the number in ``Measured.numbers``, as it is printed.
-        low: Least value that shows it.
-        high: Largest value that shows it.
-        published: The source's figure, None where it only states a direction.
-        origin: Who gives the figure: the ``"paper"``, the source's own ``"code"`` (a constant in it, or what it
-            prints), or a ``"formula"``. None without a figure. Numbers of an emulation of our own belong into tests.
-        part: Bounds within which a figure that is missed is shown in part; None where nothing less shows it.
-        native: The speed of a native kernel, which is not measured here.
     """
 
-    name: str
-    low: float = -math.inf
-    high: float = math.inf
-    published: float | None = None
+    name: str  # key of the number in ``Measured.numbers``, as it is printed
+    low: float = -math.inf  # least value that shows it
+    high: float = math.inf  # largest value that shows it
+    published: float | None = None  # the source's figure, None where it only states a direction
+    # who gives the figure: the ``"paper"``, the source's own ``"code"`` (a constant in it, or what it prints), or a
+    # ``"formula"``. None without a figure. Numbers of an emulation of our own belong into tests.
     origin: Origin | None = None
+    # bounds within which a figure that is missed is shown in part; None where nothing less shows it
     part: tuple[float, float] | None = None
-    native: bool = False
+    native: bool = False  # the speed of a native kernel, which is not measured here
 
     def __post_init__(self) -> None:
         for low, high in ((self.low, self.high), self.part or (0.0, 0.0)):
@@ -99,57 +92,38 @@ def settings(**values: Any) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Hold what an experiment gives.
+    """Hold what an experiment gives."""
 
-    Args:
-        numbers: By name.
-        curves: Points to draw, by label; empty where a table says it all.
-        axes: What the curves' x and y are.
-        logarithmic: Which axes are, of ``"x"`` and ``"y"``.
-        ticks: Names of the places 0, 1, 2, ... on the x axis, where they are not numbers.
-        steps: The curves stay where they are until the next point.
-    """
-
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, float]  # by name
+    # points to draw, by label; empty where a table says it all
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    axes: tuple[str, str] = ("", "")
-    logarithmic: str = ""
-    ticks: tuple[str, ...] = ()
-    steps: bool = False
+    axes: tuple[str, str] = ("", "")  # what the curves' x and y are
+    logarithmic: str = ""  # which axes are, of ``"x"`` and ``"y"``
+    ticks: tuple[str, ...] = ()  # names of the places 0, 1, 2, ... on the x axis, where they are not numbers.
+    steps: bool = False  # the curves stay where they are until the next point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Describe a claim as an experiment.
+    """Describe a claim as an experiment."""
 
-    Args:
-        name: What it is called on the command line.
-        says: The claim in one sentence.
-        source: Who makes it, and where.
-        measure: ``measure(tell, **settings)`` runs the experiment; it calls ``tell`` with the part that is done, 0 to
-            1. Equal settings give equal numbers: every experiment seeds its own generators.
-        settings: Sizes, seeds, formats and recipes, as pairs of name and value. An experiment with ``seed`` runs once
-            for each seed, and its numbers are means; one with ``seeds`` gets all of them.
-        expected: What has to come out.
-        recorded: The verdict that the authors of this table saw. A run that shows less fails.
-        bounds: Where bounds come from: the ``"source"``, whose figures and spread they are; us, ``"before"`` a run; or
-            us, ``"after"`` numbers were seen.
-        seeds: How many seeds an experiment with ``seed`` runs by default: five where they matter.
-        notes: Where the experiment differs from the source.
-        slow: One seed takes more than about ten seconds; ``--quick`` leaves it out.
-    """
-
-    name: str
-    says: str
-    source: str
+    name: str  # what it is called on the command line
+    says: str  # the claim in one sentence
+    source: str  # who makes it, and where
+    # ``measure(tell, **settings)`` runs the experiment; it calls ``tell`` with the part that is done, 0 to 1. Equal
+    # settings give equal numbers: every experiment seeds its own generators.
     measure: Callable[..., Measured]
+    # sizes, seeds, formats and recipes, as pairs of name and value. An experiment with ``seed`` runs once for each
+    # seed, and its numbers are means; one with ``seeds`` gets all of them.
     settings: tuple[tuple[str, Any], ...] = ()
-    expected: tuple[Expected, ...]
-    recorded: Verdict
+    expected: tuple[Expected, ...]  # what has to come out
+    recorded: Verdict  # the verdict that the authors of this table saw. A run that shows less fails.
+    # where bounds come from: the ``"source"``, whose figures and spread they are; us, ``"before"`` a run; or us,
+    # ``"after"`` numbers were seen
     bounds: Bounds
-    seeds: int = 1
-    notes: str = ""
-    slow: bool = False
+    seeds: int = 1  # how many seeds an experiment with ``seed`` runs by default: five where they matter
+    notes: str = ""  # where the experiment differs from the source
+    slow: bool = False  # one seed takes more than about ten seconds; ``--quick`` leaves it out
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.expected]

@@ -22,19 +22,12 @@ _GUARD = 8  # bits for 256 products
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiplier:
-    """Give the widths of a multiplier's parts.
+    """Give the widths of a multiplier's parts."""
 
-    Args:
-        significand: Bits of one factor.
-        exponent: Bits of an exponent, 0 of integers.
-        places: Different shifts of a product.
-        accumulator: Bits of the sum.
-    """
-
-    significand: int
-    exponent: int
-    places: int
-    accumulator: int
+    significand: int  # bits of one factor
+    exponent: int  # bits of an exponent, 0 of integers
+    places: int  # different shifts of a product
+    accumulator: int  # bits of the sum
 
 
 def multiplier(fmt: IntFormat | FloatFormat) -> Multiplier:

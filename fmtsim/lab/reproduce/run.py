@@ -75,19 +75,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Say how a claim came out.
+    """Say how a claim came out."""
 
-    Args:
-        claim: Which.
-        runs: What was measured, by seed; empty where the experiment broke off.
-        seconds: How long it took.
-        error: Why it broke off, empty where it did not.
-    """
-
-    claim: Claim
-    runs: tuple[Measured, ...]
-    seconds: float
-    error: str = ""
+    claim: Claim  # which
+    runs: tuple[Measured, ...]  # what was measured, by seed; empty where the experiment broke off
+    seconds: float  # how long it took
+    error: str = ""  # why it broke off, empty where it did not
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -118,17 +118,11 @@ class Policy:
 
 
 class Point(NamedTuple):
-    """An assignment that was not run as a whole.
+    """An assignment that was not run as a whole."""
 
-    Attributes:
-        cost: Bit operations of a batch.
-        loss: Sum of the losses of its layers alone, above the result's ``reference``.
-        formats: Recipe by layer.
-    """
-
-    cost: int
-    loss: float
-    formats: dict[str, str]
+    cost: int  # bit operations of a batch
+    loss: float  # sum of the losses of its layers alone, above the result's ``reference``
+    formats: dict[str, str]  # recipe by layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,23 +23,14 @@ VALIDATION_SHARE = 10  # the last tenth is held out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Hold a text as bytes.
+    """Hold a text as bytes."""
 
-    Args:
-        name: Where it came from, for records and pictures.
-        train: uint8 [n], all but the last tenth.
-        validation: uint8, the last tenth.
-        files: Files that were read.
-        truncated: Whether reading stopped at MAX_BYTES.
-        tasks: Whether it is questions with answers (``training/tasks.py``).
-    """
-
-    name: str
-    train: Tensor
-    validation: Tensor
-    files: int
-    truncated: bool
-    tasks: bool = False
+    name: str  # where it came from, for records and pictures
+    train: Tensor  # uint8 [n], all but the last tenth
+    validation: Tensor  # uint8, the last tenth
+    files: int  # files that were read
+    truncated: bool  # whether reading stopped at MAX_BYTES
+    tasks: bool = False  # whether it is questions with answers (``training/tasks.py``)
 
     @property
     def bytes(self) -> int:

@@ -26,34 +26,21 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Say which model, on which data.
+    """Say which model, on which data."""
 
-    Args:
-        model: ``FILE.py:function``, ``package.module:function``, a folder of Hugging Face or a name in its cache.
-        checkpoint: A file of weights.
-        data: A text file or folder, for language models.
-        tokenizer: A folder or name; ``"bytes"`` takes bytes as tokens. None is the model's own, bytes for functions.
-        count: Batches at the most.
-        held_out: As many again that are for measuring alone.
-        rows, context: Size of a batch of text.
-        dtype: Of the model, by torch's name; None leaves it.
-        seed: Of what a function draws.
-        device: Where it runs.
-        random_text: A language model without data gets random bytes.
-    """
-
-    model: str
-    checkpoint: str | None = None
-    data: str | None = None
+    model: str  # ``FILE.py:function``, ``package.module:function``, a folder of Hugging Face or a name in its cache
+    checkpoint: str | None = None  # a file of weights
+    data: str | None = None  # a text file or folder, for language models
+    # a folder or name; ``"bytes"`` takes bytes as tokens. None is the model's own, bytes for functions.
     tokenizer: str | None = None
-    count: int = 8
-    held_out: bool = False
-    rows: int = 8
+    count: int = 8  # batches at the most
+    held_out: bool = False  # as many again that are for measuring alone
+    rows: int = 8  # rows, context: size of a batch of text
     context: int = 128
-    dtype: str | None = None
-    seed: int = 0
-    device: str = "cpu"
-    random_text: bool = False
+    dtype: str | None = None  # of the model, by torch's name; None leaves it
+    seed: int = 0  # of what a function draws
+    device: str = "cpu"  # where it runs
+    random_text: bool = False  # a language model without data gets random bytes
 
 
 class Sample(NamedTuple):
@@ -65,24 +52,15 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Hold a model with what it runs on.
+    """Hold a model with what it runs on."""
 
-    Args:
-        name: What it was called.
-        model: On its device, with the names of layers that the user knows.
-        samples: Batches with their losses.
-        held_out: Those to measure on; ``samples`` themselves where there are no others.
-        data: Where batches come from, in words.
-        unit: Of the loss: nats per token or per byte of text, "" for a loss of the user's own.
-        logits: What of the output the softmax is taken of, None where that is not known.
-    """
-
-    name: str
-    model: nn.Module
-    samples: list[Sample]
-    held_out: list[Sample]
-    data: str
-    unit: str = ""
+    name: str  # what it was called
+    model: nn.Module  # on its device, with the names of layers that the user knows
+    samples: list[Sample]  # batches with their losses
+    held_out: list[Sample]  # those to measure on; ``samples`` themselves where there are no others
+    data: str  # where batches come from, in words
+    unit: str = ""  # of the loss: nats per token or per byte of text, "" for a loss of the user's own
+    # what of the output the softmax is taken of, None where that is not known
     logits: Callable[[Any], Tensor] | None = None
 
     def loss(self, sample: Sample, output: Any) -> Tensor:

@@ -49,20 +49,13 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first tensor of a run whose bits differ.
+    """The first tensor of a run whose bits differ."""
 
-    Args:
-        step: The step, counted from 1.
-        kind: ``"loss"``, ``"gradient"`` or ``"weight"`` (after the optimizer's step).
-        tensor: Name of the parameter, ``"loss"`` for that.
-        comparison: All of the tensor; ``comparison.first`` has the index and both codes.
-        product: The first operation that differs, as far as a second run forward and backward shows (``bisect``).
-    """
-
-    step: int
-    kind: str
-    tensor: str
-    comparison: Comparison
+    step: int  # the step, counted from 1
+    kind: str  # ``"loss"``, ``"gradient"`` or ``"weight"`` (after the optimizer's step)
+    tensor: str  # name of the parameter, ``"loss"`` for that
+    comparison: Comparison  # all of the tensor; ``comparison.first`` has the index and both codes
+    # the first operation that differs, as far as a second run forward and backward shows (``bisect``)
     product: str = ""
 
     def __str__(self) -> str:
@@ -75,35 +68,21 @@ class Mismatch:
 
 @dataclass(slots=True, kw_only=True)
 class Lockstep:
-    """Record what a run in lockstep found.
+    """Record what a run in lockstep found."""
 
-    Args:
-        labels: What the two sides are called.
-        parameters: Numbers in the model.
-        steps: Steps after which all bits agreed.
-        losses: Of each step.
-        compared: Numbers whose bits were compared.
-        mismatch: The first difference, None where there is none.
-        stopped: Why the run ended early other than by a mismatch.
-        timed_out: That was the time limit.
-        seconds: Wall time of forward and backward of both sides, and of the rest.
-        products: Emulated calls and their plans, each once.
-        guesses: Warnings of plans that are guesses.
-        digest: SHA-256 of all weights at the end, of both sides.
-    """
-
-    labels: tuple[str, str]
-    parameters: int
-    steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    compared: int = 0
-    mismatch: Mismatch | None = None
-    stopped: str | None = None
-    timed_out: bool = False
+    labels: tuple[str, str]  # what the two sides are called
+    parameters: int  # numbers in the model
+    steps: int = 0  # steps after which all bits agreed
+    losses: list[float] = field(default_factory=list)  # of each step
+    compared: int = 0  # numbers whose bits were compared
+    mismatch: Mismatch | None = None  # the first difference, None where there is none
+    stopped: str | None = None  # why the run ended early other than by a mismatch
+    timed_out: bool = False  # that was the time limit
+    # wall time of forward and backward of both sides, and of the rest
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    products: list[tuple[GemmCall, GemmSpec]] = field(default_factory=list)
-    guesses: list[str] = field(default_factory=list)
-    digest: tuple[str, str] = ("", "")
+    products: list[tuple[GemmCall, GemmSpec]] = field(default_factory=list)  # emulated calls and their plans, each once
+    guesses: list[str] = field(default_factory=list)  # warnings of plans that are guesses
+    digest: tuple[str, str] = ("", "")  # SHA-256 of all weights at the end, of both sides
 
     @property
     def equal(self) -> bool:

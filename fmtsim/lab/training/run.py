@@ -23,42 +23,26 @@ from fmtsim.nn.report import Report, ReportRow
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Record one training run.
+    """Record one training run."""
 
-    Args:
-        label: The scheme's description.
-        losses: Training loss of each step in nats per byte, the last one not finite where the run stopped for it.
-        validation: Mean loss on held-out text after the last step, NaN where the run stopped.
-        seconds: Wall time of the steps, without validation; those that were observed count as the others do.
-        stopped: Why the run ended early, None if it did not.
-        stats: Statistics of every operand in the observed steps, counted from 1; None for a run that quantises nothing.
-        report: What was converted.
-        skipped: Steps that loss scaling did not take, because a gradient was not finite.
-        nonfinite: Steps with gradients that were not finite, taken or not.
-        loss_scale: What the loss was multiplied with in the end.
-        optimizer: Optimizer and state scheme.
-        state_bytes: Bytes of weights and of the optimizer's states a parameter.
-        ranks: Simulated ranks.
-        reduction: How gradients are reduced over them, empty with a single one.
-        gathered: Format in which the level of a recipe gathers weights that ranks share out, else empty.
-        guesses: Products whose accumulation order on the target is a guess, as its warnings say.
-    """
-
-    label: str
+    label: str  # the scheme's description
+    # training loss of each step in nats per byte, the last one not finite where the run stopped for it
     losses: list[float] = field(default_factory=list)
-    validation: float = math.nan
-    seconds: float = 0.0
-    stopped: str | None = None
+    validation: float = math.nan  # mean loss on held-out text after the last step, NaN where the run stopped
+    seconds: float = 0.0  # wall time of the steps, without validation; those that were observed count as the others do
+    stopped: str | None = None  # why the run ended early, None if it did not
+    # statistics of every operand in the observed steps, counted from 1; None for a run that quantises nothing
     stats: Observation | None = None
-    report: Report | None = None
-    skipped: int = 0
-    nonfinite: int = 0
-    loss_scale: float = 1.0
-    optimizer: str = ""
-    state_bytes: float = 0.0
-    ranks: int = 1
-    reduction: str = ""
-    gathered: str = ""
+    report: Report | None = None  # what was converted
+    skipped: int = 0  # steps that loss scaling did not take, because a gradient was not finite
+    nonfinite: int = 0  # steps with gradients that were not finite, taken or not
+    loss_scale: float = 1.0  # what the loss was multiplied with in the end
+    optimizer: str = ""  # optimizer and state scheme
+    state_bytes: float = 0.0  # bytes of weights and of the optimizer's states a parameter
+    ranks: int = 1  # simulated ranks
+    reduction: str = ""  # how gradients are reduced over them, empty with a single one
+    gathered: str = ""  # format in which the level of a recipe gathers weights that ranks share out, else empty
+    # products whose accumulation order on the target is a guess, as its warnings say
     guesses: list[str] = field(default_factory=list)
 
     @property

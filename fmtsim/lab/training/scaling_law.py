@@ -56,21 +56,13 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLaw(Result):
-    """Hold a fitted law.
+    """Hold a fitted law."""
 
-    Args:
-        constants: A, alpha, B, beta, E and gamma.
-        base: The precision whose efficiencies are 1.
-        eff_n: Effective parameters, as a share, by forward precision.
-        eff_d: Effective tokens, as a share, by backward precision.
-        runs: What it was fitted to.
-    """
-
-    constants: tuple[float, float, float, float, float, float]
-    base: str
-    eff_n: Mapping[str, float]
-    eff_d: Mapping[str, float]
-    runs: tuple[Trained, ...] = ()
+    constants: tuple[float, float, float, float, float, float]  # A, alpha, B, beta, E and gamma
+    base: str  # the precision whose efficiencies are 1
+    eff_n: Mapping[str, float]  # effective parameters, as a share, by forward precision
+    eff_d: Mapping[str, float]  # effective tokens, as a share, by backward precision
+    runs: tuple[Trained, ...] = ()  # what it was fitted to
 
     def loss(self, parameters: float, tokens: float, forward: str = "", backward: str = "") -> float:
         """Return the loss of a model; an empty precision is the baseline's."""

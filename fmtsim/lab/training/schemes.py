@@ -180,37 +180,24 @@ RANKS = 2  # of a low-precision reduction, unless told otherwise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Say everything about a comparison but the text.
+    """Say everything about a comparison but the text."""
 
-    Args:
-        simulated: The scheme under test.
-        baseline: What it is compared with.
-        model: Sizes of the model.
-        architecture: ``"gpt"``, ``"llama"``, or a function that returns a model, as ``"FILE.py:function"``.
-        steps: Optimizer steps of each run.
-        batch_size: Windows a step.
-        ranks: Simulated ranks that share the windows of a step; None is 2 where the scheme reduces gradients in few
-            bits, else 1. The baseline's gradients are reduced over as many, in float32.
-        lr: Peak learning rate of AdamW; it warms up over a tenth of the steps (at least 20, or half of
-            a shorter run) and decays to ``final_rate``, as a cosine. Madam's is ``MADAM_RATE`` times as large.
-        final_rate: Share of the peak that is left after the last step.
-        clip: Norm at which gradients are clipped; None clips none.
-        seed: Of weights, batches and stochastic rounding.
-        device: Where models and batches are.
-    """
-
-    simulated: Scheme
-    baseline: Scheme
-    model: GPTConfig
-    architecture: str = "gpt"
-    steps: int
-    batch_size: int
+    simulated: Scheme  # the scheme under test
+    baseline: Scheme  # what it is compared with
+    model: GPTConfig  # sizes of the model
+    architecture: str = "gpt"  # ``"gpt"``, ``"llama"``, or a function that returns a model, as ``"FILE.py:function"``
+    steps: int  # optimizer steps of each run
+    batch_size: int  # windows a step
+    # simulated ranks that share the windows of a step; None is 2 where the scheme reduces gradients in few bits, else
+    # 1. The baseline's gradients are reduced over as many, in float32.
     ranks: int | None = None
+    # peak learning rate of AdamW; it warms up over a tenth of the steps (at least 20, or half of a shorter run) and
+    # decays to ``final_rate``, as a cosine. Madam's is ``MADAM_RATE`` times as large.
     lr: float
-    final_rate: float = FINAL_SHARE
-    clip: float | None = CLIP
-    seed: int
-    device: str = "cpu"
+    final_rate: float = FINAL_SHARE  # share of the peak that is left after the last step
+    clip: float | None = CLIP  # norm at which gradients are clipped; None clips none
+    seed: int  # of weights, batches and stochastic rounding
+    device: str = "cpu"  # where models and batches are
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size"):

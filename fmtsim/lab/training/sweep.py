@@ -113,30 +113,20 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRun:
-    """Hold what one run gave.
+    """Hold what one run gave."""
 
-    Args:
-        point: Which run.
-        parameters: Weights, without embeddings.
-        tokens: That were learnt from.
-        losses: Of each step, nats per byte.
-        validation: Loss on held-out text after the last step, NaN where the run stopped.
-        stopped: Why it ended early, None if it did not.
-        sharpness: At some steps (``LOOKS``), counted from 1: that of the loss at each byte of the step's batch, their
-            mean, percent. (Lee et al. take the last token of each sequence, which is noise where these are few.)
-        tasks: On a text of tasks: how many held-out answers were right, and how many there were, by task.
-        seconds: Wall time.
-    """
-
-    point: Point
-    parameters: int
-    tokens: int
-    losses: tuple[float, ...]
-    validation: float
-    stopped: str | None = None
+    point: Point  # which run
+    parameters: int  # weights, without embeddings
+    tokens: int  # that were learnt from
+    losses: tuple[float, ...]  # of each step, nats per byte
+    validation: float  # loss on held-out text after the last step, NaN where the run stopped
+    stopped: str | None = None  # why it ended early, None if it did not
+    # at some steps (``LOOKS``), counted from 1: that of the loss at each byte of the step's batch, their mean, percent.
+    # (Lee et al. take the last token of each sequence, which is noise where these are few.)
     sharpness: tuple[tuple[int, float], ...] = ()
+    # on a text of tasks: how many held-out answers were right, and how many there were, by task
     tasks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall time
 
     @property
     def final_loss(self) -> float:

@@ -39,21 +39,15 @@ def shape_of(run: SweepRun) -> Shape:
 
 
 class Predictor(NamedTuple):
-    """Say how well something known early tells how runs end.
+    """Say how well something known early tells how runs end."""
 
-    Attributes:
-        name: What is known.
-        runs, failed: How many runs count: those that had not stopped by then.
-        area: Chance that it is higher for a run that fails than for one that does not (the area under the ROC curve;
-            0.5 tells nothing); NaN where none fails, or all do.
-        correlation: Spearman's, with the last loss; runs that stopped count as the highest.
-    """
-
-    name: str
-    runs: int
+    name: str  # what is known
+    runs: int  # runs, failed: how many runs count: those that had not stopped by then
     failed: int
+    # chance that it is higher for a run that fails than for one that does not (the area under the ROC curve; 0.5 tells
+    # nothing); NaN where none fails, or all do
     area: float
-    correlation: float
+    correlation: float  # spearman's, with the last loss; runs that stopped count as the highest
 
 
 def byte_entropy(text: Tensor) -> float:
