@@ -115,7 +115,7 @@ def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minute
         ArgumentError: There is no target, or the device is not its GPU; it says why.
     """
     target = config.simulated.target
-    if target is None:
+    if not isinstance(target, str):  # none, or a datapath, which is no GPU
         raise ArgumentError("--check native compares a GPU with its emulation; pass --target, for example h200")
     with deterministic(config.device):
         reason = why_not_native(target, config.device)
