@@ -88,12 +88,12 @@ def _fits(value: Any, hint: Any) -> bool:
     """Return True if a value is of a type; integers fit 64 bits, and text can be encoded as UTF-8."""
     origin, arguments = _apart(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in arguments)
+        return any(_fits(value, kind) for kind in arguments)
     if origin is Literal:
-        return type(value) in {type(each) for each in arguments} and value in arguments
+        return type(value) in {type(kind) for kind in arguments} and value in arguments
     if origin is tuple:
-        each = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
-        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+        kind = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
+        return isinstance(value, tuple) and len(value) == len(kind) and all(map(_fits, value, kind))
     if origin is list:
         return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
     if origin is dict:
@@ -257,7 +257,13 @@ def _is_required(field: Any) -> bool:
 def kinds_of(hint: Any) -> dict[str, Any]:
     """Return the classes of records among what a type, or the items of a tuple, may be, by name."""
     leaves = _leaves(hint)
-    items = [item for leaf in leaves if get_origin(leaf) is tuple for each in get_args(leaf) for item in _leaves(each)]
+    items = [
+        item
+        for leaf in leaves
+        if get_origin(leaf) is tuple
+        for argument in get_args(leaf)
+        for item in _leaves(argument)
+    ]
     records: list[Any] = [leaf for leaf in (*leaves, *items) if dataclasses.is_dataclass(leaf)]
     return {record.__name__: record for record in records}
 

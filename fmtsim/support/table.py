@@ -221,8 +221,8 @@ def markdown(rows: Sequence[Row], left: Container[int] | None = None) -> str:
 
 def facts_html(facts: Iterable[tuple[str, str]]) -> str:
     """Return pairs of a heading and a text as a table in HTML without a header."""
-    left = "style='text-align:left'"
-    rows = (f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(text)}</td></tr>" for name, text in facts)
+    style = "style='text-align:left'"
+    rows = (f"<tr><th {style}>{escape(name)}</th><td {style}>{escape(text)}</td></tr>" for name, text in facts)
     return f"<table>{''.join(rows)}</table>"
 
 

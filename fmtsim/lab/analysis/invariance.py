@@ -237,12 +237,12 @@ def batch_invariance(
     asked = check_rows("batch_invariance", "sizes", sizes)
     if "wgrad" in passes:
         raise ArgumentError("batch_invariance got passes='wgrad', whose sums run over the batch; choose forward, dgrad")
-    found = products_of("batch_invariance", model, target, dtypes, passes)
+    layer_products = products_of("batch_invariance", model, target, dtypes, passes)
     products = tuple(
         ProductInvariance(
             layer=x.layer, product=x.product, operands=dtype_of(x.like), bands=tuple(_joined(_bands(x, asked)))
         )
-        for x in found
+        for x in layer_products
     )
     return BatchInvariance(products=products, sizes=tuple(asked))
 

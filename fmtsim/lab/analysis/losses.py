@@ -114,18 +114,18 @@ def plot_losses(
             else "plot has nothing to draw; observe at least one step"
         )
     figure = new_figure(11.0, 1.7 + 0.17 * max(6, min(len(rows), _MOST_ROWS)))
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
+    heatmap, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     if len(history) > 1:
-        _heatmap(figure, left, rows, history, by, operand)
+        _heatmap(figure, heatmap, rows, history, by, operand)
     else:
-        _bars(left, rows, by)
+        _bars(heatmap, rows, by)
     _ranges(right, rows)
     every = math.ceil(len(rows) / _MOST_ROWS)
     names = [f"{loss.layer or '(model)'}  {loss.operand}" for loss in rows]
-    left.set_yticks(range(0, len(rows), every), names[::every], fontsize=7, parse_math=False)
-    left.set_ylim(len(rows) - 0.5, -0.5)
+    heatmap.set_yticks(range(0, len(rows), every), names[::every], fontsize=7, parse_math=False)
+    heatmap.set_ylim(len(rows) - 0.5, -0.5)
     if operand is None:
-        left.set_title("of each layer the operand that loses most", fontsize=9, loc="left")
+        heatmap.set_title("of each layer the operand that loses most", fontsize=9, loc="left")
     set_title(figure, title)
     return saved(figure, path)
 

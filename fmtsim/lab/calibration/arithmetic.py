@@ -100,11 +100,13 @@ def measure(gpu: GPU, mode: str, family: str = "") -> Measured:
 def _fused(bench: probes.Bench, facts: dict[str, str]) -> Datapath | None:
     """Put together what the probes of a fused unit say; None where one of them makes no sense."""
     bits = probes.fraction_bits(bench)
-    kept = probes.accumulator_bits(bench)
-    facts |= {"fraction bits": str(bits), "accumulator bits": str(kept)}
+    accumulator_bits = probes.accumulator_bits(bench)
+    facts |= {"fraction bits": str(bits), "accumulator bits": str(accumulator_bits)}
     terms = "toward_zero" if bits is None else probes.term_rounding(bench, bits)
-    sums = probes.sum_rounding(bench, kept)
-    seen, bound = (False, None) if bits is None else probes.lowest_exponent(bench, bits, kept, str(terms), str(sums))
+    sums = probes.sum_rounding(bench, accumulator_bits)
+    seen, bound = (
+        (False, None) if bits is None else probes.lowest_exponent(bench, bits, accumulator_bits, str(terms), str(sums))
+    )
     early = bits is None or probes.joins(bench, bits, str(terms))
     facts |= {"terms": str(terms), "sums": str(sums), "lowest exponent": str(bound) if seen else "cannot be seen"}
     facts |= {"bound seen": str(int(seen)), "running sum": "aligned with the products" if early else "added last"}
@@ -113,7 +115,7 @@ def _fused(bench: probes.Bench, facts: dict[str, str]) -> Datapath | None:
     zeros = [text for name, text in facts.items() if "-0 and -0" in name or "rounded to zero" in name]
     signed = any(text.startswith("0x8") for text in zeros)
     return Datapath(block=bench.block, fraction_bits=bits, term_rounding=terms,  # type: ignore[arg-type]
-                    rounding=Rounding(mode=sums), accumulator=_accumulator(bench.call, kept),  # type: ignore[arg-type]
+                    rounding=Rounding(mode=sums), accumulator=_accumulator(bench.call, accumulator_bits),  # type: ignore[arg-type]
                     min_exponent=bound, signed_zero=signed)  # fmt: skip
 
 

@@ -268,7 +268,7 @@ class _Growing:
         book = Book.open(path)
         if book.library != library:
             raise ArgumentError(f"--book {path} is of {book.library}, and this is {library}; name another file")
-        self.known, self.aliases = {each._replace(runs=()): each.runs for each in book.families()}, book.aliases
+        self.known, self.aliases = {family._replace(runs=()): family.runs for family in book.families()}, book.aliases
 
     @cached_property
     def read(self) -> Book:

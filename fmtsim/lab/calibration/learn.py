@@ -100,8 +100,8 @@ def learn(
             tasks = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, width, AT_ONCE)]
             labels, choices = np.zeros(width, np.int64), dict[Choice | None, int]()
             for (begin, _, part), (chosen, numbers) in shared(pool, _answers, tasks, progress, AT_ONCE):
-                own = np.array([choices.setdefault(choice, len(choices)) for choice in chosen])
-                labels[begin : begin + part.shape[1]] = own[numbers]
+                choice_labels = np.array([choices.setdefault(choice, len(choices)) for choice in chosen])
+                labels[begin : begin + part.shape[1]] = choice_labels[numbers]
             if (labels != choices.get(None, -1)).sum() < FEWEST:
                 continue  # the library refuses such calls
             job = partial(grow, topic, asked, list(choices), labels, architecture)

@@ -272,8 +272,8 @@ def _rule(when: dict[str, Any], kernel: str, split: Any, basis: str, reason: str
 def _name(kernels: dict[str, Any], kernel: Kernel) -> str:
     """Return the name of a kernel in a record, which gets it where it lacks it."""
     fields = kernel.to_dict()
-    for name, known in kernels.items():
-        if known == fields:
+    for name, kernel_fields in kernels.items():
+        if kernel_fields == fields:
             return name
     tile = kernel.plan.k_tile
     parts = ["chain" if tile is None else f"{'slices' if kernel.slices else 'tiles'}{tile}"]

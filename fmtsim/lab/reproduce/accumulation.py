@@ -62,37 +62,28 @@ def _product(a: Tensor, b: Tensor, unit: str, format: str, plan: GemmPlan) -> Te
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        name="accumulation",
+        name="accumulation", recorded="shown in part", bounds="after", seeds=5,
         says="Hopper's FP8 sums of 4096 products err by nearly 2 %, and much less where they are promoted every 128",
         source="DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2; MMA-Sim c785138 (13 fraction bits)",
         measure=accumulation,
         settings=settings(
-            unit="hopper.wgmma",
-            format="e4m3",
-            k=4096,
-            rows=256,
-            top=448.0,
-            promote=(None, 1024, 512, 256, 128, 64),
+            unit="hopper.wgmma", format="e4m3", k=4096, rows=256, top=448.0, promote=(None, 1024, 512, 256, 128, 64),
             seed=0,
         ),
         expected=(
-            Expected(
-                name="normal, never promoted, %", low=1.5, high=2.0, published=2.0, origin="paper", part=(0.2, 20.0)
-            ),
+            Expected(name="normal, never promoted, %", low=1.5, high=2.0, published=2.0, origin="paper",
+                     part=(0.2, 20.0)),
             Expected(name="normal, promoted every 128, %"),
             Expected(name="normal, never promoted over every 128", low=2.0),
             Expected(name="uniform, never promoted, %"),
             Expected(name="uniform, promoted every 128, %"),
             Expected(name="uniform, never promoted over every 128", low=2.0),
         ),
-        recorded="shown in part",
-        bounds="after",
-        seeds=5,
         notes="the report names neither the distribution of its random matrices nor what the error is relative to. "
         "That normal numbers and the sums' root mean square come near its figure was seen before the bounds were "
         "set; sums of uniform numbers only grow, and err four times as much",
     ),
-)
+)  # fmt: skip
 
 
 _SOURCE = "Zhao et al., LNS-Madam, arXiv:2106.13914: conversion by a table and Mitchell's line, partial sums"
@@ -137,7 +128,7 @@ def learned(tell: Tell, *, recipe: str, tables: tuple[int, ...], lr: float, step
 
 CLAIMS += (
     Claim(
-        name="lns_adder_tree",
+        name="lns_adder_tree", recorded="shown in part", bounds="after", seeds=3,
         says="products of 8-bit logarithms, summed as integers by a table of eight or four constants, lose less than "
         "the format does",
         source=_SOURCE,
@@ -149,27 +140,19 @@ CLAIMS += (
             Expected(name="error of 8 constants over the format's", high=0.1),
             Expected(name="error of 4 constants over the format's", high=1.0),
         ),
-        recorded="shown in part",
-        bounds="after",
-        seeds=3,
         notes="errors of a product of normal matrices, of its norm; sums are integers of 24 bits. The paper gives "
         "accuracies of trained networks",
     ),
     Claim(
-        name="lns_training",
+        name="lns_training", recorded="shown in part", bounds="before", seeds=5, slow=True,
         says="a network learns on LNS-Madam's datapath as with float32 sums, with a table of few constants too",
         source=_SOURCE,
-        measure=learned,
-        settings=settings(recipe="lns", tables=(8, 4, 2, 1), lr=1 / 64, steps=300, seed=1),
+        measure=learned, settings=settings(recipe="lns", tables=(8, 4, 2, 1), lr=1 / 64, steps=300, seed=1),
         expected=(
             Expected(name="loss, float32 sums"),
             *(Expected(name=f"loss of {entries} constants over it", high=1.1) for entries in (8, 4, 2, 1)),
         ),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes="a network of three layers learns another one, weights are 16-bit logarithms; the paper trains vision "
         "and language models",
-        slow=True,
     ),
-)
+)  # fmt: skip

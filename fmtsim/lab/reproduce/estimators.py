@@ -148,7 +148,7 @@ def _largest_scaled(x: torch.Tensor, quantizer: Quantizer) -> float:
 
 CLAIMS = (
     Claim(
-        name="eden",
+        name="eden", recorded="shown", bounds="source", seeds=5,
         says="correcting each group's scale errs less than half of what stochastic rounding does, and is unbiased too",
         source=_EDEN,
         measure=eden,
@@ -157,82 +157,61 @@ CLAIMS = (
             Expected(name="ratio of errors", low=2.0, published=2.0, origin="paper"),
             near("slope, EDEN", 1.0, 0.001, "formula"),
         ),
-        recorded="shown",
-        bounds="source",
-        seeds=5,
         notes="normal numbers; the paper says more than twice",
     ),
     Claim(
-        name="stochastic_bits",
+        name="stochastic_bits", recorded="shown", bounds="source",
         says="eight random bits round toward zero by 1/512 of a step on average, and never move the last 1/256",
         source="Transformer Engine d0067d0, ptx.cuh (random bits of cvt.rs)",
-        measure=stochastic,
-        settings=settings(random_bits=8, points=1 << 13, seed=0),
-        expected=(
-            near("mean error, steps", -1 / 512, 0.25, "formula"),  # three standard errors of 2^23 draws
-            exactly("part that leaves 2 + 0.99/256", 0.0),
-        ),
-        recorded="shown",
-        bounds="source",
+        measure=stochastic, settings=settings(random_bits=8, points=1 << 13, seed=0),
+        expected=(near("mean error, steps", -1 / 512, 0.25, "formula"), exactly("part that leaves 2 + 0.99/256", 0.0)),
     ),
     Claim(
-        name="clip",
+        name="clip", recorded="shown", bounds="after", seeds=5,
         says="four-bit normal numbers err least when clipped at 2.92 standard deviations",
         source=f"{_QUARTET} (the constant 2.92247856)",
         measure=clip,
         settings=settings(
-            format="e2m1", multiples=tuple(2.6 + 0.02 * i for i in range(33)), samples=(1024, 1024), seed=0
+            format="e2m1", multiples=tuple(2.6 + 0.02 * i for i in range(33)), samples=(1024, 1024), seed=0,
         ),
         expected=(Expected(name="best clip, sigma", low=2.86, high=2.98, published=2.922, origin="code"),),
-        recorded="shown",
-        bounds="after",
-        seeds=5,
         notes="the minimum is flat: neighbouring clips differ by less than a sample's scatter",
     ),
     Claim(
-        name="quest",
+        name="quest", recorded="shown", bounds="source",
         says="Quartet's backward cast is unbiased and never clips",
         source=_QUARTET,
-        measure=quest,
-        settings=settings(phases=16, shape=(256, 1024), seed=0),
+        measure=quest, settings=settings(phases=16, shape=(256, 1024), seed=0),
         expected=(
             near("slope, backward", 1.0, 0.001, "formula"),
             Expected(name="largest |x / s|, backward", low=5.9, high=6.0, published=6.0, origin="formula"),
         ),
-        recorded="shown",
-        bounds="source",
     ),
     Claim(
-        name="quest_error",
+        name="quest_error", recorded="not shown", bounds="source",
         says="QuEST's forward cast to MXFP4 errs less than rounding to nearest under the largest magnitude",
         source=_QUARTET,
-        measure=quest,
-        settings=settings(phases=16, shape=(256, 1024), seed=0),
+        measure=quest, settings=settings(phases=16, shape=(256, 1024), seed=0),
         expected=(
             Expected(name="error, forward"),
             Expected(name="error, MXFP4 floor"),
             Expected(name="error, forward over MXFP4 floor", high=1.0),
             Expected(name="least over phases, over MXFP4 floor"),
         ),
-        recorded="not shown",
-        bounds="source",
         notes="the cast of the released code, which rounds its scale down to a power of two, averaged over the place "
         "of the standard deviation between two of them",
     ),
     Claim(
-        name="dge",
+        name="dge", recorded="shown", bounds="source",
         says="the capped differentiable estimator passes 0.59 of the gradient on average: 3 * 15^-1.25 + 1 - 15^-0.25",
         source="Wang et al., arXiv:2501.17116 (k = 5, cap 3)",
-        measure=differentiable,
-        settings=settings(k=5.0, cap=3.0, points=1 << 20),
+        measure=differentiable, settings=settings(k=5.0, cap=3.0, points=1 << 20),
         expected=(
             near("mean slope", 3 * 15**-1.25 + 1 - 15**-0.25, 1e-4, "formula"),
             near("least slope", 0.2, 1e-4, "formula"),
             near("part at the cap", 15**-1.25, 1e-4, "formula"),
         ),
-        recorded="shown",
-        bounds="source",
         notes="integrals of the derivative |u|^(1/k - 1) / k, of which 2^20 points see a part; what the estimator "
         "does for a training is not in it",
     ),
-)
+)  # fmt: skip

@@ -81,7 +81,9 @@ def four_bits(tell: Tell, *, recipe: str, seed: int, **how: float) -> Measured:
         "no clamp": dataclasses.replace(linear, fprop=_gemm(linear, "fprop", plain_x, w)),
         "neither": dataclasses.replace(linear, fprop=_gemm(linear, "fprop", plain_x, plain_w)),
     }
-    gaps = gaps_of(tell, {name: dataclasses.replace(base, linear=each) for name, each in linears.items()}, seed, how)
+    gaps = gaps_of(
+        tell, {name: dataclasses.replace(base, linear=config) for name, config in linears.items()}, seed, how
+    )
     numbers = {f"{name}, gap in %": gap for name, gap in gaps.items()}
     return Measured(numbers=numbers | {"neither less both, points": gaps["neither"] - gaps["both"]})
 
@@ -116,7 +118,7 @@ def ablations() -> dict[str, Recipe]:
         "no stochastic rounding": _rounded(linear, "g", Rounding()),
         "stochastic forward": _rounded(linear, "xw", linear.dgrad.a.rounding),
     }
-    recipes = {name: dataclasses.replace(base, linear=each, rules=last) for name, each in linears.items()}
+    recipes = {name: dataclasses.replace(base, linear=config, rules=last) for name, config in linears.items()}
     return recipes | {"last block too": base, "MXFP4": dataclasses.replace(get_recipe("mxfp4"), rules=last)}
 
 
@@ -169,117 +171,85 @@ _EIGHT_BITS = ("te_current", "fp8lm", "coat", "intel_2t", "halo2", "int8_mixed",
 
 CLAIMS = (
     Claim(
-        name="nvfp4_loss",
+        name="nvfp4_loss", recorded="shown in part", bounds="before", seeds=5, slow=True,
         says="NVFP4 ends within 1.5 % of eight bits, MXFP4 one point behind it",
         source=_NVFP4,
-        measure=nvfp4,
-        settings=settings(seed=0, **_HOW),
+        measure=nvfp4, settings=settings(seed=0, **_HOW),
         expected=(
             Expected(name="gap in %", high=1.5, published=1.5, origin="paper"),
-            Expected(
-                name="MXFP4 less NVFP4, points", low=0.5, high=1.5, published=1.0, origin="paper", part=(0.0, math.inf)
-            ),
+            Expected(name="MXFP4 less NVFP4, points", low=0.5, high=1.5, published=1.0, origin="paper",
+                     part=(0.0, math.inf)),
         ),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes=f"{_SIZE}, against bfloat16; the paper's 8 and 12 billion parameters see a trillion tokens and more",
-        slow=True,
     ),
     Claim(
-        name="nvfp4_ablation",
+        name="nvfp4_ablation", recorded="not shown", bounds="source", seeds=5, slow=True,
         says="each part of NVFP4 is needed: leaving one out raises the loss",
         source=_NVFP4,
-        measure=nvfp4,
-        settings=settings(seed=0, **_HOW),
+        measure=nvfp4, settings=settings(seed=0, **_HOW),
         expected=(
             *(Expected(name=f"{name}, points lost", low=0.0) for name in _LEFT_OUT),
             Expected(name="stochastic forward, points lost"),
         ),
-        recorded="not shown",
-        bounds="source",
-        seeds=5,
         notes=f"{_SIZE}. In the mean of five seeds a rotation is worth 0.15 points and tiles 0.06, stochastic rounding "
         "and the last block nothing; seeds scatter by some tenths. Stochastic rounding of the forward pass, which the "
         "paper finds harmful, loses with every seed",
-        slow=True,
     ),
     Claim(
-        name="deepseek_v3_loss",
+        name="deepseek_v3_loss", recorded="shown", bounds="source", seeds=5, slow=True,
         says="fine-grained FP8 ends within 0.25 % of bfloat16",
         source="DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3",
-        measure=losses,
-        settings=settings(recipes=("deepseek_v3",), seed=0, **_HOW),
+        measure=losses, settings=settings(recipes=("deepseek_v3",), seed=0, **_HOW),
         expected=(
-            Expected(
-                name="deepseek_v3, gap in %", low=-0.25, high=0.25, published=0.25, origin="paper", part=(-1.0, 1.0)
-            ),
+            Expected(name="deepseek_v3, gap in %", low=-0.25, high=0.25, published=0.25, origin="paper",
+                     part=(-1.0, 1.0)),
         ),
-        recorded="shown",
-        bounds="source",
-        seeds=5,
         notes=f"{_SIZE}; the report's models have 16 and 230 billion parameters",
-        slow=True,
     ),
     Claim(
-        name="fp4_ms_loss",
+        name="fp4_ms_loss", recorded="shown in part", bounds="before", seeds=5, slow=True,
         says="FP4 with its estimator and clamp ends 2.4 % above bfloat16 (2.55 nats against 2.49), and worse without",
         source=_FP4,
-        measure=four_bits,
-        settings=settings(recipe="fp4_ms", seed=0, **_HOW),
+        measure=four_bits, settings=settings(recipe="fp4_ms", seed=0, **_HOW),
         expected=(
             near("both, gap in %", 2.4, 0.5, "paper", part=(-math.inf, 4.8)),
             *(Expected(name=f"{name}, gap in %") for name in ("no estimator", "no clamp", "neither")),
             Expected(name="neither less both, points", low=0.0),
         ),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes=f"{_SIZE}; the paper's models have 1.3 to 13 billion parameters and gaps of 2.4 to 4.8 %: less is a "
         "part. The estimator's steeper gradients make so small a model learn faster than bfloat16 does",
-        slow=True,
     ),
     Claim(
-        name="eight_bit_losses",
+        name="eight_bit_losses", recorded="shown in part", bounds="before", seeds=5, slow=True,
         says="trainings in eight bits end where bfloat16 does",
         source="FP8-LM, arXiv:2310.18313; COAT, arXiv:2410.19313; Fishman et al., arXiv:2409.12517; HALO, "
         "arXiv:2501.02625; TorchAO; Transformer Engine",
-        measure=losses,
-        settings=settings(recipes=_EIGHT_BITS, seed=0, **_HOW),
+        measure=losses, settings=settings(recipes=_EIGHT_BITS, seed=0, **_HOW),
         expected=tuple(Expected(name=f"{name}, gap in %", low=-1.0, high=1.0) for name in _EIGHT_BITS),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes=f"{_SIZE}, float32 optimizer states; none of the sources gives one figure for it",
-        slow=True,
     ),
     Claim(
-        name="unit_scaling_loss",
+        name="unit_scaling_loss", recorded="shown in part", bounds="before", seeds=5, slow=True,
         says="a unit-scaled model trains in FP8 without any scale as it does in bfloat16",
         source="Blake et al., Unit Scaling, arXiv:2303.11257",
-        measure=without_scales,
-        settings=settings(recipe="unit_scaling", rate=0.1, seed=0, **_HOW),
+        measure=without_scales, settings=settings(recipe="unit_scaling", rate=0.1, seed=0, **_HOW),
         expected=(
             Expected(name="unit-scaled, gap in %", low=-1.0, high=1.0),
             Expected(name="unit-scaled, loss in sixteen bits"),
             Expected(name="plain, gap in %"),
             Expected(name="plain, loss in sixteen bits"),
         ),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes=f"{_SIZE}; the paper trains BERT-Large. The plain model does not fail as the paper's do: gradients of so "
         "few tokens stay in E5M2's range",
-        slow=True,
     ),
     Claim(
-        name="mantissa_bits",
+        name="mantissa_bits", recorded="not shown", bounds="before", seeds=5, slow=True,
         says="one bfloat16 training in ten fails near the largest learning rates, and E8M3 ones fail more often",
         source=_BACK,
         measure=mantissa,
         settings=settings(
-            recipes=("amp_bf16", "e8m5", "e8m4", "e8m3"), rates=(3e-3, 5e-3, 7e-3, 9e-3), failed=3.0, seed=0,
-            steps=100, batch=4, layers=2, decay=0.0, clip=math.inf,
+            recipes=("amp_bf16", "e8m5", "e8m4", "e8m3"), rates=(3e-3, 5e-3, 7e-3, 9e-3), failed=3.0, seed=0, steps=100,
+            batch=4, layers=2, decay=0.0, clip=math.inf,
         ),
         expected=(
             Expected(name="amp_bf16, failed runs in %", low=1.0, high=25.0, published=10.0, origin="paper"),
@@ -287,12 +257,8 @@ CLAIMS = (
             Expected(name="e8m3 less amp_bf16, failed runs, points", low=19.0),
             Expected(name="loss of e8m3 over amp_bf16's, %", low=0.0),
         ),
-        recorded="not shown",
-        bounds="before",
-        seeds=5,
         notes="20 runs a format: 1 to 25 % is where 10 % lies in 95 of 100 cases, and 19 points are two standard "
         "errors of a difference. Rates and threshold were set after other settings were seen: with clipped gradients "
         "and a decaying rate none of 48 runs failed at 0.005 to 0.012; without, all 24 did from 0.01 on",
-        slow=True,
     ),
 )  # fmt: skip

@@ -138,11 +138,10 @@ def energy(tell: Tell, *, format: str, rival: str, tables: tuple[int, ...]) -> M
 
 CLAIMS = (
     Claim(
-        name="fp8_hardware",
+        name="fp8_hardware", recorded="not shown", bounds="source",
         says="a multiplier for FP8 takes 50 to 180 % more of a chip than one for INT8",
         source="van Baalen et al., FP8 versus INT8, arXiv:2303.17951, abstract",
-        measure=hardware,
-        settings=settings(formats=("e2m5_finite", "e3m4_finite", "e4m3", "e5m2", "int4", "e2m1")),
+        measure=hardware, settings=settings(formats=("e2m5_finite", "e3m4_finite", "e4m3", "e5m2", "int4", "e2m1")),
         expected=(
             Expected(name="e4m3, gates over INT8's, %", low=50.0, high=180.0),
             Expected(name="e3m4_finite, gates over INT8's, %", low=0.0),
@@ -150,20 +149,17 @@ CLAIMS = (
             Expected(name="e4m3, least gates over INT8's, %", low=50.0, high=180.0),
             Expected(name="e5m2, least gates over INT8's, %", low=50.0),
         ),
-        recorded="not shown",
-        bounds="source",
         notes="gates counted part by part with an exact sum of 256 products, not synthesised: an AND is one gate, a "
         "full adder five, a choice three. The source compares several accumulators; with an exact one E5M2 lies beyond "
         "its range. All levels of a shifter are as wide as the sum, or (least gates) as a product has grown to: this "
         "alone decides",
     ),
     Claim(
-        name="lns_energy",
+        name="lns_energy", recorded="not shown", bounds="after",
         says="a multiply-accumulate of logarithms takes 90 % less energy than float32's and 55 % less than FP8's",
         source="Zhao et al., LNS-Madam, arXiv:2106.13914, abstract; energies of parts at 45 nm: Horowitz, Computing's "
         "energy problem, ISSCC 2014 (as others quote it)",
-        measure=energy,
-        settings=settings(format="lns8_g8", rival="e4m3", tables=(8, 4, 2, 1)),
+        measure=energy, settings=settings(format="lns8_g8", rival="e4m3", tables=(8, 4, 2, 1)),
         expected=(
             *(
                 expected
@@ -189,10 +185,8 @@ CLAIMS = (
             Expected(name="fp32, pJ"),
             Expected(name="8 constants, pJ"),
         ),
-        recorded="not shown",
-        bounds="after",
         notes="float32 by the table; others by gates, counted as in fp8_hardware, of the mean energy of the table's "
         "integer parts. The source simulates a circuit; memory and registers are not in it here. What an FP8 unit "
         "sums in, and how shifters are counted (least gates, as there), decide the second figure",
     ),
-)
+)  # fmt: skip

@@ -214,7 +214,7 @@ def _network(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 
 CLAIMS = (
     Claim(
-        name="coat_states",
+        name="coat_states", recorded="shown in part", bounds="before", seeds=5,
         says="expanding each group's range lowers the error of an update from E4M3 moments 1.63 times",
         source=_COAT,
         measure=expansion,
@@ -226,32 +226,25 @@ CLAIMS = (
             Expected(name="v lost, plain, %"),
             Expected(name="v lost, expanded, %"),
         ),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes="moments of matrices after 100 steps of a GPT of 120 thousand parameters; the paper's are of a larger "
         "one, and its figure is unverified",
     ),
     Claim(
-        name="moment_underflow",
+        name="moment_underflow", recorded="shown in part", bounds="after",
         says="a second moment with one scale a tensor underflows in E4M3, in E5M2 hardly",
         source="Fishman et al., arXiv:2409.12517, section 5",
-        measure=underflow,
-        settings=settings(formats=("e4m3_ieee", "e5m2"), count=1 << 20, seed=0),
+        measure=underflow, settings=settings(formats=("e4m3_ieee", "e5m2"), count=1 << 20, seed=0),
         expected=(
             Expected(name="part of v lost, e4m3_ieee", low=0.2),
             Expected(name="part of v lost, e5m2", high=0.01),
         ),
-        recorded="shown in part",
-        bounds="after",
         notes="E4M3 with the top exponent reserved: 17 binades; E5M2 has 31",
     ),
     Claim(
-        name="fp8lm_memory",
+        name="fp8lm_memory", recorded="shown", bounds="source",
         says="an E4M3 and a float16 moment, float16 master weights and 8-bit gradients take 6 bytes instead of 16",
         source=_FP8LM,
-        measure=bytes_kept,
-        settings=settings(scheme="fp8lm", shape=(512, 512)),
+        measure=bytes_kept, settings=settings(scheme="fp8lm", shape=(512, 512)),
         expected=(
             near("bytes, first moment", 1.0, 0.05, "paper"),
             near("bytes, second moment", 2.0, 0.05, "paper"),
@@ -260,25 +253,20 @@ CLAIMS = (
             near("bytes, float32", 16.0, 0.0, "paper"),
             near("ratio", 2.6, 0.05, "paper"),
         ),
-        recorded="shown",
-        bounds="source",
         notes="states are measured; the gradient's byte is the paper's",
     ),
     Claim(
-        name="stochastic_weights",
+        name="stochastic_weights", recorded="shown", bounds="source",
         says="bfloat16 weights that only grow by small steps stall at 256, with stochastic rounding they do not",
         source="gpu-mode/lectures 7cb40f6, lecture 30; pytorch/ao 36027d8, bf16_stochastic_round",
-        measure=stall,
-        settings=settings(scheme="bf16_sr", steps=100, copies=4096, seed=0),
+        measure=stall, settings=settings(scheme="bf16_sr", steps=100, copies=4096, seed=0),
         expected=(
             exactly("200 + 100 x 1, to nearest", 256.0),
             near("200 + 100 x 1, stochastic", 300.0, 0.01, "formula"),
         ),
-        recorded="shown",
-        bounds="source",
     ),
     Claim(
-        name="madam_logarithms",
+        name="madam_logarithms", recorded="shown in part", bounds="after", seeds=5, slow=True,
         says="weights kept as 12-bit logarithms degrade SGD and Adam, multiplicative updates not",
         source="Zhao et al., LNS-Madam, arXiv:2106.13914, section 4.3",
         measure=logarithmic,
@@ -288,24 +276,16 @@ CLAIMS = (
             Expected(name="Adam, loss at 12 bits over 16", low=1.1),
             Expected(name="SGD, loss at 12 bits over 16", low=1.1),
         ),
-        recorded="shown in part",
-        bounds="after",
-        seeds=5,
         notes="a network of three layers learns another one; the paper trains vision and language models",
-        slow=True,
     ),
     Claim(
-        name="optimizer_parity",
+        name="optimizer_parity", recorded="shown in part", bounds="after", slow=True,
         says="8-bit, FP8 and expanded states train like float32 ones; both moments in E4M3 with one scale do not",
         source=f"Dettmers et al., arXiv:2110.02861; {_FP8LM}; {_COAT}; Fishman et al., arXiv:2409.12517",
         measure=parity,
         settings=settings(
-            schemes=("bnb8", "fp8lm", "coat", "intel_2t", "fp8lm_v8"),
-            seeds=(0, 1, 2, 3, 4),
-            steps=100,
-            width=64,
-            batch=8,
-            lr=3e-3,
+            schemes=("bnb8", "fp8lm", "coat", "intel_2t", "fp8lm_v8"), seeds=(0, 1, 2, 3, 4), steps=100, width=64,
+            batch=8, lr=3e-3,
         ),
         expected=(
             *(
@@ -314,9 +294,6 @@ CLAIMS = (
             ),
             Expected(name="fp8lm_v8 less fp32, spreads", low=3.0),
         ),
-        recorded="shown in part",
-        bounds="after",
         notes="100 steps of a GPT of 120 thousand parameters; a spread is that of float32's losses over the seeds",
-        slow=True,
     ),
-)
+)  # fmt: skip

@@ -142,55 +142,45 @@ def _product(u: Tensor, v: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        name="occ",
+        name="occ", recorded="shown in part", bounds="source", seeds=5,
         says="keeping what a clamp cuts off in high precision raises the signal to noise of FP4, the more the lower",
         source=_FP4,
         measure=clamping,
         settings=settings(
-            recipe="fp4_ms", distributions=("t3", "rare"), levels=(0.999, 0.99, 0.97), shape=(1024, 1024), seed=0
+            recipe="fp4_ms", distributions=("t3", "rare"), levels=(0.999, 0.99, 0.97), shape=(1024, 1024), seed=0,
         ),
         expected=(
             Expected(name="in the paper's order", low=1.0),
             *(Expected(name=f"{distribution}, gain of a clamp alone, dB") for distribution in ("t3", "rare")),
         ),
-        recorded="shown in part",
-        bounds="source",
-        seeds=5,
         notes="Student's t of 3 degrees (t3), and one normal number in a thousand fifty times as large (rare). A "
         "clamp alone loses with them; with the paper's activations it gains 5.9 dB",
     ),
     Claim(
-        name="halo",
+        name="halo", recorded="shown in part", bounds="source", seeds=5,
         says="a rotation takes an outlier channel out of INT8's way, one along the tokens an outlier token",
         source=_HALO,
-        measure=rotation,
-        settings=settings(times=50.0, shape=(1024, 1024), seed=0),
+        measure=rotation, settings=settings(times=50.0, shape=(1024, 1024), seed=0),
         expected=(
             Expected(name="channel: level 1 over level 0", high=1.0),
             Expected(name="other channels: level 1 over level 0", high=1.0),
             Expected(name="other tokens: level 2 over level 1", high=1.0),
         ),
-        recorded="shown in part",
-        bounds="source",
-        seeds=5,
         notes="errors of made matrices; the paper fine-tunes language models",
     ),
     Claim(
-        name="smooth_swiglu",
+        name="smooth_swiglu", recorded="shown in part", bounds="after",
         says="a token a hundred times as large saturates under delayed scaling, behind Smooth-SwiGLU it does not",
         source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf, class ScaledSwiglu",
-        measure=spike,
-        settings=settings(recipe="te_delayed", times=100.0, calls=8, shape=(256, 1024), seed=0),
+        measure=spike, settings=settings(recipe="te_delayed", times=100.0, calls=8, shape=(256, 1024), seed=0),
         expected=(
             Expected(name="delayed, plain: the spike", low=0.5),
             Expected(name="delayed, smooth: the spike", high=0.0625),
         ),
-        recorded="shown in part",
-        bounds="after",
         notes="relative errors; 0.0625 is the largest of a number within E4M3's range. Under current scaling E4M3 "
         "does not mind the spike: the scheme is one for delayed scales",
     ),
-)
+)  # fmt: skip
 
 
 _BETAS: Final = (0.9, 0.95)
@@ -326,11 +316,10 @@ def delayed(config: LinearConfig | None, window: int) -> LinearConfig:
 
 CLAIMS += (
     Claim(
-        name="swiglu_alignment",
+        name="swiglu_alignment", recorded="shown in part", bounds="after", seeds=5,
         says="weight decay aligns the two matrices of SwiGLU where a direction pays, and the product's outliers grow",
         source=_INTEL,
-        measure=align,
-        settings=settings(width=32, hidden=16, steps=1000, decay=1.0, seed=0),
+        measure=align, settings=settings(width=32, hidden=16, steps=1000, decay=1.0, seed=0),
         expected=(
             Expected(name="mean |cosine| at first", high=0.3),
             Expected(name="mean |cosine| at the end", low=0.8),
@@ -338,14 +327,11 @@ CLAIMS += (
             Expected(name="largest over rms at the end"),
             Expected(name="growth of the outlier", low=1.2),
         ),
-        recorded="shown in part",
-        bounds="after",
-        seeds=5,
         notes="one layer learns a quadratic function of one direction, under a strong decay; the paper sees it after "
         "200 billion tokens of a model of 7 billion parameters",
     ),
     Claim(
-        name="swiglu_clipped",
+        name="swiglu_clipped", recorded="shown in part", bounds="after", seeds=3,
         says="delayed scales clip the outliers of aligned weights; of others hardly; Smooth-SwiGLU clips them less",
         source=_INTEL,
         measure=clipped,
@@ -358,11 +344,8 @@ CLAIMS += (
             Expected(name="a scale a token over plain", high=0.9),
             Expected(name="aligned, a scale a channel"),
         ),
-        recorded="shown in part",
-        bounds="after",
-        seeds=3,
         notes="losses on batches with a token along the aligned direction, of that of the zero function. The training "
         "does not diverge: other batches pull it back. The token's scale makes a quadratic outlier linear, which is "
         "still clipped; a scale a channel (of the product) moves it into the weights behind, whose delayed scale clips",
     ),
-)
+)  # fmt: skip

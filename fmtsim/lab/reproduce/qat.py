@@ -62,17 +62,13 @@ def _perplexity(model: torch.nn.Module, seed: int) -> float:
 
 CLAIMS = (
     Claim(
-        name="qat",
+        name="qat", recorded="not shown", bounds="before", seeds=5, slow=True,
         says="quantisation-aware training recovers 68 % of the perplexity that int4 weights and int8 activations lose",
         source="PyTorch, Quantization-Aware Training for Large Language Models (Llama 3 on wikitext); TorchAO 36027d8",
         measure=recovered,
         settings=settings(recipe="ao_int4_qat", steps=150, tuned=50, lr=4e-3, width=64, batch=8, seed=0),
         expected=(near("recovered, %", 68.0, 0.1, "paper", part=(10.0, 100.0)),),
-        recorded="not shown",
-        bounds="before",
-        seeds=5,
         notes="a GPT of two blocks on a made language, of whose perplexity four bits lose a few parts in a thousand "
         "at most: less than the scatter of tuning, so that nothing is there to recover",
-        slow=True,
     ),
-)
+)  # fmt: skip

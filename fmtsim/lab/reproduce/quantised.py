@@ -117,29 +117,25 @@ _WEIGHTS = {"bf16": 2.0, "e4m3": 1.0, "mxfp8_e4m3": 1 + 1 / 32, "nvfp4": 0.5 + 1
 
 CLAIMS = (
     Claim(
-        name="coverage",
+        name="coverage", recorded="shown in part", bounds="before", seeds=5, slow=True,
         says="calibrated E4M3 keeps more workloads than INT8, which loses those with outliers",
         source=f"{_SHEN}: 92.64 % of workloads against 65.87 %",
         measure=coverage,
         settings=settings(
-            recipes=("e4m3_static", "int8_static"), outliers=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
-            workloads=6, width=64, classes=4, loss=0.01, seed=0,
+            recipes=("e4m3_static", "int8_static"), outliers=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0), workloads=6,
+            width=64, classes=4, loss=0.01, seed=0,
         ),
         expected=(
             near("e4m3_static, workloads %", 92.64, 0.07, "paper", part=(80.0, 100.0)),
             Expected(name="int8_static, workloads %", published=65.87, origin="paper"),
             near("E4M3 - INT8, points", 26.77, 0.5, "paper", part=(1.0, 100.0)),
         ),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes="48 classifiers of two layers that learned a random network's answers, and may lose 1 % of their "
         "accuracy; the source has 75 networks, and theirs are the outliers that decide INT8's share. Bounds: two "
         "standard errors of 48",
-        slow=True,
     ),
     Claim(
-        name="memory",
+        name="memory", recorded="shown", bounds="source",
         says="340 billion parameters fit 8 x 80 GB in FP8, not in BF16; FP8-LM trains in 6 bytes each, not 16",
         source=f"{_NEMOTRON}, FP8 deployment on one DGX H100; FP8-LM, arXiv:2310.18313, section 2.2",
         measure=memory,
@@ -154,9 +150,8 @@ CLAIMS = (
             exactly("340B in bf16 fits 8 x 80 GB", 0.0),
             exactly("340B in e4m3 fits 8 x 80 GB", 1.0),
             exactly("340B cache of 4096 tokens, e4m3, GB", 96 * 2 * 8 * 192 * 4096 / GB),
-            exactly(
-                "340B in e4m3 on 8 x 80 GB, requests of 4096 tokens", (80 * GB - _SERVED / 8) // (96 * 2 * 192 * 4096)
-            ),
+            exactly("340B in e4m3 on 8 x 80 GB, requests of 4096 tokens",
+                    (80 * GB - _SERVED / 8) // (96 * 2 * 192 * 4096)),
             exactly("70B training, mixed, devices of 80 GB", 14.0),
             Expected(name="bytes a parameter, mixed / fp8_lm", low=2.6, high=2.7, published=2.6, origin="paper"),
             exactly("bits, nvfp4", 4.5),
@@ -164,8 +159,6 @@ CLAIMS = (
             exactly("70B cache of 131072 tokens, bf16, GB", 42.949672960),
             exactly("70B cache of 131072 tokens, e4m3, GB", 21.474836480),
         ),
-        recorded="shown",
-        bounds="source",
         notes="arithmetic; activations, workspace and scales of whole tensors are not counted. FP8-LM cuts 16 / 6 to "
         "2.6",
     ),

@@ -72,19 +72,17 @@ CLAIMS: tuple[Claim, ...] = (
         notes="normal numbers; the report gives no figure for them",
     ),
     Claim(
-        name="mxfp8",
+        name="mxfp8", recorded="shown in part", bounds="source",
         says="rounding MXFP8's scales up instead of down lowers the error, because nothing saturates",
         source="Mishra et al., arXiv:2506.08027; Transformer Engine d0067d0, MXFP8BlockScaling",
         measure=errors,
         settings=_samples(
-            formats=(("rceil, %", "mxfp8_e4m3", "rceil"), ("floor, %", "mxfp8_e4m3", "floor")), better="rceil, %"
+            formats=(("rceil, %", "mxfp8_e4m3", "rceil"), ("floor, %", "mxfp8_e4m3", "floor")), better="rceil, %",
         ),
         expected=(Expected(name="least of the others over it", low=1.0),),
-        recorded="shown in part",
-        bounds="source",
         notes="normal numbers; the paper compares trainings",
     ),
-)
+)  # fmt: skip
 
 
 _QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951; Qualcomm FP8-quantization ede19a9"
@@ -179,40 +177,31 @@ _WINNERS = (("uniform", "int8"), ("gauss", "e2m5"), ("laplace", "e2m5"), ("t5", 
 
 CLAIMS += (
     Claim(
-        name="int8_fp8",
+        name="int8_fp8", recorded="shown in part", bounds="source", seeds=5,
         says="INT8 is best for uniform numbers, E2M5 for normal ones, more exponent bits only pay with outliers",
         source=_QUALCOMM,
         measure=table,
         settings=settings(
-            count=200_000, clips=24, distributions=tuple(distribution for distribution, _ in _WINNERS), seed=0
+            count=200_000, clips=24, distributions=tuple(distribution for distribution, _ in _WINNERS), seed=0,
         ),
         expected=tuple(Expected(name=f"{distribution}: {name} is best", low=1.0) for distribution, name in _WINNERS),
-        recorded="shown in part",
-        bounds="source",
-        seeds=5,
         notes="the order by distribution, not the paper's networks; a few numbers in the tails of t5 and t3 decide "
         "INT8's clip",
     ),
     Claim(
-        name="logarithmic",
+        name="logarithmic", recorded="shown in part", bounds="source",
         says="LogFMT of 8 bits beats E4M3 and E5M2",
         source="DeepSeek, Insights into DeepSeek-V3, arXiv:2505.09343",
-        measure=logarithmic,
-        settings=settings(rows=4096, block=128, gammas=(1, 2, 4, 8, 16, 32), seed=0),
+        measure=logarithmic, settings=settings(rows=4096, block=128, gammas=(1, 2, 4, 8, 16, 32), seed=0),
         expected=tuple(Expected(name=f"logfmt8 over {name}, dB", low=0.0) for name in ("e4m3", "e5m2")),
-        recorded="shown in part",
-        bounds="source",
         notes="errors on normal numbers; the paper compares trainings",
     ),
     Claim(
-        name="gaudi",
+        name="gaudi", recorded="shown in part", bounds="after",
         says="scales of powers of two, or of 16, cost FP8 nothing: its error does not depend on where a scale lies",
         source="Intel Neural Compressor 9b47d09, FP8 on Gaudi",
-        measure=phases,
-        settings=settings(shape=(1024, 1024), decades=3.0, seed=0),
+        measure=phases, settings=settings(shape=(1024, 1024), decades=3.0, seed=0),
         expected=tuple(Expected(name=f"{name}, dB lost", high=0.1) for name in ("power of two", "16^k")),
-        recorded="shown in part",
-        bounds="after",
         notes="errors on normal numbers; the source's figure is less than 1 % of a model's accuracy",
     ),
-)
+)  # fmt: skip

@@ -165,8 +165,8 @@ def run_claims(claims: Sequence[Claim], workers: int, *, seeds: int | None = Non
     groups = sorted(alike.values(), key=lambda group: not any(claim.slow for claim in group))
     by_name = {claim.name: claim for claim in claims}
     tasks = [([claim.name for claim in group], seeds) for group in groups]
-    for found in as_done(_run_group, tasks, workers, torch.set_num_threads, 1):
-        for name, runs, seconds, error in found:
+    for finished in as_done(_run_group, tasks, workers, torch.set_num_threads, 1):
+        for name, runs, seconds, error in finished:
             yield Result(claim=by_name[name], runs=runs, seconds=seconds, error=error)
 
 

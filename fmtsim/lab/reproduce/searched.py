@@ -142,11 +142,10 @@ _NOTES = (
 
 CLAIMS = (
     Claim(
-        name="fliqs",
+        name="fliqs", recorded="not shown", bounds="after", seeds=5, slow=True,
         says="formats found while training are more accurate than one format at the same cost, or a search afterwards",
         source=f"{_SOURCE}: ResNet-18 +1.31 points in integers, MobileNetV2 up to +0.98 in floats, on ImageNet",
-        measure=searched,
-        settings=_SETTINGS,
+        measure=searched, settings=_SETTINGS,
         expected=(
             Expected(name="high precision, right, %"),
             Expected(name="integers, uniform, right, %"),
@@ -156,26 +155,17 @@ CLAIMS = (
             Expected(name="floats: in flight - uniform, points", low=_LOW),
             Expected(name="floats: in flight - search afterwards, points", low=_LOW),
         ),
-        recorded="not shown",
-        bounds="after",
-        seeds=5,
         notes=f"directions: {_NOTES}. Afterwards come fmtsim's own search and calibration; uniform is trained in it",
-        slow=True,
     ),
     Claim(
-        name="fliqs_widths",
+        name="fliqs_widths", recorded="not shown", bounds="after", seeds=5, slow=True,
         says="widths that are searched with formats are more accurate than formats alone at the same cost",
         source=f"{_SOURCE}: MobileNetV2 +2.69 points on ImageNet",
-        measure=searched,
-        settings=_SETTINGS,
+        measure=searched, settings=_SETTINGS,
         expected=(
             Expected(name="integers with widths - uniform, points", low=_LOW),
             Expected(name="integers with widths - without, points", low=_LOW),
         ),
-        recorded="not shown",
-        bounds="after",
-        seeds=5,
         notes=f"a half to all channels of a network twice as wide, in integers: {_NOTES}",
-        slow=True,
     ),
-)
+)  # fmt: skip

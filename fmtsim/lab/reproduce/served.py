@@ -208,7 +208,7 @@ _METHODS = ("gaudi2_hw", "gaudi3_hw", "gaudi_pow2", "gaudi_opt_channel", "gaudi_
 
 CLAIMS = (
     Claim(
-        name="gaudi_text",
+        name="gaudi_text", recorded="shown in part", bounds="source", slow=True,
         says="a language model in FP8 under Gaudi's scales loses less than 1 % of its accuracy",
         source=_GAUDI,
         measure=served_text,
@@ -219,24 +219,18 @@ CLAIMS = (
             Expected(name="w4a4: part lost, %", low=1.0),
             Expected(name="right, %", low=45.0),
         ),
-        recorded="shown in part",
-        bounds="source",
         notes="a GPT of 0.25 million parameters, 1000 steps of 1024 bytes of Python's standard library, and 131,072 "
         "bytes held out; it has none of the outliers of models a thousand times as large, and its head is exact. "
         "Four bits are the control that loses more",
-        slow=True,
     ),
     Claim(
-        name="fp8_to_int8",
+        name="fp8_to_int8", recorded="shown in part", bounds="before", slow=True,
         says="a network trained in FP8 keeps its accuracy in INT8",
         source=_QUALCOMM,
         measure=served_text,
         settings=settings(
-            schemes=("int8_static", "int8_token", "e4m3_static", "w4a4"),
-            trained=("amp_bf16", "te_current"),
-            steps=500,
-            width=96,
-            seed=0,
+            schemes=("int8_static", "int8_token", "e4m3_static", "w4a4"), trained=("amp_bf16", "te_current"), steps=500,
+            width=96, seed=0,
         ),
         expected=(
             Expected(name="te_current, int8_static: part lost, %", high=1.0),
@@ -244,18 +238,14 @@ CLAIMS = (
             Expected(name="te_current, e4m3_static: part lost, %"),
             Expected(name="te_current, w4a4: part lost, %", low=1.0),
         ),
-        recorded="shown in part",
-        bounds="before",
         notes="a direction on a GPT of 0.25 million parameters, 500 steps of 1024 bytes; the source has networks of "
         "images and a transformer, whose outliers cost INT8 more",
-        slow=True,
     ),
     Claim(
-        name="minifloat_fpga",
+        name="minifloat_fpga", recorded="not shown", bounds="after", slow=True,
         says="integers are often Pareto-optimal once hardware counts, though minifloats of a width change fewer",
         source=_FPGA,
-        measure=pareto,
-        settings=settings(widths=(3, 4, 5, 6, 7, 8), steps=150, seed=0),
+        measure=pareto, settings=settings(widths=(3, 4, 5, 6, 7, 8), steps=150, seed=0),
         expected=(
             Expected(name="right, %", low=90.0),
             Expected(name="integers on the front, %", low=50.0),
@@ -263,30 +253,22 @@ CLAIMS = (
             Expected(name="4 bits: least changed by minifloats - by integers, points", high=0.0),
             Expected(name="8 bits: least changed by minifloats - by integers, points", high=0.0),
         ),
-        recorded="not shown",
-        bounds="after",
         notes="a convolutional network of eight kinds of drawn strokes instead of ImageNet's; lookup tables are "
         "counted (fmtsim/lab/reproduce/multipliers.py), not synthesised, with all levels of a shifter as wide as the "
         "sum, or (least tables) as a product has grown to; one quantisation method of the source's five",
-        slow=True,
     ),
     Claim(
-        name="e3m4_vision",
+        name="e3m4_vision", recorded="shown in part", bounds="before", seeds=5, slow=True,
         says="E3M4 suits networks of images better than E4M3",
         source=f"{_SHEN}: E4M3 for language, E3M4 for vision",
-        measure=vision,
-        settings=settings(schemes=("e3m4_static", "e4m3_static", "int8_static"), steps=150, seed=0),
+        measure=vision, settings=settings(schemes=("e3m4_static", "e4m3_static", "int8_static"), steps=150, seed=0),
         expected=(
             Expected(name="right, %", low=90.0),
             Expected(name="e3m4_static over e4m3_static, dB", low=0.0),
             *(Expected(name=f"{name}_static, dB") for name in ("e3m4", "e4m3", "int8")),
             *(Expected(name=f"{name}_static: changed, %") for name in ("e3m4", "e4m3", "int8")),
         ),
-        recorded="shown in part",
-        bounds="before",
-        seeds=5,
         notes="a convolutional network of eight kinds of drawn strokes, without the source's ImageNet models; the part "
         "about language was not tried",
-        slow=True,
     ),
-)
+)  # fmt: skip

@@ -17,7 +17,7 @@ def nothing(tell: Tell) -> Measured:
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        name="native_speed",
+        name="native_speed", recorded="not ours", bounds="source",
         says="low precision is faster where the hardware has it",
         source="FP8-LM, arXiv:2310.18313; Fishman et al., arXiv:2409.12517; FlashAttention-3, arXiv:2407.08608; COAT, "
         "arXiv:2410.19313; HALO, arXiv:2501.02625; muS, arXiv:2502.05967; Quartet II, arXiv:2601.22813",
@@ -32,10 +32,8 @@ CLAIMS: tuple[Claim, ...] = (
             native("muS over BF16, faster by up to %", 33.0),
             native("Quartet II over BF16, times as fast, up to", 4.2),
         ),
-        recorded="not ours",
-        bounds="source",
     ),
-)
+)  # fmt: skip
 
 
 def swept(
@@ -85,12 +83,12 @@ def fewer_bits(
 
 CLAIMS += (
     Claim(
-        name="fp8_tasks",
+        name="fp8_tasks", recorded="not shown", bounds="before", slow=True,
         says="FP8 trainings have more loss spikes than bfloat16's, and answer fewer questions of mathematics and code",
         source="arXiv:2411.08719, abstract",
         measure=tasks,
         settings=settings(
-            schemes=("bf16", "te_delayed"), lr=8e-3, width=32, steps=300, batch=16, seeds=(0, 1, 2, 3, 4)
+            schemes=("bf16", "te_delayed"), lr=8e-3, width=32, steps=300, batch=16, seeds=(0, 1, 2, 3, 4),
         ),
         expected=(
             Expected(name="bf16, right answers, %", low=10.0),
@@ -100,19 +98,16 @@ CLAIMS += (
             Expected(name="bf16, held-out loss"),
             Expected(name="te_delayed, held-out loss"),
         ),
-        recorded="not shown",
-        bounds="before",
         notes="a GPT of two blocks learns sums, copies and brackets for 300 steps, too few to answer in any precision; "
         "the source goes on training 70 billion parameters",
-        slow=True,
     ),
     Claim(
-        name="fewer_bits",
+        name="fewer_bits", recorded="not shown", bounds="before", slow=True,
         says="trainings with fewer mantissa or exponent bits fail more often, and sharpness foretells which",
         source="Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources)",
         measure=fewer_bits,
         settings=settings(
-            schemes=("bf16", "e8m3", "e5m7"), rates=(8e-3, 1.6e-2), width=32, steps=150, seeds=(0, 1, 2, 3, 4)
+            schemes=("bf16", "e8m3", "e5m7"), rates=(8e-3, 1.6e-2), width=32, steps=150, seeds=(0, 1, 2, 3, 4),
         ),
         expected=(
             *(Expected(name=f"{name}, failed runs in %") for name in ("bf16", "e8m3", "e5m7")),
@@ -122,13 +117,10 @@ CLAIMS += (
             Expected(name="area of sharpness less the rate's", low=0.0),
             Expected(name="area of training loss"),
         ),
-        recorded="not shown",
-        bounds="before",
         notes="10 runs a format of a GPT of two blocks, 150 steps without clipping; 40 points are two standard errors "
         "of a difference. The areas are under ROC curves, of what is known after 30 % of the steps",
-        slow=True,
     ),
-)
+)  # fmt: skip
 
 
 # Held-out losses on C4 by forward and backward precision, parameters, and steps, from the notebook named below. "sr" is
@@ -192,12 +184,12 @@ def law(tell: Tell, *, base: str, tokens_a_step: int, parameters: float, ratios:
 
 CLAIMS += (
     Claim(
-        name="scaling_law",
+        name="scaling_law", recorded="shown", bounds="after",
         says="FP4 forward is worth 0.65 of the parameters and FP4 backward 0.89 of the tokens, so that FP4 can be best",
         source="Castro et al., Quartet, arXiv:2505.14669, section 4; IST-DASLab/Quartet 5b9d74c, notebooks/plots.ipynb",
         measure=law,
         settings=settings(
-            base="bf16", tokens_a_step=512 * 512, parameters=1e9, ratios=tuple(2.0**i for i in range(1, 15))
+            base="bf16", tokens_a_step=512 * 512, parameters=1e9, ratios=tuple(2.0**i for i in range(1, 15)),
         ),
         expected=(
             near("A", 127444.685, 0.01, "code"),
@@ -210,8 +202,6 @@ CLAIMS += (
             near("tokens worth, stochastic backward", 0.893469, 0.001, "code"),
             Expected(name="tokens a parameter from which FP4 is best"),
         ),
-        recorded="shown",
-        bounds="after",
         notes="the runs are the authors', the fit is ours; FP4 products count as four times as fast as bfloat16's",
     ),
-)
+)  # fmt: skip

@@ -69,22 +69,19 @@ def history(tell: Tell, *, recipe: str, length: int, sizes: tuple[float, ...]) -
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        name="stochastic_sums",
+        name="stochastic_sums", recorded="shown", bounds="source",
         says="sums in INT8 and bfloat16 stop growing under rounding to nearest, under stochastic rounding they do not",
         source="gpu-mode/lectures 7cb40f6, lecture 30",
-        measure=sums,
-        settings=settings(steps=100, copies=4096, seed=0),
+        measure=sums, settings=settings(steps=100, copies=4096, seed=0),
         expected=(
             exactly("int8, 10 + 100 x 0.2, truncated", 10.0),
             near("int8, 10 + 100 x 0.2, stochastic", 30.0, 0.01, "formula"),
             exactly("bf16, 200 + 100 x 1, to nearest", 256.0),
             near("bf16, 200 + 100 x 1, stochastic", 300.0, 0.01, "formula"),
         ),
-        recorded="shown",
-        bounds="source",
     ),
     Claim(
-        name="delayed_scaling",
+        name="delayed_scaling", recorded="shown", bounds="source",
         says="under delayed scaling a jump saturates in its own step, and lowers the scale until it leaves the history",
         source="Transformer Engine d0067d0, DelayedScaling",
         measure=history,
@@ -97,10 +94,8 @@ CLAIMS: tuple[Claim, ...] = (
             exactly("steps under it", 4.0),
             exactly("last factor", 448.0),
         ),
-        recorded="shown",
-        bounds="source",
     ),
-)
+)  # fmt: skip
 
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py; Micikevicius et al., arXiv:1710.03740, section 3.2"
@@ -175,11 +170,10 @@ def _trained(x: Tensor, target: Tensor, format: str | None, scale: float, gradie
 
 CLAIMS += (
     Claim(
-        name="loss_scaling",
+        name="loss_scaling", recorded="shown", bounds="source",
         says="the loss scale doubles after 2000 clean steps, is halved by an overflow, and that step is skipped",
         source=_AMP,
-        measure=schedule,
-        settings=settings(recipe="amp_fp16", bad_steps=(2500,), steps=4600),
+        measure=schedule, settings=settings(recipe="amp_fp16", bad_steps=(2500,), steps=4600),
         expected=(
             exactly("first scale", 65536.0, "code"),
             exactly("scale after 2000 clean steps", 131072.0, "code"),
@@ -188,15 +182,12 @@ CLAIMS += (
             exactly("scale after 2000 more", 131072.0, "code"),
             exactly("weights moved in clean steps alone", 1.0, "code"),
         ),
-        recorded="shown",
-        bounds="source",
     ),
     Claim(
-        name="underflow",
+        name="underflow", recorded="shown", bounds="source",
         says="gradients near 1e-9 vanish in float16, a loss scale of 65536 brings all of them back",
         source=_AMP,
-        measure=underflow,
-        settings=settings(format="fp16", scale=65536.0, gradient=1e-9, steps=60, seed=0),
+        measure=underflow, settings=settings(format="fp16", scale=65536.0, gradient=1e-9, steps=60, seed=0),
         expected=(
             near("1e-7 becomes", 2.0**-23, 0.0, "formula"),
             exactly("2e-8 becomes", 0.0),
@@ -204,7 +195,5 @@ CLAIMS += (
             Expected(name="progress without scaling", low=-0.01, high=0.01, published=0.0, origin="formula"),
             near("progress with scaling", 1.0, 0.001, "formula"),
         ),
-        recorded="shown",
-        bounds="source",
     ),
-)
+)  # fmt: skip

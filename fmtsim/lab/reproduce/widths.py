@@ -152,11 +152,10 @@ def _tensors(scaled: bool, width: int, layers: int, seed: int) -> tuple[list[Ten
 
 CLAIMS = (
     Claim(
-        name="unit_scaling",
+        name="unit_scaling", recorded="shown in part", bounds="after",
         says="fixed factors keep every activation and gradient near unit variance, so that FP8 needs no scales",
         source="Blake et al., Unit Scaling, arXiv:2303.11257; unit-scaling a7b5b3c",
-        measure=unit_variance,
-        settings=settings(width=256, layers=6, format="e5m2", seed=0),
+        measure=unit_variance, settings=settings(width=256, layers=6, format="e5m2", seed=0),
         expected=(
             Expected(name="unit, least std of values", low=0.5),
             Expected(name="unit, largest std of values", high=2.0),
@@ -165,11 +164,9 @@ CLAIMS = (
             Expected(name="unit, largest part of a gradient lost", high=1e-3),
             Expected(name="plain, largest part of a gradient lost", low=0.3),
         ),
-        recorded="shown in part",
-        bounds="after",
     ),
     Claim(
-        name="mus_transfer",
+        name="mus_transfer", recorded="shown", bounds="before", seeds=5, slow=True,
         says="the best learning rate of a mu-scaled model stays where it is over three octaves of width",
         source="Narayan et al., muS, arXiv:2502.05967",
         measure=transfer,
@@ -178,18 +175,13 @@ CLAIMS = (
             base_width=32, layers=2, tau=0.4, steps=60, batch=8, seed=0,
         ),
         expected=(
-            Expected(
-                name="octaves between the best rates", low=0.0, high=1.0, published=0.0, origin="paper", part=(0.0, 2.0)
-            ),
+            Expected(name="octaves between the best rates", low=0.0, high=1.0, published=0.0, origin="paper",
+                     part=(0.0, 2.0)),
             Expected(name="best rates at the edge of the grid", high=0.0),
             Expected(name="gap of FP8 to bfloat16, %", high=2.0),
             *(Expected(name=f"best rate at {width}, log2") for width in (32, 64, 128, 256)),
         ),
-        recorded="shown",
-        bounds="before",
-        seeds=5,
         notes="60 steps of 256 tokens; rates lie an octave apart, in the paper too, and their grid was moved once, "
         "after every best rate had been its last. The paper's trainings end at the same losses in FP8 and bfloat16",
-        slow=True,
     ),
 )  # fmt: skip

@@ -84,19 +84,13 @@ def _below(own: list[Tensor], ranks: int) -> int:
 
 CLAIMS = (
     Claim(
-        name="reductions",
+        name="reductions", recorded="shown in part", bounds="after",
         says="1/N before an FP8 all-reduce flushes gradients to zero, 1/N behind it overflows; automatic mu loses less",
         source="Peng et al., FP8-LM, arXiv:2310.18313, section 2.1",
         measure=reductions,
         settings=settings(
-            ranks=(1, 4, 16, 64),
-            schemes=(("1/N first", "fp8lm_pre"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm")),
-            elements=4096,
-            spread=1.5,
-            shared=0.1,
-            warm=10,
-            steps=6,
-            seed=0,
+            ranks=(1, 4, 16, 64), schemes=(("1/N first", "fp8lm_pre"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm")),
+            elements=4096, spread=1.5, shared=0.1, warm=10, steps=6, seed=0,
         ),
         expected=(
             Expected(name="1/N first: to zero as the formula says", low=1.0),
@@ -107,8 +101,6 @@ CLAIMS = (
             Expected(name="mu, N = 64: at the largest", high=1e-4),
             Expected(name="to zero: mu / 1/N first", high=0.5),
         ),
-        recorded="shown in part",
-        bounds="after",
         notes="synthetic gradients, mostly noise of a rank's own: the more they share, the nearer mu comes to 1/N",
     ),
-)
+)  # fmt: skip

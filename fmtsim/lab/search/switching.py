@@ -83,7 +83,7 @@ class SwitchingModel:
         self._views: dict[str, list[Tensor]] = {name: [] for name in names}
         for slot in views.slots.values():
             self._views[_owner(views, slot)].append(slot.w)
-        self._high = {name: [w.clone() for w in found] for name, found in self._views.items()}
+        self._high = {name: [w.clone() for w in tensors] for name, tensors in self._views.items()}
         self._runs: dict[str, str | None] = {name: "" for name in names}
         start = self.run({})
         if not math.isfinite(start):

@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
     def _make(self, function: Callable[..., Tensor], values: tuple[Any, ...], made: Tensor, *reads: int) -> int:
         """Write down that a function made a tensor of tensors at some places, and of values."""
         place = self._new(made)
-        arguments = ", ".join((*(self._names[each] for each in reads), *map(self._constant, values)))
+        arguments = ", ".join((*(self._names[read] for read in reads), *map(self._constant, values)))
         self._lines.append(
             _Line(f"{self._names[place]} = {self._constant(function)}({arguments})", reads, [place], False)
         )
