@@ -31,17 +31,9 @@ Cost = tuple[float, float | None]  # loss and KL
 
 
 def attribute(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[..., Tensor] | None = None,
-    recipe: Any = None,
-    *,
-    exact: bool = False,
-    logits: Callable[[Any], Tensor] | None = None,
-    generator: int = 0,
-    progress: bool | None = None,
-    **options: Any,
-) -> Attribution:
+    model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None, recipe: Any = None, *, exact: bool = False,
+    logits: Callable[[Any], Tensor] | None = None, generator: int = 0, progress: bool | None = None, **options: Any,
+) -> Attribution:  # fmt: skip
     """Say what each operand of each layer costs: in loss, in KL of the outputs, in noise of the gradients.
 
     Everything is about one batch and the model as it is: rounding of an operand alone against no rounding, both in

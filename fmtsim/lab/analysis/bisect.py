@@ -80,14 +80,8 @@ class Bisection(table.Result):
         grown = {"losses": self.losses and list(self.losses), "gradients": list(self.gradients), "worst": worst}
         where = {"tensor": self.tensor, "before": None if self.before is None else str(self.before)}
         return {
-            "equal": self.equal,
-            "kind": self.kind,
-            **ops,
-            **where,
-            "comparison": comparison,
-            **plain,
-            **grown,
-        }
+            "equal": self.equal, "kind": self.kind, **ops, **where, "comparison": comparison, **plain, **grown,
+        }  # fmt: skip
 
     @property
     def inside_modules(self) -> bool:

@@ -87,13 +87,9 @@ class GemmScan(table.Result):
 
 
 def scan_gemm(
-    model: Model,
-    target: Any = None,
-    tokens: Iterable[int] = TOKENS,
-    *,
-    dtypes: Sequence[str] = ("bf16",),
+    model: Model, target: Any = None, tokens: Iterable[int] = TOKENS, *, dtypes: Sequence[str] = ("bf16",),
     passes: Sequence[str] = PASSES,
-) -> GemmScan:
+) -> GemmScan:  # fmt: skip
     """Look through a model's linear layers for products that the library drops, and for orders that are guesses.
 
     Nothing is multiplied.

@@ -205,13 +205,9 @@ _VERDICTS = ((True, "invariant"), (False, "change with the batch"), (None, _GUES
 
 
 def batch_invariance(
-    model: Model,
-    target: Any = None,
-    sizes: Iterable[int] = SIZES,
-    *,
-    dtypes: Sequence[str] = ("bf16",),
+    model: Model, target: Any = None, sizes: Iterable[int] = SIZES, *, dtypes: Sequence[str] = ("bf16",),
     passes: Sequence[str] = ("forward", "dgrad"),
-) -> BatchInvariance:
+) -> BatchInvariance:  # fmt: skip
     """Say for which batch sizes a row's result changes, layer by layer; nothing is multiplied.
 
     A library chooses its accumulation order by the sizes of the whole call, so that a row (a token) may get other bits

@@ -75,13 +75,9 @@ def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tens
         low, high = _limits(_element(fmt))  # type: ignore[arg-type]  # None has no window
         saturated = torch.count_nonzero(scaled > high) + torch.count_nonzero(scaled < low)
     figures = (
-        _underflowed(counts.sum(), torch.count_nonzero(q)),
-        saturated,
-        x.numel() - torch.count_nonzero(finite),
-        x.abs().amax(),
-        _squares(x),
-        _squares(x - q).nan_to_num(math.inf, math.inf),
-    )
+        _underflowed(counts.sum(), torch.count_nonzero(q)), saturated, x.numel() - torch.count_nonzero(finite),
+        x.abs().amax(), _squares(x), _squares(x - q).nan_to_num(math.inf, math.inf),
+    )  # fmt: skip
     elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
     numbers = torch.stack([figure.double() for figure in (elements, counts.sum(), *figures)])
     return torch.cat([numbers, counts.double(), seen.double()])

@@ -75,37 +75,31 @@ def _user(name: str, operands: str = "bf16", seed: int | None = None, **fields: 
 
 
 CASES: tuple[Case, ...] = (
-    _case("fp8 Hopper", "e4m3", _HOPPER, _FP8),
-    _case("fp8 Blackwell", "e4m3", "blackwell.tcgen05", _WIDE),
+    _case("fp8 Hopper", "e4m3", _HOPPER, _FP8), _case("fp8 Blackwell", "e4m3", "blackwell.tcgen05", _WIDE),
     _case("bf16 Hopper", "bf16", _HOPPER, _WIDE),
     _case("bf16 Hopper, row-major b", "bf16", _HOPPER, _WIDE, columns_apart=True),
     _case("bf16 Hopper, bf16 out", "bf16", _HOPPER, _WIDE, out_dtype=torch.bfloat16),
     _case("bf16 Hopper, batch, side 16", "bf16", _HOPPER, side=16),
-    _case("bf16 Hopper, batch, side 64", "bf16", _HOPPER, side=64),
-    _case("fp16 Hopper", "fp16", _HOPPER, _WIDE),
+    _case("bf16 Hopper, batch, side 64", "bf16", _HOPPER, side=64), _case("fp16 Hopper", "fp16", _HOPPER, _WIDE),
     _case("tf32 Hopper", "tf32", _HOPPER, _NARROW),
     _case("nvf4", "e2m1", "blackwell.tcgen05.nvf4", _NARROW, scaling="nvfp4"),
     _case("mxf8f6f4", "e4m3", "blackwell.tcgen05.mxf8f6f4", _NARROW, scaling="mx"),
     _case("fp16 Hopper, fp16 sums", "fp16", _HOPPER, accumulate="fp16", out_dtype=torch.float16),
-    _case("fp16 Ampere", "fp16", "ampere.mma"),
-    _case("fp16 Volta", "fp16", "volta.mma"),
-    _case("fp8 Ada", "e4m3", "ada.mma"),
-    _case("bf16 MI300", "bf16", "cdna3.mfma", shrink=2),
+    _case("fp16 Ampere", "fp16", "ampere.mma"), _case("fp16 Volta", "fp16", "volta.mma"),
+    _case("fp8 Ada", "e4m3", "ada.mma"), _case("bf16 MI300", "bf16", "cdna3.mfma", shrink=2),
     _user("terms to nearest", term_rounding="nearest_even", rounding="nearest_even"),
     _user("bf16 sums to nearest", accumulator=get_format("bf16"), rounding="nearest_even"),
     _user("fp8, e6m9 sums", "e4m3", block=32, fraction_bits=11, accumulator=get_format("e6m9")),
     _user("bf16 sums, stochastic", seed=0, accumulator=get_format("bf16"), rounding="stochastic"),
-    _user("blocks of 64", block=64, fraction_bits=20),
-    _user("promotion every 64", promote_every=64),
-    _case("exact", "bf16", "exact", shrink=4),
-    _case("fp32_fma", "fp32", "fp32_fma"),
+    _user("blocks of 64", block=64, fraction_bits=20), _user("promotion every 64", promote_every=64),
+    _case("exact", "bf16", "exact", shrink=4), _case("fp32_fma", "fp32", "fp32_fma"),
     _case("int8", "int8", "int8", out_dtype=torch.int32),
     _case("fp8 Hopper, promoted every 128", "e4m3", _HOPPER, plan=_SLOW, plain="fp8 Hopper", extra=0.10),
     _case("fp8 Hopper, split K in 4", "e4m3", _HOPPER, plan=_SPLIT, plain="fp8 Hopper", extra=0.10),
     _case("bf16 Hopper, promoted every 128", "bf16", _HOPPER, plan=_SLOW, plain="bf16 Hopper", extra=0.10),
     _case("bf16 Hopper, split K in 4", "bf16", _HOPPER, plan=_SPLIT, plain="bf16 Hopper", extra=0.10),
     _case("fp8 Hopper, 1x128 scales", "e4m3", _HOPPER, scaling="block_128", plain="fp8 Hopper"),
-)
+)  # fmt: skip
 
 
 def case_named(name: str) -> Case:

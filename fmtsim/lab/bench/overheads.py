@@ -31,13 +31,9 @@ FIRST_CASTS = {
 }
 FIRST_PRODUCTS = ("fp8 Hopper", "bf16 Hopper", "nvf4", "user-made: bf16 sums, stochastic", "fp32_fma", "int8")
 MEMORY_CASTS = {
-    "e4m3": "'e4m3'",
-    "e4m3 stochastic": "'e4m3', rounding='stochastic', generator=0",
-    "mxfp8": "'mxfp8_e4m3'",
-    "nvfp4": "'nvfp4'",
-    "int8 per channel": "'int8_channel'",
-    "int4 group 128": "'int4_g128'",
-}
+    "e4m3": "'e4m3'", "e4m3 stochastic": "'e4m3', rounding='stochastic', generator=0", "mxfp8": "'mxfp8_e4m3'",
+    "nvfp4": "'nvfp4'", "int8 per channel": "'int8_channel'", "int4 group 128": "'int4_g128'",
+}  # fmt: skip
 MEMORY_PRODUCTS = ("bf16 Hopper, bf16 out", "fp8 Hopper", "tf32 Hopper", "nvf4", "mxf8f6f4")
 
 _IMPORT = "import time, torch; t = time.perf_counter(); import fmtsim; print(time.perf_counter() - t)"

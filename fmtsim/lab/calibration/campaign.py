@@ -176,14 +176,9 @@ class Finding:
 
 
 def calibrate(
-    gpu: GPU,
-    calls: Sequence[GemmCall],
-    units: Units,
-    *,
-    guess: Guess | None = None,
-    seeds: Sequence[int] = SEEDS,
+    gpu: GPU, calls: Sequence[GemmCall], units: Units, *, guess: Guess | None = None, seeds: Sequence[int] = SEEDS,
     advance: Advance | None = None,
-) -> list[Finding]:
+) -> list[Finding]:  # fmt: skip
     """Find the accumulation order of every call.
 
     Args:

@@ -94,13 +94,9 @@ def _positions(k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
 
 @lru_cache(maxsize=8)
 def _operands(
-    names: tuple[str, str],
-    k: int,
-    chosen: tuple[int, ...],
-    ends: tuple[int, ...],
-    units: tuple[int, ...],
+    names: tuple[str, str], k: int, chosen: tuple[int, ...], ends: tuple[int, ...], units: tuple[int, ...],
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return a row for each of the chosen ends, and the one row of the other operand, in the two formats."""
     (large, factor), (small, unit) = LEVELS[names[0]]
     dtype, other = (STORED[name] for name in names)

@@ -124,15 +124,9 @@ def facts_of(call: GemmCall) -> Facts:
 
 
 def plan_file(
-    name: str,
-    library: str,
-    found: Sequence[Finding],
-    units: Units,
-    *,
-    measured: Sequence[Measured] = (),
-    base: str | Target | None = None,
-    date: str = "",
-) -> Target:
+    name: str, library: str, found: Sequence[Finding], units: Units, *, measured: Sequence[Measured] = (),
+    base: str | Target | None = None, date: str = "",
+) -> Target:  # fmt: skip
     """Build a target from findings.
 
     Args:

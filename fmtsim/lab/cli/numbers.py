@@ -188,12 +188,8 @@ def _check(code: int, fmt: ElementFormat) -> int:
 
 def _code_record(code: int, name: str, fmt: ElementFormat) -> dict[str, Any]:
     return {
-        "code": code,
-        "hex": code_text(code, fmt),
-        "bits": bit_fields(code, fmt),
-        "value": fmt.value(code),
-        "is": name,
-    }
+        "code": code, "hex": code_text(code, fmt), "bits": bit_fields(code, fmt), "value": fmt.value(code), "is": name,
+    }  # fmt: skip
 
 
 def run_cast(arguments: argparse.Namespace) -> int:
@@ -240,17 +236,11 @@ def _cast_record(element: "Element", fmt: ElementFormat, rounding: Mode) -> dict
 def _cast_row(record: dict[str, Any]) -> tuple[str, ...]:
     error, relative = record["error"], record["relative_error"]
     return (
-        number_text(record["input"]),
-        record["format"],
-        record["rounding"],
-        number_text(record["value"]),
-        record["hex"],
-        record["bits"],
-        "-" if error is None else f"{float(error):+.4g}" if error else "0",
-        "-" if relative is None else f"{relative:+.3%}" if relative else "0",
-        number_text(record["below"]),
+        number_text(record["input"]), record["format"], record["rounding"], number_text(record["value"]), record["hex"],
+        record["bits"], "-" if error is None else f"{float(error):+.4g}" if error else "0",
+        "-" if relative is None else f"{relative:+.3%}" if relative else "0", number_text(record["below"]),
         number_text(record["above"]),
-    )
+    )  # fmt: skip
 
 
 def _element(name: str) -> ElementFormat:

@@ -230,16 +230,12 @@ def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
             raise ArgumentError(f"{where}: {NAMES[name][0]} is missing; pass a whole config.json, or a ModelSize")
     head = _number(config, ("head_dim",), where) or sizes["hidden"] // sizes["heads"]
     values: dict[str, Any] = sizes | {
-        "name": str(config.get("_name_or_path") or kind),
-        "intermediate": sizes["intermediate"] or 4 * sizes["hidden"],
-        "kv_heads": _kv_heads(config, sizes),
-        "head_dim": head,
-        "active": sizes["active"] if sizes["experts"] else 0,
-        "gated": family.gated,
-        "tied": bool(config.get("tie_word_embeddings", family.tied)),
+        "name": str(config.get("_name_or_path") or kind), "intermediate": sizes["intermediate"] or 4 * sizes["hidden"],
+        "kv_heads": _kv_heads(config, sizes), "head_dim": head, "active": sizes["active"] if sizes["experts"] else 0,
+        "gated": family.gated, "tied": bool(config.get("tie_word_embeddings", family.tied)),
         "biases": _biases(config, family),
         "positions": _number(config, family.positions[:1], where) + family.positions[1] if family.positions else 0,
-    }
+    }  # fmt: skip
     with located(where):
         return ModelSize(**values | _experts(config, sizes, where) | {"latent": _latent(config, where)})
 

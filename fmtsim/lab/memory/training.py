@@ -89,20 +89,11 @@ _DEFAULT_FORMATS, _ONE_DEVICE = StoredFormats(), Parallel()
 
 
 def training_memory(
-    model: Any,
-    recipe: str | Path | Recipe | None = None,
-    *,
-    optimizer: str | Scheme | OptimizerConfig | None = None,
-    formats: StoredFormats = _DEFAULT_FORMATS,
-    batch: int = 1,
-    tokens: int = 0,
-    checkpointing: Checkpointing = "none",
-    attention: Attention = "flash",
-    dropout: bool = False,
-    quantize_early: bool = False,
-    parallel: Parallel = _ONE_DEVICE,
-    lora: int | Lora = 0,
-) -> MemoryEstimate:
+    model: Any, recipe: str | Path | Recipe | None = None, *, optimizer: str | Scheme | OptimizerConfig | None = None,
+    formats: StoredFormats = _DEFAULT_FORMATS, batch: int = 1, tokens: int = 0, checkpointing: Checkpointing = "none",
+    attention: Attention = "flash", dropout: bool = False, quantize_early: bool = False,
+    parallel: Parallel = _ONE_DEVICE, lora: int | Lora = 0,
+) -> MemoryEstimate:  # fmt: skip
     """Estimate the memory that training needs on each device, by arithmetic, before it runs.
 
     It is the memory of a real run, in which codes are kept as codes. fmtsim's own simulation keeps values in ordinary

@@ -40,14 +40,9 @@ _FP4 = "Wang et al., arXiv:2501.17116, table 1"
 
 
 def clamping(
-    tell: Tell,
-    *,
-    recipe: str,
-    distributions: tuple[str, ...],
-    levels: tuple[float, ...],
-    shape: tuple[int, int],
+    tell: Tell, *, recipe: str, distributions: tuple[str, ...], levels: tuple[float, ...], shape: tuple[int, int],
     seed: int,
-) -> Measured:
+) -> Measured:  # fmt: skip
     """Measure the signal-to-noise ratio of heavy-tailed numbers in four bits, as they are and clamped."""
     base, ordered = dataclasses.replace(operand(recipe, "x_f"), then=None), True
     gains: dict[str, float] = {}

@@ -19,17 +19,9 @@ class Lost(NamedTuple):
 
 
 def reductions(
-    tell: Tell,
-    *,
-    ranks: tuple[int, ...],
-    schemes: tuple[tuple[str, str], ...],
-    elements: int,
-    spread: float,
-    shared: float,
-    warm: int,
-    steps: int,
-    seed: int,
-) -> Measured:
+    tell: Tell, *, ranks: tuple[int, ...], schemes: tuple[tuple[str, str], ...], elements: int, spread: float,
+    shared: float, warm: int, steps: int, seed: int,
+) -> Measured:  # fmt: skip
     """Reduce log-normal gradients over rings of so many ranks.
 
     A rank's gradient is a size an element, log-normal of this spread, times the sum of a number of its own and

@@ -30,22 +30,11 @@ LEARNING = Policy(steps=750, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1)
 
 
 def search_while_training(
-    model: nn.Module,
-    loss_of: Callable[[int], Tensor],
-    optimizer: torch.optim.Optimizer,
-    budget: float | None = None,
-    *,
-    bits: float | None = None,
-    formats: Sequence[str | PtqRecipe] = DEFAULT,
-    widths: Sequence[float] = (1.0,),
-    policy: Policy = LEARNING,
-    warmup: int = 250,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    progress: bool | None = None,
-    target: Any = None,
-    plan: GemmPlan | None = None,
-    native: bool | None = None,
-) -> SearchResult:
+    model: nn.Module, loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, budget: float | None = None,
+    *, bits: float | None = None, formats: Sequence[str | PtqRecipe] = DEFAULT, widths: Sequence[float] = (1.0,),
+    policy: Policy = LEARNING, warmup: int = 250, filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    progress: bool | None = None, target: Any = None, plan: GemmPlan | None = None, native: bool | None = None,
+) -> SearchResult:  # fmt: skip
     """Train a model in place, and find a recipe and a width for each layer in the same steps; nothing is trained after.
 
     Each step draws a recipe for each layer, and a width for each layer but the last, from a policy; the model runs so,

@@ -57,21 +57,12 @@ DEFAULT = ("w4a4", "minifloat_e3m2", "e4m3_static")
 
 
 def search(
-    model: nn.Module,
-    calibration_data: Any,
-    budget: float | None = None,
-    *,
-    bits: float | None = None,
-    formats: Sequence[str | PtqRecipe] = DEFAULT,
-    policy: Policy | None = None,
-    sensitivity: Mapping[str, Any] | None = None,
-    loss_fn: Loss | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    progress: bool | None = None,
-    target: Any = None,
-    plan: GemmPlan | None = None,
-    native: bool | None = None,
-) -> SearchResult:
+    model: nn.Module, calibration_data: Any, budget: float | None = None, *, bits: float | None = None,
+    formats: Sequence[str | PtqRecipe] = DEFAULT, policy: Policy | None = None,
+    sensitivity: Mapping[str, Any] | None = None, loss_fn: Loss | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None, progress: bool | None = None, target: Any = None,
+    plan: GemmPlan | None = None, native: bool | None = None,
+) -> SearchResult:  # fmt: skip
     """Find a recipe for each layer of a trained model so that the loss is small and the cost within a budget.
 
     The cost of a layer is its multiply-adds of a batch of the data, times the bits of w, times the bits of x (the

@@ -111,15 +111,11 @@ def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = 
             f"Products whose accumulation order was guessed: {len(last.guesses)}. The first: {last.guesses[0]}"
         )
     return write_page(
-        None,
-        title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
-        curves=dict(zip(names, (run.losses for run in runs), strict=True)),
-        loss_unit="nats per byte",
-        observation=last.stats,
-        coverage=None if last.report is None else last.report.coverage,
-        configuration=about,
+        None, title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
+        curves=dict(zip(names, (run.losses for run in runs), strict=True)), loss_unit="nats per byte",
+        observation=last.stats, coverage=None if last.report is None else last.report.coverage, configuration=about,
         notes=remarks,
-    )
+    )  # fmt: skip
 
 
 def _title(about: Mapping[str, Any]) -> str:
@@ -158,20 +154,14 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
     record["config"]["head"] = HEAD_FORMAT if emulates_head(config) else "high precision or the recipe's"
     return record | {
         "target": None if target is None else {"name": target.name, "library": target.library},
-        "sides": list(result.labels),
-        "optimizer": str(config.simulated.states),
-        "parameters": result.parameters,
-        "steps": result.steps,
-        "equal": result.equal,
-        "numbers_compared": result.compared,
-        "mismatch": None if result.mismatch is None else _mismatch(result.mismatch),
-        "stopped": result.stopped,
+        "sides": list(result.labels), "optimizer": str(config.simulated.states), "parameters": result.parameters,
+        "steps": result.steps, "equal": result.equal, "numbers_compared": result.compared,
+        "mismatch": None if result.mismatch is None else _mismatch(result.mismatch), "stopped": result.stopped,
         "losses": result.losses,
         "seconds": {name: round(taken, 3) for name, taken in zip(timed, result.seconds, strict=True)},
-        "weights_sha256": list(result.digest),
-        "products": [_product(call, spec) for call, spec in result.products],
+        "weights_sha256": list(result.digest), "products": [_product(call, spec) for call, spec in result.products],
         "guesses": result.guesses,
-    }
+    }  # fmt: skip
 
 
 def check_text(record: dict[str, Any]) -> str:

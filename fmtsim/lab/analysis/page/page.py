@@ -158,17 +158,10 @@ _SCRIPTS = ("base.js", "numbers.js", "loss.js", "heatmap.js", "details.js", "exp
 
 
 def write_page(
-    path: StrPath | None,
-    *,
-    title: str,
-    curves: Mapping[str, Sequence[float]] | None = None,
-    loss_unit: str = "",
-    observation: Any = None,
-    coverage: Any = None,
-    attribution: Any = None,
-    configuration: Mapping[str, Any] | None = None,
-    notes: Sequence[str] = (),
-) -> str:
+    path: StrPath | None, *, title: str, curves: Mapping[str, Sequence[float]] | None = None, loss_unit: str = "",
+    observation: Any = None, coverage: Any = None, attribution: Any = None,
+    configuration: Mapping[str, Any] | None = None, notes: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Write one self-contained HTML file that shows a run in any browser, from a disk or a server; return its text.
 
     What is not given is left out, and the page says so. Equal arguments give equal files. The file loads nothing:
