@@ -138,7 +138,6 @@ class Bisection(table.Result):
 
 
 def _below(layer: str, other: str) -> bool:
-    """Return True if a module lies inside another one."""
     return layer != other and (not other or layer.startswith(f"{other}."))
 
 

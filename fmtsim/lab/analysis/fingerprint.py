@@ -198,7 +198,6 @@ def _prints_at(places: list[_Place]) -> list[Fingerprint]:
 
 
 def _prints_of(read: list[_Sums], batch: int) -> list[Fingerprint]:
-    """Return the fingerprints of sums."""
     if not read:
         return []
     sums = [item.sums for item in read]

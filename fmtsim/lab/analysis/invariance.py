@@ -244,7 +244,6 @@ def batch_invariance(
 
 
 def _bands(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
-    """Yield a band for every size."""
     groups: list[Band] = []
     group_of: dict[tuple[Any, ...], int] = {}
     for size in sizes:
@@ -264,7 +263,6 @@ def _bands(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
 
 
 def _joined(bands: Iterable[Band]) -> Iterator[Band]:
-    """Join neighbours with the same result."""
     for _, run in groupby(bands, key=lambda band: band.group):
         alike = list(run)
         yield replace(alike[0], last=alike[-1].last, sizes=len(alike))

@@ -137,7 +137,6 @@ def _only(operands: Mapping[str, OperandStats], operand: str | None) -> Mapping[
 def _heatmap(
     figure: "Figure", panel: "Axes", rows: list[Loss], history: History, by: Measure, operand: str | None
 ) -> None:
-    """Draw the worst operand of each layer in each step."""
     import matplotlib
 
     grid = torch.full((len(rows), len(history)), math.nan)

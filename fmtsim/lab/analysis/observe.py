@@ -163,7 +163,6 @@ class _Layer(Watcher):
         self._observation, self._step, self._name = observation, step, name
 
     def operand(self, seen: Seen) -> None:
-        """See one."""
         self._observation.see(self._step, self._name, seen)
 
 

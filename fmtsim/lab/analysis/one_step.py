@@ -25,9 +25,6 @@ def deterministic(device: str) -> Iterator[None]:
     """Let torch take deterministic algorithms alone, attention its plain one, and no TF32; then restore all of it.
 
     On the CPU nothing is changed. The settings belong to the process: other threads see them too.
-
-    Args:
-        device: Where the training runs.
     """
     if torch.device(device).type != "cuda":
         yield
@@ -91,8 +88,6 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
     """Run a model forward and backward; its parameters' gradients are those of this step.
 
     Args:
-        model: The model.
-        batch: Its arguments.
         loss: A function of the output that gives a number to differentiate. None differentiates an output of one
             number or one that is called loss, and else the sum of the outputs' elements, each times a random number of
             its own, from a fixed seed.

@@ -235,7 +235,6 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, change: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs."""
         ctx.change = change
         seen = tuple(t.view_as(t) for t in inputs)
         ctx.mark_non_differentiable(*(s for s, t in zip(seen, inputs, strict=True) if not t.requires_grad))
@@ -243,7 +242,6 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return what becomes of their gradients."""
         return None, *ctx.change(grads)
 
 
@@ -252,13 +250,11 @@ class _Emit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, see: Any, y: Tensor, shift: Tensor | None, anchor: Tensor) -> Tensor:
-        """Return the sum."""
         ctx.see = see
         return y.view_as(y) if shift is None else y + shift.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradient."""
         ctx.see(g)
         return None, g, None, None
 

@@ -181,7 +181,6 @@ class _Beside(RawMatmuls):
         self._shadow = shadow
 
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return torch's own product."""
         y: Tensor = func(*args, **kwargs)
         by = {} if self._shadow.inside else {t: self.find(t) for t in _tensors(args, kwargs)}
         if not any(multiply is not None and _is_observed(multiply.args[0]) for multiply in by.values()):  # type: ignore[attr-defined]

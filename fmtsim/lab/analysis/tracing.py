@@ -176,7 +176,6 @@ class _Operators(OperatorMode):
         self._recorder = recorder
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and record it."""
         name = func._schema.name
         if self._recorder.busy or func.is_view or name in _NOTHING:
             return func(*args, **kwargs)

@@ -80,7 +80,6 @@ def measure(case: Case, *, side: int = SIDE, threads: Sequence[int] = (1, 2), re
     """Time a case and a copy in turns, and take the medians.
 
     Args:
-        case: What to run.
         side: The tensor is float32 ``[side, side]``, normally distributed.
         threads: Thread counts to measure, one after the other.
         repeats: Timed runs of each, after one warm-up that compiles the kernel and touches the pages.

@@ -213,7 +213,6 @@ def measure(case: Case, *, shape: Shape = SHAPE, threads: Sequence[int] = (1, 2)
     both equally often.
 
     Args:
-        case: What to run.
         shape: M, N and K.
         threads: Thread counts to measure, one after the other.
         repeats: Timed runs of each, after one that compiles the kernel and touches the pages.

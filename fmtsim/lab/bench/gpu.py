@@ -95,7 +95,6 @@ def measure(case: Case, *, repeats: int = 21, elements: int = ELEMENTS, side: in
     """Measure one case on the current CUDA device.
 
     Args:
-        case: What to run.
         repeats: Timed runs, after one that compiles; medians are taken.
         elements: Elements of a cast's input, a multiple of 4096.
         side: M, N and K of a product.
@@ -278,7 +277,6 @@ def _compiled(repeats: int, elements: int) -> Iterator[Other]:
 def _in_turns(
     theirs: Callable[[], Tensor], ours: Callable[[], Tensor], repeats: int
 ) -> tuple[tuple[float, Tensor], tuple[float, Tensor]]:
-    """Return the seconds and the result of both."""
     results = theirs(), ours()
     seconds = in_turns_on_device((theirs, ours), repeats)
     return (seconds[0], results[0]), (seconds[1], results[1])

@@ -95,7 +95,6 @@ class Bench:
     On a GPU models run in bfloat16 autocast, 5 steps between two looks at the clock; on a CPU in float32, one.
 
     Args:
-        device: Where.
         sizes: Of each model.
         repeats: Timed rounds of each case and of the plain model between.
         machine: Arguments of ``convert`` beside the recipe: ``target`` and ``native``.
@@ -225,7 +224,6 @@ class _Layers:
         return taken / self.count
 
     def warm_up(self) -> None:
-        """Compile kernels."""
         for _ in range(_WARM_UP):
             self.seconds()
 

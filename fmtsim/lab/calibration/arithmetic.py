@@ -69,7 +69,6 @@ def measure(gpu: GPU, mode: str, family: str = "") -> Measured:
     """Measure the arithmetic of one kind of product.
 
     Args:
-        GPU: Whom to ask.
         mode: Of ``MODES``.
         family: Units whose names begin with it are preferred where several have the same arithmetic.
     """

@@ -272,7 +272,6 @@ class _Growing:
 
     @cached_property
     def read(self) -> Book:
-        """The file."""
         return Book.open(self.path)
 
     def add(self, families: Sequence[Family], runs: Sequence[Runs]) -> None:

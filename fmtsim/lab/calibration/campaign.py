@@ -182,7 +182,6 @@ def calibrate(
     """Find the accumulation order of every call.
 
     Args:
-        GPU: Whom to ask.
         calls: The calls; those with equal K together share work.
         units: The arithmetic of a call's unit.
         guess: A plan to try first, from a rule or an earlier calibration; it must explain what the GPU shows and have

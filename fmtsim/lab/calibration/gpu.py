@@ -43,8 +43,7 @@ class GPU(Protocol):
         """Return some results of a call of full size.
 
         Args:
-            call: The call.
-            a: [R, K], R of the call's M rows, stored as the call's format is; where they lie is the GPU's choice.
+                a: [R, K], R of the call's M rows, stored as the call's format is; where they lie is the GPU's choice.
             b: [C, K], C of its N columns.
             extras: Bias and scales of those rows and columns.
 

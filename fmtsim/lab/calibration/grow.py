@@ -51,7 +51,6 @@ def grow(
     An answer counts as right where its order is the tree's, whatever the choice behind it.
 
     Args:
-        topic: The topic.
         asked: Questions, as ``draw`` gives them.
         choices: All answers; None is a call that the library refuses, which is left out.
         labels: int64 [questions], an index of choices.
@@ -178,7 +177,6 @@ def _steps(nodes: Nodes, columns: NDArray[np.float32], at: Numbers) -> Iterator[
 
 
 def _reached(nodes: Nodes, columns: NDArray[np.float32]) -> Numbers:
-    """Return the leaf of each row."""
     at = np.zeros(len(columns), np.int64)
     for _ in _steps(nodes, columns, at):
         pass

@@ -162,8 +162,6 @@ def fits(call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None) -> Itera
     """Yield plans that agree with everything a call showed, in stages: likely ones first.
 
     Args:
-        call: The call.
-        arithmetic: Of its unit.
         seen: What it showed; None, for a very small K, leaves the plain chain.
     """
     if seen is None or not isinstance(arithmetic, Datapath):

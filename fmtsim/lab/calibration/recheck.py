@@ -140,7 +140,6 @@ def chosen_calls(target: Target, number: int, count: int, work: int) -> list[Gem
 
 
 def _possible(call: GemmCall) -> bool:
-    """Return True if torch accepts the sizes."""
     if call.operation == "scaled_mm":
         return call.k % 16 == call.n % 16 == 0
     return call.operation != "int_mm" or (call.m > 16 and call.k % 8 == call.n % 8 == 0)

@@ -180,7 +180,6 @@ def run_warmup(arguments: argparse.Namespace) -> int:
 
 
 def _warmup_devices(name: str | None) -> list[torch.device]:
-    """Return the devices whose kernels are compiled."""
     if name is None:
         return [torch.device("cpu"), *([torch.device("cuda")] if load_engine("cuda").available() else [])]
     check_device(name)
@@ -238,7 +237,6 @@ def run_completion(arguments: argparse.Namespace) -> int:
 
 
 def _arguments_of(command: str) -> Iterator[Argument]:
-    """Yield the arguments of a command, as its parser declares them."""
     subparsers = next(a for a in build_parser(command)._actions if isinstance(a, argparse._SubParsersAction))
     for action in subparsers.choices[command]._actions:
         if action.help != argparse.SUPPRESS:
@@ -283,7 +281,6 @@ def fish(commands: dict[str, list[Argument]]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text between single quotes of fish."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

@@ -258,7 +258,6 @@ def _verdict(failed: object) -> str:
 
 
 def _total(reports: dict[str, Any]) -> str:
-    """Return a table with a line for each part and one for all."""
     names = {"casts": ("outcomes", "cases"), "gemm": ("sets", "outputs")}
     rows = []
     for part, report in reports.items():

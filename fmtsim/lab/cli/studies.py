@@ -197,7 +197,6 @@ def _in_options(message: str, by_number: bool) -> str:
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options among these that the command line has."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 

@@ -174,7 +174,6 @@ def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
 
 
 def _with_levels() -> str:
-    """Return the recipes that have levels, as words."""
     return " or ".join(name for name in list_recipes() if get_recipe(name).levels)
 
 

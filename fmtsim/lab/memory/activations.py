@@ -61,13 +61,7 @@ def activation_lines(
 ) -> tuple[list[MemoryLine], Saved]:
     """Return what waits for the backward pass on one device, and the tensors of the last block.
 
-    Args:
-        size: The model.
-        weights: Its weights.
-        adapters: Those that are trained instead of them, if any; other layers then keep no input.
-        batch: Sequences of each device.
-        tokens: Of each sequence.
-        how: How activations are kept.
+    Where there are adapters, they alone are trained, and other layers keep no input.
     """
     configs: dict[str, LinearConfig | None] = {w.layer: w.config for w in adapters or weights if w.matrix}
     how = replace(how, adapters=sum(w.shape[0] for w in adapters if w.name.endswith("lora_A")) // size.blocks)
@@ -89,7 +83,6 @@ def activation_lines(
 
 
 def _line(name: str, blocks: list[Saved], tokens: int) -> MemoryLine:
-    """Return the line of some blocks' tensors."""
     sums = [sum(item.bytes for item in block) for block in blocks]
     numbers = {item: f"{item:,.10g}" for item in sums}
     terms = [f"{sums.count(item)} x {number}" if len(blocks) > 1 else number for item, number in numbers.items()]

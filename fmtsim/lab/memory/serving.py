@@ -70,7 +70,6 @@ def serving_memory(
 
 
 def _cache(size: ModelSize, fmt: str, tokens: int, devices: int) -> MemoryLine:
-    """Return the line of keys and values."""
     parts = 1 if size.latent is not None else min(devices, size.kv_heads)
     bits = bits_per_element(fmt, size.head_dim if size.latent is None else size.latent.values)
     token_bytes = size.blocks * size.cached * bits / 8

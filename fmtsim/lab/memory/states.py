@@ -97,10 +97,7 @@ def weight_lines(
     """Yield weights, copies, gradients and states of one device.
 
     Args:
-        weights: Those of the model.
         adapters: Those that are trained instead of them, if any.
-        formats: How they are kept.
-        at: The devices.
         early: Copies for the backward product are made in the forward pass, too.
     """
     trained, optimizer = adapters or weights, formats.optimizer
@@ -175,7 +172,6 @@ def copy_bits(weight: Weight, stored: float, *, early: bool) -> list[float]:
     """Return the bits of an element of each quantised copy of a layer's weights that waits for the backward pass.
 
     Args:
-        weight: The weight.
         stored: Bits of the weights themselves; copies in as many are none.
         early: Copies for the backward product are made in the forward pass, too.
     """

@@ -115,7 +115,6 @@ def _norm(size: ModelSize) -> nn.Module:
 
 
 def _mlp(module: nn.Module, size: ModelSize, width: int) -> None:
-    """Add the layers of a feed-forward layer."""
     bias = "mlp" in size.biases
     for name in ("gate_proj", "up_proj") if size.gated else ("up_proj",):
         module.add_module(name, nn.Linear(size.hidden, width, bias=bias))

@@ -133,7 +133,6 @@ def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None
     """Run a claim's experiment.
 
     Args:
-        claim: Which.
         tell: Called with the part that is done, 0 to 1.
         seeds: How many seeds, from the first of the claim on; None: as many as it asks for. Without effect where an
             experiment draws nothing.
@@ -178,7 +177,6 @@ def _run_group(task: tuple[list[str], int | None]) -> list[tuple[str, tuple[Meas
 
 
 def _settings(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each run."""
     values = dict(claim.settings)
     if "seeds" in values:
         yield values if seeds is None else values | {"seeds": tuple(range(seeds))}

@@ -125,7 +125,6 @@ def unit_variance(tell: Tell, *, width: int, layers: int, format: str, seed: int
 
 
 def _tensors(scaled: bool, width: int, layers: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return hidden activations and their gradients."""
     torch.manual_seed(seed)
     cls = UnitLinear if scaled else nn.Linear
     ups, downs = (

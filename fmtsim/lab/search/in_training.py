@@ -155,7 +155,6 @@ class _Search:
             how.config, how.products = layer.config, dict.fromkeys(how.products, layer)
 
     def _counted(self) -> dict[str, int]:
-        """Return the multiply-adds of each layer in a batch."""
         adds: Counter[str] = Counter()
 
         def observer(name: str) -> Callable[[str], Any]:
@@ -259,7 +258,6 @@ class _Search:
         return picked, self.channels(wide)
 
     def chances(self) -> dict[str, dict[str, float]]:
-        """Return the policy's chances, by layer and recipe."""
         rows = self._formats.logits.softmax(1).tolist()
         return {layer: dict(zip(self._names, row, strict=True)) for layer, row in zip(self.modules, rows, strict=True)}
 

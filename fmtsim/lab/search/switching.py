@@ -41,10 +41,8 @@ class SwitchingModel:
     Args:
         model: The trained model; it is copied.
         recipes: What a layer may run.
-        batches: Calibration data.
         filter_fn: As in ``fmtsim.ptq``.
         loss: ``loss(output, reference)`` of a batch, the reference in high precision.
-        show: Progress.
     """
 
     def __init__(

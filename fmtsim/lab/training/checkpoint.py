@@ -153,7 +153,6 @@ def _split(value: Any, name: str, tensors: dict[str, StoredTensor]) -> Any:
 
 
 def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what ``_split`` took apart."""
     if isinstance(value, dict):
         if set(value) == {_TENSOR}:
             return tensors[value[_TENSOR]]
@@ -168,7 +167,6 @@ def _loaded(stored: StoredTensor) -> Tensor:
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Yield what differs between two records, in words."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted({*before, *now}):
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))

@@ -157,8 +157,6 @@ class Learner:
 
     Args:
         model: Returns its loss for inputs and targets.
-        scheme: How it is trained.
-        config: The comparison.
 
     Attributes:
         optimizers: One, or two where Madam leaves some parameters to AdamW.

@@ -107,8 +107,6 @@ def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minute
 
     Args:
         config: ``config.simulated`` names formats and the target; ``config.device`` has to be that GPU.
-        corpus: What is learnt.
-        progress: Is told of each step.
         minutes: Time after which no step begins; None takes all steps.
 
     Raises:
@@ -146,8 +144,6 @@ def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
     """Return a model from the config's seed whose layers, and head by ``emulates_head``, run on the scheme's machine.
 
     Args:
-        label: What the side is called.
-        config: The training.
         machine: What to replace of the machine, as keywords of ``convert``.
     """
     model = build_model(config)

@@ -188,7 +188,6 @@ def build_model(config: TrainConfig, *, layers: int | None = None) -> nn.Module:
     """Return the model of a config with weights that depend on its seed alone, on its device.
 
     Args:
-        config: The comparison.
         layers: Blocks instead of the config's own; models from files have their own number.
 
     Raises:

@@ -121,7 +121,6 @@ class Scheme:
 
     @property
     def _products(self) -> str:
-        """The part of the label that is about products."""
         machine = Gemm(**self.machine, fast_accum=self.fast_accum).machine
         if self.recipe is not None:
             return ", ".join(filter(None, (self.recipe.name, machine)))

@@ -255,7 +255,6 @@ def _numbers(
     panel: Any, cells: Mapping[tuple[str, Shape, float], list[SweepRun]], schemes: Sequence[str], shape: Shape,
     rates: Sequence[float], result: SweepResult,
 ) -> None:  # fmt: skip
-    """Write into each field its loss, and how many of its runs failed where some did."""
     for y, scheme in enumerate(schemes):
         for x, lr in enumerate(rates):
             if runs := cells.get((scheme, shape, lr)):
@@ -266,7 +265,6 @@ def _numbers(
 
 
 def _answers(runs: Sequence[SweepRun]) -> dict[str, float]:
-    """Return the share of right answers of all runs by task."""
     total: dict[str, tuple[int, int]] = {}
     for run in runs:
         for name, (right, asked) in run.tasks.items():
