@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.lab.training.run import descend
 from fmtsim.scaling.cast import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
@@ -191,25 +192,11 @@ def through(x: Tensor, quantizer: Quantizer, seed: int = 0) -> tuple[Tensor, Ten
     return x, q
 
 
-def descend(steps: int, part: int, loss_of: Callable[[int], Tensor], update: Callable[[int], None]) -> float:
-    """Train, and return the mean loss over the last ``1/part`` of the steps, infinite where a loss is not finite.
-
-    Args:
-        steps: How many.
-        part: Of the steps that count.
-        loss_of: The loss of a step, counted from 0.
-        update: What follows the backward pass of a step; it clears the gradients.
-    """
-    losses = []
-    for step in range(steps):
-        loss = loss_of(step)
-        if not loss.isfinite():
-            return math.inf
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        update(step)
-        losses.append(loss.item())
+def last_loss(steps: int, part: int, *how: Any) -> float:
+    """Return the mean loss over the last ``1/part`` of ``descend(range(steps), *how)``, infinite where one is."""
+    losses = [loss for _, loss in descend(range(steps), *how)]
     last = losses[-max(1, steps // part) :]
-    return sum(last) / len(last)
+    return sum(last) / len(last) if math.isfinite(losses[-1]) else math.inf
 
 
 def told(tell: Tell, items: Sequence[T]) -> Iterator[T]:

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, descend, near, settings, told
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, last_loss, near, settings, told
 from fmtsim.lab.reproduce.widths import text
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert
@@ -44,13 +44,11 @@ def trained(
         tokens = text(batch, _LENGTH + 1, 1000 * seed + step)
         return model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
 
-    def update(step: int) -> None:
+    def prepare(step: int) -> None:
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - decay * step / steps)
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return descend(steps, 5, loss_of, update)
+    return last_loss(steps, 5, loss_of, optimizer, prepare)
 
 
 def gaps_of(tell: Tell, recipes: Mapping[str, Recipe], seed: int, how: Mapping[str, float]) -> dict[str, float]:

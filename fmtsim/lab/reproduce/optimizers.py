@@ -18,9 +18,9 @@ from fmtsim.lab.reproduce.claim import (
     Expected,
     Measured,
     Tell,
-    descend,
     exactly,
     generator,
+    last_loss,
     near,
     settings,
     told,
@@ -156,13 +156,11 @@ def _train(
 ) -> float:
     batches = generator(seed + 1)
 
-    def update(step: int) -> None:
+    def prepare(step: int) -> None:
         optimizer.param_groups[0]["lr"] = lr * schedule(step + 1, steps)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return descend(steps, 10, lambda step: model(*sample(corpus.train, batch, 64, batches)), update)
+    return last_loss(steps, 10, lambda step: model(*sample(corpus.train, batch, 64, batches)), optimizer, prepare)
 
 
 def logarithmic(
@@ -199,11 +197,7 @@ def regressed(optimizer: QuantizedOptimizer, network: Callable[[Tensor], Tensor]
             y = _network(teacher, x)
         return (network(x) - y).square().mean() / y.square().mean()
 
-    def update(step: int) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return descend(steps, 10, loss_of, update)
+    return last_loss(steps, 10, loss_of, optimizer)
 
 
 def _network(weights: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from fmtsim.lab.reproduce.claim import (
     told,
 )
 from fmtsim.lab.reproduce.estimators import operand
+from fmtsim.lab.training.run import descend
 from fmtsim.nn.convert import convert
 from fmtsim.nn.smooth import scaled_down, smooth_scale, smooth_swiglu
 from fmtsim.recipes.registry import get_recipe
@@ -235,12 +236,14 @@ def align(tell: Tell, *, width: int, hidden: int, steps: int, decay: float, seed
         return float(z.abs().max() / z.square().mean().sqrt())
 
     numbers = {"mean |cosine| at first": float(cosines().mean()), "largest over rms at first": outlier()}
-    for _ in told(tell, range(steps)):
+
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(64, width, generator=source)
         wanted = 4 * (x @ along).clamp(min=0).square()[:, None] * out
-        (layer(x) - wanted).square().sum(1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return (layer(x) - wanted).square().sum(1).mean()  # type: ignore[no-any-return]
+
+    for _ in descend(told(tell, range(steps)), loss_of, optimizer):
+        pass
     numbers |= {"mean |cosine| at the end": float(cosines().mean()), "largest over rms at the end": outlier()}
     numbers["growth of the outlier"] = numbers["largest over rms at the end"] / numbers["largest over rms at first"]
     return Measured(numbers=numbers)
@@ -277,19 +280,17 @@ def _train(
         convert(layer, layers)
         layer.how = how
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, weight_decay=0.0, betas=_BETAS)
-    losses = []
-    for step in range(1, steps + 1):
+
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(64, width, generator=source)
         if step % _EACH == 0:
             x[0] = 3 * math.sqrt(width) * along  # every number of it is 3 or -3
         wanted = teacher(x)
-        loss = (layer(x) - wanted).square().sum() / wanted.square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % _EACH == 0 and step > steps // 2:
-            losses.append(loss.item())
-    return sum(losses) / len(losses)
+        return (layer(x) - wanted).square().sum() / wanted.square().sum()  # type: ignore[no-any-return]
+
+    seen = descend(range(1, steps + 1), loss_of, optimizer)
+    losses = [loss for step, loss in seen if step % _EACH == 0 and step > steps // 2]
+    return sum(losses) / len(losses) if losses else math.nan
 
 
 def delayed(config: LinearConfig | None, window: int) -> LinearConfig:

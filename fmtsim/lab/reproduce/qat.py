@@ -5,7 +5,7 @@ import copy
 
 import torch
 
-from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, descend, near, settings
+from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, last_loss, near, settings
 from fmtsim.lab.reproduce.widths import text
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert
@@ -47,11 +47,7 @@ def _train(model: torch.nn.Module, steps: int, lr: float, batch: int, seed: int)
         tokens = text(batch, _LENGTH + 1, 1_000_000 * seed + step)
         return model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
 
-    def update(step: int) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    descend(steps, 5, loss_of, update)
+    last_loss(steps, 5, loss_of, optimizer)
 
 
 @torch.no_grad()

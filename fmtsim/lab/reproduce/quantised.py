@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from fmtsim.lab.memory import StoredFormats, bits_per_element, serving_memory, training_memory
 from fmtsim.lab.memory.estimate import GB
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, generator, near, settings, told
+from fmtsim.lab.reproduce.claim import (
+    Claim,
+    Expected,
+    Measured,
+    Tell,
+    exactly,
+    generator,
+    last_loss,
+    near,
+    settings,
+    told,
+)  # fmt: skip
 from fmtsim.ptq import ptq
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592, abstract"
@@ -69,11 +80,12 @@ def _workload(width: int, classes: int, times: float, seed: int) -> tuple[nn.Mod
     x = torch.randn(6144, width, generator=source)
     with torch.no_grad():
         labels = teacher[1](teacher[0](x).relu()).argmax(1)
-    for step in range(100):
+
+    def loss_of(step: int) -> Tensor:
         picked = slice(256 * (step % 8), 256 * (step % 8) + 256)  # of the first 2048
-        torch.nn.functional.cross_entropy(model(x[picked]), labels[picked]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+        return nn.functional.cross_entropy(model(x[picked]), labels[picked])
+
+    last_loss(100, 1, loss_of, optimizer)
     model.requires_grad_(False)
     layers[0].weight[:, seed % width] /= times
     x[:, seed % width] *= times

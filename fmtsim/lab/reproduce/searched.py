@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, descend, settings
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, last_loss, settings
 from fmtsim.lab.reproduce.served import formats, images, scheme_of
 from fmtsim.lab.search import Policy, search, search_while_training
 from fmtsim.lab.search.switching import bits_of
@@ -55,12 +55,7 @@ class _Run:
 
     def trained(self, model: nn.Sequential) -> nn.Sequential:
         optimizer = self.optimizer(model)
-
-        def update(step: int) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        descend(self.steps, 1, lambda step: self.loss(model, step), update)
+        last_loss(self.steps, 1, lambda step: self.loss(model, step), optimizer)
         return model
 
     def right(self, model: nn.Module) -> float:

@@ -19,6 +19,7 @@ from fmtsim.lab.reproduce.claim import (
     Tell,
     decibels,
     generator,
+    last_loss,
     relative_error,
     settings,
     told,
@@ -48,11 +49,11 @@ def trained_text(recipe: str | None, steps: int, width: int, seed: int) -> GPT:
     if recipe is not None:
         convert(model, recipe, generator=seed, filter_fn=GPT.without_head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(steps):
+
+    def prepare(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
-        model(*_windows(data, 16, source)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    last_loss(steps, 1, lambda step: model(*_windows(data, 16, source)), optimizer, prepare)
     return model if recipe is None else revert(model)
 
 
@@ -117,11 +118,12 @@ def trained_images(seed: int, steps: int) -> nn.Module:
             nn.Linear(64, 8),
         )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    for step in range(steps):
+
+    def loss_of(step: int) -> Tensor:
         x, kinds = images(64, 10_000 * (seed + 1) + step)
-        F.cross_entropy(model(x), kinds).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return F.cross_entropy(model(x), kinds)
+
+    last_loss(steps, 1, loss_of, optimizer)
     return model.requires_grad_(False)
 
 

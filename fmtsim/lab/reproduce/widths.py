@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, descend, generator, settings
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, generator, last_loss, settings
 from fmtsim.lab.training.decoders import Attention
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.convert import convert
@@ -79,7 +79,7 @@ def _trained(width: int, lr: float, recipe: str | None, how: dict[str, Any]) -> 
         _lion(groups, momenta, min(1.0, (step + 1) / 10) * (1 - step / how["steps"]))
         model.zero_grad()
 
-    return descend(how["steps"], 5, loss_of, update)
+    return last_loss(how["steps"], 5, loss_of, update)
 
 
 def transfer(

@@ -4,12 +4,13 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.training.corpus import Corpus, sample
@@ -134,6 +135,34 @@ def training_steps(
         yield step, seen
         if run.stopped is not None:
             return
+
+
+def descend(
+    steps: Iterable[int], loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer | Callable[[int], None],
+    prepare: Callable[[int], None] = lambda step: None,
+) -> Iterator[tuple[int, float]]:  # fmt: skip
+    """Take a training step for each number, and yield it with its loss; a loss that is not finite ends the training.
+
+    Args:
+        steps: Numbers of the steps.
+        loss_of: The loss of a step.
+        optimizer: Steps after the backward pass; or a function of the step that does, and clears the gradients.
+        prepare: Runs before the optimizer, to set its rate or to clip gradients.
+    """
+    for step in steps:
+        loss = loss_of(step)
+        number = loss.item()
+        if not math.isfinite(number):
+            yield step, number
+            return
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        prepare(step)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer(step)
+        yield step, number
 
 
 def simulate(
