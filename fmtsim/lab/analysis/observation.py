@@ -193,12 +193,9 @@ class Observation(Result):
         from fmtsim.lab.analysis.page import write_page
 
         write_page(
-            path,
-            title=title,
-            observation=self,
-            notes=[*checked("notes", notes, tuple[str, ...]), *self.notes],
+            path, title=title, observation=self, notes=[*checked("notes", notes, tuple[str, ...]), *self.notes],
             **parts,
-        )
+        )  # fmt: skip
 
 
 def _nested(layers: Mapping[str, Mapping[str, OperandStats | Sample]]) -> dict[str, dict[str, Any]]:

@@ -116,11 +116,8 @@ def product_of(case: Case, shape: Shape, *, device: str = "cpu") -> Callable[[],
     if case.operands == "int8":
         return lambda: int_mm(a, b, target=case.unit)
     options: dict[str, Any] = {
-        "target": case.unit,
-        "plan": case.plan,
-        "accumulate": case.accumulate,
-        "generator": case.seed,
-    }
+        "target": case.unit, "plan": case.plan, "accumulate": case.accumulate, "generator": case.seed,
+    }  # fmt: skip
     if case.side is not None:
         return lambda: bmm(a.view(-1, m, k), w.view(-1, n, k).mT, out_dtype=case.out_dtype, **options)
     if case.scaling == "none":

@@ -157,11 +157,8 @@ def overhead_table(overheads: Sequence[Overhead]) -> str:
 
 
 KEYS = {
-    "casts": {"kernels"},
-    "gemm": {"products"},
-    "gpu": {"results", "compiling_seconds"},
-    "layers": {"results", "sizes"},
-}
+    "casts": {"kernels"}, "gemm": {"products"}, "gpu": {"results", "compiling_seconds"}, "layers": {"results", "sizes"},
+}  # fmt: skip
 
 
 def read_record(path: Path, what: str) -> dict[str, Any]:

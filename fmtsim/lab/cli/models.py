@@ -248,11 +248,8 @@ def run_search(arguments: argparse.Namespace) -> int:
     files = [str(path) for path in (out, plot, weights) if path is not None]
     wrote = [f"wrote {' and '.join(files)}"] if files else []
     record = {
-        "model": loaded.name,
-        "data": loaded.data,
-        **{name: getattr(result, name) for name in _FOUND},
-        "files": files,
-    }
+        "model": loaded.name, "data": loaded.data, **{name: getattr(result, name) for name in _FOUND}, "files": files,
+    }  # fmt: skip
     answer(arguments, record, lambda: "\n".join([str(result), loaded.data, *wrote]))
     return 0
 

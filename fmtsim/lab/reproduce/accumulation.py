@@ -10,17 +10,8 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import LogFormat
 from fmtsim.gemm.products.matmul import mm
-from fmtsim.lab.reproduce.claim import (
-    Claim,
-    Expected,
-    Measured,
-    Tell,
-    generator,
-    normal,
-    relative_error,
-    settings,
-    told,
-)
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.experiment import generator, normal, relative_error, told
 from fmtsim.lab.reproduce.optimizers import regressed, start
 from fmtsim.nn.convert import convert
 from fmtsim.optim.optimizers import Madam

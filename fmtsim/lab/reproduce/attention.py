@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, generator, near, settings, told
+from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, near, settings
+from fmtsim.lab.reproduce.experiment import generator, told
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 
 

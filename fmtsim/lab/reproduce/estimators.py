@@ -10,20 +10,8 @@ from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.reproduce.claim import (
-    Claim,
-    Expected,
-    Measured,
-    Tell,
-    exactly,
-    near,
-    normal,
-    relative_error,
-    settings,
-    slope_of,
-    through,
-    told,
-)
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
+from fmtsim.lab.reproduce.experiment import normal, relative_error, slope_of, through, told
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast, slope

@@ -10,7 +10,8 @@ from itertools import product
 import torch
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, last_loss, near, settings, told
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, near, settings
+from fmtsim.lab.reproduce.experiment import last_loss, told
 from fmtsim.lab.reproduce.widths import text
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert

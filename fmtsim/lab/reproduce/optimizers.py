@@ -13,18 +13,8 @@ from torch import Tensor, nn
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import LogFormat
-from fmtsim.lab.reproduce.claim import (
-    Claim,
-    Expected,
-    Measured,
-    Tell,
-    exactly,
-    generator,
-    last_loss,
-    near,
-    settings,
-    told,
-)
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
+from fmtsim.lab.reproduce.experiment import generator, last_loss, told
 from fmtsim.lab.training.corpus import Corpus, load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.lab.training.learner import BETAS, CLIP, WEIGHT_DECAY, schedule

@@ -12,21 +12,9 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.lab.reproduce.claim import (
-    Claim,
-    Expected,
-    Measured,
-    Tell,
-    decibels,
-    draw,
-    generator,
-    normal,
-    relative_error,
-    settings,
-    through,
-    told,
-)
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.lab.reproduce.estimators import operand
+from fmtsim.lab.reproduce.experiment import decibels, draw, generator, normal, relative_error, through, told
 from fmtsim.lab.training.run import descend
 from fmtsim.nn.convert import convert
 from fmtsim.nn.smooth import scaled_down, smooth_scale, smooth_swiglu

@@ -5,7 +5,8 @@ import copy
 
 import torch
 
-from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, last_loss, near, settings
+from fmtsim.lab.reproduce.claim import Claim, Measured, Tell, near, settings
+from fmtsim.lab.reproduce.experiment import last_loss
 from fmtsim.lab.reproduce.widths import text
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert

@@ -11,18 +11,8 @@ from torch import Tensor, nn
 
 from fmtsim.lab.memory import StoredFormats, bits_per_element, serving_memory, training_memory
 from fmtsim.lab.memory.estimate import GB
-from fmtsim.lab.reproduce.claim import (
-    Claim,
-    Expected,
-    Measured,
-    Tell,
-    exactly,
-    generator,
-    last_loss,
-    near,
-    settings,
-    told,
-)  # fmt: skip
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
+from fmtsim.lab.reproduce.experiment import generator, last_loss, told
 from fmtsim.ptq import ptq
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592, abstract"

@@ -11,19 +11,8 @@ from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
-from fmtsim.lab.reproduce.claim import (
-    Claim,
-    Expected,
-    Measured,
-    Tell,
-    decibels,
-    draw,
-    generator,
-    normal,
-    relative_error,
-    settings,
-    told,
-)
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.experiment import decibels, draw, generator, normal, relative_error, told
 from fmtsim.ptq.catalogue import minifloat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run claims: measure with each seed, compare with what is expected, and take the time."""
 
+import importlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -9,33 +10,16 @@ from typing import Any, get_args
 
 import torch
 
-from fmtsim.lab.reproduce import (
-    accumulation,
-    attention,
-    estimators,
-    gpts,
-    multipliers,
-    optimizers,
-    outliers,
-    qat,
-    quantised,
-    ratios,
-    searched,
-    served,
-    sweeps,
-    training,
-    widths,
-    wire,
-)
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, Verdict
 from fmtsim.lab.verify.workers import as_done
 from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
 
 _MODULES = (
-    ratios, estimators, outliers, attention, accumulation, training, widths, gpts, wire, quantised, multipliers, served,
-    searched, optimizers, qat, sweeps,
-)  # fmt: skip
-CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
+    "ratios estimators outliers attention accumulation training widths gpts wire quantised multipliers served searched "
+    "optimizers qat sweeps"
+)
+_PARTS = (importlib.import_module(f"fmtsim.lab.reproduce.{name}") for name in _MODULES.split())
+CLAIMS: tuple[Claim, ...] = tuple(claim for part in _PARTS for claim in part.CLAIMS)
 
 
 def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:

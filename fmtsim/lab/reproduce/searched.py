@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, last_loss, settings
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.experiment import last_loss
 from fmtsim.lab.reproduce.served import formats, images, scheme_of
 from fmtsim.lab.search import Policy, search, search_while_training
 from fmtsim.lab.search.switching import bits_of

@@ -12,18 +12,8 @@ from torch import Tensor, nn
 
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import IntFormat
-from fmtsim.lab.reproduce.claim import (
-    Claim,
-    Expected,
-    Measured,
-    Tell,
-    decibels,
-    generator,
-    last_loss,
-    relative_error,
-    settings,
-    told,
-)
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.experiment import decibels, generator, last_loss, relative_error, told
 from fmtsim.lab.reproduce.multipliers import luts
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.decoders import GPT, GPTConfig

@@ -3,7 +3,8 @@
 
 import math
 
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, native, near, settings, told
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, native, near, settings
+from fmtsim.lab.reproduce.experiment import told
 from fmtsim.lab.training.corpus import Corpus, load_corpus, task_corpus
 from fmtsim.lab.training.scaling_law import Choice, Trained, fit_law
 from fmtsim.lab.training.sweep import SweepConfig, SweepRun, points_of, train_point

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, generator, near, settings, told
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.lab.reproduce.estimators import operand
+from fmtsim.lab.reproduce.experiment import generator, told
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import LossScale
 from fmtsim.rounding.modes import RoundingName
@@ -120,13 +121,10 @@ def schedule(tell: Tell, *, recipe: str, bad_steps: tuple[int, ...], steps: int)
         curve.append((float(step + 1), scaler.get_scale()))
     bad = bad_steps[0]
     numbers = {
-        "first scale": curve[0][1],
-        "scale after 2000 clean steps": curve[1999][1],
-        "factor of an overflow": curve[bad][1] / curve[bad - 1][1],
-        "scale after 1999 more": curve[bad + 1999][1],
-        "scale after 2000 more": curve[bad + 2000][1],
-        "weights moved in clean steps alone": float(skips_match),
-    }
+        "first scale": curve[0][1], "scale after 2000 clean steps": curve[1999][1],
+        "factor of an overflow": curve[bad][1] / curve[bad - 1][1], "scale after 1999 more": curve[bad + 1999][1],
+        "scale after 2000 more": curve[bad + 2000][1], "weights moved in clean steps alone": float(skips_match),
+    }  # fmt: skip
     axes = ("step", "loss scale")
     return Measured(numbers=numbers, curves={recipe: curve}, axes=axes, logarithmic="y", steps=True)
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, generator, last_loss, settings
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.experiment import generator, last_loss
 from fmtsim.lab.training.decoders import Attention
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.convert import convert

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import simulate
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, generator, settings, told
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.experiment import generator, told
 
 
 class Lost(NamedTuple):

@@ -130,12 +130,9 @@ class Checkpoint:
 
 def _state_of(parts: Parts) -> dict[str, Any]:
     return {
-        "run": parts.run.state_dict(),
-        "model": parts.learner.model.state_dict(),
-        **parts.learner.state_dict(),
-        "batches": parts.batches.get_state(),
-        "keys": parts.keys.get_state(),
-    }
+        "run": parts.run.state_dict(), "model": parts.learner.model.state_dict(), **parts.learner.state_dict(),
+        "batches": parts.batches.get_state(), "keys": parts.keys.get_state(),
+    }  # fmt: skip
 
 
 def _split(value: Any, name: str, tensors: dict[str, StoredTensor]) -> Any:

@@ -150,11 +150,8 @@ class SweepRun:
         looks = tuple((step, _number(value)) for step, value in record.pop("sharpness"))
         tasks = {name: (right, asked) for name, (right, asked) in record.pop("tasks").items()}
         values: dict[str, Any] = {
-            "losses": losses,
-            "sharpness": looks,
-            "tasks": tasks,
-            "validation": _number(record.pop("validation")),
-        }
+            "losses": losses, "sharpness": looks, "tasks": tasks, "validation": _number(record.pop("validation")),
+        }  # fmt: skip
         return cls(point=point, **values, **record)
 
 

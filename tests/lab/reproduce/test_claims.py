@@ -9,7 +9,7 @@ import torch
 
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.reproduce import get_claims, run_claim, training
-from fmtsim.lab.reproduce.claim import DISTRIBUTIONS, decibels, draw
+from fmtsim.lab.reproduce.experiment import DISTRIBUTIONS, decibels, draw
 from fmtsim.lab.reproduce.run import CLAIMS
 from tests.support import records
 from tests.support.refusals import refused

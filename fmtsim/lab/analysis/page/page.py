@@ -57,17 +57,14 @@ def observation_data(observation: Any) -> dict[str, Any] | None:
     rows = [[history[step].get(layer, {}).get(operand) for step in history] for layer, operand in places]
     every = [totals.get(layer, {}).get(operand) for layer, operand in places]
     return {
-        "layers": [name or "(model)" for name in layers],
-        "operands": operands,
-        "words": [f"{name} ({operand_in_words(name)})" for name in operands],
-        "steps": list(history),
+        "layers": [name or "(model)" for name in layers], "operands": operands,
+        "words": [f"{name} ({operand_in_words(name)})" for name in operands], "steps": list(history),
         "forwards": getattr(observation, "steps", len(history)),
         "history": {name: _column([_figure(s, name) for row in rows for s in row]) for name in METRICS},
         "totals": {name: [_figure(s, name) for s in every] for name in METRICS},
         "formats": [s.format if s else None for s in every],
-        "histograms": [_histogram(s) if s else None for s in every],
-        "choices": format_choices(),
-    }
+        "histograms": [_histogram(s) if s else None for s in every], "choices": format_choices(),
+    }  # fmt: skip
 
 
 def coverage_data(coverage: Any) -> dict[str, Any] | None:
@@ -138,13 +135,10 @@ def _column(values: Sequence[Any]) -> Sequence[Any]:
 
 def _histogram(s: OperandStats) -> dict[str, Any]:
     return {
-        "nonzero": s.nonzero,
-        "finite": s.elements - s.nonfinite,
-        "largest": s.amax,
-        "plain": _trimmed(s.exponents),
+        "nonzero": s.nonzero, "finite": s.elements - s.nonfinite, "largest": s.amax, "plain": _trimmed(s.exponents),
         "scaled": _trimmed(s.scaled_exponents),
         "window": None if s.window is None else [float(edge) for edge in s.window],
-    }
+    }  # fmt: skip
 
 
 def _trimmed(counts: Tensor) -> list[int]:
@@ -194,16 +188,13 @@ def write_page(
     if configuration is not None and not isinstance(configuration, Mapping):
         raise ArgumentError(f"configuration={shown(configuration)} is not allowed; pass a dict, nested as JSON is")
     data = {
-        "title": title,
-        "unit": checked("loss_unit", loss_unit, str),
+        "title": title, "unit": checked("loss_unit", loss_unit, str),
         "versions": {"fmtsim": fmtsim.__version__, "torch": torch.__version__},
-        "notes": checked("notes", notes, tuple[str, ...]),
-        "curves": curve_data(curves),
-        "observation": observation_data(observation),
-        "coverage": coverage_data(coverage),
+        "notes": checked("notes", notes, tuple[str, ...]), "curves": curve_data(curves),
+        "observation": observation_data(observation), "coverage": coverage_data(coverage),
         "attribution": attribution_data(attribution),
         "configuration": [] if not configuration else list(_flat(configuration)),
-    }
+    }  # fmt: skip
     page = _filled(title, json.dumps(data, separators=(",", ":"), allow_nan=False))
     if path is not None:
         write_file(path, page)
@@ -215,12 +206,9 @@ def _filled(title: str, data: str) -> str:
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
-        "title": escape(title),
-        "script": script,
-        "script_hash": f"sha256-{digest}",
-        "style": (_PARTS / "page.css").read_text(encoding="utf-8"),
-        "data": data.replace("<", "\\u003c"),
-    }
+        "title": escape(title), "script": script, "script_hash": f"sha256-{digest}",
+        "style": (_PARTS / "page.css").read_text(encoding="utf-8"), "data": data.replace("<", "\\u003c"),
+    }  # fmt: skip
     template = (_PARTS / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 

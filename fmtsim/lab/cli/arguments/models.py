@@ -85,13 +85,10 @@ def declare_search(parser: argparse.ArgumentParser) -> None:
 
 
 TRAIN_SIZES = {
-    "steps": "optimizer steps of each run",
-    "batch_size": "windows of text per step",
-    "context": "bytes the model sees at once",
-    "width": "width of the hidden state",
-    "layers": "transformer blocks",
+    "steps": "optimizer steps of each run", "batch_size": "windows of text per step",
+    "context": "bytes the model sees at once", "width": "width of the hidden state", "layers": "transformer blocks",
     "heads": "attention heads per block",
-}
+}  # fmt: skip
 EVERY = 100
 TRAIN_DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3}
 
@@ -172,12 +169,9 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
 
 
 SWEEP_DEFAULTS = {
-    "schemes": "bf16,e8m5,e8m4,e8m3,e7m7,e6m7,e5m7",
-    "lr": "2e-3,4e-3,8e-3,1.6e-2",
-    "widths": "64",
-    "steps": "200",
+    "schemes": "bf16,e8m5,e8m4,e8m3,e7m7,e6m7,e5m7", "lr": "2e-3,4e-3,8e-3,1.6e-2", "widths": "64", "steps": "200",
     "seeds": "0..3",
-}
+}  # fmt: skip
 SWEEP_SIZES = {
     "layers": ("transformer blocks", 2),
     "heads": ("attention heads per block", 4),
