@@ -131,10 +131,6 @@ class ProductInvariance(table.Result):
         }  # fmt: skip
 
 
-def _first_change(product: ProductInvariance) -> str:
-    return str(product.changes[0]) if product.changes else "none" if product.invariant else _GUESS
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class BatchInvariance(table.Result):
     """Hold what ``batch_invariance`` found; ``print`` shows a table, notebooks one in HTML."""
@@ -160,7 +156,7 @@ class BatchInvariance(table.Result):
         return (
             table.Column("layer", "layer"), table.Column("product", "product"), table.Column("operands", "operands"),
             table.Column("results", "results"), table.Column("changes", lambda x: len(x.changes)),
-            table.Column("first change", _first_change),
+            table.Column("first change", lambda x: (*x.changes, "none" if x.invariant else _GUESS)[0]),
             table.Column("what changes", lambda x: x.changes[0].what if x.changes else ""),
             table.Column(_GUESS, lambda x: f"{x.unknown} of {len(self.sizes)}" if x.unknown else ""),
         )  # fmt: skip

@@ -26,18 +26,15 @@ if TYPE_CHECKING:
 
 def run_formats(arguments: argparse.Namespace) -> int:
     """Print one line a format, or their records as JSON."""
-    formats = [get_format(name) for name in list_formats(arguments.kind)]
-    formats = [fmt for fmt in formats if _matches(fmt, arguments.pattern)]
+    pattern = arguments.pattern.lower()
+    matches = lambda fmt: any(fnmatch.fnmatchcase(name.lower(), pattern) for name in (fmt.name, *fmt.aliases))  # noqa: E731
+    formats = [fmt for fmt in map(get_format, list_formats(arguments.kind)) if matches(fmt)]
     if not formats:
         formats = [_unlisted(arguments.pattern, arguments.kind)]
     header = ("name", "kind", "bits", "max", "min normal", "smallest > 0", "special values and layout", "aliases")
     rows = map(_format_row, formats)
     answer(arguments, list(map(_format_record, formats)), lambda: format_table(header, rows, left=(0, 1, 6, 7)))
     return 0
-
-
-def _matches(fmt: Format, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name.lower(), pattern.lower()) for name in (fmt.name, *fmt.aliases))
 
 
 def _unlisted(pattern: str, kind: str | None) -> Format:
