@@ -39,13 +39,10 @@ def eden(tell: Tell, *, recipe: str, operand_name: str, headroom: float, shape: 
     errors = relative_error(*ours), relative_error(*other)
     return Measured(
         numbers={
-            "error, EDEN": errors[0],
-            "error, stochastic": errors[1],
-            "ratio of errors": errors[1] / errors[0],
-            "slope, EDEN": slope_of(*ours),
-            "slope, stochastic": slope_of(*other),
-        }
-    )
+            "error, EDEN": errors[0], "error, stochastic": errors[1], "ratio of errors": errors[1] / errors[0],
+            "slope, EDEN": slope_of(*ours), "slope, stochastic": slope_of(*other),
+        },
+    )  # fmt: skip
 
 
 def stochastic(tell: Tell, *, random_bits: int, points: int, seed: int) -> Measured:
@@ -99,15 +96,12 @@ def quest(tell: Tell, *, phases: int, shape: tuple[int, int], seed: int) -> Meas
             "least over phases": min(error for _, error in curves["forward (QuEST)"]),
             "largest over phases": max(error for _, error in curves["forward (QuEST)"]),
             **{f"error, MXFP4 {rule}": sum(errors) / phases for rule, errors in rules.items()},
-            "error, backward": mean["backward (stochastic)"],
-            "slope, backward": sum(slopes) / phases,
-            "largest |x / s|, backward": largest,
-            "error, forward over MXFP4 floor": mean["forward (QuEST)"] / floor,
+            "error, backward": mean["backward (stochastic)"], "slope, backward": sum(slopes) / phases,
+            "largest |x / s|, backward": largest, "error, forward over MXFP4 floor": mean["forward (QuEST)"] / floor,
             "least over phases, over MXFP4 floor": min(error for _, error in curves["forward (QuEST)"]) / floor,
         },
-        curves=curves,
-        axes=("standard deviation", "relative squared error"),
-    )
+        curves=curves, axes=("standard deviation", "relative squared error"),
+    )  # fmt: skip
 
 
 def differentiable(tell: Tell, *, k: float, cap: float, points: int) -> Measured:

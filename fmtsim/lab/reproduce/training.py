@@ -54,18 +54,12 @@ def history(tell: Tell, *, recipe: str, length: int, sizes: tuple[float, ...]) -
     late = [step for step in range(jump + 1, len(sizes)) if factors[step] == factors[jump + 1]]
     return Measured(
         numbers={
-            "first factor": factors[0],
-            "second factor": factors[1],
-            "what the jump to 8 becomes": seen[jump],
-            "factor behind the jump": factors[jump + 1],
-            "steps under it": float(len(late)),
-            "last factor": factors[-1],
+            "first factor": factors[0], "second factor": factors[1], "what the jump to 8 becomes": seen[jump],
+            "factor behind the jump": factors[jump + 1], "steps under it": float(len(late)), "last factor": factors[-1],
         },
         curves={"factor": [(float(i), factor) for i, factor in enumerate(factors)]},
-        axes=("step", "factor that elements are multiplied by"),
-        logarithmic="y",
-        steps=True,
-    )
+        axes=("step", "factor that elements are multiplied by"), logarithmic="y", steps=True,
+    )  # fmt: skip
 
 
 CLAIMS: tuple[Claim, ...] = (
