@@ -21,12 +21,10 @@ from fmtsim.support.errors import ArgumentError, shown
 
 Kind = Literal["", "operation", "parameter", "buffer", "input", "code"]
 _SAID = {
-    "operation": "its inputs are equal, its output is not",
-    "parameter": "the runs began with another parameter",
-    "buffer": "the runs began with another buffer",
-    "input": "the runs were given other inputs",
+    "operation": "its inputs are equal, its output is not", "parameter": "the runs began with another parameter",
+    "buffer": "the runs began with another buffer", "input": "the runs were given other inputs",
     "code": "made by code outside of these operations, before this one",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -379,7 +377,6 @@ def _kind(one: Operation, name: str, trace: Trace) -> Kind:
 
 
 def _differing(a: tuple[TensorBits, ...], b: tuple[TensorBits, ...], batches: tuple[int, int]) -> list[str]:
-    """Return the names of tensors of two operations whose bits differ."""
     others = {x.name: x for x in b}
     return [x.name for x in a if x.name in others and not _same(x, others[x.name], batches)]
 

@@ -36,10 +36,7 @@ class ModelComparison(table.Result):
     @property
     def first(self) -> tuple[str, Difference] | None:
         """The first tensor that differs, and its first difference; None where no bit does."""
-        return next(
-            ((name, c.first) for name, c in self.tensors.items() if c.first is not None),
-            None,
-        )
+        return next(((name, c.first) for name, c in self.tensors.items() if c.first is not None), None)
 
     def _content(self) -> Iterator[table.Rows | str]:
         total = f"{len(self.tensors)} tensors, {sum(c.count for c in self.tensors.values()):,} numbers: "

@@ -103,10 +103,8 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
     said = next((outputs[name] for name in ("loss", *_LOSSES) if name in outputs and outputs[name].numel() == 1), None)
     number = _differentiate(list(outputs.values()) if said is None else [said])
     leaves = {
-        **dict(_tensors("batch", arguments)),
-        **dict(_tensors("batch", options)),
-        **dict(model.named_parameters()),
-    }
+        **dict(_tensors("batch", arguments)), **dict(_tensors("batch", options)), **dict(model.named_parameters()),
+    }  # fmt: skip
     gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
     return Step({name: t.detach() for name, t in outputs.items()}, gradients, number)
 

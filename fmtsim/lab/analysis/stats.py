@@ -126,12 +126,10 @@ class OperandStats(Counts):
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types; infinite and undefined ratios are None."""
         return {
-            "format": self.format,
-            **Sample.of(self).to_dict(),
-            "exponents": _by_exponent(self.exponents),
+            "format": self.format, **Sample.of(self).to_dict(), "exponents": _by_exponent(self.exponents),
             "scaled_exponents": _by_exponent(self.scaled_exponents),
             "window": None if self.window is None else list(self.window),
-        }
+        }  # fmt: skip
 
 
 def _by_exponent(counts: Tensor) -> dict[int, int]:

@@ -115,9 +115,8 @@ class Tracing:
         check_module("trace", model)
         if level not in ("modules", "aten"):
             raise ArgumentError(f"level={shown(level)} is unknown; choose 'modules' or 'aten'")
-        if not isinstance(tensors, bool) and (
-            isinstance(tensors, str) or not isinstance(tensors, Collection) or not all(map(_is_name, tensors))
-        ):
+        names = isinstance(tensors, Collection) and not isinstance(tensors, str)
+        if not isinstance(tensors, bool) and not (names and {type(name) for name in tensors} <= {int, str}):
             raise ArgumentError(
                 f"tensors={shown(tensors)} is not allowed; pass True, or a list of operations' indices and layers"
             )
@@ -152,10 +151,6 @@ class Tracing:
         if self._finish is None:
             raise AttributeError("a trace is complete once its `with` is left; ask for it behind the block")
         return self._finish()
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

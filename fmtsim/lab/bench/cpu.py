@@ -43,18 +43,16 @@ CASES: tuple[Case, ...] = (
     *(Case(name=f"{name} nearest", format=name, target=0.80) for name in _NEAREST),
     Case(name="e4m3 toward zero", format="e4m3", target=0.25, rounding="toward_zero"),
     *(Case(name=f"{name} stochastic", format=name, target=0.25, rounding="stochastic") for name in _STOCHASTIC),
-    Case(name="mxfp4", format="mxfp4", target=0.60),
-    Case(name="mxfp6", format="mxfp6_e3m2", target=0.60),
+    Case(name="mxfp4", format="mxfp4", target=0.60), Case(name="mxfp6", format="mxfp6_e3m2", target=0.60),
     Case(name="mxfp8", format="mxfp8_e4m3", target=0.60),
     Case(name="mxfp4 stochastic", format="mxfp4", target=0.25, rounding="stochastic"),
-    Case(name="nvfp4", format="nvfp4", target=0.40),
-    Case(name="int8 per channel", format="int8_channel", target=0.40),
+    Case(name="nvfp4", format="nvfp4", target=0.40), Case(name="int8 per channel", format="int8_channel", target=0.40),
     Case(name="int4 group 128", format="int4_g128", target=0.40),
     *(Case(name=f"{name} nearest", format=name, target=0.20) for name in _CODEBOOKS),
     *(Case(name=f"encode {name}", format=name, target=target, encode=True) for name, target in _ENCODED.items()),
     Case(name="encode e4m3 stochastic", format="e4m3", target=0.15, rounding="stochastic", encode=True),
     Case(name="encode mxfp4 stochastic", format="mxfp4", target=0.05, rounding="stochastic", encode=True),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,6 @@ class TorchGPU:
         return torch.linspace(0, size - 1, count, dtype=torch.float64, device=self.device).round().long()
 
     def _matrix(self, which: str, values: Tensor, positions: Tensor, size: int, layout: str) -> Tensor:
-        """Return [size, K] with the given rows in it."""
         k, dtype = values.shape[1], values.dtype
         flat = self._buffer(which, size * k * dtype.itemsize).view(dtype)
         matrix = flat.view(size, k) if layout == "row" else flat.view(k, size).t()

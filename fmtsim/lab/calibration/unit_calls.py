@@ -63,8 +63,7 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("bf16", "mm", (("bf16", "bf16"),)),
-    Kind("fp16", "mm", (("fp16", "fp16"),), (torch.float32, torch.float16)),
+    Kind("bf16", "mm", (("bf16", "bf16"),)), Kind("fp16", "mm", (("fp16", "fp16"),), (torch.float32, torch.float16)),
     Kind("fp16, sums in fp16", "mm", (("fp16", "fp16"),), (torch.float16,), accumulate="fp16"),
     Kind("tf32", "mm", (("tf32", "tf32"),), (torch.float32,)),
     Kind("int8", "int_mm", (("int8", "int8"),), (torch.int32,), accumulate="int32"),
@@ -72,11 +71,10 @@ KINDS = (
     Kind("fp8, tensor scales, fast", "scaled_mm", _FP8, scaling="tensor", fast_accum=True),
     Kind("fp8, row scales", "scaled_mm", _FP8, scaling="row"),
     Kind("fp8, row scales, fast", "scaled_mm", _FP8, scaling="row", fast_accum=True),
-    Kind("mxfp8", "scaled_mm", _FP8, scaling="mx"),
-    Kind("mxfp4", "scaled_mm", (_FP4,), scaling="mx"),
+    Kind("mxfp8", "scaled_mm", _FP8, scaling="mx"), Kind("mxfp4", "scaled_mm", (_FP4,), scaling="mx"),
     Kind("nvfp4", "scaled_mm", (_FP4,), scaling="nvfp4"),
     Kind("nvfp4, tensor scales", "scaled_mm", (_FP4,), scaling="nvfp4", tensor_scales=True),
-)
+)  # fmt: skip
 
 
 def kinds_of(unit: str | Unit) -> list[tuple[Kind, Unit]]:

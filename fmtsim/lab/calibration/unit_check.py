@@ -208,7 +208,6 @@ def _nearest(
 
 
 def _picked(call: GemmCall, operands: Operands, rows: Tensor, columns: Tensor) -> Operands:
-    """Return some rows of both operands, with their scales."""
     a, b, scale_a, scale_b, *whole = operands
     if call.scaling != "tensor" and scale_a is not None and scale_b is not None:
         scale_a = scale_a[rows]

@@ -161,21 +161,18 @@ def evidence_table(found: Evidence, wrong: Sequence[int | None] = ()) -> str:
 
 def check_table(found: Sequence[RuleCheck]) -> str:
     """Return a line for every rule: what it is about, what ran, and what differs."""
+    number = lambda x: "book" if x.number is None else str(x.number)  # noqa: E731
     rows = [
-        (_number(x), x.basis, x.kernel, _conditions(x.when), f"{x.calls:,}", f"{x.outputs:,}", f"{x.mismatches:,}")
+        (number(x), x.basis, x.kernel, _conditions(x.when), f"{x.calls:,}", f"{x.outputs:,}", f"{x.mismatches:,}")
         for x in found
     ]  # fmt: skip
     lines = [format_table(("rule", "basis", "kernel", "when", "calls", "numbers", "differ"), rows, left=(1, 2, 3))]
-    lines += [f"{'' if x.number is None else 'rule '}{_number(x)}: {x.note}" for x in found if x.note]
+    lines += [f"{'' if x.number is None else 'rule '}{number(x)}: {x.note}" for x in found if x.note]
     calls, outputs, wrong = (sum(getattr(x, name) for x in found) for name in ("calls", "outputs", "mismatches"))
     idle = sum(not x.calls for x in found)
     lines.append(f"\n{len(found)} rules, {calls:,} calls, {outputs:,} numbers compared, {wrong:,} differ"
                  f"{f'; {idle} rules were not run' if idle else ''}")  # fmt: skip
     return "\n".join(lines)
-
-
-def _number(found: RuleCheck) -> str:
-    return "book" if found.number is None else str(found.number)
 
 
 def _conditions(when: dict[str, Any]) -> str:

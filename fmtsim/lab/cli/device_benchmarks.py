@@ -114,7 +114,7 @@ def others_table(others: list[Other | str]) -> str:
     """Return a line for each other software, and one for each that did not run."""
     header = ("row", "software", "reached", "fmtsim", "unit", "differing results")
     lines = [
-        (other.row.name, other.software, _shown(other.value), _shown(other.ours), _unit(other.row.kind),
+        (other.row.name, other.software, _shown(other.value), _shown(other.ours), UNITS[other.row.kind],
          f"{other.differing:,}")
         for other in others if not isinstance(other, str)
     ]  # fmt: skip
@@ -127,15 +127,11 @@ def _gpu_line(result: gpu.Result) -> list[str]:
     met = {True: "pass", False: "MISS", None: "-"}[row.reaches(value, row.least)]
     met = "stretch" if row.reaches(value, row.stretch) else met
     goals = ["-" if goal is None else f"{goal:g}" for goal in (row.least, row.stretch)]
-    return [result.case.name, _shown(value), _unit(row.kind), *goals, met, f"{1e3 * result.seconds:.3f}"]
+    return [result.case.name, _shown(value), UNITS[row.kind], *goals, met, f"{1e3 * result.seconds:.3f}"]
 
 
 def _shown(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
-
-
-def _unit(kind: Any) -> str:
-    return UNITS[kind]
 
 
 _LAYER_PACKAGES = ("fmtsim", "torch", "transformers", "triton", "torchao")

@@ -60,16 +60,11 @@ def collect_info() -> dict[str, Any]:
     folder = load_engine("cpu").cache_folder() if engines[1]["available"] else None
     return {
         "versions": {
-            "fmtsim": version_of("fmtsim"),
-            "python": platform.python_version(),
-            **versions_of((*CORE, *EXTRAS)),
+            "fmtsim": version_of("fmtsim"), "python": platform.python_version(), **versions_of((*CORE, *EXTRAS)),
         },
-        "platform": platform.platform(),
-        "devices": _devices(),
-        "engines": engines,
-        "threads": fmtsim.get_num_threads(),
+        "platform": platform.platform(), "devices": _devices(), "engines": engines, "threads": fmtsim.get_num_threads(),
         "kernel_cache": str(folder) if folder else None,
-    }
+    }  # fmt: skip
 
 
 def _devices() -> list[dict[str, str]]:

@@ -178,7 +178,6 @@ def run_ptq(arguments: argparse.Namespace) -> int:
 
 
 def _outputs(loaded: Loaded) -> list[Any]:
-    """Return what the model makes of the held-out batches."""
     with evaluating(loaded.model), torch.no_grad():
         return [call(loaded.model, sample.batch, i, kind="batch") for i, sample in enumerate(loaded.held_out)]
 

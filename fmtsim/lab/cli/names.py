@@ -14,7 +14,7 @@ def _names_of(*places: str) -> Names:
         names: list[str] = []
         for module, _, attribute in (place.partition(":") for place in places):
             value = getattr(importlib.import_module(f"fmtsim.{module}"), attribute)
-            names += value() if callable(value) else value
+            names += [getattr(name, "name", name) for name in (value() if callable(value) else value)]
         return names
 
     return read
@@ -34,10 +34,4 @@ states = _names_of("optim.catalogue:list_schemes")
 optimizers_and_states = _names_of("lab.memory.states:RULES", "optim.catalogue:list_schemes")
 reductions = _names_of("distributed.reduction:REDUCTIONS")
 schemes = _names_of("ptq.catalogue:list_ptq_recipes")
-
-
-def claims() -> Iterable[str]:
-    """Return the claims that ``fmtsim reproduce`` runs."""
-    from fmtsim.lab.reproduce import get_claims
-
-    return [claim.name for claim in get_claims()]
+claims = _names_of("lab.reproduce.run:CLAIMS")

@@ -299,22 +299,16 @@ def mm_record(
     products = arguments.m * arguments.n * arguments.k
     count = relative.numel()
     return {
-        "explanation": dict(explanation.rows),
-        "verified": explanation.verified,
-        "data": "uniform" if y.dtype == torch.int32 else arguments.data,
-        "seed": arguments.seed,
+        "explanation": dict(explanation.rows), "verified": explanation.verified,
+        "data": "uniform" if y.dtype == torch.int32 else arguments.data, "seed": arguments.seed,
         "rows_checked": comparison.shape[0],
         "relative_error": {
-            "max": relative.max().item() if count else 0.0,
-            "median": relative.median().item() if count else 0.0,
+            "max": relative.max().item() if count else 0.0, "median": relative.median().item() if count else 0.0,
             "rms": relative.square().mean().sqrt().item() if count else 0.0,
         },
-        "against_exact": comparison.to_dict(),
-        "first_outputs": _hex(y[0, :SHOWN]),
-        "seconds": seconds[1],
-        "seconds_of_first_call": seconds[0],
-        "products_per_second": products / seconds[1],
-    }
+        "against_exact": comparison.to_dict(), "first_outputs": _hex(y[0, :SHOWN]), "seconds": seconds[1],
+        "seconds_of_first_call": seconds[0], "products_per_second": products / seconds[1],
+    }  # fmt: skip
 
 
 def _hex(values: torch.Tensor) -> list[str]:
@@ -341,21 +335,14 @@ def mm_text(
     first = record["seconds_of_first_call"]
     return "\n".join(
         [
-            str(explanation),
-            f"{'data':<{width}}  {record['data']}, seed {record['seed']}",
-            "",
+            str(explanation), f"{'data':<{width}}  {record['data']}, seed {record['seed']}", "",
             f"relative error of {rows} against the exact sums:",
-            f"  largest {error['max']:.3g}, median {error['median']:.3g}, root mean square {error['rms']:.3g}",
-            "",
+            f"  largest {error['max']:.3g}, median {error['median']:.3g}, root mean square {error['rms']:.3g}", "",
             f"bits against the exact sums rounded to {comparison.dtype}:",
-            *(f"  {line}".rstrip() for line in str(comparison).splitlines()),
-            "",
-            "first outputs:",
-            *shown,
-            "",
+            *(f"  {line}".rstrip() for line in str(comparison).splitlines()), "", "first outputs:", *shown, "",
             f"{speed} (first call {first:.3g} s)",
-        ]
-    )
+        ],
+    )  # fmt: skip
 
 
 def run_invariance(arguments: argparse.Namespace) -> int:

@@ -241,7 +241,6 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def _verify_text(
     arguments: argparse.Namespace, found: dict[str, list[Any]], reports: dict[str, Any], workers: int, seconds: float
 ) -> str:
-    """Return the table of each part, and one of all parts where there are several."""
     parts = []
     if "casts" in found:
         parts.append(_casts_text(found["casts"], reports["casts"], arguments.exhaustive))
@@ -269,7 +268,6 @@ def _total(reports: dict[str, Any]) -> str:
 
 
 def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return which halves of the command run."""
     if arguments.what is not None:
         return (arguments.what,)
     if not arguments.device or arguments.formats or arguments.exhaustive:
@@ -346,7 +344,6 @@ def _gemm_table(found: list[Replay]) -> str:
 
 
 def _summary(outcomes: list[Outcome], each: bool) -> str:
-    """Return a table with a line for each check, or for each check and format."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for outcome in outcomes:
         key = (outcome.check, outcome.format) if each else (outcome.check,)

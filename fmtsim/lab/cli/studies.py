@@ -273,7 +273,6 @@ def _record(results: Sequence[Result]) -> dict[str, object]:
 
 
 def _summary(results: Sequence[Result]) -> str:
-    """Return a line that counts verdicts, and names claims that show less than is recorded."""
     counts = Counter("broke off" if result.error else result.verdict for result in results)
     tally = ", ".join(f"{counts[word]} {word}" for word in (*get_args(Verdict), "broke off") if counts[word])
     worse = ", ".join(result.claim.name for result in results if result.worse)
@@ -283,7 +282,6 @@ def _summary(results: Sequence[Result]) -> str:
 
 
 def _write(folder: Path, results: Sequence[Result]) -> None:
-    """Write the table, the record, and the plots where matplotlib is installed."""
     contents: dict[str, Content] = {"claims.md": markdown(results), "claims.json": json_text(_record(results)) + "\n"}
     try:
         import matplotlib  # noqa: F401

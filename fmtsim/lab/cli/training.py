@@ -188,16 +188,13 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.plan is not None and arguments.target is None:
         raise ArgumentError("--plan is an accumulation order; pass --target as well")
     machine = read_target(arguments)
-    if arguments.fast_accum and not _has_library(machine["target"]):
+    target = machine["target"]
+    has_library = target == "recipe" or (target is not None and isinstance(find_target(target), Target))
+    if arguments.fast_accum and not has_library:
         raise ArgumentError("--fast-accum chooses between a library's kernels; pass a GPU as --target as well")
     if arguments.target == "recipe" and arguments.recipe is None:
         raise ArgumentError("--target recipe is the machine that a recipe was made for; pass --recipe as well")
     return {**machine, "autocast": arguments.autocast}
-
-
-def _has_library(target: Any) -> bool:
-    """Return True if ``--target`` is a GPU with its library, or the one that a recipe names."""
-    return target is not None and (target == "recipe" or isinstance(find_target(target), Target))
 
 
 def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
@@ -263,7 +260,6 @@ def _loss(value: float, sign: str = "") -> str:
 
 
 def _by_operand(stats: Observation) -> dict[str, OperandStats]:
-    """Add up the statistics of all layers for each operand."""
     total: dict[str, OperandStats] = {}
     for operands in stats.layers.values():
         for name, s in operands.items():

@@ -101,12 +101,10 @@ def saved_tensors(sites: Iterator[Site], configs: Configs, how: Keeping) -> tupl
         if formats and elements:
             tensors.append(
                 SavedTensor(
-                    name=site.name,
-                    elements=elements,
-                    kept=", ".join(formats),
+                    name=site.name, elements=elements, kept=", ".join(formats),
                     bytes=elements * sum(formats.values()) / 8,
-                )
-            )
+                ),
+            )  # fmt: skip
     return tuple(tensors)
 
 

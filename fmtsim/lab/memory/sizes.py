@@ -137,14 +137,12 @@ def _check_size(record: Latent | ModelSize, name: str, least: int, most: int) ->
 
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "vocabulary": ("vocab_size",),
+    "hidden": ("hidden_size", "n_embd", "d_model"), "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"), "vocabulary": ("vocab_size",),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "active": ("num_experts_per_tok", "num_experts_per_token"),
-}
+}  # fmt: skip
 """What of a model is called what; the first name that is there counts."""
 
 

@@ -29,11 +29,9 @@ def flash_attention(
     full = flash_attention_3()
     baseline = flash_attention_3(target=None, rotate=False, blocks=False)
     configs = {
-        "baseline": dataclasses.replace(baseline, offset=0),
-        "FlashAttention-3": full,
-        "without blocks": flash_attention_3(blocks=False),
-        "without rotation": flash_attention_3(rotate=False),
-    }
+        "baseline": dataclasses.replace(baseline, offset=0), "FlashAttention-3": full,
+        "without blocks": flash_attention_3(blocks=False), "without rotation": flash_attention_3(rotate=False),
+    }  # fmt: skip
     errors = {}
     for name, config in told(tell, list(configs.items())):
         y = quantised_attention(q, k, v, config=config, generator=seed).double()

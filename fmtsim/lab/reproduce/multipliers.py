@@ -90,12 +90,10 @@ def hardware(tell: Tell, *, formats: tuple[str, ...]) -> Measured:
 
 # Energies in pJ at 45 nm and 0.9 V (Horowitz, ISSCC 2014), beside the gates that are counted for the part.
 _INTEGERS = {
-    "add, 8 bits": (0.03, 8 * _ADDER),
-    "add, 16 bits": (0.05, 16 * _ADDER),
-    "add, 32 bits": (0.1, 32 * _ADDER),
+    "add, 8 bits": (0.03, 8 * _ADDER), "add, 16 bits": (0.05, 16 * _ADDER), "add, 32 bits": (0.1, 32 * _ADDER),
     "multiply, 8 bits": (0.2, 8 * 8 * _AND + 8 * 7 * _ADDER),
     "multiply, 32 bits": (3.1, 32 * 32 * _AND + 32 * 31 * _ADDER),
-}
+}  # fmt: skip
 _FP32_MULTIPLY, _FP32_ADD, _FP16_ADD = 3.7, 0.9, 0.4
 
 

@@ -92,12 +92,10 @@ def bytes_kept(tell: Tell, *, scheme: str, shape: tuple[int, int]) -> Measured:
         numbers={
             "bytes, first moment": sizes["fp8lm"].per_parameter("first"),
             "bytes, second moment": sizes["fp8lm"].per_parameter("second"),
-            "bytes, master weights": sizes["fp8lm"].per_parameter("weights"),
-            "bytes, all with the gradient": ours,
-            "bytes, float32": high,
-            "ratio": high / ours,
-        }
-    )
+            "bytes, master weights": sizes["fp8lm"].per_parameter("weights"), "bytes, all with the gradient": ours,
+            "bytes, float32": high, "ratio": high / ours,
+        },
+    )  # fmt: skip
 
 
 def stall(tell: Tell, *, scheme: str, steps: int, copies: int, seed: int) -> Measured:

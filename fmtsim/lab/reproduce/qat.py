@@ -33,12 +33,10 @@ def recovered(
     during = _perplexity(aware, seed)
     return Measured(
         numbers={
-            "perplexity, high precision": full,
-            "perplexity, quantised afterwards": after,
-            "perplexity, quantised in training": during,
-            "recovered, %": 100 * (after - during) / (after - full),
-        }
-    )
+            "perplexity, high precision": full, "perplexity, quantised afterwards": after,
+            "perplexity, quantised in training": during, "recovered, %": 100 * (after - during) / (after - full),
+        },
+    )  # fmt: skip
 
 
 def _train(model: torch.nn.Module, steps: int, lr: float, batch: int, seed: int) -> None:

@@ -143,10 +143,8 @@ def phases(tell: Tell, *, shape: tuple[int, int], decades: float, seed: int) -> 
     x = normal(*shape, seed + 1) * 10.0**size
     steps = tuple(16.0**power for power in range(-8, 9))
     rules: dict[str, dict[str, Any]] = {
-        "exact": {},
-        "power of two": {"power_of_two": "ceil"},
-        "16^k": {"allowed": steps},
-    }
+        "exact": {}, "power of two": {"power_of_two": "ceil"}, "16^k": {"allowed": steps},
+    }  # fmt: skip
     numbers = {}
     for name, rule in rules.items():
         scaling = Scaling(block=(1, None), top=120.0, arithmetic="divide", **rule)

@@ -48,7 +48,6 @@ class _Run:
         return F.cross_entropy(model(x), kinds)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return Adam, whose rate falls to 0 along a line by itself."""
         adam = torch.optim.Adam(model.parameters(), lr=self.lr)
         falls = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / self.steps)
         adam.register_step_post_hook(lambda *_: falls.step())
@@ -60,7 +59,6 @@ class _Run:
         return model
 
     def right(self, model: nn.Module) -> float:
-        """Return the share of images that are told right, in percent."""
         x, kinds = self.test
         with evaluating(model), torch.no_grad():
             return 100 * float((model(x).argmax(1) == kinds).double().mean())

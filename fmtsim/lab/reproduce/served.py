@@ -54,7 +54,6 @@ def _windows(data: Tensor, count: int, source: torch.Generator) -> tuple[Tensor,
 
 
 def _right(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the share of bytes that are guessed right, in percent."""
     answers: list[Tensor] = []
     hook = model.norm.register_forward_hook(lambda module, args, y: answers.append(y))
     with evaluating(model), torch.no_grad():
@@ -179,7 +178,6 @@ def _front(points: Points) -> list[str]:
 
 
 def _integers(front: list[str]) -> float:
-    """Return which part of a front integers are, in percent."""
     return 100 * sum(name.startswith("i") for name in front) / len(front)
 
 

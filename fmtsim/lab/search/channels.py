@@ -127,7 +127,6 @@ def narrow(links: Sequence[Link], counts: Sequence[int]) -> None:
 
 
 def _parts(links: Sequence[Link], counts: Sequence[int]) -> Iterator[tuple[Any, dict[str, Tensor], dict[str, int]]]:
-    """Yield each module with the parts of its tensors that stay, and its new sizes."""
     rows = {link.maker: n for link, n in zip(links, counts, strict=True)}
     columns = {}
     for link, n in zip(links, counts, strict=True):

@@ -71,15 +71,12 @@ def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: R
     """Return everything about a comparison as JSON types; numbers that are not finite are None."""
     gaps = {name: getattr(simulated, name) - getattr(baseline, name) for name in ("final_loss", "validation")}
     return {
-        **settings(config, corpus),
-        "baseline": _run_record(baseline),
-        "simulated": _run_record(simulated),
+        **settings(config, corpus), "baseline": _run_record(baseline), "simulated": _run_record(simulated),
         "gap": {name: _finite(gap) for name, gap in gaps.items()},
-    }
+    }  # fmt: skip
 
 
 def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[str, Content | None]:
-    """Return the files by name, the record last."""
     parts = [f"{_title(record)}: {simulated.label} against {baseline.label}"]
     for run in (baseline, simulated):
         if run.stats is not None:

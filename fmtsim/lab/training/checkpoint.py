@@ -112,11 +112,9 @@ class Checkpoint:
         if not self.every or (parts is not None and len(parts.run.losses) % self.every):
             return
         state = {
-            "settings": self.settings,
-            "runs": [run.state_dict() for run in self.runs],
-            "guesses": list(dict.fromkeys(self.guesses)),
-            "current": None if parts is None else _state_of(parts),
-        }
+            "settings": self.settings, "runs": [run.state_dict() for run in self.runs],
+            "guesses": list(dict.fromkeys(self.guesses)), "current": None if parts is None else _state_of(parts),
+        }  # fmt: skip
         tensors: dict[str, StoredTensor] = {}
         metadata = {"fmtsim": _LAYOUT, "state": json.dumps(_split(state, "", tensors))}
         write_folder(self.path.parent, {self.path.name: tensor_content(tensors, metadata)})

@@ -228,7 +228,6 @@ def _tokens(part: Tensor, tokenizer: Any) -> Tensor:
 
 
 def _windows(tokens: Tensor, asked: Asked) -> Tensor:
-    """Return windows at even distances over a text, int64 ``[batches, rows, context + 1]``."""
     places = tokens.numel() - asked.context
     if places < 1:
         raise DataError(

@@ -98,11 +98,9 @@ class ScalingLaw(Result):
         )  # fmt: skip
         law = f"L = (A / (N eff_N)^alpha + B / (D eff_D)^beta)^gamma + E, fitted to {len(self.runs)} losses"
         return (
-            law,
-            Facts(facts),
-            table_of(columns, dict.fromkeys((*self.eff_n, *self.eff_d))),
+            law, Facts(facts), table_of(columns, dict.fromkeys((*self.eff_n, *self.eff_d))),
             f"largest error of the law: {100 * math.expm1(self.error()):.2f} % of a loss",
-        )
+        )  # fmt: skip
 
     def plot(self, choices: Sequence[Choice], path: str | Path | None = None) -> "Figure":
         """Draw which choice is best by parameters and tokens a parameter, with the runs that the law was fitted to."""

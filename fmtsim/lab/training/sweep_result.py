@@ -210,7 +210,8 @@ class SweepResult(Result):
 
     def _content(self) -> tuple[Rows | str, ...]:
         tasks = sorted({name for run in self.runs for name in run.tasks})
-        answers = [Column(name, partial(_answered, task=name)) for name in tasks]
+        answered = lambda group, task: f"{100 * group['tasks'][task]:.1f} %" if task in group["tasks"] else "-"  # noqa: E731
+        answers = [Column(name, partial(answered, task=name)) for name in tasks]
         alone = f"; the frequencies of bytes alone give {self.entropy:.3f}" if self.limit is None else ""
         text = (
             f"failed: stopped, or a last loss (mean of the last tenth, nats per byte) of as much or more{alone}",
@@ -271,10 +272,6 @@ def _answers(runs: Sequence[SweepRun]) -> dict[str, float]:
             before = total.get(name, (0, 0))
             total[name] = before[0] + right, before[1] + asked
     return {name: right / asked for name, (right, asked) in total.items() if asked}
-
-
-def _answered(group: dict[str, Any], task: str) -> str:
-    return f"{100 * group['tasks'][task]:.1f} %" if task in group["tasks"] else "-"
 
 
 def _median(runs: Sequence[SweepRun]) -> float:

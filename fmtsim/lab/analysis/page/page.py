@@ -56,11 +56,12 @@ def observation_data(observation: Any) -> dict[str, Any] | None:
     places = [(layer, operand) for layer in layers for operand in operands]
     rows = [[history[step].get(layer, {}).get(operand) for step in history] for layer, operand in places]
     every = [totals.get(layer, {}).get(operand) for layer, operand in places]
+    columns = {name: [_figure(s, name) for row in rows for s in row] for name in METRICS}
     return {
         "layers": [name or "(model)" for name in layers], "operands": operands,
         "words": [f"{name} ({operand_in_words(name)})" for name in operands], "steps": list(history),
         "forwards": getattr(observation, "steps", len(history)),
-        "history": {name: _column([_figure(s, name) for row in rows for s in row]) for name in METRICS},
+        "history": {name: column if len(set(column)) > 1 else column[:1] for name, column in columns.items()},
         "totals": {name: [_figure(s, name) for s in every] for name in METRICS},
         "formats": [s.format if s else None for s in every],
         "histograms": [_histogram(s) if s else None for s in every], "choices": format_choices(),
@@ -126,11 +127,6 @@ def number(value: float | None, digits: int = 4) -> float | str | None:
 
 def _figure(s: Any, name: str) -> float | str | None:
     return None if s is None else number(getattr(s, name))
-
-
-def _column(values: Sequence[Any]) -> Sequence[Any]:
-    """Return one value for a column of equal ones."""
-    return values[:1] if values and all(value == values[0] for value in values) else values
 
 
 def _histogram(s: OperandStats) -> dict[str, Any]:

@@ -84,19 +84,15 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 BENCH_SIZES = {
-    "width": "of the models; by default what fits the device",
-    "layers": "blocks of a model",
-    "batch_size": "sequences of a step",
-    "context": "tokens of a sequence",
-}
+    "width": "of the models; by default what fits the device", "layers": "blocks of a model",
+    "batch_size": "sequences of a step", "context": "tokens of a sequence",
+}  # fmt: skip
 BENCH_DEFAULTS = {"side": 4096, "shape": [512, 512, 2048], "threads": [1, 2]}
 KERNELS = ("side", "threads", "kernels_only")
 BENCH_OPTIONS = {
-    "casts": KERNELS,
-    "gemm": (*KERNELS, "shape"),
-    "gpu": (),
+    "casts": KERNELS, "gemm": (*KERNELS, "shape"), "gpu": (),
     "layers": ("recipes", "device", *BENCH_SIZES, "target", "emulate"),
-}
+}  # fmt: skip
 """Which options belong to what is measured, beside those that all have."""
 
 

@@ -173,11 +173,9 @@ SWEEP_DEFAULTS = {
     "seeds": "0..3",
 }  # fmt: skip
 SWEEP_SIZES = {
-    "layers": ("transformer blocks", 2),
-    "heads": ("attention heads per block", 4),
-    "context": ("bytes the model sees at once", 32),
-    "batch_size": ("windows of text per step", 8),
-}
+    "layers": ("transformer blocks", 2), "heads": ("attention heads per block", 4),
+    "context": ("bytes the model sees at once", 32), "batch_size": ("windows of text per step", 8),
+}  # fmt: skip
 
 
 def declare_sweep(parser: argparse.ArgumentParser) -> None:
@@ -198,11 +196,9 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
     option(how, "--data", "a text file or a folder of them; by default Python's own sources", metavar="PATH")
     flag(how, "--tasks", "train on sums, copies and brackets instead, and count right answers")
     option(
-        how,
-        "--failed",
-        "last loss from which a run has failed (default: halfway from bytes' entropy to the best)",
+        how, "--failed", "last loss from which a run has failed (default: halfway from bytes' entropy to the best)",
         type=float,
-    )
+    )  # fmt: skip
     add_device(how)
     count(how, "--workers", "processes that share the runs, a CPU thread each (default: one a core)")
     law = "fit Quartet's scaling law to widths, steps and schemes; this scheme is the baseline, such as bf16"

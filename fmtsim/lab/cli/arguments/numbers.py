@@ -58,11 +58,9 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 def declare_explain(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "numbers",
-        nargs="+",
-        metavar="NUMBER",
+        "numbers", nargs="+", metavar="NUMBER",
         help="one number, or the consecutive numbers of a block; - reads them from standard input",
-    )
+    )  # fmt: skip
     option(parser, "--format", "any format; blocks are consecutive numbers", metavar=None, known=names.formats,
            required=True)  # fmt: skip
     option(parser, "--dtype", "dtype in which the numbers are stored before the cast", "float64", choices=DTYPES)
