@@ -260,7 +260,7 @@ def test_public_names_are_light_silent_and_strict():
 
 
 def test_import_leaves_torch_compile_alone():
-    """torch imports its tracer, and sympy with it, when somebody compiles: more than a second."""
+    """torch imports its tracer, and sympy with it, at the first compilation: more than a second."""
     code = "import sys, fmtsim; from fmtsim import *; print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

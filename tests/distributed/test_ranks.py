@@ -249,7 +249,7 @@ def mourner(rank, folder):
         assert "rank 2 did not answer in the comparison of arguments" in str(error), error
         assert "Nothing was written; restart the ranks from a checkpoint. torch says: " in str(error)
     else:
-        raise AssertionError("a rank was gone, and nobody noticed")
+        raise AssertionError("a rank was gone, and no rank noticed")
     assert state.state_dict() == before
     with mock.patch.object(Ranks, "_on_cpus", False):
         refused("rank 2 did not answer in the comparison of arguments; such a rank has ended, hangs, or", all_reduce, x,

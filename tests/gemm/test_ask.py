@@ -99,7 +99,7 @@ def test_descriptors_that_are_changed_say_what_new_ones_say():
     ]
     for last, question in enumerate(questions, 1):
         changed, new = told(*questions[:last]), told(question)
-        same = [i for i in range(88) if i not in (8, 17, 18)]  # pointers that nobody follows
+        same = [i for i in range(88) if i not in (8, 17, 18)]  # pointers
         assert [changed[i] for i in same] == [new[i] for i in same]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer asks of whoever multiplies, and the seeds of its random keys."""
+"""What a layer asks of a library or unit, its products without one, and the seeds of its random keys."""
 
 import pytest
 import torch

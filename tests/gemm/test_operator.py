@@ -250,7 +250,7 @@ def test_a_gpu_is_asked_once_for_both_operands(rows, monkeypatch):
     with pytest.raises(ArgumentError, match="a holds 1.00049, which is not a value of tf32"):
         tf32_product(a, TF32)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    tf32_product(a, TF32)  # nobody looks
+    tf32_product(a, TF32)  # values are not looked at while a graph is captured
 
 
 def test_numbers_that_a_verb_rounded_are_not_looked_at(monkeypatch):

@@ -77,6 +77,10 @@ def written(k, unit=FOUR, plan=CHAIN):
 )
 def test_orders_by_hand(k, unit, plan, expected):
     assert written(k, unit, plan) == expected
+    order = order_of_products(k, unit, plan)
+    assert scheduled(k, unit, plan) == order
+    starts = [chain.start for part in schedule(k, unit, plan) for chain in part]
+    assert starts == [chain[0][0] for part in order for chain in part]
 
 
 def test_two_promotions_contradict_each_other():
@@ -89,10 +93,12 @@ def random_case(draw: random.Random):
     block = draw.choice([2, 4, 6]) if paired else draw.choice([None, 1, 2, 3, 4, 8])
     promote = draw.choice([None, None, 4 * (block or 1), 12 * (block or 1)])
     tile = draw.choice([None, 1, 2, 3, 5, 8, 16])
+    owner = draw.choice(["contiguous", "interleaved"])
     plan = GemmPlan(
         k_tile=tile,
+        part_k=draw.choice([None, None, 6, 20]) if tile is not None and owner == "contiguous" else None,
         split=1 if tile is None else draw.randint(1, 6),
-        owner=draw.choice(["contiguous", "interleaved"]),
+        owner=owner,
         residue_first=tile is not None and draw.random() < 0.4,
         instruction_k=draw.choice([None, None, 2, 3, 4]),
         promote_every=None if promote else draw.choice([None, 1, 5, 8, 16]),

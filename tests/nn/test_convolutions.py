@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -13,41 +12,15 @@ from torch import nn
 import fmtsim
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
-from fmtsim.nn import convert, revert
+from fmtsim.nn import convert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.support.errors import ArgumentError, CoverageWarning
-from tests.support.models import both
+from tests.support.models import CONVOLUTIONS, both, convolution
 from tests.support.operands import normal
 
 CONFIG = linear_config(x="mxfp8_e4m3", w="e4m3", g="mxfp8_e5m2")
 TENSOR = linear_config(x="e4m3", w="e4m3", g="e5m2", scaling="tensor")
-# One of each, with the shape of an input without its batch: strides, dilations, paddings and groups of all kinds.
-LAYERS = {
-    "Conv1d": (lambda: nn.Conv1d(6, 8, 3, stride=2, padding=1, dilation=2, groups=2), (6, 11)),
-    "Conv2d": (lambda: nn.Conv2d(6, 4, (2, 3), stride=(1, 2), padding=1, dilation=(2, 1), groups=2), (6, 5, 6)),
-    "Conv3d": (lambda: nn.Conv3d(4, 6, (2, 3, 2), stride=(1, 2, 1), padding=(1, 1, 0), groups=2), (4, 3, 5, 4)),
-    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(6, 8, 4, 2, padding=1, output_padding=1, groups=2), (6, 5)),
-    "ConvTranspose2d": (
-        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=(1, 2), output_padding=(1, 0), dilation=(1, 2)),
-        (4, 4, 3),
-    ),
-    "ConvTranspose3d": (
-        lambda: nn.ConvTranspose3d(4, 6, (2, 3, 2), stride=(2, 1, 2), padding=(0, 1, 1), groups=2, bias=False),
-        (4, 3, 2, 3),
-    ),
-}
-
-
 BIASED = dataclasses.replace(fmtsim.get_ptq_recipe("int8_static"), name="biased", bias_correction=True)
-
-
-def layer(name, dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    return LAYERS[name][0]().to(dtype)
-
-
-def images(name, batch=2, dtype=torch.float32):
-    return normal(batch, *LAYERS[name][1], seed=3, dtype=dtype).requires_grad_()
 
 
 def whole_numbers(module):
@@ -159,10 +132,11 @@ def loop(module, x, g, config):
 @pytest.mark.parametrize("config", [CONFIG, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in LAYERS), *((n, torch.bfloat16) for n in LAYERS if n != "Conv2d")],
+    [*((name, torch.float32) for name in CONVOLUTIONS), *((n, torch.bfloat16) for n in CONVOLUTIONS if n != "Conv2d")],
 )
 def test_convolutions_multiply_what_a_loop_unfolds(name, dtype, config):
-    module, x = layer(name, dtype), images(name, dtype=dtype)
+    module, x = convolution(name, dtype)
+    x.requires_grad_()
     g = normal(*module(x).shape, seed=4, dtype=dtype)
     expected = loop(module, x.detach(), g, config)
     y = convert(module, config=config)(x)
@@ -212,47 +186,6 @@ def test_convolution_quantises_the_unfolded_input_along_channels_and_kernel():
 def test_the_operator_keeps_torchs_rules(dtype):
     columns = normal(2, 3 * 2 * 3, 4 * 2, seed=1, dtype=dtype)
     torch.library.opcheck(torch.ops.fmtsim.fold.default, (columns, [4, 2], [10, 5], [2, 3], [2, 1], [3, 1]))
-
-
-def step(module, x):
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    y = module(x)
-    return y, *torch.autograd.grad(y, [x, *module.parameters()], normal(*y.shape, seed=5).to(y.dtype))
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_compiled_copied_saved_and_laid_out_otherwise(name):
-    module, x = convert(layer(name), config=TENSOR), images(name)
-    expected = step(module, x)
-    keys = list(layer(name).state_dict())
-    assert list(module.state_dict()) == keys and isinstance(module, EmulatedModule)
-    form = {3: torch.channels_last, 4: torch.channels_last_3d}.get(x.dim() - 1, torch.contiguous_format)
-    loaded = convert(layer(name, seed=1), config=TENSOR)
-    loaded.load_state_dict(module.state_dict())
-    others = [
-        (torch.compile(copy.deepcopy(module), backend="aot_eager", fullgraph=True, dynamic=False), x),
-        (copy.deepcopy(module).to(memory_format=form), x.detach().contiguous(memory_format=form)),
-        (pickle.loads(pickle.dumps(module)), x),
-        (loaded, x),
-    ]
-    for other, same in others:
-        assert all(torch.equal(a, b) for a, b in zip(expected, step(other, same), strict=True))
-    assert type(revert(module)) is getattr(nn, name)
-    assert torch.equal(module(x), layer(name)(x))
-
-
-def test_bilinear_compiled_copied_and_under_autocast():
-    torch.manual_seed(0)
-    module = convert(nn.Bilinear(4, 6, 5), config=TENSOR)
-    x1, x2 = normal(3, 4, seed=1), normal(3, 6, seed=2)
-    y = module(x1, x2)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
-    for other in (compiled, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(x1, x2), y)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert module(x1, x2).dtype == torch.bfloat16
-        assert convert(layer("ConvTranspose1d"), config=TENSOR)(images("ConvTranspose1d")).dtype == torch.bfloat16
-    assert type(revert(module)) is nn.Bilinear
 
 
 def test_a_model_of_them_learns_and_keeps_delayed_scales():
@@ -310,10 +243,35 @@ def test_what_does_not_fit(make, shapes, message):
         convert(make(), config=TENSOR)(*map(torch.ones, shapes))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d"])
+def test_channels_last_changes_no_bit(name):
+    module, x = convolution(name)
+    convert(module, config=TENSOR)
+    form = {3: torch.channels_last, 4: torch.channels_last_3d}.get(x.dim() - 1, torch.contiguous_format)
+    results = []
+    for layer, images in (
+        (module, x),
+        (copy.deepcopy(module).to(memory_format=form), x.contiguous(memory_format=form)),
+    ):
+        images.requires_grad_()
+        y = layer(images)
+        results.append([y, *torch.autograd.grad(y, [images, *layer.parameters()], normal(*y.shape, seed=5))])
+    assert all(map(torch.equal, *results))
+
+
+def test_autocast_gives_its_dtype():
+    transposed, x = convolution("ConvTranspose1d")
+    bilinear = convert(nn.Bilinear(4, 6, 5), config=TENSOR)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bilinear(normal(3, 4), normal(3, 6)).dtype == torch.bfloat16
+        assert convert(transposed, config=TENSOR)(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_second_derivatives_are_refused(name):
-    x = images(name)
-    (dx,) = torch.autograd.grad(convert(layer(name), config=TENSOR)(x).square().sum(), x, create_graph=True)
+    module, x = convolution(name)
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(convert(module, config=TENSOR)(x).square().sum(), x, create_graph=True)
     with pytest.raises(fmtsim.FmtsimError, match="EmulatedGEMM cannot be differentiated twice"):
         dx.sum().backward()
 

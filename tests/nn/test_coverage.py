@@ -102,7 +102,7 @@ def test_weights_of_one_storage_are_told_apart():
 
 
 class Odd(nn.Module):
-    """Two layers with one weight, and experts in a layout that is none of ``[experts, N, K]``."""
+    """Two layers with one weight, and experts in another layout than ``[experts, N, K]``."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class Odd(nn.Module):
 
 
 def test_a_shared_weight_and_an_unknown_layout_of_experts_are_named():
-    """Each layer is what was asked of it, whoever shares its weight."""
+    """A filter decides for each layer, also where two share a weight."""
     with pytest.warns(CoverageWarning, match=r"estimated from shapes: w 60.0 % \(no emulated form of Odd"):
         model = convert(Odd(), recipe="te_current")
     assert report(model, X).summary.endswith("left: w 60.0 % (no emulated form of Odd)")
@@ -153,7 +153,7 @@ def test_what_multiplies_no_weight_is_not_counted(way):
     assert report(convert(Raw(*(NONE[way][0], *NONE[way][1])), recipe="te_current"), X).coverage.total == 6 * 32 * 32
 
 
-def test_an_operator_of_somebody_elses_is_named():
+def test_an_operator_of_another_library_is_named():
     library = torch.library.Library("fmtsim_test", "DEF")
     library.define("product(Tensor x, Tensor w) -> Tensor")
     library.impl("product", lambda x, w: x @ w.t(), "CompositeExplicitAutograd")
@@ -333,7 +333,7 @@ def test_what_is_no_batch(batch):
         report(nn.Linear(32, 32), batch)
 
 
-def test_convert_logs_the_line_and_warns_of_what_nobody_left_out(caplog):
+def test_convert_logs_the_summary_and_warns_of_products_without_an_emulated_form(caplog):
     with caplog.at_level(logging.INFO, "fmtsim"):
         model = convert(gpt(), recipe="te_current")
     assert caplog.messages == [report(model).summary]
@@ -364,7 +364,7 @@ def scheduled():
     return Recipe(name="later", linear=get_recipe("te_current").linear, rules=rules)
 
 
-def test_a_schedule_that_nobody_follows_warns_once():
+def test_a_schedule_without_set_step_warns_once():
     model = nn.Sequential(nn.Linear(32, 32))
     before = snapshot(model)
     convert(model, recipe=scheduled())

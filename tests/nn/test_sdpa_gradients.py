@@ -79,21 +79,27 @@ def close(ours, expected, tolerance=2e-5):
         assert float((a.double() - b).norm() / b.norm()) < tolerance
 
 
-def test_without_rounding_they_are_torchs():
-    shapes = (2, 3, 40, 16), (2, 3, 50, 16), (2, 3, 50, 8)
-    torch.manual_seed(0)  # of the masks
-    for chosen in (
-        {},
-        {"is_causal": True},
-        {"attn_mask": torch.rand(40, 50) < 0.7},
-        {"attn_mask": torch.randn(40, 50)},
-    ):
-        q, k, v = tensors(*shapes)
-        g = normal(2, 3, 40, 8, seed=9)
-        ours = gradients(q, k, v, g, config=AttentionConfig(columns=16), **chosen)
-        y = F.scaled_dot_product_attention(q, k, v, **chosen)
-        for a, b in zip(ours, torch.autograd.grad(y, (q, k, v), g), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+KEEP = torch.rand(2, 1, 40, 50, generator=torch.Generator().manual_seed(3)) < 0.5
+KEEP[..., 0] = True
+MASKS = {
+    "none": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.7}, "bool": {"attn_mask": KEEP},
+    "one row": {"attn_mask": KEEP[0, 0, :1]}, "added": {"attn_mask": normal(40, 50, seed=4)},
+    "added and -inf": {"attn_mask": torch.where(KEEP, 0.3, -math.inf)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_without_rounding_values_and_gradients_are_torchs(mask):
+    """Groups of heads under each mask; one head alone where there is none."""
+    shapes = ((40, 16), (50, 16), (50, 24)) if mask == "none" else ((2, 4, 40, 16), (2, 2, 50, 16), (2, 2, 50, 8))
+    q, k, v = tensors(*shapes)
+    options = MASKS[mask] | {"enable_gqa": q.dim() > 2}
+    y = F.scaled_dot_product_attention(q, k, v, **options)
+    ours = quantised_attention(q, k, v, config=AttentionConfig(columns=16), **options)
+    torch.testing.assert_close(ours, y, rtol=1e-5, atol=1e-5)
+    g = normal(*y.shape, seed=9)
+    for a, b in zip(*(torch.autograd.grad(t, (q, k, v), g) for t in (ours, y)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

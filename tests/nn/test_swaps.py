@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What recipes exchange beside linear layers: attention and gated layers, on whole models, there and back."""
 
-import copy
 import dataclasses
 import io
-import pickle
 
 import pytest
 import torch
@@ -34,14 +32,10 @@ def test_attention_of_a_recipe_and_back(recipe):
     model.blocks[0].attention.register_forward_hook(lambda *_: None)
     model.blocks[1].attention.requires_grad_(False)
     before, plain = snapshot(model), loss(model)
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
     convert(model, recipe=recipe, generator=1)
-    assert list(model.state_dict()) == list(weights)
     changed = loss(model)
     changed.backward()
     assert changed.item() != plain.item() and changed.item() == pytest.approx(plain.item(), abs=0.05)
-    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
-    gpt(seed=7).load_state_dict(model.state_dict(), strict=True)
     linear = loss(convert(gpt(), recipe=dataclasses.replace(recipe, attention=None))) if recipe.linear else plain
     assert changed.item() != linear.item()  # it is the attention that differs
     set_step(model, 3)
@@ -82,26 +76,16 @@ def test_report_shows_attention_and_replacements():
     )
 
 
-@pytest.mark.parametrize("name", ["intel_2t", SMOOTH])
-def test_gated_layers_of_a_recipe_and_back(name):
-    model, x = gated(), normal(16, 32, seed=1)
-    before, plain = snapshot(model), model(x)
-    keys = list(model.state_dict())
-    convert(model, recipe=name, generator=0)
-    assert ["forward" in vars(m) for m in model] == [True, False, True]
-    weights = {key: t for key, t in model.state_dict().items() if "fmtsim" not in key}  # the rest are delayed scales
-    assert isinstance(model[0], GatedMLP) and list(weights) == keys
-    gated().load_state_dict(weights, strict=True)
-    if name is SMOOTH:
-        torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-6)
-    other = convert_swiglu(gated())
-    other = (
-        convert(other, recipe=dataclasses.replace(get_recipe(name), replace=()), generator=0)
-        if name == "intel_2t"
-        else other
-    )
-    assert torch.equal(model(x), other(x))
-    assert snapshot(revert(model)) == before and torch.equal(model(x), plain)
+def test_gated_layers_of_a_recipe_are_smooth_before_their_products_are_rounded():
+    x, smooth = normal(16, 32, seed=1), convert(gated(), recipe=SMOOTH)
+    assert ["forward" in vars(m) for m in smooth] == [True, False, True] and isinstance(smooth[0], GatedMLP)
+    torch.testing.assert_close(smooth(x), gated()(x), rtol=1e-5, atol=1e-6)
+    apart = dataclasses.replace(get_recipe("intel_2t"), replace=())
+    for model, other in (
+        (smooth, convert_swiglu(gated())),
+        (convert(gated(), recipe="intel_2t", generator=0), convert(convert_swiglu(gated()), apart, generator=0)),
+    ):
+        assert torch.equal(model(x), other(x))
 
 
 def test_what_was_converted_alone_stays_after_revert():
@@ -118,22 +102,6 @@ def test_a_class_that_changed_after_convert_stays():
     model[2].__class__ = type("Mine", (type(model[2]),), {})
     assert torch.equal(model(x), convert(gated(), recipe="intel_2t")(x))
     assert type(revert(model)[2]).__name__ == "Mine" and torch.equal(model(x), plain(x))
-
-
-def test_copies_and_pickles_stay_converted_and_revert():
-    for make, x in (
-        (lambda: convert(gpt(), recipe=BOTH, generator=3), None),
-        (lambda: convert(gated(), recipe=SMOOTH), True),
-    ):
-        model = make()
-        run = loss if x is None else lambda m: m(torch.ones(4, 32))
-        expected = run(make())
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(run(other), expected)
-            plain = [type(m) for m in (gpt() if x is None else gated()).modules()]
-            assert [type(m) for m in revert(other).modules()] == plain
-            assert not any("fmtsim" in key for m in other.modules() for key in vars(m))
-        assert any("fmtsim" in key for m in model.modules() for key in vars(m))  # the copies' revert left it alone
 
 
 def test_a_file_says_all_of_it(tmp_path):

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes on whole models: Hugging Face's Llama, GPT-2 and BERT, a CNN; under autocast, checkpointing and compile."""
 
-import copy
-import io
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,13 +107,19 @@ EVERYWHERE = [
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_compiles_into_one_graph_with_the_bits_of_eager(name):
+def test_compiled_and_checkpointed_models_have_the_bits_of_eager(name):
     """One opaque operator a product; two steps, so that what delayed scaling remembers is seen to move."""
     torch._dynamo.reset()
     eager, model = (convert(mlp(), recipe=name, generator=7) for _ in range(2))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for x in (X, X * 3):
         assert all_same_bits(step(eager, x), step(model, x, compiled))
+    random = any(quantizer.is_random for quantizer in eager[0].emulation.config.operands.values())
+    for reentrant in () if random else (True, False):
+        plain, again = (convert(mlp(), recipe=name) for _ in range(2))
+        x = X.clone().requires_grad_()
+        call = lambda x, m=again, how=reentrant: checkpoint(m, x, use_reentrant=how)  # noqa: E731
+        assert all_same_bits(step(plain, x), step(again, x, call))
 
 
 def test_a_compiled_model_follows_a_schedule_and_another_batch():
@@ -165,8 +168,8 @@ def test_the_operators_pass_torchs_own_check(name):
 
 
 def test_a_graph_outlives_no_model():
-    with pytest.raises(ArgumentError, match="nobody was compiled for a model that is gone; compile the converted"):
-        torch.ops.fmtsim.layer(X, X, None, "nobody")
+    with pytest.raises(ArgumentError, match="gone was compiled for a model that is gone; compile the converted"):
+        torch.ops.fmtsim.layer(X, X, None, "gone")
 
 
 @pytest.mark.slow
@@ -201,25 +204,3 @@ def test_autocast(name, compiled):
     assert all(
         g.dtype == torch.float32 and torch.allclose(g, h.float(), rtol=1e-2) for g, h in zip(grads, halves, strict=True)
     )
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["te_current", "te_block", "fp4_ms", "halo2"])
-def test_activation_checkpointing(name, reentrant):
-    plain, model = (convert(mlp(), recipe=name) for _ in range(2))
-    x = X.clone().requires_grad_()
-    assert all_same_bits(step(plain, x), step(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant)))
-
-
-def test_a_copied_model_compiles_with_a_memory_of_its_own():
-    torch._dynamo.reset()
-    model = convert(mlp(), recipe="te_delayed")
-    other = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    third = torch.load(file, weights_only=False)
-    step(model, X * 100)  # the others remember nothing of this
-    results = [step(m, X, torch.compile(m, fullgraph=True, backend="aot_eager")) for m in (other, third)]
-    fresh = step(convert(mlp(), recipe="te_delayed"), X)
-    assert all_same_bits(results[0], fresh) and all_same_bits(results[1], fresh)

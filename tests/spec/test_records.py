@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of casts, units, plans and quantisers: their limits from both sides, what follows from them, and the order
-of products that they mean.
-"""
+"""Records of casts, units, plans and quantisers: their limits from both sides, and what follows from them."""
 
 import re
 from dataclasses import replace
@@ -355,53 +353,3 @@ def test_products_as_json():
         assert back.stochastic == spec.stochastic == (path is paths[0]) and back.sum_dtype == spec.sum_dtype
         assert record_from_dict(record_to_dict(path)) == path
     assert record_to_dict(GemmPlan(split=1)) == {"kind": "plan"}
-
-
-# The order of products.
-
-
-def flat(k, path, plan):
-    """Return the indices of every part, chain and block."""
-    return [[[list(block) for block in chain.blocks] for chain in part] for part in schedule(k, path, plan)]
-
-
-def run(start, stop):
-    return list(range(start, stop))
-
-
-FOUR = Datapath(block=4)
-ORDERS = [
-    (0, FOUR, {}, []),
-    (6, FOUR, {}, [[[run(0, 4), run(4, 6)]]]),
-    (6, Datapath(block=None, fraction_bits=None), {}, [[[run(0, 6)]]]),
-    (6, FOUR, {"instruction_k": 3}, [[[run(0, 3), run(3, 6)]]]),
-    (6, FOUR, {"instruction_k": 9}, [[[run(0, 4), run(4, 6)]]]),
-    (10, FOUR, {"promote_every": 8}, [[[run(0, 4), run(4, 8)], [run(8, 10)]]]),
-    (10, replace(FOUR, promote_every=4), {}, [[[run(0, 4)], [run(4, 8)], [run(8, 10)]]]),
-    (8, replace(FOUR, promote_every=4), {"promote_every": 4}, [[[run(0, 4)], [run(4, 8)]]]),
-    (10, FOUR, {"k_tile": 4}, [[[run(0, 4), run(4, 8), run(8, 10)]]]),
-    (10, FOUR, {"k_tile": 4, "residue_first": True}, [[[run(0, 2), run(2, 6), run(6, 10)]]]),
-    (8, FOUR, {"k_tile": 4, "residue_first": True}, [[[run(0, 4), run(4, 8)]]]),
-    (10, FOUR, {"k_tile": 4, "split": 2}, [[[run(0, 4), run(4, 8)]], [[run(8, 10)]]]),
-    (10, FOUR, {"k_tile": 4, "split": 9}, [[[run(0, 4)]], [[run(4, 8)]], [[run(8, 10)]]]),
-    (10, FOUR, {"k_tile": 4, "split": 2, "owner": "interleaved"}, [[[run(0, 4), run(8, 10)]], [[run(4, 8)]]]),
-    (4, FOUR, {"k_tile": 4, "split": 3, "owner": "interleaved"}, [[[run(0, 4)]]]),
-    (10, FOUR, {"k_tile": 4, "part_k": 6}, [[[run(0, 4), run(4, 6)]], [[run(6, 10)]]]),
-    (10, FOUR, {"k_tile": 4, "part_k": 6, "residue_first": True}, [[[run(0, 2), run(2, 6)]], [[run(6, 10)]]]),
-    (10, FOUR, {"k_tile": 5, "promote_every": 6}, [[[run(0, 4), [4], [5]], [run(6, 10)]]]),
-    (10, FOUR, {"k_tile": 4, "split": 2, "promote_every": 4}, [[[run(0, 4)], [run(4, 8)]], [[run(8, 10)]]]),
-    (9, FOUR, {"k_end": 6, "k_tile": 4, "split": 2}, [[[run(0, 4)]], [[run(4, 6)]]]),
-    (10, FOUR, {"k_tile": 4, "lanes": 2}, [[[[0, 1], [4, 5], [8, 9]]], [[[2, 3], [6, 7]]]]),
-    (11, Datapath(block=4, paired=True), {}, [[[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10]]]]),
-    (2, Datapath(block=4, paired=True), {}, [[[[0, 1]]]]),
-    (3, IntegerDatapath(block=2), {}, [[[[0, 1], [2]]]]),
-]
-
-
-@pytest.mark.parametrize(("k", "path", "plan", "expected"), ORDERS, ids=range(len(ORDERS)))
-def test_the_order_of_products(k, path, plan, expected):
-    assert flat(k, path, GemmPlan(**plan)) == expected
-    starts = [chain.start for part in schedule(k, path, GemmPlan(**plan)) for chain in part]
-    assert starts == [chain[0][0] for part in expected for chain in part]
-    places = sorted(i for part in expected for chain in part for block in chain for i in block)
-    assert places == list(range(plan.get("k_end", k)))

@@ -151,6 +151,68 @@ def train(model, x, calls=2):
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
+class NormedMLP(nn.Module):
+    """A norm and a gated layer around a residual, as in Llama, with weights large enough to show rounding."""
+
+    def __init__(self, norm=nn.RMSNorm):
+        super().__init__()
+        self.norm, self.mlp = norm(32), GatedMLP()
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.3)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class FalconLinear(nn.Linear):
+    """As in transformers: a linear layer with a forward of its own."""
+
+    def forward(self, input):
+        hidden = input @ self.weight.T
+        return hidden if self.bias is None else hidden + self.bias
+
+
+class Experts(nn.Module):
+    """Three gated layers as stacks of matrices, each of which gets every third row."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(3, 64, 16) / 4)
+        self.down = nn.Parameter(torch.randn(3, 16, 32) / 4)
+
+    def forward(self, x):
+        y, chosen = torch.zeros_like(x), torch.arange(len(x)) % 3
+        for e in range(3):
+            rows = torch.where(chosen == e)[0]
+            gate, up = nn.functional.linear(x[rows], self.gate_up[e]).chunk(2, -1)
+            y = y.index_add(0, rows, nn.functional.linear(nn.functional.silu(gate) * up, self.down[e]))
+        return y
+
+
+# One of each, with the shape of an input without its batch: strides, dilations, paddings and groups of all kinds.
+CONVOLUTIONS = {
+    "Conv1d": (lambda: nn.Conv1d(6, 8, 3, stride=2, padding=1, dilation=2, groups=2), (6, 11)),
+    "Conv2d": (lambda: nn.Conv2d(6, 4, (2, 3), stride=(1, 2), padding=1, dilation=(2, 1), groups=2), (6, 5, 6)),
+    "Conv3d": (lambda: nn.Conv3d(4, 6, (2, 3, 2), stride=(1, 2, 1), padding=(1, 1, 0), groups=2), (4, 3, 5, 4)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(6, 8, 4, 2, padding=1, output_padding=1, groups=2), (6, 5)),
+    "ConvTranspose2d": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=(1, 2), output_padding=(1, 0), dilation=(1, 2)),
+        (4, 4, 3),
+    ),
+    "ConvTranspose3d": (
+        lambda: nn.ConvTranspose3d(4, 6, (2, 3, 2), stride=(2, 1, 2), padding=(0, 1, 1), groups=2, bias=False),
+        (4, 3, 2, 3),
+    ),
+}
+
+
+def convolution(name, dtype=torch.float32):
+    """Return a convolution of random weights, and a batch of two for it."""
+    torch.manual_seed(0)
+    make, shape = CONVOLUTIONS[name]
+    return make().to(dtype), normal(2, *shape, seed=3, dtype=dtype)
+
+
 class MatrixLayers(nn.Module):
     """A stack of matrices as layers."""
 
