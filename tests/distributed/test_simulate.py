@@ -149,43 +149,71 @@ def test_the_controller_doubles_in_its_steps_and_stays_in_bounds():
     assert float(mu) == 2.0**-24
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"factor": "prae"}, r"Reduction factor='prae' is not allowed; choose 'pre', 'post', 'sqrt', 'auto'"),
-        (
-            {"format": fmtsim.get_format("mxfp4")},
-            "Reduction format='mxfp4' is not allowed; choose the record of a signed",
-        ),
-        ({"format": fmtsim.get_format("fp64")}, "Reduction format='fp64' is not allowed; choose a format whose values"),
+POST = get_reduction("fp8lm_post")
+ONES, DOUBLES = torch.ones(3), torch.ones(3).double()
+TILE = fmtsim.formats.block.scaled(E4M3, (128, 128))
+REFUSED = [
+    *((lambda change=change: dataclasses.replace(POST, **change), message) for change, message in (
+        ({"factor": "prae"}, "Reduction factor='prae' is not allowed; choose 'pre', 'post', 'sqrt', 'auto'"),
+        ({"format": fmtsim.get_format("mxfp4")}, "format='mxfp4' is not allowed; choose the record of a signed"),
+        ({"format": fmtsim.get_format("fp64")}, "format='fp64' is not allowed; choose a format whose values"),
         ({"format": fmtsim.get_format("int8")}, "int8 has no NaN to propagate; choose nonfinite='saturate' or 'raise'"),
-        ({"factor": "auto"}, r"auto=None with factor='auto' is not allowed; choose factor='auto' and auto=AutoFactor"),
-        (
-            {"scaling": Scaling(arithmetic="divide")},
-            "Reduction scaling=.*a reduction takes no arithmetic='divide'; choose 'recip",
-        ),
-        ({"scaling": Scaling(block=(1, 32))}, r"takes no block=\(1, 32\); choose \(None, None\)"),
-        ({"scaling": Scaling(history=History())}, r"a reduction takes no history=.*; choose None"),
-        ({"seed": -1}, r"Reduction seed=-1 is not allowed; choose 0 to 2\*\*63 - 1"),
-    ],
-)
-def test_a_reduction_that_contradicts_itself(change, message):
-    with pytest.raises(ArgumentError, match=message):
-        dataclasses.replace(get_reduction("fp8lm_post"), **change)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+        ({"factor": "auto"}, "auto=None with factor='auto' is not allowed; choose factor='auto' and auto=AutoFactor"),
+        ({"scaling": Scaling(arithmetic="divide")}, "a reduction takes no arithmetic='divide'; choose 'recip"),
+        ({"scaling": Scaling(block=(1, 32))}, "takes no block=(1, 32); choose (None, None)"),
+        ({"scaling": Scaling(history=History())}, "a reduction takes no history="),
+        ({"seed": -1}, "Reduction seed=-1 is not allowed; choose 0 to 2**63 - 1"),
+    )),
+    *((lambda fields=fields: AutoFactor(**fields), message) for fields, message in (
         ({"backoff": 0.0}, "AutoFactor backoff=0.0 is not allowed; choose a finite number above 0"),
         ({"threshold": 1.0}, "AutoFactor threshold=1.0 is not allowed; choose a part from 0, below 1"),
         ({"growth_steps": 0}, "AutoFactor growth_steps=0 is not allowed; choose a whole number from 1"),
         ({"initial": 2.0**30}, "AutoFactor initial=1073741824.0 is not allowed; choose one in the bounds"),
-    ],
-)
-def test_a_controller_that_cannot_be(fields, message):
-    with pytest.raises(ArgumentError, match=message):
-        AutoFactor(**fields)
+    )),
+    *((lambda mu=mu: simulate([ONES], "fp8lm", mu=mu), f"mu={mu!r} is not a factor; pass a finite number above 0")
+      for mu in (0, 0.0, -1, -math.inf, math.inf, math.nan, "1", [1.0], torch.ones(2),
+                 *map(torch.tensor, (0.0, -1.0, math.inf, math.nan, [0.5, 0.5])))),
+    *((lambda call=call: simulate([ONES], "msamp", call=call),
+       f"call={call} is not allowed; choose a whole number from 0 to 21474836") for call in (-1, 1 << 31, 0.5)),
+    (lambda: simulate([ONES], "msamp", mu=2.0), "mu=2.0 belongs to factor='auto', not 'sqrt'; leave it out"),
+    (lambda: get_reduction("fp8ml"), "unknown reduction 'fp8ml'; did you mean 'fp8lm'"),
+    (lambda: simulate([ONES, torch.ones(4)], "msamp"),
+     "ranks disagree: rank 0 reduces [((3,), torch.float32, 'cpu')], rank 1"),
+    (lambda: simulate(None, "fp8lm_pre"), "ranks is NoneType; pass a list with the tensor, or tensors, of each rank"),
+    (lambda: simulate(torch.tensor(3.0), "bf16"), "ranks is a tensor without dimensions; pass a list"),
+    (lambda: simulate([], "msamp"), "0 ranks are not supported; choose 1 to 65535"),
+    (lambda: whole_tensors([3], 0), "0 ranks are not supported; choose 1 to 65535"),
+    (lambda: simulate([[]], "msamp"), "there are no tensors to reduce"),
+    (lambda: simulate([ONES.to_sparse()], "msamp"), "tensor 0 has layout torch.sparse_coo; pass a dense tensor"),
+    (lambda: require_row_blocks(TILE), "has blocks of 128 rows, but rows are sent apart; choose a format with bl"),
+    (lambda: require_whole(fmtsim.get_format("mxfp4"), HALO),
+     "mxfp4 has scales of its own; pass scaling=None, or an element format"),
+    (lambda: require_whole(E4M3, Scaling(block=(1, 32))),
+     "a gathered tensor takes no block=(1, 32); choose (None, None), such as Scaling()"),
+]  # fmt: skip
+WRONG_DTYPES = [
+    ([None], "the argument is a NoneType; pass a tensor, or a list of tensors"),
+    ([ONES.long()], "tensor 0 is torch.int64; reduce float16, bfloat16, float32 or float64"),
+    ([[ONES, DOUBLES]], "tensor 1 is torch.float64 on cpu, tensor 0 torch.float32 on cpu"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_refused(call, message):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(("ranks", "message"), WRONG_DTYPES)
+def test_dtypes_that_are_not_reduced(ranks, message):
+    with pytest.raises(DtypeError, match=re.escape(message)):
+        simulate(ranks, "msamp")
+
+
+def test_what_is_near_a_refusal_is_taken():
+    for mu in (1, 0.5, 1e30, torch.tensor(0.5), torch.tensor([2.0])):
+        simulate([ONES], "fp8lm", mu=mu)
+    require_row_blocks(fmtsim.get_format("logfmt8"))
 
 
 @pytest.mark.parametrize(
@@ -214,62 +242,6 @@ def test_fields_end_where_they_should(record, name, good, wrong):
     for value in wrong:
         with pytest.raises(FmtsimError, match="is not allowed; (choose|pass)|has|needs|with|takes no"):
             make(**{name: value})
-
-
-def test_a_factor_is_one_finite_number_above_0():
-    for mu in (1, 0.5, 1e30, torch.tensor(0.5), torch.tensor([2.0])):
-        simulate([torch.ones(3)], "fp8lm", mu=mu)
-    for mu in (0, -1, -math.inf, [1.0], *map(torch.tensor, (0.0, math.inf, math.nan, [0.5, 0.5]))):
-        with pytest.raises(ArgumentError, match=r"is not a factor; pass a finite number above 0"):
-            simulate([torch.ones(3)], "fp8lm", mu=mu)
-
-
-def test_wrong_arguments():
-    with pytest.raises(ArgumentError, match="unknown reduction 'fp8ml'; did you mean 'fp8lm'"):
-        get_reduction("fp8ml")
-    with pytest.raises(
-        ArgumentError, match=r"ranks disagree: rank 0 reduces \[\(\(3,\), torch.float32, 'cpu'\)\], rank 1"
-    ):
-        simulate([torch.ones(3), torch.ones(4)], "msamp")
-    with pytest.raises(ArgumentError, match="mu=2.0 belongs to factor='auto', not 'sqrt'; leave it out"):
-        simulate([torch.ones(3)], "msamp", mu=2.0)
-    for mu in (0.0, math.inf, math.nan, "1", torch.ones(2)):
-        with pytest.raises(ArgumentError, match=f"mu={re.escape(repr(mu))} is not a factor; pass a finite number"):
-            simulate([torch.ones(3)], "fp8lm", mu=mu)
-    with pytest.raises(ArgumentError, match=r"mu=tensor\(-1.\) is not a factor"):
-        simulate([torch.ones(3)], "fp8lm", mu=torch.tensor(-1.0))
-    for call in (-1, 1 << 31, 0.5):
-        with pytest.raises(
-            ArgumentError, match=f"call={call} is not allowed; choose a whole number from 0 to 21474836"
-        ):
-            simulate([torch.ones(3)], "msamp", call=call)
-    with pytest.raises(DtypeError, match="the argument is a NoneType; pass a tensor, or a list of tensors"):
-        simulate([None], "msamp")
-    with pytest.raises(ArgumentError, match="0 ranks are not supported; choose 1 to 65535"):
-        simulate([], "msamp")
-    with pytest.raises(ArgumentError, match="there are no tensors to reduce"):
-        simulate([[]], "msamp")
-    with pytest.raises(DtypeError, match=r"tensor 0 is torch.int64; reduce float16, bfloat16, float32 or float64"):
-        simulate([torch.ones(3, dtype=torch.int64)], "msamp")
-    with pytest.raises(DtypeError, match=r"tensor 1 is torch.float64 on cpu, tensor 0 torch.float32 on cpu"):
-        simulate([[torch.ones(3), torch.ones(3).double()]], "msamp")
-    with pytest.raises(ArgumentError, match="tensor 0 has layout torch.sparse_coo; pass a dense tensor"):
-        simulate([torch.ones(3).to_sparse()], "msamp")
-
-
-def test_formats_that_do_not_travel():
-    tile = fmtsim.formats.block.scaled(E4M3, (128, 128))
-    with pytest.raises(
-        ArgumentError, match=r"has blocks of 128 rows, but rows are sent apart; choose a format with bl"
-    ):
-        require_row_blocks(tile)
-    require_row_blocks(fmtsim.get_format("logfmt8"))
-    with pytest.raises(ArgumentError, match="mxfp4 has scales of its own; pass scaling=None, or an element format"):
-        require_whole(fmtsim.get_format("mxfp4"), HALO)
-    with pytest.raises(
-        ArgumentError, match=r"a gathered tensor takes no block=\(1, 32\); choose \(None, None\), such as Scaling\(\)"
-    ):
-        require_whole(E4M3, Scaling(block=(1, 32)))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32", "e4m3", "e2m1", "int6", "int8"])
@@ -305,15 +277,3 @@ def test_whole_tensors_are_dealt_out_evenly():
     owner = whole_tensors(sizes, 4)
     loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(4)]
     assert sorted(set(owner)) == [0, 1, 2, 3] and max(loads) - min(loads) < max(sizes)
-    with pytest.raises(ArgumentError, match="0 ranks are not supported; choose 1 to 65535"):
-        whole_tensors(sizes, 0)
-
-
-def test_ranks_are_a_list():
-    with pytest.raises(ArgumentError, match="ranks is NoneType; pass a list with the tensor, or tensors, of each rank"):
-        simulate(None, "fp8lm_pre")
-
-
-def test_a_number_is_no_list_of_ranks():
-    with pytest.raises(ArgumentError, match="ranks is a tensor without dimensions; pass a list"):
-        simulate(torch.tensor(3.0), "bf16")
