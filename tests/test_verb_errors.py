@@ -46,7 +46,7 @@ ARGUMENTS = [
     (FormatError, {"format": "logfmt8", "block_size": 64, "scale_rule": "floor"},
      "logfmt8 has no scale, so scale_rule='floor' does not apply; leave it out"),
     (FormatError, {"format": "nf4", "block_size": 64, "scale_rule": "even"}, "scale_rule='even' needs mantissa bits"),
-    (ArgumentError, {"pad": "no"}, "pad='no' is not a flag; pass True or False"),
+    (ArgumentError, {"format": "mxfp4", "pad": "no"}, "pad='no' is not a flag; pass True or False"),
     (ArgumentError, {"dim": 2}, "dim=2 is not a dimension of x of shape (6, 64); choose -2 to 1"),
     (ArgumentError, {"dim": -3}, "dim=-3 is not a dimension of x of shape (6, 64); choose -2 to 1"),
     (ArgumentError, {"dim": 1.0}, "dim=1.0 is not a dimension of x of shape (6, 64); choose -2 to 1"),

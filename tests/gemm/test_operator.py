@@ -14,7 +14,7 @@ from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.gemm.products.operands import read_operand, stays_packed
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
-from fmtsim.spec.datapath import IntegerDatapath, TwoStageDatapath, sum_dtype
+from fmtsim.spec.datapath import IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
@@ -67,23 +67,6 @@ def test_operator_keeps_torchs_rules(case):
     torch.library.opcheck(torch.ops.fmtsim.gemm.default, CASES[case](*operands()))
 
 
-@pytest.mark.parametrize(
-    ("datapath", "plan"),
-    [
-        (Datapath(), GemmPlan()),
-        (Datapath(), GemmPlan(k_tile=16, split=2)),
-        (Datapath(block=8, promote_every=16), GemmPlan()),
-        (WIDE, GemmPlan()),
-        (TwoStageDatapath(block=8), GemmPlan(promote_every=16)),
-    ],
-)
-def test_sums_have_the_bits_of_the_oracle(datapath, plan):
-    a, b = operands()
-    a[0, 3], b[1, 3], a[2, 2] = torch.inf, torch.nan, torch.inf
-    definition = spec(datapath, plan)
-    assert_same_bits(run_gemm(a, b, definition), sums(a, b, definition, sum_dtype(datapath)))
-
-
 def test_addends_scales_and_integers_reach_the_engine():
     a, b = operands()
     c = normal(5, 6)
@@ -108,17 +91,6 @@ def test_random_words():
     assert_same_bits(got, run_gemm(a, b, spec(STOCHASTIC), random=KEY))
     assert_same_bits(run_gemm(a, b, spec(STOCHASTIC), random=RandomKey((1 << 64) - 1, 1 << 63)),
          run_gemm(a, b, spec(STOCHASTIC), random=torch.tensor([-1, -(1 << 63)])))  # fmt: skip
-
-
-def test_batches_are_products_of_their_own():
-    a, b = normal(3, 5, 40).bfloat16(), normal(3, 6, 40, seed=1).bfloat16()
-    keys = torch.tensor([[1, 0], [1, 1], [2, 0]])
-    c = normal(3, 5, 6, seed=2)
-    together = run_gemm(a, b, spec(), c=c)
-    drawn = run_gemm(a, b, spec(STOCHASTIC), random=keys)
-    for i in range(3):
-        assert_same_bits(together[i], run_gemm(a[i], b[i], spec(), c=c[i]))
-        assert_same_bits(drawn[i], run_gemm(a[i], b[i], spec(STOCHASTIC), random=keys[i]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2], ids=str)
@@ -171,13 +143,6 @@ def test_values_that_a_format_has_are_not():
     assert run_gemm(a, a, spec(a="e5m2", b="e5m2")).isnan().all()
     tiny = torch.tensor([[2.0**-9, 448.0, torch.nan, 0.0]], dtype=torch.bfloat16)
     assert run_gemm(tiny, tiny, spec(a="e4m3", b="e4m3")).isnan().all()
-
-
-def test_sum_dtypes():
-    assert sum_dtype(Datapath()) == torch.float32
-    assert sum_dtype(Datapath(accumulator="fp16", rounding="nearest_even")) == torch.float32
-    assert sum_dtype(WIDE) == torch.float64
-    assert sum_dtype(IntegerDatapath()) == torch.int32
 
 
 @pytest.mark.parametrize("unit", ["blackwell.tcgen05.nvf4", "blackwell.tcgen05.mxf8f6f4"])
