@@ -13,6 +13,7 @@ import fmtsim
 from fmtsim import GemmPlan, get_format, get_unit, list_units
 from fmtsim.engines.cpu.gemm.engine import gemm, supports_gemm
 from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.lab.verify.operands import spread
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import (
@@ -96,6 +97,12 @@ def reals(shape: tuple[int, ...], kind: str, fmt, generator: torch.Generator) ->
     def drawn(low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
+    ends = {"narrow": (-8, 8), "normal": (0, 1)}
+    if not isinstance(fmt, IntFormat):
+        ends |= {"wide": (fmt.min_exponent - 3, fmt.max_exponent), "tiny": (fmt.min_exponent - 4, fmt.min_exponent + 4)}
+        ends |= {"huge": (fmt.max_exponent - 4, fmt.max_exponent)}
+        if kind in ends:
+            return spread(shape, ends[kind], generator)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if isinstance(fmt, IntFormat):
         return torch.where(drawn(0, 2) > 0, -128, 127).double() if kind == "huge" else drawn(-128, 128).double()
@@ -103,11 +110,7 @@ def reals(shape: tuple[int, ...], kind: str, fmt, generator: torch.Generator) ->
         return drawn(-(1 << 31), 1 << 31).to(torch.int32).view(torch.float32).double()
     if kind == "special":
         return torch.where(drawn(0, 16) == 0, SPECIALS[drawn(0, 5)], x)
-    if kind == "sparse":
-        return x * (drawn(0, 5) == 0)
-    ends = {"narrow": (-8, 8), "wide": (fmt.min_exponent - 3, fmt.max_exponent), "normal": (0, 1)}
-    ends |= {"tiny": (fmt.min_exponent - 4, fmt.min_exponent + 4), "huge": (fmt.max_exponent - 4, fmt.max_exponent)}
-    return x * torch.exp2(drawn(*ends[kind]).double())
+    return x * (drawn(0, 5) == 0)  # sparse
 
 
 def operand(name: str, rows: int, k: int, kind: str, seed: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
 
 import torch
 
+from fmtsim.lab.verify.operands import spread
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPECIALS = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3e38, 6e-8, -1e-30)
 
@@ -43,8 +45,7 @@ def wide_with_specials(*shape: int, seed: int = 0, dtype: torch.dtype = torch.fl
 def numbers(shape, dtype, seed=0, special=True):
     """Return normal numbers over many binades, with whole blocks of zeros, tiny, huge and special ones."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    x = x * torch.exp2(torch.randint(-6, 6, shape, generator=generator).double())
+    x = spread(shape, (-6, 6), generator)
     if special and x.dim():
         flat = x.view(-1)
         for i, value in enumerate(SPECIALS):

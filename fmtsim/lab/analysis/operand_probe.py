@@ -278,18 +278,11 @@ def _square(t: Tensor) -> float:
 
 
 class Runs:
-    """Run a model on one batch, from the same random state each time.
-
-    Args:
-        model: The model.
-        batch: As ``attribute`` takes it.
-        loss: Likewise.
-        logits: Likewise.
+    """Run a model on one batch, from the same random state each time; arguments are those of ``attribute``.
 
     Attributes:
         parameters: Those whose gradients count.
-        forwards: Passes so far.
-        backwards: Likewise.
+        forwards, backwards: Passes so far.
         why_no_kl: Why there are no logits, empty where there are some.
     """
 

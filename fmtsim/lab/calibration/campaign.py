@@ -18,6 +18,7 @@ from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.calibration.gpu import GPU, STORED, Extras
 from fmtsim.lab.calibration.order import Sighting, explains, fits, look
+from fmtsim.lab.verify.operands import cancel_scattered, spread
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
@@ -27,7 +28,6 @@ SIDE = 16  # rows and columns compared, so 256 results of a call
 FEW = 64  # where one side has less, the other gets up to this many
 # Powers of two of what stays and of what cancels: so far apart that a last bit of float32 on the way is seen in results
 # of 16 bits, as far as the operands' range allows.
-NEAR = ((2, 64), (0, 64), (1, 48))  # products between near pairs, before the first, and within one
 CANCELLING = {"bf16": (-10, 6), "tf32": (-10, 6), "fp16": (-8, 4)}
 
 
@@ -63,34 +63,14 @@ def make_data(call: GemmCall, seed: int) -> Data:
     the sum of a part, is narrow. The remaining rows are normal numbers times powers of two.
     """
     generator = torch.Generator().manual_seed(seed)
-    a, b = (_wide(count, call.k, generator) for count in (call.m, call.n))
+    a, b = (spread((count, call.k), (-3, 4), generator, torch.float32) for count in (call.m, call.n))
     carrier, other = (a, b) if call.m >= call.n else (b, a)
-    _cancel(carrier, *CANCELLING.get("sums" if call.accumulate == "fp16" else call.a, (-6, 2)), generator)
+    cancel_scattered(carrier, *CANCELLING.get("sums" if call.accumulate == "fp16" else call.a, (-6, 2)), generator)
     flat = other[1::2] if len(other) > 1 else other
     flat[:] = flat[:, :1]
     if call.accumulate == "fp16":
         a, b = a / 16, b / 16
     return Data(a.to(STORED[call.a]), b.to(STORED[call.b]), _extras(call, generator))
-
-
-def _cancel(x: Tensor, small: int, large: int, generator: torch.Generator) -> None:
-    """Make every other row of x small except for large values that cancel in pairs."""
-    x[1::2] *= 2.0**small
-    for number, row in enumerate(x[1::2]):
-        positions = torch.randperm(len(row), generator=generator)
-        first, second = positions[: len(row) // 4 * 2].reshape(2, -1)
-        stride, offset, apart = (int(torch.randint(*ends, (), generator=generator)) for ends in NEAR)
-        apart = min(apart, len(row) // 2)
-        if number % 2 and apart:
-            first = torch.arange(offset % (len(row) - apart), len(row) - apart, stride + apart)
-            second = first + apart
-        row[first] *= 2.0 ** (large - small)
-        row[second] = -row[first]
-
-
-def _wide(rows: int, k: int, generator: torch.Generator) -> Tensor:
-    x = torch.randn(rows, k, generator=generator)
-    return x * torch.exp2(torch.randint(-3, 4, (rows, k), generator=generator).float())
 
 
 def _extras(call: GemmCall, generator: torch.Generator) -> Extras:

@@ -26,6 +26,7 @@ from fmtsim.lab.analysis.compare import Comparison
 from fmtsim.lab.analysis.native import compare_native
 from fmtsim.lab.calibration.book import question
 from fmtsim.lab.calibration.gpu import STORED
+from fmtsim.lab.verify.operands import cancel_halves, spread
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.support.errors import FmtsimError, first_line
@@ -260,10 +261,8 @@ def make_operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, ge
     device = generator.device
     if fmt == "int8":
         return torch.randint(-128, 128, shape, generator=generator, device=device, dtype=torch.int8)
-    x = torch.randn(shape, generator=generator, device=device)
-    x *= torch.exp2(torch.randint(-3, 4, shape, generator=generator, device=device).float())
-    half = call.k // 2
-    x[..., 1::2, half : 2 * half] = -x[..., 1::2, :half] * (1 + 2.0**-6)
+    x = spread(shape, (-3, 4), generator, torch.float32)
+    cancel_halves(x)
     if kind == "special":
         x[..., ::3, :] *= 2.0**-14
         positions = torch.arange(len(SPECIALS), device=device) * 7

@@ -106,11 +106,6 @@ def _driver() -> str:
 def check_unit(unit: str, card: Card, advance: Advance = lambda done, text: None) -> Evidence:
     """Run the calls of every kind that reaches a unit on a GPU and emulated, and compare the bits.
 
-    Args:
-        unit: The unit's name.
-        card: The GPU.
-        advance: Told how many kinds are done, and about the current one.
-
     Raises:
         ArgumentError: The unit is unknown, not the GPU's, or reached by no call.
     """

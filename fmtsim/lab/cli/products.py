@@ -31,6 +31,7 @@ from fmtsim.lab.cli.options import check_device, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.lab.explain.product import explain_mm
 from fmtsim.lab.training.models import is_function, module_of
+from fmtsim.lab.verify.operands import cancel_neighbours, spread
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
@@ -106,13 +107,11 @@ def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> tuple[t
 def _numbers(rows: int, columns: int, kind: str, generator: torch.Generator) -> torch.Tensor:
     if kind == "uniform":
         return torch.rand(rows, columns, generator=generator, dtype=torch.float64)
-    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     if kind == "wide":
-        return x * torch.exp2(torch.randint(-8, 9, (rows, columns), generator=generator).double())
+        return spread((rows, columns), (-8, 9), generator)
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     if kind == "cancel":
-        pairs = columns // 2 * 2
-        bend = torch.randint(-1, 2, (rows, pairs // 2), generator=generator) / 16
-        x[:, 1:pairs:2] = -x[:, 0:pairs:2] * (1 + bend)
+        cancel_neighbours(x, generator)
     return x
 
 

@@ -109,14 +109,7 @@ def saved_tensors(sites: Iterator[Site], configs: Configs, how: Keeping) -> tupl
 
 
 def block_sites(size: ModelSize, number: int, tokens: int, how: Keeping) -> Iterator[Site]:
-    """Yield the tensors of a block, the first of which is its input.
-
-    Args:
-        size: The model.
-        number: The block, from 0.
-        tokens: Of a sequence.
-        how: How activations are kept.
-    """
+    """Yield the tensors of a block, counted from 0; the first of them is its input."""
     yield Site("input of the first norm", size.hidden, "norm")
     yield from _attention_sites(size, tokens, how)
     if how.adapters:

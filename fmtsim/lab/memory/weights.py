@@ -64,11 +64,7 @@ class _Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The modules of a transformer without numbers, in which rules of recipes find layers; one expert stands for all.
-
-    Args:
-        size: Its sizes.
-    """
+    """The modules of a transformer without numbers, in which rules find layers; one expert stands for all."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()

@@ -103,9 +103,6 @@ def _float32(x: float) -> float:
 class RankReduction:
     """Reduce the gradients of simulated ranks, step for step; the automatic factor moves as on processes.
 
-    Args:
-        reduction: A name of ``REDUCTIONS`` or a record.
-
     Attributes:
         mu: The automatic factor in force, float32, 0-d; None for fixed factors.
         calls: Reductions so far.

@@ -107,8 +107,6 @@ def training_steps(
     """Take the steps of a run that are left; a loss that is not finite ends the run and is recorded.
 
     Args:
-        parts: The run; its record is kept.
-        scheme, config, corpus: How and on what it learns.
         watch: ``watch(step)`` returns the context in which forward and backward of a step run.
 
     Yields:

@@ -16,6 +16,7 @@ from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.units.unit import Mode, get_unit, list_units
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.verify.gemm import Replay, replay_task
+from fmtsim.lab.verify.operands import spread, sprinkled
 from fmtsim.lab.verify.outcome import Advance, Task, moved
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, sum_dtype
@@ -141,13 +142,12 @@ def _operand(fmt: FloatFormat | IntFormat, rows: int, k: int, kind: str, generat
     """Return values of a format in its own dtype where torch has it, else in float32."""
     if isinstance(fmt, IntFormat):
         return torch.randint(-127, 128, (rows, k), generator=generator).to(torch.int8)
-    x = torch.randn(rows, k, generator=generator, dtype=torch.float64)
     if kind == "wide":
-        low, high = max(fmt.min_exponent - 2, -60), min(fmt.max_exponent, 60)
-        x *= torch.exp2(torch.randint(low, high + 1, x.shape, generator=generator).double())
+        x = spread((rows, k), (max(fmt.min_exponent - 2, -60), min(fmt.max_exponent, 60) + 1), generator)
+    else:
+        x = torch.randn(rows, k, generator=generator, dtype=torch.float64)
     if kind == "special" and fmt.has_nan:
-        chosen = torch.tensor(SPECIALS, dtype=torch.float64)[torch.randint(5, x.shape, generator=generator)]
-        x = torch.where(torch.randint(400, x.shape, generator=generator) == 0, chosen, x)
+        x = sprinkled(x, SPECIALS, 400, generator)
     wide = torch.float64 if fmt.mantissa_bits > 23 else torch.float32
     values = quantize(x, fmt, overflow="ieee" if fmt.infinities else "saturate", out_dtype=wide)
     dtype = torch_dtype(fmt)
