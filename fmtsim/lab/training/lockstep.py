@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
-from fmtsim.gemm.targets.target import Target, get_target
+from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.compare import Comparison, compare
 from fmtsim.lab.analysis.one_step import deterministic
@@ -112,14 +112,14 @@ def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minute
     Raises:
         ArgumentError: There is no target, or the device is not its GPU; it says why.
     """
-    target = config.simulated.target
-    if not isinstance(target, str):  # none, or a datapath, which is no GPU
+    target = None if config.simulated.target is None else find_target(config.simulated.target)
+    if not isinstance(target, Target):  # a unit or a datapath has no library of its own
         raise ArgumentError("--check native compares a GPU with its emulation; pass --target, for example h200")
     with deterministic(config.device):
         reason = why_not_native(target, config.device)
         if reason is not None:
             raise ArgumentError(f"--check native is not possible: {reason}; pass --device cuda on the target's GPU")
-        record = recording(get_target(target))
+        record = recording(target)
         sides = (
             build_side("native", config, target=record, native=True),
             build_side("emulated", config, target=record, native=False),
