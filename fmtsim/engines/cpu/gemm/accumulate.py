@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens between blocks: rounding to an accumulator, promotion of chains, reduction of parts. Float64 lanes."""
+"""Steps between blocks, in float64 lanes: rounding to the accumulator, promotion of chains, reduction of parts."""
 
 from typing import NamedTuple
 
@@ -107,9 +107,9 @@ def promotion_of(spec: GemmSpec) -> Promotion:
 def reduction_of(plan: GemmPlan, wide: bool) -> Reduction:
     """Return how a plan adds its parts; ``wide`` says that sums are float64."""
     grid = grid_of(plan.partial or FP32)
-    in_place, kept = plan.reduce == "in_place", plan.partial is not None
-    trip = kept and (plan.round_trip or in_place)
-    return Reduction(wide, plan.reduce == "pairwise", kept and not in_place, trip, in_place, grid)
+    in_place, rounds_parts = plan.reduce == "in_place", plan.partial is not None
+    trip = rounds_parts and (plan.round_trip or in_place)
+    return Reduction(wide, plan.reduce == "pairwise", rounds_parts and not in_place, trip, in_place, grid)
 
 
 def begin_output(total: np.ndarray, tile: np.ndarray, given: np.ndarray | None) -> None:
@@ -186,6 +186,7 @@ def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-d
     if mode == EVEN or grid.kind == 64:
         rounded = nearest(x, grid)
         return where_equal(rounded, zero, zero, rounded)
+    # 1. the multiple of a last place at or below the magnitude, and the rest above it
     magnitude, constant = fabs(x), _constant(x, grid)
     one = splat(np.float64(1))
     place = fmul(constant, splat(np.float64(2.0**-52)))
@@ -193,6 +194,7 @@ def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-d
     low = where_less(magnitude, low, fsub(low, place), low)
     rest = fsub(magnitude, low)
     half = fmul(place, splat(np.float64(0.5)))
+    # 2. up where the rest reaches what the random integer lacks of 2^random_bits units, or the mode's threshold
     if mode == STOCHASTIC:
         missing = fsub(splat(np.float64(2.0**random_bits)), int_to_f64(words))
         unit = fmul(place, splat(np.float64(2.0**-random_bits)))  # rest holds floor(rest / unit) of them
@@ -206,6 +208,7 @@ def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-d
             if (mode >> 1 ^ mode) & 0x5555:
                 up_odd = where_less(x, zero, _moves(rest, half, _threshold(mode, 3)), up_odd)
             up = where_equal(_even(low, fadd(constant, constant)), low, up, up_odd)
+    # 3. one place more, sign, overflow to Inf
     rounded = _finish(x, fma(up, place, low), grid)
     return where_equal(rounded, zero, zero, rounded)
 
@@ -260,12 +263,14 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
     columns = load(sums.column_scales, chain * LANES) if scaled else splat(np.float32(0))
     for row in range(rows):
         at = row * LANES
+        # 1. a chain ends: it joins the outer sum where something promotes
         total = _wide(load(acc, at))
         if sums.promotion.active:
             scale = sums.row_scales[chain * rows + row] if scaled else np.float32(0)
             total = _add(load(sums.total, at), total, scaled, scale, columns, sums.promotion)
             store(sums.total, at, total)
         _clear(acc, at)
+        # 2. a part ends: its sum is stored, and the outer sum restarts
         if order.ends[index] == PART_END:
             store(sums.parts, part * rows * LANES + at, total)
             _clear(sums.total, at)
@@ -291,6 +296,7 @@ def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
         result = load(out, at) if how.in_place else _part(parts, count - 1 if how.pairwise else 0, size, at, how)
         for i in range(0 if how.pairwise or how.in_place else 1, terms):
             term = _part(parts, i, size, at, how)
+            # pairwise: part i and the one half the parts further are added first
             if how.pairwise and i + half < count - 1:
                 term = nearest(fadd(term, _part(parts, i + half, size, at, how)), single)
                 if how.round_trip:

@@ -62,10 +62,13 @@ class Unit(NamedTuple):
 def constant_of(c, e, unit):  # type: ignore[no-untyped-def]
     """Return the upper words of M = 1.5 * 2^(E - F + 52); E is the largest of e, the addend's and the lower bound."""
     zero = splat(np.float64(0))
-    own = smax(and_(as_i64(c), splat(np.int64(FIELD))), splat(unit.grid.lowest))
-    own = high_words(where_equal(c, zero, zero, as_f64(own)))
+    # 1. the addend's exponent field, 0 where it is zero
+    addend_field = smax(and_(as_i64(c), splat(np.int64(FIELD))), splat(unit.grid.lowest))
+    addend_field = high_words(where_equal(c, zero, zero, as_f64(addend_field)))
+    # 2. E as an exponent field: the products' exponent within the unit's bound, or the addend's
     e = smax(e, splat(unit.lowest))
-    field = smax(shl(iadd(e, splat(np.int32(1023))), splat(np.int32(20))), own)
+    field = smax(shl(iadd(e, splat(np.int32(1023))), splat(np.int32(20))), addend_field)
+    # 3. times 2^(52 - F), and the half that keeps sums in M's binade
     return iadd(field, splat(np.int32(((52 - unit.fraction_bits) << 20) | (1 << 19))))
 
 
@@ -80,7 +83,7 @@ def _exponents(a, b, p, first, block):  # type: ignore[no-untyped-def]
 
 @device
 def _negatives(a, b, c, x, y, words, unit):  # type: ignore[no-untyped-def]
-    """Count the negative terms where they are cut toward zero; floors need no count."""
+    """Count the negative terms where they are truncated; floors need no count."""
     if unit.terms != TRUNCATE:
         return splat(np.int32(0))
     count = negatives_of(a.signs, b.signs, x, y, a.top.size, words)
@@ -90,7 +93,7 @@ def _negatives(a, b, c, x, y, words, unit):  # type: ignore[no-untyped-def]
 
 @device
 def _floors(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-def]
-    """Write the sums of block ``index``, terms cut toward zero or floored, to out [rows][64]."""
+    """Write the sums of block ``index``, terms truncated or floored, to out [rows][64]."""
     words, rows, eps, none = (block + 31) // 32, a.top.size, splat(unit.factor), splat(np.int32(0))
     first, y = index * pitch_of(block) * LANES, index * words * LANES
     place, step = place_of(index, pitch_of(block), rows)
@@ -98,14 +101,17 @@ def _floors(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-def]
         p, x = place + m * step, index * words * rows + m
         q = p + step
         c0, c1 = load(acc, m * LANES), load(acc, (m + 1) * LANES)
+        # 1. M, plus the count of negative terms in its low word, plus the floor of the addend
         h0 = constant_of(c0, _exponents(a, b, p, first, block), unit)
         h1 = constant_of(c1, _exponents(a, b, q, first, block), unit)
         s0 = fma(c0, eps, join_words(_negatives(a, b, c0, x, y, words, unit), h0))
         s1 = fma(c1, eps, join_words(_negatives(a, b, c1, x + 1, y, words, unit), h1))
+        # 2. floors of the products, one fused multiply-add each
         for j in range(block):
             v = load(b.values, first + j * LANES)
             s0 = fma(broadcast(a.values, p + j), v, s0)
             s1 = fma(broadcast(a.values, q + j), v, s1)
+        # 3. M away: exact
         store(out, m * LANES, fsub(s0, join_words(none, h0)))
         store(out, (m + 1) * LANES, fsub(s1, join_words(none, h1)))
 

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact fused products by one fused multiply-add each: the perturbed floor.
 
-A unit cuts every product p to a multiple of the grid u = 2^(E - F), toward zero, and adds the cuts exactly. With
-round-toward-zero set, a running sum that carries a large positive constant M = 1.5 * 2^(E - F + bits) has the grid u
-itself, so adding p to it is a floor. Toward zero is a floor of the slightly enlarged product, plus one where p < 0:
+A unit truncates every product p to a multiple of the grid u = 2^(E - F) and adds exactly. With round-toward-zero set, a
+running sum that carries M = 1.5 * 2^(E - F + bits) has the grid u itself, so adding p to it is a floor, and
 
     trunc(p / u) = floor(p (1 + eps) / u) + [p < 0]     for 0 < eps < min(2^-W, 2^-(F + 2)), W the bits of p
 
-for p > 0 the enlargement never reaches the next grid point; for p < 0 it lies strictly below trunc(p), on the grid or
-not. So ``1 + eps`` is folded into the first operand, and the number of negative products, which depends on the signs
-alone, is counted by one xor and one population count a block. The same holds for the addend. (Identity verified in
-tests against exact integers.)
+for p > 0 the enlargement never reaches the next grid point; for p < 0 it lies strictly below trunc(p). ``1 + eps`` is
+folded into the first operand; one xor and one population count a block count the negative products. The same holds for
+the addend.
 
-The kernels here need terms that are cut toward zero, and a tile of operands in which no sum leaves the normal range of
-the accumulator, to which it is cut as well, or rounded to nearest even or stochastically; aligned_rounding.py takes the
+The kernels here need truncated terms, and a tile of operands in which no sum leaves the normal range of the
+accumulator, to which sums are truncated or rounded to nearest even or stochastically; aligned_rounding.py takes the
 rest.
 """
 
@@ -81,18 +79,19 @@ def negatives_of(signs_a, signs_b, a, b, step, words):  # type: ignore[no-untype
 
 @device
 def start64(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
-    """Return M + the count of negatives + the cut addend; ``base`` is the exponent field of byte 0."""
+    """Return M + the count of negatives + the truncated addend; ``base`` is the exponent field of byte 0."""
     high = high_words(c)
     count = iadd(negatives, lshr(high, splat(np.int32(31))))
     # bytes below 128 are those of zeros: no product, so the addend decides
     field = iadd(bytes_shifted20(smin(e8, splat(np.int8(0)))), splat(np.int32(base)))
+    # E is the addend's exponent where that is larger; the shift makes it that of M
     field = iadd(smax(field, and_(high, splat(np.int32(0x7FF00000)))), splat(np.int32(shift)))
     return fma(c, eps, join_words(count, field))
 
 
 @device
 def finish64(s, mask):  # type: ignore[no-untyped-def]
-    """Take M away, which shares the binade of s, and cut to the accumulator's bits."""
+    """Take M away, which shares the binade of s, and truncate to the accumulator's bits."""
     constant = or_(and_(as_i64(s), splat(np.int64(-1 << 52))), splat(np.int64(1 << 51)))
     return as_f64(and_(as_i64(fsub(s, as_f64(constant))), splat(mask)))
 
@@ -118,8 +117,8 @@ def _end64_as(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
     def end(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
         bits = as_i64(finish64(s, np.int64(-1)))
         if rounding.draws:
-            added = zext64(lshr(load(words, at), splat(rounding.right)))
-            added = shl(added, splat(rounding.left))
+            added = zext64(lshr(load(words, at), splat(rounding.right_shift)))
+            added = shl(added, splat(rounding.left_shift))
         else:  # half a place, less one where the last bit is even
             odd = and_(lshr(bits, splat(rounding.dropped)), splat(np.int64(1)))
             added = iadd(odd, splat((np.int64(1) << (rounding.dropped - 1)) - 1))
@@ -153,8 +152,8 @@ class Nearby(NamedTuple):
 
     draws: bool
     dropped: np.int64  # bits of a float64 that the accumulator lacks
-    right: np.int32  # shifts of a word, after which its random bits lie where the dropped ones begin
-    left: np.int64
+    right_shift: np.int32  # shifts of a word, after which its random bits lie where the dropped ones begin
+    left_shift: np.int64
 
 
 @subroutine
@@ -195,20 +194,24 @@ def truncate64(  # type: ignore[no-untyped-def]
         for m in range(0, rows, 2):
             p, x = place + m * step, index * words * rows + m
             q = p + step
+            # 1. largest product exponents of two rows, as bytes below the largest of both operands
             e0 = splat(floor_byte)
             e1 = e0
             for j in range(block):
                 e = load(b.exponents, first + j * LANES)
                 e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, p + j)))
                 e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, q + j)))
+            # 2. M, the count of negative products, and the truncated addend
             n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
             n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
             s0 = start64(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps)
             s1 = start64(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps)
             for j in range(block):
+                # 3. floors of the products, one fused multiply-add each
                 v = load(b.values, first + j * LANES)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
+            # 4. M away, and the accumulator's rounding
             store(acc, m * LANES, _end64(s0, mask, rounding, buffer, m * LANES))
             store(acc, (m + 1) * LANES, _end64(s1, mask, rounding, buffer, (m + 1) * LANES))
         if order.ends[index]:
@@ -237,7 +240,7 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
     """Run the blocks of a slab through float32 sums: truncate64 for 8-bit inputs and short fractions, twice as fast.
 
     ``floor_byte`` is the byte of the smallest product exponent, which an empty block counts as: sums are multiples of
-    its grid, so none is cut, and products with TINY stay below it.
+    its grid, so none is truncated, and products with TINY stay below it.
     """
     words, pitch, rows = (block + 31) // 32, pitch_of(block), a.top.size
     eps = splat(factor)
@@ -251,6 +254,7 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
         for m in range(0, rows, 4):
             p, x = place + m * step, index * words * rows + m
             q, r, t = p + step, p + 2 * step, p + 3 * step
+            # 1. largest product exponents of four rows, as bytes
             e0 = e1 = e2 = e3 = nothing
             for j in range(block):
                 e = load(b.exponents, first + j * LANES)
@@ -264,16 +268,19 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
             n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
             n2 = negatives_of(a.signs, b.signs, x + 2, y, rows, words)
             n3 = negatives_of(a.signs, b.signs, x + 3, y, rows, words)
+            # 2. M and the truncated addend; step 4 counts negative products: M's low bits have no room for them here
             s0 = _start32(c0, e0, n0, (a.top[m] + base) << np.int32(23), shift, eps)
             s1 = _start32(c1, e1, n1, (a.top[m + 1] + base) << np.int32(23), shift, eps)
             s2 = _start32(c2, e2, n2, (a.top[m + 2] + base) << np.int32(23), shift, eps)
             s3 = _start32(c3, e3, n3, (a.top[m + 3] + base) << np.int32(23), shift, eps)
             for j in range(block):
+                # 3. floors of the products, one fused multiply-add each
                 v = load(b.values, first + j * LANES)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
                 s2 = fma(broadcast(a.values, r + j), v, s2)
                 s3 = fma(broadcast(a.values, t + j), v, s3)
+            # 4. plus the negative ones, M away, truncated to the accumulator's bits
             store(acc, m * LANES, _finish32(s0, c0, n0, mask))
             store(acc, (m + 1) * LANES, _finish32(s1, c1, n1, mask))
             store(acc, (m + 2) * LANES, _finish32(s2, c2, n2, mask))

@@ -10,7 +10,7 @@ from fmtsim.engines.cpu.gemm.aligned_rounding import TRUNCATE, Unit
 from fmtsim.engines.cpu.gemm.aligned_truncate import Draw
 from fmtsim.engines.cpu.gemm.operands import EMPTY, Rows, Source
 from fmtsim.engines.cpu.gemm.packing import pack_rows
-from fmtsim.engines.cpu.gemm.panels import Buffers, Constants, State, round_panels, truncate_panels
+from fmtsim.engines.cpu.gemm.panels import Buffers, Constants, State, buffers_of, round_panels, rows_of, truncate_panels
 from fmtsim.engines.cpu.gemm.slabs import Slabs
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.jit import device, kernel, subroutine
@@ -47,7 +47,7 @@ class Sequence(NamedTuple):
 
 
 def is_small(m: int, n: int, k: int, slabs: Slabs) -> bool:
-    """Say whether the kernels here take a product [M, N] of K terms."""
+    """Return True if the kernels here take a product [M, N] of K terms."""
     state = 8 * LANES * -(-n // LANES) * (m + 3) * (slabs.parts + 2)
     return state <= _STATE and slabs.whole.slots.size <= _SLOTS and m * n * k <= _WORK
 
@@ -116,27 +116,27 @@ def _draw_of(draw, keys, i):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def truncate_batch(a, b, sequence, how, draw, keys, work, out, found):  # type: ignore[no-untyped-def]
-    """Write products of a batch by the truncating kernel; ``found`` (int8 [products]) says which are DONE.
+def truncate_batch(a, b, sequence, how, draw, keys, work, out, outcome):  # type: ignore[no-untyped-def]
+    """Write products of a batch by the truncating kernel; ``outcome`` (int8 [products]) says which are DONE.
 
     a: Source whose array is [products, M, K]; b: likewise [products, N, K]; out: [products, M, N]. ``how``: Constants.
     A product is LEFT where they exclude its exponents. ``keys`` (uint32 [products, 4]) are their own.
     """
-    for i in range(found.size):
-        fits, low = _pack(_product_of(a, i), sequence, how.given[0], how.factor, True, work)
+    for i in range(outcome.size):
+        fits, low = _pack(_product_of(a, i), sequence, how.tops[0], how.factor, True, work)
         if fits:
             _truncate_panels(
                 work.rows, low, _product_of(b, i), 0, 0, work.done.size, sequence.slots, sequence.order, how,
                 _draw_of(draw, keys, i), work.state, work.buffers, work.done,
             )  # fmt: skip
-            found[i] = _write(work, sequence, out[i])
+            outcome[i] = _write(work, sequence, out[i])
 
 
 @kernel
-def round_batch(a, b, sequence, unit, draw, keys, work, out, found):  # type: ignore[no-untyped-def]
+def round_batch(a, b, sequence, unit, draw, keys, work, out, outcome):  # type: ignore[no-untyped-def]
     """Write those that are LEFT by the rounding kernel; arguments are those of ``truncate_batch``."""
-    for i in range(found.size):
-        if found[i] != LEFT:
+    for i in range(outcome.size):
+        if outcome[i] != LEFT:
             continue
         _, low = _pack(_product_of(a, i), sequence, EMPTY, unit.factor, False, work)
         work.done[:] = False
@@ -145,7 +145,7 @@ def round_batch(a, b, sequence, unit, draw, keys, work, out, found):  # type: ig
             unit.terms == TRUNCATE, sequence.block, unit, _draw_of(draw, keys, i), work.state, work.buffers, work.done,
         )  # fmt: skip
         work.done[:] = True
-        found[i] = _write(work, sequence, out[i])
+        outcome[i] = _write(work, sequence, out[i])
 
 
 def run_batch(
@@ -164,18 +164,18 @@ def run_batch(
     """
     count, m, n = out.shape
     sequence = Sequence(slabs.whole.slots, slabs.whole.order, slabs.block, slabs.parts, reduction)
-    found = np.full(count, LEFT, np.int8)
+    outcome = np.full(count, LEFT, np.int8)
 
     def task(start: int, stop: int) -> None:
         part = slice(start, stop)
         rows, columns = a._replace(array=np.ascontiguousarray(a.array[part])), b._replace(array=b.array[part])
         for run, how in ((truncate_batch, fast), (round_batch, unit)):
-            if how is not None and (found[part] == LEFT).any():
+            if how is not None and (outcome[part] == LEFT).any():
                 work = _work(m, n, sequence, how, promotion)
-                run(rows, columns, sequence, how, draw, keys[part], work, out[part], found[part])
+                run(rows, columns, sequence, how, draw, keys[part], work, out[part], outcome[part])
 
     pool.run(task, count, 1, m * -(-n // LANES) * LANES * sequence.slots.size >> 4)
-    return found == DONE
+    return outcome == DONE
 
 
 def _work(m: int, n: int, sequence: Sequence, how: Constants | Unit, promotion: Promotion) -> Work:
@@ -186,12 +186,7 @@ def _work(m: int, n: int, sequence: Sequence, how: Constants | Unit, promotion: 
     words = sequence.order.ends.size * ((sequence.block + 31) // 32)
     size, sums, none = (slots + LANES) * rows, rows * LANES, np.zeros((panels, 0), np.float32)
     return Work(
-        rows=Rows(
-            scratch("narrow values", size, dtype),
-            scratch("narrow exponents", size, np.int32),
-            scratch("narrow signs", words * rows, np.int32),
-            np.empty(rows, np.int32),
-        ),
+        rows=rows_of("narrow", slots, words, rows, dtype),
         low=np.empty(rows, np.int32),
         marks=np.empty(rows, np.int32),
         raw=scratch("rows raw", size, np.float32),
@@ -207,13 +202,6 @@ def _work(m: int, n: int, sequence: Sequence, how: Constants | Unit, promotion: 
             none,
             promotion,
         ),
-        buffers=Buffers(
-            scratch("panel numbers", slots * LANES, np.float32),
-            scratch("panel scales", 0, np.float32),
-            scratch("panel values", slots * LANES, dtype),
-            scratch("panel exponents", slots * LANES, np.int8 if narrow else np.int16),
-            scratch("panel signs", words * LANES, np.int32),
-            scratch("panel words", (rows + 2) * LANES if narrow else 0, np.int32),
-        ),
+        buffers=buffers_of(slots, words, dtype, np.int8 if narrow else np.int16, drawing_rows=rows if narrow else 0),
         done=np.empty(panels, np.bool_),
     )

@@ -76,16 +76,16 @@ def groups_of(unit: Datapath, a: Source, b: Source, k: int) -> Groups | None:
     """Return how the kernels run a unit on these operands; None where its sums are not exact."""
     if unit.group == 1 or unit.scale is None or unit.fraction_bits is None or unit.term_rounding != "toward_zero":
         return None
-    own, acc = unit.scale.mantissa_bits + 1, unit.accumulator
-    bits = a.bits + b.bits - 2 * own
+    scale_bits, acc = unit.scale.mantissa_bits + 1, unit.accumulator
+    bits = a.bits + b.bits - 2 * scale_bits
     above = a.top + b.top - 2 * unit.scale.max_exponent + 2 + math.ceil(math.log2(unit.group))
     width = above - (a.emin + b.emin - bits + 2)
     head = above + 2
-    eps = max(width + 2 * own, unit.fraction_bits + head, acc.mantissa_bits + 2) + 1
+    eps = max(width + 2 * scale_bits, unit.fraction_bits + head, acc.mantissa_bits + 2) + 1
     room = unit.fraction_bits + head + math.ceil(math.log2((unit.block or 1) // unit.group + 1))
-    if width > 24 or room > 51 or own + eps > 53 or unit.signed_zero:
+    if width > 24 or room > 51 or scale_bits + eps > 53 or unit.signed_zero:
         return None
-    behind = [x.bits - own - 1 - x.emin for x in (a, b)]  # bits behind the point
+    behind = [x.bits - scale_bits - 1 - x.emin for x in (a, b)]  # bits behind the point
     short = all(x.top - unit.scale.max_exponent + 1 + n <= 15 for x, n in zip((a, b), behind, strict=True))
     mask = np.int64(-1 << (52 - acc.mantissa_bits) if unit.rounding.mode == "toward_zero" else 0)
     return Groups(
@@ -137,11 +137,12 @@ def group_scales(
 
 @device
 def _add_groups(a, b, p, m, first, group, size, count, s, c):  # type: ignore[no-untyped-def]
-    """Add the cut terms of a block to s; return the sum and how many terms and addends are negative."""
+    """Add the truncated terms of a block to s; return the sum and how many terms and addends are negative."""
     positive_zero = splat(np.float64(0))  # added, it leaves -0, which is not a negative term, no sign
     negatives = lshr(high_words(fadd(c, positive_zero)), splat(np.int32(31)))
     rows = a.rows
     for g in range(count):
+        # 1. the exact sum of a group; 2. times its scales it is one term, floored onto M
         total = splat(np.float32(0))
         for j in range(g * size, (g + 1) * size):
             total = fma(broadcast(a.values, p + j), load(b.values, first + j * LANES), total)
@@ -167,10 +168,12 @@ def grouped(a, b, order, sums, acc, block, size, factor, unit, draw, column):  #
         place, step = place_of(index, pitch, rows)
         set_rounding(TOWARD_ZERO)
         for m in range(rows):
+            # 1. M of the largest exponent of a group's two scales, or of the addend
             c, e = load(acc, m * LANES), splat(np.int32(EMPTY))
             for g in range(group, group + count):
                 e = smax(e, iadd(load(b.exponents, g * LANES), broadcast(a.exponents, g * rows + m)))
             constant = join_words(splat(np.int32(0)), constant_of(c, e, unit))
+            # 2. floors of addend and groups, and the count of negative ones
             s = _add_groups(a, b, place + m * step, m, first, group, size, count, fma(c, eps, constant), c)
             store(raw, m * LANES, fsub(s, constant))
         set_rounding(NEAREST_EVEN)
@@ -197,6 +200,7 @@ def grouped_integers(a, b, order, sums, acc, block, size, factor, base, fraction
         place, step = place_of(index, pitch, rows)
         for m in range(0, rows, 2):
             p, at = place + m * step, group * rows + m
+            # 1. by groups: the exponent of the scales, the exact sum of products of integers, its sign
             e0, n0 = splat(np.int8(0)), zero
             e1, n1 = e0, n0
             for g in range(count):
@@ -211,13 +215,16 @@ def grouped_integers(a, b, order, sums, acc, block, size, factor, base, fraction
                 n0, n1 = iadd(n0, lshr(t0, sign)), iadd(n1, lshr(t1, sign))
                 store(totals, 2 * g * LANES, t0)
                 store(totals, (2 * g + 1) * LANES, t1)
+            # 2. M, the count of negative terms, and the truncated addend
             s0 = start64(load(acc, m * LANES), e0, n0, base, shift, eps)
             s1 = start64(load(acc, (m + 1) * LANES), e1, n1, base, shift, eps)
             for g in range(count):
+                # 3. sums times scales, floored onto M
                 w = load(b.scales, (group + g) * LANES)
                 t0, t1 = load(totals, 2 * g * LANES), load(totals, (2 * g + 1) * LANES)
                 s0 = fma(fmul(int_to_f64(t0), w), broadcast(a.scales, at + g * rows), s0)
                 s1 = fma(fmul(int_to_f64(t1), w), broadcast(a.scales, at + g * rows + 1), s1)
+            # 4. M away, truncated to the accumulator's bits
             store(acc, m * LANES, finish64(s0, mask))
             store(acc, (m + 1) * LANES, finish64(s1, mask))
         if order.ends[index]:

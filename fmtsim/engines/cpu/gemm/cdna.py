@@ -27,7 +27,7 @@ _NORMAL = np.float32(FP32.min_normal)
 
 
 def covers(spec: GemmSpec) -> bool:
-    """Say whether float64 holds the sums of a two-stage unit, and float32 the operands of it or of a pairwise one."""
+    """Return True if float64 holds the sums of a two-stage unit, and float32 its operands or a pairwise unit's."""
     unit = spec.datapath
     if not is_representable(spec.a, torch.float32) or not is_representable(spec.b, torch.float32):
         return False
@@ -84,17 +84,20 @@ def two_stage(rows, panel, slots, block, order, sums, acc, lowest, bits, parity)
     for index in range(order.ends.size):
         here = slots[index * pitch : index * pitch + block]
         for m in range(height):
+            # 1. the largest exponent of the products of each parity, or of all
             tops[:], totals[:], special[:] = -2048, 0, 0
             for j in range(block):
                 if here[j] >= 0:
                     _raise(tops[j & 1 if parity else 0], ea[m * k + here[j]], eb[here[j] * LANES :])
             if not parity or block == 1 or here[1] < 0:
                 tops[1] = tops[0]
+            # 2. products truncated to the grid of that exponent, added exactly
             for j in range(block):
                 if here[j] >= 0:
                     half = j & 1 if parity else 0
                     x, column = np.float64(rows[m * k + here[j]]), panel[here[j] * LANES :]
                     _cut(totals[half], special, x, column, tops[half], bits[0], limit)
+            # 3. both sums and the addend on one grid, rounded to float32
             _with_addend(acc[m * LANES : (m + 1) * LANES], tops, totals, special, bits, parity)
         if order.ends[index]:
             end_block(acc, order, index, height, sums)
@@ -109,7 +112,7 @@ def _raise(top, e, column):  # type: ignore[no-untyped-def]
 
 @device
 def _cut(total, special, x, column, top, fraction_bits, limit):  # type: ignore[no-untyped-def]
-    """Add x times a column, cut toward zero, to the totals, and what counts as Inf or NaN to ``special``."""
+    """Add x times a column, truncated, to the totals, and what counts as Inf or NaN to ``special``."""
     for n in range(LANES):
         p = x * np.float64(column[n])
         total[n] += np.trunc(p * _power(fraction_bits - top[n]))
@@ -123,16 +126,19 @@ def _with_addend(acc, tops, totals, special, bits, parity):  # type: ignore[no-u
     of_c = _exponents(acc, np.int32(_ZERO))
     for n in range(LANES):
         c, top = np.float64(acc[n]), max(tops[0, n], tops[1, n])
+        # 1. both sums on the grid of the larger exponent
         total = np.floor(totals[0, n] * _power(tops[0, n] - top)) + np.floor(totals[1, n] * _power(tops[1, n] - top))
-        own = max(of_c[n], np.int32(_ZERO))
-        e = max(top, own)
-        kept = np.floor(c * _power(fraction_bits - e))
-        if parity and own < e - fraction_bits - 1:
-            kept = 0.0
+        c_exponent = max(of_c[n], np.int32(_ZERO))
+        e = max(top, c_exponent)
+        # 2. addend and products on the grid of the larger of their exponents
+        addend = np.floor(c * _power(fraction_bits - e))
+        if parity and c_exponent < e - fraction_bits - 1:
+            addend = 0.0
         products = np.floor(total * _power(top - e + sum_bits - fraction_bits))
-        y = np.float32(products * _power(e - sum_bits) + kept * _power(e - fraction_bits))
-        found = special[n] + (0.0 if abs(c) < np.inf else c)
-        acc[n] = np.float32(found) if found != 0 else y + np.float32(0)  # NaN is not 0; -0 becomes +0
+        # 3. one rounding; NaN and Inf of any product decide
+        y = np.float32(products * _power(e - sum_bits) + addend * _power(e - fraction_bits))
+        nonfinite = special[n] + (0.0 if abs(c) < np.inf else c)
+        acc[n] = np.float32(nonfinite) if nonfinite != 0 else y + np.float32(0)  # NaN is not 0; -0 becomes +0
 
 
 @device
@@ -161,6 +167,7 @@ def pairwise(rows, panel, slots, block, length, order, sums, acc, smallest):  # 
                 if here[j] >= 0:
                     x = _without(rows[m * k + here[j]], least_a)
                     _multiply(level[j], x, panel[here[j] * LANES :], least_b)
+            # sums of neighbours, level by level, each flushed
             count = length
             while count > 1:
                 count //= 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md), which kernels take a product.
+"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md), and the kernels for a product.
 
-What depends on the spec and on K alone is found once and kept (``prepared``).
+What depends on the spec and on K alone is computed once (``prepared``).
 """
 
 import math
@@ -45,7 +45,7 @@ Method = Callable[[Tensor, Tensor, Tensor | None, Scales, GemmSpec, RandomKey, T
 
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
-    """Say whether the kernels cover a product; the torch engine takes the rest."""
+    """Return True if the kernels cover a product; the torch engine takes the rest."""
     return _method(spec.text, max(a.shape[1], 1)) is not None
 
 
@@ -94,15 +94,15 @@ def gemm_batch(a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: T
         return others
     if not isinstance(_method(spec.text, k), partial):  # of ``_fused``
         return others
-    known = prepared(spec.text, k, (False, False), out.dtype == torch.float64)
-    if known.groups is not None or known.unit is None or not is_small(m, n, k, known.slabs):
+    product = prepared(spec.text, k, (False, False), out.dtype == torch.float64)
+    if product.groups is not None or product.unit is None or not is_small(m, n, k, product.slabs):
         return others
-    draw = known.draw._replace(rows=m, columns=n)
+    draw = product.draw._replace(rows=m, columns=n)
     words = np.zeros((count, 4), np.uint32) if keys is None else keys.numpy()[:, ::-1].astype("<i8").view("<u4")
     (x, x_table), (y, y_table) = read_array(a), read_array(b)
     done = run_batch(
-        known.a._replace(array=x, table=x_table), known.b._replace(array=y, table=y_table), known.slabs, known.fast,
-        known.unit, known.promotion, known.reduction, draw, words, out.numpy(),
+        product.a._replace(array=x, table=x_table), product.b._replace(array=y, table=y_table), product.slabs,
+        product.fast, product.unit, product.promotion, product.reduction, draw, words, out.numpy(),
     )  # fmt: skip
     _write_nan(out)
     return np.flatnonzero(~done).tolist()
@@ -144,12 +144,12 @@ def _method(text: str, k: int) -> Method | None:
 
 
 def _rounds(fmt: FloatFormat) -> bool:
-    """Say whether lanes round to a format: by Inf above its largest value, with 2^52 last places below 2^1024."""
+    """Return True if lanes round to a format: by Inf above its largest value, with 2^52 last places below 2^1024."""
     return fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee" and fmt.max_exponent - fmt.mantissa_bits <= 971
 
 
 def _sums_fit(unit: Datapath, plan: GemmPlan) -> bool:
-    """Say whether the sums of chains and parts, taken in float64 and rounded to their format, are rounded as if once.
+    """Return True if sums of chains and parts, added in float64 and rounded to their format, are as if rounded once.
 
     Numbers of 24 bits each are, where a sum keeps as many bits as the chains that join it; so are those of float64.
     """
@@ -206,27 +206,27 @@ def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prep
 
 def fast_path(unit: Datapath, a: Source, b: Source, limits: tuple[int, int]) -> Constants | None:
     """Return how the truncating kernels run a unit on these operands; None where they cannot."""
-    f, block, kept = unit.fraction_bits, unit.block, unit.accumulator.mantissa_bits
+    f, block, acc_mantissa = unit.fraction_bits, unit.block, unit.accumulator.mantissa_bits
     mode, truncates = unit.rounding.mode, unit.rounding.mode == "toward_zero"
     if unit.term_rounding != "toward_zero" or f is None or block is None:
         return None
-    if not truncates and (mode not in ("nearest_even", "stochastic") or kept > 23):
+    if not truncates and (mode not in ("nearest_even", "stochastic") or acc_mantissa > 23):
         return None
-    eps = max(a.bits + b.bits, f + 2, kept + 1) + 1
+    eps = max(a.bits + b.bits, f + 2, acc_mantissa + 1) + 1
     room = f + _head(unit) + math.ceil(math.log2(block + 1))
     span = a.top + b.top - a.emin - b.emin
     inside = is_fixed(a) and is_fixed(b) and a.emin + b.emin >= limits[0] and a.top + b.top <= limits[1]
-    if truncates and room <= 22 and a.bits + eps <= 24 and kept <= 20 and inside and span < 80 - f:
-        single = np.float32(1 + 2.0**-eps), f, np.int32(-1 << (23 - kept))
+    if truncates and room <= 22 and a.bits + eps <= 24 and acc_mantissa <= 20 and inside and span < 80 - f:
+        single = np.float32(1 + 2.0**-eps), f, np.int32(-1 << (23 - acc_mantissa))
         return Constants(block, *single, np.int8(-2 - span), (a.top, b.top), *limits)
     if room > 51 or a.bits + eps > 53:
         return None
     rounding = None
     if not truncates:
-        dropped, drawn = 52 - kept, unit.rounding.bits
+        dropped, drawn = 52 - acc_mantissa, unit.rounding.bits
         shifts = np.int32(32 - min(drawn, dropped, 32)), np.int64(max(dropped - drawn, 0))
         rounding = Nearby(mode == "stochastic", np.int64(dropped), *shifts)
-    double = np.float64(1 + 2.0**-eps), f, np.int64(-1 << (52 - kept))
+    double = np.float64(1 + 2.0**-eps), f, np.int64(-1 << (52 - acc_mantissa))
     return Constants(block, *double, np.int8(0), (EMPTY, EMPTY), *limits, rounding)
 
 
@@ -237,12 +237,12 @@ def _head(unit: Datapath) -> int:
 
 def rounding_unit(unit: Datapath, a: Source, b: Source) -> Unit | None:
     """Return a datapath as the rounding kernel takes it; None where float64 lanes cannot hold it."""
-    f, kept = unit.fraction_bits, unit.accumulator.mantissa_bits
+    f, acc_mantissa = unit.fraction_bits, unit.accumulator.mantissa_bits
     if f is None or unit.block is None or unit.group > 1 or unit.signed_zero:
         return None
     terms = {"toward_zero": TRUNCATE, "down": FLOOR}.get(unit.term_rounding, NEAREST)
     enlarged = unit.term_rounding in ("toward_zero", "nearest_away")
-    eps = max(a.bits + b.bits, f + 3, kept + 2) + 1 if enlarged else 0
+    eps = max(a.bits + b.bits, f + 3, acc_mantissa + 2) + 1 if enlarged else 0
     if f + _head(unit) + math.ceil(math.log2(unit.block + 1)) > 51 or a.bits + eps > 53 or a.bits + b.bits > 53:
         return None
     return _numbers(unit, terms, np.float64(1 + 2.0**-eps if enlarged else 1))
@@ -262,39 +262,39 @@ def _fused(
     text: str, a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, key: RandomKey, out: Tensor
 ) -> None:
     """Write the product of a fused unit to out, as docs/matmul.md says; the arguments are those of ``gemm``."""
-    known = prepared(text, a.shape[1], (scales[0] is not None, scales[1] is not None), out.dtype == torch.float64)
-    draw = known.draw._replace(rows=out.shape[0], columns=out.shape[1])
+    product = prepared(text, a.shape[1], (scales[0] is not None, scales[1] is not None), out.dtype == torch.float64)
+    draw = product.draw._replace(rows=out.shape[0], columns=out.shape[1])
     if spec.stochastic:
         draw = draw._replace(key=key_words(key))
     chains = _NO_CHAINS
     if spec.plan.scaled_promotion:
         if scales[0] is None or scales[1] is None:
             raise ArgumentError("a plan with scaled_promotion needs scales; call scaled_mm, or pass another plan")
-        chains = chain_scales(scales, known.slabs, spec.plan)
+        chains = chain_scales(scales, product.slabs, spec.plan)
     exact = partial(exact_integer.gemm, a, b, c, scales, spec, key, out)
-    if known.unit is None:
+    if product.unit is None:
         exact()
         return
     (x, x_table), (y, y_table) = read_array(a), read_array(b)
     inside: list[dict[str, Any]] = [
         {} if s is None or template.scales.size == 0 else {"scales": np.abs(s.numpy())}
-        for s, template in zip(scales, (known.a, known.b), strict=True)
+        for s, template in zip(scales, (product.a, product.b), strict=True)
     ]
-    left = known.a._replace(array=x, table=x_table, **inside[0])
-    right = known.b._replace(array=y, table=y_table, **inside[1])
-    plain = c is None or known.reduction.in_place
+    a_source = product.a._replace(array=x, table=x_table, **inside[0])
+    b_source = product.b._replace(array=y, table=y_table, **inside[1])
+    plain = c is None or product.reduction.in_place
     job = Job(
-        a=left,
-        b=right,
+        a=a_source,
+        b=b_source,
         k=a.shape[1],
-        slabs=known.slabs,
-        fast=known.fast if plain else None,
-        unit=known.unit,
-        groups=known.groups,
-        tops=known.groups.tops(left, right) if plain and known.groups is not None else None,
-        promotion=known.promotion,
+        slabs=product.slabs,
+        fast=product.fast if plain else None,
+        unit=product.unit,
+        groups=product.groups,
+        tops=product.groups.tops(a_source, b_source) if plain and product.groups is not None else None,
+        promotion=product.promotion,
         scales=chains,
-        reduction=known.reduction,
+        reduction=product.reduction,
         draw=draw,
         out=out.numpy(),
         c=None if c is None else c.numpy(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused products one output at a time, in integers: what the vector kernels leave out.
+"""Fused products one output at a time, in integers: what the vector kernels do not cover.
 
-That is NaN and Inf, scales and groups, signed zeros, exact sums (no ``fraction_bits``) and whatever float64 lanes
-cannot hold. Terms are integers of at most 62 bits; exact sums are held in limbs of 32 bits over all exponents.
+These are NaN and Inf, scales and groups, signed zeros, exact sums (no ``fraction_bits``) and what float64 lanes cannot
+hold. Terms are integers of at most 62 bits; exact sums are held in limbs of 32 bits over all exponents.
 """
 
 from typing import NamedTuple
@@ -93,6 +93,7 @@ def _round_shift(n, shift, mode, negative, w, random_bits):  # type: ignore[no-u
     if mode == STOCHASTIC:
         taken = rest << (random_bits - shift) if random_bits > shift else rest >> (shift - random_bits)
         return whole + 1 if taken + w >= np.int64(1) << random_bits else whole
+    # the mode's truth table: round bit, sticky bit, parity, sign (rounding/modes.py)
     case = 8 * int(rest >= half) + 4 * int(rest != half) + 2 * (whole & 1) + int(negative)
     return whole + (np.int64(mode) >> case & 1)
 
@@ -100,6 +101,7 @@ def _round_shift(n, shift, mode, negative, w, random_bits):  # type: ignore[no-u
 @device
 def _to_accumulator(negative, n, last, t, w):  # type: ignore[no-untyped-def]
     """Round n * 2^last, n positive with at most 62 bits, to the accumulator; Inf above its largest value."""
+    # 1. the accumulator's last place for this number; 2. rounded to it; 3. overflow and sign
     place = max(last + _length(n) - 1, t.emin) - t.bits
     if place > last:
         n, last = _round_shift(n, place - last, t.rounding, negative, w, t.random_bits), place
@@ -148,6 +150,7 @@ def _add_product(limbs, sa, sb, place, negative):  # type: ignore[no-untyped-def
 @device
 def _read_limbs(limbs):  # type: ignore[no-untyped-def]
     """Return sign, the upper 60 bits and more of the magnitude with a sticky last bit, and its exponent; clear all."""
+    # 1. carries, so that every limb holds 32 bits, and the sign
     carry = np.int64(0)
     for i in range(_LIMBS):
         carry += limbs[i]
@@ -160,6 +163,7 @@ def _read_limbs(limbs):  # type: ignore[no-untyped-def]
             carry += limbs[i] ^ 0xFFFFFFFF
             limbs[i] = carry & 0xFFFFFFFF
             carry >>= 32
+    # 2. the first limb that is not zero, and those behind it up to 60 bits
     index = _LIMBS - 1
     while index > 0 and limbs[index] == 0:
         index -= 1
@@ -173,6 +177,7 @@ def _read_limbs(limbs):  # type: ignore[no-untyped-def]
             index -= 1
             n, e = (n << room) | (limbs[index] >> (32 - room)), e - room
             n |= np.int64(1) if limbs[index] & ((1 << (32 - room)) - 1) else np.int64(0)
+        # 3. the last bit stands for all that follows
         for i in range(index):
             n |= np.int64(1) if limbs[i] else np.int64(0)
     limbs[:] = 0
@@ -244,14 +249,17 @@ def _gather(a, b, scale_a, scale_b, m, n, slots, t, work):  # type: ignore[no-un
 @subroutine
 def _block(a, b, scale_a, scale_b, c, m, n, slots, t, w, work, limbs):  # type: ignore[no-untyped-def]
     """Return the sum of a block and its addend as the unit rounds it (docs/matmul.md, section 2)."""
+    # 1. NaN and Inf decide alone
     special = _special(a, b, scale_a, scale_b, c, m, n, slots, t)
     if special != 0:  # NaN as well
         return special
+    # 2. terms of the block, and the addend as one more
     count = _gather(a, b, scale_a, scale_b, m, n, slots, t, work)
     sc, lc, ec = _take_apart(c, t.emin)
     work[count, 0], work[count, 1], work[count, 2] = sc, lc, ec
     work[count, 3], work[count, 4] = bits64(c) < 0, 1
     count += 1
+    # 3. the alignment exponent: the largest of all terms, within the unit's bound
     any_negative, all_negative = False, True
     largest = np.int64(_NOTHING)
     for i in range(count):
@@ -259,6 +267,7 @@ def _block(a, b, scale_a, scale_b, c, m, n, slots, t, w, work, limbs):  # type: 
         all_negative &= work[i, 3] != 0
         largest = max(largest, work[i, 2])
     largest = max(largest, t.lowest)
+    # 4. the sum: exact, or of terms rounded to multiples of 2^(E - F)
     if t.fraction_bits == NO_FRACTION:
         for i in range(count):
             if work[i, 0]:
@@ -272,6 +281,7 @@ def _block(a, b, scale_a, scale_b, c, m, n, slots, t, w, work, limbs):  # type: 
                 term = _round_shift(work[i, 0], last - work[i, 1], t.mode, minus, 0, 1)
                 total += -term if minus else term
         negative, total = total < 0, abs(total)
+    # 5. rounded to the accumulator; a zero is +0 but for units with signed zeros
     y = _to_accumulator(negative, total, last, t, w) if total else 0.0
     if y == 0:
         if not t.signed_zero:
@@ -318,20 +328,22 @@ def gemm(
     terms, draw = terms_of(spec), (out.shape[1], out.shape[0], *key_words(key))
     taken = None if scales[0] is None else scales[0][rows], None if scales[1] is None else scales[1][columns]
     inside = [_NO_SCALES if s is None or not terms.scale_block else s.detach().numpy() for s in taken]
-    found = out.new_empty(rows.size, columns.size)
+    part = out.new_empty(rows.size, columns.size)
 
     def step(slabs: Slabs) -> Step:
         def add(tile: Tile, acc, order, sums) -> None:  # type: ignore[no-untyped-def]
             place = rows[tile.row], columns[tile.column]
-            own = [np.ascontiguousarray(s[at]) for s, at in zip(inside, (tile.row, tile.column), strict=True)]
+            tile_scales = [np.ascontiguousarray(s[at]) for s, at in zip(inside, (tile.row, tile.column), strict=True)]
             slots = slabs.whole.slots
-            add_exactly(tile.rows, tile.panel, tuple(own), place, slots, slabs.block, order, sums, acc, terms, draw)
+            add_exactly(
+                tile.rows, tile.panel, tuple(tile_scales), place, slots, slabs.block, order, sums, acc, terms, draw
+            )
 
         return add
 
-    given = None if c is None else c[rows][:, columns]
-    run_chains(a[rows], b[columns], given, taken, spec, found, np.float64, step, _WEIGHT)
-    out.numpy()[np.ix_(rows, columns)] = found.numpy()
+    addend = None if c is None else c[rows][:, columns]
+    run_chains(a[rows], b[columns], addend, taken, spec, part, np.float64, step, _WEIGHT)
+    out.numpy()[np.ix_(rows, columns)] = part.numpy()
 
 
 def terms_of(spec: GemmSpec) -> Terms:
@@ -360,7 +372,7 @@ def terms_of(spec: GemmSpec) -> Terms:
 
 
 def covers(spec: GemmSpec, block: int) -> bool:
-    """Say whether 62-bit integers hold the terms and sums of a fused unit."""
+    """Return True if 62-bit integers hold the terms and sums of a fused unit."""
     unit = spec.datapath
     assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
     acc, rounding = unit.accumulator, unit.rounding

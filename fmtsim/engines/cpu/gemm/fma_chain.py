@@ -69,7 +69,7 @@ def each_tile(
     for one of zeros.
     """
     (m, k), n = a.shape, b.shape[0]
-    (left, left_table), (right, right_table) = read_array(a, wide=True), read_array(b, wide=True)
+    (a_array, a_table), (b_array, b_table) = read_array(a, wide=True), read_array(b, wide=True)
     panels, threads = -(-n // LANES), pool.get_num_threads()
     step = min(_ROW_BYTES // (k * np.dtype(dtype).itemsize), _ROWS, -(-m * min(panels, threads) // threads))
     step = max(-(-step // 4) * 4, 4)
@@ -81,8 +81,8 @@ def each_tile(
             first, column = index // panels * step, index % panels * LANES
             row = slice(first, min(first + step, m))
             if index == start or column == 0:
-                convert_rows(left[row], left_table, rows)
-            convert_panel(right[column : column + LANES], right_table, panel)
+                convert_rows(a_array[row], a_table, rows)
+            convert_panel(b_array[column : column + LANES], b_table, panel)
             padded = -(-(row.stop - first) // 4) * 4
             columns = slice(column, min(column + LANES, n))
             tile = Tile(rows[: padded * k], panel, padded, row, columns)
@@ -96,12 +96,12 @@ def _in_slots(tile: Tile, slots: np.ndarray) -> Tile:
     rows, panel = tile.rows.reshape(tile.height, -1), tile.panel.reshape(-1, LANES)
     zeros, places = np.flatnonzero(slots < 0), np.maximum(slots, 0)
     kind = rows.dtype.type
-    left = scratch("rows in slots", tile.height * slots.size, kind).reshape(-1, slots.size)
-    right = scratch("panel in slots", slots.size * LANES, kind).reshape(-1, LANES)
-    np.take(rows, places, 1, left, "clip")  # the other modes need a copy
-    np.take(panel, places, 0, right, "clip")
-    left[:, zeros], right[zeros] = 0, 0
-    return tile._replace(rows=left.reshape(-1), panel=right.reshape(-1))
+    rows_in_slots = scratch("rows in slots", tile.height * slots.size, kind).reshape(-1, slots.size)
+    panel_in_slots = scratch("panel in slots", slots.size * LANES, kind).reshape(-1, LANES)
+    np.take(rows, places, 1, rows_in_slots, "clip")  # the other modes need a copy
+    np.take(panel, places, 0, panel_in_slots, "clip")
+    rows_in_slots[:, zeros], panel_in_slots[zeros] = 0, 0
+    return tile._replace(rows=rows_in_slots.reshape(-1), panel=panel_in_slots.reshape(-1))
 
 
 def lane(raw, like, table):  # type: ignore[no-untyped-def]
@@ -157,7 +157,7 @@ class Chains(NamedTuple):
     spec: GemmSpec
     order: Order
     parts: int  # to be reduced
-    kept: int  # sums that are kept until then
+    slots: int  # sums in memory until then
     c: np.ndarray | None
     scales: tuple[np.ndarray, np.ndarray]  # of the chains: float32 [chains, M] and [chains, N], or empty
     out: np.ndarray
@@ -172,9 +172,9 @@ def run_chains(
 ) -> None:  # fmt: skip
     """Write a product to out: ``step(slabs)`` returns what adds the blocks of a tile to its running sums of dtype."""
     slabs = slabs_of(a.shape[1], spec.datapath, spec.plan)
-    given = None if c is None else c.detach().numpy()
+    addend = None if c is None else c.detach().numpy()
     order = slabs.whole.order
-    chains = Chains(spec, order, slabs.parts, slabs.parts, given, chain_scales(scales, slabs, spec.plan), out.numpy())
+    chains = Chains(spec, order, slabs.parts, slabs.parts, addend, chain_scales(scales, slabs, spec.plan), out.numpy())
     add = step(slabs)
     each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), weight)
 
@@ -182,20 +182,20 @@ def run_chains(
 def _tile(chains: Chains, tile: Tile, add: Step) -> None:
     size = tile.height * LANES
     acc = scratch("chains", size, tile.rows.dtype.type)
-    total, parts = scratch("totals", size, np.float64), scratch("parts", chains.kept * size, np.float64)
+    total, parts = scratch("totals", size, np.float64), scratch("parts", chains.slots * size, np.float64)
     acc[:], total[:] = 0, 0
     promotion = promotion_of(chains.spec)
     reduction = reduction_of(chains.spec.plan, chains.out.dtype == np.float64)
-    given = None if chains.c is None else chains.c[tile.row, tile.column]
-    if given is not None and not reduction.in_place:
-        tile.part_of(total if promotion.active else acc)[:] = given
+    addend = None if chains.c is None else chains.c[tile.row, tile.column]
+    if addend is not None and not reduction.in_place:
+        tile.part_of(total if promotion.active else acc)[:] = addend
     row_scales, column_scales = (
         _padded(scales, place, width)
         for scales, place, width in zip(chains.scales, (tile.row, tile.column), (tile.height, LANES), strict=True)
     )
     add(tile, acc, chains.order, Sums(total, parts, promotion, row_scales, column_scales))
     if reduction.in_place:
-        begin_output(total, tile.part_of(total), given)
+        begin_output(total, tile.part_of(total), addend)
     reduce_parts(parts, chains.parts, tile.height, reduction, total)
     chains.out[tile.row, tile.column] = tile.part_of(total)
 
@@ -213,7 +213,7 @@ def _padded(scales: np.ndarray, place: slice, width: int) -> np.ndarray:
 
 
 def covers(spec: GemmSpec) -> bool:
-    """Say whether a product is chains of fused multiply-adds in float32 or float64."""
+    """Return True if a product is chains of fused multiply-adds in float32 or float64."""
     unit = spec.datapath
     if not isinstance(unit, Datapath) or unit.block != 1 or unit.fraction_bits is not None or not unit.signed_zero:
         return False
@@ -249,15 +249,15 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec,
 
 def _stacked(a: Tensor, b: Tensor, c: Tensor | None, spec: GemmSpec, out: Tensor, dtype: type, length: int) -> None:
     """Write a product whose sums are added on a stack: lanes, and folded parts."""
-    found = stacked(a.shape[1], spec.datapath, spec.plan)
-    runs = _runs(np.arange(found.slots.size), found.order.ends, found.additions, length)
-    given = None if c is None else c.detach().numpy()
-    chains = Chains(spec, found.order, 1, found.depth, given, (_NO_FLOATS, _NO_FLOATS), out.numpy())
+    stack = stacked(a.shape[1], spec.datapath, spec.plan)
+    runs = _runs(np.arange(stack.slots.size), stack.order.ends, stack.additions, length)
+    addend = None if c is None else c.detach().numpy()
+    chains = Chains(spec, stack.order, 1, stack.depth, addend, (_NO_FLOATS, _NO_FLOATS), out.numpy())
 
     def add(tile: Tile, acc: np.ndarray, order: Order, sums: Sums) -> None:
         multiply_add(tile.rows, tile.panel, runs, order, sums, acc)
 
-    each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), slots=found.slots)
+    each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), slots=stack.slots)
 
 
 def _runs(slots: np.ndarray, ends: np.ndarray, additions: np.ndarray, length: int) -> np.ndarray:
@@ -273,6 +273,7 @@ def multiply_add(rows, panel, runs, order, sums, acc):  # type: ignore[no-untype
     """Add the products of all runs to the running sums acc [height][64], of the operands' type."""
     height, k = acc.size // LANES, panel.size // LANES
     for run in range(len(runs)):
+        # 1. a run of products for two rows at a time, one fused multiply-add each
         for m in range(0, height, 2):
             p, q = m * k, (m + 1) * k
             s0, s1 = load(acc, m * LANES), load(acc, (m + 1) * LANES)
@@ -282,6 +283,7 @@ def multiply_add(rows, panel, runs, order, sums, acc):  # type: ignore[no-untype
                 s1 = fma(broadcast(rows, q + i), v, s1)
             store(acc, m * LANES, s0)
             store(acc, (m + 1) * LANES, s1)
+        # 2. what follows the run: the end of a chain or part, or sums on the stack
         if order.ends[runs[run, 2]]:
             end_block(acc, order, runs[run, 2], height, sums)
         if runs[run, 3]:

@@ -41,7 +41,7 @@ _LOW, _HIGH = -(1 << 31), (1 << 31) - 1
 
 
 def covers(spec: GemmSpec, k: int) -> bool:
-    """Say whether an int32 holds the sum of every block, which a unit that saturates adds at once."""
+    """Return True if an int32 holds the sum of every block, which a unit that saturates adds at once."""
     unit = spec.datapath
     return isinstance(unit, IntegerDatapath) and (not unit.saturate or min(unit.block, k) <= 1 << 16)
 
@@ -50,7 +50,7 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, _: Scales, spec: GemmSpec, __: 
     """Write int32 sums of int8 products to out; the arguments are those of the engine's ``gemm``."""
     unit, plan, result = spec.datapath, spec.plan, out.numpy()
     assert isinstance(unit, IntegerDatapath)
-    given = None if c is None else c.detach().to(torch.int32).numpy()
+    addend = None if c is None else c.detach().to(torch.int32).numpy()
     blocks, parts = _blocks(a.shape[1], unit, plan)
     promote = unit.saturate and plan.promote_every is not None
 
@@ -59,8 +59,8 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, _: Scales, spec: GemmSpec, __: 
         acc, total = scratch("chains", size, np.int32), scratch("totals", size, np.int32)
         sums = scratch("parts", parts * size, np.int32)
         acc[:], total[:] = 0, 0
-        if given is not None:
-            tile.part_of(total if promote else acc)[:] = given[tile.row, tile.column]
+        if addend is not None:
+            tile.part_of(total if promote else acc)[:] = addend[tile.row, tile.column]
         add_integers(tile.rows, tile.panel, blocks, unit.saturate, promote, acc, total, sums)
         result[tile.row, tile.column] = tile.part_of(_reduced(sums.reshape(parts, size), plan))
 
@@ -124,13 +124,16 @@ def add_integers(rows, panel, blocks, saturate, promote, acc, total, parts):  # 
             sum0 = splat(np.int32(0))
             sum1 = sum0
             for start in range(blocks[index, 0], blocks[index, 1], _RUN):
+                # 1. up to 128 products onto M, which stay in its binade: exact
                 s0, s1 = magic, magic
                 for i in range(start, min(start + _RUN, blocks[index, 1])):
                     v = load(panel, i * LANES)
                     s0 = fma(broadcast(rows, p + i), v, s0)
                     s1 = fma(broadcast(rows, q + i), v, s1)
+                # 2. the bits above M's are the sum as an int32
                 sum0 = iadd(sum0, isub(as_i32(s0), magic_bits))
                 sum1 = iadd(sum1, isub(as_i32(s1), magic_bits))
+            # 3. joined to the running sum, wrapping or saturating
             store(acc, m * LANES, _plus(load(acc, m * LANES), sum0, saturate))
             store(acc, (m + 1) * LANES, _plus(load(acc, (m + 1) * LANES), sum1, saturate))
         if blocks[index, 2]:

@@ -48,7 +48,7 @@ class Source(NamedTuple):
 
 
 def is_fixed(source: Source) -> bool:
-    """Say whether bytes can hold the exponents of whatever an operand's format has."""
+    """Return True if bytes can hold the exponents of whatever an operand's format has."""
     return source.top - source.emin <= TOP_BYTE // 2 and source.scales.size == 0
 
 

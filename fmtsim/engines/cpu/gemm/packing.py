@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing of operands, slab by slab: values, exponents and signs, as the kernels of aligned sums want them.
 
-Where terms are truncated, zeros become ``TINY`` with their sign: a product with one is cut to
-nothing, and its sign is then the product of two signs, as everywhere else. NaN and Inf become zeros, and their rows and
-columns are marked.
+Where terms are truncated, zeros become ``TINY`` with their sign: a product with one is truncated to zero, and its sign
+is the product of two signs, as everywhere else. NaN and Inf become zeros, and their rows and columns are marked.
 """
 
 import numpy as np
@@ -52,6 +51,7 @@ _TILE = 32
 
 @device
 def _exponents(numbers, emin):  # type: ignore[no-untyped-def]
+    # 1. the exponent field, subnormals at the lowest; 2. zeros, NaN and Inf count as empty
     bits = as_i32(numbers)
     field = and_(lshr(bits, splat(np.int32(23))), splat(np.int32(255)))
     e = smax(isub(field, splat(np.int32(127))), splat(np.int32(emin)))
@@ -67,8 +67,8 @@ def _scaled_exponents(numbers, raw_scales, at, emin, scale_emin):  # type: ignor
     if raw_scales.size == 0:
         return e
     nothing = splat(np.int32(EMPTY))
-    own = _exponents(load(raw_scales, at), scale_emin)
-    both = where_same(own, nothing, nothing, iadd(e, own))
+    scale_e = _exponents(load(raw_scales, at), scale_emin)
+    both = where_same(scale_e, nothing, nothing, iadd(e, scale_e))
     return where_same(e, nothing, nothing, both)
 
 
@@ -197,11 +197,13 @@ def _spread_row(raw, scales, start, row, at, block, source, factor, narrow, rows
     numbers = load(raw, start)
     count, pitch = rows.top.size, pitch_of(block)
     group = max(pitch, LANES)
+    # 1. values and exponents
     place = (at // group * count + row) * group + at % group
     e = _scaled_exponents(numbers, scales, start, source.emin, source.scale_emin)
     _put_values(rows.values, place, numbers, _scale_at(scales, start), e, factor, factor > 1)
     _join_lanes(rows.values, place)
     store(rows.exponents, place, _byte_copies(e, rows.top[row]) if narrow else _half_copies(e))
+    # 2. signs, a bit a slot, in words of 32 slots of a block
     signs, words = np.uint64(sign_bits(as_i32(numbers))), (block + 31) // 32
     if pitch > LANES:  # two words of one block
         first = at // pitch * words + at % pitch // 32
@@ -295,6 +297,7 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
             raw[slot] = np.float32(0)
             if scaled:
                 scales[slot] = np.float32(0)
+        # exponents of a row, and whether bytes can hold them
         top, low[row], mark = _range(raw, scales, first, padded, source.emin, source.scale_emin, splat(np.int32(0)))
         rows.top[row] = max(top, source.emin) if given == EMPTY else given
         marks[row] |= any_bits(mark)
@@ -308,7 +311,7 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
 
 @device
 def contiguous(order):  # type: ignore[no-untyped-def]
-    """Say whether slots are plain neighbours along K."""
+    """Return True if slots are plain neighbours along K."""
     plain = True
     for slot in range(order.size):
         plain &= order[slot] == order[0] + slot and order[slot] >= 0

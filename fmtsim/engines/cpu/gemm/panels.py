@@ -10,9 +10,10 @@ from fmtsim.engines.cpu.gemm.accumulate import Promotion, Sums
 from fmtsim.engines.cpu.gemm.aligned_rounding import Unit, round_blocks
 from fmtsim.engines.cpu.gemm.aligned_truncate import Nearby, truncate32, truncate64
 from fmtsim.engines.cpu.gemm.block_scaled import grouped, grouped_integers
-from fmtsim.engines.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel
+from fmtsim.engines.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel, Rows
 from fmtsim.engines.cpu.gemm.packing import pack_panel
 from fmtsim.engines.cpu.runtime.jit import device, kernel, overload
+from fmtsim.engines.cpu.runtime.scratch import scratch
 from fmtsim.engines.cpu.runtime.simd import LANES
 
 
@@ -41,6 +42,31 @@ class Buffers(NamedTuple):
     words: np.ndarray  # int32 [rows + 2][64] where a truncating kernel draws, else empty
 
 
+def buffers_of(
+    slots: int, words: int, dtype: type, exponents: type, *, scaled: bool = False, drawing_rows: int = 0
+) -> Buffers:
+    """Return this thread's memory for a panel of so many slots and words of signs; ``drawing_rows`` draw words."""
+    return Buffers(
+        scratch("panel numbers", slots * LANES, np.float32),
+        scratch("panel scales", slots * LANES if scaled else 0, np.float32),
+        scratch("panel values", slots * LANES, dtype),
+        scratch("panel exponents", slots * LANES, exponents),
+        scratch("panel signs", words * LANES, np.int32),
+        scratch("panel words", (drawing_rows + 2) * LANES if drawing_rows else 0, np.int32),
+    )
+
+
+def rows_of(name: str, slots: int, words: int, count: int, dtype: type) -> Rows:
+    """Return this thread's memory for ``count`` rows of so many slots, filled up to whole vectors."""
+    size = (slots + LANES) * count
+    return Rows(
+        scratch(f"{name} values", size, dtype),
+        scratch(f"{name} exponents", size, np.int32),
+        scratch(f"{name} signs", words * count, np.int32),
+        np.empty(count, np.int32),
+    )
+
+
 class Constants(NamedTuple):
     """What a truncating kernel takes beside its operands, and the product exponents that it allows."""
 
@@ -49,7 +75,7 @@ class Constants(NamedTuple):
     fraction_bits: int
     mask: np.integer
     floor_byte: np.int8
-    given: tuple[int, int]  # exponents that bytes of both operands count from, or EMPTY
+    tops: tuple[int, int]  # exponents that bytes of both operands count from, or EMPTY
     smallest: int
     largest: int
     rounding: Nearby | None = None  # of float64 sums; None truncates
@@ -92,7 +118,7 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, draw, 
     for p in range(start, stop):
         first, marks = (base + p) * LANES, state.marks[p]
         top, least = pack_panel(
-            source, first, slots, how.block, how.given[1], 1.0, True, buffers.raw, buffers.scales, buffers.values,
+            source, first, slots, how.block, how.tops[1], 1.0, True, buffers.raw, buffers.scales, buffers.values,
             buffers.exponents, buffers.signs, marks,
         )  # fmt: skip
         smallest, largest = low + least, top_a + top

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of products as arrays: slots, blocks and what follows them, cut into slabs that fit a cache."""
+"""The order of products as arrays: slots, blocks and what follows them, in slabs that fit a cache."""
 
 from dataclasses import dataclass
 from functools import lru_cache

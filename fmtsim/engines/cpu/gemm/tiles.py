@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a fused product is cut: rows, groups of panels, slabs of K, and what of it each thread does."""
+"""Tiles of a fused product: rows, groups of panels, slabs of K, and the share of each thread."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,9 @@ from fmtsim.engines.cpu.gemm.panels import (
     Grouping,
     State,
     block_scaled_panels,
+    buffers_of,
     round_panels,
+    rows_of,
     truncate_panels,
 )
 from fmtsim.engines.cpu.gemm.slabs import Slab, Slabs
@@ -69,9 +71,9 @@ def run_tiles(job: Job) -> None:
     """Compute a product: by rows and groups of panels, threads sharing the panels, or the rows where panels are few."""
     m, n = job.out.shape
     panels, threads = -(-n // LANES), pool.threads_for(m * n * job.k >> 4)
-    kept = 8 * LANES * (job.slabs.parts + 2)  # bytes of state for a row of a panel
-    rows = min(_ROWS, max(_STATE // (kept * 4) // 4 * 4, 32))
-    group = max(_STATE // (kept * rows), 1)
+    row_bytes = 8 * LANES * (job.slabs.parts + 2)  # bytes of state for a row of a panel
+    rows = min(_ROWS, max(_STATE // (row_bytes * 4) // 4 * 4, 32))
+    group = max(_STATE // (row_bytes * rows), 1)
     if panels < threads:
         rows = min(rows, max(-(-m // threads // 4) * 4, 4))
 
@@ -148,8 +150,8 @@ class Tile:
         if row_scales.size:
             rows[:, : self.count] = row_scales[:, self.first : self.first + self.count]
             for p in range(panels):
-                own = column_scales[:, self._place(p)[1]]
-                columns[p, :, : own.shape[1]] = own
+                panel_scales = column_scales[:, self._place(p)[1]]
+                columns[p, :, : panel_scales.shape[1]] = panel_scales
         return State(
             acc, total, parts, np.zeros((panels, LANES), np.int32), np.full(panels, -EMPTY, np.int64),
             np.full(panels, EMPTY, np.int64), rows.reshape(-1), columns.reshape(panels, -1), job.promotion,
@@ -161,13 +163,7 @@ class Tile:
         """Return the rows of a slab and their smallest exponent; None where bytes cannot hold the exponents."""
         block, count = self.job.slabs.block, self.padded
         size = (slab.slots.size + LANES) * count  # whole vectors
-        words = slab.order.ends.size * ((block + 31) // 32)
-        rows = Rows(
-            scratch(f"{name} values", size, dtype),
-            scratch(f"{name} exponents", size, np.int32),
-            scratch(f"{name} signs", words * count, np.int32),
-            np.empty(count, np.int32),
-        )
+        rows = rows_of(name, slab.slots.size, slab.order.ends.size * ((block + 31) // 32), count, dtype)
         low = np.empty(count, np.int32)
         source = self.source if self.job.groups is None else without_scales(self.source)
         raw = scratch("rows raw", size, np.float32)
@@ -185,7 +181,7 @@ class Tile:
 
     def _truncate(self, slab: Slab, how: Constants, done: np.ndarray) -> Task | None:
         dtype = np.float32 if self.job.single else np.float64
-        packed = self._pack(slab, "narrow", dtype, how.factor, how.given[0], narrow=True)
+        packed = self._pack(slab, "narrow", dtype, how.factor, how.tops[0], narrow=True)
         if packed is None:
             return None
         rows, low = packed
@@ -250,17 +246,10 @@ class Tile:
         return task
 
     def _buffers(self, slab: Slab, dtype: type, exponents: type) -> Buffers:
-        slots, block = slab.slots.size * LANES, self.job.slabs.block
-        words = slab.order.ends.size * ((block + 31) // 32)
-        scaled = self.job.b.scales.size and self.job.groups is None
-        return Buffers(
-            scratch("panel numbers", slots, np.float32),
-            scratch("panel scales", slots if scaled else 0, np.float32),
-            scratch("panel values", slots, dtype),
-            scratch("panel exponents", slots, exponents),
-            scratch("panel signs", words * LANES, np.int32),
-            scratch("panel words", (self.padded + 2) * LANES if self.job.draws else 0, np.int32),
-        )
+        words = slab.order.ends.size * ((self.job.slabs.block + 31) // 32)
+        scaled = self.job.b.scales.size > 0 and self.job.groups is None
+        drawing_rows = self.padded if self.job.draws else 0
+        return buffers_of(slab.slots.size, words, dtype, exponents, scaled=scaled, drawing_rows=drawing_rows)
 
     def _write(self, start: int, stop: int) -> None:
         job = self.job
