@@ -16,6 +16,7 @@ from fmtsim.optim.rules import CONSTANTS, Rule, group_of
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.optimizer import FLOAT32, Counter, ParameterStep, Scheme, StateFormat, in_parameter, key_of
 from fmtsim.support.errors import DeviceError
+from fmtsim.support.replay.gpu import captures
 
 _FLOAT32 = Scheme(name="fp32")
 PART = {False: 1 << 17, True: 1 << 22}
@@ -214,7 +215,7 @@ def _counted(step: ParameterStep, rule: Rule, scheme: Scheme) -> ParameterStep:
 
 def refuse_capture(reason: str) -> None:
     """Raise DeviceError, with a reason, while a CUDA graph is captured."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and captures():
         raise DeviceError(f"a CUDA graph cannot capture a step: {reason}")
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU's own matrix unit: which call of torch a product is, the switches that decide its bits, and which GPU it is.
+"""Native products: torch's call for a product, the switches that decide its bits, and which GPU computes it.
 
-Nothing here emulates. A call is described by plain facts and tensors, ``torch_call`` says which function of torch it is
-and with which arguments, ``run`` calls it under exactly the switches that the description names. ``other_gpu`` and the
-functions behind it say whether a GPU, its library and its settings are those that a target was recorded on.
+Nothing here emulates. ``NativeCall`` describes a call, ``torch_call`` returns torch's function and arguments for it,
+and ``run`` calls that under exactly the switches that the description names. ``other_gpu``, ``other_settings`` and
+``other_versions`` compare the GPU, its settings and its library with those that a target was recorded on.
 
 The FP8, 16-bit, TF32 and int8 calls ran on an H200. The calls with MX and NVFP4 scales follow torch's API and are
 tested up to the call: no Blackwell GPU has run them.
@@ -184,8 +184,8 @@ def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, s
         orders = [[swizzles.SWIZZLE_32_4_4] + [swizzles.NO_SWIZZLE] * (len(listed) - 1) for listed in lists]
     else:
         rows = call.rows_per_scale_a, call.rows_per_scale_b
-        lists = [[block_scales(s, each)] for s, each in zip(scales[:2], rows, strict=True)]  # type: ignore[arg-type]
-        recipes = [[kinds.BlockWise1x128 if each == 1 else kinds.BlockWise128x128] for each in rows]
+        lists = [[block_scales(s, height)] for s, height in zip(scales[:2], rows, strict=True)]  # type: ignore[arg-type]
+        recipes = [[kinds.BlockWise1x128 if height == 1 else kinds.BlockWise128x128] for height in rows]
         orders = [[swizzles.NO_SWIZZLE], [swizzles.NO_SWIZZLE]]
     options = {
         "swizzle_a": orders[0], "swizzle_b": orders[1], "bias": bias, "output_dtype": call.out_dtype,
@@ -288,10 +288,10 @@ def other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
     """
     if torch.version.hip is not None:
         return "torch is built for ROCm, and the target is an NVIDIA GPU"
-    found = _LIBRARY.match(library)
-    if found is None:
+    parsed = _LIBRARY.match(library)
+    if parsed is None:
         return f"its library is {library!r}, which is not an NVIDIA GPU"
-    name, wanted = torch.cuda.get_device_name(index), found["gpu"]
+    name, wanted = torch.cuda.get_device_name(index), parsed["gpu"]
     if re.match(rf"{re.escape(wanted)}(?![0-9A-Za-z])", name) is None:
         return f"the device is a {name}, the target a {wanted}"
     majors = {_MAJORS[family] for family in families if family in _MAJORS}
@@ -299,8 +299,8 @@ def other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
     if majors and major not in majors:
         return f"the device has compute capability {major}.{minor}, the target {min(majors)}.x"
     count = torch.cuda.get_device_properties(index).multi_processor_count
-    if found["sizes"] is not None and count not in map(int, re.findall(r"\d+", found["sizes"])):
-        return f"the device has {count} multiprocessors, the target {found['sizes']}"
+    if parsed["sizes"] is not None and count not in map(int, re.findall(r"\d+", parsed["sizes"])):
+        return f"the device has {count} multiprocessors, the target {parsed['sizes']}"
     return None
 
 

@@ -5,6 +5,7 @@ Elements are bfloat16, for the GPU's 16-bit units. What no kernel here covers is
 of any engine do it then (fmtsim/gemm/layers/operand.py).
 """
 
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ _MOST: Final = 4096  # quantisers that are remembered
 
 
 class _Facts(NamedTuple):
-    """What kernels ask of a quantiser; the quantiser itself is kept so that no other object takes its identity.
+    """Facts about a quantiser that kernels need; a reference to it keeps its identity from other objects.
 
     Attributes:
         across, down: The cast along the last and the last but one dimension, where a plain cast is all there is to it
@@ -69,14 +70,14 @@ def quantize_operand(
     if factor is not None and factor.dim():
         return None if quantizer.transforms or dim == -1 else _scaled(x, quantizer, keys, state, folded, factor)
     if quantizer.transforms or (has_blocks and folded):
-        made = _rotated(x, quantizer, keys, factor) if folded else None
-        if made is not None or quantizer.transforms:
-            return made
+        operand = _rotated(x, quantizer, keys, factor) if folded else None
+        if operand is not None or quantizer.transforms:
+            return operand
     if factor is not None:
         return None
     if quantizer.scaling is not None:
-        made = _scaled(x, quantizer, keys, state, folded)
-        return _rotated(x, quantizer, keys, None) if made is None and folded else made
+        operand = _scaled(x, quantizer, keys, state, folded)
+        return _rotated(x, quantizer, keys, None) if operand is None and folded else operand
     return _cast(t, quantizer, keys.elements, dim) if folded else None
 
 
@@ -127,10 +128,10 @@ def unrotate(
 
 
 def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None) -> Operand | None:
-    made = rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
-    if made is None and keys.passes is not None:  # what counts on the device is covered then
-        made = rotated.cast_rotated(x.contiguous(), quantizer, keys[:2], keys.signs, factor, keys.passes)
-    return made
+    operand = rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
+    if operand is None and keys.passes is not None:  # what counts on the device is covered then
+        operand = rotated.cast_rotated(x.contiguous(), quantizer, keys[:2], keys.signs, factor, keys.passes)
+    return operand
 
 
 def _scaled(
@@ -155,16 +156,16 @@ def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int) -> O
 
 
 def _facts(quantizer: Quantizer) -> _Facts:
-    """Return what is known of a quantiser, by its identity, which costs no hash."""
-    found = _known.get(id(quantizer))
-    if found is None:
+    """Return the facts about a quantiser, looked up by identity, which costs no hash."""
+    facts = _known.get(id(quantizer))
+    if facts is None:
         if len(_known) >= _MOST:
             _known.clear()
         across, two_level = _plain_cast(quantizer)
-        down = None if across is None else _along(across, -2)
+        down = None if across is None else replace(across, dim=-2)
         scales = quantizer.scaling is not None and folds(quantizer) and scaled.folds(quantizer)
-        found = _known[id(quantizer)] = _Facts(quantizer, across, down, two_level, scales)
-    return found
+        facts = _known[id(quantizer)] = _Facts(quantizer, across, down, two_level, scales)
+    return facts
 
 
 def _plain_cast(quantizer: Quantizer) -> tuple[CastSpec | None, bool]:
@@ -176,13 +177,9 @@ def _plain_cast(quantizer: Quantizer) -> tuple[CastSpec | None, bool]:
     spec = CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=-1)
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     if not element.has_nan and element.nan_policy == "error":
-        return None, False  # somebody has to look at the numbers
+        return None, False  # NaN raises an error: numbers have to be read
     if isinstance(fmt, BlockFormat) and not block.covers_blocks(spec):
         return None, False
     two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
     holds = block.holds_without_tensor_scale(spec) if two_level else is_representable(fmt, torch.bfloat16)
     return (spec, two_level) if holds else (None, False)
-
-
-def _along(spec: CastSpec, dim: int) -> CastSpec:
-    return CastSpec(format=spec.format, rounding=spec.rounding, overflow=spec.overflow, dim=dim)

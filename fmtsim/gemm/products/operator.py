@@ -24,6 +24,7 @@ from fmtsim.spec.plan import Epilogue
 from fmtsim.support.dispatch import constant_in_graphs
 from fmtsim.support.errors import ArgumentError, DtypeError
 from fmtsim.support.float64 import check_float64
+from fmtsim.support.replay.gpu import captures
 
 OUT_DTYPES = (
     torch.float32,
@@ -238,7 +239,7 @@ def _require_values(*operands: tuple[str, Tensor, OperandFormat]) -> None:
     if not loose:
         return
     if _is_on_gpu(loose[0][1]):
-        if torch.cuda.is_current_stream_capturing():
+        if captures():
             return
         equal = [(rounded == piece).all() for _, x, fmt in loose for piece, rounded in _pieces(x, fmt)]
         if bool(torch.stack(equal).all()):

@@ -12,9 +12,12 @@ current_stream: Callable[[int], int] = getattr(
 )
 
 
-def captures(device: torch.device) -> bool:
-    """Return True if a CUDA graph is being captured: new tensors hold no values before it runs; do not store them."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def captures(device: torch.device | None = None) -> bool:
+    """Return True while the current stream captures a CUDA graph; False for a device that is no GPU.
+
+    What a captured call computes does not exist before the graph is replayed, so it must not be cached.
+    """
+    return (device is None or device.type == "cuda") and torch.cuda.is_current_stream_capturing()
 
 
 def lasting(numbers: float | list[float] | list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -196,7 +196,7 @@ def test_chains_that_the_next_block_need_not_cut_again(kept, terms, device):
     """A chain keeps what is below the accumulator's last place only where the next block truncates that anyway."""
     unit = Datapath(block=32, fraction_bits=13, accumulator=custom(8, kept), term_rounding=terms)
     numbers = aligned_fp64_mma.floor_of(definition("e4m3", unit=unit), 32, 100)
-    assert numbers is not None and numbers.single and numbers.kept == kept
+    assert numbers is not None and numbers.single and numbers.acc_mantissa == kept
     assert check(FP64_MMA, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
 
 

@@ -258,10 +258,10 @@ def test_operands_for_other_paths(emulated):
 
 
 @pytest.mark.parametrize(("name", "change"), [
-    ("chain e6m9 in float32", dict(kept=8)), ("fp64 bfloat16 sums", dict(fraction=12)),
+    ("chain e6m9 in float32", dict(acc_mantissa=8)), ("fp64 bfloat16 sums", dict(fraction=12)),
     ("fp64 terms to nearest", dict(terms=RULES["down"].code)), ("fp32 e4m3", dict(enlarged=8)),
-    ("fp32 e4m3", dict(fraction=12)),
-    ("fp32 e4m3", dict(kept=12)), ("fp32 e4m3", dict(step=4, chain=15)), ("block scaled nvf4", dict(eps=20, spread=-1)),
+    ("fp32 e4m3", dict(fraction=12)), ("fp32 e4m3", dict(acc_mantissa=12)),
+    ("fp32 e4m3", dict(step=4, chain=15)), ("block scaled nvf4", dict(eps=20, spread=-1)),
     ("block scaled nvf4", dict(spread=60, room=60)), ("tensor core e4m3", dict(eps=60)),
     ("tensor core e4m3", dict(spacing=4.0)), ("tensor core e4m3", dict(base=1 << 23)),
 ], ids=str)  # fmt: skip

@@ -236,7 +236,7 @@ def bare_kernel(sizes, launches):
     """Return a kernel of these parameters on a device that nobody has, whose launches are kept."""
     kernel = launch.Kernel.__new__(launch.Kernel)
     kernel._name, kernel._index, kernel._function, kernel._sizes = "trial", 0, "function", sizes
-    kernel._layouts, kernel._shared = {}, launch.ANNOUNCED
+    kernel._layouts, kernel._shared = {}, launch.USUAL_SHARED
 
     def start(function, *rest):
         words = (ctypes.c_uint64 * 2).from_address(rest[8])

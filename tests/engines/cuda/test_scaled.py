@@ -178,6 +178,14 @@ def test_rules_have_the_bits_of_the_definition(rule, device):
         check(x, Quantizer(format=E4M3, scaling=rule), device) if scale else check_zeros(x, rule, device)
 
 
+def test_a_float64_quotient_is_rounded_as_such(device):
+    """``top / amax`` is 1.5 subnormal float32: a tie for one division, a little less by 1 / amax in float64."""
+    x = torch.full((8, 16), 49 * 2.0**120)
+    for arithmetic in ("double", "encode"):
+        rule = Scaling(arithmetic=arithmetic, top=3 * 49 * 2.0**-30)
+        check(x, Quantizer(format=BF16, scaling=rule), device)
+
+
 def check_zeros(x, rule, device):
     for first in (-0.0, float("inf"), float("nan")):
         x[0, 0] = first

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a cast did to a tensor (fmtsim/lab/analysis/measure.py), counted in one read of its elements and of their quantised
-// values: a tile of 8192 elements at a time, whose blocks' scales follow from what its threads hold.
+// What a cast did to a tensor (fmtsim/lab/analysis/measure.py), counted in one read of its elements and of their
+// quantised values: a tile of 8192 elements at a time, whose blocks' scales follow from what its threads hold.
 //
-// Macros: INPUT, QUANTISED: dtypes (common.cuh). SCALED: elements are seen under the scales of blocks, which are 1 powers
-// of two, 2 any numbers; 0: under none.
+// Macros: INPUT, QUANTISED: dtypes (common.cuh). SCALED: elements are seen under the scales of blocks, which are 1
+// powers of two, 2 any numbers; 0: under none.
 //
 // A tile is `across` vectors of eight elements wide, a power of two that divides 256, and 1024 / across rows high; a
 // thread holds four rows of one vector:
@@ -51,8 +51,7 @@ DEVICE void tally_any(Shared& s, int which, u32 magnitude) {
 }
 
 DEVICE double sum_of_warp(double x) {
-#pragma unroll
-  for (int far = 16; far; far /= 2) x = __dadd_rn(x, __shfl_xor_sync(~0u, x, far));
+  UNROLLED for (int far = 16; far; far /= 2) x = __dadd_rn(x, __shfl_xor_sync(~0u, x, far));
   return x;
 }
 
@@ -74,8 +73,8 @@ DEVICE u32 finite_bits(const Elements& x, int i) {
   return magnitude < FLOAT_EXPONENT ? magnitude : 0;
 }
 
-// The scales of a tile's blocks, `wide` of them side by side. A block is one row high or one column wide, or as high and
-// as wide as what a thread holds, or several times that; first: of those in which this thread has elements.
+// The scales of a tile's blocks, `wide` of them side by side. A block is one row high or one column wide, or as high
+// and as wide as what a thread holds, or several times that; first: of those in which this thread has elements.
 DEVICE void find_scales(
     Shared& s, const Elements (&x)[ROWS], u32 first, u32 block_rows, u32 block_columns, u32 blocks, u32 wide,
     TensorScale tensor, const Cast& c) {
@@ -83,20 +82,16 @@ DEVICE void find_scales(
   __syncthreads();  // the factors of the tile before are read, too
   if (threadIdx.x == 0) s.slow = 0;
   if (block_columns == 1) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    UNROLLED for (int i = 0; i < 8; ++i) {
       u32 top = 0;
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) top = max(top, finite_bits(x[r], i));
+      UNROLLED for (int r = 0; r < ROWS; ++r) top = max(top, finite_bits(x[r], i));
       atomicMax(&s.amax[first + i], top);
     }
   } else {
     u32 above = 0;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
       u32 top = block_rows == 1 ? 0 : above;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) top = max(top, finite_bits(x[r], i));
+      UNROLLED for (int i = 0; i < 8; ++i) top = max(top, finite_bits(x[r], i));
       if (block_rows == 1) atomicMax(&s.amax[first + r * wide], top);
       above = top;
     }
@@ -141,15 +136,13 @@ DEVICE void look_at_eight(
     Shared& s, Found& f, const Elements& v, const Values& to, const void* x, const void* q, u64 at,
     const float* factors, u32 step, bool slow, float low, float high) {
   u32 top = 0, least = ~0u;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  UNROLLED for (int i = 0; i < 8; ++i) {
     u32 magnitude = as_bits(v.get(i)) & MAGNITUDE;
     top = max(top, magnitude), least = min(least, magnitude - 1);  // zero becomes the largest
   }
   if (top < FLOAT_EXPONENT && least >= SMALL - 1 && !slow) {
     f.top = max(f.top, top);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    UNROLLED for (int i = 0; i < 8; ++i) {
       look<false>(s, f, v.get(i), to.get(i), SCALED ? factors[i * step] : 1.0f, low, high);
     }
     return;
@@ -166,8 +159,9 @@ DEVICE void look_at_eight(
   }
 }
 
-// out [8 + 2 * 321]: elements, nonzero, underflowed, saturated, nonfinite, amax, signal, noise, and exponents from -160.
-// The last block of threads writes it, all of its threads at once: one alone would wait for memory a thousand times.
+// out [8 + 2 * 321]: elements, nonzero, underflowed, saturated, nonfinite, amax, signal, noise, and exponents from
+// -160. The last block of threads writes it, all of its threads at once: one alone would wait for memory a thousand
+// times.
 DEVICE void finish(Shared& s, double* out, Counters* counters, const double* sums, u64 elements) {
   u64 nonzero = 0;
   double signal = 0.0, noise = 0.0;
@@ -203,10 +197,12 @@ KERNEL __launch_bounds__(THREADS) count_cast(
 #endif
 ) {
   __shared__ Shared s;
+  // 1. counters in shared memory
   for (u32 i = threadIdx.x; i < WARPS * TABLES * 256; i += THREADS) (&s.fields[0][0][0])[i] = 0;
   for (u32 i = threadIdx.x; i < TABLES * 23; i += THREADS) (&s.small[0][0])[i] = 0;
   if (threadIdx.x == 0) s.kept = s.saturated = s.nonfinite = s.top = s.last = 0, s.nonzero = 0;
   __syncthreads();
+  // 2. the tiles of this block of threads: scales of blocks, then elements
   u32 high_tile = ROWS * THREADS / across, row = threadIdx.x / across * ROWS, column = threadIdx.x % across * 8;
   u64 wide_tiles = (columns + across * 8 - 1) / (across * 8), tiles = (rows + high_tile - 1) / high_tile * wide_tiles;
 #if SCALED
@@ -219,8 +215,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
     u64 top = tile / wide_tiles * high_tile + row, left = tile % wide_tiles * (across * 8) + column;
     Elements v[ROWS];
     Values to[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
       v[r].clear(), to[r].clear();
       if (top + r < rows && left < columns) {
         v[r].template load<false>((const Stored<INPUT>::type*)x + (top + r) * columns + left);
@@ -231,8 +226,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
     u32 first = row / block_rows * wide + column / block_columns;
     find_scales(s, v, first, block_rows, block_columns, blocks, wide, whole, c);
 #endif
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
       if (top + r >= rows || left >= columns) continue;
       const float* factors = nullptr;
       bool slow = false;
@@ -244,6 +238,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
     }
   }
 
+  // 3. its sums, joined to those of all blocks
   put_sums(s, f.signal, f.noise);
   atomicAdd(&s.kept, f.kept), atomicAdd(&s.saturated, f.saturated), atomicAdd(&s.nonfinite, f.nonfinite);
   atomicMax(&s.top, f.top);
@@ -261,6 +256,7 @@ KERNEL __launch_bounds__(THREADS) count_cast(
   }
   __threadfence();  // what this block has written is seen before it says that it is done
   __syncthreads();
+  // 4. the last block writes the result
   if (threadIdx.x == 0) s.last = atomicAdd(&counters->done, (u64)1) == gridDim.x - 1;
   __syncthreads();
   if (!s.last) return;

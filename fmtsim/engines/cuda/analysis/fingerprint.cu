@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fingerprints of tensors (fmtsim/lab/analysis/fingerprint.py) in one read: runs of words times odd numbers, summed modulo
-// 2^64; the sums mixed, times odd numbers of their places, added; and the largest magnitude. Integers wrap: the order
-// of additions does not matter, so blocks of threads add with atomics.
+// Fingerprints of tensors (fmtsim/lab/analysis/fingerprint.py) in one read: runs of words times odd numbers, summed
+// modulo 2^64; the sums mixed, times odd numbers of their places, added; and the largest magnitude. Integers wrap: the
+// order of additions does not matter, so blocks of threads add with atomics.
 //
 // Macros: WORD: bits of a word, 8, 16 or 32. VECTOR: words of a load, 4 or 1. LARGEST: bits of the elements whose
 // magnitudes a word holds, 32 or 16; 0 for none.
@@ -51,8 +51,7 @@ DEVICE u64 mixed(u64 z) {
 DEVICE u64 times_place(u64 number, u64 place) { return number * (mixed((place + 1) * 0x9E3779B97F4A7C15ull) | 1); }
 
 DEVICE u64 sum_of_warp(u64 x) {
-#pragma unroll
-  for (int flip = 16; flip; flip /= 2) x += __shfl_xor_sync(~0u, x, flip);
+  UNROLLED for (int flip = 16; flip; flip /= 2) x += __shfl_xor_sync(~0u, x, flip);
   return x;
 }
 
@@ -66,28 +65,26 @@ DEVICE u32 larger(u32 a, u32 b) { return LARGEST == 32 ? max(a, b) : __vmaxu2(a,
 // found starts at zeros: the hash, the bits of the largest magnitude, the hashes of members, each of as many sums.
 // A team of 32 or all threads sums a run in each of ROWS rows.
 KERNEL __launch_bounds__(THREADS) fingerprint(
-    const Number* x, u64* found, const i64* multipliers, u64 rows, u64 width, u64 runs, u64 sums_of_member, u32 team) {
+    const Number* x, u64* results, const i64* multipliers, u64 rows, u64 width, u64 runs, u64 sums_of_member, u32 team) {
   u32 teams = THREADS / team, lane = threadIdx.x % team;
   u64 begun = blockIdx.x * (u64)teams, item = begun + threadIdx.x / team;
   u64 run = runs == 1 ? 0 : item % runs, first = (runs == 1 ? item : item / runs) * ROWS;
   u64 start = run * RUN, count = min((u64)RUN, width - start);
   const Number* from = x + first * width + start;
+  // 1. sums of a run of each row: words times multipliers, modulo 2^64, in halves
   u64 total[ROWS] = {};
   u32 upper[ROWS] = {}, top = 0;
   if (first < rows) {
     for (u64 at = (u64)lane * VECTOR; at < count; at += (u64)team * VECTOR) {
       Vector v[ROWS];
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLLED for (int r = 0; r < ROWS; ++r) {
         if (first + r < rows) v[r] = load_vector_at(from + r * width + at);
         else
           for (int i = 0; i < VECTOR; ++i) v[r].words[i] = 0;
       }
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i) {
+      UNROLLED for (int i = 0; i < VECTOR; ++i) {
         Factor f = factor_of(multipliers[at + i]);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
+        UNROLLED for (int r = 0; r < ROWS; ++r) {
           total[r] += (u64)((i64)v[r].words[i] * f.low);
           upper[r] += (u32)v[r].words[i] * f.high;
           if (LARGEST) top = larger(top, magnitudes(v[r].words[i]));
@@ -95,13 +92,13 @@ KERNEL __launch_bounds__(THREADS) fingerprint(
       }
     }
   }
+  // 2. over a warp, then over a team of warps
   __shared__ u64 parts[WARPS][ROWS];
   __shared__ u32 tops[WARPS];
   u32 warp = threadIdx.x / 32;
   top = LARGEST == 32 ? top : max(top & 0xFFFF, top >> 16);
   top = __reduce_max_sync(~0u, top);
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLLED for (int r = 0; r < ROWS; ++r) {
     u64 sum = sum_of_warp(total[r] + ((u64)upper[r] << 32));
     if (threadIdx.x % 32 == 0) parts[warp][r] = sum, tops[warp] = top;
   }
@@ -121,11 +118,11 @@ KERNEL __launch_bounds__(THREADS) fingerprint(
   u64 share = there ? times_place(sum, place - member * sums_of_member) : 0;
   u64 common = __shfl_sync(~0u, member, 0);  // thread 0 has a row wherever there is a block
   u64 whole = sum_of_warp(there && member == common ? share : 0);
-  if (there && member != common) atomicAdd(found + 2 + member, share);
+  if (there && member != common) atomicAdd(results + 2 + member, share);
   if (threadIdx.x == 0) {
     for (u32 w = 0; w < WARPS; ++w) top = max(top, tops[w]);
-    atomicAdd(found, hash);
-    atomicAdd(found + 2 + common, whole);
-    if (LARGEST) atomicMax(found + 1, (u64)top);
+    atomicAdd(results, hash);
+    atomicAdd(results + 2 + common, whole);
+    if (LARGEST) atomicMax(results + 1, (u64)top);
   }
 }

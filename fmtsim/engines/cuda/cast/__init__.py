@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that turn tensors into values or codes of a format."""
+"""Casts: kernels that round tensors to values or codes of a format."""

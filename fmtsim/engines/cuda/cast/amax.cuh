@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Largest magnitudes of elements of the input's dtype: float32, bfloat16 or float16. "Raw" magnitudes are two in a word
-// where elements have 16 bits, and are compared both at once.
+// Largest magnitudes of elements in float32, bfloat16 or float16, the statistic of most scales. "Raw" magnitudes are
+// those of the input's dtype, two in a word where elements have 16 bits, and are compared both at once.
 //
-// OUTPUT is 0 float32, 1 bfloat16, 2 codes of CODE_BITS bits, one a byte, 3 the same packed (docs/semantics.md,
-// section 11).
+// Macros: INPUT; OUTPUT: 0 float32, 1 bfloat16, 2 codes of CODE_BITS bits, one a byte, 3 the same packed
+// (docs/semantics.md, section 11).
 #pragma once
 #include "vectors.cuh"
 
@@ -50,18 +50,15 @@ DEVICE u32 finite_magnitude(float x) {
 template <bool Finite, int Count, class Vector>
 DEVICE u32 raw_amax(const Vector* in) {
   u32 top = 0;
-#pragma unroll
-  for (int v = 0; v < Count; v++)
-#pragma unroll
-    for (int i = 0; i < Vector::LENGTH; i++) top = raw_larger(top, raw_magnitudes<Finite>(in[v].words[i]));
+  UNROLLED for (int v = 0; v < Count; v++)
+    UNROLLED for (int i = 0; i < Vector::LENGTH; i++) top = raw_larger(top, raw_magnitudes<Finite>(in[v].words[i]));
   return top;
 }
 
 // The same over what Lanes neighbouring lanes hold.
 template <int Lanes>
 DEVICE u32 raw_amax_of_lanes(u32 top) {
-#pragma unroll
-  for (int flip = 1; flip < Lanes; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
+  UNROLLED for (int flip = 1; flip < Lanes; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
   return top;
 }
 
@@ -84,11 +81,10 @@ struct Eight : Vectors<INPUT, 8> {
 template <int Count>
 DEVICE Eight column_tops(const Eight* in) {
   Eight top;
-#pragma unroll
-  for (int i = 0; i < Eight::LENGTH; i++) {
+  UNROLLED for (int i = 0; i < Eight::LENGTH; i++) {
     top.words[i] = 0;
-#pragma unroll
-    for (int v = 0; v < Count; v++) top.words[i] = raw_larger(top.words[i], raw_magnitudes<true>(in[v].words[i]));
+    UNROLLED for (int v = 0; v < Count; v++)
+      top.words[i] = raw_larger(top.words[i], raw_magnitudes<true>(in[v].words[i]));
   }
   return top;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The general path: every format, rounding, overflow, scale rule and dtype, one element a thread: element formats in
-// contiguous tensors, and block formats, blocks of any shape in a tensor of any strides.
+// Casts to every format, rounding, overflow and scale rule from every dtype, one element a thread, exactly: what faster
+// kernels do not take. Element formats in contiguous tensors; block formats, blocks of any shape, in tensors of any
+// strides.
 #include "scale.cuh"
 
 // A tensor as [leading, inner, trailing]: `inner` runs along the blocks' inner axis; the other two, leading first, are
@@ -56,8 +57,7 @@ KERNEL block_extremes(const void* x, BlockWords* blocks, u64 total, const __grid
   bool nan = value != value;
   bool leads = true;
   if (__all_sync(~0u, p.block == __shfl_sync(~0u, p.block, 0))) {
-#pragma unroll
-    for (int flip = 1; flip < 32; flip *= 2) {
+    UNROLLED for (int flip = 1; flip < 32; flip *= 2) {
       negative = larger(negative, __shfl_xor_sync(~0u, negative, flip));
       positive = larger(positive, __shfl_xor_sync(~0u, positive, flip));
     }
@@ -65,10 +65,10 @@ KERNEL block_extremes(const void* x, BlockWords* blocks, u64 total, const __grid
     leads = threadIdx.x % 32 == 0;
   }
   if (!leads) return;
-  BlockWords* mine = blocks + p.block;
-  if (negative) atomicMax(&mine->negative, negative);
-  if (positive) atomicMax(&mine->positive, positive);
-  if (nan) mine->nan = 1;
+  BlockWords* block_words = blocks + p.block;
+  if (negative) atomicMax(&block_words->negative, negative);
+  if (positive) atomicMax(&block_words->positive, positive);
+  if (nan) block_words->nan = 1;
 }
 
 // blocks: null for element formats, which have no scales.
@@ -119,14 +119,14 @@ KERNEL encode_rows(
   if (thread >= rows * groups) return;
   i64 row = thread / groups, column = thread % groups * 8, bytes = (columns * width + 7) / 8;
   u8* to = codes + row * bytes + column / 8 * width;
-  u64 held = 0;
+  u64 pending = 0;
   i32 bits = 0;
   for (i64 k = row * columns + column; k < (row + 1) * columns && k < row * columns + column + 8; k++) {
     u32 word = random_integer((u64)k, c.draw, c.given);
-    held |= element_code(real_of(load_element(x, k, dtype)), word, c.element, c.tables) << bits;
-    for (bits += width; bits >= 8; bits -= 8, held >>= 8) *to++ = (u8)held;
+    pending |= element_code(real_of(load_element(x, k, dtype)), word, c.element, c.tables) << bits;
+    for (bits += width; bits >= 8; bits -= 8, pending >>= 8) *to++ = (u8)pending;
   }
-  if (bits) *to = (u8)held;
+  if (bits) *to = (u8)pending;
 }
 
 // scales: null for element formats.

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the fast kernels of block formats share: a block's scale and its elements in float32 arithmetic that is exact. The
-// format is given by macros (fmtsim.engines.cuda.cast.scale_rules.fast_macros): a dozen instructions an element are left.
+// Casts to block formats (MX, NVFP4, scaled E4M3 and INT8): a block's scale and its elements in float32 arithmetic that
+// is exact. The format is given by macros (fmtsim.engines.cuda.cast.scale_rules.fast_macros): a dozen instructions an
+// element.
 //
 //   x = 1.mmm|rrrr 2^e     magic = 2^(max(e, lowest) + 23 - M)     x + magic = 2^(...) + n, rounded to nearest even
 //
-// The float32 addition drops the bits that the element lacks. Under a scale 2^s the same grid lies s binades higher,
-// so that x itself is rounded: nothing is divided. `n` is read off the sum's bits: it gives the code.
+// The float32 addition drops the bits that the element lacks. Under a scale 2^s the same grid lies s binades higher, so
+// x itself is rounded: nothing is divided. `n` is read off the sum's bits: it gives the code.
 #pragma once
 #include "amax.cuh"
 #include "scale.cuh"
@@ -16,16 +17,17 @@ struct BlockAmax {
   bool nonfinite, has_nan;
 };
 
-// That of a block whose elements are Count vectors in each of Lanes neighbouring lanes. All lanes of a warp look together.
+// That of a block whose elements are Count vectors in each of Lanes neighbouring lanes. All lanes of a warp look
+// together.
 template <int Lanes, int Count, class Vector>
 DEVICE BlockAmax find_amax(const Vector* in) {
   u32 amax = amax_of_raw(raw_amax_of_lanes<Lanes>(raw_amax<false, Count>(in)));
-  BlockAmax found = {amax, amax >= FLOAT_EXPONENT, amax > FLOAT_EXPONENT};
-  if (__any_sync(~0u, found.nonfinite)) {  // look again, at finite elements alone
+  BlockAmax result = {amax, amax >= FLOAT_EXPONENT, amax > FLOAT_EXPONENT};
+  if (__any_sync(~0u, result.nonfinite)) {  // look again, at finite elements alone
     amax = amax_of_raw(raw_amax_of_lanes<Lanes>(raw_amax<true, Count>(in)));
-    if (found.nonfinite) found.amax = amax;
+    if (result.nonfinite) result.amax = amax;
   }
-  return found;
+  return result;
 }
 
 // The magic number of a binade whose last place has `mantissa` bits above it.
@@ -108,7 +110,7 @@ DEVICE void store_scale(void* scales, u64 block, float scale) {
 #endif
 }
 
-// A number on its way: what is rounded, with its sign apart and its magnitude clamped.
+// A number being rounded: what is rounded, with its sign apart and its magnitude clamped.
 struct FastElement {
   u32 sign, binade;
   float magnitude;
@@ -128,9 +130,9 @@ DEVICE FastElement fast_element(float x, const FastBlock& block) {
   return {sign, binade, magnitude};
 }
 
-// Stochastic rounding (section 1, variant a with 32 bits) by what the random word lacks of 2^32 - 1, as grid.cuh has it:
-// the least multiple of the last place that is not below the magnitude less its share of the rest. The sum with
-// 1.5 * 2^23 + `more` last places.
+// Stochastic rounding (section 1, variant a with 32 bits) by what the random word lacks of 2^32 - 1, as grid.cuh has
+// it: the least multiple of the last place that is not below the magnitude less its share of the rest. The sum with 1.5
+// * 2^23 + `more` last places.
 DEVICE float stochastic_sum(const FastElement& e, u32 rest, float more) {
   const float place = as_float((127u - ELEMENT_MANTISSA) << 23), fine = as_float((95u - ELEMENT_MANTISSA) << 23);
   return stochastic_sum(e.magnitude, as_float(e.binade), fine, __fmul_rn(INTEGER_BASE + more, place), rest);
@@ -189,15 +191,15 @@ struct Path {
   u32 count;
 };
 
-// Cast part of a block the exact way, from memory; return the block's scale. A call, and one that takes no vectors, so
-// that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to do with a
+// Cast part of a block the exact path, from memory; return the block's scale. A call, and one that takes no vectors, so
+// that the common path keeps its registers. All lanes of a warp make it together, those that have nothing to do with a
 // count of 0: a call of some lanes alone was found to lose uniform registers of the others. Codes of fewer bits than
 // bytes lie side by side and fill whole ones.
 __device__ __noinline__ float cast_exactly(
     const void* x, void* out, Path path, u32 amax, bool has_nan, TensorScale tensor, const Draw& draw, const Cast& c) {
   Scale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
   bool invalid = has_nan && !c.scale.element_has_nan;
-  u32 held = 0, bits = 0;
+  u32 pending = 0, bits = 0;
 #pragma unroll 1
   for (u32 i = 0; i < path.count; ++i) {
     u64 place = path.x + i * path.x_stride, to = path.out + i * path.out_stride, index = path.index + i * path.x_stride;
@@ -206,8 +208,8 @@ __device__ __noinline__ float cast_exactly(
     if (OUTPUT == 0) ((u32*)out)[to] = narrowed(e.value, OUTPUT);
     if (OUTPUT == 1) ((u16*)out)[to] = (u16)narrowed(e.value, OUTPUT);
     if (OUTPUT <= 1) continue;
-    held |= (u32)e.code << bits, bits += OUTPUT_BITS;
-    if (bits >= 8) ((u8*)out)[to * OUTPUT_BITS / 8] = (u8)held, held >>= 8, bits -= 8;
+    pending |= (u32)e.code << bits, bits += OUTPUT_BITS;
+    if (bits >= 8) ((u8*)out)[to * OUTPUT_BITS / 8] = (u8)pending, pending >>= 8, bits -= 8;
   }
   return invalid ? as_float(0x7FC00000) : s.stored;
 }

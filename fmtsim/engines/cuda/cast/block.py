@@ -243,12 +243,12 @@ class Rows:
     def __call__(self, x: Tensor, parts: EncodedParts, random: Random = None) -> None:
         """Cast x into parts."""
         run, across, outer = self._how
-        total, given = x.numel(), None if self.one_pass else amax_of_blocks(x, run, across, outer)
-        tensor = given if run == total else None
-        if tensor is None and self._two_level:
-            tensor = amax_of_blocks(x, total)
-        tensors = x, parts.codes, parts.scales, given, tensor, parts.tensor_scale
-        grid, backwards = -(-total // self._together), np.uint32(tensor is not None)
+        total, block_amaxes = x.numel(), None if self.one_pass else amax_of_blocks(x, run, across, outer)
+        tensor_amax = block_amaxes if run == total else None
+        if tensor_amax is None and self._two_level:
+            tensor_amax = amax_of_blocks(x, total)
+        tensors = x, parts.codes, parts.scales, block_amaxes, tensor_amax, parts.tensor_scale
+        grid, backwards = -(-total // self._together), np.uint32(tensor_amax is not None)
         if self._spec.rounding.mode == "stochastic":
             drawn = cast_bytes(self._spec, random, x.device)
             self._kernel(grid, THREADS, *tensors, np.uint64(total), self._pieces, backwards, drawn)
@@ -281,16 +281,16 @@ def rows_of(
 def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1) -> Tensor:
     """Return the amaxes of blocks, and what else is in them: uint32 [blocks, 2]."""
     total, vector, index = x.numel(), 16 // x.element_size(), device_index(x)
-    found = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=x.device)
+    amaxes = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=x.device)
     grid = -(-total // (4 * vector * THREADS))
     if run == total:
         grid = min(grid, 8 * multiprocessors(index))
-        _tensor_amax(x.dtype, index)(grid, x, found, total // vector)
+        _tensor_amax(x.dtype, index)(grid, x, amaxes, total // vector)
     else:
         numbers = (np.uint32(n) for n in (run // vector, across, outer))
         find = kernel("statistic.cu", "amax_of_runs", index, amax_macros(x.dtype))
-        find(grid, THREADS, x, found, np.uint64(total // vector), *numbers)
-    return found
+        find(grid, THREADS, x, amaxes, np.uint64(total // vector), *numbers)
+    return amaxes
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Byte codes to values by a table in shared memory: those of element formats, and of blocks that are runs of memory.
+// Codes of one byte to values, of element formats and of blocks that are runs of memory: a table in shared memory.
 //
 // Macros: OUTPUT (dtype of vectors.cuh but float64); SCALED: values are multiplied by scales (of formats whose values
 // float32 holds exactly: one rounding is left); VECTORS: addresses of whole vectors.
@@ -43,8 +43,7 @@ KERNEL __launch_bounds__(256) decode(
   i64 base = ((i64)blockIdx.x * blockDim.x * UNROLL + threadIdx.x) * WIDTH, stride = (i64)blockDim.x * WIDTH;
   u32 words[UNROLL][WIDTH / 4];
   BlockOfCodes block[UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
+  UNROLLED for (int u = 0; u < UNROLL; u++) {
     i64 place = base + u * stride;
     if (!VECTORS || place + WIDTH > count) continue;
     if constexpr (WIDTH == 4) {
@@ -57,13 +56,11 @@ KERNEL __launch_bounds__(256) decode(
   }
   for (i32 k = threadIdx.x; k < 256; k += blockDim.x) table[k] = values[k];
   __syncthreads();
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
+  UNROLLED for (int u = 0; u < UNROLL; u++) {
     i64 place = base + u * stride;
     if (VECTORS && place + WIDTH <= count) {
       float part[WIDTH];
-#pragma unroll
-      for (int k = 0; k < WIDTH; k++) {
+      UNROLLED for (int k = 0; k < WIDTH; k++) {
         u32 code = (words[u][k / 4] >> (8 * (k % 4))) & 0xFF;
         part[k] = SCALED ? scaled_value(table[code], code, block[u], blocks) : table[code];
       }

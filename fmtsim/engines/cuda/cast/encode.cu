@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element formats, codes: float16, bfloat16 or float32 to codes, in slots of whole bytes or packed (docs/semantics.md,
-// section 11).
+// Casts to element formats (E4M3, INT8, ...), codes: float16, bfloat16 or float32 to codes, in slots of whole bytes or
+// packed (docs/semantics.md, section 11).
 //
 // Macros: INPUT (dtype of vectors.cuh); those of grid.cuh; CODE: bits of a code, at most 32; SLOT: bits from one
 // code to the next, CODE where they are packed; INTEGER: two's complement codes; MANTISSA: bits of it, where RANDOM and
@@ -20,16 +20,16 @@ typedef Stored<INPUT>::type Input;
 // The code of a clamped magnitude in the low bits of a word, others above them (SUMS).
 DEVICE u32 low_code(float a, u32 rest, const Grid& g) {
   float binade = binade_of<false>(a, g);
-  u32 sum = __float_as_uint(stochastic_sum<false, RANDOM == 1>(a, binade, g.code_base, rest, g));
+  u32 sum = as_bits(stochastic_sum<false, RANDOM == 1>(a, binade, g.code_base, rest, g));
 #if SUMS
-  sum = add_shifted<23 - MANTISSA>(__float_as_uint(binade), sum);
+  sum = add_shifted<23 - MANTISSA>(as_bits(binade), sum);
 #endif
   return sum;
 }
 
 // The code of x with a clamped magnitude a in the top bits of a word, unless x is NaN.
 DEVICE u32 code_of(float a, float x, u32 rest, const Grid& g) {
-  if constexpr (SUMS) return low_code(a, rest, g) << (32 - CODE) | (__float_as_uint(x) & g.sign);
+  if constexpr (SUMS) return low_code(a, rest, g) << (32 - CODE) | (as_bits(x) & g.sign);
   float rounded = rounded_magnitude(a, rest, g);
   if (SIGNS_LAST && !INTEGER) return signed_code(rounded, x, g);
   return top_code<INTEGER, SPECIAL>(finished<SPECIAL, KEEPS>(rounded, x, g), g);
@@ -51,14 +51,14 @@ DEVICE u32 code_at(const Input* x, i64 i, const Grid& g, const Draw& d) {
 
 // Codes from one on into bytes, the last filled with zeros.
 DEVICE void encode_slowly(const Input* x, u8* to, i64 first, i64 last, const Grid& g, const Draw& d) {
-  u64 held = 0;
+  u64 pending = 0;
   int bits = 0;
 #pragma unroll 1
   for (i64 i = first; i < last; i++) {
-    held |= (u64)code_at(x, i, g, d) << bits;
-    for (bits += SLOT; bits >= 8; bits -= 8, held >>= 8) *to++ = (u8)held;
+    pending |= (u64)code_at(x, i, g, d) << bits;
+    for (bits += SLOT; bits >= 8; bits -= 8, pending >>= 8) *to++ = (u8)pending;
   }
-  if (bits) *to = (u8)held;
+  if (bits) *to = (u8)pending;
 }
 
 // The part of the codes from the i-th on.
@@ -72,19 +72,16 @@ DEVICE void put_part(u32 (&out)[WORDS], u32 part, int i) {
 // else top bits with zeros below.
 template <bool Low>
 DEVICE void pack(u32 (&out)[WORDS], const u32 (&codes)[RUN]) {
-#pragma unroll
-  for (int i = 0; i < RUN; i += PART) {
+  UNROLLED for (int i = 0; i < RUN; i += PART) {
     u32 part = 0;
     if constexpr (Low && SLOT == 8) {
       u32 low = __byte_perm(codes[i], codes[i + 1], 0x0040), high = __byte_perm(codes[i + 2], codes[i + 3], 0x0040);
       part = __byte_perm(low, high, 0x5410);
     } else if constexpr (Low) {
-#pragma unroll
-      for (int k = i; k < i + PART; k++) part = __funnelshift_r(part, codes[k], SLOT);
+      UNROLLED for (int k = i; k < i + PART; k++) part = __funnelshift_r(part, codes[k], SLOT);
       part >>= 32 - PART * SLOT;
     } else {
-#pragma unroll
-      for (int k = i + PART - 1; k >= i; k--) {
+      UNROLLED for (int k = i + PART - 1; k >= i; k--) {
         u32 top = SLOT < 32 && SLOT > CODE ? codes[k] >> (SLOT - CODE) : codes[k];
         part = SLOT == 32 ? top >> (32 - CODE) : __funnelshift_l(top, part, SLOT);
       }
@@ -94,20 +91,19 @@ DEVICE void pack(u32 (&out)[WORDS], const u32 (&codes)[RUN]) {
 }
 
 // The same from signs and magnitudes apart: codes of other widths than bytes, of which both are on top of a word. The
-// products keep work off the units for shifts and logic, which philox keeps busy; hence factors that nobody knows.
+// products keep work off the units for shifts and logic, which philox keeps busy; hence factors unknown to the
+// compiler.
 DEVICE void pack_signed(
     u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const float (&a)[RUN], const u32 (&rests)[RUN], const Grid& g) {
   const bool wide = BYTES_OF(INPUT) == 4;
   u32 of_steps = g.code_factor << (24 - (SUMS ? MANTISSA : 0)), of_binades = g.code_factor << 1;
-#pragma unroll
-  for (int i = 0; i < RUN; i += PART) {
+  UNROLLED for (int i = 0; i < RUN; i += PART) {
     u32 part = 0;
-#pragma unroll
-    for (int k = i + PART - 1; k >= i; k--) {
+    UNROLLED for (int k = i + PART - 1; k >= i; k--) {
       u32 word = from.words[wide ? k : k / 2];
       float binade = binade_of<false>(a[k], g);
       float sum = stochastic_sum<false, RANDOM == 1>(a[k], binade, g.code_base, rests[k], g);
-      u32 top = __float_as_uint(sum) * of_steps + __float_as_uint(binade) * of_binades;
+      u32 top = as_bits(sum) * of_steps + as_bits(binade) * of_binades;
       part = __funnelshift_l(wide || k % 2 ? word : word << 16, part, 1);
       part = __funnelshift_l(top, part, CODE - 1);
     }
@@ -120,8 +116,7 @@ DEVICE void pack_sums(
     u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const float (&a)[RUN], const u32 (&rests)[RUN], const Grid& g) {
   const bool wide = BYTES_OF(INPUT) == 4;
   u32 codes[RUN];
-#pragma unroll
-  for (int k = 0; k < RUN; k++) {
+  UNROLLED for (int k = 0; k < RUN; k++) {
     codes[k] = low_code(a[k], rests[k], g);
 #if SUMS
     if (SLOT == 8) continue;
@@ -132,8 +127,7 @@ DEVICE void pack_sums(
   pack<true>(out, codes);
   if constexpr (SLOT == 8) {
     u32 signs = g.sign | g.sign >> 8, four = signs | signs >> 16;
-#pragma unroll
-    for (int k = 0; k < RUN; k += 4) {
+    UNROLLED for (int k = 0; k < RUN; k += 4) {
       const u32* word = from.words + (wide ? k : k / 2);
       u32 low = wide ? __byte_perm(word[0], word[1], 0x0073) : __byte_perm(word[0], word[1], 0x7531);
       u32 tops = wide ? __byte_perm(low, __byte_perm(word[2], word[3], 0x0073), 0x5410) : low;
@@ -143,8 +137,7 @@ DEVICE void pack_sums(
 }
 
 DEVICE void store_run(u8* to, const u32 (&out)[WORDS]) {
-#pragma unroll
-  for (int k = 0; k < WORDS; k += WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1) {
+  UNROLLED for (int k = 0; k < WORDS; k += WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1) {
     if constexpr (WORDS % 4 == 0) {
       store_words<WORDS == 4>((u32*)to + k, out[k], out[k + 1], out[k + 2], out[k + 3]);
     } else if constexpr (WORDS % 2 == 0) {
@@ -168,15 +161,13 @@ DEVICE bool encode_run(u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const
     } else if constexpr (SUMS) {
       pack_signed(out, from, a, rests, g);
     } else {
-#pragma unroll
-      for (int k = 0; k < RUN; k++) codes[k] = code_of(a[k], from.get(k), rests[k], g);
+      UNROLLED for (int k = 0; k < RUN; k++) codes[k] = code_of(a[k], from.get(k), rests[k], g);
       pack<false>(out, codes);
     }
     return !magnitudes.hold_nan();
   } else {
     float values[RUN];
-#pragma unroll
-    for (int k = 0; k < RUN; k++) {
+    UNROLLED for (int k = 0; k < RUN; k++) {
       values[k] = from.get(k);
       codes[k] = top_of(values[k], rests[k], g);
     }
@@ -193,30 +184,30 @@ DEVICE bool encode_run(u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const
 KERNEL encode(const Input* x, u8* codes, i64 count, const Grid g, const Draw d) {
 #if RANDOM
   __shared__ Words4 memory[4][TILE_WORDS / 4];
-  u32* held = (u32*)memory[threadIdx.x / 32];
+  u32* warp_words = (u32*)memory[threadIdx.x / 32];
 #endif
   i64 start = ((i64)blockIdx.x * 4 + threadIdx.x / 32) * SPAN, base = start + threadIdx.x % 32 * RUN;
   codes += base / RUN * WORDS * 4;
   bool slow = true;
   if (VECTORS && start + SPAN <= count) {
+    // 1. load; 2. the tile's random words; 3. codes of a run, packed and stored
     Vectors<INPUT, RUN> from[RUNS];
     slow = false;
-#pragma unroll
-    for (int v = 0; v < RUNS; v++) from[v].load(x + base + v * 32 * RUN);
+    UNROLLED for (int v = 0; v < RUNS; v++) from[v].load(x + base + v * 32 * RUN);
     __syncwarp();  // or the compiler would load late, one vector after the other
 #if RANDOM
-    make_words(held, (u64)start, upper_counter(), d);
+    make_words(warp_words, (u64)start, upper_counter(), d);
 #endif
-#pragma unroll
-    for (int v = 0; v < RUNS; v++) {
+    UNROLLED for (int v = 0; v < RUNS; v++) {
       u32 rests[RUN] = {}, out[WORDS];
 #if RANDOM
-      take_words(rests, held + word_place(threadIdx.x % 32 * RUN) + word_place(v * 32 * RUN));
+      take_words(rests, warp_words + word_place(threadIdx.x % 32 * RUN) + word_place(v * 32 * RUN));
 #endif
       slow |= !encode_run(out, from[v], rests, g);
       store_run(codes + v * 32 * WORDS * 4, out);
     }
   }
+// 4. runs with NaN, and what fills none, one by one
 #pragma unroll 1
   for (i32 v = 0; slow && v < RUNS && base < count; v++, base += 32 * RUN, codes += 32 * WORDS * 4) {
     encode_slowly(x, codes, base, base + RUN < count ? base + RUN : count, g, d);

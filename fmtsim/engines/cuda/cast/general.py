@@ -96,10 +96,10 @@ def _layout(view: View, out: View, block: tuple[int, int], dtype: torch.dtype, o
 
 def cast_bytes(spec: CastSpec, random: Random, device: torch.device) -> bytes:
     """Return the ``Cast`` of a format; given random words must stay alive until the kernel has run."""
-    given = random.data_ptr() if isinstance(random, Tensor) else 0
+    random_address = random.data_ptr() if isinstance(random, Tensor) else 0
     element = spec.format.element if isinstance(spec.format, BlockFormat) else spec.format
     tables = tables_of(element, device).pointers  # type: ignore[arg-type]
-    return _constant_part(spec) + draw_of(spec.rounding, random) + tables + struct.pack("<2q", given, 0)
+    return _constant_part(spec) + draw_of(spec.rounding, random) + tables + struct.pack("<2q", random_address, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -172,8 +172,10 @@ def _decode_by_table(parts: EncodedParts, spec: CastSpec, out: Tensor) -> bool:
             return False
         sixteens = run // 16
         shift = sixteens.bit_length() - 1 if sixteens & (sixteens - 1) == 0 else -1
-        given = (0 if part is None else part.data_ptr() for part in (parts.scales, parts.offsets, parts.tensor_scale))
-        blocks = _BLOCKS.pack(*given, sixteens, shift)
+        addresses = (
+            0 if part is None else part.data_ptr() for part in (parts.scales, parts.offsets, parts.tensor_scale)
+        )
+        blocks = _BLOCKS.pack(*addresses, sixteens, shift)
     defines = decode_macros(out.dtype, isinstance(fmt, BlockFormat), aligned(codes, out))
     per_thread = _VECTORS * BYTES_AT_ONCE // out.element_size()
     kernel("decode.cu", "decode", device_index(out), defines)(

@@ -60,7 +60,7 @@ DEVICE float clamped(float x, const Grid& g) {
 }
 
 DEVICE float magic_of(float a, const Grid& g) {
-  return fmaxf(__uint_as_float(__float_as_uint(a) & 0x7F800000u) * g.shift, g.least_magic);
+  return fmaxf(as_float(as_bits(a) & 0x7F800000u) * g.shift, g.least_magic);
 }
 
 // A clamped magnitude to nearest even by the magic number.
@@ -72,17 +72,17 @@ DEVICE float nearest_magic(float a, const Grid& g) {
 // The same by bit addition; Flush: with a comparison for what lies below the smallest values.
 template <bool Flush>
 DEVICE float nearest_bits(float a, const Grid& g) {
-  u32 bits = __float_as_uint(a), odd = ((bits >> g.drop) ^ g.parity) & g.one;
+  u32 bits = as_bits(a), odd = ((bits >> g.drop) ^ g.parity) & g.one;
   u32 rounded = (bits + g.half + odd) & g.keep;
   if (Flush) rounded = bits > g.flush_tie ? (rounded > g.flush_below ? rounded : g.flush_below) : g.flush_low;
-  return __uint_as_float(rounded);
+  return as_float(rounded);
 }
 
 // The same for powers of two from 2^-127 on and zero: float32 has no exponent of its own for the first of them.
 DEVICE float nearest_power(float a, const Grid& g) {
-  u32 bits = __float_as_uint(a), odd = ((bits >> g.drop) ^ g.parity) & g.one;
+  u32 bits = as_bits(a), odd = ((bits >> g.drop) ^ g.parity) & g.one;
   u32 first = bits > g.flush_tie ? g.flush_below : 0;
-  return __uint_as_float(bits > g.flush_low ? (bits + g.half + odd) & g.keep : first);
+  return as_float(bits > g.flush_low ? (bits + g.half + odd) & g.keep : first);
 }
 
 // The same where one magic number serves all.
@@ -99,12 +99,12 @@ DEVICE u32 used_rest(u32 rest, const Grid& g) {
 template <bool Whole>
 DEVICE float stochastic_bits(float a, u32 rest, const Grid& g) {
   u32 lacks = __funnelshift_l(used_rest<Whole>(rest, g), 0, g.drop);
-  return __uint_as_float((__float_as_uint(a) + g.half - lacks) & g.keep);
+  return as_float((as_bits(a) + g.half - lacks) & g.keep);
 }
 
 template <bool Fixed>
 DEVICE float binade_of(float a, const Grid& g) {
-  return Fixed ? 1.0f : fmaxf(__uint_as_float(__float_as_uint(a) & 0x7F800000u), g.least_binade);
+  return Fixed ? 1.0f : fmaxf(as_float(as_bits(a) & 0x7F800000u), g.least_binade);
 }
 
 // A clamped magnitude rounded stochastically (variants a and b), as its sum with the magic number. rest: what the
@@ -128,7 +128,7 @@ DEVICE float stochastic_magnitude(float a, u32 rest, const Grid& g) {
 template <bool Special, bool Keeps>
 DEVICE float finished(float rounded, float x, const Grid& g) {
   if (Special) rounded = rounded > g.over_above ? g.over_value : rounded;
-  float y = __uint_as_float(__float_as_uint(rounded) | (__float_as_uint(x) & g.sign));
+  float y = as_float(as_bits(rounded) | (as_bits(x) & g.sign));
   return Keeps ? y : y + g.zero;
 }
 
@@ -142,21 +142,21 @@ DEVICE float nearest_half_offset(float x, const Grid& g) {
   const float base = INTEGER_BASE;
   float steps = fminf(fmaxf(x, g.lowest), g.highest) * g.code_scale;
   float floored = __fadd_rd(steps, base);
-  if (floored - base == steps) floored = __uint_as_float(__float_as_uint(floored) & ~1u);
+  if (floored - base == steps) floored = as_float(as_bits(floored) & ~1u);
   return ((floored - base) + 0.5f) * g.step;
 }
 
 // The code of a number on the grid in the top bits of a word, zeros below; NaN aside.
 template <bool Integer, bool Special>
 DEVICE u32 top_code(float y, const Grid& g) {
-  if (Integer) return __float_as_uint(__fmaf_rd(y, g.code_scale, INTEGER_BASE)) * g.code_factor;  // down: half-offset
-  u32 bits = __float_as_uint(y * g.code_scale), code = ((bits * g.code_factor) & ~g.sign) | (bits & g.sign);
+  if (Integer) return as_bits(__fmaf_rd(y, g.code_scale, INTEGER_BASE)) * g.code_factor;  // down: half-offset
+  u32 bits = as_bits(y * g.code_scale), code = ((bits * g.code_factor) & ~g.sign) | (bits & g.sign);
   return Special && fabsf(y) > g.over_above ? g.over_code | (bits & g.sign) : code;
 }
 
 // The same of a float format from a magnitude on the grid and what has its sign; NaN aside.
 DEVICE u32 signed_code(float magnitude, float x, const Grid& g) {
-  return __float_as_uint(magnitude * g.code_scale) * g.code_factor | (__float_as_uint(x) & g.sign);
+  return as_bits(magnitude * g.code_scale) * g.code_factor | (as_bits(x) & g.sign);
 }
 
 // Which of these steps a cast takes, by macros: METHOD; SPECIAL: overflow gives Inf or NaN; ASYMMETRIC: the range is
@@ -202,8 +202,7 @@ template <int Count>
 DEVICE bool holds_nan(const float (&x)[Count]) {
   if (SPECIAL) return false;
   float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int k = 0; k < Count; k++) sums[k % 2] += fabsf(x[k]);
+  UNROLLED for (int k = 0; k < Count; k++) sums[k % 2] += fabsf(x[k]);
   float sum = sums[0] + sums[1];
   return sum != sum;
 }
@@ -217,17 +216,15 @@ struct Magnitudes {
 
   template <int Count>
   DEVICE void take(float (&a)[Count], const Vectors<Type, Count>& from, const Grid& g) {
-#pragma unroll
-    for (int k = 0; k < Count; k += 2) {
+    UNROLLED for (int k = 0; k < Count; k += 2) {
       if constexpr (PAIRS) {
         u32 high = (u32)stored<Type>(g.highest);
         u32 pair = clamp_pair<Type, ASYMMETRIC>(from.words[k / 2], high | high << 16);
         pairs = add_pairs<Type>(pairs, pair);
         a[k] = loaded<Type>((u16)pair);
-        a[k + 1] = Type == BFLOAT16 ? __uint_as_float(pair & 0xFFFF0000u) : loaded<Type>((u16)(pair >> 16));
+        a[k + 1] = Type == BFLOAT16 ? as_float(pair & 0xFFFF0000u) : loaded<Type>((u16)(pair >> 16));
       } else {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
           float x = from.get(k + i);
           sums[i] += fabsf(x);
           a[k + i] = clamped<ASYMMETRIC>(x, g);

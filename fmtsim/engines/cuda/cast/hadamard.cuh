@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sylvester's Hadamard matrix as butterflies (fmtsim/scaling/hadamard.py has the order of operations): at distances below
-// Held within the neighbours that a lane holds, from there on with other lanes.
+// Sylvester's Hadamard matrix as butterflies (fmtsim/scaling/hadamard.py has the order of operations): at distances
+// below Held within the neighbours that a lane holds, from there on with other lanes.
 #pragma once
 #include "common.cuh"
 
@@ -17,20 +17,16 @@ DEVICE constexpr u32 root_bits(int size) {
 // The transforms of groups of Size, not yet multiplied with their root; lane: the number of one.
 template <int Size, int Held>
 DEVICE void butterflies(float (&y)[Held], u32 lane) {
-#pragma unroll
-  for (int distance = 1; distance < (Size < Held ? Size : Held); distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < Held; ++i) {
+  UNROLLED for (int distance = 1; distance < (Size < Held ? Size : Held); distance *= 2) {
+    UNROLLED for (int i = 0; i < Held; ++i) {
       if (i & distance) continue;
       float a = y[i], b = y[i + distance];
       y[i] = __fadd_rn(a, b);
       y[i + distance] = __fsub_rn(a, b);
     }
   }
-#pragma unroll
-  for (int flip = 1; flip < Size / Held; flip *= 2) {
+  UNROLLED for (int flip = 1; flip < Size / Held; flip *= 2) {
     float sign = lane & flip ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < Held; ++i) y[i] = __fmaf_rn(y[i], sign, __shfl_xor_sync(~0u, y[i], flip));
+    UNROLLED for (int i = 0; i < Held; ++i) y[i] = __fmaf_rn(y[i], sign, __shfl_xor_sync(~0u, y[i], flip));
   }
 }

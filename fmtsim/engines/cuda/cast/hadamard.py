@@ -41,8 +41,8 @@ def hadamard(x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tenso
 
 def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
     """Return True if ``finish_rotated`` takes a gradient; the device is not looked at."""
-    turn = rotation_of(transforms)
-    fits = not transforms or (turn is not None and turn.signs != "random")
+    rotation = rotation_of(transforms)
+    fits = not transforms or (rotation is not None and rotation.signs != "random")
     return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % 64
 
 
@@ -62,9 +62,9 @@ def finish_rotated(
         dtype: float32, bfloat16 or float16.
         scales: float32 tensors of one number, or None.
     """
-    turn = rotation_of(transforms)
-    signs = turn.signs if turn is not None and isinstance(turn.signs, int) else 0
-    return _launch(y, mask, dtype, 1 if turn is None else turn.size or 1, None, None, scales, signs)
+    rotation = rotation_of(transforms)
+    signs = rotation.signs if rotation is not None and isinstance(rotation.signs, int) else 0
+    return _launch(y, mask, dtype, 1 if rotation is None else rotation.size or 1, None, None, scales, signs)
 
 
 def _launch(
@@ -88,8 +88,8 @@ def _launch(
 @lru_cache(maxsize=4096)
 def _prepared(numel: int, dtype: torch.dtype, out: torch.dtype, size: int, signs: int, index: int) -> Bound:
     """Return a launch for tensors of a size that takes the grid and the addresses."""
-    found = kernel("hadamard.cu", "hadamard", index, transform_macros(dtype, out, size))
-    return found.bound(_THREADS, 7, np.uint32(signs), np.uint64(numel))
+    compiled = kernel("hadamard.cu", "hadamard", index, transform_macros(dtype, out, size))
+    return compiled.bound(_THREADS, 7, np.uint32(signs), np.uint64(numel))
 
 
 @lru_cache(maxsize=64)

@@ -137,16 +137,16 @@ def _of_rule(
     quantizer = Quantizer(format=element, scaling=scaling, rounding=rounding)
     rule = rule_of(replace(quantizer, gradient=ClipMask()) if scaling.statistic == "std" else quantizer)
     assert rule is not None
-    x, given = torch.empty(256, columns, dtype=dtype, device="meta"), scaling.history is not None
+    x, delayed = torch.empty(256, columns, dtype=dtype, device="meta"), scaling.history is not None
     for matrix in (x, x.mT) if transposes else (x,):
         stochastic = rounding.mode == "stochastic"
         layout = matrix_layout(matrix, scaling.block, statistic=scaling.statistic, stochastic=stochastic)
         assert layout is not None
-        for fold in {False, rule.folds and not given and scaling.block != (1, None)}:
-            yield scaled.variant(layout, rule, dtype, fold, scaling, given, given)
+        for fold in {False, rule.folds and not delayed and scaling.block != (1, None)}:
+            yield scaled.variant(layout, rule, dtype, fold, scaling, delayed, delayed)
             if layout.run == 128 and matrix is not x:
                 for what in (scaled.GROUPED, scaled.BOTH) if dtype == torch.float32 else (scaled.BOTH,):
-                    yield scaled.variant(layout, rule, dtype, fold, scaling, given, given, what)
+                    yield scaled.variant(layout, rule, dtype, fold, scaling, delayed, delayed, what)
 
 
 def _rotated() -> Variants:
@@ -168,13 +168,13 @@ def _rotated() -> Variants:
 def rotated_quantizers() -> tuple[tuple[Quantizer, bool], ...]:
     """Return quantisers that need every kernel of rotated operands, and whether each is for a transposed view."""
     nvfp4, mxfp4, e2m1, bf16, e4m3 = map(get_format, ("nvfp4", "mxfp4", "e2m1", "bf16", "e4m3"))
-    sixteen, turn = (Hadamard(size=16, rounded=bf16),), (Hadamard(size=32, signs="random"),)  # type: ignore[arg-type]
+    sixteen, rotation = (Hadamard(size=16, rounded=bf16),), (Hadamard(size=32, signs="random"),)  # type: ignore[arg-type]
     forward = Quantizer(
         format=e2m1, scaling=_QUEST, rounding=Rounding(mode="nearest_toward_zero"), transforms=(Hadamard(size=32),),
         gradient=ClipMask(),
     )  # fmt: skip
     power = Scaling(block=(1, 32), arithmetic="divide", power_of_two="floor", top=4.0, multiplier=4 / 3)
-    largest = Quantizer(format=e2m1, scaling=power, rounding=_STOCHASTIC, transforms=turn)
+    largest = Quantizer(format=e2m1, scaling=power, rounding=_STOCHASTIC, transforms=rotation)
     x, g = Quantizer(format=nvfp4, transforms=sixteen), Quantizer(format=nvfp4, rounding=_STOCHASTIC)
     micro = Quantizer(format=mxfp4, rounding=_STOCHASTIC)
     assert isinstance(e4m3, FloatFormat)
@@ -186,6 +186,6 @@ def rotated_quantizers() -> tuple[tuple[Quantizer, bool], ...]:
     two_scales = Quantizer(format=e2m1, scaling=replace(eden, scale_rounding="nearest_even", eden=None))
     return (
         (x, False), (x, True), (g, False), (replace(g, transforms=sixteen), True), (micro, False),
-        (replace(micro, transforms=turn), True), (Quantizer(format=mxfp4, transforms=turn), True), (forward, False),
-        (largest, False), (largest, True), (corrected, False), (corrected, True), (two_scales, False),
+        (replace(micro, transforms=rotation), True), (Quantizer(format=mxfp4, transforms=rotation), True),
+        (forward, False), (largest, False), (largest, True), (corrected, False), (corrected, True), (two_scales, False),
     )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels take by value: dtypes and macros, and element formats, roundings and random keys as bytes.
+"""Arguments of kernels by value: dtypes and macros, and element formats, roundings and random keys as bytes.
 
 ``element_of`` gives what the general kernels take (element.cuh), ``grid_of`` what the fast ones do (grid.cuh).
 """
@@ -35,8 +35,9 @@ NO_DRAW = _DRAW.pack(*[0] * 22, 32, _NOTHING)
 
 
 def macros(**values: object) -> Defines:
-    """Return macros of a kernel: numbers in decimal, booleans as 0 and 1, text as it is."""
-    return tuple((name, str(int(value) if isinstance(value, bool) else value)) for name, value in values.items())
+    """Return macros of a kernel: numbers in decimal, negative ones in parentheses, booleans as 0 and 1, text as is."""
+    texts = {name: str(int(value) if isinstance(value, bool) else value) for name, value in values.items()}
+    return tuple((name, f"({text})" if text.startswith("-") else text) for name, text in texts.items())
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
@@ -177,7 +178,7 @@ _FINEST = 21  # mantissa bits that leave room for it beside a number of places
 
 
 class Grid(NamedTuple):
-    """What a cast asks of the fast kernels.
+    """A cast to an element format as the fast kernels take it (grid.cuh).
 
     Attributes:
         parameters: The bytes of ``struct Grid``.

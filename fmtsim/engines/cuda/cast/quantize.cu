@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element formats, values: float16, bfloat16 or float32 onto a grid, at the speed of memory.
+// Casts to element formats (E4M3, INT8, ...), values: float16, bfloat16 or float32 onto a grid, at the speed of memory.
 //
 // Macros: INPUT, OUTPUT (dtypes), those of grid.cuh, WIDTH: elements of a vector, and UNROLL: vectors of a thread.
 #include "grid.cuh"
@@ -33,8 +33,7 @@ typedef Vectors<OUTPUT, WIDTH> Target;
 DEVICE void round_vector(
     Target& to, const Source& from, const float (&a)[WIDTH], const u32 (&rests)[WIDTH], const Grid& g) {
   float results[WIDTH];
-#pragma unroll
-  for (int k = 0; k < WIDTH; k++) {
+  UNROLLED for (int k = 0; k < WIDTH; k++) {
     results[k] = rounded_magnitude(a[k], rests[k], g);
     if (SPECIAL) results[k] = results[k] > g.over_above ? g.over_value : results[k];
     if (PAIRS && ASYMMETRIC) continue;
@@ -43,16 +42,14 @@ DEVICE void round_vector(
   to.set<true>(results);
   if (SIGNS_LAST && INPUT == OUTPUT) {
     u32 signs = INPUT == FLOAT32 ? g.sign : g.sign | g.sign >> 16;
-#pragma unroll
-    for (int k = 0; k < Target::LENGTH; k++) to.words[k] |= from.words[k] & signs;
+    UNROLLED for (int k = 0; k < Target::LENGTH; k++) to.words[k] |= from.words[k] & signs;
   }
 }
 
 // Values of formats that are not split, and whether there was no NaN.
 DEVICE bool cast_vector(Target& to, const Source& from, const u32 (&rests)[WIDTH], const Grid& g) {
   float values[WIDTH], results[WIDTH];
-#pragma unroll
-  for (int k = 0; k < WIDTH; k++) {
+  UNROLLED for (int k = 0; k < WIDTH; k++) {
     values[k] = from.get(k);
     results[k] = SPECIAL ? cast_with_rest(values[k], rests[k], g) : rounded_number(values[k], rests[k], g);
   }
@@ -60,7 +57,7 @@ DEVICE bool cast_vector(Target& to, const Source& from, const u32 (&rests)[WIDTH
   return !holds_nan(values);
 }
 
-// Casts vectors; what it wrote is of use only if none of them held NaN (succeeded).
+// Casts vectors; what it wrote is of use only if none of them warp_words NaN (succeeded).
 struct Caster {
   Magnitudes<INPUT> magnitudes;
   bool clean = true;
@@ -84,13 +81,13 @@ struct Caster {
 KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const Grid g, const Draw d) {
   i64 base = first + ((i64)blockIdx.x * blockDim.x * UNROLL + threadIdx.x) * WIDTH, stride = (i64)blockDim.x * WIDTH;
   const u32 none[WIDTH] = {};
+  // 1. load
   Source from[UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
+  UNROLLED for (int u = 0; u < UNROLL; u++) {
     if (base + u * stride < last) from[u].load(x + base + u * stride);
   }
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
+  UNROLLED for (int u = 0; u < UNROLL; u++) {
+    // 2. round; a vector that holds NaN again, one by one
     Target to;
     Caster caster;
     i64 place = base + u * stride;
@@ -99,6 +96,7 @@ KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const
     if (caster.succeeded()) to.store(y + place);
     else cast_slowly(x, y, place, g, d);
   }
+  // 3. what no vector covers
   cast_ends(x, y, first, last, count, g, d);
 }
 
@@ -119,18 +117,16 @@ DEVICE void draw(u32 (&rests)[VECTORS_OF_TILE][WIDTH], i64 tile, const Draw& d) 
   i32 lane = threadIdx.x % 32;
 #if DIRECT
   u64 upper = (u64)upper_counter() << 32;
-#pragma unroll
-  for (int k = 0; k < WIDTH; k++) {
+  UNROLLED for (int k = 0; k < WIDTH; k++) {
     Words4 w = philox<true>(upper | ((u32)(tile >> 2) + lane * WIDTH + k), d);
     rests[0][k] = w.x, rests[1][k] = w.y, rests[2][k] = w.z, rests[3][k] = w.w;
   }
 #else
   __shared__ Words4 memory[4][TILE_WORDS / 4];
-  u32* held = (u32*)memory[threadIdx.x / 32];
-  make_words(held, (u64)tile, upper_counter(), d);
-#pragma unroll
-  for (int v = 0; v < VECTORS_OF_TILE; v++) {
-    take_words(rests[v], held + word_place(lane * WIDTH) + word_place(v * STEP));
+  u32* warp_words = (u32*)memory[threadIdx.x / 32];
+  make_words(warp_words, (u64)tile, upper_counter(), d);
+  UNROLLED for (int v = 0; v < VECTORS_OF_TILE; v++) {
+    take_words(rests[v], warp_words + word_place(lane * WIDTH) + word_place(v * STEP));
   }
 #endif
 }
@@ -146,15 +142,12 @@ KERNEL __launch_bounds__(128, RESIDENT) quantize(
     Target to[VECTORS_OF_TILE];
     Caster caster;
     u32 rests[VECTORS_OF_TILE][WIDTH];
-#pragma unroll
-    for (int v = 0; v < VECTORS_OF_TILE; v++) from[v].load(x + place + v * STEP);
+    UNROLLED for (int v = 0; v < VECTORS_OF_TILE; v++) from[v].load(x + place + v * STEP);
     __syncwarp();  // or the compiler would load after the words are made
     draw(rests, tile, d);
-#pragma unroll
-    for (int v = 0; v < VECTORS_OF_TILE; v++) caster.cast(to[v], from[v], rests[v], g);
+    UNROLLED for (int v = 0; v < VECTORS_OF_TILE; v++) caster.cast(to[v], from[v], rests[v], g);
     if (caster.succeeded()) {
-#pragma unroll
-      for (int v = 0; v < VECTORS_OF_TILE; v++) to[v].store(y + place + v * STEP);
+      UNROLLED for (int v = 0; v < VECTORS_OF_TILE; v++) to[v].store(y + place + v * STEP);
     } else {
 #pragma unroll 1
       for (int v = 0; v < VECTORS_OF_TILE; v++) cast_slowly(x, y, place + v * STEP, g, d);

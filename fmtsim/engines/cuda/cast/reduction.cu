@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A reduction over ranks whose sums travel as byte codes (docs/distributed.md): the largest magnitudes, the cast before
-// the first hop, the sums of a chunk over all ranks, the result. Codes of chunk c are row c of a matrix whose rows begin
-// `stride` bytes apart.
+// the first hop, the sums of a chunk over all ranks, the result. Codes of chunk c are row c of a matrix whose rows
+// begin `stride` bytes apart.
 //
 // Macros: INPUT: dtype of the elements; OUTPUT: of the result, float32 or bfloat16; those of grid.cuh; INTEGER: two's
 // complement codes; PROPAGATES: Inf becomes NaN; VECTORS: chunks begin at addresses of whole vectors; RANKS; TREE: the
@@ -50,19 +50,16 @@ DEVICE void load_run(float (&x)[RUN], const Input* from, i64 count) {
   if (VECTORS && count >= RUN) {
     Vectors<INPUT, RUN> v;
     v.load(from);
-#pragma unroll
-    for (int k = 0; k < RUN; k++) x[k] = v.get(k);
+    UNROLLED for (int k = 0; k < RUN; k++) x[k] = v.get(k);
   } else {
-#pragma unroll
-    for (int k = 0; k < RUN; k++) x[k] = k < count ? loaded<INPUT>(from[k]) : 0.0f;
+    UNROLLED for (int k = 0; k < RUN; k++) x[k] = k < count ? loaded<INPUT>(from[k]) : 0.0f;
   }
 }
 
 // The largest magnitude of neighbours, NaN where one is.
 DEVICE float top_of(const float (&y)[RUN]) {
   float top = fabsf(y[0]);
-#pragma unroll
-  for (int k = 1; k < RUN; k++) top = max_or_nan(top, fabsf(y[k]));
+  UNROLLED for (int k = 1; k < RUN; k++) top = max_or_nan(top, fabsf(y[k]));
   return top;
 }
 
@@ -70,17 +67,15 @@ DEVICE bool is_finite(float x) { return (as_bits(x) & MAGNITUDE) < FLOAT_EXPONEN
 
 // Adds what all threads of a block counted.
 template <int Count>
-DEVICE void add_counts(u64* to, const u32 (&found)[Count]) {
+DEVICE void add_counts(u64* to, const u32 (&counted)[Count]) {
   u32 any = 0;
-#pragma unroll
-  for (int c = 0; c < Count; c++) any |= found[c];
+  UNROLLED for (int c = 0; c < Count; c++) any |= counted[c];
   if (!__syncthreads_or(any)) return;
   __shared__ u32 sums[Count];
   if (threadIdx.x < Count) sums[threadIdx.x] = 0;
   __syncthreads();
-#pragma unroll
-  for (int c = 0; c < Count; c++) {
-    u32 all = __reduce_add_sync(~0u, found[c]);
+  UNROLLED for (int c = 0; c < Count; c++) {
+    u32 all = __reduce_add_sync(~0u, counted[c]);
     if (threadIdx.x % 32 == 0 && all) atomicAdd(&sums[c], all);
   }
   __syncthreads();
@@ -103,15 +98,13 @@ DEVICE void raise_top(u32* place, u32 top) {
 KERNEL __launch_bounds__(THREADS) largest_magnitudes(const Input* x, u32* tops, i64 count, const Parts p) {
   i64 first = ((i64)blockIdx.x * THREADS * RUNS + threadIdx.x) * RUN;
   float from[RUNS][RUN];
-#pragma unroll
-  for (int u = 0; u < RUNS; u++) {
+  UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 i = first + u * THREADS * RUN;
     load_run(from[u], x + i, count - i);
   }
   u32 top = 0;
   i32 part = 0;
-#pragma unroll
-  for (int u = 0; u < RUNS; u++) {
+  UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 i = first + u * THREADS * RUN;
     if (i >= count) break;
     Walk w(i, p);
@@ -120,8 +113,7 @@ KERNEL __launch_bounds__(THREADS) largest_magnitudes(const Input* x, u32* tops, 
       top = max(top, most);
       continue;
     }
-#pragma unroll
-    for (int k = 0; k < RUN; k++, w.next(p)) {
+    UNROLLED for (int k = 0; k < RUN; k++, w.next(p)) {
       u32 magnitude = as_bits(from[u][k]) & MAGNITUDE;
       if (w.part != part) raise_top(tops + part, top), top = 0, part = w.part;
       if (magnitude < FLOAT_EXPONENT && i + k < count) top = max(top, magnitude);
@@ -139,8 +131,7 @@ KERNEL __launch_bounds__(THREADS) largest_magnitudes(const Input* x, u32* tops, 
 DEVICE u32 codes_within(u32& flushed, const float (&x)[RUN], const float (&y)[RUN], const u32 (&rests)[RUN], const Grid& g) {
   float q[RUN];
   u32 word = 0;
-#pragma unroll
-  for (int k = RUN - 1; k >= 0; k--) {
+  UNROLLED for (int k = RUN - 1; k >= 0; k--) {
     u32 top;
     if (SIGNS_LAST && !INTEGER) {
       q[k] = rounded_magnitude(fabsf(y[k]), rests[k], g);
@@ -153,8 +144,7 @@ DEVICE u32 codes_within(u32& flushed, const float (&x)[RUN], const float (&y)[RU
   }
   u32 magnitudes = INTEGER ? word : word & 0x7F7F7F7Fu;
   if ((magnitudes - 0x01010101u) & ~magnitudes & 0x80808080u) {  // a byte is zero
-#pragma unroll
-    for (int k = 0; k < RUN; k++) flushed += x[k] != 0.0f && q[k] == 0.0f;
+    UNROLLED for (int k = 0; k < RUN; k++) flushed += x[k] != 0.0f && q[k] == 0.0f;
   }
   return word;
 }
@@ -166,14 +156,12 @@ KERNEL __launch_bounds__(THREADS) cast_chunks(
   i64 base = blockIdx.y * length, end = min(length, count - base);
   i64 first = ((i64)blockIdx.x * THREADS * RUNS + threadIdx.x) * RUN;
   float from[RUNS][RUN];
-#pragma unroll
-  for (int u = 0; u < RUNS; u++) {
+  UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 place = first + u * THREADS * RUN;
     load_run(from[u], x + base + place, end - place);
   }
-  u32 found[3] = {};
-#pragma unroll
-  for (int u = 0; u < RUNS; u++) {
+  u32 counted[3] = {};
+  UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 place = first + u * THREADS * RUN;
     if (place >= stride) break;
     u32 word = 0;
@@ -181,17 +169,15 @@ KERNEL __launch_bounds__(THREADS) cast_chunks(
       Walk w(base + place, p);
       float y[RUN], factor = factors[w.part];
       u32 rests[RUN];
-#pragma unroll
-      for (int k = 0; k < RUN; k++) {
+      UNROLLED for (int k = 0; k < RUN; k++) {
         y[k] = __fmul_rn(from[u][k], factor);
         rests[k] = RANDOM ? ~random_word((u64)(base + place + k), d) : 0;
       }
       if (w.left >= RUN && place + RUN <= end && top_of(y) <= largest) {
-        *(u32*)(codes + blockIdx.y * stride + place) = codes_within(found[1], from[u], y, rests, g);
+        *(u32*)(codes + blockIdx.y * stride + place) = codes_within(counted[1], from[u], y, rests, g);
         continue;
       }
-#pragma unroll
-      for (int k = 0; k < RUN; k++, w.next(p)) {
+      UNROLLED for (int k = 0; k < RUN; k++, w.next(p)) {
         if (place + k >= end) break;
         float v = from[u][k];
         bool finite = is_finite(v);
@@ -199,22 +185,22 @@ KERNEL __launch_bounds__(THREADS) cast_chunks(
         u32 code;
         float q = rounded_to(code, y[k], rests[k], g);
         word |= code << (8 * k);
-        found[0] += finite && fabsf(y[k]) > largest;
-        found[1] += v != 0.0f && q == 0.0f;
-        found[2] += !finite;
+        counted[0] += finite && fabsf(y[k]) > largest;
+        counted[1] += v != 0.0f && q == 0.0f;
+        counted[2] += !finite;
       }
     }
     *(u32*)(codes + blockIdx.y * stride + place) = word;
   }
-  add_counts(counts, found);
+  add_counts(counts, counted);
 }
 
-// The random word of a rank's sum at a hop; the stream's offset has the rank and the hop in its lower half.
+// The random word of a rank's sum at a hop; the key's offset has the rank and the hop in its lower half.
 DEVICE u32 rest_of(i64 place, u32 rank, u32 hop, const Draw& d) {
   if (!RANDOM) return 0;
-  Draw own = d;
-  own.offset0 = rank << 16 | hop;
-  return ~random_word((u64)place, own);
+  Draw hop_draw = d;
+  hop_draw.offset0 = rank << 16 | hop;
+  return ~random_word((u64)place, hop_draw);
 }
 
 DEVICE float rounded_sum(float a, float b, u32 rest, const Grid& g) { return cast_with_rest(__fadd_rn(a, b), rest, g); }
@@ -227,35 +213,27 @@ KERNEL __launch_bounds__(THREADS) sum_chunks(
   table[threadIdx.x] = values[threadIdx.x];
   i64 start = ((i64)blockIdx.x * THREADS * SUM_RUNS + threadIdx.x) * RUN;
   u32 words[SUM_RUNS][RANKS];
-#pragma unroll
-  for (int u = 0; u < SUM_RUNS; u++) {
+  UNROLLED for (int u = 0; u < SUM_RUNS; u++) {
     i64 place = start + u * THREADS * RUN;
     if (place >= stride) break;
-#pragma unroll
-    for (int r = 0; r < RANKS; r++) words[u][r] = *(const u32*)(codes + (first + r) % RANKS * stride + place);
+    UNROLLED for (int r = 0; r < RANKS; r++) words[u][r] = *(const u32*)(codes + (first + r) % RANKS * stride + place);
   }
   __syncthreads();
-#pragma unroll
-  for (int u = 0; u < SUM_RUNS; u++) {
+  UNROLLED for (int u = 0; u < SUM_RUNS; u++) {
     i64 place = start + u * THREADS * RUN;
     if (place >= stride) return;
     u32 sum = 0;
-#pragma unroll
-    for (int k = RUN - 1; k >= 0; k--) {
+    UNROLLED for (int k = RUN - 1; k >= 0; k--) {
       float v[RANKS];
-#pragma unroll
-      for (int r = 0; r < RANKS; r++) v[r] = table[words[u][r] >> (8 * k) & 0xFF];
+      UNROLLED for (int r = 0; r < RANKS; r++) v[r] = table[words[u][r] >> (8 * k) & 0xFF];
 #if TREE
-#pragma unroll
-      for (int hop = 1; 1 << (hop - 1) < RANKS; hop++) {
-#pragma unroll
-        for (int r = 0; r + (1 << (hop - 1)) < RANKS; r += 1 << hop) {
+      UNROLLED for (int hop = 1; 1 << (hop - 1) < RANKS; hop++) {
+        UNROLLED for (int r = 0; r + (1 << (hop - 1)) < RANKS; r += 1 << hop) {
           v[r] = rounded_sum(v[r], v[r + (1 << (hop - 1))], rest_of(base + place + k, r, hop, d), g);
         }
       }
 #else
-#pragma unroll
-      for (int r = 1; r < RANKS; r++) {
+      UNROLLED for (int r = 1; r < RANKS; r++) {
         v[0] = rounded_sum(v[0], v[r], rest_of(place + k, (u32)(first + r) % RANKS, r, d), g);
       }
 #endif
@@ -274,30 +252,25 @@ KERNEL __launch_bounds__(THREADS) finish_sums(
   __syncthreads();
   i64 base = blockIdx.y * length, end = min(length, count - base);
   i64 first = ((i64)blockIdx.x * THREADS * RUNS + threadIdx.x) * RUN;
-  u32 words[RUNS], found[2] = {};
-#pragma unroll
-  for (int u = 0; u < RUNS; u++) {
+  u32 words[RUNS], counted[2] = {};
+  UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 place = first + u * THREADS * RUN;
     words[u] = place < end ? *(const u32*)(codes + blockIdx.y * stride + place) : 0;
   }
-#pragma unroll
-  for (int u = 0; u < RUNS; u++) {
+  UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 place = first + u * THREADS * RUN;
     if (place >= end) break;
     float v[RUN], y[RUN];
     Walk w(base + place, p);
-#pragma unroll
-    for (int k = 0; k < RUN; k++) v[k] = table[words[u] >> (8 * k) & 0xFF];
+    UNROLLED for (int k = 0; k < RUN; k++) v[k] = table[words[u] >> (8 * k) & 0xFF];
     if (w.left >= RUN && top_of(v) < largest) {  // codes behind the chunk's end are zeros
       float factor = factors[w.part];
-#pragma unroll
-      for (int k = 0; k < RUN; k++) y[k] = to_nearest<OUTPUT>(__fmul_rn(v[k], factor));
+      UNROLLED for (int k = 0; k < RUN; k++) y[k] = to_nearest<OUTPUT>(__fmul_rn(v[k], factor));
     } else {
-#pragma unroll
-      for (int k = 0; k < RUN; k++, w.next(p)) {
+      UNROLLED for (int k = 0; k < RUN; k++, w.next(p)) {
         bool inside = place + k < end;
-        found[0] += inside && fabsf(v[k]) == largest;
-        found[1] += inside && !is_finite(v[k]);
+        counted[0] += inside && fabsf(v[k]) == largest;
+        counted[1] += inside && !is_finite(v[k]);
         y[k] = __fmul_rn(v[k], factors[w.part]);
         y[k] = to_nearest<OUTPUT>(canonical(y[k]));
       }
@@ -307,12 +280,11 @@ KERNEL __launch_bounds__(THREADS) finish_sums(
       to.template set<false>(y);
       store_vector<RUN, 8 * BYTES_OF(OUTPUT)>(out, base + place, to);
     } else {
-#pragma unroll
-      for (int k = 0; k < RUN; k++) {
+      UNROLLED for (int k = 0; k < RUN; k++) {
         if (place + k < end) out[base + place + k] = stored<OUTPUT>(y[k]);
       }
     }
   }
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) counts[0] = count;
-  add_counts(counts + 1, found);
+  add_counts(counts + 1, counted);
 }

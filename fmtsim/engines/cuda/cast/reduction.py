@@ -59,7 +59,7 @@ class ReductionStages:
         spec: What casts and sums are rounded to.
         scaling: The rule of a tensor's scale, None for 1; with the cast one that ``covers_reduction`` takes.
         rank, ranks: This rank, and how many there are.
-        key: Stream of random words of rank 0's cast; another rank's, and its sums, have that with rank and hop in it.
+        key: Random key of rank 0's cast; another rank's, and its sums, have rank and hop added to its offset.
         out: float32 or bfloat16, contiguous: the reduced elements, or those of this rank's row.
         tree: Whether sums have the order of a tree, not of a ring.
         propagates: Whether Inf becomes NaN.
@@ -97,7 +97,7 @@ class ReductionStages:
     def factors(self, amaxes: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what elements are multiplied with before the cast and behind the sums, float32 [tensors] each."""
         both, count = amaxes.new_empty(2, len(amaxes)), len(amaxes)
-        kernel("reduction_factors.cu", "factors_of_tensors", device_index(amaxes))(
+        kernel("statistic.cu", "factors_of_tensors", device_index(amaxes))(
             -(-count // _THREADS), _THREADS, amaxes, mu, both, np.int64(count), self._factor, self._mean_of,
             self._scaled, self._rule,
         )  # fmt: skip
@@ -158,8 +158,8 @@ def _rule(element: FloatFormat | IntFormat, scaling: Scaling | None) -> bytes | 
         return NO_RULE
     if scaling.statistic != "amax" or scaling.arithmetic == "divide":
         return None
-    known = rule_of(Quantizer(format=element, scaling=scaling))
-    return None if known is None else known.rule
+    kernel_rule = rule_of(Quantizer(format=element, scaling=scaling))
+    return None if kernel_rule is None else kernel_rule.rule
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
@@ -172,7 +172,7 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
         for kind in ("largest_magnitudes", "cast_chunks", "sum_chunks", "finish_sums"):
             for dtype in _OUTPUTS if ranks == 2 else _OUTPUTS[:1]:
                 yield "reduction.cu", kind, reduction_macros(grid, dtype, dtype, True, ranks, tree, True)
-    yield "reduction_factors.cu", "factors_of_tensors", ()
+    yield "statistic.cu", "factors_of_tensors", ()
 
 
 def _kernel(index: int, defines: Defines, name: str) -> Callable[..., None]:
@@ -184,7 +184,7 @@ def _blocks(elements: int) -> int:
 
 
 def _draw(rounding: Rounding, key: RandomKey | None, rank: int) -> bytes:
-    """Return the stream of a rank's cast; that of rank 0 is the one to which sums add rank and hop."""
+    """Return the Draw of a rank's cast; sums add rank and hop to that of rank 0."""
     return NO_DRAW if key is None else draw_of(rounding, RandomKey(key.seed, key.offset + (rank << 16)))
 
 

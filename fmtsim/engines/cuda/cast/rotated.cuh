@@ -2,10 +2,10 @@
 // What the kernels of rotated operands share: their macros, jobs, and the transforms of the numbers that a lane holds.
 //
 // A thread takes 32 neighbours of a line, and LANES lanes side by side hold 32 LANES neighbours: 64, which share random
-// words, or the 128 of a long transform. DOWN says along what a matrix is cast, its rows (0) or its columns (1); SIZE is
-// the elements of a transform (1: none), NARROWS says that its result becomes bfloat16, SCALED that x is multiplied by a
-// number first, COUNTED that keys move on by a number on the device, RUN is the elements of a scale's block, 16 or 32.
-// CAST follows:
+// words, or the 128 of a long transform. DOWN says along what a matrix is cast, its rows (0) or its columns (1); SIZE
+// is the elements of a transform (1: none), NARROWS says that its result becomes bfloat16, SCALED that x is multiplied
+// by a number first, COUNTED that keys move on by a number on the device, RUN is the elements of a scale's block, 16 or
+// 32. CAST follows:
 #pragma once
 #define BLOCK_FORMAT 0  // the cast of a block format (block.cuh); scales of the tensor stay outside
 #define DEVIATION 1     // scale = power of two below RN32(RN32(deviation * FACTOR) + OFFSET); ties go to zero
@@ -85,8 +85,7 @@ struct Line {
 // The sums of a transform, not yet what it makes of them; signs: those of a lane's numbers.
 DEVICE void add_up(float (&y)[PER_LANE], u32 signs) {
   if (SIZE == 1) return;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) y[i] = as_float(as_bits(y[i]) ^ (signs << (31 - i) & 0x80000000u));
+  UNROLLED for (int i = 0; i < PER_LANE; ++i) y[i] = as_float(as_bits(y[i]) ^ (signs << (31 - i) & 0x80000000u));
   butterflies<SIZE>(y, threadIdx.x);
 }
 
@@ -100,11 +99,10 @@ DEVICE float transformed(float sum) {
 
 DEVICE void rotate(float (&y)[PER_LANE], u32 signs) {
   add_up(y, signs);
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) y[i] = transformed(y[i]);
+  UNROLLED for (int i = 0; i < PER_LANE; ++i) y[i] = transformed(y[i]);
 }
 
-// The same in as few instructions as can be, for the rare ways: the transforms of COUNT numbers in a tile.
+// The same in as few instructions as can be, for the rare paths: the transforms of COUNT numbers in a tile.
 template <int COUNT>
 DEVICE void rotate_slowly(float* y, const Source& source, const u32* signs, const float* factor) {
 #pragma unroll 1
@@ -131,15 +129,14 @@ DEVICE void rotate_slowly(float* y, const Source& source, const u32* signs, cons
 template <int COUNT>
 DEVICE u32 finite_amax_of(const float* y) {
   u32 amax = 0;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
+  UNROLLED for (int i = 0; i < COUNT; ++i) {
     u32 magnitude = as_bits(y[i]) & MAGNITUDE;
     amax = max(amax, magnitude < FLOAT_EXPONENT ? magnitude : 0u);
   }
   return amax;
 }
 
-// The elements of a line: their random words, their values, and the exact way of block formats.
+// The elements of a line: their random words, their values, and the exact path of block formats.
 
 #if CAST == DEVIATION || CAST == LARGEST
 // A piece under the power of two that is not above s.
@@ -197,8 +194,7 @@ DEVICE void take_rests(u32 (&rests)[4], u64 counter, int i, const Draw& draw) {
   u32 unused = (u32)(0xFFFFFFFFull >> draw.bits);
   u32 keep[2] = {second ? own.z : own.x, second ? own.w : own.y};
   u32 got[2] = {__shfl_xor_sync(~0u, second ? own.x : own.z, 1), __shfl_xor_sync(~0u, second ? own.y : own.w, 1)};
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
+  UNROLLED for (int k = 0; k < 2; ++k) {
     rests[2 * k] = (second ? got[k] : keep[k]) | unused;
     rests[2 * k + 1] = (second ? keep[k] : got[k]) | unused;
   }
@@ -242,8 +238,7 @@ DEVICE Corner corner_of(i64 across, i64 down) { return {down * TILE_ROWS, across
 // Copy between memory and tile; what lies outside of the matrix counts as zeros.
 template <bool STORES>
 DEVICE void copy_tile(u16* memory, u16* tile, Corner corner, const RotatedJob& job) {
-#pragma unroll
-  for (int k = 0; k < TILE_ROWS * TILE_COLUMNS / 8 / THREADS; ++k) {
+  UNROLLED for (int k = 0; k < TILE_ROWS * TILE_COLUMNS / 8 / THREADS; ++k) {
     u32 vector = k * THREADS + threadIdx.x, row = vector / (TILE_COLUMNS / 8), column = vector % (TILE_COLUMNS / 8) * 8;
     bool there = corner.row + row < job.rows && corner.column + column < job.columns;
     u16* far = memory + (corner.row + row) * job.columns + corner.column + column;
@@ -260,7 +255,7 @@ DEVICE float loaded(u32 bits, const RotatedJob& job) {
   return SCALED ? __fmul_rn(as_float(bits), *job.factor) : as_float(bits);
 }
 
-// Where the numbers of a lane begin that it takes in one of two turns: a row, or two columns that begin at a word.
+// Where the numbers of a lane begin that it takes in one of two passes: a row, or two columns that begin at a word.
 struct TilePlace { u32 row, column; };
 DEVICE TilePlace tile_place(int part) {
 #if DOWN
@@ -273,31 +268,27 @@ DEVICE TilePlace tile_place(int part) {
 
 DEVICE void load_line(float (&y)[PER_LANE], const u16* from, int part, const RotatedJob& job) {
 #if DOWN
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
+  UNROLLED for (int i = 0; i < PER_LANE; ++i) {
     u32 word = *(const u32*)(from + i * PITCH);
     y[i] = loaded(part ? word & 0xFFFF0000u : word << 16, job);
   }
 #else
-#pragma unroll
-  for (int v = 0; v < PER_LANE; v += 8) {
+  UNROLLED for (int v = 0; v < PER_LANE; v += 8) {
     Packed<8, 16> in = load_vector<8, 16>(from, v);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[v + i] = loaded(i % 2 ? in.words[i / 2] & 0xFFFF0000u : in.words[i / 2] << 16, job);
+    UNROLLED for (int i = 0; i < 8; ++i)
+      y[v + i] = loaded(i % 2 ? in.words[i / 2] & 0xFFFF0000u : in.words[i / 2] << 16, job);
   }
 #endif
 }
 
 DEVICE void store_line(u16* to, int part, const float (&y)[PER_LANE]) {
 #if DOWN
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) to[i * PITCH + part] = (u16)(as_bits(y[i]) >> 16);
+  UNROLLED for (int i = 0; i < PER_LANE; ++i) to[i * PITCH + part] = (u16)(as_bits(y[i]) >> 16);
 #else
-#pragma unroll
-  for (int v = 0; v < PER_LANE; v += 8) {
+  UNROLLED for (int v = 0; v < PER_LANE; v += 8) {
     Packed<8, 16> out;
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) out.words[i / 2] = __byte_perm(as_bits(y[v + i]), as_bits(y[v + i + 1]), 0x7632);
+    UNROLLED for (int i = 0; i < 8; i += 2)
+      out.words[i / 2] = __byte_perm(as_bits(y[v + i]), as_bits(y[v + i + 1]), 0x7632);
     store_vector<8, 16>(to, v, out);
   }
 #endif

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of products that are rotated before they are cast: bfloat16 in, bfloat16 values out, in one or two passes.
+"""Operands of products under a Hadamard transform and a cast, fused: bfloat16 in, bfloat16 values out (rotated.cu).
 
-The bits are those of ``fmtsim.gemm.layers``: the transform of fmtsim/scaling/hadamard.py in float32,
-rounded to bfloat16 where the quantiser says so, then the cast. Values are elements times the scales of their blocks,
-which bfloat16 holds exactly; a scale that all blocks share stays outside.
+The bits are those of ``fmtsim.gemm.layers``: the transform of fmtsim/scaling/hadamard.py in float32, rounded to
+bfloat16 where the quantiser says so, then the cast. Values are elements times block scales, which bfloat16 holds
+exactly; a scale that all blocks share is returned beside them.
 
-Casts are those of block formats whose values bfloat16 holds, and three rules of ``Scaling``: for blocks of 32 elements
-whose scales are powers of two ``floor(statistic="std" * factor + offset)`` with ties toward zero, which is QuEST, and
-``floor(amax / top) * multiplier``; and for blocks of 16 the two levels of Quartet II, also with scales that EDEN
-corrects over the elements of a transform.
+Casts are block formats whose values bfloat16 holds, and three rules of ``Scaling``: blocks of 32 elements under a power
+of two of ``std * factor + offset`` with ties toward zero (QuEST) or of ``amax / top``, times a multiplier (Quartet);
+and blocks of 16 under the two levels of Quartet II, also with scales that EDEN corrects over a transform.
 """
 
 import struct
@@ -110,11 +109,6 @@ class Plan(NamedTuple):
     launches: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, int], Launch]
 
     @property
-    def cast_size(self) -> int:
-        """Bytes of a ``Cast``."""
-        return len(self.head) + len(NO_DRAW) + len(self.tail)
-
-    @property
     def lanes(self) -> int:
         """Lanes whose elements belong together: 32 each."""
         return 4 if self.draws_scales else 2
@@ -189,9 +183,9 @@ def cast_rotated(
     mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     parts = None if how.find is None else torch.empty(how.parts, dtype=torch.int32, device=x.device)
-    turns = how.signs or _signs_of(plan.signs, plan.size, signs)
-    turns = packed(signs, turns, partial(_signs_of, plan.signs, plan.size))
-    job = Structure(_JOB, (x, values, mask, parts, scale, factor, count, how.sizes, turns))
+    sign_bytes = how.signs or _signs_of(plan.signs, plan.size, signs)
+    sign_bytes = packed(signs, sign_bytes, partial(_signs_of, plan.signs, plan.size))
+    job = Structure(_JOB, (x, values, mask, parts, scale, factor, count, how.sizes, sign_bytes))
     if how.find is not None:
         how.find(how.parts, job)
     how.cast(how.grid, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
@@ -201,11 +195,12 @@ def cast_rotated(
 def _prepared(
     plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], multiplies: bool, counts: bool, index: int
 ) -> Launch:
-    """Return how matrices of a shape and layout are cast; worked out once, for it takes longer than a launch."""
+    """Return how matrices of a shape and layout are cast; computed once, because it takes longer than a launch."""
     contiguous = strides[1] == 1
     defines = kernel_macros(plan, not contiguous, multiplies, counts)
     finds = kernel(_FILE, "rotated_amax", index, defines).bound(_THREADS, (_JOB.size,)) if plan.two_level else None
-    casts = kernel(_FILE, "cast_rotated", index, defines).bound(_THREADS, (_JOB.size, plan.cast_size))
+    cast_size = len(plan.head) + len(NO_DRAW) + len(plan.tail)
+    casts = kernel(_FILE, "cast_rotated", index, defines).bound(_THREADS, (_JOB.size, cast_size))
     rows, columns = shape if contiguous else shape[::-1]
     height = 2 * _PER_LANE if contiguous else plan.lanes * _PER_LANE
     grid = -(-columns * height // _TILE), -(-rows // height)
@@ -217,18 +212,18 @@ def _prepared(
 
 
 @lru_cache(maxsize=4096)  # layers of a model have keys of their own
-def _signs_of(own: Signs | Literal["random"], size: int, signs: Signs) -> bytes:
+def _signs_of(transform_signs: Signs | Literal["random"], size: int, signs: Signs) -> bytes:
     """Return the bytes of the signs of a lane's elements, and of the key that draws more of them.
 
     Args:
-        own: Those of the transform, or where they come from.
+        transform_signs: Those of the transform, or where they come from.
         size: Of the transform.
         signs: What is drawn from, or the mask, where they are random.
     """
-    given = signs if own == "random" else own
-    key, mask = None, given if isinstance(given, int) else 0
-    if isinstance(given, RandomKey):  # bit j of word w of a key changes the sign of element 32 w + j of a group
-        key, words = given, range(-(-size // 32))
+    source = signs if transform_signs == "random" else transform_signs
+    key, mask = None, source if isinstance(source, int) else 0
+    if isinstance(source, RandomKey):  # bit j of word w of a key changes the sign of element 32 w + j of a group
+        key, words = source, range(-(-size // 32))
         mask = sum(random_word(key, word) << 32 * word for word in words) & ((1 << size) - 1)
     bits = mask * 0x10001 if size == 16 else mask  # groups of fewer are repeated
     draw = NO_DRAW if key is None else draw_of(_WORD, key)
@@ -243,21 +238,21 @@ def kernel_macros(plan: Plan, transposed: bool, multiplies: bool = False, counts
 
     ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device.
     """
-    own = macros(
+    launch = macros(
         LANES=plan.lanes, SCALED=multiplies, COUNTED=counts, DOWN=transposed, SIZE=plan.size, NARROWS=plan.rounded,
         MASKS=plan.masks and not transposed,
     )  # fmt: skip
-    return (*plan.defines, *own)
+    return (*plan.defines, *launch)
 
 
 def plan_of(quantizer: Quantizer) -> Plan | None:
     """Return how a quantiser is computed, None where the kernels do not serve."""
-    found = _plans.get(id(quantizer))
-    if found is None or found[0] is not quantizer:  # hashing a quantiser takes as long as a launch
+    entry = _plans.get(id(quantizer))
+    if entry is None or entry[0] is not quantizer:  # hashing a quantiser takes as long as a launch
         if len(_plans) > 4096:
             _plans.clear()
-        found = _plans[id(quantizer)] = quantizer, _plan_of(quantizer)
-    return found[1]
+        entry = _plans[id(quantizer)] = quantizer, _plan_of(quantizer)
+    return entry[1]
 
 
 _plans: dict[int, tuple[Quantizer, Plan | None]] = {}
@@ -267,25 +262,25 @@ def rotation_of(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZE
     """Return the only rotation among transforms if it is along the inner axis and of one of these sizes, else None."""
     if len(transforms) != 1 or not isinstance(transforms[0], Hadamard):
         return None
-    turn = transforms[0]
-    return turn if turn.axis == "inner" and turn.size in sizes else None
+    rotation = transforms[0]
+    return rotation if rotation.axis == "inner" and rotation.size in sizes else None
 
 
 @lru_cache(maxsize=256)
 def _plan_of(quantizer: Quantizer) -> Plan | None:
     corrects = quantizer.scaling is not None and quantizer.scaling.eden is not None
-    turn = rotation_of(quantizer.transforms, (_LONG,) if corrects else SIZES)
-    if (turn is None and (quantizer.transforms or corrects)) or quantizer.then or quantizer.source == "forward":
+    rotation = rotation_of(quantizer.transforms, (_LONG,) if corrects else SIZES)
+    if (rotation is None and (quantizer.transforms or corrects)) or quantizer.then or quantizer.source == "forward":
         return None
-    if turn is not None and turn.rounded not in (None, BF16):
+    if rotation is not None and rotation.rounded not in (None, BF16):
         return None
     rounding = quantizer.rounding
     if rounding.mode not in _ROUNDINGS or (rounding.variant, rounding.layout) != ("a", "word"):
         return None
-    found = (_block if quantizer.scaling is None else _scaled)(quantizer)
-    if found is None:
+    rule = (_block if quantizer.scaling is None else _scaled)(quantizer)
+    if rule is None:
         return None
-    spec, own, outside = found
+    spec, cast_defines, outside = rule
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
     defines = fast_macros(spec, torch.float32, BFLOAT16, fmt.tensor_scale)
@@ -293,15 +288,15 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
         return None
     whole = cast_bytes(spec, None, torch.device("cpu"))  # float formats need no tables on a device
     return Plan(
-        size=1 if turn is None else turn.size or 1,
-        signs=None if turn is None else turn.signs,
-        rounded=turn is not None and turn.rounded is not None,
+        size=1 if rotation is None else rotation.size or 1,
+        signs=None if rotation is None else rotation.signs,
+        rounded=rotation is not None and rotation.rounded is not None,
         two_level=fmt.tensor_scale,
         masks=quantizer.gradient == ClipMask(),
         outside=outside,
         drawn=Rounding(mode="stochastic") if corrects else rounding,
         draws_scales=corrects,
-        defines=(*defines, *own, ("RUN", str(fmt.block[1]))),
+        defines=(*defines, *cast_defines, ("RUN", str(fmt.block[1]))),
         head=whole[: -_TAIL - len(NO_DRAW)],
         tail=whole[-_TAIL:],
         launches={},
@@ -309,7 +304,7 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
 
 
 def _block(quantizer: Quantizer) -> _Found | None:
-    """Return the cast of a block format and the macros that only these kernels have."""
+    """Return the cast of a block format, the macros of these kernels alone, and the constant that stays outside."""
     fmt, rounding = quantizer.format, quantizer.rounding
     if not isinstance(fmt, BlockFormat) or not isinstance(fmt.element, FloatFormat) or fmt.block not in _BLOCKS:
         return None
@@ -324,7 +319,7 @@ _ROUNDINGS = ("nearest_even", "nearest_toward_zero", "nearest_away", "stochastic
 
 
 def _scaled(quantizer: Quantizer) -> _Found | None:
-    """Return the same of a scale rule; the cast of the spec is not the rule's, its elements are."""
+    """Return what ``_block`` does for a scale rule; the spec of the cast describes its elements alone."""
     fmt, scaling, rounding = quantizer.format, quantizer.scaling, quantizer.rounding
     if (
         not isinstance(fmt, FloatFormat)
@@ -351,12 +346,12 @@ def _scaled(quantizer: Quantizer) -> _Found | None:
     if rounding.mode not in ("nearest_even", "stochastic") or quantizer.gradient != StraightThrough():
         return None
     multiplier = np.float32(scaling.multiplier)
-    own = _numbers(_LARGEST, TOP=top, MULTIPLIER=multiplier, MULTIPLIER_RECIPROCAL=np.float32(1) / multiplier)
-    return spec, (*own, ("DIVIDES", str(int(multiplier != 1)))), float(multiplier) if multiplier != 1 else None
+    defines = _numbers(_LARGEST, TOP=top, MULTIPLIER=multiplier, MULTIPLIER_RECIPROCAL=np.float32(1) / multiplier)
+    return spec, (*defines, ("DIVIDES", str(int(multiplier != 1)))), float(multiplier) if multiplier != 1 else None
 
 
 def _two_scales(quantizer: Quantizer, fmt: FloatFormat, scaling: Scaling) -> _Found | None:
-    """Return the same of the two levels of Quartet II, whose scales EDEN may correct."""
+    """Return what ``_block`` does for the two levels of Quartet II, whose scales EDEN may correct."""
     assert scaling.tensor is not None
     tensor = TensorScale(top=scaling.tensor.top, order="quartet2")
     plain = Scaling(block=(1, 16), top=scaling.top, scale=_E4M3, tensor=tensor, metric=scaling.metric)
@@ -375,10 +370,10 @@ def _two_scales(quantizer: Quantizer, fmt: FloatFormat, scaling: Scaling) -> _Fo
         scaling=block_scaling((1, 16), scale=_E4M3, arithmetic="encode", tensor=TensorScale()),
     )
     spec = CastSpec(format=blocks, rounding=Rounding(), overflow="saturate")
-    own = _numbers(_CORRECTED if corrects else _TWO_SCALES, TOP=top, TENSOR_TOP=largest)
-    return spec, (*own, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)) if corrects else own, None
+    defines = _numbers(_CORRECTED if corrects else _TWO_SCALES, TOP=top, TENSOR_TOP=largest)
+    return spec, (*defines, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)) if corrects else defines, None
 
 
 def _numbers(cast: int, **values: Any) -> Defines:
-    """Return macros: what is cast how, and numbers as the bits of their float32."""
+    """Return macros: CAST, and numbers as the bits of their float32."""
     return macros(CAST=cast, **{name: float_bits(value) for name, value in values.items()})

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How lanes hold runs of memory that share scales, and how they share the work on the scales. A lane has VECTORS vectors
-// of VECTOR elements in one of three layouts:
+// How lanes hold runs of memory that share scales, and how they share the work on the scales. A lane has VECTORS
+// vectors of VECTOR elements in one of three layouts:
 //
 //   LAYOUT 0   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies a warp further.
 //   LAYOUT 1   16 VECTORS elements belong to 16 / VECTOR lanes, and a lane holds vectors at distance 16; two lanes of 64:
@@ -10,8 +10,8 @@
 //              elements of a lane (docs/semantics.md, section 9).
 //   LAYOUT 2   a vector is a block, and those of a lane follow each other: no shuffles.
 //
-// RUN is the elements of a block, a power of two from 16 on that fits a warp, or 0 where scales are found otherwise: for
-// BLOCKS_OF_LANE blocks of a lane then.
+// RUN is the elements of a block, a power of two from 16 on that fits a warp, or 0 where scales are found otherwise:
+// for BLOCKS_OF_LANE blocks of a lane then.
 #pragma once
 #include "amax.cuh"
 #include "scale.cuh"
@@ -35,22 +35,20 @@ DEVICE u64 first_of_lane(u64 thread) {
   return thread / 32 * (32 * PER_LANE) + thread % 32 * VECTOR;
 }
 
-// The scales of a lane's blocks from their statistics. Divisions are dear: the lanes that share blocks share those, too.
+// The scales of a lane's blocks from their statistics. Divisions are dear: the lanes that share blocks share those,
+// too.
 template <bool Folds, typename Statistic, typename Make>
-DEVICE void find_scales(Scale (&scale)[BLOCKS], const Statistic (&found)[BLOCKS], const Make& make) {
+DEVICE void find_scales(Scale (&scale)[BLOCKS], const Statistic (&statistic)[BLOCKS], const Make& make) {
   constexpr int SHARES = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
   u32 share = threadIdx.x % SHARES;
-#pragma unroll
-  for (int b = 0; b < BLOCKS; b += SHARES) {
-    Statistic a = found[b];
-#pragma unroll
-    for (int k = 1; k < SHARES; k++) a = share == k ? found[b + k] : a;
-    Scale mine = make(a);
-#pragma unroll
-    for (int k = 0; k < SHARES; k++) {
-      scale[b + k].stored = SHARES == 1 ? mine.stored : __shfl_sync(~0u, mine.stored, k, SHARES);
-      scale[b + k].factor = SHARES == 1 ? mine.factor : __shfl_sync(~0u, mine.factor, k, SHARES);
-      scale[b + k].fold = SHARES == 1 || !Folds ? mine.fold : __shfl_sync(~0u, mine.fold, k, SHARES);
+  UNROLLED for (int b = 0; b < BLOCKS; b += SHARES) {
+    Statistic a = statistic[b];
+    UNROLLED for (int k = 1; k < SHARES; k++) a = share == k ? statistic[b + k] : a;
+    Scale own_scale = make(a);
+    UNROLLED for (int k = 0; k < SHARES; k++) {
+      scale[b + k].stored = SHARES == 1 ? own_scale.stored : __shfl_sync(~0u, own_scale.stored, k, SHARES);
+      scale[b + k].factor = SHARES == 1 ? own_scale.factor : __shfl_sync(~0u, own_scale.factor, k, SHARES);
+      scale[b + k].fold = SHARES == 1 || !Folds ? own_scale.fold : __shfl_sync(~0u, own_scale.fold, k, SHARES);
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the statistic of a block to its scale, and to an element under it (docs/semantics.md, sections 5 to 7). Operations
-// on float32 are those of fmtsim/scaling/scales.py in its order, each rounded to nearest even:
+// From the statistic of a block to its scale, and to an element under it (docs/semantics.md, sections 5 to 7).
+// Operations on float32 are those of fmtsim/scaling/scales.py in its order, each rounded to nearest even:
 //
 //   one_level       by a Rule, which is data: recipes, and real scales of block formats
 //   te_level        under the scale of a tensor, in Transformer Engine's order: nvfp4
@@ -34,8 +34,7 @@ DEVICE float power_of_two(float x, bool up) {
 template <int Count, typename Number, int Size>
 DEVICE Number folded(Number (&x)[Size]) {
   if constexpr (Count > 1) {
-#pragma unroll
-    for (int k = 0; k < Count / 2; k++) x[k] = x[k] + x[k + Count / 2];
+    UNROLLED for (int k = 0; k < Count / 2; k++) x[k] = x[k] + x[k + Count / 2];
     return folded<Count / 2>(x);
   }
   return x[0];
@@ -141,8 +140,7 @@ DEVICE Rule rule_of_format(float top, bool encodes, bool divides, bool whole) {
 DEVICE float stored_scale(float s, const Rule& r, const Grid& g) {
   if (r.chooses) {
     float least = r.allowed[STEPS - 1];
-#pragma unroll
-    for (int i = STEPS - 2; i >= 0; i--) least = r.allowed[i] >= s ? r.allowed[i] : least;
+    UNROLLED for (int i = STEPS - 2; i >= 0; i--) least = r.allowed[i] >= s ? r.allowed[i] : least;
     s = least;
   }
   if (r.stored == STORED_WHOLE) return s;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which scaled casts the fast kernels take, and what they are told of them: macros, and structures as bytes.
+"""Scaled casts that the fast kernels take, as the macros and structures that describe these to them.
 
 Kernels of block formats are specialised by macros and compute in float32 arithmetic that is exact (block.cuh); blocks
 with NaN, Inf or scales at float32's limits they hand to the exact path themselves. To kernels of quantisers a scale
@@ -165,7 +165,7 @@ def _power_of_two_scale(fmt: BlockFormat, grid: _ElementGrid, stochastic: bool) 
     if fmt.scale_rule == "even" and grid.mantissa > 22:
         return None
     first = max(-126 - grid.lowest, -125 - top, -125)
-    if not grid.integer and top == grid.lowest + 2:  # block_codes.cuh: the inverse of the smallest value
+    if not grid.integer and top == grid.lowest + 2:  # block_rows.cu: the inverse of the smallest value
         first = max(first, grid.mantissa - grid.lowest - 127)
     if stochastic:
         first = max(first, grid.mantissa - 117 - grid.lowest)  # grid.cuh: 2^-32 of a place is a number
@@ -228,7 +228,7 @@ _NO_GRID = bytes(112)
 
 
 class KernelRule(NamedTuple):
-    """What a quantiser is to the kernels.
+    """A quantiser with a scale rule as kernels take it.
 
     Attributes:
         rule: The bytes of ``struct Rule``.
@@ -250,12 +250,12 @@ class KernelRule(NamedTuple):
 
     def defines(self, input_type: int, words: int, fold: bool) -> Defines:
         """Return the macros of scaled.cuh."""
-        own = macros(INPUT=input_type, PAIRS=0, TIES=self.ties, FOLDS=fold, MASKS=self.masks, WORDS=words)
-        return (*self.grid.defines, *own, *macros(DIVIDES=self.divides))
+        casts = macros(INPUT=input_type, PAIRS=0, TIES=self.ties, FOLDS=fold, MASKS=self.masks, WORDS=words)
+        return (*self.grid.defines, *casts, *macros(DIVIDES=self.divides))
 
 
 def rule_of(quantizer: Quantizer) -> KernelRule | None:
-    """Return what a quantiser is to the kernels, or None where they do not cover it."""
+    """Return a quantiser as kernels take it, None where they do not cover it."""
     scaling, element = quantizer.scaling, quantizer.format
     if scaling is None or not isinstance(element, FloatFormat | IntFormat) or _digits(element) > _DIGITS:
         return None
@@ -315,8 +315,8 @@ def _powers(scaling: Scaling) -> bool:
 def _inverts(scaling: Scaling) -> bool:
     """Return True if float32 holds 1 / scale exactly, so that dividing by a scale is multiplying with it."""
     within = all(2.0**-127 <= step <= 2.0**127 for step in scaling.allowed)
-    kept = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
-    return _powers(scaling) and within and kept and scaling.multiplier == 1
+    exact_scale = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
+    return _powers(scaling) and within and exact_scale and scaling.multiplier == 1
 
 
 def _folds(element: FloatFormat | IntFormat, scaling: Scaling) -> bool:

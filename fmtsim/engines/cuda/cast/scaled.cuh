@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements under a scale: what all kernels of scaled operands share.
+// Operands of products under a recipe's scale rule (fmtsim.formats.scaling.Scaling), elements under a known scale: what
+// scaled_rows.cu and scaled_tiles.cu share.
 //
-// Macros: INPUT (a dtype of vectors.cuh), those of grid.cuh for the elements, TIES: ties go to even, toward zero
-// or away from it (0, 1, 2); DIVIDES: elements are x / factor; FOLDS: values are element times block scale; MASKS:
-// where gradients pass is written too; WORDS: random words are not drawn, drawn by groups of 64 neighbours, or one by
-// one (0, 1, 2).
+// Macros: INPUT (a dtype of vectors.cuh), those of grid.cuh for the elements, TIES: ties go to even, toward zero or
+// away from it (0, 1, 2); DIVIDES: elements are x / factor; FOLDS: values are element times block scale; MASKS: where
+// gradients pass is written too; WORDS: random words are not drawn, drawn by groups of 64 neighbours, or one by one (0,
+// 1, 2).
 #pragma once
 #include "grid.cuh"
 #include "philox.cuh"
@@ -51,8 +52,7 @@ struct Results {
   u32 mask[2];
 
   DEVICE void clear() {
-#pragma unroll
-    for (int i = 0; i < 4; i++) word[i] = 0;
+    UNROLLED for (int i = 0; i < 4; i++) word[i] = 0;
     mask[0] = mask[1] = 0;
   }
   DEVICE void put(int i, u32 value, u32 passes) {

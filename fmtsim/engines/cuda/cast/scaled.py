@@ -2,7 +2,7 @@
 """Operands under a scale rule (``fmtsim.formats.scaling.Scaling``) in one or two launches: scales, elements, masks.
 
 The bits are those of ``fmtsim.scaling.cast.cast``: the same float32 operations in the same order, the same random
-words. What depends on quantiser, dtype, shape and layout alone is worked out once and saved as a plan.
+words. A plan, computed once, holds what depends on quantiser, dtype, shape and layout alone.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ _MEAN_THREADS = 256
 _LAST = 1024 * _FOLDED  # numbers that their last block of threads adds up
 _GROUP = 128  # rows and columns that share scales where these are multiplied in, or found along both
 
-ALONE, GROUPED, BOTH = range(3)  # what a plan casts: x; x times the numbers of its blocks; x along both its axes
+ALONE, GROUPED, BOTH = range(3)  # a plan casts x; x times the numbers of its blocks; x along both axes
 
 
 def covers(x: Tensor, quantizer: Quantizer, factor: Tensor | None = None) -> bool:
@@ -162,8 +162,8 @@ class _Plan:
     """How matrices of one shape and layout are cast under one quantiser.
 
     Args:
-        quantizer: Kept, so that no other object can take its identity.
-        rule: What it is to the kernels.
+        quantizer: Referenced, so that no other object can take its identity.
+        rule: The quantiser as kernels take it.
         layout: How the matrices lie in memory.
         block: Rows and columns of a block.
         dtype: Of what is cast.
@@ -182,8 +182,8 @@ class _Plan:
         self._block = block[0], block[1]
         parts = min(max(layout.rows * layout.columns // 16384, 1), _PARTS * runtime.multiprocessors(index), _MOST_PARTS)
         self._parts = 1 if quantizer.scaling.statistic in MOMENTS else parts
-        own = (layout.height, layout.width) if layout.kind == TILES else (layout.units, self._parts)
-        places = (*map(np.uint64, (layout.rows, layout.columns, *layout.steps)), *map(np.uint32, own))
+        extents = (layout.height, layout.width) if layout.kind == TILES else (layout.units, self._parts)
+        places = (*map(np.uint64, (layout.rows, layout.columns, *layout.steps)), *map(np.uint32, extents))
         self._rest = *places, rule.rule, rule.grid.parameters, rule.scale_grid
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}  # by what a call asks of them
         self._outer = float(np.float32(quantizer.scaling.multiplier)) if fold else 1.0
@@ -245,12 +245,12 @@ class _Plan:
 
     def _advance(self, tops: Tensor, memory: Any, in_force: Tensor | None, remembers: bool) -> None:
         """Launch the kernel of the memory; in_force: where the factor of this call is asked for, or None."""
-        known = memory.top, tops.shape[0], remembers
-        launch = self._launches.get(known)
+        key = memory.top, tops.shape[0], remembers
+        launch = self._launches.get(key)
         if launch is None:
-            found = runtime.kernel("statistic.cu", "advance", self._index)
+            compiled = runtime.kernel("statistic.cu", "advance", self._index)
             rest = np.uint32(tops.shape[0]), history_bytes(self._scaling, memory.top, remembers)
-            launch = self._launches[known] = found.bound(1024, 5, *rest)
+            launch = self._launches[key] = compiled.bound(1024, 5, *rest)
         launch(1, tops, memory.amaxes, memory.factor, memory.calls, in_force)
 
     def _launch(
@@ -276,8 +276,8 @@ class _Plan:
         file, name, defines = variant(
             layout, self._rule, self._dtype, self._fold, self._scaling, given, records, self._what
         )
-        found = runtime.kernel(file, name, self._index, defines)
-        return found.bound(self._size[1], 6, *self._rest, NO_DRAW) if layout.words == WORDS_NONE else found
+        compiled = runtime.kernel(file, name, self._index, defines)
+        return compiled.bound(self._size[1], 6, *self._rest, NO_DRAW) if layout.words == WORDS_NONE else compiled
 
     def _amaxes_of(self, x: Tensor) -> Tensor:
         """Return bits of amaxes, int32: of parts of the matrix, or of columns of memory; or those of its mean."""
@@ -288,8 +288,8 @@ class _Plan:
         if launch is None:
             sizes = (layout.rows, layout.columns) if long else (layout.rows * layout.columns // 8,)
             name = f"amaxes_of_{'columns' if long else 'parts'}"
-            found = runtime.kernel("statistic.cu", name, self._index, input_macros(self._dtype))
-            launch = self._launches[(long,)] = found.bound(512, 2, *map(np.uint64, sizes))
+            compiled = runtime.kernel("statistic.cu", name, self._index, input_macros(self._dtype))
+            launch = self._launches[(long,)] = compiled.bound(512, 2, *map(np.uint64, sizes))
         if long:
             tops = torch.zeros(layout.columns, dtype=torch.int32, device=x.device)
             grid = -(-layout.columns // 256) * -(-layout.rows // 128)
@@ -309,22 +309,29 @@ def mean_of(x: Tensor, statistic: str) -> Tensor:
         Bits of a float32, int32 [1].
     """
     index, defines, squares, total = runtime.device_index(x), input_macros(x.dtype), statistic == "rms", x.numel()
-    left = max(1 << (total - 1).bit_length(), _LAST) // _FOLDED
-    sums = torch.empty(left, dtype=torch.float64, device=x.device)
-    counts = torch.empty(left // _MEAN_THREADS, dtype=torch.int32, device=x.device)
+    remaining = max(1 << (total - 1).bit_length(), _LAST) // _FOLDED
+    sums = torch.empty(remaining, dtype=torch.float64, device=x.device)
+    counts = torch.empty(remaining // _MEAN_THREADS, dtype=torch.int32, device=x.device)
     runtime.kernel("statistic.cu", "fold_elements", index, defines)(
-        left // _MEAN_THREADS, _MEAN_THREADS, x, sums, counts, np.uint64(total), np.uint64(left), np.uint32(squares)
+        remaining // _MEAN_THREADS,
+        _MEAN_THREADS,
+        x,
+        sums,
+        counts,
+        np.uint64(total),
+        np.uint64(remaining),
+        np.uint32(squares),
     )
-    while left > _LAST:
-        left //= _FOLDED
-        before, sums = sums, torch.empty(left, dtype=torch.float64, device=x.device)
+    while remaining > _LAST:
+        remaining //= _FOLDED
+        before, sums = sums, torch.empty(remaining, dtype=torch.float64, device=x.device)
         runtime.kernel("statistic.cu", "fold_sums", index, defines)(
-            left // _MEAN_THREADS, _MEAN_THREADS, before, sums, np.uint64(left)
+            remaining // _MEAN_THREADS, _MEAN_THREADS, before, sums, np.uint64(remaining)
         )
-    found = torch.empty(1, dtype=torch.int32, device=x.device)
-    numbers = map(np.uint32, (counts.numel(), left, squares))
-    runtime.kernel("statistic.cu", "fold_last", index, defines)(1, 1024, sums, found, counts, *numbers)
-    return found
+    mean = torch.empty(1, dtype=torch.int32, device=x.device)
+    numbers = map(np.uint32, (counts.numel(), remaining, squares))
+    runtime.kernel("statistic.cu", "fold_last", index, defines)(1, 1024, sums, mean, counts, *numbers)
+    return mean
 
 
 def variant(

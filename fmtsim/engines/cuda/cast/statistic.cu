@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Statistics that scales follow from where one pass does not give both: amaxes of blocks, parts and columns, means of
-// whole matrices, and the history of delayed scaling.
+// Statistics of scales where one pass does not give scale and elements both: amaxes of blocks, parts and columns, means
+// of whole matrices, and the history of delayed scaling (FP8 training).
 //
 // Macros: INPUT; VECTOR: elements of 16 bytes, for blocks of block formats.
 #include "scale.cuh"
@@ -10,8 +10,8 @@
 
 // Largest finite magnitudes of blocks, before the kernels that cast under them: rows, groups, tiles, whole tensors.
 //
-// found[2 b] rises to the amax of block b as float32 bits, found[2 b + 1] gets bit 0 for NaN and bit 1 for NaN or Inf. A
-// tensor under one scale is read by a grid that stays: few atomics meet at one address.
+// found[2 b] rises to the amax of block b as float32 bits, found[2 b + 1] gets bit 0 for NaN and bit 1 for NaN or Inf.
+// A tensor under one scale is read by a grid that stays: few atomics meet at one address.
 #define WORDS_EACH 4  // vectors a thread has on their way
 
 typedef Packed<VECTOR, INPUT_BITS> Neighbours;
@@ -35,19 +35,16 @@ KERNEL __launch_bounds__(256) amax_of_tensor(const void* x, u32* found, u64 vect
   for (u64 at = first; at < vectors; at += WORDS_EACH * stride) {
     Neighbours v[WORDS_EACH];
     u32 top = 0;
-#pragma unroll
-    for (int i = 0; i < WORDS_EACH; ++i) {
+    UNROLLED for (int i = 0; i < WORDS_EACH; ++i) {
       v[i].clear();
       if (at + i * stride < vectors) v[i] = load_vector<VECTOR, INPUT_BITS>(x, (at + i * stride) * VECTOR);
     }
-#pragma unroll
-    for (int i = 0; i < WORDS_EACH; ++i) top = raw_larger(top, raw_amax<false, 1>(v + i));
+    UNROLLED for (int i = 0; i < WORDS_EACH; ++i) top = raw_larger(top, raw_amax<false, 1>(v + i));
     u32 amax = amax_of_raw(top);
     if (amax < FLOAT_EXPONENT) {
       all.amax = max(all.amax, amax);
     } else {
-#pragma unroll
-      for (int i = 0; i < WORDS_EACH; ++i) {
+      UNROLLED for (int i = 0; i < WORDS_EACH; ++i) {
         Found f = look(raw_amax<false, 1>(v + i), v[i]);
         all = {max(all.amax, f.amax), all.flags | f.flags};
       }
@@ -68,14 +65,12 @@ KERNEL __launch_bounds__(256) amax_of_runs(
     const void* x, u32* found, u64 vectors, u32 vectors_per_piece, u32 across, u32 outer) {
   u64 first = (u64)blockIdx.x * blockDim.x * WORDS_EACH + threadIdx.x;
   Neighbours v[WORDS_EACH];
-#pragma unroll
-  for (int i = 0; i < WORDS_EACH; ++i) {
+  UNROLLED for (int i = 0; i < WORDS_EACH; ++i) {
     u64 at = first + i * blockDim.x;
     v[i].clear();
     if (at < vectors) v[i] = load_vector<VECTOR, INPUT_BITS>(x, at * VECTOR);
   }
-#pragma unroll
-  for (int i = 0; i < WORDS_EACH; ++i) {
+  UNROLLED for (int i = 0; i < WORDS_EACH; ++i) {
     u64 at = first + i * blockDim.x;
     Found f = look(raw_amax<false, 1>(v + i), v[i]);
     u32 piece = (u32)(min(at, vectors - 1) / vectors_per_piece), row = piece / across;
@@ -100,8 +95,7 @@ KERNEL __launch_bounds__(512) amaxes_of_parts(const Number* x, u32* tops, u64 ve
   for (u64 first = blockIdx.x * together; first < vectors; first += gridDim.x * together) {
     u64 at = first + threadIdx.x;
     Eight in[VECTORS_EACH];
-#pragma unroll
-    for (int v = 0; v < VECTORS_EACH; v++) {
+    UNROLLED for (int v = 0; v < VECTORS_EACH; v++) {
       in[v].clear();
       if (at + v * blockDim.x < vectors) in[v].load(x + (at + v * blockDim.x) * 8);
     }
@@ -121,16 +115,14 @@ KERNEL __launch_bounds__(512) amaxes_of_columns(const Number* x, u32* found, u64
   u64 left = (u64)(blockIdx.x - down * across) * 256, column = left + lane * 8;
   u64 row = (u64)down * (16 * ROWS) + threadIdx.x / 32;
   Eight in[ROWS];
-#pragma unroll
-  for (int j = 0; j < ROWS; j++) {
+  UNROLLED for (int j = 0; j < ROWS; j++) {
     in[j].clear();
     if (row + 16 * j < rows && column < columns) in[j].load(x + (row + 16 * j) * columns + column);
   }
   if (threadIdx.x < 256) tops[threadIdx.x] = 0;  // column 8 lane + i at place 32 i + lane
   __syncthreads();
   Eight top = column_tops<ROWS>(in);
-#pragma unroll
-  for (int i = 0; i < 8; i++) atomicMax(&tops[32 * i + lane], __float_as_uint(top.get(i)));
+  UNROLLED for (int i = 0; i < 8; i++) atomicMax(&tops[32 * i + lane], as_bits(top.get(i)));
   __syncthreads();
   u64 mine = left + threadIdx.x;
   if (threadIdx.x < 256 && mine < columns) atomicMax(found + mine, tops[threadIdx.x % 8 * 32 + threadIdx.x / 8]);
@@ -145,18 +137,17 @@ KERNEL __launch_bounds__(512) amaxes_of_columns(const Number* x, u32* found, u64
 KERNEL __launch_bounds__(256) fold_elements(
     const Number* x, double* sums, u32* counts, u64 total, u64 left, u32 squares) {
   u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  double held[FOLDED];
+  double terms[FOLDED];
   u32 count = 0;
-#pragma unroll
-  for (int k = 0; k < FOLDED; k++) {
+  UNROLLED for (int k = 0; k < FOLDED; k++) {
     u64 place = first + k * left;
     float a = place < total ? fabsf(loaded<INPUT>(x[place])) : 0.0f;
-    bool finite = __float_as_uint(a) < FLOAT_EXPONENT;
+    bool finite = as_bits(a) < FLOAT_EXPONENT;
     double number = finite ? (double)a : 0.0;
-    held[k] = squares ? __dmul_rn(number, number) : number;
+    terms[k] = squares ? __dmul_rn(number, number) : number;
     count += place < total && finite;
   }
-  sums[first] = folded<FOLDED>(held);
+  sums[first] = folded<FOLDED>(terms);
   __shared__ u32 all[8];
   count = __reduce_add_sync(~0u, count);
   if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = count;
@@ -169,10 +160,9 @@ KERNEL __launch_bounds__(256) fold_elements(
 
 KERNEL __launch_bounds__(256) fold_sums(const double* from, double* sums, u64 left) {
   u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  double held[FOLDED];
-#pragma unroll
-  for (int k = 0; k < FOLDED; k++) held[k] = from[first + k * left];
-  sums[first] = folded<FOLDED>(held);
+  double terms[FOLDED];
+  UNROLLED for (int k = 0; k < FOLDED; k++) terms[k] = from[first + k * left];
+  sums[first] = folded<FOLDED>(terms);
 }
 
 // The mean of magnitudes, or the root of the mean square, from at most 32 * 1024 sums: float32.
@@ -180,11 +170,10 @@ KERNEL __launch_bounds__(1024) fold_last(
     const double* from, float* found, const u32* counts, u32 blocks, u32 numbers, u32 squares) {
   __shared__ double sums[1024];
   __shared__ u64 finite[1024];
-  double held[FOLDED];
+  double terms[FOLDED];
   u64 own = 0;
-#pragma unroll
-  for (int k = 0; k < FOLDED; k++) held[k] = k * 1024 < numbers ? from[threadIdx.x + k * 1024] : 0.0;
-  sums[threadIdx.x] = folded<FOLDED>(held);
+  UNROLLED for (int k = 0; k < FOLDED; k++) terms[k] = k * 1024 < numbers ? from[threadIdx.x + k * 1024] : 0.0;
+  sums[threadIdx.x] = folded<FOLDED>(terms);
   for (u32 i = threadIdx.x; i < blocks; i += 1024) own += counts[i];
   finite[threadIdx.x] = own;
   __syncthreads();
@@ -220,34 +209,50 @@ DEVICE float factor_of(float amax, const History& h) {
 // in_force: the factor of this call, where that is asked for.
 KERNEL __launch_bounds__(1024) advance(
     const u32* tops, float* amaxes, float* factor, i64* calls, float* in_force, u32 parts, const History h) {
-  __shared__ u32 known;
+  __shared__ u32 call_amax;
   u32 top = 0;
   for (u32 i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, tops[i]);
   top = block_max(top);
-  if (threadIdx.x == 0) known = top;
+  if (threadIdx.x == 0) call_amax = top;
   __syncthreads();
-  float own = __uint_as_float(known), before = *factor;
+  float own = as_float(call_amax), before = *factor;
   i64 count = *calls;
   __syncthreads();
   if (in_force != nullptr && threadIdx.x == 0) {
     *in_force = count < (i64)h.immediate && own > 0.0f ? factor_of(own, h) : before;
   }
   if (!h.remembers) return;
-  u32 most = known;
+  u32 most = call_amax;
   for (u32 chunk = (h.length - 1) / blockDim.x + 1; chunk-- > 0;) {  // the last first: each number moves one place on
     u32 place = chunk * blockDim.x + threadIdx.x;
     float moved = place == 0 ? own : place < h.length ? amaxes[place - 1] : 0.0f;
     __syncthreads();
     if (place < h.length) amaxes[place] = moved;
-    most = max(most, __float_as_uint(moved));
+    most = max(most, as_bits(moved));
   }
   __syncthreads();
   most = block_max(most);
   if (threadIdx.x == 0) {
-    float found = h.recent ? own : __uint_as_float(most);
+    float found = h.recent ? own : as_float(most);
     *calls = count + 1;
     if ((count + 1) % (i64)h.refresh == 0) *factor = found > 0.0f ? factor_of(found, h) : h.previous ? before : 1.0f;
   }
+}
+
+// A reduction over ranks (docs/distributed.md, reduction.cu), a thread a tensor.
+
+// What elements are multiplied with before the cast and behind the sums, factors [2, tensors], from the largest
+// magnitudes of all ranks. factor: the reduction's, in place of mu; scaled: else the scale is 1; ranks: 0 for a sum.
+KERNEL factors_of_tensors(
+    const float* tops, const float* mu, float* factors, i64 count, float factor, float ranks, i32 scaled, const Rule r) {
+  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const Grid none = {};  // scales are float32
+  float encode = __fmul_rn(scaled ? scale_of(tops[i], r, none).factor : 1.0f, mu == nullptr ? factor : *mu);
+  encode = fminf(fmaxf(encode, FLOAT_MIN), FLOAT_MAX);
+  float decode = reciprocal(encode);
+  factors[i] = encode;
+  factors[count + i] = ranks == 0.0f ? decode : __fdiv_rn(decode, ranks);
 }
 
 #endif

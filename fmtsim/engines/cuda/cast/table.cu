@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Formats that are no grid (codebooks, logarithms) of at most eight bits, in a deterministic rounding, by a table in
-// shared memory: of what each of the 65536 patterns of a 16-bit dtype becomes (ENTRY), or of ranges of magnitudes of one
-// sign, a few bits of the mantissa wide, in which the result changes at most once.
+// Casts to formats of at most eight bits that are no grid (NF4 and other codebooks, logarithms), or in a deterministic
+// rounding that no fast kernel has: a table in shared memory, of what each of the 65536 patterns of a 16-bit dtype
+// becomes (ENTRY), or of ranges of magnitudes of one sign, a few bits of the mantissa wide, in which the result changes
+// once at most.
 //
-// Macros: ENTRY: bits of an entry, 8 or 16, or 0 for ranges, of which NARROW: bits of a code where a bucket is one word,
-// else 0; INPUT, OUTPUT (dtypes of vectors.cuh; INPUT of ranges, OUTPUT of values); RESULT: bits of a result, 4 or 8 for
-// codes, 16 or 32 for values; RUN: elements of a thread at a time; VECTOR: neighbours among them; VECTORS: addresses of
-// whole vectors; THREADS; RESIDENT: blocks of a multiprocessor.
+// Macros: ENTRY: bits of an entry, 8 or 16, or 0 for ranges, of which NARROW: bits of a code where a bucket is one
+// word, else 0; INPUT, OUTPUT (dtypes of vectors.cuh; INPUT of ranges, OUTPUT of values); RESULT: bits of a result, 4
+// or 8 for codes, 16 or 32 for values; RUN: elements of a thread at a time; VECTOR: neighbours among them; VECTORS:
+// addresses of whole vectors; THREADS; RESIDENT: blocks of a multiprocessor.
 #include "vectors.cuh"
 
 #define TIMES (RUN / VECTOR)
@@ -78,10 +79,10 @@ typedef Vectors<PATTERN, VECTOR> Source;
 #define ENTRY_MASK (NARROW == 4 ? 0xFu : 0xFFu)
 
 DEVICE u32 loose_code(float x, const Entry* buckets, const Table& t) {
-  u32 bits = __float_as_uint(x), negative = bits >> 31;
+  u32 bits = as_bits(x), negative = bits >> 31;
 #if NARROW
-  float least = __uint_as_float((u32)t.low << t.shift), most = __uint_as_float(((u32)(t.low + t.count) << t.shift) - 1);
-  u32 magnitude = __float_as_uint(fminf(fmaxf(fabsf(x), least), most));  // most may be NaN: none is above it
+  float least = as_float((u32)t.low << t.shift), most = as_float(((u32)(t.low + t.count) << t.shift) - 1);
+  u32 magnitude = as_bits(fminf(fmaxf(fabsf(x), least), most));  // most may be NaN: none is above it
   u32 bucket = buckets[(i32)(magnitude >> t.shift) - t.low + (i32)(negative * (u32)t.count)];
   return magnitude * (1u << (32 - t.shift)) > bucket ? bucket >> NARROW : bucket;
 #else
@@ -104,8 +105,7 @@ DEVICE u32 entry_of(Stored<INPUT>::type x, const Shared& s, const Table& t) {
 
 DEVICE bool holds_nan(const Source& from) {
   float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int k = 0; k < VECTOR; k++) sums[k % 2] += fabsf(from.get(k));
+  UNROLLED for (int k = 0; k < VECTOR; k++) sums[k % 2] += fabsf(from.get(k));
   float sum = sums[0] + sums[1];
   return sum != sum;
 }
@@ -113,8 +113,7 @@ DEVICE bool holds_nan(const Source& from) {
 
 // The results of a vector that holds no NaN, packed into words.
 DEVICE void look_up(u32 (&out)[WORDS], const Source& from, const Shared& s, const Table& t) {
-#pragma unroll
-  for (int k = 0; k < VECTOR; k++) {
+  UNROLLED for (int k = 0; k < VECTOR; k++) {
     u32 result = loose_entry(from, k, s, t), &word = out[k * RESULT / 32];
     if (!ENTRY && (VALUES || RESULT > NARROW)) result &= ENTRY_MASK;
     if (VALUES) result = s.values[result];
@@ -124,8 +123,8 @@ DEVICE void look_up(u32 (&out)[WORDS], const Source& from, const Shared& s, cons
 
 DEVICE void store_results(u8* to, const u32 (&out)[WORDS]) {
   if constexpr (WORDS % 4 == 0) {
-#pragma unroll
-    for (int k = 0; k < WORDS; k += 4) store_words<true>(to + 4 * k, out[k], out[k + 1], out[k + 2], out[k + 3]);
+    UNROLLED for (int k = 0; k < WORDS; k += 4)
+      store_words<true>(to + 4 * k, out[k], out[k + 1], out[k + 2], out[k + 3]);
   } else if constexpr (WORDS == 2) {
     uint2 pair = {out[0], out[1]};
     *(uint2*)to = pair;
@@ -156,8 +155,7 @@ DEVICE void convert_rest(const Stored<PATTERN>::type* x, u8* to, i64 first, i64 
 
 // Vectors of a thread, one of every other thread's after each; those that lie within the tensor.
 DEVICE void load_run(Source (&from)[TIMES], const Stored<PATTERN>::type* x, i64 place, i64 count) {
-#pragma unroll
-  for (int v = 0; v < TIMES; v++) {
+  UNROLLED for (int v = 0; v < TIMES; v++) {
     i64 first = place + v * THREADS * VECTOR;
     if (VECTORS && first + VECTOR <= count) from[v].load(x + first);
   }
@@ -173,11 +171,9 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) convert(
   load_run(next, x, place, count);
   for (; tile < count; tile += stride, place += stride) {
     Source from[TIMES];
-#pragma unroll
-    for (int v = 0; v < TIMES; v++) from[v] = next[v];
+    UNROLLED for (int v = 0; v < TIMES; v++) from[v] = next[v];
     load_run(next, x, place + stride, count);
-#pragma unroll
-    for (int v = 0; v < TIMES; v++) {
+    UNROLLED for (int v = 0; v < TIMES; v++) {
       i64 first = place + v * THREADS * VECTOR, last = first + VECTOR < count ? first + VECTOR : count;
       u8* to = y + first / VECTOR * (WORDS * 4);
       if (VECTORS && first + VECTOR <= count && !holds_nan(from[v])) {

@@ -11,7 +11,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, macros
+from fmtsim.engines.cuda.cast.parameters import macros
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing
 from fmtsim.engines.cuda.gemm.job import TILE, TYPES, Job, promotion_of
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
@@ -28,7 +29,7 @@ class _Shape:
     Args:
         block: Places of a block.
         fraction: Fraction bits of the unit.
-        kept: Mantissa bits of the accumulator.
+        acc_mantissa: Mantissa bits of the accumulator.
         emins: Lowest exponents of both operands.
         enlarged: The first operand is enlarged by ``2**-enlarged``, eps.
         step: Exponents are held as powers of ``2**step``.
@@ -38,7 +39,7 @@ class _Shape:
 
     block: int
     fraction: int
-    kept: int
+    acc_mantissa: int
     emins: tuple[int, int]
     enlarged: int
     step: int
@@ -73,8 +74,8 @@ class AlignedFp32Fma(FastPath):
     def _product_macros(self, job: Job, shape: _Shape) -> Defines:
         return macros(
             BLOCK=shape.block, FRACTION=shape.fraction, STEP=shape.step, CHAIN=shape.chain,
-            OFFSET=sum(shape.emins) - 1 + 127, KEPT=shape.kept, EPS=23, PROMOTE=job.promotes, STAGES=2, RESIDENT=2,
-            UNROLL=8,
+            OFFSET=sum(shape.emins) - 1 + 127, ACC_MANTISSA=shape.acc_mantissa, EPS=23, PROMOTE=job.promotes, STAGES=2,
+            RESIDENT=2, UNROLL=8,
         )  # fmt: skip
 
     def _operand_macros(self, job: Job, shape: _Shape, side: int) -> Defines:
@@ -105,10 +106,10 @@ def shape_of(spec: GemmSpec, block: int, k: int) -> _Shape | None:
     if not _takes(unit) or promotion_of(spec) > 1:
         return None
     assert unit.fraction_bits is not None
-    fraction, kept = unit.fraction_bits, unit.accumulator.mantissa_bits
+    fraction, acc_mantissa = unit.fraction_bits, unit.accumulator.mantissa_bits
     emins = tuple((unit.operand or fmt).min_exponent for fmt in (a, b))
     enlarged = max(a.mantissa_bits + b.mantissa_bits + 2, fraction + 2)
-    if a.mantissa_bits + 1 + enlarged > 24 or kept > 23:
+    if a.mantissa_bits + 1 + enlarged > 24 or acc_mantissa > 23:
         return None  # a (1 + eps) leaves float32
     if fraction + 2 + math.ceil(math.log2(block + 1)) > 22 or block > 64:
         return None  # sums leave the binade of M
@@ -116,7 +117,7 @@ def shape_of(spec: GemmSpec, block: int, k: int) -> _Shape | None:
     smallest = min(lowest - fraction, a.min_exponent - a.mantissa_bits + b.min_exponent - b.mantissa_bits)
     if not _stays_normal(unit, lowest, top, k) or smallest < _TINY + max(a.max_exponent, b.max_exponent) + 2:
         return None
-    return _powers(block, fraction, kept, (emins[0], emins[1]), enlarged, (a, b))
+    return _powers(block, fraction, acc_mantissa, (emins[0], emins[1]), enlarged, (a, b))
 
 
 def _takes(unit: Datapath) -> bool:
@@ -142,7 +143,7 @@ def _stays_normal(unit: Datapath, lowest: int, top: int, k: int) -> bool:
 def _powers(
     block: int,
     fraction: int,
-    kept: int,
+    acc_mantissa: int,
     emins: tuple[int, int],
     enlarged: int,
     formats: tuple[FloatFormat, FloatFormat],
@@ -157,4 +158,4 @@ def _powers(
     if any(step * span - power > 127 for span, power in zip(spans, (first, away - first), strict=True)):
         return None
     chain = ((1 << step) - 1) // 16
-    return _Shape(block, fraction, kept, emins, enlarged, step, chain, (first, away - first))
+    return _Shape(block, fraction, acc_mantissa, emins, enlarged, step, chain, (first, away - first))

@@ -1,42 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of fused units on GPUs without fp64 tensor cores, and of units whose terms or sums round in ways that
-// aligned_fp64_mma.cu does not know: aligned terms summed by one float64 multiply-add each. Terms round toward zero,
-// down or to nearest, the sum of a block in any way.
+// Products of every fused unit (FP8 to TF32; Hopper, Ada, Ampere, units of one's own) on GPUs without fp64 tensor
+// cores, and of units whose terms or sums round in ways that aligned_fp64_mma.cu does not know: aligned terms, each
+// added by one float64 multiply-add. Tiles with NaN, Inf or sums near the ends of the accumulator's range are marked
+// for the general path.
 //
-// As in aligned_fp64_mma.cu, a running sum that carries M = 1.5 * 2^52 u has the grid u = 2^(E - FRACTION) itself, so
-// that a multiply-add toward zero adds floor(p / u), and trunc(p / u) = floor(p (1 + eps) / u) + [p < 0]. The first
-// operand carries 1 + eps. The exponents of products are added and compared two columns at a time; with the addend's
-// they make M.
+// A running sum that carries M = 1.5 * 2^52 u has the grid u = 2^(E - FRACTION) itself (aligned_fp64_mma.cu), so that a
+// multiply-add toward zero adds floor(p / u), and trunc(p / u) = floor(p (1 + eps) / u) + [p < 0].
 //
-// To nearest even a tie must not see the parity of other terms, so that the running sum stays out of it: with c' the
-// addend to nearest even, B = M + 2 floor(c' / 2u) u is an even number of u, and so is what is nearest to B + p,
-// ties to even, B plus the nearest to p. |p| < 4 * 2^E (16 with scales), so that B + p keeps the exponent of M, and the
-// low words of B and of that sum differ by the term in units of u, modulo 2^32. The unit's terms, with what c' has
-// above B, stay below 2^31 u (aligned_fp64_fma.py asks for that): an integer of 32 bits a result adds low words, which is
-// all that is left to do. What is nearest to B - p lies as far below B, so that every other k position takes it away,
-// and the low words of B cancel. To nearest with ties away from zero, 1 + eps moves every tie.
-//
-// Behind a block M, whose exponent field the sum still has, is taken away: the rest is exact, and is rounded as in
-// fma_chain.cu, where the macros KEPT, CLAMPED and PROMOTES are explained; in other modes by the rest that truncation
-// leaves. A tile with NaN, Inf, a sum beyond the accumulator's largest number (clamped: half of it), or (not clamped) a
-// sum below its normal numbers is marked.
-//
-// Stochastic rounding adds an integer of DRAWN bits, in units of the last place times 2^-DRAWN, and truncates: a rest
-// of at least 2^DRAWN less the integer moves a magnitude up. Four outputs of a row, 16 columns apart, share a counter,
-// so that the operands change places there: a thread then has all four.
-//
-// A block of more than 32 k positions has several records: first the exponents of all are compared, then their products
-// are added.
-//
-// Macros: BLOCK (k positions of a record), RECORDS (of a block), FRACTION, KEPT, CLAMPED, PROMOTES, TERMS (how they are
-// rounded: MODE_TOWARD_ZERO, MODE_DOWN, MODE_NEAREST_EVEN, MODE_NEAREST_AWAY), ROUND (the mode of sums), BITS (of a
-// random integer), ODD (its variant b: twice the integer plus one), BY_REST (other stochastic variants: the rest
-// decides), ALIGNED (the columns are a multiple of 64), STAGES.
+// Macros: BLOCK (k positions of a record), RECORDS (of a block: more than 32 k positions have several), FRACTION, TERMS
+// (their rounding: MODE_TOWARD_ZERO, MODE_DOWN, MODE_NEAREST_EVEN, MODE_NEAREST_AWAY), ROUND (the mode of sums), BITS
+// (of a random integer), ODD (its variant b: twice the integer plus one), BY_REST (other stochastic variants: the rest
+// decides), ALIGNED (the columns are a multiple of 64), STAGES; ACC_MANTISSA, CLAMPED, PROMOTES as in fma_chain.cu.
 #include "aligned_fp64_fma.cuh"
 
-#define CUT (52 - KEPT)
+#define CUT (52 - ACC_MANTISSA)
 #define ABOVE ((CUT << 20) + (1 << 19))  // from the high word of 2^e to that of 1.5 * 2^52 last places
-#define SWAPPED (ROUND == MODE_STOCHASTIC)
+#define SWAPPED (ROUND == MODE_STOCHASTIC)  // operands change places: a thread then has the four outputs of a counter
 #define DRAWN (BITS + ODD)
 #define SHIFT (((52 - FRACTION) << 20) + (1 << 19))  // from the high word of 2^E to that of M
 #define TO_NEAREST (TERMS == MODE_NEAREST_EVEN || TERMS == MODE_NEAREST_AWAY)
@@ -70,10 +49,8 @@ struct Extremes {
 struct Fields { u32 word[8][4]; };
 
 DEVICE void clear(Fields& fields) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) fields.word[i][j] = 0;
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 4; ++j) fields.word[i][j] = 0;
 }
 
 DEVICE void compare_exponents(Fields& fields, const Stage& stage, const Lane& at, int place) {
@@ -82,10 +59,8 @@ DEVICE void compare_exponents(Fields& fields, const Stage& stage, const Lane& at
   u32 x[8], y[4];
   load<u32, 8, 8>(x, a + place * PANEL);
   load<u32, 4, 1>(y, b + place * (PANEL / 2));
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) fields.word[i][j] = __viaddmax_s16x2(x[i], y[j], fields.word[i][j]);
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 4; ++j) fields.word[i][j] = __viaddmax_s16x2(x[i], y[j], fields.word[i][j]);
 }
 
 DEVICE void compare_exponents(Fields& fields, const Stage& stage, const Lane& at) {
@@ -93,32 +68,38 @@ DEVICE void compare_exponents(Fields& fields, const Stage& stage, const Lane& at
   for (int place = 0; place < BLOCK; ++place) compare_exponents(fields, stage, at, place);
 }
 
-// Turn running sums into M plus the truncated addend plus the number of negative terms; or, where terms are rounded,
-// into B, and `terms` into what they begin with: what c' has above B, less the low word of B that has no other to
-// cancel it.
+// Begin a block: running sums become M plus the truncated addend plus the number of negative terms.
+//
+// TO_NEAREST: a tie must not see the parity of other terms, so the running sum stays out of it. With c' the addend to
+// nearest even, B = M + 2 floor(c' / 2u) u is an even number of u, and RN(B + p) is B plus the nearest to p, ties to
+// even. |p| < 4 * 2^E (16 with scales), so B + p keeps the exponent of M, and the low words of B and of that sum differ
+// by the term in units of u, modulo 2^32. The terms of a block, with what c' has above B, stay below 2^31 u
+// (aligned_fp64_fma.py): adding low words as 32-bit integers is all that is left. RN(B - p) lies as far below B, so
+// every other k position subtracts and the low words of B cancel. To nearest with ties away, 1 + eps moves every tie.
 DEVICE void start(double (&s)[8][8], Terms& terms, const Fields& fields, const Stage& stage, const Lane& at,
                   const Limits& l) {
   u32 rows[8], columns[8];
   load<u32, 8, 8>(rows, (const u32*)(stage.a + ROW_BYTES - PANEL * 4) + at.warp_row + at.row * 4);
   load<u32, 8, 4>(columns, (const u32*)(stage.b + COLUMN_BYTES - PANEL * 4) + at.warp_column + at.column * 4);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j) {
+      // 1. the exponent of the addend, and of the largest product, as fields of M
       const double c = s[i][j];
       const i32 high = __double2hiint(c);
-      i32 own = high & 0x7FF00000;
-      if (CLAMPED) own = high == 0 ? 0 : max(own, l.lowest);  // only a zero has that high word, and is +0
+      i32 addend = high & 0x7FF00000;
+      if (CLAMPED) addend = high == 0 ? 0 : max(addend, l.lowest);  // only a zero has that high word, and is +0
       const u32 pair = fields.word[i][j / 2];
       const i32 products = (i32)((j % 2 ? pair >> 16 << 20 : pair << 20) | 1u << 19);
-      const i32 field = max(__viaddmax_s32(own, SHIFT, products), l.least);
+      const i32 field = max(__viaddmax_s32(addend, SHIFT, products), l.least);
       const double m = __hiloint2double(field, 0);
 #if TO_NEAREST
+      // 2. B; terms begin with what c' has above B, less the low word of B where an odd number of them does not cancel
       const double sum = TERMS == MODE_NEAREST_EVEN ? __dadd_rn(c, m) : __fma_rn(c, l.enlarged, m);
       const u32 low = (u32)__double2loint(sum), even = low & ~1u;
       s[i][j] = __hiloint2double(__double2hiint(sum), (i32)even);
       terms.sum[i][j] = (low & 1u) - even * (BLOCK % 2);
 #else
+      // 2. the addend is one more term, floored onto M; 3. plus one for every negative term
       const double sum = __fma_rz(c, l.enlarged, m);
       const u32 negative = TERMS == MODE_DOWN ? 0 : __popc(rows[i] ^ columns[j]) + ((u32)high >> 31);
       s[i][j] = __longlong_as_double(__double_as_longlong(sum) + negative);
@@ -131,10 +112,8 @@ DEVICE void add_negatives(double (&s)[8][8], const Stage& stage, const Lane& at)
   u32 rows[8], columns[8];
   load<u32, 8, 8>(rows, (const u32*)(stage.a + ROW_BYTES - PANEL * 4) + at.warp_row + at.row * 4);
   load<u32, 8, 4>(columns, (const u32*)(stage.b + COLUMN_BYTES - PANEL * 4) + at.warp_column + at.column * 4);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j)
       s[i][j] = __longlong_as_double(__double_as_longlong(s[i][j]) + __popc(rows[i] ^ columns[j]));
 }
 
@@ -146,10 +125,8 @@ DEVICE void add_products(double (&s)[8][8], Terms& terms, const Stage& stage, co
     double x[8], y[8];
     load<double, 8, 8>(x, a + place * PANEL);
     load<double, 8, 4>(y, b + place * PANEL);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
+    UNROLLED for (int i = 0; i < 8; ++i)
+      UNROLLED for (int j = 0; j < 8; ++j) {
 #if TO_NEAREST
         const u32 low = (u32)__double2loint(__fma_rn(place % 2 ? -x[i] : x[i], y[j], s[i][j]));
         terms.sum[i][j] += place % 2 ? 0 - low : low;
@@ -160,7 +137,7 @@ DEVICE void add_products(double (&s)[8][8], Terms& terms, const Stage& stage, co
   }
 }
 
-// What a block has added to M.
+// What a block has added to M, whose exponent field the sum still has: exact.
 DEVICE double block_sum(double s, const Terms& terms, int i, int j) {
   const double m = __hiloint2double((__double2hiint(s) & 0x7FF00000) | 1 << 19, 0);
 #if TO_NEAREST
@@ -171,19 +148,23 @@ DEVICE double block_sum(double s, const Terms& terms, int i, int j) {
 
 // A magnitude in a mode that looks at what truncation leaves; `places` is 1.5 * 2^52 last places.
 DEVICE double rounded_by_rest(double magnitude, double places, bool negative, u32 w, const Rounding& how) {
+  // 1. whole last places, and what truncation drops
   const double counted = __dadd_rz(magnitude, places), whole = __dadd_rn(counted, -places);
   const double lost = __dadd_rn(magnitude, -whole);
   if (lost == 0.0) return whole;
+  // 2. that as a fraction of 64 bits of a last place
   const i32 unit = __double2hiint(places) - (52 << 20) - (1 << 19);  // high word of a last place
   const double rest = __dmul_rn(__dmul_rn(lost, __hiloint2double(0x7FE00000 - unit, 0)), 0x1p64);
   const u64 fraction = __double2ull_rz(rest);
+  // 3. one last place more where the mode moves the magnitude up
   const Rounding mode = {ROUND, how.random_bits, how.variant, 0};
   const Split s = {0, fraction, (double)fraction != rest};
   const bool up = moves_up(s, __double2loint(counted) & 1, negative, w, mode);
   return up ? __dadd_rn(whole, __hiloint2double(unit, 0)) : whole;
 }
 
-// `w`: the random integer.
+// The exact sum x rounded to the accumulator. Stochastic rounding adds the random integer w of DRAWN bits, in units of
+// 2^-DRAWN of a last place, and truncates: a rest of at least 2^DRAWN less the integer moves a magnitude up.
 DEVICE double rounded(double x, u32 w, Extremes& e, const Limits& l, const Rounding& how) {
   const i32 exponent = __double2hiint(x) & 0x7FF00000;
   const i32 high = CLAMPED ? __viaddmax_s32(exponent, ABOVE, l.lowest + ABOVE) : exponent + ABOVE;
@@ -234,24 +215,19 @@ DEVICE u32 integer_of(u32 word) { return BY_REST ? word : ODD ? 2 * (word >> (32
 // Take M away and round; t counts blocks.
 DEVICE void finish(double (&s)[8][8], const Terms& terms, Extremes& e, const Outputs& to, i32 t, const Limits& l,
                    const Problem& p) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+  UNROLLED for (int j = 0; j < 8; ++j)
+    UNROLLED for (int half = 0; half < 2; ++half) {
       u32 words[4] = {};
       u64 index = ((u64)t * p.rows + to.row_of(half, j)) * p.columns + to.column_of(half, j);
       if (BY_REST && ROUND == MODE_STOCHASTIC) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = random_integer(index + 16 * i, p.draw, nullptr);
+        UNROLLED for (int i = 0; i < 4; ++i) words[i] = random_integer(index + 16 * i, p.draw, nullptr);
       } else if (ROUND == MODE_STOCHASTIC && ALIGNED) {
         Words4 drawn = philox(counter_of(index), p.draw);
         words[0] = drawn.x, words[1] = drawn.y, words[2] = drawn.z, words[3] = drawn.w;
       } else if (ROUND == MODE_STOCHASTIC) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = random_word(index + 16 * i, p.draw);
+        UNROLLED for (int i = 0; i < 4; ++i) words[i] = random_word(index + 16 * i, p.draw);
       }
-#pragma unroll
-      for (int i = half; i < 8; i += 2) {
+      UNROLLED for (int i = half; i < 8; i += 2) {
         s[i][j] = rounded(block_sum(s[i][j], terms, i, j), integer_of(words[i / 2]), e, l, p.rounding);
       }
     }
@@ -259,10 +235,8 @@ DEVICE void finish(double (&s)[8][8], const Terms& terms, Extremes& e, const Out
 
 DEVICE bool begin(double (&s)[8][8], Extremes& e, const Outputs& to, const Limits& l, const Problem& p) {
   bool good = true;
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j) {
       s[i][j] = 0.0;
       i64 row = to.row_of(i, j), column = to.column_of(i, j);
       if (to.c == nullptr || blockIdx.z != 0 || row >= p.rows || column >= p.columns) continue;
@@ -278,11 +252,9 @@ DEVICE bool begin(double (&s)[8][8], Extremes& e, const Outputs& to, const Limit
 }
 
 DEVICE void end_chains(double (&s)[8][8], const Outputs& to, const Problem& p, bool first, i64 t, const Order& order) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  UNROLLED for (int i = 0; i < 8; ++i) {
     __syncwarp();  // a barrier for the compiler, which would read all outer sums before it adds to the first
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    UNROLLED for (int j = 0; j < 8; ++j) {
       i64 row = to.row_of(i, j), column = to.column_of(i, j);
       if (row < p.rows && column < p.columns) promote<PROMOTES>(to.sums, p, row, column, s[i][j], first, t, order);
       s[i][j] = 0.0;
@@ -291,8 +263,8 @@ DEVICE void end_chains(double (&s)[8][8], const Outputs& to, const Problem& p, b
 }
 
 KERNEL __launch_bounds__(THREADS, 1)
-aligned_fp64_fma(const u8* records_a, const u8* records_b, const u32* flags, const void* c, const Order order, i32 blocks,
-             u8* marks, void* sums, const Limits l, const Problem p) {
+aligned_fp64_fma(const u8* records_a, const u8* records_b, const u32* flags, const void* c, const Order order,
+                 i32 blocks, u8* marks, void* sums, const Limits l, const Problem p) {
   DYNAMIC_SHARED(memory);
   Stage* stages = (Stage*)memory;
   const Panels panels = SWAPPED ? panels_of(p.columns, p.rows) : panels_of(p.rows, p.columns);
@@ -337,10 +309,8 @@ aligned_fp64_fma(const u8* records_a, const u8* records_b, const u32* flags, con
     }
   }
 #if !PROMOTES
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j) {
       i64 row = to.row_of(i, j), column = to.column_of(i, j);
       if (row < p.rows && column < p.columns) write_sum(sums, p, blockIdx.z, row, column, s[i][j] + 0.0);
     }

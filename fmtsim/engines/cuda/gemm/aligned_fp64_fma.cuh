@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How aligned_fp64_fma.cu lays out its operands: a record for each panel of 128 rows and BLOCK k positions (panels.cuh).
+// How aligned_fp64_fma.cu lays out its operands: a record for each panel of 128 rows and BLOCK k positions
+// (panels.cuh).
 //
 // A record holds the numbers as doubles, k position by k position, in the order in which lanes take them; their
 // exponents, of rows twice in a word, of columns two in a word; and a word of signs for each row. The sum of two
-// exponents is the exponent field of M (aligned_fp64_fma.cu). Where terms are rounded toward zero a zero is 2^-500 with its
-// sign: its products are floored to 0 or -1 as any other tiny product's are. Its exponent is below that of all products
-// of numbers.
+// exponents is the exponent field of M (aligned_fp64_fma.cu). Where terms are rounded toward zero a zero is 2^-500 with
+// its sign: its products are floored to 0 or -1 as any other tiny product's are. Its exponent is below that of all
+// products of numbers.
 //
 // Macros: BLOCK (1 to 32), FRACTION (at most 40), TERMS (aligned_fp64_fma.cu).
 #pragma once

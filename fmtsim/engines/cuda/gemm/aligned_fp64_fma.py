@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aligned sums in float64: units that round terms toward zero, down or to nearest, and sums in any way.
+"""Aligned sums in float64: units that round terms toward zero, down or to nearest, and sums in any mode.
 
 aligned_fp64_fma.cu has the method, one float64 multiply-add a product. Here is which units it takes; those that
 truncate both terms and sums, to many exponents, go faster in aligned_fp64_mma.py.
@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, macros, panels_of
+from fmtsim.engines.cuda.cast.parameters import macros
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, panels_of
 from fmtsim.engines.cuda.gemm.job import (
     REALS,
     TILE,
@@ -46,7 +47,7 @@ class _Shape(NamedTuple):
     block: int
     records: int
     fraction: int
-    kept: int
+    acc_mantissa: int
     clamped: bool
     promotes: int
     terms: int
@@ -92,9 +93,9 @@ class AlignedFp64Fma(FastPath):
     def _product_macros(self, job: Job, shape: _Shape) -> Defines:
         aligned = job.shape[1] % 64 == 0 or shape.mode != _STOCHASTIC  # its columns are a multiple of 64
         return macros(
-            BLOCK=shape.block, RECORDS=shape.records, FRACTION=shape.fraction, KEPT=shape.kept, CLAMPED=shape.clamped,
-            PROMOTES=shape.promotes, TERMS=shape.terms, ROUND=shape.mode, BITS=shape.bits, ODD=shape.odd,
-            BY_REST=shape.by_rest, ALIGNED=aligned, STAGES=self._stages(job, shape),
+            BLOCK=shape.block, RECORDS=shape.records, FRACTION=shape.fraction, ACC_MANTISSA=shape.acc_mantissa,
+            CLAMPED=shape.clamped, PROMOTES=shape.promotes, TERMS=shape.terms, ROUND=shape.mode, BITS=shape.bits,
+            ODD=shape.odd, BY_REST=shape.by_rest, ALIGNED=aligned, STAGES=self._stages(job, shape),
         )  # fmt: skip
 
     def _operand_macros(self, job: Job, shape: _Shape, side: int) -> Defines:
@@ -159,7 +160,7 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
         block=block if records == 1 else _RECORD,
         records=records,
         fraction=fraction,
-        kept=acc.mantissa_bits,
+        acc_mantissa=acc.mantissa_bits,
         clamped=acc.min_exponent > _NARROW,
         promotes=promotion_of(spec),
         terms=terms,

@@ -2,8 +2,8 @@
 // An operand in the layout of aligned_fp64_fma.cuh; a block of threads makes a record.
 //
 // Macros: BLOCK, FRACTION, TYPE (operands.cuh), SECOND (1: the second operand), EMIN (lowest exponent of the operand),
-// ENLARGED (numbers are multiplied by 1 + 2^-ENLARGED; 0: not), TERMS (aligned_fp64_fma.cu), SCALED (1: by scales of the
-// unit).
+// ENLARGED (numbers are multiplied by 1 + 2^-ENLARGED; 0: not), TERMS (aligned_fp64_fma.cu), SCALED (1: by scales of
+// the unit).
 #include "aligned_fp64_fma.cuh"
 
 struct alignas(8) Source {
@@ -23,12 +23,12 @@ DEVICE i32 exponent_of(double x) { return (__double2hiint(x) >> 20 & 0x7FF) - 10
 DEVICE Number number_at(const Source& from, i32 row, i32 k) {
   if (k < 0 || row >= from.rows) return {0.0, 0, false};
   const float x = (float)read_value(from.x, row * from.row_stride + k * from.stride);
-  Number n = {(double)x, 0, (__float_as_uint(x) & 0x7F800000u) == 0x7F800000u};
+  Number n = {(double)x, 0, (as_bits(x) & 0x7F800000u) == 0x7F800000u};
   n.exponent = max(exponent_of(n.value), EMIN);
 #if SCALED
   const float scale = fabsf(from.scales[row * from.scale_row_stride + k / from.scale_every * from.scale_stride]);
   const i32 of_scale = max(exponent_of((double)scale), from.scale_emin);
-  n.special |= (__float_as_uint(scale) & 0x7F800000u) == 0x7F800000u;
+  n.special |= (as_bits(scale) & 0x7F800000u) == 0x7F800000u;
   n.value *= (double)scale;
   n.exponent += of_scale;
   n.special |= n.value != 0.0 && (n.exponent > 127 || exponent_of(n.value) < -149);
@@ -47,6 +47,7 @@ KERNEL __launch_bounds__(THREADS) pack_operand(const Source from, u8* records, u
   if (thread < PANEL) signs[thread] = 0;
   __syncthreads();
   bool special = false;
+  // 1. numbers, exponents and signs of the record
   for (i32 i = thread; i < PANEL * BLOCK; i += THREADS) {
     i32 place = from.stride == 1 ? i % BLOCK : i / PANEL, row = from.stride == 1 ? i / BLOCK : i % PANEL;
     i32 k = inside + place < from.length ? from.order[first + place] : -1;
@@ -68,6 +69,7 @@ KERNEL __launch_bounds__(THREADS) pack_operand(const Source from, u8* records, u
   }
   if (special) atomicOr(flags + panel, 1u);
   __syncthreads();
+  // 2. a word of signs a row
   u32* to = (u32*)(record + (SECOND ? COLUMN_BYTES : ROW_BYTES) - PANEL * 4);
   if (thread < PANEL) to[SECOND ? place_of_column<4>(thread) : place_of_row<4>(thread)] = signs[thread];
 }

@@ -1,32 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // FP8, FP16, BF16 and TF32 products of Hopper, Ada, Ampere and Blackwell units, which truncate aligned terms (or round
-// them down): the terms of a block are truncated and summed by the fp64 tensor core of the GPU, through a constant whose
-// last place is the alignment grid.
+// them down): the fp64 tensor core of the GPU truncates and adds the terms of a block, through a constant whose last
+// place is the alignment grid. Tiles whose numbers do not fit (NaN, Inf, sums that could be subnormal) are marked for
+// the general path.
 //
-// A unit truncates every product p to a multiple of the grid u = 2^(E - F) and adds what is left exactly. A running sum
-// that carries a large constant M, between 2^52 u and 2^53 u, has the grid u itself: a fused multiply-add that rounds
-// toward zero then adds floor(p / u). Toward zero is a floor of the enlarged product, plus one where p is negative:
-//     trunc(p / u) = floor(p (1 + eps) / u) + [p < 0]    for 0 < eps < 2^-W and 2^-(F + 2), W the bits of p;
-// for p > 0 the enlargement never reaches the next multiple; for p < 0 it lies strictly below trunc(p). The first
-// operand carries 1 + eps; the count of negative products depends on signs alone, one xor and one population count a
-// block; the addend c is one more term. What is left of a block is
-//     E:      a sum of powers 2^(spacing e) on the bf16 tensor core has the largest e in its exponent; a multiplication
-//             of its upper bits by 1 / spacing (a shift, for a spacing of 8) moves that into the exponent field of
-//             M, whose fraction may be anything that leaves room for the sum; then the maximum with the
-//             exponent of c.
-//     start:  M + trunc(c), one fused multiply-add, and the number of negative terms, added to the low word.
-//     chain:  DMMA, rounding toward zero.
-//     finish: take M away, truncate to the accumulator's bits.
-// aligned_fp64_mma_chains.cuh has start and finish, for short sums without arithmetic in float64.
-//
-// With WIDE every row is divided by the power of two of its base, so that exponents are at most 0; powers too small for
-// bf16 are zero. Blocks whose E is then unknown, or so low that a sum could be subnormal, mark the tile for another
-// path, as NaN and Inf do.
+// A unit truncates every product p to a multiple of the grid u = 2^(E - F) and adds exactly. A running sum that carries
+// M, between 2^52 u and 2^53 u, has the grid u itself, so a fused multiply-add toward zero adds floor(p / u). Toward
+// zero is
+//     trunc(p / u) = floor(p (1 + eps) / u) + [p < 0]    for 0 < eps < 2^-W and 2^-(F + 2), W the bits of p
+// for p > 0 the enlargement never reaches the next multiple; for p < 0 it lies strictly below trunc(p). A block's
+// steps:
+//     E:      a sum of powers 2^(spacing e) on the bf16 tensor core has the largest e in its exponent; its upper bits
+//             times 1 / spacing (a shift, for a spacing of 8) are the exponent field of M, whose fraction may be
+//             anything that leaves room for the sum; the addend's exponent may be larger
+//     start:  M + trunc(c), one fused multiply-add, and the number of negative terms (an xor and a population count of
+//             signs), added to the low word
+//     chain:  DMMA, rounding toward zero; the first operand carries 1 + eps
+//     finish: take M away, truncate to the accumulator's bits
+// aligned_fp64_mma_chains.cuh has start and finish, for short sums without arithmetic in float64. With WIDE every row
+// is divided by the power of two of its base, so that exponents are at most 0; powers too small for bf16 are zero.
 //
 // Macros: SPAN, BLOCK (places of a block in use), COLUMNS warps along the columns, HALVES (1, 2) of 16 x 32 outputs a
 // warp, STAGES, RESIDENT blocks of a multiprocessor, RECORDS (blocks of a stage: short ones share a barrier),
 // TWO_WORDS, WIDE, PROMOTE (0 no, 1 plain, 2 scaled, 3 scaled successively), DOWN, SINGLE (sums in float32), FRACTION:
-// F; KEPT: bits of the accumulator; EIGHT: the spacing is 8; DOUBLE_M (aligned_fp64_mma_chains.cuh).
+// F; ACC_MANTISSA: bits of the accumulator; EIGHT: the spacing is 8; DOUBLE_M (aligned_fp64_mma_chains.cuh).
 #include "common.cuh"
 #include "aligned_fp64_mma_layout.cuh"
 
@@ -47,7 +44,7 @@ struct alignas(8) Floor {
   i32 base;             // field of an empty sum of powers
   u32 factor;           // 2^(FIELD_PLACE - 7) / spacing, a whole number
   i32 zero_field;       // exponent of the field of E = 0
-  i32 found;            // the smallest E that is always found (WIDE)
+  i32 least_exponent;            // the smallest E that is always found (WIDE)
   i32 lowest, highest;  // products with exponents in this range give sums in the accumulator's normal range
 };
 
@@ -83,15 +80,12 @@ struct Sums {
 // Return true if a block has products although its field is below `least`: then the field may be wrong.
 DEVICE bool unknown(const State& s, i32 least, const u32* a, const u32* b) {
   bool bad = false;
-#pragma unroll
-  for (int h = 0; h < HALVES; ++h) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int h = 0; h < HALVES; ++h) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
+      UNROLLED for (int i = 0; i < 4; ++i) {
         u32 products = 0;
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) products |= a[w * ROWS_A + 2 * h + (i >> 1)] & b[w * ROWS_B + 2 * j + (i & 1)];
+        UNROLLED for (int w = 0; w < WORDS; ++w)
+          products |= a[w * ROWS_A + 2 * h + (i >> 1)] & b[w * ROWS_B + 2 * j + (i & 1)];
         bad |= field_in(s, h, j, i) < least && products != 0;
       }
     }
@@ -99,25 +93,23 @@ DEVICE bool unknown(const State& s, i32 least, const u32* a, const u32* b) {
   return bad;
 }
 
-// End a block of a tile of 16 x 8 outputs, the `last` of its chain or not; begin the next, for which `powers` are known.
+// End a block of a tile of 16 x 8 outputs, the `last` of its chain or not; begin the next, for which `powers` are
+// known.
 DEVICE void finish_tile(State& s, const Constants& k, int h, int j, bool last) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) finish(s, k, h, j, i, last);
+  UNROLLED for (int i = 0; i < 4; ++i) finish(s, k, h, j, i, last);
 }
 
 // The field of the largest exponent of a block's products.
 DEVICE i32 products_field(const Constants& k, float powers) {
-  const u32 bits = __float_as_uint(powers);
+  const u32 bits = as_bits(powers);
   return EIGHT ? (i32)add_shifted<26 - FIELD_PLACE>(bits, (u32)k.base) : k.base + (i32)((bits >> 16) * k.factor);
 }
 
 DEVICE void start_tile(State& s, const Constants& k, const float (&powers)[4], int h, int j, i32& smallest,
                        const u32* a, const u32* b) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     u32 negative = 0;
-#pragma unroll
-    for (int w = 0; w < WORDS && !DOWN; ++w)
+    UNROLLED for (int w = 0; w < WORDS && !DOWN; ++w)
       negative += __popc(a[w * ROWS_A + 2 * h + (i >> 1)] ^ b[w * ROWS_B + 2 * j + (i & 1)]);
     start(s, k, h, j, i, products_field(k, powers[i]), negative);
     if (WIDE) smallest = min(smallest, field_in(s, h, j, i));
@@ -128,12 +120,10 @@ DEVICE void start_tile(State& s, const Constants& k, const float (&powers)[4], i
 struct Left { double value[(BLOCK + 15) / 16][8]; };
 
 DEVICE void load_left(Left& left, const u8* a, int group, int lane) {
-#pragma unroll
-  for (int k = 0; k < BLOCK; k += 16) {
+  UNROLLED for (int k = 0; k < BLOCK; k += 16) {
     double part[8];
     load_values<4, TWO_WORDS>(part, a, group, k / 4, min((BLOCK - k + 3) / 4, 4), lane);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) left.value[k / 16][i] = part[i];
+    UNROLLED for (int i = 0; i < 8; ++i) left.value[k / 16][i] = part[i];
   }
 }
 
@@ -141,15 +131,13 @@ template <int QUADS>
 DEVICE void chain(double (&sum)[4], const double (&left)[8], int skip, const u8* b, int group, int half, int first,
                   int lane) {
   double part[2 * QUADS], right[QUADS];
-#pragma unroll
-  for (int i = 0; i < 2 * QUADS; ++i) part[i] = left[2 * skip + i];
+  UNROLLED for (int i = 0; i < 2 * QUADS; ++i) part[i] = left[2 * skip + i];
   load_column<QUADS>(right, b, group, half, first, lane);
   floor_chain<QUADS>(sum, part, right);
 }
 
 DEVICE void chain_tile(double (&sum)[4], const Left& left, const u8* b, int group, int half, int lane) {
-#pragma unroll
-  for (int k = 0; k + 16 <= BLOCK; k += 16) chain<4>(sum, left.value[k / 16], 0, b, group, half, k / 4, lane);
+  UNROLLED for (int k = 0; k + 16 <= BLOCK; k += 16) chain<4>(sum, left.value[k / 16], 0, b, group, half, k / 4, lane);
   constexpr int LAST = BLOCK / 16, REST = BLOCK % 16;
   if constexpr (REST > 12) {
     chain<4>(sum, left.value[LAST], 0, b, group, half, LAST * 4, lane);
@@ -165,8 +153,7 @@ DEVICE void chain_tile(double (&sum)[4], const Left& left, const u8* b, int grou
 // Copy `most` bytes or, where there are fewer, `count`.
 template <int most>
 DEVICE void copy_bytes(u8* to, const u8* from, i32 count) {
-#pragma unroll
-  for (int i = 0; i < (most / 16 + THREADS - 1) / THREADS; ++i) {
+  UNROLLED for (int i = 0; i < (most / 16 + THREADS - 1) / THREADS; ++i) {
     const int at = (i * THREADS + threadIdx.x) * 16;
     if ((RECORDS == 1 && (i + 1) * THREADS * 16 <= most) || at < (RECORDS == 1 ? most : count))
       copy16_async(to + at, from + at);
@@ -220,8 +207,7 @@ DEVICE bool run_block(State& s, const Constants& k, float (&powers)[TILES][4], c
                       float* outer, i32 block) {
   i32 smallest = 0x7FFFFFFF;
   Left left;
-#pragma unroll
-  for (int t = 0; t < TILES + AHEAD; ++t) {
+  UNROLLED for (int t = 0; t < TILES + AHEAD; ++t) {
     if (t < TILES) {
       finish_tile(s, k, t / 4, t % 4, ENDED);
       if (ENDED) promote_tile(s, sums, place, outer, t / 4, t % 4, block - 1);
@@ -241,8 +227,7 @@ DEVICE bool run_block(State& s, const Constants& k, float (&powers)[TILES][4], c
 
 // Finish the chains of a warp, add them to the outer sums where there are some, and write the results.
 DEVICE void write_results(State& s, const Constants& k, const Sums& sums, const Place& place, float* outer, i32 last) {
-#pragma unroll
-  for (int t = 0; t < TILES; ++t) {
+  UNROLLED for (int t = 0; t < TILES; ++t) {
     finish_tile(s, k, t / 4, t % 4, true);
     if (PROMOTE) promote_tile(s, sums, place, outer, t / 4, t % 4, last);
     write_tile(s, sums, place, outer, t / 4, t % 4);
@@ -277,8 +262,7 @@ aligned_fp64_mma(const u8* a_records, const u8* b_records, const i32* a_bases, c
   __syncthreads();
   Stage stage = stage_at(shared, 0, lane, a_group, b_group);
   float powers[TILES][4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) add_powers(powers[j], stage.a_powers, stage.b_powers, a_group, b_group, j, lane);
+  UNROLLED for (int j = 0; j < 4; ++j) add_powers(powers[j], stage.a_powers, stage.b_powers, a_group, b_group, j, lane);
   bool ended = false;
   int record = 0;  // of the stage
   for (i32 block = first; block < last; ++block) {

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.engines.cuda.cast.parameters import macros
 from fmtsim.engines.cuda.gemm.fast_path import THREADS, FastPath, Packing, Plan, launch, panels_of
 from fmtsim.engines.cuda.gemm.job import SINGLES, TYPES, Gpu, Job, layout_of, outer_format, promotes
 from fmtsim.engines.cuda.runtime import Defines
@@ -59,10 +60,10 @@ class Floor(NamedTuple):
     base: int
     factor: int
     fraction_bits: int
-    found: int
+    least_exponent: int
     lowest: int
     highest: int
-    kept: int
+    acc_mantissa: int
     spacing: float
     offset: float
 
@@ -74,7 +75,7 @@ class Floor(NamedTuple):
     def numbers(self) -> bytes:
         """Return the structure ``Floor``."""
         zero_field = 127 if self.single else 1075 - self.fraction_bits
-        limits = zero_field, self.found, self.lowest, self.highest
+        limits = zero_field, self.least_exponent, self.lowest, self.highest
         return struct.pack("<diI4i", self.enlarged, self.base, self.factor, *limits)
 
 
@@ -120,7 +121,7 @@ class Configuration(NamedTuple):
     down: bool
     single: bool
     fraction: int
-    kept: int
+    acc_mantissa: int
     eight: bool
     double_m: bool
 
@@ -178,14 +179,15 @@ class AlignedFp64Mma(FastPath):
         return Specialisation(floor, configuration_of(floor, job.order.block, promotion, job.gpu))
 
     def _product_macros(self, job: Job, shape: Specialisation) -> Defines:
-        return tuple((name.upper(), str(int(value))) for name, value in shape.configuration._asdict().items())
+        return macros(**{name.upper(): value for name, value in shape.configuration._asdict().items()})
 
     def _operand_macros(self, job: Job, shape: Specialisation, side: int) -> Defines:
         (x, scale), how = job.sides[side], shape.configuration
         read = x.dtype if x.dtype in SINGLES else torch.float32
-        named = {"TYPE": TYPES.index(read), "SPAN": how.span, "ROWS": how.rows[side], "FIRST": not side}
-        named |= {"TWO_WORDS": not side and how.two_words, "WIDE": how.wide, "SCALED": scale is not None}
-        return tuple((name, str(int(value))) for name, value in named.items())
+        return macros(
+            TYPE=TYPES.index(read), SPAN=how.span, ROWS=how.rows[side], FIRST=not side,
+            TWO_WORDS=not side and how.two_words, WIDE=how.wide, SCALED=scale is not None,
+        )  # fmt: skip
 
     def _packing_kernels(self, shape: Specialisation) -> tuple[str, ...]:
         """Return the kernels that pack an operand; ``row_exponents`` runs first where exponents are many."""
@@ -246,14 +248,14 @@ def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_
             return None
         sides.append(_side(fmt, unit, scaled))
     a, b = sides
-    f, kept = unit.fraction_bits or 0, unit.accumulator.mantissa_bits
+    f, acc_mantissa = unit.fraction_bits or 0, unit.accumulator.mantissa_bits
     down = unit.term_rounding == "down"
-    eps = 0 if down else max(a.bits + b.bits, f + 2, kept + 1) + 1
+    eps = 0 if down else max(a.bits + b.bits, f + 2, acc_mantissa + 1) + 1
     two_words = a.bits + eps > _HIGH_WORD
     eps = max(eps, 28) if two_words else eps
     head = 2 if unit.scale is None else 4
     room = f + head + math.ceil(math.log2(block + 1)) + 1
-    single = room <= 22 and kept <= 20 and block >= 8  # or fields of a float32 would not do
+    single = room <= 22 and acc_mantissa <= 20 and block >= 8  # or fields of a float32 would not do
     place, zero_field = (23, 127) if single else (20, 1075 - f)
     depth = math.log2(max(block, 2))  # or the grid of a block of zeros would lie below what stands for a zero
     factor, offset = math.floor(2 ** (place - 7) / (depth + _SLACK)), math.floor(_HIGHEST_POWER - depth - 1.1)
@@ -269,15 +271,15 @@ def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_
     field = zero_field + top - (127 + offset) / spacing + 0.5 - (depth - 0.1) / (2 * spacing)
     return Floor(
         a=a, b=b, wide=wide, two_words=two_words, single=single, down=down, eps=eps, base=round(field * 2**place),
-        factor=factor, fraction_bits=f, found=-math.floor((offset / 2 - _LOWEST_POWER) / spacing), lowest=lowest,
-        highest=highest, kept=kept, spacing=spacing, offset=offset,
+        factor=factor, fraction_bits=f, least_exponent=-math.floor((offset / 2 - _LOWEST_POWER) / spacing),
+        lowest=lowest, highest=highest, acc_mantissa=acc_mantissa, spacing=spacing, offset=offset,
     )  # fmt: skip
 
 
 def _is_floor(unit: Datapath) -> bool:
-    cut = unit.term_rounding in ("toward_zero", "down") and unit.rounding.mode == "toward_zero"
+    truncates = unit.term_rounding in ("toward_zero", "down") and unit.rounding.mode == "toward_zero"
     plain = unit.group == 1 and not unit.signed_zero and unit.fraction_bits is not None and unit.fraction_bits < 45
-    return cut and plain and unit.accumulator.min_exponent <= -100 and unit.accumulator.mantissa_bits <= 23
+    return truncates and plain and unit.accumulator.min_exponent <= -100 and unit.accumulator.mantissa_bits <= 23
 
 
 def _side(fmt: FloatFormat, unit: Datapath, scaled: bool) -> OperandRange:
@@ -290,7 +292,7 @@ def _side(fmt: FloatFormat, unit: Datapath, scaled: bool) -> OperandRange:
 
 
 def _limits(unit: Datapath, head: int, k: int) -> tuple[int, int]:
-    """Return between which exponents of products every sum is in the accumulator's range and cut by its bits alone."""
+    """Return the exponents of products between which sums fit the accumulator's range, truncated by its bits alone."""
     fmt = unit.accumulator
     lowest = max(fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0), fmt.min_exponent)
     if unit.min_exponent is not None:
@@ -315,7 +317,7 @@ def configuration_of(floor: Floor, block: int, promote: int, gpu: Gpu) -> Config
             continue
         how = Configuration(
             span, places, *choice[:4], max(1, choice.places // span), promote, two_words, floor.wide, floor.down,
-            floor.single, floor.fraction_bits, floor.kept, eight, choice.double_m,
+            floor.single, floor.fraction_bits, floor.acc_mantissa, eight, choice.double_m,
         )  # fmt: skip
         if (how.shared + 1024) * how.resident <= gpu.shared + 1024:
             break
@@ -335,7 +337,7 @@ def _kind(single: bool, promote: int, span: int, wide: bool) -> int:
 def _powers(floor: Floor, side: int, device: torch.device) -> Tensor:
     """Return the bfloat16 bits of the powers of an operand, for exponents at 0, 1, ... below the largest of a row."""
     of_side = (floor.a, floor.b)[side]
-    count = 1 - floor.found if floor.wide else of_side.top - of_side.emin + 1
+    count = 1 - floor.least_exponent if floor.wide else of_side.top - of_side.emin + 1
     values = torch.tensor([2.0 ** (floor.offset / 2 - floor.spacing * i) for i in range(count)], dtype=torch.float64)
     return values.to(torch.bfloat16).view(torch.int16).to(device)
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of aligned_fp64_mma.cu: products on the fp64 tensor core; how the sum of a block begins and ends; tiles, the
-// addend, promotion and results of chains.
+// The parts of aligned_fp64_mma.cu: products on the fp64 tensor core; how the sum of a block begins and ends; tiles,
+// the addend, promotion and results of chains.
 #pragma once
 
 // Fragments and their products.
@@ -18,8 +18,7 @@ DEVICE void floor_chain(double (&d)[4], const double (&a)[2 * QUADS], const doub
   }
 #endif
   double upper[2] = {d[0], d[1]}, lower[2] = {d[2], d[3]};
-#pragma unroll
-  for (int q = 0; q < QUADS; ++q) {
+  UNROLLED for (int q = 0; q < QUADS; ++q) {
     dmma_rz_8x8x4(upper, a[2 * q], b[q]);
     dmma_rz_8x8x4(lower, a[2 * q + 1], b[q]);
   }
@@ -31,8 +30,7 @@ DEVICE void floor_chain(double (&d)[4], const double (&a)[2 * QUADS], const doub
 template <int QUADS, bool BOTH_WORDS>
 DEVICE void load_values(double (&value)[2 * QUADS], const u8* values, int group, int first, int count, int lane) {
   const Words4* from = (const Words4*)values;
-#pragma unroll
-  for (int q = 0; q < QUADS; ++q) {
+  UNROLLED for (int q = 0; q < QUADS; ++q) {
     if (q >= count) continue;
     if constexpr (BOTH_WORDS) {
       const Words4 w = from[(group * (SPAN / 4) + first + q) * 32 + lane];
@@ -50,8 +48,7 @@ DEVICE void load_values(double (&value)[2 * QUADS], const u8* values, int group,
 template <int QUADS>
 DEVICE void load_column(double (&value)[QUADS], const u8* values, int group, int half, int first, int lane) {
   const Words4* from = (const Words4*)values;
-#pragma unroll
-  for (int q = 0; q < QUADS; ++q) {
+  UNROLLED for (int q = 0; q < QUADS; ++q) {
     const u32* w = (const u32*)(from + (group * GROUPS8 + (first + q) / 2) * 32 + lane) + (first + q) % 2 + half * 2;
     value[q] = __hiloint2double(*w, 0);
   }
@@ -60,8 +57,7 @@ DEVICE void load_column(double (&value)[QUADS], const u8* values, int group, int
 // Sum the powers of 16 rows and the 8 columns j of 32.
 DEVICE void add_powers(float (&sums)[4], const u8* a, const u8* b, int a_group, int b_group, int j, int lane) {
   sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
-#pragma unroll
-  for (int pair = 0; pair < PAIRS8; ++pair) {
+  UNROLLED for (int pair = 0; pair < PAIRS8; ++pair) {
     const Words4 w = *(const Words4*)(a + power_place(ROWS_A, a_group, 2 * pair, lane));
     const Words2 v = *(const Words2*)(b + power_place(ROWS_B, b_group + j / 2, 2 * pair, lane) + j % 2 * 8);
     const u32 left[4] = {w.x, w.y, w.z, w.w}, right[2] = {v.x, v.y};
@@ -93,19 +89,19 @@ struct State {
 
 // As if a block had ended with the sum c.
 DEVICE void begin_chain(State& s, const Constants& k, int h, int j, int i, double c) {
-  const u32 bits = __float_as_uint((float)c);
+  const u32 bits = as_bits((float)c);
   const i32 significand = bits << 1 == 0 ? 0 : (i32)((bits & 0x7FFFFFu) | 0x800000u) >> 3;
-  s.chain[h][j][i] = significand == 0 ? 0.0f : __uint_as_float((bits & 0x7F800000u) + ((u32)(FRACTION - 20) << 23));
+  s.chain[h][j][i] = significand == 0 ? 0.0f : as_float((bits & 0x7F800000u) + ((u32)(FRACTION - 20) << 23));
   s.sum[h][j][i] = __hiloint2double(0, __float_as_int(LOW_FLOAT) + ((i32)bits < 0 ? -significand : significand));
 }
 
-// Where FRACTION is at most KEPT the next block truncates the chain to a grid that is no finer than the accumulator's;
-// only the last block of a chain has to.
+// Where FRACTION is at most ACC_MANTISSA the next block truncates the chain to a grid that is no finer than the
+// accumulator's; only the last block of a chain has to.
 DEVICE void finish(State& s, const Constants& k, int h, int j, int i, bool last) {
   const float units = __fadd_rn(__int_as_float(__double2loint(s.sum[h][j][i])), -LOW_FLOAT);
   const float chain = __fmul_rn(units, s.chain[h][j][i]);
-  const u32 cut = last || FRACTION > KEPT || DOWN ? 0xFFFFFFFFu << (23 - KEPT) : 0xFFFFFFFFu;
-  s.chain[h][j][i] = __uint_as_float(__float_as_uint(chain) & cut);
+  const u32 cut = last || FRACTION > ACC_MANTISSA || DOWN ? 0xFFFFFFFFu << (23 - ACC_MANTISSA) : 0xFFFFFFFFu;
+  s.chain[h][j][i] = as_float(as_bits(chain) & cut);
 }
 
 DEVICE double chain_of(const State& s, int h, int j, int i) { return (double)s.chain[h][j][i]; }
@@ -116,7 +112,7 @@ DEVICE i32 field_in(const State& s, int h, int j, int i) { return __float_as_int
 DEVICE void start(State& s, const Constants& k, int h, int j, int i, i32 products, u32 negative) {
   const float chain = s.chain[h][j][i];
   const i32 field = __float_as_int(fmaxf(fabsf(chain), __int_as_float(products))) & 0x7F800000;
-  const float units = __fmul_rn(chain, __uint_as_float(SCALE - (u32)field));  // the chain on the grid
+  const float units = __fmul_rn(chain, as_float(SCALE - (u32)field));  // the chain on the grid
   const i32 cut = DOWN ? __float2int_rd(units) : __float2int_rz(units);
   s.sum[h][j][i] = __hiloint2double((field >> 3) + M_HIGH, __float_as_int(LOW_FLOAT) + cut + (i32)negative);
   s.chain[h][j][i] = __int_as_float(field);
@@ -131,8 +127,8 @@ DEVICE void start(State& s, const Constants& k, int h, int j, int i, i32 product
 
 // M's low word is Constants::low: what is added to the sum's carries nothing. DOUBLE_M: M is a double that lives on and
 // gets a new high word in each block, which saves copies of the low one. ptxas (12.9 to 13.5, sm_90) loses the low word
-// of such a double where it spills it (tests/engines/cuda/test_gemm_methods.py, spills), so that without DOUBLE_M, or with too
-// few registers, the high word is kept alone and M made anew at every use.
+// of such a double where it spills it (tests/engines/cuda/test_gemm_methods.py, spills), so that without DOUBLE_M, or
+// with too few registers, the high word is kept alone and M made anew at every use.
 #if DOUBLE_M
 typedef double Field;
 DEVICE Field field_of(i32 high, Field last) { return __hiloint2double(high, __double2loint(last)); }
@@ -163,7 +159,7 @@ DEVICE void begin_chain(State& s, const Constants& k, int h, int j, int i, doubl
 
 DEVICE void finish(State& s, const Constants& k, int h, int j, int i, bool) {
   const double d = __dadd_rn(s.sum[h][j][i], -constant_of(k, s.field[h][j][i]));
-  s.sum[h][j][i] = __longlong_as_double(__double_as_longlong(d) & (-1ll << (52 - KEPT)));
+  s.sum[h][j][i] = __longlong_as_double(__double_as_longlong(d) & (-1ll << (52 - ACC_MANTISSA)));
 }
 
 DEVICE double chain_of(const State& s, int h, int j, int i) { return s.sum[h][j][i]; }
@@ -224,7 +220,7 @@ DEVICE bool within_range(const Floor& f, const Tile tile, const i32* a_bases, co
   if (__syncthreads_or(special)) return false;
   if (!WIDE) return true;
   const i32 smallest = scratch[0] + scratch[2], largest = scratch[1] + scratch[3];
-  least = (f.zero_field + max(f.found, f.lowest - smallest)) << FIELD_PLACE;
+  least = (f.zero_field + max(f.least_exponent, f.lowest - smallest)) << FIELD_PLACE;
   __syncthreads();
   return largest <= f.highest;
 }
@@ -256,24 +252,21 @@ struct alignas(16) Outer { float sum[4]; };
 // The outer sums of a lane's tile of 16 x 8.
 DEVICE Outer* outer_of(float* outer, int h, int j) { return (Outer*)(outer + (h * 4 + j) * 4 * THREADS); }
 
-// Set the chains to the addend, or to +0; say whether an addend is out of range.
+// Set the chains to the addend, or to +0; return true if an addend is out of range.
 DEVICE bool begin(State& s, const Constants& k, const Floor& f, const Sums& sums, const Place& p, float* outer) {
   // A block without products has the grid of an empty sum of powers, which c must lie on.
-  const i32 least = (f.base >> FIELD_PLACE) - f.zero_field + (KEPT > FRACTION ? KEPT - FRACTION : 0);
+  const i32 least = (f.base >> FIELD_PLACE) - f.zero_field + (ACC_MANTISSA > FRACTION ? ACC_MANTISSA - FRACTION : 0);
   bool bad = false;
-#pragma unroll
-  for (int h = 0; h < HALVES; ++h) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int h = 0; h < HALVES; ++h) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
+      UNROLLED for (int i = 0; i < 4; ++i) {
         float c = 0.0f;
         if (sums.c != nullptr && blockIdx.z == 0 && inside(sums, p, h, j, i)) {
           const i64 row = p.row + 16 * h + 8 * (i >> 1), column = p.column + 8 * j + (i & 1);
           c = sums.c[row * sums.c_row + column * sums.c_column];
         }
         if (PROMOTE) outer_of(outer, h, j)->sum[i] = c;
-        const u32 exponent = __float_as_uint(c) >> 23 & 0xFFu;
+        const u32 exponent = as_bits(c) >> 23 & 0xFFu;
         bad |= c != 0.0f && (exponent == 0 || exponent >= 127 + 126);
         if (PROMOTE) c = 0.0f;
         const double scaled = (double)c / unit_of(p, h, j, i);
@@ -289,8 +282,7 @@ DEVICE bool begin(State& s, const Constants& k, const Floor& f, const Sums& sums
 // Add the chains of a tile to the outer sums, in float32 to nearest even, and set them to +0.
 DEVICE void promote_tile(State& s, const Sums& sums, const Place& p, float* outer, int h, int j, i32 block) {
   Outer t = *outer_of(outer, h, j);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     const float chain = chain_value(s, p, h, j, i);
     if (PROMOTE == 1) {
       t.sum[i] = __fadd_rn(t.sum[i], chain);
@@ -308,8 +300,7 @@ DEVICE void promote_tile(State& s, const Sums& sums, const Place& p, float* oute
 }
 
 DEVICE void write_tile(const State& s, const Sums& sums, const Place& p, float* outer, int h, int j) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     if (!inside(sums, p, h, j, i)) continue;
     const i64 row = p.row + 16 * h + 8 * (i >> 1), column = p.column + 8 * j + (i & 1);
     const float value = PROMOTE ? outer_of(outer, h, j)->sum[i] : chain_value(s, p, h, j, i);

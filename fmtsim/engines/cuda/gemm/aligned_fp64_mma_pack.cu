@@ -22,7 +22,7 @@ struct alignas(8) Operand {
   i32 scale_every, scale_emin;
   i32 power_count, eps;
   u32 zero;             // high word of a zero, without sign
-  u32 addend;           // whether sums begin with a number, which exponents of zeros would cut
+  u32 addend;           // whether sums begin with a number, which exponents of zeros would truncate
 };
 
 // sign: bit 31. A NaN or Inf, of number or scale, is `special` and a zero.
@@ -32,7 +32,7 @@ DEVICE i32 exponent_of(double value) { return ((__double2hiint(value) >> 20) & 0
 
 // A number without its scale.
 DEVICE Element plain_element(const Operand& x, float given) {
-  const u32 bits = __float_as_uint(given);
+  const u32 bits = as_bits(given);
   Element e = {(double)given, 0, bits & 0x80000000u, (bits & 0x7F800000u) == 0x7F800000u};
   e.exponent = max(exponent_of(e.value), x.emin);
   if (e.special) e.value = 0.0;
@@ -43,7 +43,7 @@ DEVICE Element element(const Operand& x, i64 row, i64 k) {
   Element e = plain_element(x, read_value(x.data, row * x.row_stride + k * x.k_stride));
 #if SCALED
   const float factor = fabsf(x.scales[row * x.scale_row_stride + k / x.scale_every * x.scale_group_stride]);
-  e.special |= (__float_as_uint(factor) & 0x7F800000u) == 0x7F800000u;
+  e.special |= (as_bits(factor) & 0x7F800000u) == 0x7F800000u;
   e.exponent += max(exponent_of((double)factor), x.scale_emin);
   e.value = e.special ? 0.0 : e.value * (double)factor;
 #endif
@@ -52,9 +52,9 @@ DEVICE Element element(const Operand& x, i64 row, i64 k) {
 
 struct Packed { u32 high; u32 power; };
 
-// Turn a number into the high word of its double (times 1 + eps where the low word stays zero) and its power.
+// Return the high word of a number's double (times 1 + eps where the low word stays zero) and its power.
 DEVICE Packed packed(const Operand& x, const Element e, i32 base, const u16* powers) {
-  const bool empty = WIDE && base == ROW_OF_ZEROS && x.addend == 0;  // nothing is cut: its exponents should be found
+  const bool empty = WIDE && base == ROW_OF_ZEROS && x.addend == 0;  // nothing is truncated: its exponents should be found
   if (e.value == 0.0) return {x.zero == 0 ? 0u : e.sign | x.zero, empty ? powers[0] : 0u};
   const i32 below = (WIDE ? base : x.top) - e.exponent;
   const double value = FIRST && !TWO_WORDS ? e.value * x.enlarged : e.value;
@@ -136,7 +136,7 @@ DEVICE void turn_codes(Words2* of_code, const Operand& x, const u16* powers) {
 }
 #endif
 
-// Turn the number at place k of a row, or what stands for none (k < 0), into what is packed; mark rows with specials.
+// Return what is packed of the number at place k of a row, or of none (k < 0); mark rows with NaN and Inf.
 DEVICE Packed packed_at(const Operand& x, i32 row, i32 k, i32* bases, const u16* powers, const Words2* of_code) {
   const bool given = k >= 0 && row < x.rows;
 #if BY_CODE
@@ -159,6 +159,7 @@ pack_operand(const Operand x, const u16* powers, const i32* order, i32 blocks, i
   __shared__ u16 exponents[32 * PITCH];
   __shared__ i32 source[PLACES];
   __shared__ Words2 of_code[BY_CODE ? 256 : 1];
+  // 1. the k of each place
   const i32 first_block = blockIdx.x * (PLACES / SPAN), first_row = blockIdx.y * 32;
   for (i32 place = threadIdx.x; place < PLACES; place += THREADS) {
     const i32 block = first_block + place / SPAN, inside = place % SPAN;
@@ -168,6 +169,7 @@ pack_operand(const Operand x, const u16* powers, const i32* order, i32 blocks, i
   turn_codes(of_code, x, powers);
 #endif
   __syncthreads();
+  // 2. numbers and powers into shared memory, read along memory
   for (i32 unit = threadIdx.x; unit < 32 * PLACES; unit += THREADS) {
     const bool along = x.k_stride == 1;  // neighbouring threads read neighbouring addresses
     const i32 row = along ? unit / PLACES : unit % 32, place = along ? unit % PLACES : unit / 32;
@@ -176,16 +178,18 @@ pack_operand(const Operand x, const u16* powers, const i32* order, i32 blocks, i
     exponents[row * PITCH + place] = (u16)p.power;
   }
   __syncthreads();
+  // 3. fragments of values, powers and signs
   u8* record = records + ((i64)(first_row / ROWS) * pitch + first_block) * record_bytes(ROWS, TWO_WORDS, WIDE);
   write_values(highs, record, first_row % ROWS / 16, x.eps);
   write_powers(exponents, record, first_row % ROWS / 16);
   write_bits(highs, record, first_row % ROWS, x.zero);
 }
 
-// Find the largest exponent of every row (WIDE); `bases` are ROW_OF_ZEROS before. Grid: x counts groups of rows, y parts
-// of k. 8 warps share 8 rows or, where these lie side by side, 32: neighbouring threads read neighbouring addresses.
+// Find the largest exponent of every row (WIDE); `bases` are ROW_OF_ZEROS before. Grid: x counts groups of rows, y
+// parts of k. 8 warps share 8 rows or, where these lie side by side, 32: neighbouring threads read neighbouring
+// addresses.
 KERNEL __launch_bounds__(THREADS) row_exponents(const Operand x, i32 k_count, i32* bases) {
-  __shared__ i32 found[THREADS];
+  __shared__ i32 by_thread[THREADS];
   const bool along = x.k_stride == 1;
   const i32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const i32 rows = along ? 8 : 32, row = blockIdx.x * rows + (along ? warp : lane), step = THREADS / rows;
@@ -201,9 +205,9 @@ KERNEL __launch_bounds__(THREADS) row_exponents(const Operand x, i32 k_count, i3
       if (e.value != 0.0) largest = max(largest, e.exponent);
     }
   }
-  found[along ? warp * 32 + lane : lane * 8 + warp] = largest;
+  by_thread[along ? warp * 32 + lane : lane * 8 + warp] = largest;
   __syncthreads();
   if (threadIdx.x >= rows) return;
-  for (i32 i = 0; i < step; ++i) largest = max(i == 0 ? ROW_OF_ZEROS : largest, found[threadIdx.x * step + i]);
+  for (i32 i = 0; i < step; ++i) largest = max(i == 0 ? ROW_OF_ZEROS : largest, by_thread[threadIdx.x * step + i]);
   if (largest != ROW_OF_ZEROS) atomicMax(bases + blockIdx.x * rows + threadIdx.x, largest);
 }

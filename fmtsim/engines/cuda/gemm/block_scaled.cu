@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// NVFP4 and MXFP4 products of Blackwell units, which add groups of products exactly before the alignment (docs/matmul.md,
-// section 2): groups, or whole blocks where nothing is cut, are summed by the bf16 tensor core.
+// NVFP4 and MXFP4 products of Blackwell units, which add groups of products exactly before the alignment
+// (docs/matmul.md, section 2): the bf16 tensor core of any GPU sums groups, or whole blocks where nothing is truncated.
 //
-// The operands are packed as values times scales, of at most 8 bits, which bfloat16 holds. So the bf16 tensor core
-// gives the exact sum of a group, and of a whole block wherever its bits lie close enough: the terms of a block are
-// multiples of u = 2^(low + LSB), low being the smallest sum of scale exponents, and every sum below 2^24 u is exact.
-// Then the block's result is one addition toward zero, c + sum, if the alignment to E = max(top, e(c)) truncates
-// nothing either: e(c) <= low + LSB + FRACTION, and c is zero or has its last bit at 2^(top - FRACTION) or above. These
-// conditions are looked at for every output and block. Where one fails, two tiles of 16 x 8 outputs are done again,
-// group by group, in float64: with a small eps > 0, trunc(t) = floor(t (1 + eps)) + (t < 0), and an fma toward zero
-// onto a large constant takes the floor.
+// Operands are packed as values times scales, of at most 8 bits, which bfloat16 holds. The terms of a block are
+// multiples of u = 2^(low + LSB), low being the smallest sum of scale exponents, and every sum below 2^24 u is exact. A
+// block is then one addition toward zero, c + sum, if the alignment to E = max(top, e(c)) truncates nothing either:
+// e(c) <= low + LSB + FRACTION, and c is zero or has its last bit at 2^(top - FRACTION) or above. Every output and
+// block is held to these conditions (`fast_block`). Where one fails, two tiles of 16 x 8 outputs are computed again,
+// group by group, in float64 (`exact_block`): with a small eps > 0, trunc(t) = floor(t (1 + eps)) + (t < 0), and an fma
+// toward zero onto a large constant takes the floor.
 //
-// A panel (panels.cuh) of one block holds values, as fragments of the bf16 tensor core (8 tiles of 16 rows, then STEPS
-// steps of 16 along K, then 32 lanes of 16 bytes); exponents of scales, one word a row, one signed byte a group; and
-// the bounds of these exponents for each 32 rows.
+// A panel (panels.cuh) of one block holds values, as fragments of the bf16 tensor core (8 tiles of 16 rows, STEPS steps
+// of 16 along K, 32 lanes of 16 bytes); exponents of scales, a word a row, a signed byte a group; and their bounds for
+// each 32 rows.
 //
 // Macros: STEPS and GROUPS of a block, GROUP (k positions of a group). Of pack_operand: TYPE (operands.cuh), BLOCK (k
 // positions of a block), SCALE_BLOCK and SCALE_EMIN of the scales, COLUMNS (1: the second operand). Of block_scaled:
@@ -29,7 +28,7 @@
 #define PANEL_WORDS (TILES * STEPS * 32)  // of 16 bytes
 
 DEVICE i32 byte_of(u32 word, int place) { return (i8)(word >> (8 * place)); }
-DEVICE float float_power(i32 exponent) { return __uint_as_float((u32)(exponent + 127) << 23); }
+DEVICE float float_power(i32 exponent) { return as_float((u32)(exponent + 127) << 23); }
 
 #ifdef TYPE
 
@@ -49,12 +48,11 @@ DEVICE float scale_of(const Source& from, i32 row, i32 first) {
 // The bfloat16 pair at (row, k) and (row, k + 1) of a block that starts at `start`.
 DEVICE u32 pair_of(const Source& from, i32 row, i32 start, i32 place, float scale) {
   u32 word = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  UNROLLED for (int i = 0; i < 2; ++i) {
     i32 k = start + place + i;
     if (row < from.rows && place + i < BLOCK && k < from.k) {
       float value = read_value(from.x, row * from.row_stride + k * from.stride) * scale;
-      word |= __float_as_uint(value) >> 16 << (16 * i);
+      word |= as_bits(value) >> 16 << (16 * i);
     }
   }
   return word;
@@ -72,11 +70,11 @@ KERNEL pack_operand(const void* x, i64 row_stride, i64 stride, const float* scal
   i32 start = block * BLOCK, top_row = panel * PANEL + warp * 16;
   i64 place = (i64)panel * blocks + block;
 
+  // 1. values times scales as fragments, and which groups of a row are zero
   Words4* to = values + place * PANEL_WORDS + warp * STEPS * 32 + lane;
   i32 row = top_row + lane / 4, column = lane % 4 * 2;
   u32 nonzero = 0;  // by steps: rows 0-7 of the tile in the low half, rows 8-15 in the high half
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
+  UNROLLED for (int step = 0; step < STEPS; ++step) {
     i32 first = start + step * 16 / GROUP * GROUP;
     bool used = first < k;
     float upper = used && row < rows ? scale_of(from, row, first) : 0.0f;
@@ -94,28 +92,28 @@ KERNEL pack_operand(const void* x, i64 row_stride, i64 stride, const float* scal
   nonzero |= __shfl_xor_sync(~0u, nonzero, 2);
   nonzero = __shfl_sync(~0u, nonzero, lane % 8 * 4) >> (lane % 16 < 8 ? 0 : 16);
 
+  // 2. exponents of scales, and their bounds over 32 rows
   __shared__ Bounds of_tiles[TILES];
-  Bounds own = {0, 2047};
+  Bounds of_rows = {0, 2047};
   u32 word = 0;
   bool outside = false;
   row = top_row + lane % 16;
-#pragma unroll
-  for (int group = 0; group < GROUPS; ++group) {
+  UNROLLED for (int group = 0; group < GROUPS; ++group) {
     i32 exponent = EMPTY, first = start + group * GROUP;
     if (row < rows && first < k) {
       bool counts = nonzero >> (group * (GROUP / 16)) & ((1u << (GROUP / 16)) - 1);
-      exponent = max((i32)(__float_as_uint(scale_of(from, row, first)) >> 23) - 127, (i32)SCALE_EMIN);
+      exponent = max((i32)(as_bits(scale_of(from, row, first)) >> 23) - 127, (i32)SCALE_EMIN);
       if (exponent > OUTSIDE || (counts && exponent < -OUTSIDE)) outside = true;
-      own.top = max(own.top, exponent + 1024);
-      if (counts) own.low = min(own.low, exponent + 1024);
+      of_rows.top = max(of_rows.top, exponent + 1024);
+      if (counts) of_rows.low = min(of_rows.low, exponent + 1024);
     }
     word |= (u32)(exponent & 255) << (8 * group);
   }
   if (lane < 16) exponents[place * PANEL + warp * 16 + lane] = word;
-  own.top = __reduce_max_sync(~0u, own.top);
-  own.low = __reduce_min_sync(~0u, own.low);
+  of_rows.top = __reduce_max_sync(~0u, of_rows.top);
+  of_rows.low = __reduce_min_sync(~0u, of_rows.low);
   if (__any_sync(~0u, outside) && lane == 0) atomicOr(flags + panel, 1u);
-  if (lane == 0) of_tiles[warp] = own;
+  if (lane == 0) of_tiles[warp] = of_rows;
   __syncthreads();
   if (threadIdx.x < PANEL / 32) {
     Bounds one = of_tiles[2 * threadIdx.x], two = of_tiles[2 * threadIdx.x + 1];
@@ -140,8 +138,7 @@ struct Stage {
 
 DEVICE void fetch(Stage* to, const Operand& a, const Operand& b, i64 place_a, i64 place_b) {
   i32 thread = threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < PANEL_WORDS / THREADS; ++i) {
+  UNROLLED for (int i = 0; i < PANEL_WORDS / THREADS; ++i) {
     i32 word = i * THREADS + thread;
     copy16_async(to->a + word, a.values + place_a * PANEL_WORDS + word);
     copy16_async(to->b + word, b.values + place_b * PANEL_WORDS + word);
@@ -156,34 +153,31 @@ DEVICE void fetch(Stage* to, const Operand& a, const Operand& b, i64 place_a, i6
 // The four outputs of a lane in a 16 x 8 tile, after one block, whatever its exponents.
 DEVICE void exact_block(float (&c)[4], const Words4* a, const Words4* b, bool odd, const u32* rows,
                         const u32* columns) {
+  // 1. exact sums of groups
   float sums[GROUPS][4];
-#pragma unroll
-  for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[group][i] = 0.0f;
-#pragma unroll
-    for (int step = group * (GROUP / 16); step < (group + 1) * (GROUP / 16) && step < STEPS; ++step) {
+  UNROLLED for (int group = 0; group < GROUPS; ++group) {
+    UNROLLED for (int i = 0; i < 4; ++i) sums[group][i] = 0.0f;
+    UNROLLED for (int step = group * (GROUP / 16); step < (group + 1) * (GROUP / 16) && step < STEPS; ++step) {
       Words4 left = a[step * 32], right = b[step * 32];
       u32 x[4] = {left.x, left.y, left.z, left.w};
       u32 y[2] = {odd ? right.z : right.x, odd ? right.w : right.y};
       hmma_bf16_16x8x16(sums[group], x, y);
     }
   }
+  // 2. E of the addend and the groups' scales, and the number of negative terms
   const double factor = 1.0 + __hiloint2double((1023 - EPS) << 20, 0);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    u32 row = rows[i / 2 * 8], column = columns[i % 2], magnitude = __float_as_uint(c[i]) & 0x7FFFFFFFu;
+  UNROLLED for (int i = 0; i < 4; ++i) {
+    u32 row = rows[i / 2 * 8], column = columns[i % 2], magnitude = as_bits(c[i]) & 0x7FFFFFFFu;
     i32 exponent = magnitude ? max((i32)(magnitude >> 23), 1) - 127 : 4 * EMPTY;
     i32 negatives = c[i] < 0;
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
+    UNROLLED for (int group = 0; group < GROUPS; ++group) {
       exponent = max(exponent, byte_of(row, group) + byte_of(column, group));
       negatives += sums[group][i] < 0;
     }
+    // 3. floors of addend and groups onto M, one fused multiply-add each; 4. M away
     i32 high = (exponent + 52 - FRACTION + 1023) << 20 | 1 << 19;
     double sum = __fma_rz((double)c[i], factor, __hiloint2double(high, negatives));
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) sum = __fma_rz((double)sums[group][i], factor, sum);
+    UNROLLED for (int group = 0; group < GROUPS; ++group) sum = __fma_rz((double)sums[group][i], factor, sum);
     c[i] = __double2float_rz(sum - __hiloint2double(high, 0));
   }
 }
@@ -196,7 +190,7 @@ struct Limits {
   bool fast;
 };
 
-// What a block of 64 x 32 outputs may hold so that nothing is cut, from the bounds of their scales.
+// What a block of 64 x 32 outputs may hold so that nothing is truncated, from the bounds of their scales.
 DEVICE Limits limits_of(const u32* bounds_a, const u32* bounds_b) {
   u32 one = bounds_a[0], two = bounds_a[1], other = bounds_b[0];
   i32 top = (i32)max(one >> 16, two >> 16) + (i32)(other >> 16) - 2048;
@@ -205,7 +199,7 @@ DEVICE Limits limits_of(const u32* bounds_a, const u32* bounds_b) {
   limits.fast = top - low <= SPREAD;
   limits.sum = float_power(max(low + LSB + ROOM, SMALLEST));
   limits.factor = float_power(ROOM - FRACTION - 1);
-  limits.lowest = __float_as_uint(float_power(max(top - FRACTION + 23, SMALLEST))) * 2 - 1;
+  limits.lowest = as_bits(float_power(max(top - FRACTION + 23, SMALLEST))) * 2 - 1;
   return limits;
 }
 
@@ -213,36 +207,31 @@ DEVICE Limits limits_of(const u32* bounds_a, const u32* bounds_b) {
 // not exact so, the same in all lanes; its outputs stay as they were.
 DEVICE u32 fast_block(float (&c)[4], float (&d)[4], const Words4* a, const Words4 (&b)[STEPS], const Limits& limits) {
   float sums[2][4] = {}, sizes[2][4];
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
+  UNROLLED for (int step = 0; step < STEPS; ++step) {
     Words4 word = a[step * 32];
     u32 x[4] = {word.x, word.y, word.z, word.w};
     u32 even[2] = {b[step].x, b[step].y}, odd[2] = {b[step].z, b[step].w};
     hmma_bf16_16x8x16(sums[0], x, even);
     hmma_bf16_16x8x16(sums[1], x, odd);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    UNROLLED for (int i = 0; i < 8; ++i) {
       float size = fabsf(sums[i / 4][i % 4]);
       sizes[i / 4][i % 4] = step ? sizes[i / 4][i % 4] + size : size;
     }
   }
   bool fine[2];
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
+  UNROLLED for (int tile = 0; tile < 2; ++tile) {
     float largest = 0.0f;
     u32 smallest = ~0u;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float own = tile ? d[i] : c[i];
-      u32 bits = __float_as_uint(own);
-      largest = fmaxf(largest, __fmaf_rn(fabsf(own), limits.factor, sizes[tile][i]));
+    UNROLLED for (int i = 0; i < 4; ++i) {
+      float acc = tile ? d[i] : c[i];
+      u32 bits = as_bits(acc);
+      largest = fmaxf(largest, __fmaf_rn(fabsf(acc), limits.factor, sizes[tile][i]));
       smallest = min(smallest, bits + bits - 1);  // the sign leaves, and a zero becomes the largest
     }
     fine[tile] = largest < limits.sum && smallest >= limits.lowest;
   }
   if (__all_sync(~0u, fine[0] && fine[1])) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLLED for (int i = 0; i < 4; ++i) {
       c[i] = __fadd_rz(c[i], sums[0][i]);
       d[i] = __fadd_rz(d[i], sums[1][i]);
     }
@@ -258,13 +247,10 @@ DEVICE void add_block(float (&c)[16][4], const Stage& stage, i32 warp_row, i32 w
   Limits limits = limits_of(stage.bounds_a + 2 * warp_row, stage.bounds_b + warp_column);
   u32 left = limits.fast ? 0 : 0xFFFF;
   if (limits.fast) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    UNROLLED for (int j = 0; j < 2; ++j) {
       Words4 words[STEPS];
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) words[step] = b[(j * STEPS + step) * 32];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLLED for (int step = 0; step < STEPS; ++step) words[step] = b[(j * STEPS + step) * 32];
+      UNROLLED for (int i = 0; i < 4; ++i) {
         int tile = 4 * i + 2 * j;
         left |= fast_block(c[tile], c[tile + 1], a + i * STEPS * 32, words, limits) << tile;
         __syncwarp();  // a barrier for the compiler, which would keep words in registers that it has not
@@ -272,19 +258,17 @@ DEVICE void add_block(float (&c)[16][4], const Stage& stage, i32 warp_row, i32 w
     }
   }
   if (!left) return;
-  float kept[16][4];  // in memory: registers have no run-time index
-#pragma unroll
-  for (int i = 0; i < 64; ++i) kept[i / 4][i % 4] = c[i / 4][i % 4];
+  float sums_in_memory[16][4];  // in memory: registers have no run-time index
+  UNROLLED for (int i = 0; i < 64; ++i) sums_in_memory[i / 4][i % 4] = c[i / 4][i % 4];
 #pragma unroll 1
   do {
     i32 tile = __ffs(left) - 1, i = tile / 4, j = tile % 4;
     left &= left - 1;
     const u32* rows = stage.exponents_a + warp_row * 64 + i * 16 + lane / 4;
     const u32* columns = stage.exponents_b + warp_column * 32 + j * 8 + lane % 4 * 2;
-    exact_block(kept[tile], a + i * STEPS * 32, b + j / 2 * STEPS * 32, j % 2, rows, columns);
+    exact_block(sums_in_memory[tile], a + i * STEPS * 32, b + j / 2 * STEPS * 32, j % 2, rows, columns);
   } while (left);
-#pragma unroll
-  for (int i = 0; i < 64; ++i) c[i / 4][i % 4] = kept[i / 4][i % 4];
+  UNROLLED for (int i = 0; i < 64; ++i) c[i / 4][i % 4] = sums_in_memory[i / 4][i % 4];
 }
 
 KERNEL __launch_bounds__(THREADS, RESIDENT)
@@ -308,8 +292,7 @@ block_scaled(const Words4* values_a, const u32* exponents_a, const u32* bounds_a
     auto result = [&](int i, int j) { return c[i / 2 * 4 + j / 2][i % 2 * 2 + j % 2]; };
     write_floats(sums, rows, columns, panels, first, result);
     first = false;
-#pragma unroll
-    for (int i = 0; i < 64; ++i) c[i / 4][i % 4] = 0.0f;
+    UNROLLED for (int i = 0; i < 64; ++i) c[i / 4][i % 4] = 0.0f;
   };
   auto bring = [&](i32 slot, i32 block) { fetch(stages + slot, a, b, place_a + block, place_b + block); };
   add_blocks<STAGES, PROMOTE>(begin, end, ends, bring, end_chain,

@@ -12,7 +12,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, macros
+from fmtsim.engines.cuda.cast.parameters import macros
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing
 from fmtsim.engines.cuda.gemm.job import TILE, TYPES, Job, is_plain, layout_of, promotion_of
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
@@ -32,7 +33,7 @@ class _Shape:
         lsb: Terms are multiples of ``2**(x + lsb)``, x the sum of their scales' exponents.
         spread: Sums of scale exponents in a block may be that far apart for the one addition.
         room: Sums of the tensor core stay below ``2**(x + lsb + room)`` for it.
-        eps: Terms are enlarged by ``2**-eps`` where they are cut.
+        eps: Terms are enlarged by ``2**-eps`` where they are truncated.
         unit: The unit.
     """
 
@@ -121,11 +122,11 @@ def shape_of(spec: GemmSpec, block: int, halves: bool) -> _Shape | None:
     assert isinstance(unit, Datapath) and unit.scale is not None and unit.fraction_bits is not None
     assert isinstance(a, FloatFormat) and isinstance(b, FloatFormat)
     groups = -(-block // unit.group)
-    own = unit.scale.mantissa_bits + 1
-    if max(a.mantissa_bits, b.mantissa_bits) + 1 + own > 8 or groups > 4:
+    scale_significand = unit.scale.mantissa_bits + 1
+    if max(a.mantissa_bits, b.mantissa_bits) + 1 + scale_significand > 8 or groups > 4:
         return None  # a value times its scale leaves bfloat16, or exponents of a block leave one word
-    lsb = a.min_exponent - a.mantissa_bits + b.min_exponent - b.mantissa_bits - 2 * (own - 1)
-    largest = 2 - 2.0 ** (1 - own)
+    lsb = a.min_exponent - a.mantissa_bits + b.min_exponent - b.mantissa_bits - 2 * (scale_significand - 1)
+    largest = 2 - 2.0 ** (1 - scale_significand)
     product = a.max * b.max * largest * largest
     head, half = (math.ceil(math.log2(count * product)) for count in (unit.group, 8))
     exponent = sum(math.floor(math.log2(fmt.max * largest)) for fmt in (a, b))

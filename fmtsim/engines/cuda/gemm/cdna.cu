@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of AMD's CDNA units and of integer units (docs/matmul.md, section 3), one output a thread, in doubles and
-// 64-bit integers. UNIT: 0 two-stage, 1 pairwise, 2 integers.
+// Products of AMD's CDNA2 and CDNA3 units and of saturating integer units (docs/matmul.md, section 3), one output a
+// thread, in doubles and 64-bit integers. Macro UNIT: TWO_STAGE, PAIRWISE or INTEGER.
 #include "problem.cuh"
 
 #define TWO_STAGE 0
@@ -76,14 +76,17 @@ DEVICE void add_products(Inputs& in, const Problem& p, i64 first, Stage* stages)
 }
 
 DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running) {
+  // 1. sums of products on the grid of their largest exponent, of each parity or of all
   Stage stages[2] = {{0, 0, false}, {0, 0, false}};
   u32 limits = limit_of(running);
   find_max_exponents(in, p, first, stages, limits);
   add_products(in, p, first, stages);
   if (limits) return special_of(limits);
+  // 2. both sums on one grid
   int e1 = stages[1].any ? max(stages[0].exponent, stages[1].exponent) : stages[0].exponent;
   i64 total = floor_shift(stages[0].sum, stages[0].exponent - e1);
   if (stages[1].any) total += floor_shift(stages[1].sum, stages[1].exponent - e1);
+  // 3. addend and sum on the grid of the larger exponent, with the unit's fraction bits each
   int of_c = exponent_of(running, -126), e = max(e1, of_c);
   total = floor_shift(total, e1 - e + p.sum_bits - p.fraction_bits);
   Parts c = take_apart(running, 52, -1022, -1022);
@@ -92,6 +95,7 @@ DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running)
   if (p.parity && of_c < e - p.fraction_bits - 1) addend = 0;
   int bits = max(p.sum_bits, p.fraction_bits);
   total = (total << (bits - p.sum_bits)) + (addend << (bits - p.fraction_bits));
+  // 4. one rounding to float32
   if (total == 0) return 0.0;
   u64 magnitude = total < 0 ? -(u64)total : (u64)total;
   double y = to_format(magnitude, e - bits, total < 0, p.accumulator, Rounding{MODE_NEAREST_EVEN, 0, 0, 0}, 0);

@@ -137,7 +137,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Program]:
         for name, dtype in operands.items():
             for plan in _PLANS if operands is _FP8 else _PLANS[:2]:
                 plans = (path.plan(_job(unit, name, dtype, plan, gpu)) for path in FAST)
-                yield from next((found.programs for found in plans if found is not None), ())
+                yield from next((path_plan.programs for path_plan in plans if path_plan is not None), ())
 
 
 def _job(unit: Datapath, name: str, dtype: torch.dtype, plan: GemmPlan, gpu: Gpu) -> Job:

@@ -4,7 +4,7 @@
 //
 // WIDE: products of two significands need more than 64 bits. LIMBS: digits of an exact sum over all exponents, for the
 // blocks whose terms lie too far apart for 64 bits; 0 where 64 bits hold the sum of every block in units of
-// 2^(E - fraction_bits), or of 2^grid where nothing is cut.
+// 2^(E - fraction_bits), or of 2^grid where nothing is truncated.
 #include "problem.cuh"
 
 #if WIDE
@@ -131,7 +131,7 @@ struct Sum {
   int unit, base;  // the last place of terms, and of the total
   bool fits, any_negative, all_negative;
 
-  // Terms are multiples of 2^lowest or cut to multiples of 2^last_place, and their sum is below 2^highest.
+  // Terms are multiples of 2^lowest or truncated to multiples of 2^last_place, and their sum is below 2^highest.
   DEVICE void begin(int last_place, int lowest, int highest) {
     unit = last_place;
     base = LIMBS ? max(last_place, lowest) : last_place;
@@ -273,6 +273,7 @@ DEVICE void add_terms(Inputs& in, const Problem& p, i64 first, Sum& sum) {
 }
 
 DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running, Sum& sum, u32 w) {
+  // 1. what is not finite, the alignment exponent, and the lowest place, of addend and products
   u64 bits = as_u64(running) & ~SIGN_BIT;
   bool negative = (i64)as_u64(running) < 0;
   u32 limits = bits > INFINITY_BITS ? 1 : bits < INFINITY_BITS ? 0 : negative ? 4 : 2;
@@ -281,6 +282,7 @@ DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running,
   int zeros = max(__ffsll((i64)c.significand) - 1, 0), place = c.last + zeros;
   int exponent = c.significand ? c.exponent : NO_EXPONENT, last_place = c.significand ? place : -NO_EXPONENT;
   find_max_exponents(in, p, first, limits, exponent, last_place);
+  // 2. terms are multiples of 2^unit
   int unit = LIMBS ? NO_EXPONENT : p.grid;
   if (p.fraction_bits != NO_FRACTION) {
     unit = exponent == NO_EXPONENT ? 0 : max(exponent, p.lowest) - p.fraction_bits;
@@ -288,6 +290,7 @@ DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running,
   // A term is below four times 2^exponent, with scales sixteen times; groups go by their scales alone.
   int highest = max(exponent + 4, unit) + 33 - __clz(p.block);
   if (p.group > 1) last_place = NO_EXPONENT / 2;
+  // 3. the exact sum of terms, the addend among them; 4. one rounding
   sum.begin(unit, last_place, highest);
   add_terms(in, p, first, sum);
   sum.add(widen(c.significand >> zeros, Magnitude()), place, negative, p);

@@ -137,8 +137,3 @@ def launch(
     """Launch a kernel on the device of a product."""
     file, name, defines = program
     runtime.kernel(file, name, runtime.device_index(job.a), defines)(grid, threads, *arguments, shared=shared)
-
-
-def macros(**numbers: int) -> Defines:
-    """Return numbers as macros of a kernel, in parentheses, which negative ones need."""
-    return tuple((name, f"({int(value)})") for name, value in numbers.items())

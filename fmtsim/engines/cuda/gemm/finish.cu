@@ -12,22 +12,18 @@ KERNEL __launch_bounds__(256) finish_sums(
   u64 four = (u64)blockIdx.y * blockDim.x + threadIdx.x, first = (u64)blockIdx.x * 4;
   if (four >= fours) return;
   Words4 in[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
+  UNROLLED for (int i = 0; i < 4; ++i)
     if (first + i < m) in[i] = ((const Words4*)y)[(first + i) * fours + four];
   float scale[4], added[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  UNROLLED for (int j = 0; j < 4; ++j) {
     scale[j] = columns == nullptr ? 1.0f : columns[column_step * (four * 4 + j)];
     added[j] = bias == nullptr ? 0.0f : bias[four * 4 + j];
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     if (first + i >= m) break;
     u32 words[4] = {in[i].x, in[i].y, in[i].z, in[i].w};
     float row = rows == nullptr ? 1.0f : rows[row_step * (first + i)];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
       float value = as_float(words[j]);
       value = columns == nullptr ? value : __fmul_rn(value, scale[j]);
       value = rows == nullptr ? value : __fmul_rn(value, row);

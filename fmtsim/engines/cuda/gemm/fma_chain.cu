@@ -1,35 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of units that add in order (fp32_fma, fp64_fma, exact, chains in any accumulator): fused multiply-adds one after
-// another, or exact sums of a block and the running sum, each rounded once, to nearest even, to KEPT mantissa bits.
+// Products of units that add in order (fp32_fma, fp64_fma, exact, chains in any accumulator): fused multiply-adds one
+// after another, or exact sums of a block and the running sum, each rounded once, to nearest even, to ACC_MANTISSA
+// bits.
 //
 // NUMBERS: what sums are computed in.
 //   HALVES, BFLOATS  the accumulator is float16 or bfloat16 and the instruction does all, two columns at once.
-//   FLOATS           float32 with KEPT 23: the instruction again. With KEPT <= 10 it rounds the sum x of a product and
-//                    the running sum, both of at most KEPT + 1 bits, to 24 >= 2 (KEPT + 1) + 2 bits; rounding that to
-//                    KEPT + 1 bits gives what rounding x at once gives, since two numbers so short have no sum close
-//                    to, but not at, a midpoint of the coarse grid (double rounding of sums is innocuous).
-//   DOUBLES          float64 with KEPT 52: the instruction again. With fewer bits the same as with float32, in 53 bits,
-//                    where the sum is exact, or where its error does no harm (`is_right`).
+//   FLOATS           float32 with ACC_MANTISSA = M = 23: the instruction again. With M <= 10 it rounds the sum of a
+//                    product and the running sum, both of at most M + 1 bits, to 24 >= 2 (M + 1) + 2 bits; a second
+//                    rounding to M + 1 bits is innocuous: no sum of two such numbers is close to, but not at, a midpoint.
+//   DOUBLES          float64 with M = 52: the instruction again. With fewer bits the same in 53 bits, where the sum is
+//                    exact, or where its error does no harm (`is_right`).
 //
-// Rounding x to KEPT bits takes two operations, with cut = p - 1 - KEPT >= KEPT + 2 and p the bits of the arithmetic:
-//     g = RN((2^cut - 1) x),   r = 2^cut x - g      (one fused multiply-add, which is exact)
-// Let x > 0 have the exponent e, and u = 2^(e - KEPT). Where g is at least 2^(e + cut) it is a multiple of u, as 2^cut
-// x is: r is x rounded to a multiple of u. A tie goes to the side that makes g / u even; there x ends in zeros, 2^cut x
-// / u is even, and so is r / u. Where (2^cut - 1) x lies below 2^(e + cut), g is a multiple of u / 2; but then x lies
-// at most u / 4 above 2^e, to which it rounds with either. (With 2^cut + 1 and g one binade above, r would be wrong by
-// u.) This sees neither subnormals of the accumulator nor its largest number: either none of that can come up, or
-// CLAMPED adds and takes away 1.5 * 2^52 last places instead, or the tile is marked.
-//
-// Macros: NUMBERS, KEPT, BLOCK (products of a block where a stage holds whole blocks, else 0), CLAMPED, BOUNDED (sums
-// may leave the accumulator's range), PROMOTES (1: chains are added to an outer sum in
-// float32, 2: in another way), SIGNED (zeros keep their
-// sign), STAGES, RESIDENT, UNROLL.
+// Macros: NUMBERS, ACC_MANTISSA, BLOCK (products of a block where a stage holds whole blocks, else 0), CLAMPED, BOUNDED
+// (sums may leave the accumulator's range), PROMOTES (chains are added to an outer sum: 1 in float32, 2 in another
+// way), SIGNED (zeros keep their sign), STAGES, RESIDENT, UNROLL.
 #include "fma_chain.cuh"
 
 // The instruction rounds to the accumulator, as those of pairs do; else whether doubles are right is known behind them.
-#define NATIVE (KEPT == 52 || (NUMBERS == FLOATS && KEPT == 23))
+#define NATIVE (ACC_MANTISSA == 52 || (NUMBERS == FLOATS && ACC_MANTISSA == 23))
 #define WATCHED (NUMBERS == DOUBLES && !NATIVE)
-#define CUT ((NUMBERS == DOUBLES ? 52 : 23) - KEPT)
+#define CUT ((NUMBERS == DOUBLES ? 52 : 23) - ACC_MANTISSA)
 
 struct alignas(8) Limits {
   i32 emin, emax;   // of the accumulator
@@ -44,7 +34,7 @@ typedef u32 Sum;
 DEVICE Sum zero() { return 0; }
 DEVICE Sum fused(Word a, Word b, Sum c) { return NUMBERS == HALVES ? fma_half2(a, b, c) : fma_bfloat2(a, b, c); }
 DEVICE float value_of(Sum s, int half) {
-  return NUMBERS == HALVES ? float16(s >> (16 * half) & 0xFFFF) : __uint_as_float(half ? s & 0xFFFF0000u : s << 16);
+  return NUMBERS == HALVES ? float16(s >> (16 * half) & 0xFFFF) : as_float(half ? s & 0xFFFF0000u : s << 16);
 }
 #elif NUMBERS == FLOATS
 typedef float Sum;
@@ -75,6 +65,14 @@ DEVICE void watch(Extremes& e, Sum s) {
 
 #define ABOVE ((CUT << 20) + (1 << 19))  // from the high word of 2^e to that of 1.5 * 2^52 last places
 
+// x rounded to M = ACC_MANTISSA bits in two operations, with cut = p - 1 - M >= M + 2 and p the bits of the arithmetic:
+//     g = RN((2^cut - 1) x),   r = 2^cut x - g      (one fused multiply-add, which is exact)
+// Let x > 0 have the exponent e, and u = 2^(e - M). Where g is at least 2^(e + cut) it is a multiple of u, as 2^cut x
+// is: r is x rounded to a multiple of u. A tie goes to the side that makes g / u even; there x ends in zeros, 2^cut x /
+// u is even, and so is r / u. Where (2^cut - 1) x lies below 2^(e + cut), g is a multiple of u / 2; but then x lies at
+// most u / 4 above 2^e, to which it rounds with either. (With 2^cut + 1 and g one binade above, r would be wrong by u.)
+// This sees neither subnormals of the accumulator nor its largest number: either none of that can come up, or CLAMPED
+// adds and takes away 1.5 * 2^52 last places instead, or the tile is marked.
 DEVICE Sum rounded(Sum x, Extremes& e, const Limits& l) {
 #if WATCHED && CLAMPED
   i32 high = __viaddmax_s32(__double2hiint(x) & 0x7FF00000, ABOVE, l.lowest + ABOVE);
@@ -95,19 +93,19 @@ DEVICE Sum rounded(Sum x, Extremes& e, const Limits& l) {
 // Return true if every sum of a tile was rounded as its exact value is, products being multiples of 2^low and below
 // 2^high.
 //
-// One product after another: let |c| >= |p| for the running sum c and a product p of P bits with P + KEPT <= 49. A sum
-// that is not exact has a last place above p's, so |p| is less than a quarter of c's last place: the sum lies away from
-// every midpoint, and rounds to c. Let |c| < |p|, c not zero. Then the sum is exact if its last place, at most
-// 2^(high - 52), divides c, which is a multiple of 2^low and of the accumulator's last place at the smallest c.
+// One product after another: let |c| >= |p| for the running sum c and a product p of P bits with P + ACC_MANTISSA <=
+// 49. A sum that is not exact has a last place above p's, so |p| is less than a quarter of c's last place: the sum lies
+// away from every midpoint, and rounds to c. Let |c| < |p|, c not zero. Then the sum is exact if its last place, at
+// most 2^(high - 52), divides c, which is a multiple of 2^low and of the accumulator's last place at the smallest c.
 // Blocks: all numbers are multiples of 2^low, so that sums below 2^(low + 53) are exact.
 DEVICE bool is_right(const Limits& l, const Extremes& e, i32 low, i32 high) {
 #if WATCHED
   i32 smallest = e.smallest == ~0u ? NO_LOW : (i32)((e.smallest / 2 + 1) >> 20) - 1023;
   i32 largest = (e.largest >> 20) - 1023 - (CLAMPED ? CUT : 0);
   if (CLAMPED) smallest = l.emin;
-  if (!CLAMPED && low < l.emin - KEPT && smallest < l.emin) return false;
+  if (!CLAMPED && low < l.emin - ACC_MANTISSA && smallest < l.emin) return false;
   if (BOUNDED && largest > l.emax - CLAMPED) return false;  // clamped, of sums before they are rounded
-  if (BLOCK == 1) return high - 52 <= max(low, smallest - KEPT);
+  if (BLOCK == 1) return high - 52 <= max(low, smallest - ACC_MANTISSA);
   return max(largest + 1, high + l.of_block) + 1 <= low + 53;
 #else
   return !BOUNDED || e.largest < (l.emax + 128) << 23;
@@ -128,17 +126,13 @@ DEVICE void add_place(Sum (&c)[8][8], const Stage& stage, i32 place, const Lane&
   Word x[8], y[8];
   load<Word, 8, 8>(x, stage.a[place] + lane.a);
   load<Word, 8, 4>(y, stage.b[place] + lane.b);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) c[i][j] = fused(x[i], y[j], c[i][j]);
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j) c[i][j] = fused(x[i], y[j], c[i][j]);
 }
 
 DEVICE void end_block(Sum (&c)[8][8], Extremes& e, const Limits& l) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j) {
       c[i][j] = rounded(c[i][j], e, l);
       watch(e, c[i][j]);
     }
@@ -166,14 +160,11 @@ DEVICE auto result(Sum s, int half) { return SIGNED ? number(s, half) : number(s
 // Begin a part at c or at zero; false where c is not finite but has to be. `low` becomes at most c's last bit.
 DEVICE bool begin(Sum (&s)[8][8], Extremes& e, const Outputs& to, const Limits& l, const Problem& p, i32& low) {
   bool good = true;
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j) {
       s[i][j] = zero();
       if (to.c == nullptr || blockIdx.z != 0) continue;
-#pragma unroll
-      EACH_HALF {
+      UNROLLED EACH_HALF {
         i64 row = to.row_of(i), column = to.column_of(j, half);
         if (row >= p.rows || column >= p.columns) continue;
         double c = addend_at(to.c, p, row, column);
@@ -196,13 +187,10 @@ DEVICE bool begin(Sum (&s)[8][8], Extremes& e, const Outputs& to, const Limits& 
 
 // Add chains to their outer sums and begin others.
 DEVICE void end_chains(Sum (&s)[8][8], const Outputs& to, const Problem& p, bool first, i64 t, const Order& order) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  UNROLLED for (int i = 0; i < 8; ++i) {
     __syncwarp();  // a barrier for the compiler, which would read all outer sums before it adds to the first
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      EACH_HALF {
+    UNROLLED for (int j = 0; j < 8; ++j) {
+      UNROLLED EACH_HALF {
         i64 row = to.row_of(i), column = to.column_of(j, half);
         if (row < p.rows && column < p.columns)
           promote<PROMOTES>(to.sums, p, row, column, result(s[i][j], half), first, t, order);
@@ -213,12 +201,9 @@ DEVICE void end_chains(Sum (&s)[8][8], const Outputs& to, const Problem& p, bool
 }
 
 DEVICE void write(const Sum (&s)[8][8], const Outputs& to, const Problem& p) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      EACH_HALF {
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j)
+      UNROLLED EACH_HALF {
         i64 row = to.row_of(i), column = to.column_of(j, half);
         if (row < p.rows && column < p.columns) write_sum(to.sums, p, blockIdx.z, row, column, result(s[i][j], half));
       }
@@ -282,8 +267,7 @@ fma_chain(const Word* words_a, const Word* words_b, const Span* spans_a, const S
     u32 over = PROMOTES ? __ballot_sync(~0u, lane < here && order.ends[block + min(lane, here - 1)] != 0) : 0;
 #pragma unroll UNROLL
     for (i32 t = 0; t < here; ++t) {
-#pragma unroll
-      for (int place = 0; place < BLOCK; ++place) add_place(s, stage, t * BLOCK + place, at);
+      UNROLLED for (int place = 0; place < BLOCK; ++place) add_place(s, stage, t * BLOCK + place, at);
       end_block(s, e, l);
       if (PROMOTES && (over >> t & 1)) {
         end_chains(s, to, p, !joined, block + t, order);

@@ -32,7 +32,7 @@ struct alignas(4) Span { i16 low, high; };
 
 // The bits of a float32 that float16 or bfloat16 holds.
 DEVICE u32 code_of(float x) {
-  u32 bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu, sign = bits >> 16 & 0x8000u;
+  u32 bits = as_bits(x), magnitude = bits & 0x7FFFFFFFu, sign = bits >> 16 & 0x8000u;
   if (NUMBERS == BFLOATS) return magnitude > 0x7F800000u ? 0x7FFFu : bits >> 16;
   i32 field = (i32)(magnitude >> 23);
   if (field == 255) return sign | (magnitude > 0x7F800000u ? 0x7FFFu : 0x7C00u);

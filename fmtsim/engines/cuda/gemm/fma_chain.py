@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, macros, panels_of
+from fmtsim.engines.cuda.cast.parameters import macros
+from fmtsim.engines.cuda.gemm.fast_path import FastPath, Packing, panels_of
 from fmtsim.engines.cuda.gemm.job import (
     REALS,
     TILE,
@@ -48,7 +49,7 @@ class _Shape(NamedTuple):
     """How the kernels run a unit: the macros of fma_chain.cu but those of speed, and the numbers of ``Limits``."""
 
     numbers: int
-    kept: int
+    acc_mantissa: int
     block: int
     clamped: bool
     bounded: bool
@@ -60,7 +61,7 @@ class _Shape(NamedTuple):
     @property
     def native(self) -> bool:
         """Whether the instruction's result is the accumulator's."""
-        return self.numbers <= BFLOATS or (self.numbers, self.kept) in ((FLOATS, 23), (DOUBLES, 52))
+        return self.numbers <= BFLOATS or (self.numbers, self.acc_mantissa) in ((FLOATS, 23), (DOUBLES, 52))
 
     @property
     def has_spans(self) -> bool:
@@ -93,9 +94,9 @@ class FmaChain(FastPath):
 
     def _product_macros(self, job: Job, shape: _Shape) -> Defines:
         return macros(
-            NUMBERS=shape.numbers, KEPT=shape.kept, BLOCK=shape.block if shape.depth % shape.block == 0 else 0,
-            CLAMPED=shape.clamped, BOUNDED=shape.bounded, PROMOTES=shape.promotes, SIGNED=shape.signed, STAGES=_STAGES,
-            RESIDENT=1 if shape.numbers == DOUBLES else 2,
+            NUMBERS=shape.numbers, ACC_MANTISSA=shape.acc_mantissa,
+            BLOCK=shape.block if shape.depth % shape.block == 0 else 0, CLAMPED=shape.clamped, BOUNDED=shape.bounded,
+            PROMOTES=shape.promotes, SIGNED=shape.signed, STAGES=_STAGES, RESIDENT=1 if shape.numbers == DOUBLES else 2,
             UNROLL=1 if shape.clamped else 2 if shape.promotes == 1 else _UNROLL,
         )  # fmt: skip
 
@@ -161,8 +162,8 @@ def shape_of(spec: GemmSpec, block: int, k: int, with_c: bool) -> _Shape | None:
             return None
     if unit.signed_zero and not native:
         return None
-    kept, ends = acc.mantissa_bits, (acc.min_exponent, acc.max_exponent)
-    return _Shape(numbers, kept, block, clamped, bounded, promotion, unit.signed_zero, *ends)
+    acc_mantissa, ends = acc.mantissa_bits, (acc.min_exponent, acc.max_exponent)
+    return _Shape(numbers, acc_mantissa, block, clamped, bounded, promotion, unit.signed_zero, *ends)
 
 
 def _instruction(spec: GemmSpec) -> int | None:

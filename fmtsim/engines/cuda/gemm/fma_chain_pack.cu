@@ -10,7 +10,7 @@
 #define ROWS (SECOND ? COLUMNS : PANEL)
 
 DEVICE Span span_of(float x) {
-  u32 magnitude = __float_as_uint(x) & 0x7FFFFFFFu;
+  u32 magnitude = as_bits(x) & 0x7FFFFFFFu;
   if (magnitude == 0 || magnitude >= 0x7F800000u) return Span{NO_LOW, NO_HIGH};
   i32 field = (i32)(magnitude >> 23), last = max(field, 1) - 150;
   u32 significand = (magnitude & 0x7FFFFFu) | (field ? 0x800000u : 0);
@@ -34,9 +34,10 @@ pack_operand(const void* x, i64 row_stride, i64 stride, i32 rows, const i32* sou
   __shared__ Word tile[PLACES][PANEL + CHUNK];
   __shared__ i32 ks[PLACES];
   __shared__ i32 low[PLACES], high[PLACES];
-  Given given = {x, row_stride, stride, rows};
+  Given operand = {x, row_stride, stride, rows};
   i32 panel = blockIdx.x, thread = threadIdx.x;
   i64 first = (i64)blockIdx.y * PLACES;
+  // 1. the k of each place
   if (thread < PLACES) {
     i64 place = first + thread, of_block = place / padded;
     i32 inside = (i32)(place - of_block * padded);
@@ -45,21 +46,22 @@ pack_operand(const void* x, i64 row_stride, i64 stride, i32 rows, const i32* sou
   }
   __syncthreads();
   bool special = false;
+  // 2. numbers as words into shared memory, read along memory, and spans of their exponents
   for (i32 i = thread; i < PANEL * PLACES; i += THREADS) {
     i32 place = stride == 1 ? i % PLACES : i / PANEL, word = stride == 1 ? i / PLACES : i % PANEL;
     i32 row = panel * ROWS + (PAIRS && SECOND ? 2 * word : word), k = ks[place];
-    Value value = number_at(given, row, k);
+    Value value = number_at(operand, row, k);
     i32 lies = SECOND ? place_of_column<CHUNK>(word) : place_of_row<CHUNK>(word);
 #if PAIRS
     u32 code = code_of((float)value);
-    tile[place][lies] = code | (SECOND ? code_of((float)number_at(given, row + 1, k)) : code) << 16;
+    tile[place][lies] = code | (SECOND ? code_of((float)number_at(operand, row + 1, k)) : code) << 16;
 #elif NUMBERS == FLOATS
     tile[place][lies] = (float)value;
-    special |= (__float_as_uint((float)value) & 0x7F800000u) == 0x7F800000u;
+    special |= (as_bits((float)value) & 0x7F800000u) == 0x7F800000u;
 #else
     tile[place][lies] = (double)value;
     if (!SPANS) continue;
-    special |= (__float_as_uint((float)value) & 0x7F800000u) == 0x7F800000u;
+    special |= (as_bits((float)value) & 0x7F800000u) == 0x7F800000u;
     Span span = span_of((float)value);
     if (span.high != NO_HIGH) {
       atomicMin(low + place, (i32)span.low);
@@ -69,6 +71,7 @@ pack_operand(const void* x, i64 row_stride, i64 stride, i32 rows, const i32* sou
   }
   if (!PAIRS && special) atomicOr(flags + panel, 1u);
   __syncthreads();
+  // 3. words and spans out
   Word* to = words + ((i64)panel * places + first) * PANEL;
   i32 count = (i32)min((i64)PLACES, places - first) * PANEL;
   for (i32 i = thread; i < count; i += THREADS) to[i] = tile[i / PANEL][i % PANEL];

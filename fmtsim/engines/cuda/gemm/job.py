@@ -361,8 +361,8 @@ def accumulator_of(unit: Arithmetic) -> FloatFormat:
 
 
 def _lowest_exponent(fmt: OperandFormat, unit: Datapath) -> int:
-    given = unit.operand or fmt
-    return given.min_exponent if isinstance(given, FloatFormat) else 0
+    lowest = unit.operand or fmt
+    return lowest.min_exponent if isinstance(lowest, FloatFormat) else 0
 
 
 def format_bytes(fmt: FloatFormat) -> bytes:

@@ -106,7 +106,7 @@ DEVICE double special_of(u32 limits) {
 }
 
 // The number n 2^place, n > 0, in a format; Inf above its largest value. Where n has more than 64 bits its last bit may
-// stand for all that was cut off below it.
+// stand for all that was dropped below it.
 template <typename T>
 DEVICE double to_format(T n, int place, bool negative, const Format& to, const Rounding& how, u32 w) {
   int lowest = max(place + length_of(n) - 1, to.min_exponent) - to.mantissa_bits;

@@ -21,30 +21,30 @@ DEVICE float float8(u32 code, int type) {
   u32 magnitude = code & 0x7F;
   float x;
   bool nan;
-  if (type == TYPE_E8M0) return __uint_as_float(code == 255 ? 0x7FFFFFFFu : code == 0 ? 0x00400000u : code << 23);
-  if (type == TYPE_E4M3FN) { x = __uint_as_float(magnitude << 20) * 0x1p120f; nan = magnitude == 0x7F; }
-  else if (type == TYPE_E4M3FNUZ) { x = __uint_as_float(magnitude << 20) * 0x1p119f; nan = code == 0x80; }
-  else if (type == TYPE_E5M2FNUZ) { x = __uint_as_float(magnitude << 21) * 0x1p111f; nan = code == 0x80; }
+  if (type == TYPE_E8M0) return as_float(code == 255 ? 0x7FFFFFFFu : code == 0 ? 0x00400000u : code << 23);
+  if (type == TYPE_E4M3FN) { x = as_float(magnitude << 20) * 0x1p120f; nan = magnitude == 0x7F; }
+  else if (type == TYPE_E4M3FNUZ) { x = as_float(magnitude << 20) * 0x1p119f; nan = code == 0x80; }
+  else if (type == TYPE_E5M2FNUZ) { x = as_float(magnitude << 21) * 0x1p111f; nan = code == 0x80; }
   else {
-    x = __uint_as_float(magnitude << 21) * 0x1p112f;
+    x = as_float(magnitude << 21) * 0x1p112f;
     nan = magnitude > 0x7C;
-    if (magnitude == 0x7C) x = __uint_as_float(0x7F800000u);
+    if (magnitude == 0x7C) x = as_float(0x7F800000u);
   }
-  if (nan) x = __uint_as_float(0x7FFFFFFFu);
-  return __uint_as_float(__float_as_uint(x) | (code & 0x80) << 24);
+  if (nan) x = as_float(0x7FFFFFFFu);
+  return as_float(as_bits(x) | (code & 0x80) << 24);
 }
 
 DEVICE float float16(u32 code) {
   u32 magnitude = code & 0x7FFF;
-  float x = __uint_as_float(magnitude << 13) * 0x1p112f;
-  if (magnitude >= 0x7C00) x = __uint_as_float(0x7F800000u | (magnitude & 0x3FF) << 13);
-  return __uint_as_float(__float_as_uint(x) | (code & 0x8000) << 16);
+  float x = as_float(magnitude << 13) * 0x1p112f;
+  if (magnitude >= 0x7C00) x = as_float(0x7F800000u | (magnitude & 0x3FF) << 13);
+  return as_float(as_bits(x) | (code & 0x8000) << 16);
 }
 
 DEVICE double value_of(u64 raw, int type) {
   if (type == TYPE_FP64) return as_double(raw);
-  if (type == TYPE_FP32) return __uint_as_float((u32)raw);
-  if (type == TYPE_BF16) return __uint_as_float((u32)raw << 16);
+  if (type == TYPE_FP32) return as_float((u32)raw);
+  if (type == TYPE_BF16) return as_float((u32)raw << 16);
   if (type == TYPE_FP16) return float16((u32)raw);
   if (type == TYPE_INT8) return (i8)raw;
   return type == TYPE_UINT8 ? (double)raw : (double)float8((u32)raw, type);

@@ -28,11 +28,9 @@ template <typename T, int Count, int Apart>
 DEVICE void load(T (&to)[Count], const T* from) {
   constexpr int CHUNK_OF = 16 / sizeof(T);
   struct alignas(16) Chunk { T value[CHUNK_OF]; };
-#pragma unroll
-  for (int i = 0; i < Count; i += CHUNK_OF) {
+  UNROLLED for (int i = 0; i < Count; i += CHUNK_OF) {
     const Chunk chunk = *(const Chunk*)(from + i * Apart);
-#pragma unroll
-    for (int j = 0; j < CHUNK_OF; ++j) to[i + j] = chunk.value[j];
+    UNROLLED for (int j = 0; j < CHUNK_OF; ++j) to[i + j] = chunk.value[j];
   }
 }
 
@@ -57,8 +55,7 @@ DEVICE Panels panels_of(i32 rows, i32 columns, i32 width = PANEL) {
 // next.
 template <int Stages, typename Fetch>
 DEVICE void bring_first(i32 first, i32 stop, Fetch fetch) {
-#pragma unroll
-  for (int i = 0; i < Stages - 1; ++i) {
+  UNROLLED for (int i = 0; i < Stages - 1; ++i) {
     if (first + i < stop) fetch(i, first + i);
     commit_copies();
   }
@@ -96,10 +93,8 @@ DEVICE void write_floats(float* sums, i32 rows, i32 columns, const Panels& panel
   const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const i32 top = panels.a * PANEL + warp % 2 * 64 + lane / 4, left = panels.b * PANEL + warp / 2 * 32 + lane % 4 * 2;
   sums += (i64)blockIdx.z * rows * columns;
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+  UNROLLED for (int i = 0; i < 8; ++i)
+    UNROLLED for (int j = 0; j < 8; ++j) {
       const i32 row = top + i * 8, column = left + j / 2 * 8 + j % 2;
       if (row >= rows || column >= columns) continue;
       float* place = sums + (i64)row * columns + column;

@@ -46,7 +46,7 @@ DEVICE double addend_at(const void* c, const Problem& p, i64 row, i64 column) {
 DEVICE void write_at(void* sums, i64 place, const Problem& p, double y) {
   if (p.kind == KIND_INT32) ((i32*)sums)[place] = (i32)y;
   else if (p.kind == KIND_DOUBLE) ((double*)sums)[place] = is_nan(y) ? as_double(NAN_BITS) : y;
-  else ((float*)sums)[place] = is_nan(y) ? __uint_as_float(0x7FFFFFFFu) : (float)y;
+  else ((float*)sums)[place] = is_nan(y) ? as_float(0x7FFFFFFFu) : (float)y;
 }
 
 // Write a sum of a part, and read one that was written, but of integers; sums are [parts, rows, columns].
@@ -145,8 +145,8 @@ DEVICE void add_blocks(const void* c, const Order& order, void* sums, const Prob
 // written; all threads of a block come along, those outside the result too.
 //
 // A grid has as many blocks as squares, or fewer, which walk: with a fast path before it next to nothing is marked, and
-// thousands of blocks that only look would cost as much as a tenth of a fast product. So every thread looks at a square,
-// and all of them leave together where there is none.
+// thousands of blocks that only look would cost as much as a tenth of a fast product. So every thread looks at a
+// square, and all of them leave together where there is none.
 template <typename Work>
 DEVICE void each_output(const void* a, const void* b, const void* c, const i32* source, const Order& order,
                         const u8* marks, void* sums, const Problem& p, Work work) {
@@ -179,7 +179,7 @@ DEVICE void promote(void* sums, const Problem& p, i64 row, i64 column, Real chai
   if (Promotion == PROMOTES_FLOAT32) {
     float* place = (float*)sums + ((i64)blockIdx.z * p.rows + row) * p.columns + column;
     float sum = __fadd_rn(first ? 0.0f : *place, (float)chain);
-    *place = sum == sum ? sum : __uint_as_float(0x7FFFFFFFu);
+    *place = sum == sum ? sum : as_float(0x7FFFFFFFu);
   } else {
     double total = first ? 0.0 : sum_at(sums, p, blockIdx.z, row, column);
     write_sum(sums, p, blockIdx.z, row, column, joined(total, chain, p, t, row, column, order));

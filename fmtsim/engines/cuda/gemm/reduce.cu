@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts and lanes of a product added in the order of a plan (docs/matmul.md, section 4, step 5), one output a thread.
+// The parts and lanes of a product added in the order of a plan (docs/matmul.md, section 4, step 5), one output a
+// thread.
 #include "problem.cuh"
 
 struct alignas(16) Formats {
@@ -47,8 +48,8 @@ struct Reduction {
     return s;
   }
 
-  // Sums in the order of a Postfix (fmtsim/spec/schedule.py): the number of a sum, -1 for +0, and how many times the two
-  // on top are then added.
+  // Sums in the order of a Postfix (fmtsim/spec/schedule.py): the number of a sum, -1 for +0, and how many times the
+  // two on top are then added.
   DEVICE double combined(const i32* steps, i32 count) const {
     double waiting[WAITING];
     i32 top = 0;

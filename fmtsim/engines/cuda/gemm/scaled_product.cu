@@ -72,10 +72,8 @@ DEVICE void copy_panel(u8* to, const Factor& x, i32 row, i32 k, i32 depth) {
   const i32 lines = Transposed ? depth - k : x.rows - row, words = (Transposed ? x.rows - row : depth - k) - word * 8;
   const u16* from = x.elements + (i64)((Transposed ? k : row) + line) * x.stride + (Transposed ? row : k) + word * 8;
   to += line * 128 + ((word ^ line) % 8) * 16;
-#pragma unroll
-  for (i32 i = 0; i < TURNS; ++i) {
-#pragma unroll
-    for (i32 band = 0; band < (Transposed ? Rows / 64 : 1); ++band)
+  UNROLLED for (i32 i = 0; i < TURNS; ++i) {
+    UNROLLED for (i32 band = 0; band < (Transposed ? Rows / 64 : 1); ++band)
       copy16_or_zeros(to + band * BAND_BYTES + i * LINES * 128, from + band * 64,
                       band * 64 < words && line + i * LINES < lines);
     from += LINES * x.stride;
@@ -83,8 +81,7 @@ DEVICE void copy_panel(u8* to, const Factor& x, i32 row, i32 k, i32 depth) {
 }
 
 DEVICE void copy_scales(float* to, const Factor& a, const Factor& b, const Place& at, i32 group, i32 depth) {
-#pragma unroll
-  for (i32 i = threadIdx.x % COPYING; i < ROWS + COLUMNS; i += COPYING) {
+  UNROLLED for (i32 i = threadIdx.x % COPYING; i < ROWS + COLUMNS; i += COPYING) {
     const bool second = i >= ROWS;
     const Factor& x = second ? b : a;
     const i32 row = second ? at.column + i - ROWS : at.row + i;
@@ -125,13 +122,11 @@ DEVICE void add_group(float (&total)[SUMS], float (&sums)[SUMS], const float* sc
 #if SHARED_B
   const float above = __fmul_rn(upper, scales[ROWS]), below = __fmul_rn(lower, scales[ROWS]);
   if (is_moderate(above) && is_moderate(below)) {
-#pragma unroll
-    for (i32 i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(sums[i], i / 2 % 2 ? below : above, total[i]);
+    UNROLLED for (i32 i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(sums[i], i / 2 % 2 ? below : above, total[i]);
     return;
   }
 #endif
-#pragma unroll
-  for (i32 j = 0; j < COLUMNS / 8; ++j) {
+  UNROLLED for (i32 j = 0; j < COLUMNS / 8; ++j) {
     const float left = columns[8 * j], right = columns[8 * j + 1];
     total[4 * j] = __fmaf_rn(__fmul_rn(sums[4 * j], upper), left, total[4 * j]);
     total[4 * j + 1] = __fmaf_rn(__fmul_rn(sums[4 * j + 1], upper), right, total[4 * j + 1]);
@@ -142,15 +137,13 @@ DEVICE void add_group(float (&total)[SUMS], float (&sums)[SUMS], const float* sc
 
 #if OUTPUT == 1
 typedef u16 Output;
-DEVICE void store_pair(Output* to, float left, float right) { *(u32*)to = bfloat_pair(left, right); }
+DEVICE void store_pair(Output* to, float left, float right) { *(u32*)to = rounded_pair<BFLOAT16>(left, right); }
 
 // Word i of lane l of four becomes word l of lane i.
 DEVICE void exchange(u32 (&words)[4]) {
-#pragma unroll
-  for (i32 flip = 1; flip <= 2; flip *= 2) {
+  UNROLLED for (i32 flip = 1; flip <= 2; flip *= 2) {
     const bool second = threadIdx.x & flip;
-#pragma unroll
-    for (i32 k = 0; k < 2; ++k) {
+    UNROLLED for (i32 k = 0; k < 2; ++k) {
       const i32 low = flip == 1 ? 2 * k : k, high = low + flip;
       const u32 got = __shfl_xor_sync(~0u, second ? words[low] : words[high], flip);
       words[low] = second ? got : words[low], words[high] = second ? words[high] : got;
@@ -163,20 +156,16 @@ DEVICE void store_whole_tile(void* out, const float (&total)[SUMS], const float*
                              const Factor& b) {
   const i32 row = at.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, own = threadIdx.x % 4;
   Output* to = (Output*)out + ((i64)at.part * a.rows + row) * b.rows + at.column + own * 8;
-#pragma unroll
-  for (i32 j = 0; j < COLUMNS / 8; j += 4) {
+  UNROLLED for (i32 j = 0; j < COLUMNS / 8; j += 4) {
     u32 upper[4], lower[4];
-#pragma unroll
-    for (i32 k = 0; k < 4; ++k) {
+    UNROLLED for (i32 k = 0; k < 4; ++k) {
       float t[4];
-#pragma unroll
-      for (i32 i = 0; i < 4; ++i) t[i] = total[4 * (j + k) + i];
+      UNROLLED for (i32 i = 0; i < 4; ++i) t[i] = total[4 * (j + k) + i];
       if (bias != nullptr) {
         const Words2 added = *(const Words2*)(bias + at.column + own * 2 + 8 * (j + k));
-#pragma unroll
-        for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], __uint_as_float(i % 2 ? added.y : added.x));
+        UNROLLED for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], as_float(i % 2 ? added.y : added.x));
       }
-      upper[k] = bfloat_pair(t[0], t[1]), lower[k] = bfloat_pair(t[2], t[3]);
+      upper[k] = rounded_pair<BFLOAT16>(t[0], t[1]), lower[k] = rounded_pair<BFLOAT16>(t[2], t[3]);
     }
     exchange(upper), exchange(lower);
     *(Words4*)(to + 8 * j) = {upper[0], upper[1], upper[2], upper[3]};
@@ -186,7 +175,7 @@ DEVICE void store_whole_tile(void* out, const float (&total)[SUMS], const float*
 #else
 typedef float Output;
 DEVICE void store_pair(Output* to, float left, float right) {
-  *(Words2*)to = {__float_as_uint(left), __float_as_uint(right)};
+  *(Words2*)to = {as_bits(left), as_bits(right)};
 }
 #endif
 
@@ -196,13 +185,11 @@ DEVICE void store_tile(void* out, const float (&total)[SUMS], const float* bias,
   const i32 row = at.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = at.column + threadIdx.x % 4 * 2;
   Output* upper = (Output*)out + ((i64)at.part * a.rows + row) * b.rows + column;
   Output* lower = upper + 8 * (i64)b.rows;
-#pragma unroll
-  for (i32 j = 0; j < COLUMNS / 8; ++j) {
+  UNROLLED for (i32 j = 0; j < COLUMNS / 8; ++j) {
     if (!Whole && column + 8 * j >= b.rows) continue;
     float t[4] = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
     if (bias != nullptr) {
-#pragma unroll
-      for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], bias[column + 8 * j + i % 2]);
+      UNROLLED for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], bias[column + 8 * j + i % 2]);
     }
     if (Whole || row < a.rows) store_pair(upper + 8 * j, t[0], t[1]);
     if (Whole || row + 8 < a.rows) store_pair(lower + 8 * j, t[2], t[3]);
@@ -219,24 +206,20 @@ DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const T
   i32 slot = 0;
   u32 phase = 0;
   float sums[SUMS], total[SUMS];
-#pragma unroll
-  for (i32 i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+  UNROLLED for (i32 i = 0; i < SUMS; ++i) sums[i] = 0.0f;
   for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
     Place at;
     at.start(unit, a, b, t);
-#pragma unroll
-    for (i32 i = 0; i < SUMS; ++i) total[i] = 0.0f;
+    UNROLLED for (i32 i = 0; i < SUMS; ++i) total[i] = 0.0f;
     for (i32 group = 0; group < t.part_groups; ++group) {
       i32 last = 0;
-#pragma unroll
-      for (i32 step = 0; step < STEPS; ++step) {
+      UNROLLED for (i32 step = 0; step < STEPS; ++step) {
         wait_phase(&m.filled[slot], phase);
         see_shared();
         const Stage& stage = m.stages[slot];
         const u32 panel_a = shared_place(stage.a), panel_b = shared_place(stage.b);
         begin_products();
-#pragma unroll
-        for (i32 i = 0; i < DEPTH / 16; ++i)
+        UNROLLED for (i32 i = 0; i < DEPTH / 16; ++i)
           add_product<TRANSPOSED_A, TRANSPOSED_B>(sums, matrix<TRANSPOSED_A>(panel_a, threadIdx.x / 128, i),
                                           matrix<TRANSPOSED_B>(panel_b, 0, i), step + i > 0);
         commit_products();
@@ -288,14 +271,12 @@ KERNEL __launch_bounds__(256) add_parts(const Words4* sums, const float* bias, v
   float total[4] = {};
   for (i32 part = 0; part < parts; ++part) {
     const Words4 words = sums[part * fours + at];
-    const u32 given[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], __uint_as_float(given[i]));
+    const u32 part_words[4] = {words.x, words.y, words.z, words.w};
+    UNROLLED for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], as_float(part_words[i]));
   }
   if (bias != nullptr) {
     bias += at * 4 % columns;
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], bias[i]);
+    UNROLLED for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], bias[i]);
   }
   store_pair((Output*)out + at * 4, total[0], total[1]);
   store_pair((Output*)out + at * 4 + 2, total[2], total[3]);

@@ -25,6 +25,8 @@ from fmtsim.support.replay.hooks import Structure
 _FILE: Final = "scaled_product.cu"
 _CAPABILITY: Final = (9, 0)
 _TILE, _DEPTH, _STAGES, _THREADS = 128, 64, 6, 384
+# Bytes of ``Memory`` of the kernel: stages at multiples of 1024 bytes, and barriers.
+_SHARED: Final = _STAGES * (-(-2 * _TILE * (_DEPTH * 2 + 4) // 1024) * 1024 + 16) + 1024
 _OUTPUTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 _PARTS: Final = 16  # at most
 _GROUP: Final = 128  # of the kernels that are compiled ahead
@@ -89,17 +91,13 @@ def multiply_groups(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dt
         task,
         bias if parts == 1 else None,
         sums,
-        shared=_shared_bytes(),
+        shared=_SHARED,
     )
     if parts > 1:
-        _add_parts(sums, bias, out, index)
+        add_parts = kernel(_FILE, "add_parts", index, _defines(False, False, _GROUP, dtype, True))
+        sizes = np.int32(parts), np.int32(n), np.int64(m * n // 4)
+        add_parts(-(-m * n // _TURN), _TURN // 4, sums, bias, out, *sizes)
     return out
-
-
-def _add_parts(sums: Tensor, bias: Tensor | None, out: Tensor, index: int) -> None:
-    run = kernel(_FILE, "add_parts", index, _defines(False, False, _GROUP, out.dtype, True))
-    sizes = np.int32(sums.shape[0]), np.int32(out.shape[1]), np.int64(out.numel() // 4)
-    run(-(-out.numel() // _TURN), _TURN // 4, sums, bias, out, *sizes)
 
 
 def _packed(x: Operand) -> Structure:
@@ -112,12 +110,6 @@ def _packed(x: Operand) -> Structure:
 
 def _tiles(m: int, n: int) -> int:
     return -(-m // _TILE) * -(-n // _TILE)
-
-
-def _shared_bytes() -> int:
-    """Return what ``Memory`` of the kernel takes: stages at multiples of 1024 bytes, and barriers."""
-    stage = 2 * _TILE * (_DEPTH * 2 + 4)
-    return _STAGES * (-(-stage // 1024) * 1024 + 16) + 1024
 
 
 @lru_cache(maxsize=1024)

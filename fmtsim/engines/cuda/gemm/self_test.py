@@ -28,6 +28,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DeviceError, KernelWarning
+from fmtsim.support.replay.gpu import captures
 
 _MOST: Final = 4096  # choices that are remembered at once
 _UNKNOWN: Any = object()
@@ -80,7 +81,7 @@ def passes(path: FastPath, job: Job, plan: Plan) -> bool:
         return verdict
     passed = _passed(index)
     if passed is None or name not in _lines(passed):
-        if torch.cuda.is_current_stream_capturing():
+        if captures():
             raise DeviceError(
                 f"{plan.programs[0][0]} has not been tested on cuda:{index} for products of this kind yet, and a CUDA "
                 "graph that is being captured cannot wait for that; run the product once before the capture (see "
@@ -101,11 +102,11 @@ def _class_of(path: FastPath, job: Job, plan: Plan) -> str:
     """Return a digest of all that may decide how a path's kernels run a product, but shape and data."""
     gemm_plan, order = job.spec.plan, job.order
     lies = [(x.dtype, *(stride == 1 for stride in x.stride()), _alignment(x)) for x in (job.a, job.b)]
-    given = [x is not None for x in (job.c, job.scale_a, job.scale_b, job.random)]
+    present = [x is not None for x in (job.c, job.scale_a, job.scale_b, job.random)]
     features = (
         job.promotes, gemm_plan.scaled_promotion, gemm_plan.successive_scales, order.contiguous, len(order.parts) > 1,
     )  # fmt: skip
-    text = path.name, plan.programs, replace(job.spec, plan=GemmPlan()).to_json(), lies, given, features
+    text = path.name, plan.programs, replace(job.spec, plan=GemmPlan()).to_json(), lies, present, features
     return hashlib.sha256(repr(text).encode()).hexdigest()
 
 
@@ -118,10 +119,10 @@ def _compared(path: FastPath, job: Job, plan: Plan) -> tuple[int, int]:
     """Return how many results of a path have wrong bits, and how many were compared."""
     counts = []
     for place in range(len(SHAPES)):
-        found = _like(path, job, plan, place)
-        if found is None:
+        sample_and_plan = _like(path, job, plan, place)
+        if sample_and_plan is None:
             continue
-        like, like_plan = found
+        like, like_plan = sample_and_plan
         m, n = like.out.shape
         parts = 1 if general.ignores_order(like.spec) else len(like.order.parts)
         fast, exact = (torch.full((parts, m, n), 7, dtype=like.dtype, device=like.out.device) for _ in range(2))
@@ -140,9 +141,9 @@ def _like(path: FastPath, job: Job, plan: Plan, place: int) -> tuple[Job, Plan] 
     usual = SHAPES[place][2]
     for k in (usual, job.shape[2]):
         like = sample(job, place, k)
-        found = path.plan(like)
-        if found is not None and found.programs == plan.programs:
-            return like, found
+        sample_plan = path.plan(like)
+        if sample_plan is not None and sample_plan.programs == plan.programs:
+            return like, sample_plan
     return None
 
 
@@ -215,8 +216,8 @@ def sample(job: Job, place: int, k: int) -> Job:
     generator = torch.Generator(device="cpu").manual_seed(place + 1)
     a = _operand(job.a, job.spec.a, (m, k), reach_a, -1, generator)
     b = _operand(job.b, job.spec.b, (n, k), reach_b, 1, generator)
-    given = (job.scale_a, m), (job.scale_b, n)
-    scale_a, scale_b = (None if x is None else _scales(job, rows, k, generator) for x, rows in given)
+    scales = (job.scale_a, m), (job.scale_b, n)
+    scale_a, scale_b = (None if x is None else _scales(job, rows, k, generator) for x, rows in scales)
     return Job(
         a=a, b=b, c=None if job.c is None else _addend(job, m, n, generator), scale_a=scale_a, scale_b=scale_b,
         spec=job.spec, random=None if job.random is None else RandomKey(1, 2),
@@ -247,7 +248,7 @@ def _operand(
     if fmt.has_zero:
         x[5::64] = 0
         x[6::32, : k // 2] = 0
-    specials = [value for value, known in ((torch.nan, fmt.has_nan), (torch.inf, fmt.infinities)) if known]
+    specials = [value for value, exists in ((torch.nan, fmt.has_nan), (torch.inf, fmt.infinities)) if exists]
     for first in (first for first, far in zip(starts, reach, strict=False) if far >= _SPECIAL):
         for row, value in enumerate(specials):
             x[first + 2 * row : first + 2 * row + 1, k // 2] = value

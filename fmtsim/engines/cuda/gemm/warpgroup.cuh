@@ -52,13 +52,6 @@ DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;
 template <int N>
 DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
-// Two float32 as bfloat16, to nearest even, the first in the low half; NaN is 0x7FFF.
-DEVICE u32 bfloat_pair(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 // Before products that read registers which other instructions wrote; after those of one commit; wait for all but N.
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -68,8 +61,7 @@ DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :
 // Keeps the compiler from moving what reads or writes sums across this place.
 template <int N>
 DEVICE void pin(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  UNROLLED for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // d = a b^T, plus d where `add`: 64 rows of a panel a, 128 of a panel b, 16 places of the sum. Lane l of warp w of the

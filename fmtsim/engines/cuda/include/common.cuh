@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel shares: integer types, bit views, and the few instructions that CUDA C++ has no intrinsic for.
-// No CUDA header is included (NVRTC needs none). A host compiler can stand in for NVRTC by defining FMTSIM_HOST and
-// supplying the instructions of this file itself.
+// What every kernel shares: integer types, bit views, and the instructions that CUDA C++ has no intrinsic for. No CUDA
+// header is included (NVRTC needs none). A host compiler that defines FMTSIM_HOST supplies these instructions itself
+// (tests/engines/cuda/emulator).
 #pragma once
 
 typedef unsigned char u8;
@@ -15,6 +15,7 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
+#define UNROLLED _Pragma("unroll")
 
 struct alignas(16) Words4 { u32 x, y, z, w; };
 struct alignas(8) Words2 { u32 x, y; };
@@ -86,17 +87,22 @@ DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"
 template <int N>
 DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Bits of a float16 as float32, and a float32 as those of a float16, to nearest even.
-DEVICE float float_of_half(u16 x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-}
-DEVICE u16 half_of_float(float x) {
-  u16 y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-  return y;
-}
+// Instructions of one operand.
+#define INSTRUCTION(name, ptx, To, to, From, from) \
+  DEVICE To name(From x) {                         \
+    To y;                                          \
+    asm(ptx " %0, %1;" : "=" to(y) : from(x));     \
+    return y;                                      \
+  }
+INSTRUCTION(float_of_half, "cvt.f32.f16", float, "f", u16, "h")
+INSTRUCTION(half_of_float, "cvt.rn.f16.f32", u16, "h", float, "f")  // to nearest even; NaN is 0x7FFF
+INSTRUCTION(bfloat_of_float, "cvt.rn.bf16.f32", u16, "h", float, "f")
+// Approximations; subnormal operands and results are zero. Relative errors: below 2^-20 of 1 / x and the root, 2^-22 of
+// log2 x and 2^x (PTX: of the logarithm absolute from 0.5 to 2).
+INSTRUCTION(short_inverse, "rcp.approx.ftz.f32", float, "f", float, "f")
+INSTRUCTION(short_root, "sqrt.approx.ftz.f32", float, "f", float, "f")
+INSTRUCTION(short_log2, "lg2.approx.ftz.f32", float, "f", float, "f")
+INSTRUCTION(short_exp2, "ex2.approx.ftz.f32", float, "f", float, "f")
 
 // The larger of two numbers, NaN where one is.
 DEVICE float max_or_nan(float a, float b) {
@@ -115,6 +121,47 @@ DEVICE u32 fma_bfloat2(u32 a, u32 b, u32 c) {
   u32 d;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
+}
+
+// Two neighbours of 16 bits, float16 or bfloat16, in a word. clamp_pair: |x| or, Positive, x from 0 to the limit, NaN
+// kept; add_pairs: a sum which becomes NaN with an addend; rounded_pair: float32 numbers to nearest even.
+template <int Type, bool Positive>
+DEVICE u32 clamp_pair(u32 pair, u32 limit) {
+  u32 out;
+  if (Type == FLOAT16 && Positive) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0));
+  else if (Type == FLOAT16) asm("abs.f16x2 %0, %1;" : "=r"(out) : "r"(pair));
+  else if (Positive) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0));
+  else asm("abs.bf16x2 %0, %1;" : "=r"(out) : "r"(pair));
+  if (Type == FLOAT16) asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(out) : "r"(limit));
+  else asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(out) : "r"(limit));
+  return out;
+}
+template <int Type>
+DEVICE u32 add_pairs(u32 sum, u32 pair) {
+  u32 out;
+  if (Type == FLOAT16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x3C003C00u), "r"(sum));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x3F803F80u), "r"(sum));
+  return out;
+}
+template <int Type>
+DEVICE u32 rounded_pair(float low, float high) {
+  u32 out;
+  if (Type == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+// y + (x >> Shift) and ~(x ^ y ^ z), each one step where the compiler would take two.
+template <int Shift>
+DEVICE u32 add_shifted(u32 x, u32 y) {
+  u32 out;
+  asm("{.reg .b32 s; shr.u32 s, %1, %3; add.u32 %0, s, %2;}" : "=r"(out) : "r"(x), "r"(y), "n"(Shift));
+  return out;
+}
+DEVICE u32 exclusive_nor(u32 x, u32 y, u32 z) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0x69;" : "=r"(out) : "r"(x), "r"(y), "r"(z));
+  return out;
 }
 
 #endif
@@ -136,23 +183,10 @@ DEVICE u32 bfloat16_bits(float x) {
   return !Number && x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
 
-// y + (x >> Shift), one step where the compiler does not take it apart.
-template <int Shift>
-DEVICE u32 add_shifted(u32 x, u32 y) {
-#ifdef FMTSIM_HOST
-  return y + (x >> Shift);
-#else
-  u32 out;
-  asm("{.reg .b32 s; shr.u32 s, %1, %3; add.u32 %0, s, %2;}" : "=r"(out) : "r"(x), "r"(y), "n"(Shift));
-  return out;
-#endif
-}
-
 // Copies Count times 16 bytes from global to shared memory with all Threads of a block, without waiting.
 template <int Count, int Threads>
 DEVICE void copy_words(void* shared, const void* global) {
-#pragma unroll
-  for (int i = 0; i < (Count + Threads - 1) / Threads; ++i) {
+  UNROLLED for (int i = 0; i < (Count + Threads - 1) / Threads; ++i) {
     i32 word = i * Threads + threadIdx.x;
     if (Count % Threads == 0 || word < Count) copy16_async((Words4*)shared + word, (const Words4*)global + word);
   }

@@ -16,8 +16,8 @@
 #define KIND_TABLE 2  // sorted values
 #define KIND_LOGARITHMIC 3  // sign, and sorted magnitudes
 
-// Parameters, the same on the host (fmtsim/engines/cuda/cast/parameters.py). Codes without a sign are "magnitude codes": those of
-// floats count up with the values from 0, through subnormals and carries.
+// Parameters, the same on the host (fmtsim/engines/cuda/cast/parameters.py). Codes without a sign are "magnitude
+// codes": those of floats count up with the values from 0, through subnormals and carries.
 struct alignas(16) Element {
   u64 max_code;       // magnitude code of the largest finite value; of an integer its largest number
   u64 over_code;      // magnitude code of what lies beyond, Inf included, where overflow is not saturation
@@ -45,7 +45,7 @@ struct alignas(16) Element {
 #define HAS_INFINITY 256u
 #define HAS_NEGATIVE_NAN 512u  // unsigned: numbers below zero are NaN
 
-// Sorted values [entries], the points between them where nearest rounding turns [entries - 1], the codes of the
+// Sorted values [entries], the points between them where nearest rounding changes [entries - 1], the codes of the
 // sorted values [entries], the values by code [1 << bits]; null for grids.
 struct Tables {
   const double* values;
@@ -87,7 +87,7 @@ DEVICE Real real_of_bits(u64 fraction, i32 field, i32 top, i32 bias, i32 shift, 
 }
 
 DEVICE Real real_of(float x) {
-  u32 bits = __float_as_uint(x);
+  u32 bits = as_bits(x);
   return real_of_bits(bits & 0x7FFFFFu, (bits >> 23) & 0xFF, 0xFF, 127, 29, bits >> 31);
 }
 
@@ -111,20 +111,25 @@ DEVICE u64 beyond(bool negative, const Element& e) {
 }
 
 DEVICE u64 float_code(const Real& x, u32 word, const Element& e) {
+  // 1. NaN, zero, numbers that the format has no sign for, Inf
   if (x.sort == REAL_NOT_A_NUMBER) return e.nan_code;
   bool has_zero = e.flags & HAS_ZERO;
   if (x.sort == REAL_ZERO) return has_zero ? signed_code(0, x.negative, e) : 0;
   if (x.negative && (e.flags & IS_UNSIGNED)) return e.flags & HAS_NEGATIVE_NAN ? e.nan_code : 0;
   if (x.sort == REAL_INFINITE) return e.flags & SATURATES ? signed_code(e.max_code, x.negative, e) : beyond(x.negative, e);
+  // 2. the last place of the result: that of the binade, or of the smallest values
   bool below = x.exponent < e.min_exponent, flushing = below && (e.flags & IS_FLUSHED);
   if (below && !has_zero) return 0;
   i32 place = flushing ? e.min_exponent : (below ? e.min_exponent : x.exponent) - e.mantissa_bits;
+  // 3. whole places and the rest; codes count up with the values, so the candidate is base + whole
   Split s = split(x.significand, place - x.exponent + 52);
   i64 first = 1ll << e.mantissa_bits;
   i64 base = (i64)(place + e.mantissa_bits - e.min_exponent + has_zero - 1) * first;  // of the code of n = first
   u64 down = flushing ? 0 : (u64)(base + (i64)s.whole), step = flushing ? (u64)first : 1;
+  // 4. the mode decides by rest, parity and sign; a carry runs into the exponent
   bool up = moves_up(s, !flushing && (down & 1), x.negative, word, e);
   u64 code = up ? down + step : down;
+  // 5. overflow
   if (code <= e.max_code) return signed_code(code, x.negative, e);
   return !leaves_range(e.mode, x.negative) || (e.flags & SATURATES) ? signed_code(e.max_code, x.negative, e) : beyond(x.negative, e);
 }

@@ -19,17 +19,6 @@ struct alignas(16) Draw {
 #define PHILOX_M1 0xCD9E8D57u
 // Multiples of 0x9E3779B9 and 0xBB67AE85 are added to the keys on the host.
 
-// ~(x ^ y ^ z), which the compiler would do in two steps.
-DEVICE u32 exclusive_nor(u32 x, u32 y, u32 z) {
-#ifdef FMTSIM_HOST
-  return ~(x ^ y ^ z);
-#else
-  u32 out;
-  asm("lop3.b32 %0, %1, %2, %3, 0x69;" : "=r"(out) : "r"(x), "r"(y), "r"(z));
-  return out;
-#endif
-}
-
 // The four words at a 64-bit counter, or what they lack of 2^32 - 1: the last products are those of complements, and
 // -1 - m x = m (2^32 - 1 - x) + P0 for m = M0, + Q0 for M1.
 #define PHILOX_P0 (~0ull - PHILOX_M0 * 0xFFFFFFFFull)
@@ -37,8 +26,7 @@ DEVICE u32 exclusive_nor(u32 x, u32 y, u32 z) {
 template <bool Complements = false>
 DEVICE Words4 philox(u64 counter, const Draw& d) {
   u32 a = (u32)counter, b = (u32)(counter >> 32), c = d.offset0, e = d.offset1;
-#pragma unroll
-  for (u32 i = 0; i < 10; i++) {
+  UNROLLED for (u32 i = 0; i < 10; i++) {
     u64 p = (u64)PHILOX_M0 * a, q = (u64)PHILOX_M1 * c;
     if (Complements && i == 9) p += PHILOX_P0, q += PHILOX_Q0;
     u32 high = (u32)(q >> 32), other = (u32)(p >> 32), key = d.keys[2 * i], next = d.keys[2 * i + 1];
@@ -97,8 +85,7 @@ DEVICE void make_words(u32* words, u64 first, u32 high, const Draw& d) {
   u64 upper = (u64)high << 32;
   u32 low = (u32)(first >> 2) + (lane >> 1) * 16 + (lane & 1) * 8;  // no carry: the first is a multiple of 256
   Words4* to = (Words4*)(words + lane * 36);
-#pragma unroll
-  for (int k = 0; k < 8; k += 4) {
+  UNROLLED for (int k = 0; k < 8; k += 4) {
     Words4 a = philox<true>(upper | (low + k), d), b = philox<true>(upper | (low + k + 1), d);
     Words4 c = philox<true>(upper | (low + k + 2), d), e = philox<true>(upper | (low + k + 3), d);
     to[k / 4] = Words4{a.x, b.x, c.x, e.x};
@@ -112,8 +99,7 @@ DEVICE void make_words(u32* words, u64 first, u32 high, const Draw& d) {
 // The words of Count neighbours, a power of two from 4 to 64; words: where that of the first lies, a multiple of Count.
 template <int Count>
 DEVICE void take_words(u32 (&to)[Count], const u32* words) {
-#pragma unroll
-  for (int k = 0; k < Count; k += 4) {
+  UNROLLED for (int k = 0; k < Count; k += 4) {
     Words4 w = *(const Words4*)(words + word_place(k));
     to[k] = w.x, to[k + 1] = w.y, to[k + 2] = w.z, to[k + 3] = w.w;
   }

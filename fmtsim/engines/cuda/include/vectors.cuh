@@ -4,82 +4,6 @@
 #pragma once
 #include "common.cuh"
 
-#ifdef FMTSIM_HOST
-// float16 as the upper bits of a float32 whose exponent is 112 too small; a product corrects that exactly.
-DEVICE float float_of_half(u16 x) {
-  u32 magnitude = (u32)(x & 0x7FFF) << 13, sign = (u32)(x & 0x8000) << 16;
-  u32 bits = __float_as_uint(__uint_as_float(magnitude) * __uint_as_float(0x77800000u));
-  return __uint_as_float(sign | (magnitude >= 0x0F800000u ? magnitude | 0x7F800000u : bits));
-}
-DEVICE u16 half_of_float(float x) {  // of a value that float16 holds
-  u32 bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 16) & 0x8000;
-  if (magnitude > 0x7F800000u) return 0x7FFF;
-  if (magnitude == 0x7F800000u) return (u16)(sign | 0x7C00);
-  return (u16)(sign | __float_as_uint(__uint_as_float(magnitude) * __uint_as_float(0x07800000u)) >> 13);
-}
-#endif
-
-// Two neighbours of 16 bits in a word. clamp_pair: |x| or, Positive, x from 0 to the limit, NaN kept; add_pairs: a sum
-// which becomes NaN with an addend; rounded_pair: from float32 numbers that the dtype holds, NaN aside.
-#ifdef FMTSIM_HOST
-template <int Type>
-DEVICE float half_of_pair(u32 pair, u32 place) {
-  u32 x = pair >> (16 * place) & 0xFFFFu;
-  return Type == FLOAT16 ? float_of_half((u16)x) : __uint_as_float(x << 16);
-}
-template <int Type, bool Positive>
-DEVICE u32 clamp_pair(u32 pair, u32 limit) {
-  u32 out = 0;
-  for (u32 place = 0; place < 32; place += 16) {
-    float x = half_of_pair<Type>(pair, place / 16), a = fabsf(x);
-    u32 kept = Positive && x < 0.0f ? 0 : (pair & 0x7FFF7FFFu) >> place & 0xFFFFu;
-    if (!Positive || x > 0.0f) kept = a > half_of_pair<Type>(limit, place / 16) ? limit >> place & 0xFFFFu : kept;
-    out |= (x != x ? 0x7FFFu : kept) << place;
-  }
-  return out;
-}
-template <int Type>
-DEVICE u32 add_pairs(u32 sum, u32 pair) {
-  u32 spoiled = 0;
-  for (u32 place = 0; place < 2; place++) {
-    float a = half_of_pair<Type>(sum, place), b = half_of_pair<Type>(pair, place);
-    spoiled |= (a != a || b != b ? 0x7FFFu : 0u) << (16 * place);
-  }
-  return spoiled;
-}
-template <int Type>
-DEVICE u32 rounded_pair(float low, float high) {
-  if (Type == FLOAT16) return (u32)half_of_float(low) | (u32)half_of_float(high) << 16;
-  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-}
-#else
-template <int Type, bool Positive>
-DEVICE u32 clamp_pair(u32 pair, u32 limit) {
-  u32 out;
-  if (Type == FLOAT16 && Positive) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0));
-  else if (Type == FLOAT16) asm("abs.f16x2 %0, %1;" : "=r"(out) : "r"(pair));
-  else if (Positive) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0));
-  else asm("abs.bf16x2 %0, %1;" : "=r"(out) : "r"(pair));
-  if (Type == FLOAT16) asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(out) : "r"(limit));
-  else asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(out) : "r"(limit));
-  return out;
-}
-template <int Type>
-DEVICE u32 add_pairs(u32 sum, u32 pair) {
-  u32 out;
-  if (Type == FLOAT16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x3C003C00u), "r"(sum));
-  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x3F803F80u), "r"(sum));
-  return out;
-}
-template <int Type>
-DEVICE u32 rounded_pair(float low, float high) {
-  u32 out;
-  if (Type == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-#endif
-
 template <int Type> struct Stored;
 template <> struct Stored<FLOAT32> { typedef float type; };
 template <> struct Stored<BFLOAT16> { typedef u16 type; };
@@ -89,7 +13,7 @@ template <> struct Stored<FLOAT64> { typedef double type; };
 // One element as float32 (16 and 32 bits wide) or as it is.
 template <int Type>
 DEVICE auto loaded(typename Stored<Type>::type x) {
-  if constexpr (Type == BFLOAT16) return __uint_as_float((u32)x << 16);
+  if constexpr (Type == BFLOAT16) return as_float((u32)x << 16);
   else if constexpr (Type == FLOAT16) return float_of_half(x);
   else return x;
 }
@@ -97,7 +21,7 @@ DEVICE auto loaded(typename Stored<Type>::type x) {
 // A float32 that the dtype holds exactly; NaN is canonical already.
 template <int Type>
 DEVICE typename Stored<Type>::type stored(float x) {
-  if constexpr (Type == BFLOAT16) return (u16)(__float_as_uint(x) >> 16);
+  if constexpr (Type == BFLOAT16) return (u16)(as_bits(x) >> 16);
   else if constexpr (Type == FLOAT16) return x == x ? half_of_float(x) : (u16)0x7E00;
   else if constexpr (Type == FLOAT64) return x == x ? (double)x : __longlong_as_double(0x7FF8000000000000ll);
   else return x;
@@ -113,7 +37,7 @@ DEVICE float to_nearest(float x) {
 // Two neighbours as one word; Numbers: neither is NaN.
 template <int Type, bool Numbers>
 DEVICE u32 stored_pair(float low, float high) {
-  if constexpr (Type == BFLOAT16) return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+  if constexpr (Type == BFLOAT16) return __byte_perm(as_bits(low), as_bits(high), 0x7632);
   else if constexpr (Numbers) return rounded_pair<FLOAT16>(low, high);
   else return (u32)stored<Type>(low) | (u32)stored<Type>(high) << 16;
 }
@@ -140,8 +64,7 @@ struct Packed {
   u32 words[LENGTH];
 
   DEVICE void clear() {
-#pragma unroll
-    for (int i = 0; i < LENGTH; ++i) words[i] = 0;
+    UNROLLED for (int i = 0; i < LENGTH; ++i) words[i] = 0;
   }
   DEVICE void put(int place, u32 bits) {
     int at = place * BITS;
@@ -159,8 +82,7 @@ DEVICE Packed<COUNT, BITS> load_vector(const void* base, u64 element) {
   const u8* place = (const u8*)base + element * BITS / 8;
   Packed<COUNT, BITS> v;
   if constexpr (COUNT * BITS % 128 == 0) {
-#pragma unroll
-    for (int i = 0; i < COUNT * BITS / 32; i += 4) {
+    UNROLLED for (int i = 0; i < COUNT * BITS / 32; i += 4) {
       Words4 w = *(const Words4*)(place + 4 * i);
       v.words[i] = w.x, v.words[i + 1] = w.y, v.words[i + 2] = w.z, v.words[i + 3] = w.w;
     }
@@ -180,21 +102,16 @@ DEVICE void store_vector(void* base, u64 element, const Packed<COUNT, BITS>& v) 
   u8* place = (u8*)base + element * BITS / 8;
   constexpr int BYTES = COUNT * BITS / 8;
   if constexpr (BYTES % 16 == 0) {
-#pragma unroll
-    for (int i = 0; i < BYTES / 16; ++i)
+    UNROLLED for (int i = 0; i < BYTES / 16; ++i)
       ((Words4*)place)[i] = {v.words[4 * i], v.words[4 * i + 1], v.words[4 * i + 2], v.words[4 * i + 3]};
   } else if constexpr (BYTES % 8 == 0) {
-#pragma unroll
-    for (int i = 0; i < BYTES / 8; ++i) ((Words2*)place)[i] = {v.words[2 * i], v.words[2 * i + 1]};
+    UNROLLED for (int i = 0; i < BYTES / 8; ++i) ((Words2*)place)[i] = {v.words[2 * i], v.words[2 * i + 1]};
   } else if constexpr (BYTES % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < BYTES / 4; ++i) ((u32*)place)[i] = v.words[i];
+    UNROLLED for (int i = 0; i < BYTES / 4; ++i) ((u32*)place)[i] = v.words[i];
   } else if constexpr (BYTES % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < BYTES / 2; ++i) ((u16*)place)[i] = (u16)(v.words[i / 2] >> (16 * (i % 2)));
+    UNROLLED for (int i = 0; i < BYTES / 2; ++i) ((u16*)place)[i] = (u16)(v.words[i / 2] >> (16 * (i % 2)));
   } else {
-#pragma unroll
-    for (int i = 0; i < BYTES; ++i) place[i] = (u8)(v.words[i / 4] >> (8 * (i % 4)));
+    UNROLLED for (int i = 0; i < BYTES; ++i) place[i] = (u8)(v.words[i / 4] >> (8 * (i % 4)));
   }
 }
 
@@ -210,8 +127,7 @@ struct Vectors : Packed<Count, 8 * BYTES_OF(Type)> {
       uint2 pair = __ldcs((const uint2*)from);
       words[0] = pair.x, words[1] = pair.y;
     } else {
-#pragma unroll
-      for (int i = 0; i < LENGTH; i += 4) {
+      UNROLLED for (int i = 0; i < LENGTH; i += 4) {
         Words4 w = load_words<Streams>((const u32*)from + i);
         words[i] = w.x, words[i + 1] = w.y, words[i + 2] = w.z, words[i + 3] = w.w;
       }
@@ -219,8 +135,7 @@ struct Vectors : Packed<Count, 8 * BYTES_OF(Type)> {
   }
 
   DEVICE void store(typename Stored<Type>::type* to) const {
-#pragma unroll
-    for (int i = 0; i < LENGTH; i += 4) {
+    UNROLLED for (int i = 0; i < LENGTH; i += 4) {
       store_words<LENGTH == 4>((u32*)to + i, words[i], words[i + 1], words[i + 2], words[i + 3]);
     }
   }
@@ -233,8 +148,7 @@ struct Vectors : Packed<Count, 8 * BYTES_OF(Type)> {
 
   template <bool Numbers>
   DEVICE void set(const float (&x)[Count]) {
-#pragma unroll
-    for (int i = 0; i < LENGTH; i++) {
+    UNROLLED for (int i = 0; i < LENGTH; i++) {
       if constexpr (Type == FLOAT32) words[i] = as_bits(x[i]);
       else words[i] = stored_pair<Type, Numbers>(x[2 * i], x[2 * i + 1]);
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step on many parameters at once, whose moments, and weights where they are kept, are codes (optimizer_codecs.cuh)
-// without scales, with one a block, a row or a tensor (or float32): decode, update, encode from one read. The update is
-// that of fmtsim/optim/rules.py (optimizer_rules.cuh), codes and scales are those of fmtsim/optim/codec.py.
+// A step of Adam, Lion, SGD or Madam on many parameters at once, whose moments, and weights where these are kept, are
+// codes (optimizer_codecs.cuh; 8-bit Adam, FP8-LM, LNS-Madam, ...) with a scale for each block, row or tensor, or none,
+// or float32: decode, update, encode from one read. The update is that of fmtsim/optim/rules.py,
+// codes and scales are those of fmtsim/optim/codec.py.
 //
 // A scale of a row or a tensor is known when all of it is updated. Of a row of weights, a block of threads finds the
 // largest first and updates again. Of a tensor, `tops` finds the largest magnitudes and keeps nothing else, `optimize`
@@ -35,7 +36,7 @@ struct Tops {
 };
 
 DEVICE u32 larger(u32 top, float x) {
-  u32 bits = __float_as_uint(x) & MAGNITUDE;
+  u32 bits = as_bits(x) & MAGNITUDE;
   return bits > top ? bits : top;
 }
 
@@ -51,15 +52,14 @@ template <int Whole>
 DEVICE u32 updated(const Entry& e, i64 at, const Scales& s, const Numbers& n, bool zeroing,
                     const Tables& t, Eight& x, Tops& tops) {
   u32 bad = 0;
-#pragma unroll
-  for (int run = 0; run < 2; run++) {
+  UNROLLED for (int run = 0; run < 2; run++) {
     i64 here = at + run * (SPAN / 2);
+    // 1. read and decode; 2. update; 3. the largest magnitudes of what gets a new scale
     Four g = read<Whole>(e.g, here, e.count);
     x.w[run] = weights_of<Whole>(e, here, s, t);
     x.m[run] = M::template load<Whole>(e.m, here, e.count, s.m, t);
     x.v[run] = V::template load<Whole>(e.v, here, e.count, s.v, t);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLLED for (int k = 0; k < 4; k++) {
       float &m = x.m[run].x[k], &v = x.v[run].x[k], &w = x.w[run].x[k];
       bad += update(w, g.x[k], m, v, n, zeroing);
       if (Whole < 1 && here + k >= e.count) m = v = w = 0.0f;
@@ -76,13 +76,11 @@ DEVICE u32 updated(const Entry& e, i64 at, const Scales& s, const Numbers& n, bo
 template <int Whole>
 DEVICE void written(const Entry& e, i64 at, const Scales& s, const Tables& t, Eight& x, const Draw& draw, i64 before = 0) {
   void* weights = e.w ? e.w : e.p;
-#pragma unroll
-  for (int run = 0; run < 2; run++) {
+  UNROLLED for (int run = 0; run < 2; run++) {
     i64 here = at + run * (SPAN / 2);
     Four words = {};
     if (W::random) {
-#pragma unroll
-      for (int k = 0; k < 4; k++) words.x[k] = __uint_as_float(random_word(before + here + k, draw));
+      UNROLLED for (int k = 0; k < 4; k++) words.x[k] = as_float(random_word(before + here + k, draw));
     }
     M::template store<Whole>(e.m, here, e.count, x.m[run], s.m, words, t);
     V::template store<Whole>(e.v, here, e.count, x.v[run], s.v, words, t);
@@ -154,20 +152,9 @@ DEVICE Scales prepared(float m, float v, float w) { return Scales{M::prepared(m)
 // The scales of a parameter until now, which one thread writes down.
 DEVICE Scales old_scales(const Entry& e, u32* to) {
   float m = M::scaled ? *e.m_scales : 1.0f, v = V::scaled ? *e.v_scales : 1.0f, w = W::scaled || W::fixed ? *e.w_scale : 1.0f;
-  if (to) to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
+  if (to) to[0] = as_bits(m), to[1] = as_bits(v), to[2] = as_bits(w);
   return prepared(m, v, w);
 }
-
-// The root, as short_inverse() has the inverse.
-#ifdef FMTSIM_HOST
-DEVICE float short_root(float x) { return sqrtf(x < 1.1754944e-38f ? 0.0f : x) * (1.0f + 0x1p-21f); }
-#else
-DEVICE float short_root(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-#endif
 
 #define TINY 0x0DA24260u  // 1e-30: below, roundings are not small beside numbers
 
@@ -177,29 +164,27 @@ DEVICE float bound_of(float p, float m, float v, const Numbers& n) {
   return (fabsf(p * n.before) + size * fabsf(n.size)) * fabsf(n.after) * 1.001f;
 }
 
-// Finds the largest new numbers among a thread's elements. Few weights can be the largest of a tensor: most are ruled out
-// by a bound, without the update's root and divisions.
+// Finds the largest new numbers among a thread's elements. Few weights can be the largest of a tensor: most are ruled
+// out by a bound, without the update's root and divisions.
 template <int Whole>
 DEVICE void measure(const Entry& e, i64 at, const Scales& s, const Numbers& n, bool zeroing, const Tables& t,
                     Tops& tops) {
-#pragma unroll
-  for (int run = 0; run < 2; run++) {
+  UNROLLED for (int run = 0; run < 2; run++) {
     i64 here = at + run * (SPAN / 2);
     Four g = read<Whole>(e.g, here, e.count), w;
     if (W::scaled || n.penalty != 0.0f) w = weights_of<Whole>(e, here, s, t);
     Four m = M::template load<Whole>(e.m, here, e.count, s.m, t);
     Four v = V::template load<Whole>(e.v, here, e.count, s.v, t);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLLED for (int k = 0; k < 4; k++) {
       if (Whole < 1 && here + k >= e.count) continue;
       bool dropped = zeroing && is_bad(g.x[k]);
       float direction = grow(w.x[k], g.x[k], m.x[k], v.x[k], n);
       if (M::scaled) tops.m = larger(tops.m, dropped ? 0.0f : m.x[k]);
       if (V::scaled) tops.v = larger(tops.v, dropped ? 0.0f : v.x[k]);
       if (!W::scaled) continue;
-      float bound = UPDATE == ADAM ? bound_of(w.x[k], m.x[k], v.x[k], n) : __uint_as_float(INFINITE);
+      float bound = UPDATE == ADAM ? bound_of(w.x[k], m.x[k], v.x[k], n) : as_float(INFINITE);
       if (dropped) tops.w = larger(tops.w, w.x[k]);
-      else if (tops.w < TINY || !(bound < __uint_as_float(tops.w))) {
+      else if (tops.w < TINY || !(bound < as_float(tops.w))) {
         tops.w = larger(tops.w, moved(w.x[k], direction, m.x[k], v.x[k], n));
       }
     }
@@ -209,8 +194,8 @@ DEVICE void measure(const Entry& e, i64 at, const Scales& s, const Numbers& n, b
 
 // The scales of a parameter as `tops` found them; one thread keeps them.
 DEVICE Scales renewed(const Entry& e, const u32* found, bool keeps, const Tables& t) {
-  float m = M::next(found[0], __uint_as_float(found[3]), t), v = V::next(found[1], __uint_as_float(found[4]), t);
-  float w = W::next(found[2], __uint_as_float(found[5]), t);
+  float m = M::next(found[0], as_float(found[3]), t), v = V::next(found[1], as_float(found[4]), t);
+  float w = W::next(found[2], as_float(found[5]), t);
   if (keeps && M::scaled) *e.m_scales = m;
   if (keeps && V::scaled) *e.v_scales = v;
   if (keeps && W::scaled) *e.w_scale = w;
@@ -272,7 +257,7 @@ DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, bool zeroing, const
                 const u32* found) {
   Scales old = prepared(1.0f, 1.0f, W::fixed ? *e.w_scale : 1.0f), now = old;
   if (M::scaled || V::scaled || W::scaled) {
-    old = prepared(__uint_as_float(found[3]), __uint_as_float(found[4]), __uint_as_float(found[5]));
+    old = prepared(as_float(found[3]), as_float(found[4]), as_float(found[5]));
     now = renewed(e, found, start == 0 && threadIdx.x == 0, t);
   }
   i64 at = start + threadIdx.x * 4;
@@ -283,8 +268,8 @@ DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, bool zeroing, const
 #endif
 #endif
 
-// The arguments of both kernels. found: u32 [count][FOUND], zeros before `tops`; nothing where no scales are of tensors.
-// nonfinite: counts the elements of gradients that are NaN or infinite.
+// The arguments of both kernels. found: u32 [count][FOUND], zeros before `tops`; nothing where no scales are of
+// tensors. nonfinite: counts the elements of gradients that are NaN or infinite.
 #define ARGUMENTS                                                                                                   \
   const Entries entries, i32 count, i64 chunks, const Step scalars, const Draw draw, const Books books, u32* found, \
       u64* nonfinite

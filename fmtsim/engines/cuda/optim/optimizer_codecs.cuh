@@ -10,8 +10,8 @@
 // Integer: numbers from LOWEST to HIGHEST in bytes. Logs: signs with logarithms.
 //
 // Book: codes of a codebook with amax, BITS each, 8, or 4 with two a byte, the even element's in the low half.
-// UNSIGNED: of the second moment, which is never negative. How a code is found is said at fmtsim.rounding.codebooks.Table
-// and fmtsim.spec.optimizer.Book.
+// UNSIGNED: of the second moment, which is never negative. How a code is found is said at
+// fmtsim.rounding.codebooks.Table and fmtsim.spec.optimizer.Book.
 #pragma once
 #include "optimizer.cuh"
 
@@ -27,8 +27,8 @@ struct Scale {
   bool narrow;  // nothing is divided by it, or quotient() takes it
 };
 
-// The codebooks of both moments: values by code, 2^BITS for each; behind them words, buckets for each sign of the first,
-// then buckets of the second, which is never negative. Of logarithms: the values of an octave.
+// The codebooks of both moments: values by code, 2^BITS for each; behind them words, buckets for each sign of the
+// first, then buckets of the second, which is never negative. Of logarithms: the values of an octave.
 struct alignas(16) Books {
   const float* values;
   i32 buckets, lowest;
@@ -44,13 +44,7 @@ struct Tables {
 
 // A float32 as float16: what is too large becomes the largest number, NaN the code `nan`.
 DEVICE u32 half_code(float x, u32 nan) {
-#ifdef FMTSIM_HOST
-  u32 bits = __float_as_uint(x), size = bits & MAGNITUDE;
-  if (size > INFINITE) return nan;
-  return (bits >> 16 & 0x8000) | nearest_code<10, 15>(size > 0x477FE000u ? 0x477FE000u : size);  // 65504
-#else
   return x == x ? half_of_float(fminf(fmaxf(x, -65504.0f), 65504.0f)) : nan;
-#endif
 }
 
 __device__ __noinline__ float divided(float x, float y) { return __fdiv_rn(x, y); }
@@ -67,8 +61,8 @@ DEVICE void write_codes(void* to, i64 at, i64 count, u64 codes) {
   else write_four<Whole>((u8*)to, at, count, codes);
 }
 
-// Codes of BITS each under a rule of scales; Own says what a code's value is, and which code a number has. TOP: bits of the
-// largest value. SHORT: quotient() takes all values.
+// Codes of BITS each under a rule of scales; Own says what a code's value is, and which code a number has. TOP: bits of
+// the largest value. SHORT: quotient() takes all values.
 template <class Own, int BITS, u32 TOP, bool SHORT, int RULE, u32 LEAST, int RANDOM>
 struct Codes {
   static constexpr int bits = BITS;
@@ -78,7 +72,7 @@ struct Codes {
   static DEVICE Scale prepared(float scale) {
     if (!scaled) return Scale{1.0f, 1.0f, true};
     if (RULE == RULE_AMAX) return Scale{scale, scale, true};
-    u32 size = __float_as_uint(scale);
+    u32 size = as_bits(scale);
     bool within = SHORT && size >= 0x21800000u && size <= 0x5D800000u;  // 2^-60 to 2^60
     return Scale{scale, __fdiv_rn(1.0f, scale), RULE != RULE_RECIPROCAL || within};
   }
@@ -94,8 +88,7 @@ struct Codes {
   template <bool Certain>
   static DEVICE void decode(Four& q, const Scale& s) {
     if (RULE == RULE_NONE) return;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLLED for (int k = 0; k < 4; k++) {
       if (RULE != RULE_RECIPROCAL) q.x[k] = __fmul_rn(q.x[k], RULE == RULE_POWER ? s.inverse : s.scale);
       else if (Certain) q.x[k] = quotient(q.x[k], s.scale, s.inverse);
       else q.x[k] = divided(q.x[k], s.scale);
@@ -111,13 +104,13 @@ struct Codes {
   // The scale of numbers whose largest magnitude has these bits, NaN above Inf. old: that until now.
   static DEVICE float next(u32 top, float old, const Tables&) {
     top = top > LEAST ? top : LEAST;
-    float amax = __uint_as_float(top);
-    if (RULE == RULE_RECIPROCAL) return top ? __fdiv_rn(__uint_as_float(TOP), amax) : 1.0f;
-    if (RULE != RULE_POWER) return __fdiv_rn(amax, __uint_as_float(TOP));
+    float amax = as_float(top);
+    if (RULE == RULE_RECIPROCAL) return top ? __fdiv_rn(as_float(TOP), amax) : 1.0f;
+    if (RULE != RULE_POWER) return __fdiv_rn(amax, as_float(TOP));
     if (top == 0 || top >= INFINITE) return old;
     i32 power = (i32)(TOP >> 23) - (i32)(top >> 23) - ((top & 0x7FFFFF) > (TOP & 0x7FFFFF));
     power = power < -126 ? -126 : power > 126 ? 126 : power;
-    return __uint_as_float((u32)(power + 127) << 23);
+    return as_float((u32)(power + 127) << 23);
   }
 
   // Four neighbours out of memory, decoded.
@@ -127,8 +120,8 @@ struct Codes {
     else {
       const u64 codes = read_codes<BITS, Whole>(from, at, count);
       Four four;
-#pragma unroll
-      for (int k = 0; k < 4; k++) four.x[k] = Own::value((u32)(codes >> (BITS * k)) & ((2u << (BITS - 1)) - 1));
+      UNROLLED for (int k = 0; k < 4; k++)
+        four.x[k] = Own::value((u32)(codes >> (BITS * k)) & ((2u << (BITS - 1)) - 1));
       decode<!BLOCK && (Whole > 0)>(four, s);
       return four;
     }
@@ -140,9 +133,8 @@ struct Codes {
     if constexpr (BITS == 32) write<Whole>((float*)to, at, count, x);
     else if constexpr (BITS != 0) {
       u64 codes = 0;
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        u32 c = Own::code(to_encode(x.x[k], s), __float_as_uint(words.x[k]));
+      UNROLLED for (int k = 0; k < 4; k++) {
+        u32 c = Own::code(to_encode(x.x[k], s), as_bits(words.x[k]));
         codes |= (u64)c << (BITS * k);
         x.x[k] = Own::value(c);
       }
@@ -168,15 +160,15 @@ struct Slot : Codes<Slot<BITS, MANTISSA, BIAS, FINITE, INFINITIES, NOT, RULE, LE
   }
 
   static DEVICE float value(u32 code) {
-    if (is_bfloat) return __uint_as_float(code << 16);
+    if (is_bfloat) return as_float(code << 16);
     if (is_half) return float_of_half((u16)code);
-    return __uint_as_float(size_of(code) | (code & SIGN ? 0x80000000u : 0));
+    return as_float(size_of(code) | (code & SIGN ? 0x80000000u : 0));
   }
 
   // word: a random one.
   static DEVICE u32 code(float x, u32 word) {
     if (is_half && !RANDOM) return half_code(x, NOT);
-    u32 bits = __float_as_uint(x), sign = bits >> 31 ? SIGN : 0;
+    u32 bits = as_bits(x), sign = bits >> 31 ? SIGN : 0;
     bits &= MAGNITUDE;
     if (bits > INFINITE) return NOT;
     bits = bits > TOP ? TOP : bits;
@@ -221,20 +213,18 @@ struct Logs {
   static DEVICE Four load(const void* from, i64 at, i64 count, const Scale&, const Tables&) {
     const u64 codes = read_codes<BITS, Whole>(from, at, count);
     Four four;
-#pragma unroll
-    for (int k = 0; k < 4; k++) four.x[k] = __uint_as_float((u32)(codes >> (BITS * k)) & ((1u << BITS) - 1));
+    UNROLLED for (int k = 0; k < 4; k++) four.x[k] = as_float((u32)(codes >> (BITS * k)) & ((1u << BITS) - 1));
     return four;
   }
 
   template <int Whole>
   static DEVICE void store(void* to, i64 at, i64 count, Four& x, const Scale& s, const Four&, const Tables& t) {
     u64 codes = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      u32 code = __float_as_uint(x.x[k]), size = code & ((1u << (BITS - 1)) - 1), sign = code >> (BITS - 1) << 31;
+    UNROLLED for (int k = 0; k < 4; k++) {
+      u32 code = as_bits(x.x[k]), size = code & ((1u << (BITS - 1)) - 1), sign = code >> (BITS - 1) << 31;
       codes |= (u64)code << (BITS * k);
-      u32 bits = __float_as_uint(t.books.values[size % GAMMA]) + (size / GAMMA << 23);
-      x.x[k] = __fmul_rn(__uint_as_float(bits | sign), s.scale);
+      u32 bits = as_bits(t.books.values[size % GAMMA]) + (size / GAMMA << 23);
+      x.x[k] = __fmul_rn(as_float(bits | sign), s.scale);
     }
     write_codes<BITS, Whole>(to, at, count, codes);
   }
@@ -256,8 +246,8 @@ struct Book {
   }
   static DEVICE Scale used(float scale) { return prepared(scale == 0.0f ? 1.0f : scale); }
   static DEVICE float next(u32 top, float, const Tables& t) {
-    const u32 least = __float_as_uint(t.books.least[UNSIGNED]);
-    return __uint_as_float(top > least ? top : least);
+    const u32 least = as_bits(t.books.least[UNSIGNED]);
+    return as_float(top > least ? top : least);
   }
 
   // Certain: the scale is narrow, so that no quotient is NaN or above 1.
@@ -266,8 +256,8 @@ struct Book {
     float more = lift(s.scale), y = 0.0f;
     if (Certain) y = corrected(__fmul_rn(x, more), __fmul_rn(s.scale, more), s.inverse);
     else y = divided(x, s.scale);
-    u32 bits = __float_as_uint(y);
-    u32 magnitude = bits & MAGNITUDE, negative = UNSIGNED ? 0 : (u32)((i32)__float_as_uint(x) >> 31);
+    u32 bits = as_bits(y);
+    u32 magnitude = bits & MAGNITUDE, negative = UNSIGNED ? 0 : (u32)((i32)as_bits(x) >> 31);
     i32 key = (i32)(magnitude >> 16) - t.books.lowest;
     key = key < 0 ? 0 : !Certain && key >= t.books.buckets ? t.books.buckets - 1 : key;
     u32 word = t.words[key + (UNSIGNED ? 2 * t.books.buckets : (i32)negative & t.books.buckets)];
@@ -278,8 +268,7 @@ struct Book {
   template <bool Certain>
   static DEVICE u32 codes(const Four& x, const Scale& s, const Tables& t) {
     u32 codes = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) codes |= code<Certain>(x.x[k], s, t) << (BITS * k);
+    UNROLLED for (int k = 0; k < 4; k++) codes |= code<Certain>(x.x[k], s, t) << (BITS * k);
     return codes;
   }
 
@@ -296,8 +285,7 @@ struct Book {
   static DEVICE Four load(const void* from, i64 at, i64 count, const Scale& s, const Tables& t) {
     const u32 codes = codes_at<Whole>(from, at, count);
     Four four;
-#pragma unroll
-    for (int k = 0; k < 4; k++)
+    UNROLLED for (int k = 0; k < 4; k++)
       four.x[k] = __fmul_rn(t.values[(codes >> (BITS * k) & (SIZE - 1)) + UNSIGNED * SIZE], s.scale);
     return four;
   }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step on many parameters at once, whose moments are E4M3 codes of groups of 128 with expanded range (COAT):
-// decode, update, encode from one read. The update is that of fmtsim/optim/rules.py (optimizer_rules.cuh); the expansion, step by step, that of
-// fmtsim/optim/codec.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.
+// A step of Adam, Lion or SGD on many parameters at once, whose moments are E4M3 codes of groups of 128 with expanded
+// range (COAT): decode, update, encode from one read. The update is that of fmtsim/optim/rules.py; the expansion, step
+// by step, that of fmtsim/optim/codec.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.
 //
-// Scales, powers and centres are worked out so, those of two groups by eight lanes at once. Numbers are first found by
-// shorter ways, whose errors are bounded: unless a rounding could go another way within the bound, the result is the
-// definition's; else it is worked out as that says.
+// Eight lanes compute scales, powers and centres of two groups at once. Numbers are first computed in fewer steps whose
+// error is bounded: unless a rounding could go another way within the bound, the result is the definition's; else it is
+// computed as defined.
 //
 // Macros: those of optimizer.cuh.
 #define EXPANDED
@@ -23,8 +23,7 @@ __device__ __noinline__ double ln_of(double x) {
   bool low = m < 0.7071067811865476;
   m = low ? m + m : m;
   double k = (double)((bits >> 52) - 1022 - (low ? 1 : 0)), f = m - 1.0, s = f / (f + 2.0), z = s * s, p = 2.0 / 21;
-#pragma unroll
-  for (int i = 9; i >= 1; i--) p = p * z + 2.0 / (2 * i + 1);
+  UNROLLED for (int i = 9; i >= 1; i--) p = p * z + 2.0 / (2 * i + 1);
   p = p * z;
   double t = s * (f - p);
   t = t - k * 5.497923018708371e-14;
@@ -66,7 +65,7 @@ __device__ __noinline__ double exp_of(double x) {
 // The logarithm of a magnitude; NaN and Inf stay, 0 gives 0.
 DEVICE double ln_or_itself(float x) {
   double wide = x;
-  if (!((__float_as_uint(x) & MAGNITUDE) < INFINITE)) return wide;
+  if (!((as_bits(x) & MAGNITUDE) < INFINITE)) return wide;
   return ln_of(x > 0.0f ? wide : 1.0);
 }
 
@@ -81,12 +80,12 @@ struct Group {
 // The magnitude of a code.
 DEVICE float size_of(u32 code) {
   u32 size = code & 0x7F;
-  return __uint_as_float(size < 0x7F ? magnitude_of<3, 7>(size) : 0x7FC00000u);
+  return as_float(size < 0x7F ? magnitude_of<3, 7>(size) : 0x7FC00000u);
 }
 
 // E4M3 of a magnitude, to nearest even, saturated.
 DEVICE u32 code_of(float x) {
-  u32 bits = __float_as_uint(x);
+  u32 bits = as_bits(x);
   if (bits > INFINITE) return 0x7F;
   return nearest_code<3, 7>(bits > 0x43E00000u ? 0x43E00000u : bits);  // 448
 }
@@ -126,9 +125,9 @@ __device__ __noinline__ float factor_of(float z, float power) {
   return __double2float_rn(exp_of(ln_or_itself(z) / (double)power));
 }
 
-// The logarithm of z = fl(q scale) is that of q plus that of the scale, less what rounding changed: right to 2^-46, which
-// powers of 1/16 and more make 2^-42 of the result. `low` is what lies behind float32's last place; within 2^-40 of the
-// middle nothing is decided.
+// The logarithm of z = fl(q scale) is that of q plus that of the scale, less what rounding changed: right to 2^-46,
+// which powers of 1/16 and more make 2^-42 of the result. `low` is what lies behind float32's last place; within 2^-40
+// of the middle nothing is decided.
 DEVICE float decoded(u32 code, const Group& group, const Decoder& d, const Tables& t) {
   float q = size_of(code), z = __fmul_rn(q, group.scale), rest = __fmaf_rn(q, group.scale, -z);
   double x = (t.logarithms[code & 0x7F] + d.logarithm - (double)__fmul_rn(rest, short_inverse(z))) * d.inverse;
@@ -138,31 +137,14 @@ DEVICE float decoded(u32 code, const Group& group, const Decoder& d, const Table
   float factor = __double2float_rn(y);
   if (!sure && z != 0.0f) factor = factor_of(z, group.power);
   float size = z != 0.0f ? __fmul_rn(factor, group.centre) : 0.0f;
-  return __uint_as_float((__float_as_uint(size) & MAGNITUDE) | (code & 0x80) << 24);
+  return as_float((as_bits(size) & MAGNITUDE) | (code & 0x80) << 24);
 }
-
-// log2 x and 2^x of float32, with errors of 2^-22 (PTX: the first absolute from 0.5 to 2, else relative).
-#ifdef FMTSIM_HOST
-DEVICE float short_log2(float x) { return log2f(x) * (1.0f + 0x1p-22f); }
-DEVICE float short_exp2(float x) { return exp2f(x) * (1.0f - 0x1p-22f); }
-#else
-DEVICE float short_log2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float short_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-#endif
 
 // What encoding needs of a group. inverse: of the centre. step: log2 of the scale.
 struct Coder {
   double ln_centre;
   float scale, power, inverse, step;
-  bool quick;  // the short way may be taken
+  bool quick;  // the short path may be taken
 };
 
 DEVICE Coder coder_of(const Group& group, double ln_centre) {
@@ -187,15 +169,15 @@ DEVICE u32 codes_of(float low, float high) {
 #endif
 }
 
-// The code of a number. With powers up to 16, the short way's y is off by less than 2^-16 of itself wherever it is not
+// The code of a number. With powers up to 16, the short path's y is off by less than 2^-16 of itself wherever it is not
 // far below the smallest code: if y less 2^-15 and y plus 2^-15 have one code, that is the number's.
 DEVICE u32 encoded(float x, const Coder& c) {
-  u32 bits = __float_as_uint(x) & MAGNITUDE, sign = __float_as_uint(x) >> 24 & 0x80;
-  float u = __uint_as_float(bits) * c.inverse, y = short_exp2(__fmaf_rn(c.power, short_log2(u), -c.step));
+  u32 bits = as_bits(x) & MAGNITUDE, sign = as_bits(x) >> 24 & 0x80;
+  float u = as_float(bits) * c.inverse, y = short_exp2(__fmaf_rn(c.power, short_log2(u), -c.step));
   u32 pair = codes_of(y * 0.999969482421875f, y * 1.000030517578125f), code = bits ? pair & 0x7F : 0;
   bool sure = c.quick && u > 1e-30f && u < 1e30f && (pair & 0x7F) == pair >> 8;
   if (!sure && bits) {
-    code = code_by_definition(__uint_as_float(bits), c.power, c.ln_centre, c.scale);
+    code = code_by_definition(as_float(bits), c.power, c.ln_centre, c.scale);
     sign = code == 0x7F ? 0 : sign;
   }
   return sign | code;
@@ -204,14 +186,12 @@ DEVICE u32 encoded(float x, const Coder& c) {
 // The largest number of a group, or the smallest that is not zero, as bits.
 DEVICE u32 top_of(const float (&x)[4]) {
   u32 top = 0;
-#pragma unroll
-  for (int k = 0; k < 4; k++) top = max(top, __float_as_uint(x[k]) & MAGNITUDE);
+  UNROLLED for (int k = 0; k < 4; k++) top = max(top, as_bits(x[k]) & MAGNITUDE);
   return __reduce_max_sync(0xFFFFFFFFu, top);
 }
 DEVICE u32 low_of(const float (&x)[4]) {
   u32 low = 0xFFFFFFFFu;  // of bits - 1, which are the most for zeros
-#pragma unroll
-  for (int k = 0; k < 4; k++) low = min(low, (__float_as_uint(x[k]) & MAGNITUDE) - 1);
+  UNROLLED for (int k = 0; k < 4; k++) low = min(low, (as_bits(x[k]) & MAGNITUDE) - 1);
   return __reduce_min_sync(0xFFFFFFFFu, low) + 1;
 }
 
@@ -223,14 +203,14 @@ DEVICE Group group_of(u32 extreme, double& ln_centre) {
   u32 top = odd ? other : extreme, low = odd ? extreme : other;
   bool nan = top > INFINITE;
   low = nan ? 0x7FC00000u : low == INFINITE ? 0 : low;  // only Inf, or only zeros: nothing is smallest
-  float high = __fadd_rn(__uint_as_float(top), FLOOR), least = __fadd_rn(__uint_as_float(low), FLOOR);
+  float high = __fadd_rn(as_float(top), FLOOR), least = __fadd_rn(as_float(low), FLOOR);
   double mine = ln_or_itself(odd ? least : high), others = __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
   double ln_high = odd ? others : mine, distance = ln_high - (odd ? mine : others);
   Group group;
   group.centre = __fmul_rn(__fsqrt_rn(high), __fsqrt_rn(least));
   ln_centre = ln_or_itself(group.centre);
   double power = floor(16.0 * (RANGE / (distance > 0.0 ? distance : 1.0))) / 16.0;
-  group.power = distance == 0.0 ? 1.0f : nan ? __uint_as_float(0x7FC00000u) : __double2float_rn(power);
+  group.power = distance == 0.0 ? 1.0f : nan ? as_float(0x7FC00000u) : __double2float_rn(power);
   group.scale = __fdiv_rn(__double2float_rn(exp_of((double)group.power * (ln_high - ln_centre))), TOP);
   return group;
 }
@@ -244,20 +224,18 @@ DEVICE Group of_lane(const Group& group, u32 lane) {
 DEVICE void decode(float (&x)[4], u32 codes, const Group& own, const Decoder& prepared, u32 lane, const Tables& t) {
   Group group = of_lane(own, lane);
   Decoder d = {__shfl_sync(0xFFFFFFFFu, prepared.logarithm, lane), __shfl_sync(0xFFFFFFFFu, prepared.inverse, lane)};
-#pragma unroll
-  for (int k = 0; k < 4; k++) x[k] = decoded(codes >> (8 * k) & 0xFFu, group, d, t);
+  UNROLLED for (int k = 0; k < 4; k++) x[k] = decoded(codes >> (8 * k) & 0xFFu, group, d, t);
 }
 
 DEVICE u32 encode(const float (&x)[4], const Group& own, double ln_centre, u32 lane) {
   Coder c = coder_of(of_lane(own, lane), __shfl_sync(0xFFFFFFFFu, ln_centre, lane));
   u32 codes = 0;
-#pragma unroll
-  for (int k = 0; k < 4; k++) codes |= encoded(x[k], c) << (8 * k);
+  UNROLLED for (int k = 0; k < 4; k++) codes |= encoded(x[k], c) << (8 * k);
   return codes;
 }
 
-// Two groups of a parameter, side by side; all lanes of a warp come here together. A lane works out scales for the state
-// that three bits of its number name: the group, whether it is v, and which extreme it brings.
+// Two groups of a parameter, side by side; all lanes of a warp come here together. A lane works out scales for the
+// state that three bits of its number name: the group, whether it is v, and which extreme it brings.
 template <int Whole>
 DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, bool zeroing, const Tables& t) {
   u32 lane = threadIdx.x % 32, bad = 0;
@@ -271,16 +249,14 @@ DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, bool zeroing
   Decoder prepared = {ln_or_itself(own.scale), 1.0 / (double)own.power};
   float m[2][4], v[2][4];
   u32 extreme = 0;
-#pragma unroll
-  for (u32 group = 0; group < 2; group++) {
+  UNROLLED for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
     Four p = read<Whole>(e.p, at, e.count), g = read<Whole>(e.g, at, e.count);
     u32 mc = HAS_FIRST ? read_four<Whole>((const u8*)e.m, at, e.count) : 0;
     u32 vc = HAS_SECOND ? read_four<Whole>((const u8*)e.v, at, e.count) : 0;
     decode(m[group], mc, own, prepared, 4 * group, t);
     decode(v[group], vc, own, prepared, 4 * group + 2, t);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLLED for (int k = 0; k < 4; k++) {
       bad += update(p.x[k], g.x[k], m[group][k], v[group][k], n, zeroing);
       if (Whole < 1 && at + k >= e.count) m[group][k] = v[group][k] = 0.0f;
     }
@@ -291,8 +267,7 @@ DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, bool zeroing
   }
   double ln_centre;
   own = group_of(extreme, ln_centre);
-#pragma unroll
-  for (u32 group = 0; group < 2; group++) {
+  UNROLLED for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
     if (HAS_FIRST) write_four<Whole>((u8*)e.m, at, e.count, encode(m[group], own, ln_centre, 4 * group));
     if (HAS_SECOND) write_four<Whole>((u8*)e.v, at, e.count, encode(v[group], own, ln_centre, 4 * group + 2));

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rules and schemes the kernels of optimizers know, and how they are specialised for them.
+"""Update rules and state schemes that the kernels of optimizers cover, and the specialisation for each.
 
 Moments are codes of codebooks or of expanded groups, or states, weights among them, are floating-point codes, with
 scales of blocks, of tensors, or none. Weights are also integers with scales of rows, and logarithms. The definition is
@@ -85,11 +85,11 @@ def kernels_of(rule: str, scheme: Scheme) -> Kernels | None:
     if rule not in RULES or scheme.nonfinite == "skip":
         return None
     kind, names = RULES[rule]
-    found = _of_states(scheme, names)
-    if found is None or (found.logs is not None) != kind.startswith("MADAM"):
+    kernels = _of_states(scheme, names)
+    if kernels is None or (kernels.logs is not None) != kind.startswith("MADAM"):
         return None
-    own = () if found.logs is None else macros(GAMMA=found.logs.gamma, TOP_CODE=found.logs.max_code)
-    return found._replace(rule=(("UPDATE", kind), *own))
+    base = () if kernels.logs is None else macros(GAMMA=kernels.logs.gamma, TOP_CODE=kernels.logs.max_code)
+    return kernels._replace(rule=(("UPDATE", kind), *base))
 
 
 def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
@@ -110,43 +110,43 @@ def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
 
 
 def _of_slots(scheme: Scheme, moments: dict[str, StateFormat], slots: dict[str, str | None]) -> Kernels | None:
-    kept = scheme.weights
+    weight_format = scheme.weights
     if any(fmt.stochastic for fmt in moments.values()):
         return None
-    if kept is not None and (kept.format is None or scheme.minimum or scheme.whole_blocks):
+    if weight_format is not None and (weight_format.format is None or scheme.minimum or scheme.whole_blocks):
         return None
-    weights, logs = _weights_of(kept)
+    weights, logs = _weights_of(weight_format)
     if weights is None:
         return None
-    rows = kept is not None and kept.block == (1, None) and kept.scaling is not None
+    rows = weight_format is not None and weight_format.block == (1, None) and weight_format.scaling is not None
     if rows and any(fmt.scaling is not None for fmt in moments.values()):
         return None
-    every = [*moments.values(), FLOAT32 if kept is None or rows or logs else kept]
+    every = [*moments.values(), FLOAT32 if weight_format is None or rows or logs else weight_format]
     blocks = {fmt.block for fmt in every if fmt.scaling is not None}
     outer, block = blocks.pop() if blocks else (1, 0)
     by_tensor = outer is None
     if blocks or not (by_tensor or block in (0, *BLOCKS)):
         return None
-    draws = kept is not None and kept.stochastic
+    draws = weight_format is not None and weight_format.stochastic
     states = _states(block or 0, slots.get("first"), slots.get("second"), weights)
     resident = 2 if rows else 3 if draws else 4
-    return Kernels("optimizer.cu", states, (), resident, False, by_tensor, kept is not None, rows, draws, logs)
+    return Kernels("optimizer.cu", states, (), resident, False, by_tensor, weight_format is not None, rows, draws, logs)
 
 
-def _weights_of(kept: StateFormat | None) -> tuple[str | None, LogFormat | None]:
+def _weights_of(state: StateFormat | None) -> tuple[str | None, LogFormat | None]:
     """Return the kernels' state of weights, None where they do not know it, and the format of logarithms."""
-    if kept is None:
+    if state is None:
         return _ABSENT, None
-    fmt = kept.format
-    if isinstance(fmt, LogFormat) and kept.rule == "fixed" and kept.block == (None, None) and fmt.bits in (8, 16):
+    fmt = state.format
+    if isinstance(fmt, LogFormat) and state.rule == "fixed" and state.block == (None, None) and fmt.bits in (8, 16):
         return f"Logs<{fmt.bits}>", fmt
-    return integer_of(kept) if isinstance(fmt, IntFormat) else slot_of(kept), None
+    return integer_of(state) if isinstance(fmt, IntFormat) else slot_of(state), None
 
 
 def integer_of(state: StateFormat) -> str | None:
     """Return the kernels' Integer of a state, None where they do not know its codes: they know whole bytes."""
     fmt, how = state.format, state.rounding
-    assert isinstance(fmt, IntFormat)  # whoever asks has looked
+    assert isinstance(fmt, IntFormat)  # _weights_of has looked
     if fmt.bits != 8 or not fmt.signed or fmt.half_offset or fmt.fraction_bits or state.rule not in _SCALES:
         return None
     drawn = how.bits if how.mode == "stochastic" else 0
@@ -207,7 +207,9 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
     amax = slot_of(StateFormat(format=e4m3, scaling=replace(STATE_RULES["amax"], block=(1, 128))))
     by_tensor, usual = _states(0, *power), _books_of(256, 8)
     states = [_books_of(block, bits) for block, bits in ((128, 4), *((block, 8) for block in BLOCKS))]
-    for name, defines in [("optimize", each) for each in states] + [(name, by_tensor) for name in ("tops", "optimize")]:
+    for name, defines in [("optimize", macros_of_states) for macros_of_states in states] + [
+        (name, by_tensor) for name in ("tops", "optimize")
+    ]:
         yield "optimizer.cu", name, Kernels("", defines).macros(torch.float32)
     yield "optimizer.cu", "optimize", Kernels("", _states(128, amax, amax, _ABSENT)).macros(torch.float32)
     yield "optimizer_expanded.cu", "optimize", Kernels("", ()).macros(torch.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of optimizers on CUDA: which schemes and parameters the kernels take, and the few launches for all of them."""
+"""Optimizer steps on CUDA: the parameters that kernels take, and a few launches for all of them."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -68,14 +68,14 @@ def optimizer_steps(
     kernels = kernels_of(rule, scheme) if rule in RULES else None
     if kernels is None:
         return steps
-    left: list[ParameterStep] = []
+    uncovered: list[ParameterStep] = []
     together: dict[tuple[torch.device, torch.dtype, Numbers | Hyperparameters, int], list[ParameterStep]] = {}
     for step in steps:
         if _takes(step, kernels):
             p = step.parameter
             together.setdefault((p.device, p.dtype, step.live or step.numbers, step.step), []).append(step)
         else:
-            left.append(step)
+            uncovered.append(step)
     for (device, _, scalars, number), group in together.items():
         parts = launches([_row(step, kernels) for step in group])
         parameters = [step.parameter for step in group]
@@ -83,7 +83,7 @@ def optimizer_steps(
         for step in group:
             if step.live is None:
                 step.done()
-    return left
+    return uncovered
 
 
 def _takes(step: ParameterStep, kernels: Kernels) -> bool:
@@ -153,8 +153,8 @@ class OptimizerBatch:
         if not present.issuperset(self._ids):
             return None
         addresses = []
-        for p, shape, state, kept in zip(self.parameters, self._shapes, self.states, self._moments, strict=True):
-            if not self._is_as_before(p, shape, state, kept):
+        for p, shape, state, tensors in zip(self.parameters, self._shapes, self.states, self._moments, strict=True):
+            if not self._is_as_before(p, shape, state, tensors):
                 return None
             assert p.grad is not None
             addresses.append((p.data_ptr(), p.grad.data_ptr()))
@@ -166,13 +166,13 @@ class OptimizerBatch:
             part.table[: part.entries, :2] = table[start : start + part.entries]
         return self._parts
 
-    def _is_as_before(self, p: Tensor, shape: torch.Size, state: Mapping[str, Any], kept: tuple[Any, ...]) -> bool:
+    def _is_as_before(self, p: Tensor, shape: torch.Size, state: Mapping[str, Any], tensors: tuple[Any, ...]) -> bool:
         g, dtype = p.grad, self._dtype
         if g is None or g.dtype is not dtype or g.layout is not torch.strided or not g.is_contiguous():
             return False
         if p.dtype is not dtype or p.shape != shape or g.shape != shape or not p.is_contiguous():
             return False
-        if p.get_device() != self._device or not all(map(is_, map(state.get, self._names), kept)):
+        if p.get_device() != self._device or not all(map(is_, map(state.get, self._names), tensors)):
             return False
         return self.live or state["step"] == self.states[0]["step"]
 
@@ -195,7 +195,7 @@ def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
     others are, the place of random words (``weights`` of ``fmtsim.spec.optimizer.key_of`` without the step), the number
     of elements, and how many elements a block of threads takes at a time.
     """
-    found = []
+    parts = []
     for start in range(0, len(rows), ENTRIES):
         part = np.array(rows[start : start + ENTRIES], np.int64)
         table = np.zeros((ENTRIES, WORDS), np.int64)
@@ -203,8 +203,8 @@ def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
         chunks = -(-part[:, -2] // part[:, -1])
         ends = np.cumsum(chunks)
         table[: len(part), WORDS - 1] = ends - chunks
-        found.append(Launch(table, len(part), int(ends[-1])))
-    return found
+        parts.append(Launch(table, len(part), int(ends[-1])))
+    return parts
 
 
 def launch(
@@ -234,22 +234,22 @@ def launch(
     update = runtime.kernel(kernels.file, "optimize", index, defines)
     tops = runtime.kernel(kernels.file, "tops", index, defines) if kernels.by_tensor else None
     most = kernels.resident * runtime.multiprocessors(index)
-    found: list[Tensor | None] = [None] * len(parts)
+    tensor_amaxes: list[Tensor | None] = [None] * len(parts)
     if kernels.by_tensor:
-        found = list(torch.zeros((len(parts), ENTRIES * _FOUND), dtype=torch.int32, device=like.device))
+        tensor_amaxes = list(torch.zeros((len(parts), ENTRIES * _FOUND), dtype=torch.int32, device=like.device))
     steps: Sequence[tuple[bytes, Tensor | None]]
     if isinstance(scalars, Hyperparameters):
         steps = _live(parts, kernels, rule, scheme, scalars, like)
     else:
         steps = [(_step(scalars, scheme), None)] * len(parts)
     common, shared = _common(kernels, scheme, RULES[rule][1], like.device, key_of(seed, step, 0, "first"))
-    for (table, entries, chunks), (scalar, _), each in zip(parts, steps, found, strict=True):
-        more = () if kernels.file == "optimizer_expanded.cu" else (*common, each)
-        given = table.tobytes(), np.int32(entries), np.int64(chunks), scalar, *more, counter
+    for (table, entries, chunks), (scalar, _), amaxes in zip(parts, steps, tensor_amaxes, strict=True):
+        more = () if kernels.file == "optimizer_expanded.cu" else (*common, amaxes)
+        arguments = table.tobytes(), np.int32(entries), np.int64(chunks), scalar, *more, counter
         if chunks and tops is not None:
-            tops(min(chunks, most), THREADS, *given)
+            tops(min(chunks, most), THREADS, *arguments)
         if chunks:
-            update(min(chunks, most), THREADS, *given, shared=shared)
+            update(min(chunks, most), THREADS, *arguments, shared=shared)
     torch.autograd.graph.increment_version(parameters)  # autograd may have saved them for a backward
 
 
@@ -282,9 +282,9 @@ def _live(
     lr = group.lr if isinstance(group.lr, Tensor) else None
     packed = struct.pack("<6d", 0.0 if lr is not None else group.lr, *group[1:])
     packed += struct.pack("<Q2i", 0 if lr is None else lr.data_ptr(), lr is not None and lr.dtype is torch.float64, 0)
-    made = torch.empty((len(parts), ENTRIES * _SCALARS), dtype=torch.uint8, device=like.device)
+    scalars_bytes = torch.empty((len(parts), ENTRIES * _SCALARS), dtype=torch.uint8, device=like.device)
     steps = []
-    for (table, entries, _), out in zip(parts, made, strict=True):
+    for (table, entries, _), out in zip(parts, scalars_bytes, strict=True):
         count(1, 32, table.tobytes(), np.int32(entries), packed, np.int32(PARAMETER_BITS + KIND_BITS), out)
         steps.append((struct.pack("<12fQ2i", *[0.0] * 12, out.data_ptr(), scheme.nonfinite == "zero", 0), out))
     return steps
@@ -296,11 +296,11 @@ def _books(scheme: Scheme, names: tuple[str, ...], device: torch.device) -> tupl
 
     A rule of one moment has its codebook twice.
     """
-    known = {name: book_of(getattr(scheme, name)) for name in names}
-    first, second = (known.get(name) or next(iter(known.values())) for name in ("first", "second"))
+    books = {name: book_of(getattr(scheme, name)) for name in names}
+    first, second = (books.get(name) or next(iter(books.values())) for name in ("first", "second"))
     assert isinstance(first, Book) and isinstance(second, Book)  # by the kernels
     buckets = len(first.words) // 2
-    words = [np.concatenate([each.values for each in (first, second)]).view(np.int32), first.words]
+    words = [np.concatenate([book.values for book in (first, second)]).view(np.int32), first.words]
     words += [second.words[:buckets], np.zeros(-3 * buckets % 4, np.int32)]
     there = torch.from_numpy(np.concatenate(words)).to(device)
     packed = struct.pack("<Q2i2f8x", there.data_ptr(), buckets, first.lowest, first.least, second.least)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels are compiled, kept on disk, loaded and launched: ``kernel(file, name, index, defines)`` returns one."""
+"""Compile, cache, load and launch kernels: ``kernel(file, name, index, defines)`` returns one."""
 
 from fmtsim.engines.cuda.runtime.launch import Kernel
 from fmtsim.engines.cuda.runtime.program import (

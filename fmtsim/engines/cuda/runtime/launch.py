@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is started: the driver's own call on torch's current stream, with as little Python around it as can be.
+"""Launch a kernel on torch's current stream with the driver's own call and little Python around it.
 
-How the arguments of a call lie in memory is worked out once per kernel and kinds of arguments, and held to what the
-kernel takes; after that a launch fills one buffer and calls ``cuLaunchKernel``.
+The layout of arguments in memory is computed once for each kernel and types of arguments, and compared with the
+kernel's parameters; after that a launch fills one buffer and calls ``cuLaunchKernel``.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from fmtsim.support.replay.gpu import current_gpu, current_stream
 from fmtsim.support.replay.hooks import Structure, launched, word_of
 
 SLOT = 16  # every argument begins at a multiple of as many bytes, which suits structures of 16-byte words too
-ANNOUNCED = 48 * 1024  # more bytes of dynamic shared memory than this must be announced to the driver
+USUAL_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no function attribute
 NO_CONTEXT = (201, 400)  # errors of a thread that has not used CUDA: it has no context, and its stream 0 no device
-REFUSALS = {
+HINTS = {
     1: "the grid, the block or the shared memory is larger than the device allows",
     2: "the device is out of memory; free tensors or call torch.cuda.empty_cache()",
     209: "the kernel was compiled for another architecture",
@@ -28,7 +28,7 @@ REFUSALS = {
 }
 _WORD = np.uint64(0)
 
-Layers = int | tuple[int, ...]  # of a grid, or of a block of threads: up to three
+Extent = int | tuple[int, ...]  # of a grid, or of a block of threads: up to three dimensions
 Bound = Callable[..., None]
 
 
@@ -49,7 +49,7 @@ class Kernel:
         self._handle, self._name, self._index = handle, name, index  # the handle keeps the module loaded
         self._launch = driver.cuLaunchKernel
         self._layouts: dict[tuple[type, ...], _Layout] = {}
-        self._shared = ANNOUNCED
+        self._shared = USUAL_SHARED
         with torch.cuda.device(index):
             torch.cuda.current_stream().query()  # makes the device's context the thread's
             self._context = checked(driver.cuCtxGetCurrent(), name)
@@ -57,7 +57,7 @@ class Kernel:
             checked(driver.cuFuncLoad(self._function), name)  # a graph could not capture that
         self._sizes = [parameter.size for parameter in handle.arguments_info]
 
-    def __call__(self, grid: Layers, block: Layers, *arguments: Any, shared: int = 0) -> None:
+    def __call__(self, grid: Extent, block: Extent, *arguments: Any, shared: int = 0) -> None:
         """Launch: tensors pass their address, None a null pointer, numpy scalars their value, bytes a structure.
 
         A structure that holds addresses is a ``Structure``, so that a launch can be repeated (fmtsim/support/replay).
@@ -69,21 +69,24 @@ class Kernel:
             TypeError: The arguments are not what the kernel takes.
         """
         launched(self, (grid, block), arguments, shared=shared)
-        layout = self._layouts.get(tuple(map(type, arguments))) or self._lay_out(arguments)
+        kinds = tuple(map(type, arguments))
+        layout = self._layouts.get(kinds)
+        if layout is None:
+            layout = self._layouts[kinds] = self._checked(_Layout(arguments))
         if shared > self._shared:
-            self._announce(shared)
+            self._allow_shared(shared)
         memory = layout.fill(arguments)
-        self._start(_three(grid), _three(block), shared, memory.address)
+        self._start(_three_dimensions(grid), _three_dimensions(block), shared, memory.address)
         layout.free.append(memory)
 
-    def bound(self, block: Layers, leading: int | tuple[int, ...], *rest: Any) -> Bound:
-        """Return a launch of which only the grid and the first arguments are still to be said, for calls that repeat.
+    def bound(self, block: Extent, leading: int | tuple[int, ...], *rest: Any) -> Bound:
+        """Return a launch for calls that repeat, which takes the grid and the leading arguments alone.
 
         Args:
             block: As in a call.
-            leading: How many arguments come with each launch: tensors, None, or integers of 64 bits as Python ints; or
-                the sizes of as many structures, which come as in a call.
-            rest: The arguments behind them, as in a call.
+            leading: How many arguments each launch brings: tensors, None, or integers of 64 bits as Python ints; or the
+                sizes of as many structures.
+            rest: The arguments after these, the same in each launch.
 
         Returns:
             A function of the grid and of the leading arguments.
@@ -93,23 +96,23 @@ class Kernel:
         """
         words = isinstance(leading, int)
         first = [_WORD] * leading if isinstance(leading, int) else [bytes(size) for size in leading]
-        layout = self._held(_Layout((*first, *rest)))
+        layout = self._checked(_Layout((*first, *rest)))
         codes = "".join("Q8x" if words else f"{size}s{-size % SLOT}x" for size in layout.sizes[: len(first)])
-        threads, pack, free = _three(block), struct.Struct(f"={codes}").pack_into, layout.free
+        threads, pack, free = _three_dimensions(block), struct.Struct(f"={codes}").pack_into, layout.free
 
-        def start(blocks: tuple[int, ...], *given: Any) -> None:
+        def start(blocks: tuple[int, ...], *arguments: Any) -> None:
             try:
                 memory = free.pop()
             except IndexError:  # the first launch, or as many at once as never before
                 memory = layout.fill((*first, *rest))
-            pack(memory.bytes, 0, *given)
+            pack(memory.bytes, 0, *arguments)
             self._start(blocks, threads, 0, memory.address)
             free.append(memory)
 
-        def launch(grid: Layers, *given: Any) -> None:
-            blocks = _three(grid)
-            launched(start, (blocks,), given, words=True)
-            start(blocks, *map(word_of, given))
+        def launch(grid: Extent, *arguments: Any) -> None:
+            blocks = _three_dimensions(grid)
+            launched(start, (blocks,), arguments, words=True)
+            start(blocks, *map(word_of, arguments))
 
         return launch
 
@@ -124,7 +127,8 @@ class Kernel:
             with torch.cuda.device(self._index):
                 error = self._launch_in_context(blocks, threads, shared, address)
         if error:
-            raise self._refused(int(error), f"grid={_said(blocks)}, block={_said(threads)}, shared={shared}")
+            grid, block = (size[0] if size[1:] == (1, 1) else size for size in (blocks, threads))
+            raise self._refused(int(error), f"grid={grid}, block={block}, shared={shared}")
 
     def _launch_in_context(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> Any:
         """Make the device's context the thread's and launch."""
@@ -135,12 +139,12 @@ class Kernel:
         return self._launch(self._function, *blocks, *threads, shared, stream, address, 0)[0]
 
     def _refused(self, error: int, how: str) -> DeviceError:
-        hint = f"; {REFUSALS[error]}" if error in REFUSALS else ""
+        hint = f"; {HINTS[error]}" if error in HINTS else ""
         return DeviceError(
-            f"{self._name} cannot be launched on cuda:{self._index} with {how}: {_words_of(error)}{hint}"
+            f"{self._name} cannot be launched on cuda:{self._index} with {how}: {_error_text(error)}{hint}"
         )
 
-    def _announce(self, shared: int) -> None:
+    def _allow_shared(self, shared: int) -> None:
         """Allow launches with this much dynamic shared memory."""
         from cuda.bindings import driver
 
@@ -150,27 +154,19 @@ class Kernel:
             raise self._refused(int(error), f"shared={shared}")
         self._shared = shared
 
-    def _lay_out(self, arguments: tuple[Any, ...]) -> "_Layout":
-        layout = self._layouts[tuple(map(type, arguments))] = self._held(_Layout(arguments))
-        return layout
-
-    def _held(self, layout: "_Layout") -> "_Layout":
-        """Return a layout that is the kernel's, or say what it is not."""
+    def _checked(self, layout: "_Layout") -> "_Layout":
+        """Return a layout whose sizes are the kernel's; raise TypeError for another."""
         if layout.sizes != self._sizes:
             raise TypeError(f"{self._name} takes arguments of {self._sizes} bytes, not of {layout.sizes}")
         return layout
 
 
-def _three(size: Layers) -> tuple[int, ...]:
+def _three_dimensions(size: Extent) -> tuple[int, ...]:
     return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
 
 
-def _said(sizes: tuple[int, ...]) -> str:
-    return str(sizes[0] if sizes[1:] == (1, 1) else sizes)
-
-
 class _Memory:
-    """Bytes that hold the arguments of one launch, and the pointers to them that the driver wants."""
+    """Bytes that hold the arguments of one launch, and the pointers to them for the driver."""
 
     __slots__ = ("address", "bytes", "pointers")
 
@@ -184,7 +180,7 @@ class _Memory:
 
 
 class _Layout:
-    """Where arguments of certain types lie; ``free`` holds memory that no launch is using, whatever the thread."""
+    """Offsets of arguments of certain types; ``free`` holds memory that no launch of any thread is using."""
 
     __slots__ = ("_offsets", "_pack", "_pointers", "_size", "_structures", "free", "sizes")
 
@@ -237,11 +233,11 @@ def checked(answer: tuple[Any, ...], what: str) -> Any:
     """Return the first result of a call of the driver, or raise its error as a DeviceError."""
     error, *results = answer
     if int(error):
-        raise DeviceError(f"{what}: {_words_of(int(error))}")
+        raise DeviceError(f"{what}: {_error_text(int(error))}")
     return results[0] if results else None
 
 
-def _words_of(error: int) -> str:
+def _error_text(error: int) -> str:
     from cuda.bindings import driver
 
     status, text = driver.cuGetErrorString(driver.CUresult(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels are compiled, kept and launched: CUDA C++ through NVRTC, with cuda-core, on torch's current stream.
+"""Compile, cache and load kernels: CUDA C++ through NVRTC, with cuda-core.
 
 This module imports cuda-core, and launch.py the driver's bindings, at the first call. A kernel is a file of
 the engine's rooms specialised by macros; ``#include "x.cuh"`` lines are replaced by the file before compiling, because
@@ -26,6 +26,7 @@ from fmtsim.engines.cuda.runtime.launch import Kernel, checked
 from fmtsim.support.compilation import compiling
 from fmtsim.support.errors import DeviceError
 from fmtsim.support.folder import kernel_folder, load, save
+from fmtsim.support.replay.gpu import captures
 
 KERNELS = Path(__file__).parents[1]
 OLDEST = (8, 0)
@@ -34,6 +35,7 @@ Defines = tuple[tuple[str, str], ...]
 Program = tuple[str, str, Defines]  # the file of a kernel, its name, and macros
 Programs = tuple[Program, ...]
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
+_COMMENT = re.compile(r"[ \t]*//.*")
 _loading = threading.Lock()
 
 
@@ -118,7 +120,7 @@ def architecture(index: int) -> str:
 
 @cache
 def source_of(file: str) -> str:
-    """Return the text of ``<file>`` with its includes in place, each once."""
+    """Return the text of ``<file>`` with its includes in place, each once, and without comments: keys ignore them."""
     seen: set[str] = set()
 
     def expand(text: str) -> str:
@@ -131,7 +133,7 @@ def source_of(file: str) -> str:
 
         return _INCLUDE.sub(replace, text)
 
-    return expand(_read(file))
+    return re.sub(r"\n{2,}", "\n", _COMMENT.sub("", expand(_read(file)))).lstrip("\n")
 
 
 def _read(name: str) -> str:
@@ -166,9 +168,9 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
     )
     key = make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin").hex()
     path = folder and folder / f"{Path(file).stem}-{key}.cubin"
-    kept = path and load(path)
-    if kept:
-        return ObjectCode.from_cubin(kept, name=file)
+    cached = path and load(path)
+    if cached:
+        return ObjectCode.from_cubin(cached, name=file)
     try:
         with compiling(file, folder):
             code = Program(source, "c++", options).compile("cubin")
@@ -183,12 +185,12 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
 
 @cache
 def cache_folder() -> Path | None:
-    """Return the folder in which the engine keeps things, None (with one warning) where no folder can be written."""
+    """Return the folder of the engine's caches, None (with one warning) where no folder can be written."""
     return kernel_folder("cuda")
 
 
 def finished(x: torch.Tensor) -> None:
-    """Wait for what is queued on a tensor's device, so that any stream may read a table that is made once and kept."""
+    """Wait for what is queued on a tensor's device, so that any stream may read a cached table."""
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
 
@@ -202,7 +204,7 @@ def kernel(file: str, name: str, index: int, defines: Defines = ()) -> Kernel:
     Raises:
         DeviceError: The kernel cannot be compiled for the device, or is not loaded yet while a CUDA graph is captured.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if captures():
         raise DeviceError(
             f"{name} ({file}) is not loaded on cuda:{index} yet, and a CUDA graph being captured cannot load it; run "
             "the call once, or fmtsim.cuda.warmup(), before the capture"
@@ -231,7 +233,7 @@ def warmup(device: torch.device | int | None = None, *, advance: Callable[[int, 
         How many kernels are ready. Each kind of kernel is there in the specialisations that common calls take; a rarer
         one is still compiled by the first call that needs it, so run a call once before capturing it in a CUDA graph.
 
-    Machine code is kept on disk (``FMTSIM_CACHE_DIR``): the first call takes seconds to minutes, later processes much
+    Machine code is cached on disk (``FMTSIM_CACHE_DIR``): the first call takes seconds to minutes, later processes much
     less. Raises DeviceError where the engine cannot run on the device, or a kernel does not compile.
     """
     reason = why_unavailable(device)

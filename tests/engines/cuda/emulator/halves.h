@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fused multiply-adds of two float16 or bfloat16 side by side, which common.cuh has in assembly.
+// Float16 and bfloat16, alone and two in a word, and short approximations, which common.cuh has in assembly.
 #pragma once
 
 namespace host {
@@ -51,7 +51,59 @@ inline unsigned fused_pair(unsigned a, unsigned b, unsigned c) {
   return out;
 }
 
+// One of the two numbers of a pair. Type: BFLOAT16 (1) or FLOAT16 (2) of common.cuh.
+template <int Type>
+inline double half_of_pair(unsigned pair, int place) {
+  return short_value<Type == 2 ? 10 : 7>(pair >> (16 * place) & 0xffff);
+}
+
+inline float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x; }
+
 }  // namespace host
+
+// float16 as the upper bits of a float32 whose exponent is 112 too small; a product corrects that exactly.
+inline float float_of_half(unsigned short x) {
+  unsigned magnitude = (x & 0x7fffu) << 13, sign = (x & 0x8000u) << 16;
+  unsigned product = host::bits<unsigned>(host::bits<float>(magnitude) * 0x1p112f);
+  return host::bits<float>(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : product));
+}
+inline unsigned short half_of_float(float x) { return host::short_code<10>(x); }
+inline unsigned short bfloat_of_float(float x) { return host::short_code<7>(x); }
+
+template <int Type, bool Positive>
+inline unsigned clamp_pair(unsigned pair, unsigned limit) {
+  unsigned out = 0;
+  for (int place = 0; place < 2; place++) {
+    double x = host::half_of_pair<Type>(pair, place), most = host::half_of_pair<Type>(limit, place);
+    unsigned kept = (__builtin_fabs(x) > most ? limit : pair & 0x7fff7fffu) >> (16 * place) & 0xffff;
+    out |= (x != x ? 0x7fff : Positive && !(x > 0) ? 0 : kept) << (16 * place);
+  }
+  return out;
+}
+template <int Type>
+inline unsigned add_pairs(unsigned sum, unsigned pair) {  // only whether one is NaN is asked of it
+  unsigned out = 0;
+  for (int place = 0; place < 2; place++) {
+    double a = host::half_of_pair<Type>(sum, place), b = host::half_of_pair<Type>(pair, place);
+    out |= (a != a || b != b ? 0x7fffu : 0) << (16 * place);
+  }
+  return out;
+}
+template <int Type>
+inline unsigned rounded_pair(float low, float high) {
+  constexpr int bits = Type == 2 ? 10 : 7;
+  return host::short_code<bits>(low) | host::short_code<bits>(high) << 16;
+}
+
+template <int Shift>
+inline unsigned add_shifted(unsigned x, unsigned y) { return y + (x >> Shift); }
+inline unsigned exclusive_nor(unsigned x, unsigned y, unsigned z) { return ~(x ^ y ^ z); }
+
+// Wrong on purpose, by about as much as the device's may be.
+inline float short_inverse(float x) { return 1.0f / host::flushed(x) * (1.0f - 0x1p-21f); }
+inline float short_root(float x) { return __builtin_sqrtf(x < 0x1p-126f ? 0.0f : x) * (1.0f + 0x1p-21f); }
+inline float short_log2(float x) { return __builtin_log2f(x) * (1.0f + 0x1p-22f); }
+inline float short_exp2(float x) { return __builtin_exp2f(x) * (1.0f - 0x1p-22f); }
 
 inline unsigned fma_half2(unsigned a, unsigned b, unsigned c) { return host::fused_pair<10>(a, b, c); }
 inline unsigned fma_bfloat2(unsigned a, unsigned b, unsigned c) { return host::fused_pair<7>(a, b, c); }

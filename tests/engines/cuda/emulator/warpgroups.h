@@ -45,9 +45,6 @@ inline void copy_or_zeros(void* shared, const void* global, bool there, unsigned
 inline void copy16_or_zeros(void* shared, const void* global, bool there) { copy_or_zeros(shared, global, there, 16); }
 inline void copy4_or_zeros(void* shared, const void* global, bool there) { copy_or_zeros(shared, global, there, 4); }
 inline void see_shared() {}
-inline unsigned bfloat_pair(float low, float high) {
-  return host::short_code<7>(low) | host::short_code<7>(high) << 16;
-}
 inline void begin_products() {}
 inline void commit_products() { ++host::current->open_products; }
 template <int N>
