@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of tensors while a model runs: fingerprints of their bits, and what casts did to them."""
+"""Measurements of tensors while a model runs: fingerprints of their bits, and effects of casts."""

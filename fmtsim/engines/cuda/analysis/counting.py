@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cast did to a tensor (fmtsim/lab/analysis/measure.py), counted in one launch; nothing waits for the device."""
+"""Effects of a cast on a tensor (fmtsim/lab/analysis/measure.py), counted in one launch without waiting for it."""
 
 from collections.abc import Iterator
 from functools import lru_cache

@@ -279,7 +279,7 @@ def rows_of(
 
 
 def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1) -> Tensor:
-    """Return the amaxes of blocks, and what else is in them: uint32 [blocks, 2]."""
+    """Return the amaxes of blocks and flags of NaN and Inf in them, int32 [2 * blocks]."""
     total, vector, index = x.numel(), 16 // x.element_size(), device_index(x)
     amaxes = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=x.device)
     grid = -(-total // (4 * vector * THREADS))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's verbs of casts and what they cover, and the fast dispatch of the commonest ones.
+"""The engine's casts: the verbs, what they cover, and a fast dispatch of the most common ones.
 
 Small tensors cost host time alone, so what depends on the cast, the dtypes and the device is looked up in one place.
 """

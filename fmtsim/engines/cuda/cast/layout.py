@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How blocks lie in memory: of block formats in a view of three axes, of operands of products in a matrix."""
+"""Layouts of blocks in memory: three axes for block formats, a matrix for operands of products."""
 
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]
 
 
 def block_extent(fmt: BlockFormat, sizes: tuple[int, int, int]) -> tuple[int, int]:
-    """Return the rows and columns of a block in a matrix of these sizes."""
+    """Return the rows and columns of a format's block in a view of these sizes; None extents reach to the end."""
     return fmt.block[0] or max(sizes[0] * sizes[2], 1), fmt.block[1] or max(sizes[1], 1)
 
 
@@ -101,12 +101,12 @@ class MatrixLayout(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements that lie together in scaled_rows.cu."""
+        """Elements of a unit: neighbours that the same lanes of scaled_rows.cu hold."""
         return self.vectors[0] * self.vectors[1]
 
     @property
     def units(self) -> int:
-        """Those of a row, filled up to whole blocks."""
+        """Units of a row, which is filled up to whole blocks."""
         whole = max(self.run, self.unit)
         return -(-self.columns // whole) * whole // self.unit
 
@@ -172,7 +172,7 @@ def _kind(rows: int, columns: int, height: int, width: int, statistic: str) -> i
 
 
 def _words(kind: int, rows: int, columns: int, transposed: bool) -> int:
-    """Share words among 64 elements where these lie in one thread: along rows, or down columns."""
+    """Return how words are drawn: shared by 64 elements where one thread holds these, along rows or down columns."""
     down = kind in (COLUMNS, LONG_COLUMNS)
     if kind == TILES or down != transposed:
         return WORDS_EACH

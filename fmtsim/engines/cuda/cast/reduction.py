@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a reduction over ranks whose sums travel as byte codes, a launch each (reduction.cu)."""
+"""Stages of a reduction over ranks whose sums travel as byte codes, one launch each (reduction.cu)."""
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -190,6 +190,6 @@ def _draw(rounding: Rounding, key: RandomKey | None, rank: int) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _ends_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where each tensor's columns end, int64 [tensors] on a device."""
+    """Return the end of each tensor's columns, int64 [tensors] on a device."""
     ends = torch.tensor([*accumulate(sizes)])
     return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends

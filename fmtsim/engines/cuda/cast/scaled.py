@@ -104,7 +104,7 @@ def cast_scaled(
 
 
 def cast_both(x: Tensor, quantizer: Quantizer, fold: bool) -> tuple[Operand, Operand]:
-    """Return what ``cast_scaled`` makes of a matrix that ``covers_both`` and of its transpose, from one read."""
+    """Return ``cast_scaled`` of a matrix that ``covers_both`` and of its transpose, from one read."""
     plan, x = _plan_of(x.mT, quantizer, fold, BOTH), x if x.data_ptr() % _ALIGNED == 0 else x.clone()
     assert plan is not None  # the caller asked covers_both
     return plan.cast_both(x, quantizer)
@@ -244,7 +244,7 @@ class _Plan:
                 self._advance(tops, memory, None, True)
 
     def _advance(self, tops: Tensor, memory: Any, in_force: Tensor | None, remembers: bool) -> None:
-        """Launch the kernel of the memory; in_force: where the factor of this call is asked for, or None."""
+        """Launch the kernel that records amaxes; in_force: receives the factor of this call, or None."""
         key = memory.top, tops.shape[0], remembers
         launch = self._launches.get(key)
         if launch is None:
@@ -257,9 +257,10 @@ class _Plan:
         self, key: RandomKey | None, tensors: Tensors, source: Tensor | None = None,
         tops: Tensor | None = None, given: bool = False,
     ) -> None:  # fmt: skip
-        """Cast; source: amaxes, numbers of blocks or, where it is ``given``, a factor; tops: takes amaxes of parts.
+        """Launch the cast.
 
-        Where x is cast along both its axes the two take the scales and the values of its rows.
+        source: Amaxes, numbers of blocks or, with ``given``, a factor. tops: Receives amaxes of parts. A cast along
+        both axes of x writes the scales and the values of its rows to these two.
         """
         (grid, threads), key_of = self._size, (given, tops is not None)
         launch = self._launches.get(key_of)

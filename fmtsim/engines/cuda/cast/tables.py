@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The bytes of ``struct Table`` with the tensors to which they point, and the bytes that it takes on the device."""
+    """The bytes of ``struct Table``, the tensors to which they point, and the bytes of shared memory for them."""
 
     parameters: bytes
     tensors: tuple[torch.Tensor, ...]
@@ -98,7 +98,7 @@ def convert(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int) -> boo
 
 
 def _pattern_table(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int) -> Table | None:
-    """Return the table of all patterns of a cast where there is one and enough elements are worth it."""
+    """Return the table of all patterns of a cast; None for other dtypes, small tensors and small shared memory."""
     index, values = runtime.device_index(x), not slot and to.element_size() == 2
     shared = _PATTERNS * (2 if values else 1) + 1024
     if x.element_size() != 2 or x.numel() < PATTERNS_WORTH or runtime.shared_limit(index) < shared + _BESIDE:
@@ -156,7 +156,7 @@ def _widest_ranges(of_signs: list[set[int]], most: int, narrow: int, at_least: i
 
 
 def _changes(fmt: ElementFormat, rule: Rule) -> list[float]:
-    """Return the points next to which the result changes: between values for nearest modes, at values for others."""
+    """Return the points at which the result changes: midpoints of values for nearest modes, values for others."""
     values = sorted({value for value in code_values(fmt) if math.isfinite(value)})
     if not rule.is_nearest:
         return values
@@ -173,7 +173,7 @@ def _bits(magnitude: float) -> int:
 
 
 def _range_table(x: torch.Tensor, spec: CastSpec, layout: Layout) -> Table | None:
-    """Return the table of ranges of a cast; to make it takes some hundred small kernels."""
+    """Return the table of ranges of a cast, which some hundred small kernels build at the first call."""
 
     def make() -> Table:
         return _build(spec, layout, values_of(spec.format, x.device))  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def _range_table(x: torch.Tensor, spec: CastSpec, layout: Layout) -> Table | Non
 
 
 def _remembered(key: Hashable, x: torch.Tensor, make: Callable[[], Table]) -> Table | None:
-    """Return a table, made at the first call, None where that would be while a graph is captured."""
+    """Return a table, built at the first call; None where that call is captured by a CUDA graph."""
     if key not in _tables:
         if captures(x.device):
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The general path of matrix products: every unit and number, on all tiles or on those that a fast path left.
+"""The general path of matrix products: every unit and number, on all tiles or on those that a fast path marked.
 
 Here too are the sum of a product's parts (docs/matmul.md, section 4, step 5), and products without products.
 """
@@ -85,7 +85,7 @@ def run(job: Job, sums: Tensor, marks: Tensor | None) -> None:
 def _launch(
     job: Job, sums: Tensor, marks: Tensor | None, file: str, name: str, defines: Defines, grid: int = 0
 ) -> None:
-    """Launch a kernel with an output a thread; where tiles are marked, blocks of threads walk from one to the next."""
+    """Launch a kernel with one output a thread; with marks, a few blocks of threads walk over the marked tiles."""
     m, n, _ = job.shape
     order, index = job.order, runtime.device_index(job.a)
     blocks = -(-m // _SIDE) * -(-n // _SIDE)
@@ -131,7 +131,7 @@ def reduce(job: Job, sums: Tensor, start: Tensor | None) -> None:
 
 
 def fill(c: Tensor | None, out: Tensor) -> None:
-    """Write what a product without products is: c, or +0; NaN as the units' one NaN."""
+    """Write the product for K = 0: c, or +0; NaN as the units' one NaN."""
     if c is None:
         out.zero_()
         return

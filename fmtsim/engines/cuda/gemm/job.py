@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One product as every path sees it: operands, definition, accumulation order, and what kernels are told of it.
+"""A product as every path takes it: operands, definition, accumulation order, and the arguments of kernels.
 
 The order lies on the device as arrays. ``Problem`` of problem.cuh, which the general kernels take by value, has the
 product and its unit as numbers.
@@ -55,7 +55,7 @@ LIMBS = (20, 40, 80, 144)  # digits of 32 bits for which kernels exist
 
 
 class Gpu(NamedTuple):
-    """What fast paths ask of a device: its compute capability, and the bytes of shared memory that a block may take."""
+    """A device as fast paths see it: its compute capability, and the bytes of shared memory that a block may take."""
 
     capability: tuple[int, int]
     shared: int
@@ -69,7 +69,7 @@ def gpu_of(x: Tensor) -> Gpu:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AccumulationOrder:
-    """The products that are added when, with blocks of one length.
+    """The order in which products are added, in blocks of one length.
 
     Args:
         source: int32 [blocks * block] on the device: which k stands at a position, or PADDING. A padded one is not a
@@ -208,7 +208,7 @@ def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> Ac
 
 
 class Sums(NamedTuple):
-    """How a block's sum is held: the macros of exact_integer.cu, and the place of the lowest bit."""
+    """The representation of a block's sum: the macros of exact_integer.cu, and the exponent of its lowest bit."""
 
     wide: bool
     limbs: int
@@ -221,7 +221,7 @@ class Sums(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Bits of a significand, place of the last bit of the smallest number, exponent behind the largest."""
+    """Bits of a significand, exponent of the last bit of the smallest number, exponent above the largest number."""
 
     bits: int
     lsb: int
@@ -237,7 +237,7 @@ def range_of(fmt: OperandFormat | None) -> Range:
 
 @lru_cache(maxsize=1024)
 def sums_of(spec: GemmSpec, k: int, with_c: bool) -> Sums | None:
-    """Return how the kernel for any number holds the sums of a fused unit, None where it cannot.
+    """Return how exact_integer.cu holds the sums of a fused unit, None where it cannot.
 
     ``with_c`` says that chains begin with numbers from outside.
     """
@@ -318,7 +318,7 @@ def problem_of(job: Job, tile: int, grid: int = 0) -> bytes:
 
 
 def order_bytes(job: Job) -> bytes:
-    """Return where chains end and what scales them as ``Order``."""
+    """Return the ends of chains and their scales as ``Order``."""
     order = job.order
     tensors = job.scale_a, job.scale_b, order.scale_places, order.ends, order.part_blocks
     return struct.pack("<5Q", *(0 if x is None else x.data_ptr() for x in tensors))
@@ -330,7 +330,7 @@ def _strides(x: torch.Tensor | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
-    """Return what does not depend on the data: formats and rounding, and the rest of the numbers."""
+    """Return the parts of ``Problem`` that do not depend on the data: formats and rounding, and its last numbers."""
     unit, plan = spec.datapath, spec.plan
     fused = unit if isinstance(unit, Datapath) else Datapath()
     how = fused.rounding

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First use of a fast path: its bits are held to the general path's before it serves.
+"""Self-test of a fast path at first use: its bits are compared with the general path's.
 
 The first time that a fast path would serve a class of products, it multiplies the operands made here, and its bits are
 compared with those of the general path: a compiler's mistake must not become a user's wrong bits. A class is what its

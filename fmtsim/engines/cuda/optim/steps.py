@@ -186,7 +186,7 @@ class OptimizerBatch:
 
 
 def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
-    """Return the launches for parameters, a row each.
+    """Return the launches for parameters, one row of numbers for each.
 
     A row has addresses, 0 where there is nothing: of parameter and gradient (of one dtype of TYPES, contiguous,
     multiples of 16), of both moments' codes and scales. Then, of expanded groups, of both moments' powers and centres;
