@@ -206,11 +206,11 @@ def test_wrong_macros_are_found(self_tests, monkeypatch):
     defines = FP32_FMA._product_macros
 
     def wrong(*arguments):
-        return tuple((key, "(12)" if key == "KEPT" else value) for key, value in defines(*arguments))
+        return tuple((key, "12" if key == "ACC_MANTISSA" else value) for key, value in defines(*arguments))
 
     monkeypatch.setattr(FP32_FMA, "_product_macros", wrong)
     self_test._chosen.clear()
-    with pytest.warns(KernelWarning, match=r"aligned_fp32_fma.cu .*-DKEPT=\(12\)"):
+    with pytest.warns(KernelWarning, match=r"aligned_fp32_fma.cu .*-DACC_MANTISSA=12"):
         assert_same_bits(dispatched(spec), expected)
 
 
