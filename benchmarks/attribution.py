@@ -125,7 +125,7 @@ def main() -> None:
     for name in given.models:
         model, batch = trained(name, given.steps)
         for formats in given.formats:
-            how = {"recipe": formats} if formats in fmtsim.list_recipes() else {"format": formats}
+            how = {"recipe": formats} if formats in fmtsim.list_recipes(kind="training") else {"format": formats}
             found, quick, slow = correlations(model, batch, **how)
             cells = [f"{found[by]:.3f}" if by in found else "-" for by in FIELDS]
             print(f"| {name} | {formats} | {' | '.join(cells)} | {quick:.1f} | {slow:.1f} |", flush=True)

@@ -31,13 +31,13 @@ def run(recipe: str | None, arguments: argparse.Namespace, corpus: Corpus) -> di
     model: nn.Module = GPT(size, seed=0).to(arguments.device)
     if recipe is not None:
         fmtsim.convert(model, recipe=recipe, generator=1, filter_fn=GPT.without_head, total_steps=arguments.steps)
-    fresh = fmtsim.recipe_state(model) if recipe is not None else None
+    fresh = fmtsim.state(model) if recipe is not None else None
     compiled = torch.compile(model, mode=arguments.mode)
     losses, times = [], []
     for seed in range(arguments.seeds):
         model.load_state_dict(GPT(size, seed=seed).state_dict())
         if fresh is not None:
-            fmtsim.load_recipe_state(model, fresh)
+            fmtsim.load_state(model, fresh)
         times.append(train(model, compiled, seed, recipe, arguments, corpus))
         losses.append(validate(model, compiled, arguments, corpus))
     return {"losses": losses, "milliseconds": min(times)}

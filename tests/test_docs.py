@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.recipes.registry import _names
+from fmtsim.recipes import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -131,7 +131,7 @@ def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
         other.step()
         other.zero_grad()
         names |= {"state": other.state_dict(), "loss": model(batches[0]).square().mean()}
-    monkeypatch.setattr(_names, "registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     for block in blocks:
         if name == "ptq":
             names["model"] = copy.deepcopy(model)

@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -68,19 +69,19 @@ def test_a_width_that_is_not_the_formats_is_unknown(name):
 @pytest.mark.parametrize(
     ("get", "name", "found"),
     [(fmtsim.get_recipe, "nvfp4", "te_nvfp4"), (fmtsim.get_recipe, "mxfp8", "te_mxfp8"),
-     (fmtsim.get_ptq_recipe, "nvfp4", "nvfp4"), (fmtsim.get_ptq_recipe, "mxfp8", "mxfp8")],
+     (fmtsim.get_recipe, "w8a8", "int8_static")],
 )  # fmt: skip
 def test_recipes_by_their_format(get, name, found):
     assert get(name).name == found
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "fp4", "FP8"])
-@pytest.mark.parametrize("get", [fmtsim.get_recipe, fmtsim.get_ptq_recipe])
-def test_a_width_is_answered_with_recipes_of_it(get, name):
+@pytest.mark.parametrize("kind", [None, "training", "ptq"])
+def test_a_width_is_answered_with_recipes_of_it(kind, name):
     with pytest.raises(ArgumentError, match=f"recipe='{name}' is unknown.*; there are '") as error:
-        get(name)
-    named = re.findall(r"'(\w+)'", str(error.value).partition("there are")[2])
-    assert len(named) > 1 and all(get(each).name for each in named)
+        fmtsim.get_recipe(name, kind=kind)
+    named = re.findall(r"'(\w+)'", str(error.value).partition("there are")[2].partition(" (")[0])
+    assert len(named) > 1 and all(fmtsim.get_recipe(each, kind=kind).name for each in named)
     with pytest.raises(FormatError, match="did you mean 'e4m3' or 'e5m2'"):
         fmtsim.get_format("fp8")
 
@@ -90,8 +91,8 @@ def printed() -> list[tuple[str, object]]:
     taken = [(name, fmtsim.get_format) for name in fmtsim.list_formats()]
     taken += [(alias, fmtsim.get_format) for name, _ in taken for alias in fmtsim.get_format(name).aliases]
     pairs = (
-        (fmtsim.list_recipes(), fmtsim.get_recipe), (fmtsim.list_ptq_recipes(), fmtsim.get_ptq_recipe),
-        (fmtsim.list_targets(), fmtsim.get_target), (fmtsim.list_units(), fmtsim.get_unit),
+        (fmtsim.list_recipes(), fmtsim.get_recipe), (fmtsim.list_targets(), fmtsim.get_target),
+        (fmtsim.list_units(), fmtsim.get_unit),
         ((*MODES, *ALIASES), lambda name: fmtsim.Rounding(mode=name)), (list_schemes(), get_scheme),
         (REDUCTIONS, get_reduction),
         (SCALINGS, lambda name: fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", scaling=name)),
@@ -165,7 +166,7 @@ def mistaken(formats: set[Format]) -> list[str]:
 def test_formats_in_catalogues_are_found_by_their_names():
     """Tables, reports and explanations print the names of formats that recipes, states and units hold."""
     lists = ((fmtsim.list_formats(), fmtsim.get_format), (fmtsim.list_recipes(), fmtsim.get_recipe),
-             (fmtsim.list_ptq_recipes(), fmtsim.get_ptq_recipe), (fmtsim.list_units(), fmtsim.get_unit),
+             (fmtsim.list_units(), fmtsim.get_unit),
              (list_schemes(), get_scheme), (REDUCTIONS, get_reduction))  # fmt: skip
     found = set(formats_in([get(name) for names, get in lists for name in names]))
     assert len(found) > 250 and mistaken(found) == []
@@ -215,7 +216,7 @@ def test_blocks_of_nothing_are_unknown(name):
 # A list in an error's text, with a wrong word in front: what takes its names.
 LISTS: dict[str, Callable[[str], object]] = {
     "unit": fmtsim.get_unit, "target": fmtsim.get_target, "recipe": fmtsim.get_recipe, "scheme": get_scheme,
-    "ptq recipe": fmtsim.get_ptq_recipe, "reduction": get_reduction, "format": fmtsim.get_format,
+    "ptq recipe": partial(fmtsim.get_recipe, kind="ptq"), "reduction": get_reduction, "format": fmtsim.get_format,
     "rounding": lambda name: fmtsim.Rounding(mode=name), "kind": fmtsim.list_formats,
     "model": lambda name: find_models([name]),
     "scaling": lambda name: fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", scaling=name),
@@ -246,7 +247,7 @@ def test_names_that_errors_offer_are_taken(what):
 def test_names_in_reports_are_taken_back():
     """A layer's name and type narrow a rule; formats of an observation are found."""
     model = fmtsim.convert(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)),
-                           format="int6", scaling="channel")  # fmt: skip
+                           recipe=fmtsim.linear_config(x="int6", w="int6", g="int6", scaling="channel"))  # fmt: skip
     report = fmtsim.report(model)
     for name, kind in [(name, row.type) for row in report.rows for name in row.name.split(",")]:
         recipe = fmtsim.Recipe(name="one", linear=fmtsim.LinearConfig(), rules=(fmtsim.Rule(name=name, kind=kind),))
@@ -264,7 +265,7 @@ def test_names_on_the_command_line_are_taken_back(capsys):
     assert json.loads(capsys.readouterr().out)[0]["name"] == "e4m3_1x64_amax"
     assert main(["train", "--recipe", "list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line and line[0] != "-"]
-    known = set(fmtsim.list_recipes())
+    known = set(fmtsim.list_recipes(kind="training"))
     assert known <= set(names)
 
 

@@ -240,8 +240,8 @@ def batch_of(tensors: Sequence[Tensor]) -> Batch:
         raise ArgumentError("there are no tensors to reduce; pass at least one")
     for i, x in enumerate(tensors):
         if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
-            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise DtypeError(f"tensor {i} is {found}; reduce float16, bfloat16, float32 or float64")
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise DtypeError(f"tensor {i} is {kind}; reduce float16, bfloat16, float32 or float64")
         check_dense(f"tensor {i}", x)
         if (x.dtype, x.device) != (tensors[0].dtype, tensors[0].device):
             raise DtypeError(
@@ -321,16 +321,18 @@ def require_mu(reduction: Reduction, mu: float | Tensor | None, device: torch.de
         if mu is not None:
             raise ArgumentError(f"mu={shown(mu)} belongs to factor='auto', not {reduction.factor!r}; leave it out")
         return None
-    given = reduction.auto.initial if mu is None else mu
-    if isinstance(given, Tensor):
-        check_dense("mu", given)
-        good = given.numel() == 1 and given.dtype in FLOAT_DTYPES
-        good = good and (given.device.type != "cpu" or (is_readable(given) and 0 < float32(float(given)) < math.inf))
+    auto_mu = reduction.auto.initial if mu is None else mu
+    if isinstance(auto_mu, Tensor):
+        check_dense("mu", auto_mu)
+        good = auto_mu.numel() == 1 and auto_mu.dtype in FLOAT_DTYPES
+        good = good and (
+            auto_mu.device.type != "cpu" or (is_readable(auto_mu) and 0 < float32(float(auto_mu)) < math.inf)
+        )
     else:
-        good = isinstance(given, int | float) and 0 < given <= FLT_MAX and float32(given) > 0
+        good = isinstance(auto_mu, int | float) and 0 < auto_mu <= FLT_MAX and float32(auto_mu) > 0
     if not good:
-        raise ArgumentError(f"mu={shown(given)} is not a factor; pass a finite number above 0")
-    return torch.as_tensor(given, dtype=torch.float32, device=device).reshape(())
+        raise ArgumentError(f"mu={shown(auto_mu)} is not a factor; pass a finite number above 0")
+    return torch.as_tensor(auto_mu, dtype=torch.float32, device=device).reshape(())
 
 
 def require_ranks(ranks: int) -> None:

@@ -144,16 +144,16 @@ def all_reduce(
         DtypeError: A tensor is not a floating-point one.
         CollectiveError: A rank does not answer.
     """
-    given = listed(tensors)
+    items = listed(tensors)
     chosen, ranks = get_reduction(reduction), Ranks(group)
-    batch = batch_of(given)
+    batch = batch_of(items)
     factor = require_mu(chosen, mu, batch.x.device)
-    shapes = [(tuple(x.shape), str(x.dtype)) for x in given]
+    shapes = [(tuple(x.shape), str(x.dtype)) for x in items]
     ranks.agree(("all_reduce", chosen, shapes, _settings(mu, call)), batch.x.device)
     out = torch.empty_like(batch.x[0])
     counts = reduce_batch(batch, chosen, factor, call, ranks, out, scatter=False)
-    parts = (out,) if len(given) == 1 else [part.clone() for part in out.split(batch.sizes)]
-    return Reduced([part.reshape(x.shape) for part, x in zip(parts, given, strict=True)], counts)
+    parts = (out,) if len(items) == 1 else [part.clone() for part in out.split(batch.sizes)]
+    return Reduced([part.reshape(x.shape) for part, x in zip(parts, items, strict=True)], counts)
 
 
 def reduce_scatter(
@@ -225,11 +225,13 @@ def _settings(mu: float | Tensor | None, call: int) -> str:
 
 def _amaxes(stages: Any, batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
     """Return the largest finite magnitude of each tensor on all ranks, after a look at NaN and Inf where asked for."""
-    own = stages.amaxes()
+    local_amaxes = stages.amaxes()
     if reduction.nonfinite != "raise":
-        return ranks.largest(own, "the exchange of largest magnitudes")
+        return ranks.largest(local_amaxes, "the exchange of largest magnitudes")
     wrong = (~batch.x.isfinite()).sum()
-    found = ranks.largest(torch.cat([own, wrong.clamp(max=1).float().reshape(1)]), "the exchange of largest magnitudes")
-    if bool(found[-1]):
+    amaxes = ranks.largest(
+        torch.cat([local_amaxes, wrong.clamp(max=1).float().reshape(1)]), "the exchange of largest magnitudes"
+    )
+    if bool(amaxes[-1]):
         require_finite(ranks.gather_objects(int(wrong), "the count of NaN and Inf"))
-    return found[:-1]
+    return amaxes[:-1]

@@ -90,11 +90,11 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
             f"sizes={sizes} sum to {sum(sizes)}, not to the {x.numel()} elements of x; name them all, none below 0"
         )
     flat = x.detach().reshape(-1).float()
-    made = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
-    elements = _elements(flat, made, sizes, fmt)
+    shared_scales = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
+    elements = _elements(flat, shared_scales, sizes, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
     values = from_bytes(ranks.gather(to_bytes(elements, spec), "an all-gather"), spec, flat.numel())
-    scaled = each(torch.mul, values, sizes, made.scale)
+    scaled = each(torch.mul, values, sizes, shared_scales.scale)
     return canonical(scaled.to(x.dtype)).reshape(ranks.size, *x.shape)
 
 
@@ -106,8 +106,8 @@ def simulate_gather(shards: Sequence[Tensor], fmt: Format, scaling: Scaling | No
     assert not isinstance(fmt, BlockFormat | LogTileFormat)
     whole = torch.stack([x.detach() for x in shards])
     flat = whole.reshape(-1).float()
-    made = _shared_scales([flat], scaling, fmt, None)
-    values = _elements(flat, made, (flat.numel(),), fmt) * made.scale
+    shared_scales = _shared_scales([flat], scaling, fmt, None)
+    values = _elements(flat, shared_scales, (flat.numel(),), fmt) * shared_scales.scale
     return canonical(values.to(whole.dtype)).reshape(whole.shape)
 
 
@@ -139,8 +139,8 @@ def dispatch(
     ranks, fmt = Ranks(group), get_format(format)
     _check(x)
     require_row_blocks(fmt)
-    given = counts.tolist() if isinstance(counts, Tensor) and counts.layout == torch.strided else counts
-    sent = list(checked("counts", given, tuple[int, ...]))
+    sizes = counts.tolist() if isinstance(counts, Tensor) and counts.layout == torch.strided else counts
+    sent = list(checked("counts", sizes, tuple[int, ...]))
     if x.dim() != 2 or len(sent) != ranks.size or sum(sent) != len(x) or min(sent) < 0:
         raise ArgumentError(
             f"counts={sent} do not part x of shape {tuple(x.shape)} among {ranks.size} ranks; "
@@ -181,21 +181,21 @@ def whole_tensors(sizes: Sequence[int], ranks: int) -> list[int]:
 
 def _shared_scales(parts: Sequence[Tensor], scaling: Scaling, fmt: ElementFormat, ranks: Ranks | None) -> Scales:
     """Return the scales of tensors from their largest magnitudes on all ranks; NaN where NaN could not travel."""
-    own = torch.stack([statistic(part[None], (None, None), "amax").reshape(-1).sum() for part in parts])
+    local_amaxes = torch.stack([statistic(part[None], (None, None), "amax").reshape(-1).sum() for part in parts])
     wrong = torch.stack([(~part.isfinite()).any() for part in parts]).float()
-    found = torch.cat([own, wrong])
+    amaxes = torch.cat([local_amaxes, wrong])
     if ranks is not None:
-        found = ranks.largest(found, "the exchange of largest magnitudes")
-    made = scales(found[: len(parts)], scaling, float(fmt.max))
+        amaxes = ranks.largest(amaxes, "the exchange of largest magnitudes")
+    shared_scales = scales(amaxes[: len(parts)], scaling, float(fmt.max))
     if fmt.has_nan:
-        return made
-    return made._replace(scale=torch.where(found[len(parts) :] > 0, torch.nan, made.scale))
+        return shared_scales
+    return shared_scales._replace(scale=torch.where(amaxes[len(parts) :] > 0, torch.nan, shared_scales.scale))
 
 
-def _elements(x: Tensor, made: Scales, sizes: Sequence[int], fmt: ElementFormat) -> Tensor:
+def _elements(x: Tensor, shared_scales: Scales, sizes: Sequence[int], fmt: ElementFormat) -> Tensor:
     """Return values of the format, one for each element."""
     x = torch.where(x.isfinite(), x, torch.nan if fmt.has_nan else 0.0)
-    y = each(torch.div if made.divides else torch.mul, x, sizes, made.factor)
+    y = each(torch.div if shared_scales.divides else torch.mul, x, sizes, shared_scales.factor)
     return quantize(y, fmt, out_dtype=torch.float32)
 
 

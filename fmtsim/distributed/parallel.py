@@ -73,9 +73,9 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         for name in ("gather", "gradient"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else get_format(given))
-            if given is not None and self.scaling is not None:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else get_format(value))
+            if value is not None and self.scaling is not None:
                 require_whole(getattr(self, name), self.scaling)
         object.__setattr__(self, "reduction", replace(get_reduction(self.reduction), average=False))
         check_types(self)
@@ -126,25 +126,25 @@ class Partition:
                 self._parts(rows[0])  # refuses tokens that do not divide
             return simulate(rows, settings.reduction).values[0].movedim(0, settings.dim)
         if not settings.sequence:
-            found = all_reduce(rows[0], settings.reduction, group=self.ranks.group).values[0]
+            total = all_reduce(rows[0], settings.reduction, group=self.ranks.group).values[0]
         else:
             like = self._parts(rows[0])[0]
-            found = reduce_scatter(rows[0], settings.reduction, group=self.ranks.group).values[0].reshape(like.shape)
-        return found.movedim(0, settings.dim)
+            total = reduce_scatter(rows[0], settings.reduction, group=self.ranks.group).values[0].reshape(like.shape)
+        return total.movedim(0, settings.dim)
 
     def of_bias(self, gradient: Tensor) -> Tensor:
         """Return the gradient of a bias: each rank sums over its tokens, and the ranks' sums are added in float32."""
         rows = self._rows(gradient)
         shared = self.settings.sequence
         parts = self._parts(rows) if shared and isinstance(self.ranks, int) else (rows,)
-        own = [part.flatten(0, -2).sum(0, dtype=torch.float32) for part in parts]
+        partial_sums = [part.flatten(0, -2).sum(0, dtype=torch.float32) for part in parts]
         if not shared:
-            found = own[0]
+            total = partial_sums[0]
         elif isinstance(self.ranks, int):
-            found = simulate(own, _SUM).values[0]
+            total = simulate(partial_sums, _SUM).values[0]
         else:
-            found = all_reduce(own[0], _SUM, group=self.ranks.group).values[0]
-        return found.to(gradient.dtype)
+            total = all_reduce(partial_sums[0], _SUM, group=self.ranks.group).values[0]
+        return total.to(gradient.dtype)
 
     def _rows(self, x: Tensor) -> Tensor:
         dim = self.settings.dim
@@ -291,18 +291,18 @@ def parallelize(
     if ranks is not None:
         require_ranks(checked("ranks", ranks, int))
     partition = Partition(chosen, Ranks(group) if ranks is None else ranks)
-    found = {how: _matching(model, how, pattern) for how, pattern in (("column", column), ("row", row))}
-    both = found["column"].keys() & found["row"].keys()
+    names = {how: _matching(model, how, pattern) for how, pattern in (("column", column), ("row", row))}
+    both = names["column"].keys() & names["row"].keys()
     if both:
         raise ArgumentError(f"column={column!r} and row={row!r} both fit {min(both)!r}; make them differ")
-    made: dict[str, ParallelLinear] = {}
-    for how, layers in found.items():
+    parallel: dict[str, ParallelLinear] = {}
+    for how, layers in names.items():
         for name, linear in layers.items():
             try:
-                made[name] = ParallelLinear(linear, how, partition)  # type: ignore[arg-type]
+                parallel[name] = ParallelLinear(linear, how, partition)  # type: ignore[arg-type]
             except ArgumentError as error:
                 raise ArgumentError(f"layer {name!r}: {error}; choose other ranks, or leave it out of {how}=") from None
-    for name, layer in made.items():
+    for name, layer in parallel.items():
         model.set_submodule(name, layer)
     return model
 
@@ -315,13 +315,13 @@ def _matching(model: nn.Module, how: str, pattern: str) -> dict[str, nn.Linear]:
             f"{how}={shown(pattern)} is not a regular expression; write 'q_proj|k_proj|v_proj'"
         ) from None
     linears = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and name}
-    found = {name: layer for name, layer in linears.items() if fits(name)}
-    if not found:
+    matching = {name: layer for name, layer in linears.items() if fits(name)}
+    if not matching:
         some = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears)) or "there is none"
         raise ArgumentError(
             f"{how}={shown(pattern)} fits no plain nn.Linear of {type(model).__name__}; they are: {some}"
         )
-    return found
+    return matching
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -34,9 +34,9 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ArgumentError("a collective needs ranks; call torch.distributed.init_process_group first")
-        given: Any = group  # torch says with a number that this process is in no group
-        if not isinstance(given, dist.ProcessGroup | None | int) or (
-            isinstance(given, int) and given != dist.GroupMember.NON_GROUP_MEMBER
+        given_group: Any = group  # torch says with a number that this process is in no group
+        if not isinstance(given_group, dist.ProcessGroup | None | int) or (
+            isinstance(given_group, int) and given_group != dist.GroupMember.NON_GROUP_MEMBER
         ):
             raise ArgumentError(f"group={shown(group)} is not a process group; pass what dist.new_group returned")
         self.group = dist.group.WORLD if group is None else group
@@ -91,14 +91,14 @@ class Ranks:
                 f"the tensors are on {device}, but the process group carries {carried}; "
                 "move them, or pass another group"
             )
-        known = tuple(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
-        if self.size == 1 or (device.type != "cpu" and known in self._agreed):
+        hashable = tuple(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
+        if self.size == 1 or (device.type != "cpu" and hashable in self._agreed):
             return
         print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
-        found = self._prints(print_)
-        if any(other != print_ for other in found):
-            raise ArgumentError(self._disagreement(facts, found))
-        self._agreed.add(known)
+        prints = self._prints(print_)
+        if any(other != print_ for other in prints):
+            raise ArgumentError(self._disagreement(facts, prints))
+        self._agreed.add(hashable)
 
     def present(self, what: str) -> None:
         """Make sure that every rank answers; CollectiveError names the one that does not."""
@@ -128,11 +128,11 @@ class Ranks:
         except AbsentError as error:
             raise self.broken(what, named(error.ranks), error) from error
 
-    def _prints(self, own: int, what: str = "the comparison of arguments") -> list[int]:
+    def _prints(self, own_print: int, what: str = "the comparison of arguments") -> list[int]:
         """Return every rank's fingerprint."""
         if not self._on_cpus:
-            return self._notes(own, what)
-        prints: list[int] = self._swap(torch.tensor([own]).repeat(self.size, 1), what)[:, 0].tolist()
+            return self._notes(own_print, what)
+        prints: list[int] = self._swap(torch.tensor([own_print]).repeat(self.size, 1), what)[:, 0].tolist()
         return prints
 
     @staticmethod
@@ -167,10 +167,10 @@ class Ranks:
             return None
 
     def _disagreement(self, facts: tuple[Any, ...], prints: list[int]) -> str:
-        told = self.gather_objects([[repr(fact), str(fact)] for fact in facts], "the comparison of arguments")
+        texts = self.gather_objects([[repr(fact), str(fact)] for fact in facts], "the comparison of arguments")
         other = next(rank for rank, value in enumerate(prints) if value != prints[0])
-        pairs = zip(told[0], told[other], strict=False)
-        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (told[0][0], told[other][0]))
+        pairs = zip(texts[0], texts[other], strict=False)
+        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (texts[0][0], texts[other][0]))
         first, second = (mine[1], its[1]) if mine[1] != its[1] else (mine[0], its[0])
         return (
             f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
@@ -178,11 +178,11 @@ class Ranks:
         )
 
     def _reduce(self, x: Tensor, op: Any, what: str) -> Tensor:
-        found = x.clone()
+        reduced = x.clone()
         if self.size > 1:
             with self.answering(what):
-                dist.all_reduce(found, op, group=self.group)
-        return found
+                dist.all_reduce(reduced, op, group=self.group)
+        return reduced
 
     def _global(self, rank: int) -> int:
         assert self.group is not None

@@ -139,9 +139,9 @@ class Reduction:
         return ", ".join(words)
 
 
-def _require(condition: bool, given: str, allowed: str) -> None:
+def _require(condition: bool, fault: str, allowed: str) -> None:
     if not condition:
-        raise ArgumentError(f"{given} is not allowed; choose {allowed}")
+        raise ArgumentError(f"{fault} is not allowed; choose {allowed}")
 
 
 _E4M3: Final = get_format("e4m3")

@@ -66,9 +66,9 @@ def simulate(
     [tensor([2.])]
     """
     chosen = get_reduction(reduction)
-    given: Any = ranks
-    if not isinstance(given, Tensor | Sequence) or (isinstance(given, Tensor) and not given.dim()):
-        kind = "a tensor without dimensions" if isinstance(given, Tensor) else type(given).__name__
+    rank_tensors: Any = ranks
+    if not isinstance(rank_tensors, Tensor | Sequence) or (isinstance(rank_tensors, Tensor) and not rank_tensors.dim()):
+        kind = "a tensor without dimensions" if isinstance(rank_tensors, Tensor) else type(rank_tensors).__name__
         raise ArgumentError(f"ranks is {kind}; pass a list with the tensor, or tensors, of each rank")
     lists = [listed(one) for one in ranks]
     require_ranks(len(lists))
@@ -89,16 +89,16 @@ def simulate_batches(
     hop = Hop(reduction, call)
     amaxes = torch.stack([batch.amaxes() for batch in batches]).amax(0)
     factors = factors_of(amaxes, reduction, len(batches), mu)
-    flat, own = [], []
+    flat, sizes = [], []
     for rank, batch in enumerate(batches):
         y = scaled(batch, factors.encode, reduction).reshape(-1)
         q = hop.round(y, hop.key(rank, 0))
-        own.append(own_counts(batch.x.reshape(-1), y, q, hop.top))
+        sizes.append(own_counts(batch.x.reshape(-1), y, q, hop.top))
         flat.append(q)
     sums = reduced(torch.stack(flat), hop)
     totals = result_counts(sums, hop.top)
     values = each(torch.mul, sums.reshape(batches[0].x.shape), batches[0].sizes, factors.decode)
-    return values, tuple(Counts(*totals, *counts) for counts in own)
+    return values, tuple(Counts(*totals, *counts) for counts in sizes)
 
 
 def reduced(q: Tensor, hop: Hop) -> Tensor:
@@ -120,9 +120,9 @@ def split(values: Tensor, batch: Batch, like: Sequence[Tensor]) -> list[Tensor]:
 def require_finite(counts: Sequence[int]) -> None:
     """Raise where ranks hold NaN or Inf, naming each, as a rule of ``nonfinite="raise"`` says."""
     if any(counts):
-        found = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts) if count)
+        listed = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts) if count)
         raise ArgumentError(
-            f"gradients hold NaN or Inf elements ({found}) and nonfinite='raise'; nothing was reduced: "
+            f"gradients hold NaN or Inf elements ({listed}) and nonfinite='raise'; nothing was reduced: "
             "skip the step, lower the loss scale, or choose nonfinite='propagate'"
         )
 
@@ -138,11 +138,11 @@ def ring(chunks: Tensor, places: Tensor, hop: Hop) -> Tensor:
     Returns:
         [chunks, elements].
     """
-    ranks, each = len(chunks), torch.arange(chunks.shape[1], device=chunks.device)
-    sums = chunks[(places + 1) % ranks, each]
+    ranks, index = len(chunks), torch.arange(chunks.shape[1], device=chunks.device)
+    sums = chunks[(places + 1) % ranks, index]
     for step in range(1, ranks):
         adding = (places + 1 + step) % ranks
-        sums = hop.round_each(sums + chunks[adding, each], adding.tolist() if hop.draws else (), step)
+        sums = hop.round_each(sums + chunks[adding, index], adding.tolist() if hop.draws else (), step)
     return sums
 
 
@@ -156,9 +156,11 @@ def tree(q: Tensor, hop: Hop, start: int = 0) -> Tensor:
     """
     sums, distance, step = q, 1, 1
     while distance < len(q):
-        left = torch.arange(0, len(q) - distance, 2 * distance, device=q.device)
-        added = hop.round_each(sums[left] + sums[left + distance], left.tolist() if hop.draws else (), step, start)
-        sums = sums.index_copy(0, left, added)
+        receivers = torch.arange(0, len(q) - distance, 2 * distance, device=q.device)
+        added = hop.round_each(
+            sums[receivers] + sums[receivers + distance], receivers.tolist() if hop.draws else (), step, start
+        )
+        sums = sums.index_copy(0, receivers, added)
         distance, step = 2 * distance, step + 1
     return sums[0]
 

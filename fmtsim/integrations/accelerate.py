@@ -32,7 +32,7 @@ class FmtsimRun:
       ``fmtsim_nonfinite``, the NaN and infinite elements of all, under ``run.step``. What is infinite or undefined is
       not logged. TensorBoard and W&B get histograms of exponents, too. Log your own numbers with ``step=run.step``:
       W&B drops what is logged under a number that it has left behind.
-    - ``accelerator.save_state`` and ``load_state`` keep ``fmtsim.recipe_state`` of each process, steps, losses and
+    - ``accelerator.save_state`` and ``load_state`` keep ``fmtsim.state`` of each process, steps, losses and
       statistics: the run registers itself for checkpoints.
     - The report has the loss of each step (the mean over its batches), heatmaps and coverage estimated from shapes. It
       is written at the end of the ``with``, at each checkpoint, where the ``with`` ends in an error or Ctrl-C, and at

@@ -44,7 +44,7 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
       ``fmtsim_worst_saturation_percent``, ``fmtsim_worst_sqnr_db``, each of the operand that loses most by it, and
       ``fmtsim_nonfinite``, the NaN and infinite elements of all, under Lightning's number of the step, which counts
       from 0. What is infinite or undefined is not logged. TensorBoard and W&B get histograms of exponents, too.
-    - Checkpoints have, as ``"fmtsim"``, ``fmtsim.recipe_state`` of each process, losses and statistics.
+    - Checkpoints have, as ``"fmtsim"``, ``fmtsim.state`` of each process, losses and statistics.
       ``fit(ckpt_path=...)`` goes on from them, and refuses a model of another recipe.
     - The report has the loss of each step (the mean over its batches), heatmaps, coverage estimated from shapes, the
       Trainer's settings and the module's hyper-parameters. It is written at the end, at each checkpoint, where ``fit``

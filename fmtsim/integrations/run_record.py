@@ -19,7 +19,7 @@ from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
 from fmtsim.nn.convert import set_step
 from fmtsim.nn.report import report
-from fmtsim.nn.state import converted_root, is_converted, load_recipe_state, recipe_state
+from fmtsim.nn.state import converted_root, converted_state, is_converted, load_converted_state
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule
@@ -64,7 +64,7 @@ def checked_state(state: Any, what: str) -> dict[str, Any]:
 
 
 def gathered(own: dict[str, Any] | None) -> list[Any]:
-    """Return what ``recipe_state`` is on each process, or one of them where nothing is remembered; all have to call."""
+    """Return what ``fmtsim.state`` is on each process, or one of them where nothing is remembered; all have to call."""
     ranks = _ranks()
     if own is None or not own["layers"] or ranks == 1:
         return [own]
@@ -192,7 +192,7 @@ class RunRecord:
             raise ArgumentError(f"the checkpoint is of {was}, this run is of {now}; go on as it began")
         if self._observed is None:
             local_state, note = of_this_process(state["recipe_states"])
-            load_recipe_state(self._model, local_state)
+            load_converted_state(self._model, local_state)
             self.notes += [note] if note else []
         if self._first:
             self.first, self.losses = state["first"], list(state["losses"])
@@ -260,7 +260,7 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``begin`` goes on from; call it on all processes, for it gathers their delayed scales."""
-        local_state = recipe_state(self._model) if self._observed is None else None
+        local_state = converted_state(self._model) if self._observed is None else None
         return {
             "recipe_states": gathered(local_state), "observed": self._observed, "first": self.first,
             "losses": list(self.losses), "observation": self.seen.state_dict(), "loss_scales": dict(self._scales),
@@ -325,7 +325,7 @@ class RunRecord:
 
 def _without_schedule(recipe: Any, rules: Sequence[Rule] | str | Path) -> dict[str, Any]:
     """Return what to observe for, unless it has a schedule: what observes knows calls of the model, not steps."""
-    named = recipe if recipe is None or isinstance(recipe, LinearConfig) else get_recipe(recipe)
+    named = recipe if recipe is None or isinstance(recipe, LinearConfig) else get_recipe(recipe, kind="training")
     given_rules = rules_of(rules)
     recipe_rules = named.rules if isinstance(named, Recipe) else ()
     for who, rules_found in (

@@ -30,7 +30,7 @@ class FmtsimCallback(TrainerCallback):
       ``fmtsim_worst_saturation_percent``, ``fmtsim_worst_sqnr_db``, each of the operand that loses most by it, and
       ``fmtsim_nonfinite``, the NaN and infinite elements of all. What is infinite or undefined is not logged.
       TensorBoard and W&B get histograms of exponents, too.
-    - Beside each checkpoint it saves ``fmtsim_state.pt``: ``fmtsim.recipe_state`` of each process, losses and
+    - Beside each checkpoint it saves ``fmtsim_state.pt``: ``fmtsim.state`` of each process, losses and
       statistics. ``train(resume_from_checkpoint=...)`` goes on from them, and refuses a model of another recipe. A
       checkpoint without that file goes on with the delayed scales that its weights have.
     - The report has the loss of each step, heatmaps, coverage estimated from shapes and the Trainer's arguments. It is

@@ -17,12 +17,12 @@ from fmtsim.nn.scaled_linear import (
 )
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_swiglu
-from fmtsim.nn.state import load_recipe_state, recipe_state, share_scales
+from fmtsim.nn.state import share_scales
 
 __all__ = [
     "EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "MuLinear", "MuReadout", "MuResidual",
     "QuantisedAttention", "ScaledLinear", "SmoothSwiGLU", "UnitLinear", "UnitReadout", "convert",
-    "convert_attention", "convert_swiglu", "flash_attention_3", "load_recipe_state", "mu_parameter_groups",
-    "quantised_attention", "recipe_state", "report", "revert", "revert_attention", "revert_swiglu", "set_step",
+    "convert_attention", "convert_swiglu", "flash_attention_3", "mu_parameter_groups",
+    "quantised_attention", "report", "revert", "revert_attention", "revert_swiglu", "set_step",
     "share_scales", "smooth_swiglu",
 ]  # fmt: skip

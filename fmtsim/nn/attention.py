@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.products.resolver import check_target
-from fmtsim.nn.forward import ATTENTION, own_names, unwrap, wrap
+from fmtsim.nn.forward import ATTENTION, forward_names, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
 from fmtsim.nn.sdpa import AttentionCall, attend, call_of
@@ -225,10 +225,10 @@ def revert_attention(model: Model) -> Model:
 
 def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules that call torch's function, as their class's name or its forward says."""
-    found = {name: module for name, module in model.named_modules() if _attends(module)}
+    modules = {name: module for name, module in model.named_modules() if _attends(module)}
     return [
         (name, module)
-        for name, module in found.items()
+        for name, module in modules.items()
         if not any(part is not module and _attends(part) for part in module.modules())
     ]
 
@@ -267,12 +267,12 @@ def attach(
 
 def detach(model: nn.Module, *, recipe: bool | None = None) -> int:
     """Take quantised attention out again, of recipes, of others or all (None); return how many modules had it."""
-    found = [module for module in model.modules() if ATTENTION in module.__dict__]
-    found = [module for module in found if recipe in (None, module.__dict__[ATTENTION].recipe)]
-    for module in found:
+    attached = [module for module in model.modules() if ATTENTION in module.__dict__]
+    attached = [module for module in attached if recipe in (None, module.__dict__[ATTENTION].recipe)]
+    for module in attached:
         del module.__dict__[ATTENTION]
         unwrap(module, _FORWARD)
-    return len(found)
+    return len(attached)
 
 
 def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -305,4 +305,4 @@ def _named(error: FmtsimError, name: str) -> FmtsimError:
 def _attends(module: nn.Module) -> bool:
     if _NAME.search(type(module).__name__) is not None:
         return True
-    return _FUNCTION in own_names(module)
+    return _FUNCTION in forward_names(module)

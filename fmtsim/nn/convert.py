@@ -4,6 +4,7 @@
 import dataclasses
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,16 +14,15 @@ from torch import nn
 
 from fmtsim.casts.arguments import check_module, takes
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.scalings import ScalingName
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.counting import is_meant
-from fmtsim.nn.coverage import estimated, percent, summary_of
+from fmtsim.nn.coverage import Coverage, estimated, is_meant, percent
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
 from fmtsim.nn.planning import (
     Configure,
     Filter,
+    check_alone,
     configure,
     constant_planner,
     machine_of,
@@ -32,12 +32,12 @@ from fmtsim.nn.planning import (
     with_rules,
 )
 from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, detach_products
-from fmtsim.nn.state import RECIPE, attach_name, converted_modules, detach_name, is_converted
+from fmtsim.nn.state import PTQ, RECIPE, attach_name, converted_modules, detach_name, is_converted
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
 
@@ -58,18 +58,13 @@ _FUSED = (
 
 def convert(
     model: Model,
-    recipe: str | Path | Recipe | LinearConfig | None = None,
+    recipe: str | Path | Recipe | LinearConfig | Configure | None = None,
     *,
     format: str | Format | None = None,
-    grad_format: str | Format | None = None,
-    scaling: ScalingName | None = None,
-    rounding: RoundingName | Rounding = "nearest_even",
-    grad_rounding: RoundingName | Rounding = "nearest_even",
     target: Any = None,
     plan: GemmPlan | None = None,
     fast_accum: bool = False,
     native: bool | None = None,
-    config: LinearConfig | Configure | None = None,
     rules: Sequence[Rule] | str | Path = (),
     generator: Generator = None,
     filter_fn: Filter | None = None,
@@ -86,27 +81,22 @@ def convert(
     Products of two activations stay in high precision, but where a recipe says how attention runs
     (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may also exchange gated
     layers or scale the whole model, which divides its weights (``Recipe.replace``: ``unit_scaling``, ``mu_s``), and
-    save activations in low precision (``Recipe.activations``). The formats come from exactly one of ``format``,
-    ``config`` and ``recipe``, the machine that multiplies from ``target``, which goes with each of them.
+    save activations in low precision (``Recipe.activations``). The formats come from either ``recipe`` or
+    ``format``, the machine that multiplies from ``target``, which goes with both.
 
     Args:
         model: Any module; it may itself be a layer.
-        recipe: A recipe: its name (``fmtsim.list_recipes()``), its JSON file, its record, or a LinearConfig.
-        format: Format of activations and weights, a name or a record.
-        grad_format: Format of gradients; None means ``format``.
-        scaling: What shares a scale, with ``format``, by the names of ``linear_config``; None is one for each tensor
-            of an element format of 8 bits or fewer. ``"none"`` leaves such formats unscaled: weights of usual size
-            then become 0 in int8.
-        rounding: Rounding of activations and weights, with ``format``.
-        grad_rounding: Rounding of gradients, with ``format``.
+        recipe: A recipe for training: its name (``fmtsim.list_recipes(kind="training")``), its JSON file or its record;
+            or a LinearConfig for all layers (``linear_config`` has formats, scaling and rounding of each operand), or a
+            function from a layer's name to its LinearConfig, None to leave the layer alone.
+        format: Format of activations, weights and gradients, a name or a record, instead of a recipe: short for
+            ``recipe=linear_config(x=format, w=format, g=format, scaling=None)``.
         target: What multiplies, as in ``fmtsim.mm``: a GPU with its library (``"h200"``, a plan file), a matrix unit
             alone (``"hopper.wgmma"``), a datapath; or ``"recipe"``: the machine that the recipe was made for.
         plan: Accumulation order of every product instead of the target's, or of the unit's single chain.
-        fast_accum: use_fast_accum of the target's forward products, with ``format``; recipes and configs say it
-            themselves.
+        fast_accum: use_fast_accum of the target's forward products, with ``format``; recipes have their own.
         native: Whether a target runs natively: None lets the GPU do it itself where the model is on the GPU that the
             target describes, True insists on that, False emulates.
-        config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         rules: Exceptions for layers or steps (``fmtsim.Rule``), ahead of the recipe's own: the first that fits
             counts, and one that fits no layer is an error. ``attribute`` suggests some. Or a JSON file of rules, which
             ``fmtsim attribute`` and ``fmtsim search`` write.
@@ -138,21 +128,15 @@ def convert(
     check_module("convert", model)
     _check_filter(model, filter_fn)
     machine = machine_of(target, plan, native)
-    named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
-    if named is not None:
-        if any(each is not None for each in (format, grad_format, scaling, config)) or fast_accum:
-            raise ArgumentError(
-                "recipe= says everything about formats; leave format=, grad_format=, scaling=, config= and fast_accum= "
-                "out"
-            )
+    named = None
+    if recipe is not None:
+        check_alone(format, fast_accum)
+    if isinstance(recipe, str | Path | Recipe | PtqRecipe):
+        named = get_recipe(recipe, kind="training")  # type: ignore[call-overload]  # which refuses a PtqRecipe
         named = named if machine is None else named.on(**machine)
         planner = planner_of(named, model)
     else:
-        assert not isinstance(recipe, str | Path | Recipe)  # for mypy
-        more = {
-            "scaling": scaling, "rounding": rounding, "grad_rounding": grad_rounding, "fast_accum": fast_accum
-        }  # fmt: skip
-        planner = constant_planner(configure(recipe, format, grad_format, more, config), machine)
+        planner = constant_planner(configure(recipe, format, fast_accum), machine)
     planner = with_rules(planner, rules, model, machine, named) if rules else planner
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     products = plan_products(model, planner, filter_fn, total_steps, reasons)
@@ -172,7 +156,8 @@ def convert(
     _pause_fused(model)
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
         model.register_forward_pre_hook(_remind)
-    _tell(model, warn=bool(layers or products) and filter_fn is None and not (config is not None and callable(config)))
+    chosen_by_name = filter_fn is not None or callable(recipe)
+    _tell(model, warn=bool(layers or products) and not chosen_by_name)
     return model
 
 
@@ -185,24 +170,49 @@ def _check_filter(model: nn.Module, filter_fn: Any) -> None:
 
 
 def _tell(model: nn.Module, *, warn: bool) -> None:
-    """Log the line that ``report`` has, and warn of what is left without anybody having said so."""
+    """Log the line that ``report`` has, and warn where more than 1 % stays as it is without a choice of the caller."""
     coverage = estimated(model, model.__dict__[REASONS])
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info("%s", summary_of(model, model.__dict__[RECIPE], coverage, model.__dict__[NOTES]))
-    left = tuple(row for row in coverage.raw if not is_meant(row.reason))
-    count = sum(row.multiply_adds for row in left)
+    raw_weights = tuple(row for row in coverage.raw if not is_meant(row.reason))
+    count = sum(row.multiply_adds for row in raw_weights)
     if warn and count * 100 > coverage.total:
         warnings.warn(
             f"convert leaves {percent(count, coverage.total)} of the weight multiply-adds of {type(model).__name__} as "
-            f"they are, estimated from shapes: {dataclasses.replace(coverage, raw=left).left()}; "
+            f"they are, estimated from shapes: {dataclasses.replace(coverage, raw=raw_weights).left()}; "
             "fmtsim.report(model, batch) counts them, and filter_fn= says what is meant",
             CoverageWarning,
             stacklevel=caller_level(),
         )
 
 
+def summary_of(
+    model: nn.Module, recipe: str | None, coverage: Coverage, notes: Sequence[str] = (), products: Sequence[Any] = ()
+) -> str:
+    """Return one line: what a model was converted with, on which machine, its coverage, guesses, and what was not done.
+
+    Args:
+        model: The model.
+        recipe: The name of its recipe; None names the formats.
+        coverage: What ``measured`` or ``estimated`` returned.
+        notes: What of the recipe was not done.
+        products: Rows with the basis of their accumulation order.
+    """
+    running = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
+    if not running and not coverage.simulated:
+        return f"{type(model).__name__} is not converted: {coverage}"
+    formats = list(Counter(str(config.on()) for config in running))
+    name = recipe or (formats[0] + (f" and {len(formats) - 1} other configs" if formats[1:] else "") if formats else "")
+    gemms = (getattr(config, product) for config in running for product in PRODUCTS)
+    machines = list(dict.fromkeys(gemm.machine_name for gemm in gemms if gemm.emulated))
+    where = f" on {' and '.join(machines)}" if machines else ""
+    guesses = sum(row.basis == "guess" for row in products)
+    more = [f"{guesses} of {len(products)} products by a guess"] if guesses else []
+    return "; ".join([f"{name}{where}: {coverage}", *more, *notes])
+
+
 def _remind(model: nn.Module, inputs: Any) -> None:
-    """Warn at the second training forward if nobody called ``set_step`` before it; a forward pre-hook of the root."""
+    """Warn at the second training forward if ``set_step`` was not called before it; a forward pre-hook of the root."""
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again
@@ -279,7 +289,7 @@ def revert(model: Model) -> Model:
         module.__class__ = module.original_class  # type: ignore[assignment]
     for part in model.modules():
         part.__dict__.update(part.__dict__.pop(SAVED, {}))
-        for mark in (REASONS, TOTAL, RECIPE, NOTES):
+        for mark in (REASONS, TOTAL, RECIPE, NOTES, PTQ):
             part.__dict__.pop(mark, None)
         _forget(part)
         detach_name(part)

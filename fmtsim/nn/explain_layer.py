@@ -78,22 +78,22 @@ class LayerExplanation:
 
     def _products(self) -> list[tuple[str, MmExplanation]]:
         return [
-            (f"{part} {product}".lstrip() + f"  {FORMULAS[product]}", found)
+            (f"{part} {product}".lstrip() + f"  {FORMULAS[product]}", explanation)
             for part, products in self.parts.items()
-            for product, found in products.items()
+            for product, explanation in products.items()
         ]
 
     def __str__(self) -> str:
         lines = [self.name]
-        for heading, found in self._products():
-            lines += [heading, *(f"  {line}" for line in str(found).splitlines())]
+        for heading, explanation in self._products():
+            lines += [heading, *(f"  {line}" for line in str(explanation).splitlines())]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        tables = (f"<h4>{escape(heading)}</h4>{found._repr_html_()}" for heading, found in self._products())
+        tables = (f"<h4>{escape(heading)}</h4>{explanation._repr_html_()}" for heading, explanation in self._products())
         return f"<h3>{escape(self.name)}</h3>{''.join(tables)}"
 
 
@@ -127,13 +127,13 @@ def explain_layer(module: Any, x: Inputs) -> LayerExplanation:
         ArgumentError: No such module, or no such input; or its machine does not take the product.
         DtypeError, FormatError: Its machine does not take the product.
     """
-    found: dict[str, dict[str, MmExplanation]] = {}
-    for part, product, each in layer_products(module, x):
-        if isinstance(each, FmtsimError):
-            raise each
-        found.setdefault(part, {})[product] = each
+    explanations: dict[str, dict[str, MmExplanation]] = {}
+    for part, product, explanation in layer_products(module, x):
+        if isinstance(explanation, FmtsimError):
+            raise explanation
+        explanations.setdefault(part, {})[product] = explanation
     return LayerExplanation(
-        name=f"{module.emulation.name or '(model)'} ({module.original_class.__name__})", parts=found
+        name=f"{module.emulation.name or '(model)'} ({module.original_class.__name__})", parts=explanations
     )
 
 
@@ -170,21 +170,25 @@ def model_products(model: nn.Module, rows: int) -> Iterator[tuple[str, str, MmEx
         model: Any module.
         rows: Number of rows of each layer's products. Layers that are alike are run once.
     """
-    known: dict[Any, list[tuple[str, str, MmExplanation | str]]] = {}
+    by_shape: dict[Any, list[tuple[str, str, MmExplanation | str]]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, EmulatedModule) or module.emulation is None:
             continue
         sizes = tuple((n, p.shape, p.stride(), p.dtype, p.device) for n, p in module.named_parameters())
         like = type(module), module.original_class.extra_repr(module), module.emulation.config, sizes
-        if like not in known:
+        if like not in by_shape:
             prefix = f"layer {module.emulation.name!r}: "
-            known[like] = [
-                (part, product, str(found).removeprefix(prefix) if isinstance(found, FmtsimError) else found)
-                for part, product, found in layer_products(module, rows)
+            by_shape[like] = [
+                (
+                    part,
+                    product,
+                    str(explanation).removeprefix(prefix) if isinstance(explanation, FmtsimError) else explanation,
+                )
+                for part, product, explanation in layer_products(module, rows)
             ]
         layer = name.replace(f"{RAW}.", "") or "(model)"
-        for part, product, found in known[like]:
-            yield ", ".join(filter(None, (layer, part))), product, found
+        for part, product, explanation in by_shape[like]:
+            yield ", ".join(filter(None, (layer, part))), product, explanation
 
 
 class _Run:
@@ -199,18 +203,18 @@ class _Run:
 
     def parts(self) -> dict[str, _Part]:
         """Return the parts of the layer that an input reaches, in their order."""
-        made = self._stand_in(lambda part, config: config.on())
-        multiply, found = made.gemm, dict[str, _Part]()
+        stand_in = self._stand_in(lambda part, config: config.on())
+        multiply, by_part = stand_in.gemm, dict[str, _Part]()
 
         def noted(x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
             y = multiply(x, w, bias, part)
-            known = found.setdefault(part, _Part(x.numel() // max(x.shape[-1], 1), w.shape[0], w.shape[1], y.dtype))
-            known.times += 1
+            entry = by_part.setdefault(part, _Part(x.numel() // max(x.shape[-1], 1), w.shape[0], w.shape[1], y.dtype))
+            entry.times += 1
             return y
 
-        made.__dict__["gemm"] = noted
-        self._pass(made, backward=False)
-        return found
+        stand_in.__dict__["gemm"] = noted
+        self._pass(stand_in, backward=False)
+        return by_part
 
     def explain(self, part: str, sizes: _Part, product: str) -> MmExplanation:
         """Explain one product of a part."""
@@ -229,11 +233,11 @@ class _Run:
             bare = config.on()
             return replace(bare, **{product: replace(gemm, native=False)}) if other == part else bare
 
-        made = self._stand_in(alone)
+        stand_in = self._stand_in(alone)
         with recorded_calls() as calls, _Steps() as steps:
-            self._pass(made, backward=product != "fprop")
+            self._pass(stand_in, backward=product != "fprop")
         *before, (call, spec) = ((self._sized(call, sizes, product), spec) for call, spec in calls.items())
-        found = explained(call, spec)
+        explanation = explained(call, spec)
         if (call.m, call.n, call.k) != sizes.sizes(product):
             rows.append(("padded", f"with zeros, from {factors(*sizes.sizes(product), a, b)}"))
         rows += [("first", _rest(a, b, rest)) for rest in before]
@@ -242,7 +246,7 @@ class _Run:
         if call.target is not None and (gemm.native is not None or self._device.type == "cuda"):
             dtypes = own_dtype(spec.a) or torch.float32, own_dtype(spec.b) or torch.float32
             rows.append(("runs", runs(call, dtypes, self._device, gemm.native, converted=True)))
-        return replace(found, rows=(found.rows[0], *rows[:1], *found.rows[1:], *rows[1:]))
+        return replace(explanation, rows=(explanation.rows[0], *rows[:1], *explanation.rows[1:], *rows[1:]))
 
     @staticmethod
     def _sized(call: GemmCall, sizes: _Part, product: str) -> GemmCall:
@@ -253,27 +257,28 @@ class _Run:
     def _stand_in(self, change: Callable[[str, LinearConfig], LinearConfig]) -> EmulatedModule:
         """Return the layer with fake tensors, other configs, and no observer; its hooks are not called."""
         assert self._module.emulation is not None
-        made = self._copied(self._module)
-        made.emulation = self._module.emulation.changed(change)
+        stand_in = self._copied(self._module)
+        stand_in.emulation = self._module.emulation.changed(change)
         if self._counted:
-            made.__dict__["_padded"] = lambda x: x  # of a convolution: its positions are counted without the padding
-        return made
+            # Of a convolution: its positions are counted without the padding.
+            stand_in.__dict__["_padded"] = lambda x: x
+        return stand_in
 
     def _copied(self, module: Any) -> Any:
-        made = object.__new__(type(module))
-        made.__dict__.update(module.__dict__)
-        made._parameters = {
+        copied = object.__new__(type(module))
+        copied.__dict__.update(module.__dict__)
+        copied._parameters = {
             n: None if t is None else nn.Parameter(self._fake(t)) for n, t in module._parameters.items()
         }
-        made._buffers = {n: None if t is None else self._fake(t) for n, t in module._buffers.items()}
-        made._modules = {n: None if m is None else self._copied(m) for n, m in module._modules.items()}
-        return made
+        copied._buffers = {n: None if t is None else self._fake(t) for n, t in module._buffers.items()}
+        copied._modules = {n: None if m is None else self._copied(m) for n, m in module._modules.items()}
+        return copied
 
     def _fake(self, t: Tensor) -> Tensor:
         with self._mode:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self._device)
 
-    def _pass(self, made: EmulatedModule, *, backward: bool) -> None:
+    def _pass(self, stand_in: EmulatedModule, *, backward: bool) -> None:
         """Call the layer, and go back from gradients laid out as its output."""
         whole = {id(t): self._fake(t).requires_grad_() for t in self._like}
         inputs = [whole[id(t)] for t in self._like]
@@ -283,7 +288,7 @@ class _Run:
             torch.autograd.set_multithreading_enabled(False),
             self._mode,
         ):
-            y = type(made).forward(made, *inputs)
+            y = type(stand_in).forward(stand_in, *inputs)
             if backward:
                 y = y if isinstance(y, Tensor) else y[0]
                 y.backward(torch.empty_like(y))
@@ -295,18 +300,18 @@ def _inputs(module: EmulatedModule, x: Inputs, dtype: torch.dtype) -> list[Tenso
     if type(x) is int and 0 < x <= MOST_ROWS:
         like = {shape: torch.empty(shape, dtype=dtype, device="meta") for shape in shapes}
         return [like[shape] for shape in shapes]
-    found = [x] * len(shapes) if isinstance(x, Tensor) else list(x) if isinstance(x, list | tuple) else []
-    if len(found) != len(shapes) or not all(isinstance(t, Tensor) for t in found):
+    inputs = [x] * len(shapes) if isinstance(x, Tensor) else list(x) if isinstance(x, list | tuple) else []
+    if len(inputs) != len(shapes) or not all(isinstance(t, Tensor) for t in inputs):
         several = "tensor" if len(shapes) == 1 else f"{len(shapes)} tensors"
         raise ArgumentError(
             f"x={shown(x)} is not an input of a layer; pass the {several} it is called with, or the number of rows of "
             f"its products, from 1 to {MOST_ROWS}"
         )
-    for t in found:
+    for t in inputs:
         check_dense("x", t)
         if not t.dtype.is_floating_point or t.is_quantized:
             raise DtypeError(f"x has dtype {t.dtype}; pass what the layer takes, for example a {dtype} tensor")
-    return found
+    return inputs
 
 
 class _Steps(OperatorMode):
@@ -328,18 +333,19 @@ class _Steps(OperatorMode):
     def words(self, a: str, b: str, call: GemmCall, out: Quantizer | None, dtype: torch.dtype) -> str:
         """Return what is done to a product before it is a layer's result, empty where nothing is."""
         finished = self._done.get("fmtsim::finish")
-        _, columns, rows, rest, bias, made = finished or (None, None, None, None, None, call.out)
-        found = [f"times the scales of {name}" for name, scale in ((b, columns), (a, rows)) if scale is not None]
-        found += ["plus the first"] * (rest is not None) + ["plus the bias"] * (bias is not None)
-        found = [f"{', '.join(found)}, one rounding each"] if found else []
-        if out is not None and unit_dtype(out) != made:
-            found.append(f"rounded to {out}")
+        _, columns, rows, rest, bias, out_dtype = finished or (None, None, None, None, None, call.out)
+        steps = [f"times the scales of {name}" for name, scale in ((b, columns), (a, rows)) if scale is not None]
+        steps += ["plus the first"] * (rest is not None) + ["plus the bias"] * (bias is not None)
+        steps = [f"{', '.join(steps)}, one rounding each"] if steps else []
+        if out is not None and unit_dtype(out) != out_dtype:
+            steps.append(f"rounded to {out}")
         if (undone := self._done.get("fmtsim::unrotate")) is not None:
-            found.append("the rotation undone" if undone[3] is None else "times the slope of the rounding")
-        return "; ".join([*found, f"to {dtype_name(dtype)}"] if found or made != dtype else [])
+            steps.append("the rotation undone" if undone[3] is None else "times the slope of the rounding")
+        return "; ".join([*steps, f"to {dtype_name(dtype)}"] if steps or out_dtype != dtype else [])
 
 
 def _rest(a: str, b: str, asked: tuple[GemmCall, GemmSpec]) -> str:
     """Return the product of what was cut off an operand in words."""
-    found = explained(*asked)
-    return f"what was clamped off {a}, times {b}: {found.rows[0][1]}; {found.unit or 'own datapath'}, {found.order}"
+    explanation = explained(*asked)
+    unit, order = explanation.unit or "own datapath", explanation.order
+    return f"what was clamped off {a}, times {b}: {explanation.rows[0][1]}; {unit}, {order}"

@@ -144,16 +144,16 @@ def flash(
     (q, k, v, mask, hides, factor), unit, coded = inputs, config.target, config.has_unit
     if coded:
         check_call(config, inputs, dtype)
-    left, right, values = (
+    q_heads, k_heads, v_heads = (
         quantised(name, x, quantizer, coded, call_keys.draws, watchers)
         for name, x, quantizer in (("q", q, config.q), ("k", k, config.k), ("v", v.mT, config.v))
     )
     m = q.new_full((*q.shape[:2], 1), -math.inf)
     total, out = torch.zeros_like(m), q.new_zeros(*q.shape[:2], v.shape[-1])
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    blocks: list[tuple[Tensor, Tensor, Tensor]] = []
     for first in reversed(range(0, k.shape[1], config.columns)):
         keys = slice(first, first + config.columns)
-        s = product(left, _part(right, keys, 1), unit, dtype)
+        s = product(q_heads, _part(k_heads, keys, 1), unit, dtype)
         t = _exponents(s, mask if mask is None else mask[..., keys], factor, hides)
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
@@ -161,18 +161,18 @@ def flash(
         weights = quantised("p", p.reshape(1, -1, p.shape[-1]), config.p, coded, call_keys.draws, watchers)
         scale = None if weights.scale is None else weights.scale.reshape(p.shape)
         weights = weights._replace(elements=weights.elements.reshape(p.shape), scale=scale)
-        part = product(weights, _part(values, keys, 2), unit, dtype)
+        part = product(weights, _part(v_heads, keys, 2), unit, dtype)
         m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
-        kept += [(p, weights.values(), base)] if keep else []
+        blocks += [(p, weights.values(), base)] if keep else []
     y = torch.where(total == 0, 0.0, out / total)
     last = torch.where(m == -math.inf, 0.0, m)
-    shares = [torch.where(total == 0, 0.0, torch.exp2(base - last) / total) for _, _, base in kept]
+    shares = [torch.where(total == 0, 0.0, torch.exp2(base - last) / total) for _, _, base in blocks]
     ends = [q.new_zeros(0)] * 2
     if keep:
         ends = [
-            torch.cat([one[i] * share for one, share in zip(kept, shares, strict=True)][::-1], -1) for i in range(2)
+            torch.cat([one[i] * share for one, share in zip(blocks, shares, strict=True)][::-1], -1) for i in range(2)
         ]
-    return Flash(y, left, right, values, *ends)
+    return Flash(y, q_heads, k_heads, v_heads, *ends)
 
 
 def quantised(
@@ -186,24 +186,24 @@ def quantised(
     apart = apart and not any(isinstance(transform, Clamp) for transform in quantizer.transforms)
     if apart and isinstance(quantizer.format, FloatFormat | None):
         x, heads = x.reshape(1, heads * rows, inner), 1
-    made = [_prepared(name, x[head], quantizer, draws(), watchers) for head in range(heads)]
+    operands = [_prepared(name, x[head], quantizer, draws(), watchers) for head in range(heads)]
     shape = (-1, rows, inner)
-    slopes = [one.slope for one in made if one.slope is not None]  # all heads have what the first has
+    slopes = [one.slope for one in operands if one.slope is not None]  # all heads have what the first has
     slope = torch.stack(slopes).reshape(shape) if slopes else None
-    if not coded or made[0].tensor_scale is not None:
-        return Heads(torch.stack([one.values(torch.float32) for one in made]).reshape(shape), None, slope)
-    elements = torch.stack([one.elements for one in made]).reshape(shape)
-    if made[0].scale is None:
+    if not coded or operands[0].tensor_scale is not None:
+        return Heads(torch.stack([one.values(torch.float32) for one in operands]).reshape(shape), None, slope)
+    elements = torch.stack([one.elements for one in operands]).reshape(shape)
+    if operands[0].scale is None:
         return Heads(elements, None, slope, quantizer=quantizer)
-    scale = torch.stack([spread(one.scale, one.block, one.elements.shape) for one in made]).reshape(shape)  # type: ignore[arg-type]
-    return Heads(elements, scale, slope, made[0].block, quantizer)
+    scale = torch.stack([spread(one.scale, one.block, one.elements.shape) for one in operands]).reshape(shape)  # type: ignore[arg-type]
+    return Heads(elements, scale, slope, operands[0].block, quantizer)
 
 
 def _prepared(name: str, x: Tensor, quantizer: Quantizer, draws: Keys, watchers: Watchers) -> Operand:
-    made = quantize_operand(x, quantizer, draws)
+    operand = quantize_operand(x, quantizer, draws)
     for watcher in watchers:
-        watcher.operand(Seen(name, x, made, draws))
-    return made
+        watcher.operand(Seen(name, x, operand, draws))
+    return operand
 
 
 def _part(heads: Heads, keys: slice, dim: int) -> Heads:
@@ -227,21 +227,21 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
     if unit is None:
         return a.values() @ b.values().mT
     formats = element_formats(a.quantizer, b.quantizer)
-    given: dict[str, Any] = {"target": unit, "out_dtype": torch.float32}
+    options: dict[str, Any] = {"target": unit, "out_dtype": torch.float32}
     if formats is not None:
-        given |= {"a_format": formats[0], "b_format": formats[1]}
+        options |= {"a_format": formats[0], "b_format": formats[1]}
         first, second = map(holder, formats)
-        (left, rows), (right, columns) = a.row_scale(), b.row_scale()
+        (a_elements, a_scale), (b_elements, b_scale) = a.row_scale(), b.row_scale()
     else:
         high = any(last_cast(x.quantizer).format is None for x in (a, b))
         wide = dtype if high and dtype in _HALVES else torch.float32
         if wide == torch.float32 and not unit_takes(unit, "fp32"):
-            given["target"] = "fp32_fma"
+            options["target"] = "fp32_fma"
         first = second = wide
-        (left, rows), (right, columns) = a.row_scale(wide), b.row_scale(wide)
-    y = bmm(left.to(first), right.to(second).mT, **given)
-    y = y if columns is None else y * columns.mT
-    return y if rows is None else y * rows
+        (a_elements, a_scale), (b_elements, b_scale) = a.row_scale(wide), b.row_scale(wide)
+    y = bmm(a_elements.to(first), b_elements.to(second).mT, **options)
+    y = y if b_scale is None else y * b_scale.mT
+    return y if a_scale is None else y * a_scale
 
 
 def check_call(config: AttentionConfig, inputs: Inputs, dtype: torch.dtype) -> None:
@@ -256,7 +256,8 @@ def check_call(config: AttentionConfig, inputs: Inputs, dtype: torch.dtype) -> N
         if unit is None:
             continue
         if element_formats(*quantizers) is None:
-            high = [each for each, by in zip(operands, quantizers, strict=True) if last_cast(by).format is None]
+            pairs = zip(operands, quantizers, strict=True)
+            high = [operand for operand, quantizer in pairs if last_cast(quantizer).format is None]
             if high and dtype in _HALVES and not unit_takes(unit, _HALVES[dtype]):
                 raise ArgumentError(
                     f"AttentionConfig {high[0]} is in high precision, and {shown(unit)} does not multiply {dtype}; "
@@ -300,7 +301,7 @@ def flash_gradients(
     factor: float,
     config: AttentionConfig,
     call_keys: CallKeys,
-    made: Flash,
+    forward: Flash,
     dtype: torch.dtype,
     watchers: Watchers = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,14 +328,14 @@ def flash_gradients(
         )
         return product(first, second, gemm.target, dtype)
 
-    dv = run("dv", _Source(made.weights.mT, Heads(made.rounded.mT)), g.mT)
-    dv = dv if made.v.slope is None else dv * made.v.slope.mT
-    dp = run("dp", g, _Source(v, made.v.transposed()))
-    ds = made.weights * (dp - (g * made.out).sum(-1, keepdim=True))
-    dq = run("dq", ds, _Source(k.mT, made.k.transposed())) * factor
-    dk = run("dk", ds.mT, _Source(q.mT, made.q.transposed())) * factor
-    dq = _back(dq, made.q.slope, config.q, config.dq.b, call_keys)
-    return dq, _back(dk, made.k.slope, config.k, config.dk.b, call_keys), dv
+    dv = run("dv", _Source(forward.weights.mT, Heads(forward.rounded.mT)), g.mT)
+    dv = dv if forward.v.slope is None else dv * forward.v.slope.mT
+    dp = run("dp", g, _Source(v, forward.v.transposed()))
+    ds = forward.weights * (dp - (g * forward.out).sum(-1, keepdim=True))
+    dq = run("dq", ds, _Source(k.mT, forward.k.transposed())) * factor
+    dk = run("dk", ds.mT, _Source(q.mT, forward.q.transposed())) * factor
+    dq = _back(dq, forward.q.slope, config.q, config.dq.b, call_keys)
+    return dq, _back(dk, forward.k.slope, config.k, config.dk.b, call_keys), dv
 
 
 def _operand(

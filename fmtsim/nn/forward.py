@@ -73,10 +73,10 @@ def wrap_parts(
 
 def unwrap_parts(model: nn.Module, marks: tuple[str, str]) -> bool:
     """Undo ``wrap_parts``; return True if there was something to undo."""
-    found = [module for module in model.modules() if module.__dict__.pop(marks[0], None) is not None]
-    for module in found:
+    parts = [module for module in model.modules() if module.__dict__.pop(marks[0], None) is not None]
+    for module in parts:
         unwrap(module, marks[1])
-    return bool(found)
+    return bool(parts)
 
 
 def forward_of(module: nn.Module, mark: str) -> Callable[..., Any]:
@@ -84,12 +84,12 @@ def forward_of(module: nn.Module, mark: str) -> Callable[..., Any]:
     return _inner(*module.__dict__[mark].args[:2])
 
 
-def _inner(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    return partial(type(module).forward, module) if own is None else own
+def _inner(module: nn.Module, instance_forward: Callable[..., Any] | None) -> Callable[..., Any]:
+    return partial(type(module).forward, module) if instance_forward is None else instance_forward
 
 
-def _run(module: nn.Module, own: Any, runs: list[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-    forward = _inner(module, own)
+def _run(module: nn.Module, instance_forward: Any, runs: list[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    forward = _inner(module, instance_forward)
     if not runs:  # reverted
         return forward(*args, **kwargs)
     return runs[0](module, forward, *args, **kwargs)
@@ -105,23 +105,23 @@ class Substituted(ModelMode):
 
     def __init__(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._own = {p: change(p) for p in module.parameters(recurse=False)}
+        self._stands_for = {p: change(p) for p in module.parameters(recurse=False)}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the function."""
         return func(*map(self._of, args), **{name: self._of(value) for name, value in kwargs.items()})
 
     def _of(self, value: Any) -> Any:
-        return self._own.get(value, value) if isinstance(value, nn.Parameter) else value
+        return self._stands_for.get(value, value) if isinstance(value, nn.Parameter) else value
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run something without gradients, by operators that can be counted; then put buffers and random states back."""
     buffers = [(b, b.clone()) for b in model.buffers()]
-    found = [getattr(m.__dict__.get("emulation"), "generator", None) for m in model.modules()]
-    found += [m.__dict__[ATTENTION].call.generator for m in model.modules() if ATTENTION in m.__dict__]
-    states = [(g, g.get_state()) for g in {id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+    generators = [getattr(m.__dict__.get("emulation"), "generator", None) for m in model.modules()]
+    generators += [m.__dict__[ATTENTION].call.generator for m in model.modules() if ATTENTION in m.__dict__]
+    states = [(g, g.get_state()) for g in {id(g): g for g in generators if isinstance(g, torch.Generator)}.values()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices), torch.no_grad():
@@ -171,7 +171,7 @@ def _names(cls: type[nn.Module]) -> frozenset[str]:
     return _reached(cls, [vars(base).get("forward") for base in cls.__mro__ if base is not nn.Module])
 
 
-def own_names(module: nn.Module) -> tuple[str, ...]:
+def forward_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names in the code of a module's forward itself; none where the forward is not a Python function."""
     code = getattr(type(module).forward, "__code__", None)
     return () if code is None else code.co_names
@@ -190,9 +190,9 @@ def _reached(cls: type[nn.Module], todo: list[Any]) -> frozenset[str]:
         function = function.fget if isinstance(function, property) else function
         if isinstance(function, Mapping):  # a table of functions, to which others may be added
             held = [value for value in function.values() if callable(value) and not is_of_torch(value)]
-            known = all(isinstance(value, FunctionType) for value in held)
+            are_functions = all(isinstance(value, FunctionType) for value in held)
             names.update(("matmul",) if held else ())
-            names.update(GROUPED_NAMES & _reached(cls, held) if known else GROUPED_NAMES)
+            names.update(GROUPED_NAMES & _reached(cls, held) if are_functions else GROUPED_NAMES)
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
         seen.add(function.__code__)
@@ -202,7 +202,7 @@ def _reached(cls: type[nn.Module], todo: list[Any]) -> frozenset[str]:
             names.update(code.co_names)
             names.update("matmul" for step in dis.get_instructions(code) if step.argrepr in ("@", "@="))
             called = [getattr(cls, name, function.__globals__.get(name)) for name in code.co_names]
-            todo += [each for each in called if isinstance(each, property | Mapping) or not is_of_torch(each)]
+            todo += [used for used in called if isinstance(used, property | Mapping) or not is_of_torch(used)]
     return frozenset(names)
 
 

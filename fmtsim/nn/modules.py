@@ -61,8 +61,8 @@ class Emulation:
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
-        found = [layers for known, layers in self.layers if known is config or known == config]
-        self.config, self.products = config, found[0]
+        matching = [layers for layer_config, layers in self.layers if layer_config is config or layer_config == config]
+        self.config, self.products = config, matching[0]
 
     def changed(self, change: Callable[[str, LinearConfig], LinearConfig]) -> "Emulation":
         """Return what runs the products in force under other configs, with the same memory and generator.
@@ -124,11 +124,13 @@ class EmulatedModule(nn.Module):
             raise ArgumentError(
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
             )
-        check_dense("x", x)
-        observer = None if how.observer is None else how.observer(part)
         compiled = torch.compiler.is_dynamo_compiling()
-        layer = how.products[_kind(part, torch.is_grad_enabled(), compiled)]
-        if layer.sized and torch.is_grad_enabled() and w.requires_grad:
+        if compiled or type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
+            check_dense("x", x)
+        observer = None if how.observer is None else how.observer(part)
+        learns = torch.is_grad_enabled()
+        layer = how.products[part if learns and not compiled else _kind(part, learns, compiled)]
+        if layer.sized and learns and w.requires_grad:
             rows = x.numel() // max(x.shape[-1], 1)
             fault = size_fault(how.config, rows + -rows % layer.rows, *w.shape)
             if fault is not None:  # before half a step is done
@@ -193,8 +195,8 @@ class EmulatedModule(nn.Module):
         if memory is None:
             return {}
         keys = {name: _state_key(part, name) for name in OPERANDS}
-        found = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
-        return {name: _call(scale, name, learns, compiled) for name, scale in found.items()}  # type: ignore[arg-type]
+        scales = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
+        return {name: _call(scale, name, learns, compiled) for name, scale in scales.items()}  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Show recipe and formats after the layer's own description."""
@@ -202,8 +204,8 @@ class EmulatedModule(nn.Module):
 
     def __repr__(self) -> str:
         """Show them, too, where the original class writes the whole line itself."""
-        own = super().__repr__()
-        return own if self._runs in own else f"{own}: {self._runs}"
+        description = super().__repr__()
+        return description if self._runs in description else f"{description}: {self._runs}"
 
     @property
     def _runs(self) -> str:
@@ -219,7 +221,7 @@ class EmulatedModule(nn.Module):
 
 
 def _kind(part: str, learns: bool, compiled: bool) -> str:
-    """Return the name of a part's product in calls with or without gradients, in eager or compiled code."""
+    """Return a part's key in ``Emulation.products``: part, without gradients, compiled."""
     return " ".join([part, *([] if learns else ["frozen"]), *(["compiled"] if compiled else [])])
 
 
@@ -380,7 +382,7 @@ def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | 
             continue
         if transform.size is not None and length % transform.size:
             return f"Hadamard size={transform.size} does not divide {length}"
-        if transform.size is None:
+        if transform.size is None and length:  # an empty axis has nothing to rotate
             try:
                 base_of(length)
             except ArgumentError as error:

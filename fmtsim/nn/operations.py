@@ -33,8 +33,8 @@ def named(rule: Callable[..., Tensor | None], *names: str) -> Callable[..., Tens
             return None
         if not kwargs:
             return rule(find, *args)
-        given = [kwargs[name] for name in names[len(args) :] if name in kwargs]
-        return rule(find, *args, *given, **{name: kwargs[name] for name in kwargs if name not in names})
+        by_name = [kwargs[name] for name in names[len(args) :] if name in kwargs]
+        return rule(find, *args, *by_name, **{name: kwargs[name] for name in kwargs if name not in names})
 
     return called
 
@@ -98,8 +98,8 @@ def einsum(find: Find, equation: Any, *operands: Any) -> Tensor | None:
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else list(operands)
     if not isinstance(equation, str) or len(tensors) != 2 or not all(isinstance(t, Tensor) for t in tensors):
         return None
-    found = [find(t) for t in tensors]
-    if (found[0] is None) == (found[1] is None):
+    multipliers = [find(t) for t in tensors]
+    if (multipliers[0] is None) == (multipliers[1] is None):
         return None
     inputs, _, out = equation.replace(" ", "").partition("->")
     names = inputs.split(",")
@@ -111,9 +111,9 @@ def einsum(find: Find, equation: Any, *operands: Any) -> Tensor | None:
     if dots[0] and dots[1]:
         return None
     both = "".join(dots[0] or dots[1])
-    names = [name.replace("...", "".join(own)) for name, own in zip(names, dots, strict=True)]
-    x, w = (0, 1) if found[1] is not None else (1, 0)
-    multiply = found[w]
+    names = [name.replace("...", "".join(dot_letters)) for name, dot_letters in zip(names, dots, strict=True)]
+    x, w = (0, 1) if multipliers[1] is not None else (1, 0)
+    multiply = multipliers[w]
     assert multiply is not None
     return contract(multiply, tensors[x], tensors[w], names[x], names[w], out.replace("...", both))
 
@@ -149,8 +149,8 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
     stack = [c for c in of_w if c in of_x and c in of_y]
     inner = [c for c in of_w if c in of_x and c not in of_y]
     rows, columns = [c for c in of_x if c not in of_w], [c for c in of_w if c not in of_x]
-    made = stack + rows + columns
-    if not inner or any(len(set(names)) != len(names) for names in (of_x, of_w, of_y)) or set(made) != set(of_y):
+    y_letters = stack + rows + columns
+    if not inner or any(len(set(names)) != len(names) for names in (of_x, of_w, of_y)) or set(y_letters) != set(of_y):
         return None
     sizes = {**dict(zip(of_w, w.shape, strict=True)), **dict(zip(of_x, x.shape, strict=True))}
     x = x.permute([of_x.index(c) for c in stack + rows + inner])
@@ -166,7 +166,7 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
     else:
         x, w = x.flatten(0, len(stack) - 1), w.flatten(0, len(stack) - 1)
         y = torch.stack([multiply(x[i], w[i]) for i in range(len(w))])
-    y, order = y.reshape([sizes[c] for c in made]), [made.index(c) for c in of_y]
+    y, order = y.reshape([sizes[c] for c in y_letters]), [y_letters.index(c) for c in of_y]
     if torch.compiler.is_dynamo_compiling() and order != sorted(order):
         return _Permuted.apply(y, order)  # type: ignore[no-any-return, no-untyped-call]
     return y.permute(order)

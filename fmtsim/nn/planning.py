@@ -22,7 +22,7 @@ from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types, size_fault
-from fmtsim.nn.raw_matmuls import Own, own_matrices, own_parameters
+from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule
@@ -32,51 +32,44 @@ from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
 Filter = Callable[[nn.Module, str], bool]
-_MORE = {
-    "scaling": None, "rounding": "nearest_even", "grad_rounding": "nearest_even", "fast_accum": False
-}  # fmt: skip  # what goes with format=
 FILTERED = "filter_fn leaves it out"
-NO_CONFIG = "config returned None"
+NO_CONFIG = "recipe(name) returned None"
 NO_MATRIX = "no matrix among its parameters"
 LOOKED_UP = "its rows are looked up, not multiplied"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def configure(
-    recipe: LinearConfig | None,
-    format: str | Format | None,
-    grad_format: str | Format | None,
-    more: dict[str, Any],
-    config: LinearConfig | Configure | None,
-) -> Configure:
-    """Return what gives each layer its config, from the one argument of ``convert`` that says it.
+def check_alone(format: str | Format | None, fast_accum: bool) -> None:
+    """Refuse arguments of ``convert`` beside a recipe, which has formats and use_fast_accum of its own."""
+    if format is not None:
+        raise ArgumentError(
+            f"recipe= and format={shown(format)} both name formats; leave format= out, or write "
+            "recipe=linear_config(x=, w=, g=, scaling=, rounding=, grad_rounding=)"
+        )
+    if fast_accum:
+        raise ArgumentError(
+            "fast_accum= goes with format=; recipes have their own: write recipe=linear_config(..., fast_accum=True)"
+        )
+
+
+def configure(config: LinearConfig | Configure | None, format: str | Format | None, fast_accum: bool) -> Configure:
+    """Return what gives each layer its config, from the argument of ``convert`` that names formats.
 
     Raises:
-        ArgumentError: None of them does, several do, or others contradict it.
+        ArgumentError: There is none, or it is not one.
     """
-    given = [name for name, value in (("recipe", recipe), ("format", format), ("config", config)) if value is not None]
-    if len(given) != 1:
-        what = " and ".join(given) if given else "no format"
-        raise ArgumentError(
-            f"convert got {what}; pass exactly one of format='e4m3', config=linear_config(...) or recipe="
-        )
+    if config is None and format is None:
+        raise ArgumentError("convert got no format; pass recipe='te_mxfp8', recipe=linear_config(...) or format='e4m3'")
     if format is not None:
-        grads = format if grad_format is None else grad_format
-        config = linear_config(x=format, w=format, g=grads, **more)
-    elif grad_format is not None or any(
-        type(more[name]) is not type(usual) or more[name] != usual for name, usual in _MORE.items()
-    ):
+        config = linear_config(x=format, w=format, g=format, scaling=None, fast_accum=fast_accum)
+    if isinstance(config, LinearConfig):
+        return lambda name: config
+    if not callable(config) or not takes(config, "name"):
         raise ArgumentError(
-            f"grad_format, scaling, rounding, grad_rounding and fast_accum go with format=; set them inside {given[0]}="
+            f"recipe={shown(config)} is not a recipe's name, file or record, a LinearConfig or a function of a layer's "
+            "name; build a LinearConfig with linear_config(x=, w=, g=)"
         )
-    chosen = config if recipe is None else recipe
-    if isinstance(chosen, LinearConfig):
-        return lambda name: chosen
-    if not callable(chosen) or not takes(chosen, "name"):
-        raise ArgumentError(
-            f"{given[0]}={shown(chosen)} is not a LinearConfig; build one with linear_config(x=, w=, g=)"
-        )
-    return chosen
+    return config
 
 
 def machine_of(
@@ -116,12 +109,12 @@ def with_rules(
     selector.check(extra)
 
     def plan(name: str) -> LayerPlan | None:
-        found, own = planner(name), selector.plan(name, extra).rules
-        if found is None or not own:
-            return found
-        if own[-1].steps is None:
-            return LayerPlan(rules=own, default=None)
-        return LayerPlan(rules=(*own, *found.rules), default=found.default)
+        layer_plan, rules = planner(name), selector.plan(name, extra).rules
+        if layer_plan is None or not rules:
+            return layer_plan
+        if rules[-1].steps is None:
+            return LayerPlan(rules=rules, default=None)
+        return LayerPlan(rules=(*rules, *layer_plan.rules), default=layer_plan.default)
 
     return plan
 
@@ -134,7 +127,7 @@ def constant_planner(configure: Configure, machine: dict[str, Any] | None) -> Pl
     def plan(name: str) -> LayerPlan | None:
         config = configure(name)
         if config is not None and not isinstance(config, LinearConfig):
-            raise ArgumentError(f"config({name!r}) returned {shown(config)}; it must return a LinearConfig or None")
+            raise ArgumentError(f"recipe({name!r}) returned {shown(config)}; it must return a LinearConfig or None")
         if config is None:
             return None
         return LayerPlan(rules=(), default=config if machine is None else config.on(**machine))
@@ -172,19 +165,19 @@ def plan_layers(
 
 def plan_products(
     model: nn.Module, planner: Planner, filter_fn: Filter | None, total_steps: int | None, reasons: dict[str, str]
-) -> list[tuple[str, Own, LayerPlan]]:
+) -> list[tuple[str, RawMatrix, LayerPlan]]:
     """Decide for every matrix that a model multiplies with in code of its own; what is left goes into ``reasons``."""
     plan = []
-    for name, own in own_matrices(model).items():
-        if filter_fn is not None and not filter_fn(own.module, own.owner):
-            reasons[own.owner] = FILTERED
+    for name, matrix in raw_matrices(model).items():
+        if filter_fn is not None and not filter_fn(matrix.module, matrix.owner):
+            reasons[matrix.owner] = FILTERED
             continue
         layer_plan = planner(name)
         if layer_plan is None or not layer_plan.configs:
-            reasons[own.owner] = NO_CONFIG if layer_plan is None else layer_plan.why_high
+            reasons[matrix.owner] = NO_CONFIG if layer_plan is None else layer_plan.why_high
             continue
         _check_schedule(name, layer_plan, total_steps)
-        plan.append((name, own, layer_plan))
+        plan.append((name, matrix, layer_plan))
     return plan
 
 
@@ -258,10 +251,10 @@ class Selector:
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        self._own = own_matrices(model)
+        self._raw = raw_matrices(model)
         first: dict[str, list[str]] = {}
-        for name, own in self._own.items():
-            first.setdefault(own.owner, []).append(name)
+        for name, matrix in self._raw.items():
+            first.setdefault(matrix.owner, []).append(name)
         self._layers = {
             layer: module
             for name, module in modules.items()
@@ -328,8 +321,8 @@ class Selector:
 
     def fits(self, name: str, rule: Rule) -> bool:
         """Return True if a rule applies to a layer."""
-        names = {name, self._own[name].owner} if name in self._own else {name}
-        if rule.name is not None and not any(re.search(rule.name, each) for each in names):
+        names = {name, self._raw[name].owner} if name in self._raw else {name}
+        if rule.name is not None and not any(re.search(rule.name, layer_name) for layer_name in names):
             return False
         if rule.kind is not None and rule.kind not in (cls.__name__ for cls in type(self._layers[name]).__mro__):
             return False
@@ -345,16 +338,16 @@ class Selector:
     @property
     def heads(self) -> list[nn.Module]:
         """The layers that make logits."""
-        return [self._own[name].module if name in self._own else self._layers[name] for name in self._heads]
+        return [self._raw[name].module if name in self._raw else self._layers[name] for name in self._heads]
 
     def _find_heads(self) -> set[str]:
         """Return the names of the last linear layer and of those that share its weight, unless it is in a block.
 
         A product that the model writes with the weight of an embedding is one, too.
         """
-        tied = {name for name, own in self._own.items() if own.head}
+        tied = {name for name, matrix in self._raw.items() if matrix.head}
         weights = {name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear)}
-        weights |= {name: getattr(own.module, own.parameter) for name, own in self._own.items()}
+        weights |= {name: getattr(matrix.module, matrix.parameter) for name, matrix in self._raw.items()}
         linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
         if not linear or self._places[linear[-1]] is not None:
             return tied
@@ -392,7 +385,7 @@ def block_of(layer: str, blocks: dict[str, int]) -> int | None:
 def _is_stack(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
         return False
-    return all(any(emulated_class(type(part)) or own_parameters(part) for part in block.modules()) for block in module)
+    return all(any(emulated_class(type(part)) or raw_parameters(part) for part in block.modules()) for block in module)
 
 
 def _inside(name: str, other: str) -> bool:

@@ -35,7 +35,7 @@ _LISTS: Final = (nn.ParameterList, nn.ParameterDict)
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class Own(NamedTuple):
+class RawMatrix(NamedTuple):
     """Name a Parameter that a model multiplies with in code of its own.
 
     Attributes:
@@ -51,28 +51,28 @@ class Own(NamedTuple):
     head: bool
 
 
-def own_matrices(model: nn.Module) -> dict[str, Own]:
+def raw_matrices(model: nn.Module) -> dict[str, RawMatrix]:
     """Return the matrices that a model multiplies with in code of its own, by the names that rules see.
 
     That is the module's name, or where it has several ``module.parameter``.
     """
     modules = dict(model.named_modules())
     embeddings = {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
-    found: dict[str, Own] = {}
+    matrices: dict[str, RawMatrix] = {}
     for name, module in modules.items():
-        parameters = own_parameters(module)
+        parameters = raw_parameters(module)
         if isinstance(module, _LISTS) and _matrices(module) and _writes(_holder(modules, name)[1]):
             parameters = tuple(_matrices(module))
         elif _multiplied_elsewhere(modules, name):
             parameters = ("weight",)
         for parameter in parameters:
             head = id(module._parameters[parameter]) in embeddings
-            own = ".".join(filter(None, (name, parameter))) if len(parameters) > 1 else name
-            found[own] = Own(name, module, parameter, head)
-    return found
+            rule_name = ".".join(filter(None, (name, parameter))) if len(parameters) > 1 else name
+            matrices[rule_name] = RawMatrix(name, module, parameter, head)
+    return matrices
 
 
-def own_parameters(module: nn.Module) -> tuple[str, ...]:
+def raw_parameters(module: nn.Module) -> tuple[str, ...]:
     """Return the names of a module's own matrices, or stacks of them, where its code multiplies with some."""
     cls = type(module)
     if cls.__module__.startswith("torch.") or isinstance(module, (EmulatedModule, nn.Embedding, *_CONTAINERS)):
@@ -85,38 +85,38 @@ def own_parameters(module: nn.Module) -> tuple[str, ...]:
     return tuple(names) if names and _writes(module) else ()
 
 
-def writers(model: nn.Module, owned: list[Own]) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+def writers(model: nn.Module, owned: list[RawMatrix]) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Return the modules whose forward may multiply with Parameters itself, each with owners and names of these.
 
     Args:
         model: The converted model.
-        owned: Those of ``own_matrices`` that are emulated. Weights of converted layers that other modules read are
+        owned: Those of ``raw_matrices`` that are emulated. Weights of converted layers that other modules read are
             found beside them.
     """
     modules = dict(model.named_modules())
-    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for own in owned:
-        at = [own.module]
-        if isinstance(own.module, _LISTS):
-            at = [_holder(modules, own.owner)[1]]
-        elif isinstance(own.module, nn.Embedding):
-            at = [above for above in _above(modules, own.owner) if _reads(above, "weight")]
+    by_writer: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for matrix in owned:
+        at = [matrix.module]
+        if isinstance(matrix.module, _LISTS):
+            at = [_holder(modules, matrix.owner)[1]]
+        elif isinstance(matrix.module, nn.Embedding):
+            at = [above for above in _above(modules, matrix.owner) if _reads(above, "weight")]
         for module in at:
-            found.setdefault(module, []).append((own.module, own.parameter))
-    by_module: dict[nn.Module, list[Own]] = {}
-    for own in owned:
-        by_module.setdefault(own.module, []).append(own)
+            by_writer.setdefault(module, []).append((matrix.module, matrix.parameter))
+    by_module: dict[nn.Module, list[RawMatrix]] = {}
+    for matrix in owned:
+        by_module.setdefault(matrix.module, []).append(matrix)
     for module in modules.values():
         if isinstance(module, EmulatedModule) or not _writes(module):
             continue
-        known = found.get(module, [])
+        listed = by_writer.get(module, [])
         for part in module.modules():
-            names = [own.parameter for own in by_module.get(part, ())]
+            names = [matrix.parameter for matrix in by_module.get(part, ())]
             names += _matrices(part) if isinstance(part, EmulatedModule) and part.emulation is not None else []
-            read = [(part, name) for name in names if _reads(module, name) and (part, name) not in known]
+            read = [(part, name) for name in names if _reads(module, name) and (part, name) not in listed]
             if read:
-                found.setdefault(module, []).extend(read)
-    return found
+                by_writer.setdefault(module, []).extend(read)
+    return by_writer
 
 
 def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
@@ -124,7 +124,7 @@ def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
     if isinstance(modules[name], nn.Embedding):
         return any(_reads(above, "weight") for above in _above(modules, name))
     around = modules[name.rpartition(".")[0]]
-    return name.endswith("out_proj") and isinstance(around, nn.MultiheadAttention) and bool(own_parameters(around))
+    return name.endswith("out_proj") and isinstance(around, nn.MultiheadAttention) and bool(raw_parameters(around))
 
 
 def _matrices(module: nn.Module) -> list[str]:
@@ -189,7 +189,7 @@ class ParameterProduct(EmulatedModule):
         self.__dict__.update(owner=owner, parameter=parameter)  # the owner is not a submodule
         self.seen = False  # whether a product was
         self.shape: tuple[int, int] | None = None  # of its matrix as [N, K], once it is seen
-        self.left: tuple[str, ...] = ()  # functions that read the Parameter and are not emulated
+        self.not_emulated: tuple[str, ...] = ()  # functions that read the Parameter
 
     @property
     def weight(self) -> nn.Parameter:
@@ -264,25 +264,25 @@ class RawMatmuls(ModelMode):
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Remember for the report which Parameters a function reads that is not emulated."""
         for t in () if torch.compiler.is_compiling() else (*args, *kwargs.values()):
-            found = self.find(t)
-            module = None if found is None else found.args[0]  # type: ignore[attr-defined]
-            if isinstance(module, ParameterProduct) and func.__name__ not in module.left:
-                module.left = (*module.left, func.__name__)
+            multiply = self.find(t)
+            module = None if multiply is None else multiply.args[0]  # type: ignore[attr-defined]
+            if isinstance(module, ParameterProduct) and func.__name__ not in module.not_emulated:
+                module.not_emulated = (*module.not_emulated, func.__name__)
 
     def view(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a view, a copy or a cast of a Parameter for that Parameter."""
         y = func(*args, **kwargs)
-        if (found := self.find(args[0])) is not None:
+        if (multiply := self.find(args[0])) is not None:
             for view in (y,) if isinstance(y, Tensor) else y:
-                self._known[view] = found
+                self._known[view] = multiply
         return y
 
     def find(self, t: Any) -> Multiply | None:
         """Return what multiplies by a tensor, None where that is not a Parameter that the module reads."""
         if not isinstance(t, Tensor):
             return None
-        found = self._known.get(t)
-        return found if found is not None or t._base is None else self._known.get(t._base)
+        multiply = self._known.get(t)
+        return multiply if multiply is not None or t._base is None else self._known.get(t._base)
 
 
 def _gemm(module: EmulatedModule, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -290,14 +290,14 @@ def _gemm(module: EmulatedModule, x: Tensor, w: Tensor, bias: Tensor | None = No
 
 
 def attach_products(
-    model: nn.Module, chosen: list[tuple[str, Own, LayerPlan]], generator: Generator, total_steps: int | None
+    model: nn.Module, chosen: list[tuple[str, RawMatrix, LayerPlan]], generator: Generator, total_steps: int | None
 ) -> None:
     """Emulate products with a model's own matrices, and those with weights of converted layers that it writes."""
-    for name, own, plan in chosen:
-        made = ParameterProduct(own.module, own.parameter)
-        made.emulate(name, plan, generator, total_steps)
-        own.module.add_module(PRODUCTS, nn.ModuleDict(own_products(own.module) | {own.parameter: made}))
-    for module, read in writers(model, [own for _, own, _ in chosen]).items():
+    for name, matrix, plan in chosen:
+        product = ParameterProduct(matrix.module, matrix.parameter)
+        product.emulate(name, plan, generator, total_steps)
+        matrix.module.add_module(PRODUCTS, nn.ModuleDict(raw_products(matrix.module) | {matrix.parameter: product}))
+    for module, read in writers(model, [matrix for _, matrix, _ in chosen]).items():
         module.__dict__[READS] = read
         wrap(module, FORWARD, _multiplying)
 
@@ -313,10 +313,10 @@ def detach_products(model: nn.Module) -> None:
         module._modules.pop(PRODUCTS, None)
 
 
-def own_products(module: nn.Module) -> dict[str, ParameterProduct]:
+def raw_products(module: nn.Module) -> dict[str, ParameterProduct]:
     """Return what multiplies by a module's own Parameters, by their names; empty where nothing does."""
-    made: Any = module._modules.get(PRODUCTS)
-    return {} if made is None else dict(made.items())
+    products: Any = module._modules.get(PRODUCTS)
+    return {} if products is None else dict(products.items())
 
 
 def _multiplying(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:

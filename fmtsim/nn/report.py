@@ -12,13 +12,13 @@ from torch import nn
 from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
-from fmtsim.nn.convert import NOTES, REASONS
-from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, summary_of, together
+from fmtsim.nn.convert import NOTES, REASONS, summary_of
+from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, together
 from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.planning import FILTERED, why_not
-from fmtsim.nn.raw_matmuls import ParameterProduct, own_products
-from fmtsim.nn.state import RECIPE
+from fmtsim.nn.raw_matmuls import ParameterProduct, raw_products
+from fmtsim.nn.state import PTQ, RECIPE
 from fmtsim.nn.swaps import swap_details
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import Result, Rows
@@ -135,10 +135,11 @@ class Report(Result):
         return "", Rows(cells, left=(1, 2, 4, 5, 6, 7)), f"{len(self.products)} products: {bases}"
 
 
-def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] = ()) -> Report:
-    """Return what ``convert`` did to a model, or, before it, what it could not convert and why.
+def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] = ()) -> Report | Any:
+    """Return what ``convert`` or ``ptq`` did to a model, or, before it, what ``convert`` could not convert and why.
 
-    A module that is used under several names has a row for each.
+    Without ``batch`` and ``tokens``, the report of a model that ``fmtsim.ptq`` quantised is its ``PtqReport``: what
+    each layer lost. Otherwise a module that is used under several names has a row for each.
 
     Args:
         model: Any module.
@@ -157,10 +158,20 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
     >>> layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     >>> str(report(fmtsim.convert(layers, format="e4m3", target="h200"), tokens=512)).splitlines()[-1]
     "24 products: 24 by the library's own report"
+    >>> print(report(fmtsim.ptq(nn.Sequential(nn.Linear(8, 8)), "int8_token", [torch.ones(4, 8)]))["0"].w)
+    int8
     >>> report(layers, torch.ones(4, 256).bfloat16()).summary.partition(": ")[2]
     '100 % of weight multiply-adds simulated (forward and backward)'
     """
     check_module("report", model)
+    quantised = model.__dict__.get(PTQ)
+    if quantised is not None and quantised.report is not None and batch is None and tokens == ():
+        return quantised.report
+    return conversion_report(model, batch, tokens)
+
+
+def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequence[int] = ()) -> Report:
+    """Return the modules of a model, what multiplies in them, and why the others are not converted; see ``report``."""
     counts = [tokens] if type(tokens) is int else tokens
     if not isinstance(counts, list | tuple | range) or any(
         type(n) is not int or not 0 < n <= MOST_ROWS for n in counts
@@ -168,25 +179,29 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
         raise ArgumentError(
             f"tokens={shown(tokens)} is not a number of rows; pass one from 1 to {MOST_ROWS}, or a list of such"
         )
-    known = model.__dict__.get(REASONS, {})
+    reasons = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
     inside = {  # an attention module multiplies with this layer's weights itself
         module.out_proj: name
         for name, module in model.named_modules()
         if isinstance(module, EmulatedMultiheadAttention)
     }
-    shapes = estimated(model, known)
-    coverage = shapes if batch is None else measured(model, batch, known)  # first: it sees products
+    shapes = estimated(model, reasons)
+    coverage = shapes if batch is None else measured(model, batch, reasons)  # first: it sees products
     raw = {weight.layer for weight in (*coverage.raw, *shapes.raw)}
     run = any(isinstance(module, ParameterProduct) and module.seen for module in model.modules())
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ParameterProduct):
             continue  # told of its owner
-        own = next(module.parameters(recurse=False), None) is not None or isinstance(module, emulated_types())
-        if not own and not swap_details(module) and known.get(name) != FILTERED:
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        if (
+            not (has_parameters or isinstance(module, emulated_types()))
+            and not swap_details(module)
+            and reasons.get(name) != FILTERED
+        ):
             continue
-        row = _row(name or "(model)", module, known.get(name), run)
+        row = _row(name or "(model)", module, reasons.get(name), run)
         if module in inside:
             detail = f"as a part of {inside[module] or '(model)'}"
             row = dataclasses.replace(row, converted=True, detail=detail)
@@ -202,21 +217,23 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
 
 def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
     """Yield the products of converted layers."""
-    for layer, product, found in model_products(model, tokens):
-        if isinstance(found, str):
-            told = {"call": found, "unit": "", "order": "", "basis": "refused"}
+    for layer, product, explanation in model_products(model, tokens):
+        if isinstance(explanation, str):
+            facts = {"call": explanation, "unit": "", "order": "", "basis": "refused"}
         else:
-            told = {"call": found.rows[0][1], "unit": found.unit or "", "order": found.order, "basis": found.basis}
-        yield ProductRow(layer=layer, product=product, tokens=tokens, **told)
+            facts = {"call": explanation.rows[0][1], "unit": explanation.unit or ""}
+            facts |= {"order": explanation.order, "basis": explanation.basis}
+        yield ProductRow(layer=layer, product=product, tokens=tokens, **facts)
 
 
 def _row(name: str, module: nn.Module, reason: str | None, run: bool) -> ReportRow:
     details = swap_details(module)
     cls = module.original_class if isinstance(module, EmulatedModule) else type(module)
-    products = {p: made for p, made in own_products(module).items() if made.seen or not run}
+    products = {p: product for p, product in raw_products(module).items() if product.seen or not run}
     for parameters, config in _by_config(products):
         details.append(f"{'' if run else 'any '}products with its own {', '.join(parameters)}, emulated: {config}")
-    details += [f"{p} in {', '.join(made.left)}: not emulated" for p, made in products.items() if made.left]
+    others = {p: ", ".join(product.not_emulated) for p, product in products.items() if product.not_emulated}
+    details += [f"{p} in {functions}: not emulated" for p, functions in others.items()]
     if isinstance(module, EmulatedModule):
         details = [*([] if module.emulation is None else [str(module.emulation.config)]), *details]
     elif not details:
@@ -228,12 +245,12 @@ def _row(name: str, module: nn.Module, reason: str | None, run: bool) -> ReportR
 
 def _by_config(products: dict[str, ParameterProduct]) -> list[tuple[list[str], LinearConfig]]:
     """Return the names of Parameters that are multiplied with under one config, for each."""
-    found: list[tuple[list[str], LinearConfig]] = []
-    for name, made in products.items():
-        assert made.emulation is not None
-        same = [names for names, config in found if config == made.emulation.config]
+    groups: list[tuple[list[str], LinearConfig]] = []
+    for name, product in products.items():
+        assert product.emulation is not None
+        same = [names for names, config in groups if config == product.emulation.config]
         if same:
             same[0].append(name)
         else:
-            found.append(([name], made.emulation.config))
-    return found
+            groups.append(([name], product.emulation.config))
+    return groups

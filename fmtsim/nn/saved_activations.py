@@ -118,9 +118,9 @@ class _Saved(torch.autograd.Function):
         inputs = tensors[: len(tensors) - len(parameters)]
         ctx.run, ctx.how, ctx.parameters, ctx.dtypes = run, how, parameters, [x.dtype for x in inputs]
         with without_own_modes():
-            kept = [how.encode(x) for x in inputs] if how.flows or any(ctx.needs_input_grad) else []
-            ctx.save_for_backward(*(part for parts in kept for part in parts))
-            y = run(*(how.decode(*parts) for parts in kept)) if how.flows else run(*inputs)
+            saved = [how.encode(x) for x in inputs] if how.flows or any(ctx.needs_input_grad) else []
+            ctx.save_for_backward(*(part for parts in saved for part in parts))
+            y = run(*(how.decode(*parts) for parts in saved)) if how.flows else run(*inputs)
         return y.to(inputs[0].dtype)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -133,9 +133,9 @@ class _Saved(torch.autograd.Function):
                 inputs = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, ctx.dtypes, strict=True)]
             y = ctx.run(*inputs)
         wanted = [t for t, needed in zip((*inputs, *ctx.parameters), needs, strict=True) if needed]
-        found = iter(torch.autograd.grad(y, wanted, g.to(y.dtype)))
+        grads = iter(torch.autograd.grad(y, wanted, g.to(y.dtype)))
         dtypes = [*ctx.dtypes, *(p.dtype for p in ctx.parameters)]
-        gradients = [next(found).to(dtype) if needed else None for needed, dtype in zip(needs, dtypes, strict=True)]
+        gradients = [next(grads).to(dtype) if needed else None for needed, dtype in zip(needs, dtypes, strict=True)]
         if torch.is_grad_enabled():  # create_graph=True: only then on
             end = torch.zeros((), device=g.device, requires_grad=True)
             gradients = [None if d is None else OnceOnly.apply(d, _ONCE, end) for d in gradients]  # type: ignore[no-untyped-call]

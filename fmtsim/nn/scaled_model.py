@@ -188,8 +188,8 @@ class ScaledOperations(ModelMode):
 
     def cross_entropy(self, func: Any, input: Tensor, target: Tensor, **how: Any) -> Tensor:
         """Return the loss, whose gradient has a factor; ``_look`` refused what has no scaled form."""
-        given = {name: how[name] for name in ("ignore_index", "reduction") if name in how}
-        self.loss = unit.cross_entropy(input, target, **given)
+        options = {name: how[name] for name in ("ignore_index", "reduction") if name in how}
+        self.loss = unit.cross_entropy(input, target, **options)
         return self.loss
 
     def divide(self, func: Any, a: Any, b: Any, **how: Any) -> Tensor:
@@ -270,8 +270,8 @@ class _Trace(ScaledOperations):
         module = self._modules[-1] if self._modules else self._root
         name = self._names.get(module)
         like = re.sub(r"\d+", "*", name or "")
-        told = f"{what} in {name or 'the model'} ({type(module).__name__}), {why}"
-        self.refused.setdefault((what, why, like), told)
+        refusal = f"{what} in {name or 'the model'} ({type(module).__name__}), {why}"
+        self.refused.setdefault((what, why, like), refusal)
 
 
 def _activations(args: Any) -> int:
@@ -384,10 +384,10 @@ def _look(model: nn.Module, how: ScaledModel, call: Callable[[], Any]) -> None:
         with trace:
             call()
     if trace.refused:
-        told = list(trace.refused.values())
-        told = told[:4] + [f"{len(told) - 4} more"] * (len(told) > 4)
+        refusals = list(trace.refused.values())
+        refusals = refusals[:4] + [f"{len(refusals) - 4} more"] * (len(refusals) > 4)
         raise ArgumentError(
-            f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(told)}. Write these "
+            f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(refusals)}. Write these "
             "with fmtsim.nn.unit_scaling in a model of UnitLinear or MuLinear layers, or choose another recipe"
         )
     how.checked = how.by == "MuScaled" or trace.computes_loss

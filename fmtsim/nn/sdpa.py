@@ -188,8 +188,8 @@ def _lead(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tor
     try:
         lead = torch.broadcast_shapes(*shapes)
     except RuntimeError:
-        found = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ArgumentError(f"leading sizes {found} of query, key and value do not broadcast") from None
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ArgumentError(f"leading sizes {listed} of query, key and value do not broadcast") from None
     whole = (*lead, query.shape[-2], key.shape[-2])
     sizes = () if mask is None else mask.shape
     if len(sizes) > len(whole) or any(a not in (1, b) for a, b in zip(sizes[::-1], whole[::-1], strict=False)):
@@ -313,10 +313,10 @@ def _forward(
 
 def _gradients(g: Tensor, inputs: Inputs, key: Tensor, call: AttentionCall, watchers: Watchers = ()) -> list[Tensor]:
     call_keys, tensors = _call_keys(key), inputs[:3]
-    made = _run(inputs, call.config, call_keys, keep=True)
+    forward = _run(inputs, call.config, call_keys, keep=True)
     with without_autocast(g.device):
         heads = _flat(g), _flat(inputs.q), _flat(inputs.k), _flat(inputs.v)
-        grads = flash_gradients(heads, inputs.factor, call.config, call_keys, made, inputs.q.dtype, watchers)
+        grads = flash_gradients(heads, inputs.factor, call.config, call_keys, forward, inputs.q.dtype, watchers)
     return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, tensors, strict=True)]
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
-from fmtsim.nn.forward import own_names, undisturbed, unwrap, wrap
+from fmtsim.nn.forward import forward_names, undisturbed, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
@@ -100,10 +100,10 @@ def smooth_swiglu(
     >>> s, bool(((z * s) == torch.nn.functional.silu(torch.tensor([1.0, 2.0])) * torch.tensor([3.0, -6.0])).all())
     (tensor([[6.]]), True)
     """
-    given = {"u": u, "v": v} if scale is None else {"u": u, "v": v, "scale": scale}
-    for name, t in given.items():
+    tensors = {"u": u, "v": v} if scale is None else {"u": u, "v": v, "scale": scale}
+    for name, t in tensors.items():
         check_input(t, name)
-    check_together(**given)
+    check_together(**tensors)
     if u.shape != v.shape:
         raise ArgumentError(f"u has shape {tuple(u.shape)} and v {tuple(v.shape)}; pass two halves of one shape")
     if scale is not None and any(a not in (1, b) for a, b in zip(scale.shape[::-1], v.shape[::-1], strict=False)):
@@ -202,14 +202,14 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
         ArgumentError: There is no such layer, or an unknown rule. The model is then unchanged.
     """
     smooth_scale(torch.zeros(1, 1), per)  # refuses an unknown rule
-    found = [module for _, module in gated_layers(model)]
-    if not found:
+    layers = [module for _, module in gated_layers(model)]
+    if not layers:
         raise ArgumentError(
             f"convert_swiglu found no gated layer in {type(model).__name__}; "
             f"it looks for linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or three linear layers that compute "
             "down(silu(gate(x)) * up(x)); or build the model with SmoothSwiGLU"
         )
-    for module in found:
+    for module in layers:
         smoothen(module, Smoothing(per, power_of_two, parts=gated_parts(module) or PROJECTIONS))
     return model
 
@@ -228,11 +228,11 @@ def gated_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def other_silus(model: nn.Module) -> list[str]:
     """Return the names of modules with SiLU and several linear layers that compute something else."""
-    found = (
+    names = (
         name for name, m in model.named_modules()
         if SMOOTH not in m.__dict__ and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
     )  # fmt: skip
-    return list(found)
+    return list(names)
 
 
 def smoothen(module: nn.Module, rule: Smoothing) -> None:
@@ -243,12 +243,12 @@ def smoothen(module: nn.Module, rule: Smoothing) -> None:
 
 def unsmooth(model: nn.Module, *, recipe: bool | None = None) -> int:
     """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed."""
-    found = [module for module in model.modules() if SMOOTH in module.__dict__]
-    found = [module for module in found if recipe in (None, module.__dict__[SMOOTH].recipe)]
-    for module in found:
+    smoothed = [module for module in model.modules() if SMOOTH in module.__dict__]
+    smoothed = [module for module in smoothed if recipe in (None, module.__dict__[SMOOTH].recipe)]
+    for module in smoothed:
         del module.__dict__[SMOOTH]
         unwrap(module, _FORWARD)
-    return len(found)
+    return len(smoothed)
 
 
 def _smooth_forward(module: nn.Module, forward: Any, x: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 def _names_silu(module: nn.Module) -> bool:
     """Return True if a module has SiLU as a part, or its forward names the function."""
-    return "silu" in own_names(module) or any(type(child).__name__ in _SILU for child in module.children())
+    return "silu" in forward_names(module) or any(type(child).__name__ in _SILU for child in module.children())
 
 
 def _computes(module: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:

@@ -20,6 +20,7 @@ from fmtsim.scaling.history import DelayedScale
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_items
 
+PTQ: Final = "_fmtsim_ptq"  # on the root: what ptq did, a fmtsim.ptq.state.Quantised
 RECIPE: Final = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 NAME: Final = "fmtsim_recipe"  # uint8: the name in UTF-8; one zero for a config
 _LOG = logging.getLogger("fmtsim")
@@ -58,11 +59,8 @@ def converted_modules(model: nn.Module, verb: str) -> list[tuple[str, EmulatedMo
     return [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
 
 
-def recipe_state(model: nn.Module) -> dict[str, Any]:
-    """Return the recipe's name and what delayed scaling remembers, by layer and operand, as tensors on the CPU.
-
-    The model's state_dict has delayed scales, too; this is for files apart from it, and has the static and stored
-    scales of ``fmtsim.ptq`` beside them.
+def converted_state(model: nn.Module) -> dict[str, Any]:
+    """Return the recipe's name and the scales that a converted model keeps, by layer and operand, on the CPU.
 
     Raises:
         ArgumentError: The model is not converted.
@@ -70,10 +68,10 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
     >>> from fmtsim.nn.convert import convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed")
     >>> model(torch.ones(32, 64)).sum().backward()
-    >>> recipe_state(model)["recipe"]
+    >>> converted_state(model)["recipe"]
     'te_delayed'
     """
-    modules = _unwrapped(model, "recipe_state")
+    modules = _unwrapped(model, "state")
     layers = {
         name: {
             operand: {field: tensor.detach().cpu().clone() for field, tensor in memory.named_buffers()}
@@ -102,8 +100,8 @@ def _is_state(value: Any, depth: int = 3) -> bool:
 
 
 @torch.no_grad()
-def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
-    """Put what ``recipe_state`` returned into a model converted with the same recipe; all of it or nothing.
+def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Put what ``converted_state`` returned into a model converted with the same recipe; all of it or nothing.
 
     Raises:
         ArgumentError: The state is of another recipe, or of other layers, operands or lengths of history.
@@ -111,22 +109,20 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     >>> from fmtsim.nn.convert import convert
     >>> one, other = (convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed") for _ in range(2))
     >>> one(torch.ones(32, 64)).sum().backward()
-    >>> load_recipe_state(other, recipe_state(one))
+    >>> load_converted_state(other, converted_state(one))
     """
-    modules = dict(_unwrapped(model, "load_recipe_state"))
-    own = _recipe_of(model)
     if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
-        raise ArgumentError(f"load_recipe_state takes what fmtsim.recipe_state returned, not {type(state).__name__}")
+        raise ArgumentError(f"load_state takes what fmtsim.state returned, not {type(state).__name__}")
+    modules = dict(_unwrapped(model, "load_state"))
+    recipe = _recipe_of(model)
     check_items(state, {"recipe": str | None, "layers": dict[str, dict[str, dict[str, torch.Tensor]]]}, "the state")
-    if state["recipe"] != own:
+    if state["recipe"] != recipe:
         raise ArgumentError(
-            f"the state is of recipe {shown(state['recipe'])}, the model runs {shown(own)}; "
+            f"the state is of recipe {shown(state['recipe'])}, the model runs {shown(recipe)}; "
             f"convert the plain model with recipe={shown(state['recipe'])} first"
         )
     if not _is_state(state["layers"]):
-        raise ArgumentError(
-            "the state's layers are not what fmtsim.recipe_state returned: tensors by layer and operand"
-        )
+        raise ArgumentError("the state's layers are not what fmtsim.state returned: tensors by layer and operand")
     having = {name for name, module in modules.items() if STATE in module._modules}
     for name in sorted(having ^ set(state["layers"])):
         where = "state" if name in having else "model"
@@ -134,17 +130,17 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     pairs = []
     for name, operands in state["layers"].items():
         memory = dict(modules[name]._modules[STATE].named_buffers())  # type: ignore[union-attr]
-        given = {
+        saved = {
             f"{operand}.{field}": tensor for operand, fields in operands.items() for field, tensor in fields.items()
         }
-        for key in sorted(set(memory) | set(given)):
-            shapes = [tuple(tensors[key].shape) if key in tensors else None for tensors in (memory, given)]
+        for key in sorted(set(memory) | set(saved)):
+            shapes = [tuple(tensors[key].shape) if key in tensors else None for tensors in (memory, saved)]
             if shapes[0] not in (shapes[1], (0,)) or None in shapes:  # a stored scale has no shape before it is known
                 raise ArgumentError(
                     f"layer {shown(name)}: {key} is {shapes[1]} in the state and {shapes[0]} in the model; "
                     "the recipe was another one when the state was saved"
                 )
-        pairs += [(memory[key], given[key]) for key in memory]
+        pairs += [(memory[key], saved[key]) for key in memory]
     for tensor, value in pairs:
         tensor.resize_(value.shape).copy_(value)
 
@@ -179,10 +175,10 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     assert group is not None
     swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
     layers = {name: _runs(module) + swaps.pop(name, "") for name, module in modules} | swaps
-    own = (model.__dict__.get(RECIPE), layers)
+    facts = (model.__dict__.get(RECIPE), layers)
     everyone, what = Ranks(group), "the comparison of recipes"
     everyone.present(what)
-    ranks = everyone.gather_objects(own, what)
+    ranks = everyone.gather_objects(facts, what)
     for rank, (recipe, theirs) in enumerate(ranks):
         names = [name for name in {**ranks[0][1], **theirs} if ranks[0][1].get(name) != theirs.get(name)]
         if names or recipe != ranks[0][0]:
@@ -237,10 +233,10 @@ def _write(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 def _check(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Refuse scales of another recipe before anything is loaded; without scales in it, leave them as they are."""
-    own, saved = model._buffers.get(NAME), state.get(prefix + NAME)
+    buffer, saved = model._buffers.get(NAME), state.get(prefix + NAME)
     if saved is None:
-        if own is not None:
-            state[prefix + NAME] = own
+        if buffer is not None:
+            state[prefix + NAME] = buffer
             _LOG.info("the checkpoint has no delayed scales; %s goes on with its own", type(model).__name__)
         return
     name, ours = bytes(saved.tolist()).decode(errors="replace"), model.__dict__.get(RECIPE)

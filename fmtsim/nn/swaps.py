@@ -78,47 +78,51 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
     Raises:
         ArgumentError: There is nothing of a kind, and the recipe does not say that it may be missing.
     """
-    found = Swaps(recipe=recipe, filtered=filter_fn is not None)
+    swaps = Swaps(recipe=recipe, filtered=filter_fn is not None)
     if recipe.attention is not None:
-        chosen = _filtered(attentions(model), filter_fn, found)
+        chosen = _filtered(attentions(model), filter_fn, swaps)
         if not chosen:
             raise ArgumentError(
                 f"attention= of recipe {recipe.name!r} finds nothing to replace in {type(model).__name__}"
-                f"{_refused(found)}: it looks for modules whose class is named like attention or whose forward calls "
+                f"{_refused(swaps)}: it looks for modules whose class is named like attention or whose forward calls "
                 "torch.nn.functional.scaled_dot_product_attention; convert with dataclasses.replace(recipe, "
                 "attention=None), and name others to fmtsim.nn.convert_attention(model, recipe.attention, filter_fn=)"
             )
         check_attentions(chosen)
-        found.attention = chosen
+        swaps.attention = chosen
     for i, replacement in enumerate(recipe.replace):
         where = f"replace[{i}] of recipe {recipe.name!r} ({replacement})"
         if replacement.kind == "swiglu":
-            _find_gated(model, where, replacement, filter_fn, found)
+            _find_gated(model, where, replacement, filter_fn, swaps)
         else:
-            _find_operations(model, where, replacement, found)
+            _find_operations(model, where, replacement, swaps)
     if recipe.activations is not None and next(model.children(), None) is not None:
-        norms = _filtered([(name, norm) for norm, name in _find_norms(model).items()], filter_fn, found)
-        found.saving = Saving(recipe.activations, [norm for _, norm in norms])
-        found.notes.append(str(recipe.activations))
-    return found
+        norms = _filtered([(name, norm) for norm, name in _find_norms(model).items()], filter_fn, swaps)
+        swaps.saving = Saving(recipe.activations, [norm for _, norm in norms])
+        swaps.notes.append(str(recipe.activations))
+    return swaps
 
 
 def _find_norms(model: nn.Module) -> dict[nn.Module, str]:
     """Return the layers that normalise features, by module: those of torch, and those that are called so."""
     named = lambda m: _NORM.search(type(m).__name__) and not m._modules  # noqa: E731
-    found = ((m, name) for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm) or named(m))
-    return {module: name for module, name in found if module is not model}
+    candidates = (
+        (m, name) for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm) or named(m)
+    )
+    return {module: name for module, name in candidates if module is not model}
 
 
-def _find_operations(model: nn.Module, where: str, replacement: Replacement, found: Swaps) -> None:
-    own = [name for name, module in model.named_modules() if isinstance(module, ScaledLinear | MuResidual)]
-    if own:
-        found.notes.append(f"{where} leaves the model as it is: {own[0]!r} and others bring factors of their own")
+def _find_operations(model: nn.Module, where: str, replacement: Replacement, swaps: Swaps) -> None:
+    scaled_modules = [name for name, module in model.named_modules() if isinstance(module, ScaledLinear | MuResidual)]
+    if scaled_modules:
+        swaps.notes.append(
+            f"{where} leaves the model as it is: {scaled_modules[0]!r} and others bring factors of their own"
+        )
         return
     for name, module in model.named_modules():
         if isinstance(module, _FUSED_CALLS):
             raise ArgumentError(
-                f"{where} cannot scale {name!r}: {type(module).__name__} is one call of torch, whose parts nobody sees"
+                f"{where} cannot scale {name!r}: {type(module).__name__} is one call of torch, which hides its parts"
                 "; write it with nn.Linear and scaled_dot_product_attention, or choose another recipe"
             )
         check_kind_of_attention(name, module)
@@ -128,15 +132,15 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, fou
                 f"{where} rescales weights, and {meta!r} of {name!r} is on the meta device; "
                 "give the model weights first"
             )
-    loss = found.recipe.loss_scale
+    loss = swaps.recipe.loss_scale
     more = ["a loss outside of the model: fmtsim.nn.unit_scaling.cross_entropy"] * (replacement.by == "UnitScaled")
     more += [] if loss is None else [f"the loss is to be scaled: {loss}"]
-    found.notes += [
+    swaps.notes += [
         "weights were divided by their standard deviations and stay so after revert",
         "; ".join(["rates of an optimizer: fmtsim.nn.mu_parameter_groups", *more]),
     ]
-    found.scaled = ScaledModel(
-        by=replacement.by, tau=replacement.tau, recipe=f"recipe {found.recipe.name!r}", names=_find_norms(model),
+    swaps.scaled = ScaledModel(
+        by=replacement.by, tau=replacement.tau, recipe=f"recipe {swaps.recipe.name!r}", names=_find_norms(model),
         heads=Selector(model).heads,
     )  # fmt: skip
 
@@ -149,8 +153,8 @@ def undo_swaps(model: nn.Module) -> int:
 def swapped(model: nn.Module) -> bool:
     """Whether a recipe exchanged something in a model."""
     rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH))
-    own = any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING))
-    return own or any(rule is not None and rule.recipe for rule in rules)
+    marked = any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING))
+    return marked or any(rule is not None and rule.recipe for rule in rules)
 
 
 def swap_details(module: nn.Module) -> list[str]:
@@ -162,37 +166,37 @@ def swap_details(module: nn.Module) -> list[str]:
     return texts + ([str(smoothed)] if smoothed is not None else [])
 
 
-def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_fn: Filter | None, found: Swaps) -> None:
+def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_fn: Filter | None, swaps: Swaps) -> None:
     there = gated_layers(model)
     rule = Smoothing(replacement.per, replacement.power_of_two, recipe=True)
-    chosen = _filtered(there, filter_fn, found)
-    found.gated += [(module, rule._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
+    chosen = _filtered(there, filter_fn, swaps)
+    swaps.gated += [(module, rule._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
     others = other_silus(model)
-    found.notes += [f"{', '.join(others[:4])}: SiLU among linear layers, and no gated layer"] if others else []
-    found.notes += [f"{len(chosen)} gated layers became {rule}"] if chosen else []
+    swaps.notes += [f"{', '.join(others[:4])}: SiLU among linear layers, and no gated layer"] if others else []
+    swaps.notes += [f"{len(chosen)} gated layers became {rule}"] if chosen else []
     if chosen or any(SMOOTH in module.__dict__ for module in model.modules()):
         return
     if not replacement.optional:
         raise ArgumentError(
-            f"{where} finds nothing to replace in {type(model).__name__}{_refused(found)}: it looks for modules with "
+            f"{where} finds nothing to replace in {type(model).__name__}{_refused(swaps)}: it looks for modules with "
             f"linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or three linear layers that "
             "compute down(silu(gate(x)) * up(x)); build the model with fmtsim.nn.SmoothSwiGLU and leave "
             "the replacement out, or pass Replacement(optional=True)"
         )
     if not any(type(module).__name__ == replacement.by for module in model.modules()):
-        found.notes.append(f"{where} found none in this model")
+        swaps.notes.append(f"{where} found none in this model")
 
 
 def _filtered(
-    modules: list[tuple[str, nn.Module]], filter_fn: Filter | None, found: Swaps
+    modules: list[tuple[str, nn.Module]], filter_fn: Filter | None, swaps: Swaps
 ) -> list[tuple[str, nn.Module]]:
     chosen = [(name, module) for name, module in modules if filter_fn is None or filter_fn(module, name)]
-    found.reasons |= {name: FILTERED for name, module in modules if (name, module) not in chosen}
+    swaps.reasons |= {name: FILTERED for name, module in modules if (name, module) not in chosen}
     return chosen
 
 
-def _refused(found: Swaps) -> str:
-    names = list(found.reasons)
+def _refused(swaps: Swaps) -> str:
+    names = list(swaps.reasons)
     return f" ({', '.join(names[:3])}: {FILTERED})" if names else ""
 
 

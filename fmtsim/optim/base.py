@@ -70,9 +70,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own; the scheme and the seed are the optimizer's."""
-        if isinstance(param_group, dict) and (given := {"state", "seed"} & param_group.keys()):
+        if isinstance(param_group, dict) and (reserved := {"state", "seed"} & param_group.keys()):
             raise ArgumentError(
-                f"a group of parameters has no {min(given)}= of its own; "
+                f"a group of parameters has no {min(reserved)}= of its own; "
                 "make a second optimizer for these parameters, and step both"
             )
         try:
@@ -116,7 +116,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _fast_step(self) -> bool:
-        """Do the step by the batches of the CUDA engine, which cost the host least, where there are; say whether."""
+        """Do the step in batches of the CUDA engine, which cost the host least; return False if there are none."""
         if self._batches is None or len(self._batches) != len(self.param_groups):
             return False
         present = set(map(id, self.state.values()))
@@ -189,8 +189,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("scheme", "rule", "seed", "_nonfinite")}
-        return super().__getstate__() | own | {"_formats": {}, "_batches": None}  # type: ignore[no-untyped-call]  # torch's own
+        attributes = {name: getattr(self, name) for name in ("scheme", "rule", "seed", "_nonfinite")}
+        return super().__getstate__() | attributes | {"_formats": {}, "_batches": None}  # type: ignore[no-untyped-call]  # torch's own
 
     def _parameters(self) -> list[tuple[dict[str, Any], Tensor]]:
         return [(group, p) for group in self.param_groups for p in group["params"]]
@@ -210,12 +210,12 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def _steps(self) -> list[ParameterStep]:
         """Return what the step has to do; raise before anything is changed."""
         every = enumerate(self._parameters())
-        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and stepping.local(p).numel()]
-        for index, _, p in found:
+        stepped = [(i, group, p) for i, (group, p) in every if p.grad is not None and stepping.local(p).numel()]
+        for index, _, p in stepped:
             self._check(index, p)
         numbers: dict[tuple[int, int], Any] = {}
         steps = []
-        for index, group, p in found:
+        for index, group, p in stepped:
             assert p.grad is not None
             state, here, formats = self.state[p], stepping.local(p), self._formats_of(p)
             if not state:
@@ -273,8 +273,13 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             raise ArgumentError(
                 f"the gradient of parameter {index} is {list(g.shape)}, the parameter {list(p.shape)}; set it anew"
             )
-        kept = self._formats_of(p).get("weights")
-        if state and kept is not None and "weights" not in state and not in_parameter(kept, here.dtype):
+        weight_format = self._formats_of(p).get("weights")
+        if (
+            state
+            and weight_format is not None
+            and "weights" not in state
+            and not in_parameter(weight_format, here.dtype)
+        ):
             raise ArgumentError(
                 f"parameter {index} is {here.dtype} now, and no longer holds its weights as {self.scheme.name!r} keeps "
                 "them; make a new optimizer"

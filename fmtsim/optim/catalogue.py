@@ -174,8 +174,8 @@ def bytes_per_parameter(scheme: Scheme) -> float:
     """Return the bytes that AdamW's states take for each element of a large matrix."""
     count = SHAPE[0] * SHAPE[1]
     formats = scheme.formats(SHAPE, ADAMW.slots)
-    own = [fmt for slot, fmt in formats.items() if slot != "weights" or not in_parameter(fmt, torch.bfloat16)]
-    return sum(fmt.bytes_of(SHAPE) for fmt in own) / count
+    apart = [fmt for slot, fmt in formats.items() if slot != "weights" or not in_parameter(fmt, torch.bfloat16)]
+    return sum(fmt.bytes_of(SHAPE) for fmt in apart) / count
 
 
 def scheme_table() -> str:

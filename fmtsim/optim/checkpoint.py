@@ -35,7 +35,7 @@ def groups(state_dict: Mapping[str, Any], present: Sequence[dict[str, Any]]) -> 
     check_items(state_dict, {"param_groups": list[dict[str, Any]]}, "the state")
     for group in state_dict["param_groups"]:
         check_items(group, {"params": list[int]}, "a group of the state")
-    sizes = [[len(group["params"]) for group in each] for each in (state_dict["param_groups"], present)]
+    sizes = [[len(group["params"]) for group in param_groups] for param_groups in (state_dict["param_groups"], present)]
     if sizes[0] != sizes[1]:
         raise ArgumentError(f"the state is of groups of {sizes[0]} parameters, the optimizer has groups of {sizes[1]}")
     ours = "fmtsim" in state_dict

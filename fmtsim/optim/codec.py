@@ -222,9 +222,9 @@ def _scale(rows: Tensor, fmt: StateFormat, scaling: Scaling, previous: Tensor | 
         return amax / torch.full_like(amax, top)
     if scaling.power_of_two is None:
         return torch.where(amax == 0, 1.0, torch.full_like(amax, top) / amax)
-    kept = torch.ones_like(amax) if previous is None else previous.view(-1, 1)
+    previous_scale = torch.ones_like(amax) if previous is None else previous.view(-1, 1)
     usable = (amax > 0) & (amax < math.inf)
-    return torch.where(usable, power_of_two(torch.where(usable, amax, 1.0), top), kept)
+    return torch.where(usable, power_of_two(torch.where(usable, amax, 1.0), top), previous_scale)
 
 
 def power_of_two(amax: Tensor, top: float) -> Tensor:

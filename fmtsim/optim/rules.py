@@ -93,10 +93,15 @@ def hyperparameters(group: Group, device: torch.device) -> Hyperparameters:
     return Hyperparameters(lr if here else float(lr), beta1, beta2, *rest)
 
 
-def group_of(given: Hyperparameters) -> Group:
+def group_of(hyperparameters: Hyperparameters) -> Group:
     """Return the hyperparameters again under the names that any rule has for them."""
-    names = {"lr": float(given.lr), "betas": given[1:3], "momentum": given.beta1, "beta": given.beta2}
-    return names | {"eps": given.eps, "weight_decay": given.decay, "bound": given.bound}
+    names = {
+        "lr": float(hyperparameters.lr),
+        "betas": hyperparameters[1:3],
+        "momentum": hyperparameters.beta1,
+        "beta": hyperparameters.beta2,
+    }
+    return names | {"eps": hyperparameters.eps, "weight_decay": hyperparameters.decay, "bound": hyperparameters.bound}
 
 
 def decays(group: Group, scheme: Scheme) -> dict[str, float]:

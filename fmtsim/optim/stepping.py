@@ -151,8 +151,8 @@ def _updated(
         new = {name: x.clone(memory_format=torch.contiguous_format) for name, x in states.items()}
         fused = replace(step, parameter=p.clone(), gradient=g, state=new, formats=dict.fromkeys(rule.slots, FLOAT32))
         uncounted = torch.zeros((), dtype=torch.int64)
-        left = load_engine("cpu").optimizer_steps(rule.name, [fused], _FLOAT32, lambda _: uncounted)
-        assert not left  # float32, contiguous
+        unsupported = load_engine("cpu").optimizer_steps(rule.name, [fused], _FLOAT32, lambda _: uncounted)
+        assert not unsupported  # float32, contiguous
         return fused.parameter, {slot: new[slot] for slot in rule.slots}
     return rule.update(p, g, states, step.numbers)
 
@@ -190,16 +190,16 @@ def run_steps(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counte
     for step in steps:
         p = step.parameter
         by_engine.setdefault("cuda" if on_cuda(p) else "cpu" if p.is_cpu else "", []).append(step)
-    left = list(by_engine.pop("", []))
-    for name, own in by_engine.items():
+    unsupported = list(by_engine.pop("", []))
+    for name, engine_steps in by_engine.items():
         engine = load_engine("cuda") if name == "cuda" else load_engine("cpu")
-        left += engine.optimizer_steps(rule.name, own, scheme, counter)
-    for step in left:
+        unsupported += engine.optimizer_steps(rule.name, engine_steps, scheme, counter)
+    for step in unsupported:
         if step.live is not None:
             step = _counted(step, rule, scheme)
         counter(step.gradient.device).add_(count_nonfinite(step.gradient))
         run(step, rule, scheme.nonfinite)
-    return bool(steps) and not left and by_engine.keys() == {"cuda"}
+    return bool(steps) and not unsupported and by_engine.keys() == {"cuda"}
 
 
 def _counted(step: ParameterStep, rule: Rule, scheme: Scheme) -> ParameterStep:
@@ -224,17 +224,17 @@ def batches_of(
 ) -> list[Any] | None:
     """Return the CUDA engine's batch of each group whose parameters it took all, on one device; else None."""
     by_parameter = {step.parameter: step for step in steps}
-    found = []
+    batches = []
     for group in groups:
         chosen = [by_parameter.get(p) for p in group["params"]]
         present = [step for step in chosen if step is not None]
         kinds = {(step.parameter.device, step.parameter.dtype) for step in present}
         if len(kinds) != 1 or len(present) < len(chosen):
             return None
-        found.append(load_engine("cuda").OptimizerBatch(present, rule.name, scheme))
-    return found
+        batches.append(load_engine("cuda").OptimizerBatch(present, rule.name, scheme))
+    return batches
 
 
 def on_cuda(p: Tensor) -> bool:
-    """Say whether a parameter lies where the CUDA engine's kernels run."""
+    """Return True if a parameter lies where the CUDA engine's kernels run."""
     return p.is_cuda and bool(load_engine("cuda").serves(p.get_device()))

@@ -15,7 +15,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.ptq.spec import Calibration, fixed, is_static
+from fmtsim.recipes.ptq import Calibration, fixed, is_static
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.scales import reciprocal
@@ -64,7 +64,7 @@ class Slot:
         parts: Whose product it enters.
         w: [N, K], a view of the Parameter.
         quantizer: What it is rounded by.
-        hessian: Sum of ``x^T x`` over all rows, float64 [K, K]; None where nobody asks.
+        hessian: Sum of ``x^T x`` over all rows, float64 [K, K]; None where no method needs it.
         rows: Rows in it.
         quantised: float32 [N, K], or None before.
         error: Mean of ``y - y_q`` over the rows seen, float64 [N].
@@ -140,8 +140,8 @@ class Products:
                 x = inputs.pop()
                 if not bool(torch.isfinite(x).all()):
                     raise ArgumentError("the calibration data gives it NaN or Inf; look for them in the batch")
-                found = self._part(name, part)
-                see(found, self._slot(found, name, t), x)
+                calibrated = self._part(name, part)
+                see(calibrated, self._slot(calibrated, name, t), x)
 
             return record
 
@@ -162,8 +162,8 @@ class Products:
         if key not in self.slots:
             groups = sum(slot.parts[0] is part for slot in self.slots.values())
             label = f"{part.name} group {groups}" if groups else part.name
-            own = w.detach()
-            self.slots[key] = Slot(name=label, parts=[], w=own, quantizer=self.configs[name].fprop.b)
+            weight = w.detach()
+            self.slots[key] = Slot(name=label, parts=[], w=weight, quantizer=self.configs[name].fprop.b)
         slot = self.slots[key]
         if part not in slot.parts:
             slot.parts.append(part)
@@ -311,8 +311,8 @@ def percentile(magnitudes: Tensor, percent: float) -> float:
     """Return the smallest of the numbers that ``percent`` % of them do not exceed; above zero where any is."""
     count = magnitudes.numel()
     place = max(1, min(count, -int(-percent * count // 100)))  # rounded up, counted from 1
-    found = float(magnitudes.kthvalue(place).values)
-    return found if found > 0 else float(magnitudes.max())
+    magnitude = float(magnitudes.kthvalue(place).values)
+    return magnitude if magnitude > 0 else float(magnitudes.max())
 
 
 def least_error(magnitudes: Tensor, amax: float, quantizer: Quantizer, steps: int) -> float:
@@ -336,12 +336,12 @@ def static_scale(quantizer: Quantizer, top: float) -> DelayedScale:
     """
     element, scaling = quantizer.format, quantizer.scaling
     assert scaling is not None and element is not None and not isinstance(element, BlockFormat | LogTileFormat)
-    found = scales(torch.full((1, 1), top, dtype=torch.float32), scaling, float(element.max))
-    kept = DelayedScale(fixed(quantizer))
-    factor = reciprocal(found.scale) if found.divides else found.factor
-    kept.factor.copy_(factor.reshape(()))
-    kept.amaxes[0] = top
-    return kept
+    computed = scales(torch.full((1, 1), top, dtype=torch.float32), scaling, float(element.max))
+    delayed = DelayedScale(fixed(quantizer))
+    factor = reciprocal(computed.scale) if computed.divides else computed.factor
+    delayed.factor.copy_(factor.reshape(()))
+    delayed.amaxes[0] = top
+    return delayed
 
 
 def static_values(x: Tensor, quantizer: Quantizer, top: float) -> Tensor:

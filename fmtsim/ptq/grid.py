@@ -10,7 +10,7 @@ from torch import Tensor
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.ptq.spec import Gptq, LearnedRounding
+from fmtsim.recipes.ptq import Gptq, LearnedRounding
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.operand import Keys, block_of, spread
 from fmtsim.spec.quantizer import Quantizer
@@ -91,12 +91,12 @@ def grid_of(w: Tensor, quantizer: Quantizer) -> Grid:
 
 def _scales(w: Tensor, quantizer: Quantizer) -> Tensor:
     """Return the scale of every element of a weight, float64."""
-    made = quantize_operand(w, quantizer, Keys())
+    operand = quantize_operand(w, quantizer, Keys())
     scale = torch.ones(w.shape, dtype=torch.float64)
-    if made.scale is not None:
-        scale = spread(made.scale, made.block, w.shape).double()
-    if made.tensor_scale is not None:
-        scale = scale * made.tensor_scale.double()
+    if operand.scale is not None:
+        scale = spread(operand.scale, operand.block, w.shape).double()
+    if operand.tensor_scale is not None:
+        scale = scale * operand.tensor_scale.double()
     return torch.where(scale == 0, 2.0**-126, scale)  # a block of zeros under a scale that underflowed
 
 
@@ -164,9 +164,9 @@ def _factor(h: Tensor, damping: float) -> Tensor:
 
 def _current(rest: Tensor, errors: Tensor, upper: Tensor, end: int) -> Tensor:
     """Return the weight with those errors of a block taken from the columns behind it that did not reach them yet."""
-    found = rest.clone()
-    found[:, end:] -= errors @ upper[:, end:]
-    return found
+    w_current = rest.clone()
+    w_current[:, end:] -= errors @ upper[:, end:]
+    return w_current
 
 
 def output_error(w: Tensor, q: Tensor, hessian: Tensor) -> Tensor:

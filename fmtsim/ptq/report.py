@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LOSSLESS = 1.1  # of the longest bar: one without noise
-REPORT = "_fmtsim_ptq"  # on the root of a quantised model
 _HEAD = ("layer", "shape", "x", "w", "x scale", "clipped %", "weight dB", "output dB", "with")
 _WORDS = (0, 1, 2, 3, 8)  # columns; the others hold numbers
 
@@ -63,7 +62,7 @@ class PtqReport(Result):
         rows: The weights.
         seconds: How long it took.
         equalised: Pairs of layers whose weights were equalised.
-        left: Modules with weights that stay in high precision, and why.
+        left_alone: Modules with weights that stay in high precision, and why.
         tied: Modules of those that share a weight with a quantised layer, and so have it quantised, and the layer.
         attention: Its quantisers, "" where it runs as it did.
         extended: Normalisations and softmaxes whose inputs are rounded, and embeddings that were.
@@ -74,17 +73,17 @@ class PtqReport(Result):
     rows: tuple[PtqRow, ...]
     seconds: float
     equalised: tuple[str, ...] = ()
-    left: tuple[tuple[str, str], ...] = ()
+    left_alone: tuple[tuple[str, str], ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     attention: str = ""
     extended: tuple[str, ...] = ()
     machine: str = ""
 
     def __getitem__(self, name: str) -> PtqRow:
-        found = [row for row in self.rows if row.name == name]
-        if not found:
+        rows = [row for row in self.rows if row.name == name]
+        if not rows:
             raise ArgumentError(f"the report has no layer {name!r}; it has {', '.join(row.name for row in self.rows)}")
-        return found[0]
+        return rows[0]
 
     def _content(self) -> tuple[Rows | str, ...]:
         return Rows(self._cells(), _WORDS), *self._remarks()
@@ -115,7 +114,7 @@ class PtqReport(Result):
         lines += [f"attention: {self.attention}"] if self.attention else []
         lines += [f"rounded, too: {_some(self.extended)}"] if self.extended else []
         reasons: dict[str, list[str]] = {}
-        for name, reason in self.left:
+        for name, reason in self.left_alone:
             if name not in self.extended:
                 reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
@@ -130,13 +129,13 @@ def _some(names: Sequence[str]) -> str:
 def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the modules with weights of their own that a conversion left alone, and why."""
     reasons, shared = model.__dict__[REASONS], dict(tied(model))
-    found = {}
+    modules = {}
     for name, module in model.named_modules():
         owner = name.split(".parametrizations.")[0]  # which keeps the weights of the module that is parametrized
         heavy = any(p.dim() > 1 for p in module.parameters(recurse=False))
         if heavy and owner in reasons and owner not in shared and not _inside(owner, model):
-            found[owner or "(model)"] = reasons[owner]
-    return tuple(found.items())
+            modules[owner or "(model)"] = reasons[owner]
+    return tuple(modules.items())
 
 
 def tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -155,22 +154,8 @@ def tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def _inside(name: str, model: nn.Module) -> bool:
-    """Say whether a module belongs to a converted one, which multiplies with its weights."""
+    """Return True if a module belongs to a converted one, which multiplies with its weights."""
     return bool(name) and isinstance(model.get_submodule(name.rpartition(".")[0]), EmulatedModule)
-
-
-def ptq_report(model: nn.Module) -> PtqReport:
-    """Return what ``fmtsim.ptq`` did to a model; raise ArgumentError where it did nothing.
-
-    >>> import torch, fmtsim
-    >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int8_static", [torch.ones(8, 64)])
-    >>> fmtsim.ptq_report(model)["0"].w
-    'int8'
-    """
-    found = model.__dict__.get(REPORT) if isinstance(model, nn.Module) else None
-    if found is None:
-        raise ArgumentError(f"{type(model).__name__} has no report of ptq; call fmtsim.ptq(model, recipe, data) first")
-    return found  # type: ignore[no-any-return]
 
 
 def row_of(slot: Slot, methods: str) -> PtqRow:

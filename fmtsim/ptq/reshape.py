@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
 from fmtsim.ptq.calibrate import Part
-from fmtsim.ptq.spec import Equalise, Smooth
+from fmtsim.recipes.ptq import Equalise, Smooth
 from fmtsim.support.errors import ArgumentError
 
 DIVISOR = "ptq_divisor"  # the buffer of a layer whose inputs are divided
@@ -17,7 +17,7 @@ _HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout)
 
 
 def smooth(part: Part, settings: Smooth) -> bool:
-    """Divide the input channels of a layer and multiply the columns of its weight, and say whether that was done.
+    """Divide the input channels of a layer and multiply the columns of its weight; return True if that was done.
 
     The divisor is a buffer of the layer, and a hook divides its input: any graph will do, while the source folds the
     division into the normalisation before. Up to float32's rounding the two are the same. Only layers that multiply

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a quantised model and put it into a fresh one; operators beside products that a recipe quantises."""
+"""state and load_state: what convert or ptq gave a model, for torch.save; operators that a PTQ recipe quantises."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,14 +10,14 @@ from fmtsim.casts.arguments import check_module
 from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.state import load_recipe_state, recipe_state
+from fmtsim.nn.state import PTQ, converted_state, is_converted, load_converted_state
 from fmtsim.ptq.calibrate import Products
-from fmtsim.ptq.catalogue import ptq_recipe_from_dict, ptq_recipe_to_dict
 from fmtsim.ptq.grid import nearest
-from fmtsim.ptq.report import ptq_report
+from fmtsim.ptq.report import PtqReport
 from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
 from fmtsim.ptq.steps import scales_of
-from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.serialization import recipe_from_dict, recipe_to_dict
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.records import check_items, record_of
@@ -66,8 +66,6 @@ def contract(model: nn.Module) -> None:
 
 
 Model = TypeVar("Model", bound=nn.Module)
-RECIPE = "_fmtsim_ptq_recipe"  # on the root: the record
-WEIGHTS = "_fmtsim_ptq_weights"  # on the root: a RoundedWeight of each layer with one matrix, by its name
 _KEYS = {"recipe", "layers", "tensors", "scales"}  # and "weights", which older files lack
 _SCALES = ("scale", "tensor_scale")
 
@@ -81,35 +79,59 @@ class RoundedWeight(NamedTuple):
     tensor_scale: torch.Tensor | None
 
 
+class Quantised(NamedTuple):
+    """What ``ptq`` did to a model, on its root under ``PTQ``.
+
+    Args:
+        recipe: The recipe, with its machine.
+        weights: What the weight of each layer with one matrix was rounded with, by layer.
+        report: What each layer lost; None in a model that ``load_state`` restored.
+    """
+
+    recipe: PtqRecipe
+    weights: dict[str, RoundedWeight]
+    report: PtqReport | None
+
+
 def rounded_weights(products: Products) -> dict[str, RoundedWeight]:
     """Return what the weights of layers with one matrix are rounded with, before they are overwritten."""
-    found = {}
+    weights = {}
     for slot in products.slots.values():
         for part in slot.parts:
             if not part.part and slot.quantizer.format is not None:
-                found[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot))
-    return found
+                weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot))
+    return weights
 
 
-def ptq_state(model: nn.Module) -> dict[str, Any]:
-    """Return what a quantised model is, for ``torch.save``: its recipe, layers, tensors and static scales.
+def state(model: nn.Module) -> dict[str, Any]:
+    """Return what ``convert`` or ``ptq`` gave a model, as tensors on the CPU, for ``torch.save``.
+
+    Of a converted model: the recipe's name and what delayed scaling remembers, by layer and operand. The model's
+    state_dict has delayed scales, too; this is for files apart from it. Of a quantised model: its recipe, layers,
+    tensors, and, as ``"scales"``, what it would be of a converted model: the static and stored scales alone.
 
     Raises:
-        ArgumentError: ``fmtsim.ptq`` did not make it.
+        ArgumentError: The model is neither converted nor quantised.
 
     >>> import torch, fmtsim
+    >>> model = fmtsim.convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed")
+    >>> fmtsim.state(model)["recipe"]
+    'te_delayed'
     >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int8_static", [torch.ones(8, 64)])
-    >>> sorted(fmtsim.ptq_state(model))
+    >>> sorted(fmtsim.state(model))
     ['layers', 'recipe', 'scales', 'tensors', 'weights']
     """
-    ptq_report(model)
-    layers = [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
-    tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-    recipe = ptq_recipe_to_dict(model.__dict__[RECIPE])
+    scales = converted_state(model)
+    quantised: Quantised | None = model.__dict__.get(PTQ)
+    if quantised is None:
+        return scales
     return {
-        "recipe": recipe, "layers": layers, "tensors": tensors, "scales": recipe_state(model),
-        "weights": {name: _plain(rounded) for name, rounded in model.__dict__[WEIGHTS].items()},
-    }  # fmt: skip
+        "recipe": recipe_to_dict(quantised.recipe),
+        "layers": [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)],
+        "tensors": {name: t.detach().cpu().clone() for name, t in model.state_dict().items()},
+        "scales": scales,
+        "weights": {name: _plain(rounded) for name, rounded in quantised.weights.items()},
+    }
 
 
 def _plain(rounded: RoundedWeight) -> dict[str, Any]:
@@ -123,27 +145,41 @@ def _rounded(value: dict[str, Any], path: str) -> RoundedWeight:
     return RoundedWeight(*quantizers, *(value["scales"].get(name) for name in _SCALES))
 
 
-def load_ptq(model: Model, state: dict[str, Any]) -> Model:
-    """Make a fresh model of the same architecture the quantised one of a state, in place, and return it.
+def load_state(model: Model, state: dict[str, Any]) -> Model:
+    """Put what ``state`` returned into a model, in place, and return the model.
 
-    It computes the same bits on the same device; there is no report.
+    The state of a converted model goes into a model converted with the same recipe: all of it or nothing. The state of
+    a quantised model goes into a fresh one of the same architecture, without calibration: the model then computes the
+    same bits on the same device; ``report`` no longer has what each layer lost.
 
     Raises:
-        ArgumentError: The state is another thing, or does not fit the model, which then has its own classes, but may
-            hold some of the state's tensors.
+        ArgumentError: The state is another thing, is of another recipe, or does not fit the model. A model that was to
+            become a quantised one then has its own classes, but may hold some of the state's tensors.
 
     >>> import torch, fmtsim
     >>> model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64)), "int8_static", [torch.ones(8, 64)])
-    >>> fresh = fmtsim.load_ptq(nn.Sequential(nn.Linear(64, 64)), fmtsim.ptq_state(model))
+    >>> fresh = fmtsim.load_state(nn.Sequential(nn.Linear(64, 64)), fmtsim.state(model))
     >>> torch.equal(fresh(torch.ones(8, 64)), model(torch.ones(8, 64)))
     True
     """
+    check_module("load_state", model)
     if not isinstance(state, dict) or set(state) - {"weights"} != _KEYS:
-        raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")
+        load_converted_state(model, state)
+        return model
+    if is_converted(model):
+        raise ArgumentError(
+            f"the state is of a model that fmtsim.ptq quantised, and {type(model).__name__} is converted already; "
+            "call fmtsim.revert(model) first, or load state['scales'] alone"
+        )
+    return _load_quantised(model, state)
+
+
+def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
     check_items(state, {"layers": list[str], "tensors": dict[str, torch.Tensor], "scales": dict[str, Any]}, "the state")
     check_items({"weights": {}, **state}, {"weights": dict[str, dict[str, Any]]}, "the state")
-    check_module("load_ptq", model)
-    recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
+    recipe, layers, tensors = recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
+    if not isinstance(recipe, PtqRecipe):
+        raise ArgumentError("the state's recipe is not a PtqRecipe; pass what fmtsim.state returned")
     weights = {name: _rounded(value, f"the state's weights.{name}") for name, value in state.get("weights", {}).items()}
     absent = sorted(layers - {name for name, _ in model.named_modules()})
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
@@ -156,12 +192,12 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
         for name in layers:
             _grow(model.get_submodule(name), name, tensors)
         model.load_state_dict(tensors)
-        load_recipe_state(model, state["scales"])
+        load_converted_state(model, state["scales"])
     except (RuntimeError, ArgumentError) as error:
         unsmooth({name: model.get_submodule(name) for name in layers})
         revert(model)
         raise ArgumentError(f"the state does not fit {type(model).__name__}: {error}") from None
-    model.__dict__[WEIGHTS] = weights
+    model.__dict__[PTQ] = Quantised(recipe, weights, None)
     if recipe.extended is not None:
         extend(model, recipe.extended, weights=False)
     if (attention := recipe.serving_attention) is not None:

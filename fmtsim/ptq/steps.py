@@ -27,7 +27,7 @@ from fmtsim.ptq.calibrate import (
 )
 from fmtsim.ptq.grid import gptq, grid_of, learned_rounding, nearest
 from fmtsim.ptq.reshape import smooth
-from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.recipes.ptq import Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
@@ -84,12 +84,12 @@ def _smoothed(
             hook.remove()
     products.check()
     _refuse_shared(products, fed)
-    found = {part.name for part in products.parts.values() if part in fed and smooth(part, settings)}
-    if not found:
+    names = {part.name for part in products.parts.values() if part in fed and smooth(part, settings)}
+    if not names:
         raise ArgumentError(
             "SmoothQuant: no linear layer has its input from a normalisation module; pass Smooth(after='any')"
         )
-    return found
+    return names
 
 
 def round_weights(products: Products, method: Gptq | LearnedRounding | None, show: Progress) -> None:
@@ -126,8 +126,8 @@ def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
 
 def scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
     """Return the scales of blocks and of the tensor that a weight is rounded with, before it is overwritten."""
-    made = quantize_operand(slot.w, slot.quantizer)
-    return tuple(None if s is None else s.clone() for s in (made.scale, made.tensor_scale))  # type: ignore[return-value]
+    operand = quantize_operand(slot.w, slot.quantizer)
+    return tuple(None if s is None else s.clone() for s in (operand.scale, operand.tensor_scale))  # type: ignore[return-value]
 
 
 def measure(products: Products, recipe: PtqRecipe, batches: list[Any], show: Progress) -> None:
@@ -168,9 +168,9 @@ def install(products: Products, correct_bias: bool) -> set[str]:
         for part in slot.parts:
             memory = _memory(part.module).get(f"{part.part}_w_f" if part.part else "w_f")
             if isinstance(memory, StoredScale):
-                for name, found in zip(("scale", "tensor_scale"), scales_of(slot), strict=True):
-                    if found is not None:
-                        setattr(memory, name, found)
+                for name, scale in zip(("scale", "tensor_scale"), scales_of(slot), strict=True):
+                    if scale is not None:
+                        setattr(memory, name, scale)
         slot.w.copy_(slot.quantised)
         if correct_bias and _correct(slot):
             corrected.add(slot.name)
@@ -184,15 +184,15 @@ def install(products: Products, correct_bias: bool) -> set[str]:
 
 
 def _memory(module: EmulatedModule) -> dict[str, RememberedScale]:
-    found = module._modules.get(STATE)
-    return {} if found is None else dict(found.named_children())  # type: ignore[arg-type]
+    memory = module._modules.get(STATE)
+    return {} if memory is None else dict(memory.named_children())  # type: ignore[arg-type]
 
 
 def _keep(memory: DelayedScale, part: Part) -> None:
     assert part.top is not None
-    found = static_scale(part.x, part.top)
-    memory.factor.copy_(found.factor)
-    memory.amaxes.copy_(found.amaxes)
+    scale = static_scale(part.x, part.top)
+    memory.factor.copy_(scale.factor)
+    memory.amaxes.copy_(scale.amaxes)
     memory.calls.fill_(1)
 
 
@@ -216,12 +216,12 @@ def _fill_projections(module: EmulatedModule) -> None:
     scales of rows alone.
     """
     stored = {name.removesuffix("_w_f"): m for name, m in _memory(module).items() if isinstance(m, StoredScale)}
-    known = {name: stored[name] for name in _THIRDS if name in stored and stored[name].scale.numel()}
-    for name in [name for name in _THIRDS if name in stored and name not in known]:
+    thirds = {name: stored[name] for name in _THIRDS if name in stored and stored[name].scale.numel()}
+    for name in [name for name in _THIRDS if name in stored and name not in thirds]:
         first, last = _THIRDS[name]
         parts: list[tuple[Tensor, Tensor]] = []
         place = first
-        for other, whole in known.items():
+        for other, whole in thirds.items():
             start, end = _THIRDS[other]
             rows = 0 if whole.scale.shape[0] == 1 else whole.scale.shape[0] // (end - start)
             if start <= place and last <= end and not parts:
@@ -235,7 +235,7 @@ def _fill_projections(module: EmulatedModule) -> None:
 
 
 def bias_corrects(slot: Slot) -> bool:
-    """Say whether what is added to a bias moves the outputs of one product, and no others."""
+    """Return True if what is added to a bias moves the outputs of one product, and no others."""
     part = slot.parts[0]
     sums = isinstance(part.module, EmulatedConvTranspose | EmulatedBilinear)  # of products are their outputs
     return not (part.part or len(slot.parts) > 1 or sums) and hasattr(part.module, "bias")

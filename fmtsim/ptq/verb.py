@@ -17,14 +17,15 @@ from fmtsim.nn.attention import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import machine_of
-from fmtsim.nn.raw_matmuls import own_matrices
+from fmtsim.nn.raw_matmuls import raw_matrices
+from fmtsim.nn.state import PTQ
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
-from fmtsim.ptq.catalogue import get_ptq_recipe
-from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
+from fmtsim.ptq.report import PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
-from fmtsim.ptq.spec import PtqRecipe
-from fmtsim.ptq.state import RECIPE, WEIGHTS, contract, extend, rounded_weights
+from fmtsim.ptq.state import Quantised, contract, extend, rounded_weights
 from fmtsim.ptq.steps import bias_corrects, calibrated, install, measure, measure_batch_norm, round_weights
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.registry import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning
 from fmtsim.support.progress import Progress, make_progress
@@ -49,7 +50,7 @@ def ptq(
     Linear layers, convolutions and attention projections keep their objects and Parameters. Weights are overwritten by
     their quantised values, in their own dtype, which rounds once more where it is narrow: ``copy.deepcopy`` the model
     before to keep them. Inputs are quantised at every call, under static scales, which are buffers
-    (``fmtsim.recipe_state``), or under scales made from the tensor at hand. Products are those of the machine that
+    (``fmtsim.state``), or under scales made from the tensor at hand. Products are those of the machine that
     ``target`` names, as in ``fmtsim.convert``, and the report measures them there; without
     one they are float32, in no particular order. ``fmtsim.revert`` gives the classes back, not the weights.
 
@@ -59,7 +60,7 @@ def ptq(
 
     Args:
         model: A trained model, not converted yet.
-        recipe: A name (``fmtsim.list_ptq_recipes()``), a JSON file or a ``PtqRecipe``.
+        recipe: A name (``fmtsim.list_recipes(kind="ptq")``), a JSON file or a ``PtqRecipe``.
         calibration_data: Batches, in any iterable: each a tensor, a tuple or list of arguments or a dict of keyword
             arguments of the model. It is read once and kept until the end.
         filter_fn: ``filter_fn(module, name)`` says whether to quantise a layer.
@@ -68,7 +69,7 @@ def ptq(
             ``fmtsim.convert``; None is the recipe's own, if it has one.
 
     Returns:
-        The same model. ``fmtsim.ptq_report`` has a table of its layers.
+        The same model. ``fmtsim.report`` has a table of its layers, a PtqReport.
 
     Raises:
         ArgumentError: An unknown recipe, no layer to quantise, a model that is compiled or whose weights are missing
@@ -81,11 +82,11 @@ def ptq(
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     >>> batches = [torch.randn(32, 64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     >>> model = fmtsim.ptq(model, "int8_static", batches)
-    >>> fmtsim.ptq_report(model)["2"].w
+    >>> fmtsim.report(model)["2"].w
     'int8'
     """
     began = time.perf_counter()
-    recipe = get_ptq_recipe(recipe)
+    recipe = get_recipe(recipe, kind="ptq")
     machine = machine_of(target, plan, native, "ptq")
     recipe = recipe if machine is None else recipe.on(**machine)
     check_model("ptq", model)
@@ -105,18 +106,18 @@ def ptq(
     except BaseException:
         _undo(model, before)
         raise
-    model.__dict__[RECIPE], model.__dict__[WEIGHTS] = recipe, weights
-    model.__dict__[REPORT] = PtqReport(
+    report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
-        left=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),
+        left_alone=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),
         extended=extended,
     )  # fmt: skip
+    model.__dict__[PTQ] = Quantised(recipe, weights, report)
     return model
 
 
 def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = None) -> dict[str, LinearConfig]:
     """Convert a model to what it runs once it is quantised, and return the quantisers of each layer by its name."""
-    written = {own.owner for own in own_matrices(model).values()}
+    written = {matrix.owner for matrix in raw_matrices(model).values()}
     chosen = filter_fn
     if written:
         chosen = lambda module, name: name not in written and (filter_fn is None or filter_fn(module, name))  # noqa: E731
@@ -145,7 +146,7 @@ def _try_products(name: str, module: EmulatedModule, recipe: PtqRecipe) -> None:
         if getattr(module, "groups", 1) > 1 and recipe.served(config.fprop.a, config.fprop.b).b.source == "stored":
             raise ArgumentError("convolutions in groups keep no scales of their weights apart")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanUnknownWarning)  # about one row, which nobody asked for
+            warnings.simplefilter("ignore", PlanUnknownWarning)  # about the row of zeros
             for outputs, inputs in module.matrices(module):
                 run_layer(like.new_zeros(1, inputs), like.new_zeros(outputs, inputs), None, Layer(config))
     except FmtsimError as error:
@@ -181,13 +182,13 @@ def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> Any:
 
 def _undo(model: nn.Module, before: list[Any]) -> None:
     """Give a model back as it was before a failure."""
-    known = {id(t) for t, _ in before}
+    stored_ids = {id(t) for t, _ in before}
     unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
     contract(model)
     revert(model)
     for module in model.modules():  # biases that correction made
         bias = module._parameters.get("bias")
-        if bias is not None and id(bias) not in known:
+        if bias is not None and id(bias) not in stored_ids:
             module._parameters["bias"] = None
     with torch.no_grad():
         for t, copy in before:

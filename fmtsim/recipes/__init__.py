@@ -3,13 +3,14 @@
 
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
 from fmtsim.recipes.build import SavedActivations
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import diff, get_recipe, list_recipes, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
 from fmtsim.recipes.system import Level, OptimizerConfig
 
 __all__ = [
-    "AttentionConfig", "Level", "LossScale", "OptimizerConfig", "Recipe", "Replacement", "Rule", "SavedActivations",
-    "Steps", "diff", "flash_attention_3", "get_recipe", "list_recipes", "load_recipe", "recipe_from_dict",
-    "recipe_to_dict", "register_recipe", "save_recipe",
+    "AttentionConfig", "Level", "LossScale", "OptimizerConfig", "PtqRecipe", "Recipe", "Replacement", "Rule",
+    "SavedActivations", "Steps", "diff", "flash_attention_3", "get_recipe", "list_recipes", "load_recipe",
+    "recipe_from_dict", "recipe_to_dict", "register_recipe", "save_recipe",
 ]  # fmt: skip

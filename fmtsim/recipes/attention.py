@@ -133,22 +133,24 @@ class AttentionConfig:
     @property
     def products(self) -> dict[str, Product]:
         """The products: ``"s"``, ``q k^T``, ``"o"``, ``p v``, and those of the gradients."""
-        found = {}
+        products = {}
         for name, tensors in (("s", ("q", "k")), ("o", ("p", "v"))):
             pair = getattr(self, tensors[0]), getattr(self, tensors[1])
-            found[name] = Product(self.target, tensors, pair, (_block(pair[0])[1], _block(pair[1])[1]))
+            products[name] = Product(self.target, tensors, pair, (_block(pair[0])[1], _block(pair[1])[1]))
         for name, tensors in _TENSORS.items():
             gemm: Gemm = getattr(self, name)
             (a, of_a), (b, of_b) = map(self._multiplied, tensors, (gemm.a, gemm.b))
-            found[name] = Product(gemm.target, (f"{name}.{tensors[0]}", f"{name}.{tensors[1]}"), (a, b), (of_a, of_b))
-        return found
+            products[name] = Product(
+                gemm.target, (f"{name}.{tensors[0]}", f"{name}.{tensors[1]}"), (a, b), (of_a, of_b)
+            )
+        return products
 
     def _multiplied(self, tensor: str, quantizer: Quantizer) -> tuple[Quantizer, int | None]:
         """Return what made the elements of an operand of a gradient, and how many along its sums share a scale."""
         if quantizer.source != "forward":
             return quantizer, _block(quantizer)[1]
-        made = HIGH if tensor == "p" else getattr(self, tensor)  # normalised weights are values
-        return made, _block(made)[0]
+        source_quantizer = HIGH if tensor == "p" else getattr(self, tensor)  # normalised weights are values
+        return source_quantizer, _block(source_quantizer)[0]
 
     @property
     def has_unit(self) -> bool:
@@ -163,11 +165,11 @@ class AttentionConfig:
     @property
     def operands(self) -> dict[str, Quantizer]:
         """The quantisers by tensor, those of a backward product as ``product.tensor``."""
-        found = {name: getattr(self, name) for name in _FORWARD}
+        operands = {name: getattr(self, name) for name in _FORWARD}
         for name, tensors in _TENSORS.items():
             gemm: Gemm = getattr(self, name)
-            found |= {f"{name}.{tensors[0]}": gemm.a, f"{name}.{tensors[1]}": gemm.b}
-        return found
+            operands |= {f"{name}.{tensors[0]}": gemm.a, f"{name}.{tensors[1]}": gemm.b}
+        return operands
 
     def __str__(self) -> str:
         words = [f"q and k {self.q}"] if self.q == self.k else [f"q {self.q}", f"k {self.k}"]
@@ -175,16 +177,16 @@ class AttentionConfig:
         words += [f"on {machine_name(self.target)}"] if self.target is not None else []
         default = {name: type(self).__dataclass_fields__[name].default for name in BACKWARD}
         gemms = {name: getattr(self, name) for name in BACKWARD}
-        own = [name for name, gemm in gemms.items() if replace(gemm, target=None) != default[name]]
+        changed = [name for name, gemm in gemms.items() if replace(gemm, target=None) != default[name]]
         machines = {
             name: "" if gemm.target is None else f" on {machine_name(gemm.target)}" for name, gemm in gemms.items()
         }
-        words += [f"{name} of {gemms[name].a} with {gemms[name].b}{machines[name]}" for name in own]
-        rest = {name: machines[name] for name in BACKWARD if name not in own}
-        if not own or any(rest.values()):
+        words += [f"{name} of {gemms[name].a} with {gemms[name].b}{machines[name]}" for name in changed]
+        rest = {name: machines[name] for name in BACKWARD if name not in changed}
+        if not changed or any(rest.values()):
             where = set(rest.values())
             text = where.pop() if len(where) == 1 else "".join(f", {name}{on}" for name, on in rest.items() if on)
-            words.append(f"{'other ' if own else ''}gradients in high precision{text}")
+            words.append(f"{'other ' if changed else ''}gradients in high precision{text}")
         return "; ".join(words)
 
 
@@ -210,22 +212,23 @@ def _check_unit(product: Product) -> None:
             "Datapath, or call AttentionConfig.on, which takes that GPU's units"
         )
     operands = dict(zip(product.names, map(last_cast, quantizers), strict=True))
-    high = [name for name, each in operands.items() if each.format is None]
-    known = next((fmt for fmt in _WIDE if unit_takes(unit, fmt)), None)
-    if high and known is None:
+    high = [name for name, quantizer in operands.items() if quantizer.format is None]
+    wide_format = next((fmt for fmt in _WIDE if unit_takes(unit, fmt)), None)
+    if high and wide_format is None:
         raise ArgumentError(
             f"{high[0]} is in high precision, and {machine_name(unit)} multiplies neither 16-bit floats nor float32; "
             f"give {high[0]} a quantiser, or choose another unit"
         )
-    for name, each in {} if high else operands.items():
-        if not isinstance(element_of(each.format), FloatFormat) and not isinstance(unit, Arithmetic):
+    for name, quantizer in {} if high else operands.items():
+        if not isinstance(element_of(quantizer.format), FloatFormat) and not isinstance(unit, Arithmetic):
             raise FormatError(
-                f"{machine_name(unit)} multiplies elements of floating-point formats, and {name} is {each}; choose "
-                "another format, pass a Datapath, which takes the values, or leave target= out"
+                f"{machine_name(unit)} multiplies elements of floating-point formats, and {name} is {quantizer}; "
+                "choose another format, pass a Datapath, which takes the values, or leave target= out"
             )
-        if each.scaling.tensor if each.scaling else isinstance(each.format, BlockFormat) and each.format.tensor_scale:
-            raise ArgumentError(f"{name} has two levels of scales ({each}); choose one, or leave target= out")
-    a, b = element_formats(*quantizers) or (known or BF16,) * 2
+        fmt, scaling = quantizer.format, quantizer.scaling
+        if scaling.tensor if scaling else isinstance(fmt, BlockFormat) and fmt.tensor_scale:
+            raise ArgumentError(f"{name} has two levels of scales ({quantizer}); choose one, or leave target= out")
+    a, b = element_formats(*quantizers) or (wide_format or BF16,) * 2
     resolve_call("mm", a, b, (0, 0, 0), torch.float32, target=unit)
 
 

@@ -111,8 +111,8 @@ class SavedActivations:
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the values in float32."""
         values, size = decode(codes, self.format, out_dtype=torch.float32), codes.shape[-1]
-        each = decode(scales, self.scale, out_dtype=torch.float32).repeat_interleave(self.block, -1)
-        return values * each[..., :size]
+        element_scale = decode(scales, self.scale, out_dtype=torch.float32).repeat_interleave(self.block, -1)
+        return values * element_scale[..., :size]
 
     @property
     def words(self) -> str:

@@ -33,9 +33,9 @@ class LayerPlan:
     @property
     def configs(self) -> tuple[LinearConfig, ...]:
         """All configs that the layer may run."""
-        found = [rule.use for rule in self.rules if rule.use is not None]
+        configs = [rule.use for rule in self.rules if rule.use is not None]
         always = any(rule.steps is None for rule in self.rules)
-        return tuple(found if always or self.default is None else [*found, self.default])
+        return tuple(configs if always or self.default is None else [*configs, self.default])
 
     def check(self, total: int | None) -> None:
         """Refuse rules that say different things about one step.

@@ -1,131 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes by name (the catalogue's, those of users, and files), and what sets two of them apart."""
+"""Recipes by name, for training and for post-training quantisation: the catalogues', registered ones, and files."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Literal, overload
 
 from fmtsim.formats.block import Format
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.serialization import load_recipe
 from fmtsim.recipes.spec import Recipe
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown
 from fmtsim.support.table import aligned
 
-R = TypeVar("R")
-
-
-class Names(Generic[R]):
-    """Find records, which have a ``name`` and ``aliases``, by those, or in JSON files.
-
-    Args:
-        record: Their class.
-        what: What one of them is called in messages.
-        register: The function that registers one, likewise.
-        unknown: What follows a name that is none.
-        hint: Where the names are listed.
-        catalogue: Returns the records that are known from the start.
-        load: Reads a record from a file.
-        several: Names that several records could mean, each with theirs, for the message.
-    """
-
-    def __init__(
-        self, record: type[R], what: str, register: str, unknown: str, hint: str,
-        catalogue: Callable[[], Iterable[R]], load: Callable[[str | Path], R],
-        several: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        self._several = several
-        self._record, self._what, self._register, self._unknown, self._hint = record, what, register, unknown, hint
-        self._catalogue, self._load = catalogue, load
-        self.registered: dict[str, R] = {}
-
-    def get(self, recipe: str | Path | R) -> R:
-        """Return the record of a name or alias, of a JSON file, or the record itself.
-
-        Raises:
-            ArgumentError: No such name or file.
-        """
-        if isinstance(recipe, self._record):
-            return recipe
-        if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
-            return self._load(recipe)
-        known = self._by_name | self.registered
-        if isinstance(recipe, str) and recipe in known:
-            return known[recipe]
-        named = self._several.get(recipe.strip().lower(), ()) if isinstance(recipe, str) else ()
-        hint = f"; there are {', '.join(map(repr, named))}" if named else did_you_mean(recipe, known)
-        raise ArgumentError(
-            f"recipe={shown(recipe)} is {self._unknown}{hint} ({self._hint} has the names; a file ends in .json)"
-        )
-
-    def names(self) -> list[str]:
-        """Return the names of all records, without aliases, in the order of the alphabet."""
-        return sorted({record.name for record in (*self._by_name.values(), *self.registered.values())})  # type: ignore[attr-defined]
-
-    def register(self, recipe: R) -> None:
-        """Make a record known under its name and aliases; raise ArgumentError where another record has one of them."""
-        if not isinstance(recipe, self._record):
-            raise ArgumentError(f"{self._register} takes a {self._record.__name__}, not {shown(recipe)}")
-        names = (recipe.name, *recipe.aliases)  # type: ignore[attr-defined]
-        known = self._by_name | self.registered
-        taken = [name for name in names if known.get(name, recipe) != recipe]
-        if taken:
-            raise ArgumentError(f"a {self._what} named {taken[0]!r} exists already; choose another name")
-        self.registered.update(dict.fromkeys(names, recipe))
-
-    @cached_property
-    def _by_name(self) -> dict[str, R]:
-        return {name: record for record in self._catalogue() for name in (record.name, *record.aliases)}  # type: ignore[attr-defined]
-
-
-def _catalogue() -> Iterable[Recipe]:
-    from fmtsim.recipes.catalogue import RECIPES
-
-    return RECIPES
-
-
-# What people call by its width alone; each has its own scales.
-_SEVERAL = {
-    "fp8": ("te_current", "te_delayed", "te_block", "te_mxfp8", "ao_tensorwise", "ao_rowwise", "deepseek_v3"),
-    "int8": ("int8_mixed", "switchback"),
-    "fp4": ("te_nvfp4", "mxfp4", "quartet"),
+Kind = Literal["training", "ptq"]
+_RECORDS: dict[Kind, Any] = {"training": Recipe, "ptq": PtqRecipe}
+_LISTED_BY = {
+    None: "fmtsim.list_recipes() has the names",
+    "training": "fmtsim.list_recipes(kind='training') or fmtsim train --recipe list has the names",
+    "ptq": "fmtsim.list_recipes(kind='ptq') or fmtsim ptq --scheme list has the names",
 }
-_names = Names(
-    Recipe, "recipe", "register_recipe", "unknown", "fmtsim.list_recipes() or fmtsim train --recipe list",
-    _catalogue, load_recipe, _SEVERAL,
-)  # fmt: skip
+_OTHER_KIND = {
+    "training": "quantises a trained model: call fmtsim.ptq(model, {name!r}, batches), or pass a recipe for training",
+    "ptq": "is for training: call fmtsim.convert(model, recipe={name!r}), or pass a recipe for ptq",
+}
+# Widths, which several recipes share; each recipe has scales of its own.
+_WIDTHS: dict[str, tuple[str, ...]] = {
+    "fp8": (
+        "te_current", "te_delayed", "te_block", "te_mxfp8", "ao_tensorwise", "ao_rowwise", "deepseek_v3",
+        "e4m3_dynamic", "e4m3_static", "e4m3_token", "mxfp8_dynamic",
+    ),
+    "int8": ("int8_mixed", "switchback", "int8_token", "int8_static", "int8_smooth"),
+    "int4": ("int4_g128", "int4_channel", "int4_gptq"),
+    "fp4": ("te_nvfp4", "mxfp4", "quartet", "nvfp4_dynamic", "mxfp4_dynamic"),
+}  # fmt: skip
+_registered: dict[str, Recipe | PtqRecipe] = {}
 
 
-def get_recipe(recipe: str | Path | Recipe) -> Recipe:
+@cache
+def _catalogued() -> dict[str, Recipe | PtqRecipe]:
+    """Return the recipes of both catalogues by name and alias; names are unique over both."""
+    from fmtsim.recipes import catalogue, ptq_catalogue
+
+    recipes: tuple[Recipe | PtqRecipe, ...] = (*catalogue.RECIPES, *ptq_catalogue.RECIPES)
+    return {name: recipe for recipe in recipes for name in (recipe.name, *recipe.aliases)}
+
+
+def _by_name(kind: Kind | None) -> dict[str, Recipe | PtqRecipe]:
+    recipes = _catalogued() | _registered
+    if kind is None:
+        return recipes
+    if kind not in _RECORDS:
+        raise ArgumentError(f"kind={shown(kind)} is unknown; choose 'training' or 'ptq', or leave it out for both")
+    return {name: recipe for name, recipe in recipes.items() if isinstance(recipe, _RECORDS[kind])}
+
+
+@overload
+def get_recipe(recipe: str | Path | Recipe, *, kind: Literal["training"]) -> Recipe: ...
+@overload
+def get_recipe(recipe: str | Path | PtqRecipe, *, kind: Literal["ptq"]) -> PtqRecipe: ...
+@overload
+def get_recipe(recipe: str | Path | Recipe | PtqRecipe, *, kind: None = None) -> Recipe | Any: ...
+def get_recipe(recipe: str | Path | Recipe | PtqRecipe, *, kind: Kind | None = None) -> Recipe | PtqRecipe:
     """Return the record of a recipe's name or alias, of a JSON file, or the record itself.
 
+    Args:
+        recipe: Name, file or record.
+        kind: ``"training"`` for a ``Recipe``, ``"ptq"`` for a ``PtqRecipe``; None takes both.
+
     Raises:
-        ArgumentError: No such name or file; the message has names that are close.
+        ArgumentError: No such name or file (the message has names that are close), or a recipe of the other kind.
 
     >>> import fmtsim
-    >>> fmtsim.get_recipe("te_current").name
-    'te_current'
+    >>> fmtsim.get_recipe("te_current").name, fmtsim.get_recipe("w8a8").name
+    ('te_current', 'int8_static')
     """
-    return _names.get(recipe)
+    recipes = _by_name(kind)
+    if isinstance(recipe, Recipe | PtqRecipe):
+        record: Recipe | PtqRecipe | None = recipe
+    elif isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
+        record = load_recipe(recipe)
+    else:
+        record = _by_name(None).get(recipe) if isinstance(recipe, str) else None
+    if record is None:
+        of_width = _WIDTHS.get(recipe.strip().lower(), ()) if isinstance(recipe, str) else ()
+        offered = ", ".join(repr(name) for name in of_width if name in recipes)
+        hint = f"; there are {offered}" if offered else did_you_mean(recipe, recipes)
+        raise ArgumentError(f"recipe={shown(recipe)} is unknown{hint} ({_LISTED_BY[kind]}; a file ends in .json)")
+    if kind is not None and not isinstance(record, _RECORDS[kind]):
+        near = did_you_mean(recipe, recipes) if isinstance(recipe, str) else ""
+        raise ArgumentError(
+            f"recipe {shown(record.name)} {_OTHER_KIND[kind].format(name=record.name)}{near} ({_LISTED_BY[kind]})"
+        )
+    return record
 
 
-def list_recipes() -> list[str]:
-    """Return the names of all recipes, without aliases, in the order of the alphabet.
+def list_recipes(*, kind: Kind | None = None) -> list[str]:
+    """Return the names of all recipes, without aliases, in alphabetical order.
+
+    Args:
+        kind: ``"training"`` or ``"ptq"`` for the names of one kind.
 
     >>> import fmtsim
-    >>> [name for name in fmtsim.list_recipes() if name.startswith("quartet")]
+    >>> [name for name in fmtsim.list_recipes(kind="training") if name.startswith("quartet")]
     ['quartet', 'quartet2', 'quartet2_4over6']
     """
-    return _names.names()
+    return sorted({recipe.name for recipe in _by_name(kind).values()})
 
 
-def register_recipe(recipe: Recipe) -> None:
-    """Make a recipe known under its name and aliases.
+def register_recipe(recipe: Recipe | PtqRecipe) -> None:
+    """Make a recipe available under its name and aliases.
 
     Raises:
-        ArgumentError: It is not a Recipe, or another recipe has one of its names.
+        ArgumentError: It is neither a Recipe nor a PtqRecipe, or another recipe has one of its names.
 
     >>> import dataclasses, fmtsim
     >>> recipe = fmtsim.get_recipe("te_current")
@@ -134,19 +121,29 @@ def register_recipe(recipe: Recipe) -> None:
     Traceback (most recent call last):
     fmtsim.support.errors.ArgumentError: a recipe named 'te_current' exists already; choose another name
     """
-    _names.register(recipe)
+    if not isinstance(recipe, Recipe | PtqRecipe):
+        raise ArgumentError(f"register_recipe takes a Recipe or a PtqRecipe, not {shown(recipe)}")
+    names, recipes = (recipe.name, *recipe.aliases), _by_name(None)
+    taken = [name for name in names if recipes.get(name, recipe) != recipe]
+    if taken:
+        raise ArgumentError(f"a recipe named {taken[0]!r} exists already; choose another name")
+    _registered.update(dict.fromkeys(names, recipe))
 
 
 _DESCRIPTIVE = ("aliases", "source", "notes", "variant", "name")
 
 
-def diff(a: str | Path | Recipe, b: str | Path | Recipe) -> str:
+def diff(a: str | Path | Recipe | PtqRecipe, b: str | Path | Recipe | PtqRecipe) -> str:
     """Return a table of the fields in which two recipes differ, one line each: field, value in a, value in b.
+
+    Raises:
+        ArgumentError: One is for training and the other for post-training quantisation.
 
     >>> print(diff("te_current", "te_delayed").splitlines()[0].split()[0])
     field
     """
-    first, second = get_recipe(a), get_recipe(b)
+    first = get_recipe(a)
+    second = get_recipe(b, kind="ptq" if isinstance(first, PtqRecipe) else "training")  # type: ignore[call-overload]
     lines = list(_differences("", first, second))
     if not lines:
         return f"{first.name} and {second.name} are the same"

@@ -5,11 +5,12 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.serialization import format_to_dict
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import record_to_dict
@@ -18,12 +19,15 @@ from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.files import write_file
 from fmtsim.support.records import hints_of, kinds_of, load_record, record_of
 
+_PTQ: Final = "PtqRecipe"
+
 
 def recipe_to_dict(record: Any) -> dict[str, Any]:
-    """Return a recipe, or a part of one, as plain JSON types, defaults left out."""
+    """Return a recipe, or a part of one, as plain JSON types, defaults left out; a PtqRecipe says its kind."""
     hints = hints_of(type(record))
-    found = ((field, getattr(record, field.name)) for field in dataclasses.fields(record) if field.init)
-    return {field.name: _plain(hints[field.name], value) for field, value in found if value != field.default}
+    items = ((field, getattr(record, field.name)) for field in dataclasses.fields(record) if field.init)
+    kind = {"kind": _PTQ} if isinstance(record, PtqRecipe) else {}
+    return kind | {field.name: _plain(hints[field.name], value) for field, value in items if value != field.default}
 
 
 def _plain(hint: Any, value: Any) -> Any:
@@ -41,34 +45,41 @@ def _plain(hint: Any, value: Any) -> Any:
 
 def _format_text(fmt: Format) -> Any:
     try:
-        known = get_format(fmt.name)
+        catalogued = get_format(fmt.name)
     except FormatError:
-        known = None
-    return fmt.name if known == fmt else format_to_dict(fmt)
+        catalogued = None
+    return fmt.name if catalogued == fmt else format_to_dict(fmt)
 
 
-def recipe_from_dict(record: dict[str, Any]) -> Recipe:
-    """Build a recipe from ``recipe_to_dict``'s record.
+def recipe_from_dict(record: dict[str, Any]) -> Recipe | Any:
+    """Build a Recipe, or a PtqRecipe where the record is of one, from ``recipe_to_dict``'s record.
 
     Raises:
         ArgumentError: A field that no record has, or one of another type; it names the way to the field.
         FormatError: A format, rounding or scale rule that does not exist; likewise.
     """
-    return record_of(Recipe, record, "recipe")  # type: ignore[no-any-return]
+    return _recipe_of(record, "recipe")
 
 
-def save_recipe(recipe: Any, path: str | Path) -> None:
+def _recipe_of(record: Any, path: str) -> Any:
+    """Return a PtqRecipe where the record says so or has its operands x or w, else a Recipe."""
+    if isinstance(record, dict) and (record.get("kind") == _PTQ or "x" in record or "w" in record):
+        return record_of(PtqRecipe, {name: value for name, value in record.items() if name != "kind"}, path)
+    return record_of(Recipe, record, path)
+
+
+def save_recipe(recipe: Recipe | PtqRecipe, path: str | Path) -> None:
     """Write a recipe to a JSON file, which is accepted wherever a recipe's name is."""
     write_file(path, json.dumps(recipe_to_dict(recipe), indent=2) + "\n")
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe from a JSON file.
+def load_recipe(path: str | Path) -> Recipe | Any:
+    """Read a Recipe or a PtqRecipe from a JSON file.
 
     Raises:
         ArgumentError: It cannot be read, or is not a recipe; the message has the file and the field.
     """
-    return load_record(path, "recipe file", lambda value, name: record_of(Recipe, value, f"{name}: recipe"))
+    return load_record(path, "recipe file", lambda value, name: _recipe_of(value, f"{name}: recipe"))
 
 
 def save_rules(rules: Sequence[Rule], path: str | Path) -> None:
@@ -84,10 +95,10 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
     """
 
     def read(value: Any, name: str) -> tuple[Rule, ...]:
-        given = value.get("rules") if isinstance(value, dict) else None
-        if not isinstance(given, list) or not given:
+        rules = value.get("rules") if isinstance(value, dict) else None
+        if not isinstance(rules, list) or not rules:
             raise ArgumentError(f'{name} has no rules; write {{"rules": [{{"name": "lm_head"}}]}}')
-        return record_of(Recipe, {"name": "rules", "rules": given}, name).rules  # type: ignore[no-any-return]
+        return record_of(Recipe, {"name": "rules", "rules": rules}, name).rules  # type: ignore[no-any-return]
 
     return load_record(path, "file of rules", read)
 
@@ -98,7 +109,7 @@ def rules_of(rules: Sequence[Rule] | str | Path) -> tuple[Rule, ...]:
     Raises:
         ArgumentError: They are neither, or ``load_rules`` raises it.
     """
-    given = load_rules(rules) if isinstance(rules, str | Path) else rules
-    if not isinstance(given, Sequence) or not all(isinstance(rule, Rule) for rule in given):
+    loaded = load_rules(rules) if isinstance(rules, str | Path) else rules
+    if not isinstance(loaded, Sequence) or not all(isinstance(rule, Rule) for rule in loaded):
         raise ArgumentError(f"rules={shown(rules)} is not a list of Rules; write rules=[Rule(name='lm_head')]")
-    return tuple(given)
+    return tuple(loaded)

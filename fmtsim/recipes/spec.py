@@ -43,7 +43,7 @@ class Steps:
             )
 
     def holds(self, step: int, total: int | None) -> bool:
-        """Say whether a step lies in the stretch, by the steps done before it; fractions need the number of all steps.
+        """Return True if a step lies in the stretch, counted by the steps before it; fractions need the step count.
 
         Raises:
             ArgumentError: A bound is a fraction and ``total`` is None.
@@ -51,7 +51,7 @@ class Steps:
         return self._bound(self.first, total) <= step and (self.last is None or step < self._bound(self.last, total))
 
     def overlaps(self, other: "Steps", total: int | None) -> bool:
-        """Say whether some step lies in both stretches; fractions need the number of all steps."""
+        """Return True if some step lies in both stretches; fractions need the number of all steps."""
         first = max(self._bound(self.first, total), self._bound(other.first, total))
         lasts = [self._bound(s.last, total) for s in (self, other) if s.last is not None]
         return first < min(lasts, default=first + 1)
@@ -221,8 +221,10 @@ class LossScale:
     def __str__(self) -> str:
         if self.interval is None:
             return f"times {self.initial:g}"
-        kept = f" after {self.hysteresis} overflows" if self.hysteresis > 1 else " after an overflow"
-        return f"times {self.initial:g}, x{self.growth:g} after {self.interval} clean steps, x{self.backoff:g}{kept}"
+        condition = f" after {self.hysteresis} overflows" if self.hysteresis > 1 else " after an overflow"
+        return (
+            f"times {self.initial:g}, x{self.growth:g} after {self.interval} clean steps, x{self.backoff:g}{condition}"
+        )
 
 
 # A recipe's records: the class of one, or of each of several in a tuple, and what to write.

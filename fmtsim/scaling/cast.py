@@ -49,6 +49,8 @@ def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Te
 def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False) -> Tensor:
     """Rotate a matrix along the axis that a transform names, or back; ``signs`` is the key of random ones."""
     dim = -1 if transform.axis == "inner" else 0
+    if not x.shape[dim]:  # an empty axis has nothing to rotate
+        return x.float()
     size = transform.size or x.shape[dim]
     mask = random_signs(size, signs) if transform.signs == "random" else transform.signs
     return hadamard(x, size, mask, dim=dim, inverse=inverse)

@@ -170,7 +170,7 @@ def test_blocks_that_no_unit_multiplies():
         product_kind("mx", "none")
 
 
-@pytest.mark.parametrize("name", fmtsim.list_recipes())
+@pytest.mark.parametrize("name", fmtsim.list_recipes(kind="training"))
 def test_layouts_follow_from_records(name):
     """What the operator of operands tells a compiler is what there is: tensors, their dtypes and their strides."""
     recipe = get_recipe(name)

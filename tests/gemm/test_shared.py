@@ -119,7 +119,9 @@ def test_another_stream_has_its_own(cast, monkeypatch):
 
 
 def test_stochastic_inputs_are_drawn_each(cast):
-    model = fmtsim.convert(Projections(), format="e4m3", rounding="stochastic")
+    model = fmtsim.convert(
+        Projections(), recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic")
+    )
     y = forward(model)
     assert inputs_cast(cast) == 3
     assert not torch.equal(y[:, :64], y[:, 64:128])

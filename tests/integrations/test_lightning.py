@@ -106,7 +106,7 @@ def test_scales_come_from_the_state_in_the_checkpoint(tmp_path):
     torch.save(checkpoint, path)
     task = Task()
     train(tmp_path, task, FmtsimCallback(), path, max_steps=3)
-    layers = fmtsim.recipe_state(task.model)["layers"]
+    layers = fmtsim.state(task.model)["layers"]
     assert {int(fields["calls"]) for fields in layers["lm_head"].values()} == {31}
 
 

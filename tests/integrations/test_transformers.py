@@ -11,7 +11,6 @@ import torch
 import fmtsim
 from fmtsim.integrations import transformers as integration
 from fmtsim.integrations.transformers import FmtsimCallback
-from fmtsim.nn import recipe_state
 from fmtsim.recipes.spec import Rule
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
@@ -70,7 +69,7 @@ def test_scales_come_from_the_file_beside_the_checkpoint(tmp_path):
     torch.save(state, path)
     again, _ = trainer(tmp_path, max_steps=3)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    layers = recipe_state(again.model)["layers"].values()
+    layers = fmtsim.state(again.model)["layers"].values()
     assert remembered and {int(fields["calls"]) for one in layers for fields in one.values()} == {31}
 
 

@@ -13,6 +13,7 @@ from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import EmulatedLinear, convert, report, revert, set_step
+from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import load_rules, save_recipe, save_rules
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FormatError
@@ -77,7 +78,7 @@ def test_convert_keeps_objects_and_revert_restores_everything(tower):
     modules, parameters = dict(tower.named_modules()), dict(tower.named_parameters())
     keys, expected = list(tower.state_dict()), tower(TOKENS)
 
-    assert convert(tower, config=CONFIG) is tower
+    assert convert(tower, recipe=CONFIG) is tower
     assert isinstance(tower.first, EmulatedLinear) and isinstance(tower.first, nn.Linear)
     assert tower.first is tower.again and tower.head.weight is tower.embedding.weight
     assert all(m is modules[name] for name, m in tower.named_modules())
@@ -91,20 +92,25 @@ def test_convert_keeps_objects_and_revert_restores_everything(tower):
 
 
 def test_a_converted_layer_is_emulated_gemm(tower):
-    convert(tower, config=CONFIG)
+    convert(tower, recipe=CONFIG)
     x = torch.randn(3, 8)
     assert torch.equal(tower.first(x), EmulatedGEMM.apply(x, tower.first.weight, tower.first.bias, CONFIG))
 
 
 def test_format_arguments_build_the_config(tower):
-    convert(tower, format="e4m3", grad_format="e5m2", rounding="toward_zero", grad_rounding="stochastic")
+    convert(
+        tower,
+        recipe=linear_config(
+            x="e4m3", w="e4m3", g="e5m2", scaling=None, rounding="toward_zero", grad_rounding="stochastic"
+        ),
+    )
     expected = linear_config(
         x="e4m3", w="e4m3", g="e5m2", scaling="tensor", rounding="toward_zero", grad_rounding="stochastic"
     )
     assert tower.first.emulation.config == expected
     revert(tower)
     for format, scaling, same in (("int8", None, "tensor"), ("bf16", None, "none"), ("int8", "none", "none")):
-        convert(tower, format=format, scaling=scaling)
+        convert(tower, recipe=linear_config(x=format, w=format, g=format, scaling=scaling))
         assert tower.first.emulation.config == linear_config(x=format, w=format, g=format, scaling=same)
         revert(tower)
     convert(tower, CONFIG)
@@ -112,23 +118,23 @@ def test_format_arguments_build_the_config(tower):
 
 
 def test_config_and_filter_choose_layers(tower):
-    convert(tower, config=lambda name: None if name == "head" else CONFIG, filter_fn=lambda m, name: name != "conv")
+    convert(tower, recipe=lambda name: None if name == "head" else CONFIG, filter_fn=lambda m, name: name != "conv")
     reasons = {row.name: row.detail for row in report(tower).left_alone}
-    assert reasons["head"] == "config returned None" and reasons["conv"] == "filter_fn leaves it out"
+    assert reasons["head"] == "recipe(name) returned None" and reasons["conv"] == "filter_fn leaves it out"
     assert type(tower.head) is nn.Linear and type(tower.conv) is nn.Conv2d
 
 
 def test_rules_go_ahead_of_whatever_else_says_the_formats(tower):
     own = linear_config(x="e5m2", w="e5m2", g="e5m2")
     rules = (Rule(name="^first$"), Rule(use=own, name="^conv$", steps=Steps(last=3)))
-    for how in ({"recipe": "amp_bf16"}, {"format": "int8"}, {"config": CONFIG}):
+    for how in ({"recipe": "amp_bf16"}, {"format": "int8"}, {"recipe": CONFIG}):
         plain, converted = convert(copy.deepcopy(tower), **how), convert(copy.deepcopy(tower), rules=rules, **how)
         assert not isinstance(converted.first, EmulatedLinear) and isinstance(plain.first, EmulatedLinear)
         assert converted.conv.emulation.config == own and converted.head.emulation.config == plain.head.emulation.config
         set_step(converted, 3)
         assert converted.conv.emulation.config == plain.conv.emulation.config
         assert "name ~ ^first$" in str(report(converted))
-        assert report(converted).summary.startswith("amp_bf16+rules: ") == ("recipe" in how)
+        assert report(converted).summary.startswith("amp_bf16+rules: ") == (how.get("recipe") == "amp_bf16")
 
 
 def test_rules_of_a_file_are_those_that_were_saved(tower, tmp_path):
@@ -169,7 +175,11 @@ def test_rules_run_on_the_machine_of_the_call(tower):
 
 def test_an_int_generator_reproduces_a_model(tower):
     def losses(seed):
-        model = convert(copy.deepcopy(tower), format="e4m3", rounding="stochastic", generator=seed)
+        model = convert(
+            copy.deepcopy(tower),
+            recipe=linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic"),
+            generator=seed,
+        )
         return [float(model(TOKENS).detach()) for _ in range(2)]
 
     state = torch.get_rng_state()
@@ -180,7 +190,7 @@ def test_an_int_generator_reproduces_a_model(tower):
 
 
 def test_subclasses_that_keep_the_forward_are_converted():
-    model = convert(nn.Sequential(OwnLinear(4, 4), OddLinear(4, 4)), config=CONFIG)
+    model = convert(nn.Sequential(OwnLinear(4, 4), OddLinear(4, 4)), recipe=CONFIG)
     assert model[0].shout() == "still here" and isinstance(model[0], EmulatedLinear)
     assert repr(model[0]).startswith("EmulatedOwnLinear(in_features=4, out_features=4, bias=True, x e4m3")
     assert report(model).rows[1].detail.startswith("any products with its own weight, emulated: x e4m3, w e4m3, g")
@@ -206,7 +216,7 @@ def test_what_cannot_be_converted_says_why():
         nn.ReLU(),
     )
     with pytest.warns(CoverageWarning, match=r"5.weight_ih, 5.weight_hh 50.0 % \(no emulated form of LSTMCell"):
-        convert(model, config=CONFIG)
+        convert(model, recipe=CONFIG)
     rows = {row.name: row for row in report(model).rows}
     assert rows["0"].converted and rows["0"].detail == "x e4m3, w e4m3, g e5m2"
     assert "run one batch" in rows["1"].detail
@@ -221,7 +231,7 @@ def test_what_cannot_be_converted_says_why():
 def test_report_prints_a_table(tower):
     before = report(tower)
     assert not before.converted and {row.detail for row in before.rows if row.name == "first"} == {"not converted"}
-    convert(tower, config=CONFIG)
+    convert(tower, recipe=CONFIG)
     text = str(report(tower))
     lines = [line.split(maxsplit=3) for line in text.splitlines()]
     assert lines[0] == ["layer", "type", "converted", "quantisers, or why not"]
@@ -253,34 +263,31 @@ def test_fused_inference_kernels_are_off_while_converted():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({}, ArgumentError, r"no format; pass exactly one of format="),
-        ({"format": "e4m3", "config": CONFIG}, ArgumentError, r"got format and config; pass exactly one"),
-        ({"config": CONFIG, "grad_format": "e5m2"}, ArgumentError, r"go with format=; set them inside config="),
-        ({"config": CONFIG, "target": numpy.ones(3)}, ArgumentError, r"target=.* is neither a name, nor a path"),
+        ({}, ArgumentError, r"no format; pass recipe='te_mxfp8', recipe=linear_config"),
+        ({"format": "e4m3", "recipe": CONFIG}, ArgumentError, r"recipe= and format='e4m3' both name formats; leave "),
+        ({"format": "e4m3", "recipe": "te_current"}, ArgumentError, r"or write recipe=linear_config\(x=, w="),
+        ({"recipe": "e4m3_static"}, ArgumentError, r"'e4m3_static' quantises a trained model: call fmt"),
+        ({"recipe": "mxfp4_dynamic"}, ArgumentError, r"or pass a recipe for training; did you mean 'mxfp4_rne' or"),
+        ({"recipe": get_recipe("w8a8")}, ArgumentError, r"recipe 'int8_static' quantises a trained model"),
+        ({"recipe": CONFIG, "target": numpy.ones(3)}, ArgumentError, r"target=.* is neither a name, nor a path"),
         ({"recipe": "te_nvfp4", "target": numpy.ones(3)}, ArgumentError, r"target=.* is neither a name, nor a path"),
-        ({"recipe": "te_nvfp4", "fast_accum": True}, ArgumentError, r"recipe= says everything about formats; leave"),
-        ({"config": CONFIG, "scaling": "none"}, ArgumentError, r"go with format=; set them inside config="),
-        ({"recipe": "te_current", "scaling": "none"}, ArgumentError, "leave format=, grad_format=, scaling=, config="),
-        ({"recipe": "te_current", "grad_format": ""}, ArgumentError, "leave format=, grad_format=, scaling=, config="),
-        ({"format": "e4m3", "scaling": 3}, ArgumentError, "scaling=3 is unknown; choose one of none, tensor, channel"),
-        ({"format": "mxfp4", "scaling": "mx"}, FormatError, "scaling='mx' does not go with mxfp4, which has blocks"),
-        ({"config": CONFIG, "fast_accum": True}, ArgumentError, r"go with format=; set them inside config="),
-        ({"config": CONFIG, "target": "recipe"}, ArgumentError, r"target='recipe' is the machine that a recipe"),
+        ({"recipe": "te_nvfp4", "fast_accum": True}, ArgumentError, r"write recipe=linear_config\(..., fast_accum=T"),
+        ({"recipe": CONFIG, "fast_accum": True}, ArgumentError, r"fast_accum= goes with format=; recipes have their"),
+        ({"recipe": CONFIG, "target": "recipe"}, ArgumentError, r"target='recipe' is the machine that a recipe"),
         ({"recipe": "te_nvfp4", "target": "h200"}, ArgumentError, r"te_nvfp4: fprop: target h200 has no unit"),
         ({"recipe": "te_current", "target": 3}, ArgumentError, r"target=3 is neither a name, nor a path, nor a rec"),
         ({"format": "e4m3", "native": True}, ArgumentError, r"convert needs target=: a GPU with its library"),
         ({"recipe": "lns", "target": "h200"}, FormatError, r"recipe lns: fprop: no unit multiplies lns8_channel; pass"),
-        ({"config": CONFIG, "rounding": numpy.ones(3)}, ArgumentError, r"go with format=; set them inside config="),
         ({"recipe": "te_nvfp5"}, ArgumentError, r"recipe='te_nvfp5' is unknown; did you mean 'te_nvfp4'"),
-        ({"config": "e4m3"}, ArgumentError, r"config='e4m3' is not a LinearConfig"),
-        ({"config": lambda name: "e4m3"}, ArgumentError, r"config\('embedding'\)|config\('conv'\) returned 'e4m3'"),
+        ({"recipe": 3}, ArgumentError, r"recipe=3 is not a recipe's name, file or record, a Li"),
+        ({"recipe": lambda name: "e4m3"}, ArgumentError, r"recipe\('embedding'\)|recipe\('conv'\) returned 'e4m3'"),
         ({"format": "e4m33"}, FormatError, r"e4m33"),
         ({"format": "int8", "rules": [Rule(name="lm")]}, ArgumentError,
          r"rules\[0\] of recipe 'convert\(rules=\)' \(name ~ lm\) fits no layer of the model, whi"),
         ({"format": "int8", "rules": ["head"]}, ArgumentError,
          r"rules=\['head'\] is not a list of Rules; write rules=\[Rule\(name='lm_head'\)\]"),
         ({"format": "int8", "rules": Rule(name="first")}, ArgumentError, r"rules=Rule\(.*is not a list of Rules"),
-        ({"config": CONFIG, "filter_fn": lambda m, n: False}, ArgumentError,
+        ({"recipe": CONFIG, "filter_fn": lambda m, n: False}, ArgumentError,
          r"nothing to convert in Tower \(embedding: its rows are looked up, not multiplied; conv: filter_fn leaves"),
     ],
 )  # fmt: skip
@@ -292,16 +299,16 @@ def test_wrong_use_is_named_and_changes_nothing(tower, arguments, error, message
 
 
 def reparametrized():
-    model = convert(nn.Sequential(nn.Linear(4, 4)), config=CONFIG)
+    model = convert(nn.Sequential(nn.Linear(4, 4)), recipe=CONFIG)
     parametrizations.weight_norm(model[0])
     return model
 
 
 REFUSED = {
     "nothing to revert": (lambda: revert(Tower()), "revert found no converted module in Tower"),
-    "converted twice": (lambda: convert(convert(Tower(), config=CONFIG), config=CONFIG),
+    "converted twice": (lambda: convert(convert(Tower(), recipe=CONFIG), recipe=CONFIG),
                         r"'(conv|head)' is converted already; call fmtsim.revert"),
-    "no module": (lambda: convert([Tower()], config=CONFIG), "takes a torch.nn.Module, not list"),
+    "no module": (lambda: convert([Tower()], recipe=CONFIG), "takes a torch.nn.Module, not list"),
     "nothing": (lambda: revert(None), "revert takes a torch.nn.Module, not NoneType"),
     "a report of nothing": (lambda: report(None), "report takes a torch.nn.Module, not NoneType"),
     "another class": (lambda: revert(reparametrized()), "'0' became a ParametrizedEmulatedLinear after convert"),
@@ -320,7 +327,7 @@ def test_refused(case):
 
 
 def test_layers_on_meta_have_results_without_numbers():
-    model = convert(nn.Sequential(nn.Linear(4, 3)), config=CONFIG)
+    model = convert(nn.Sequential(nn.Linear(4, 3)), recipe=CONFIG)
     with pytest.raises(ArgumentError, match="x is on meta, w on cpu; move them to one device"):
         model(torch.ones(2, 4, device="meta"))
     y = model.to("meta")(torch.ones(2, 4, device="meta"))

@@ -20,7 +20,7 @@ from tests.support.operands import normal
 
 CONFIG = linear_config(x="mxfp8_e4m3", w="e4m3", g="mxfp8_e5m2")
 TENSOR = linear_config(x="e4m3", w="e4m3", g="e5m2", scaling="tensor")
-BIASED = dataclasses.replace(fmtsim.get_ptq_recipe("int8_static"), name="biased", bias_correction=True)
+BIASED = dataclasses.replace(fmtsim.get_recipe("int8_static"), name="biased", bias_correction=True)
 
 
 def whole_numbers(module):
@@ -139,7 +139,7 @@ def test_convolutions_multiply_what_a_loop_unfolds(name, dtype, config):
     x.requires_grad_()
     g = normal(*module(x).shape, seed=4, dtype=dtype)
     expected = loop(module, x.detach(), g, config)
-    y = convert(module, config=config)(x)
+    y = convert(module, recipe=config)(x)
     assert y.dtype == dtype
     y.backward(g)
     for each, found in zip(expected, (y, x.grad, module.weight.grad), strict=True):
@@ -156,7 +156,7 @@ def test_bilinear_multiplies_its_second_input_and_sums_in_float32(dtype):
     columns = EmulatedGEMM.apply(again, w, None, CONFIG)
     y = (columns.view(7, 5, 3).float() * x1.detach()[:, None].float()).sum(-1) + module.bias.detach().float()
     columns.backward((g.float()[:, :, None] * x1.detach().float()[:, None]).to(dtype).flatten(1))
-    found = convert(module, config=CONFIG)(x1, x2)
+    found = convert(module, recipe=CONFIG)(x1, x2)
     found.backward(g)
     assert torch.equal(found, y.to(dtype)) and torch.equal(x2.grad, again.grad)
     assert torch.equal(module.weight.grad.view(15, 32), w.grad)
@@ -172,7 +172,7 @@ def test_convolution_quantises_the_unfolded_input_along_channels_and_kernel():
         (nn.Conv2d(4, 8, 3, padding=1), 8, 4 * 9),
         (nn.ConvTranspose2d(4, 8, 3, padding=1), 8 * 9, 4),
     ):
-        convert(module, config=config)
+        convert(module, recipe=config)
         seen = {}
         module.emulation.observer = lambda part, seen=seen: (
             lambda operand, x, q, quantizer, dim: seen.update({operand: (x.shape, dim)})
@@ -203,7 +203,7 @@ def test_a_model_of_them_learns_and_keeps_delayed_scales():
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.8 * losses[0]
-    assert set(fmtsim.recipe_state(model)["layers"]) == {"0.0", "0.2", "1", "2"}
+    assert set(fmtsim.state(model)["layers"]) == {"0.0", "0.2", "1", "2"}
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_weights_are_rounded_in_place_after_training(recipe):
     data = [normal(3, 4, 12, seed=s) for s in (4, 5)]
     exact, before = model(data[0]), copy.deepcopy(model.state_dict())
     fmtsim.ptq(model, recipe, data)
-    assert {row.name for row in fmtsim.ptq_report(model).rows} == {"0", "2", "2 group 1", "4"}
+    assert {row.name for row in fmtsim.report(model).rows} == {"0", "2", "2 group 1", "4"}
     assert 0 < float((model(data[0]) - exact).norm() / exact.norm()) < (0.3 if "4_" in str(recipe) else 0.05)
     assert all(not torch.equal(model.state_dict()[key], before[key]) for key in ("0.weight", "2.weight"))
     pair = fmtsim.ptq(nn.Bilinear(4, 6, 5).requires_grad_(False), recipe, [(normal(9, 4), normal(9, 6, seed=1))])
-    assert len(fmtsim.ptq_report(pair).rows) == 1
+    assert len(fmtsim.report(pair).rows) == 1
 
 
 @pytest.mark.parametrize(("make", "shapes", "message"), [
@@ -240,13 +240,13 @@ def test_weights_are_rounded_in_place_after_training(recipe):
 ])  # fmt: skip
 def test_what_does_not_fit(make, shapes, message):
     with pytest.raises(ArgumentError, match=message):
-        convert(make(), config=TENSOR)(*map(torch.ones, shapes))
+        convert(make(), recipe=TENSOR)(*map(torch.ones, shapes))
 
 
 @pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d"])
 def test_channels_last_changes_no_bit(name):
     module, x = convolution(name)
-    convert(module, config=TENSOR)
+    convert(module, recipe=TENSOR)
     form = {3: torch.channels_last, 4: torch.channels_last_3d}.get(x.dim() - 1, torch.contiguous_format)
     results = []
     for layer, images in (
@@ -261,17 +261,17 @@ def test_channels_last_changes_no_bit(name):
 
 def test_autocast_gives_its_dtype():
     transposed, x = convolution("ConvTranspose1d")
-    bilinear = convert(nn.Bilinear(4, 6, 5), config=TENSOR)
+    bilinear = convert(nn.Bilinear(4, 6, 5), recipe=TENSOR)
     with torch.autocast("cpu", torch.bfloat16):
         assert bilinear(normal(3, 4), normal(3, 6)).dtype == torch.bfloat16
-        assert convert(transposed, config=TENSOR)(x).dtype == torch.bfloat16
+        assert convert(transposed, recipe=TENSOR)(x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_second_derivatives_are_refused(name):
     module, x = convolution(name)
     x.requires_grad_()
-    (dx,) = torch.autograd.grad(convert(module, config=TENSOR)(x).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(convert(module, recipe=TENSOR)(x).square().sum(), x, create_graph=True)
     with pytest.raises(fmtsim.FmtsimError, match="EmulatedGEMM cannot be differentiated twice"):
         dx.sum().backward()
 
@@ -279,7 +279,7 @@ def test_second_derivatives_are_refused(name):
 def test_depthwise_images_are_multiplied():
     module = nn.Conv2d(4, 8, 3, groups=4, padding=1, padding_mode="reflect")
     assert_is_torchs(module, (2, 4, 5, 6))
-    assert isinstance(convert(module, config=TENSOR), EmulatedModule)
+    assert isinstance(convert(module, recipe=TENSOR), EmulatedModule)
 
 
 @pytest.mark.parametrize(("make", "size"), [
@@ -288,7 +288,7 @@ def test_depthwise_images_are_multiplied():
 ])  # fmt: skip
 def test_sizes_that_a_rotation_does_not_divide_are_refused(make, size):
     with pytest.raises(ArgumentError, match=rf"layer '' \(w is {size}\): .*Hadamard size=32 does not divide"):
-        convert(make(), config=fmtsim.get_recipe("quartet").linear)
+        convert(make(), recipe=fmtsim.get_recipe("quartet").linear)
 
 
 def test_forwards_of_their_own_are_left():
@@ -300,6 +300,6 @@ def test_forwards_of_their_own_are_left():
         pass
 
     with pytest.warns(CoverageWarning, match=r": 0 25.0 % \(overrides Conv1d.forward"):
-        model = convert(nn.Sequential(Causal(4, 4, 3), Named(4, 4, 3)), config=TENSOR)
+        model = convert(nn.Sequential(Causal(4, 4, 3), Named(4, 4, 3)), recipe=TENSOR)
     assert fmtsim.report(model).left_alone[0].detail == "overrides Conv1d.forward; call fmtsim.EmulatedGEMM in it"
     assert type(model[1]).__name__ == "EmulatedNamed" and isinstance(model[1], Named)

@@ -285,7 +285,11 @@ def test_a_layer_that_fails_runs_no_more():
 
 def test_draws_of_a_batch_are_given_back():
     generator = torch.Generator().manual_seed(1)
-    model = convert(nn.Sequential(nn.Linear(32, 32)), format="e4m3", rounding="stochastic", generator=generator)
+    model = convert(
+        nn.Sequential(nn.Linear(32, 32)),
+        recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic"),
+        generator=generator,
+    )
     state = generator.get_state()
     report(model, X)
     assert torch.equal(generator.get_state(), state) and not torch.equal(model(X), model(X))
@@ -307,9 +311,9 @@ def test_the_summary_names_recipe_machine_left_and_guesses():
 def test_a_recipe_that_quantises_the_forward_pass_alone_says_so():
     base = get_recipe("te_current").linear
     config = fmtsim.LinearConfig(fprop=base.fprop)
-    line = report(convert(nn.Sequential(nn.Linear(32, 32)), config=config), X).summary
+    line = report(convert(nn.Sequential(nn.Linear(32, 32)), recipe=config), X).summary
     assert "100 % of weight multiply-adds simulated forward, 0 % backward" in line
-    line = report(convert(nn.Sequential(nn.Linear(32, 32)), config=fmtsim.LinearConfig()), X).summary
+    line = report(convert(nn.Sequential(nn.Linear(32, 32)), recipe=fmtsim.LinearConfig()), X).summary
     assert "0 % of weight multiply-adds simulated" in line and "(it runs in high precision here)" in line
 
 

@@ -29,7 +29,7 @@ RECIPES = {
 def asked_in_a_step(make, recipe, target, x):
     """Return a converted layer, and the calls that a target is really asked about in a step."""
     record = recording(get_target(target))
-    module = convert(make().to(BF16), config=linear_on(record, recipe), generator=1)
+    module = convert(make().to(BF16), recipe=linear_on(record, recipe), generator=1)
     y = module(*x)
     y = y if isinstance(y, torch.Tensor) else y[0]
     y.backward(torch.ones_like(y))
@@ -56,7 +56,9 @@ def test_what_is_told_of_a_linear_layer_is_what_a_step_asks_for(recipe, target):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 @pytest.mark.parametrize("target", ["h200", "b200"])
-@pytest.mark.parametrize("recipe", [name for name in fmtsim.list_recipes() if get_recipe(name).linear is not None])
+@pytest.mark.parametrize(
+    "recipe", [name for name in fmtsim.list_recipes(kind="training") if get_recipe(name).linear is not None]
+)
 def test_what_is_told_under_every_recipe_is_what_a_step_asks_for(recipe, target):
     x = normal(128, 128, seed=1).to(BF16).requires_grad_()
     try:
@@ -80,7 +82,7 @@ def test_an_input_that_lies_in_columns():
 def test_what_is_told_on_a_gpu_is_what_a_step_asks_for_there(recipe, target):
     record = recording(get_target(target))
     config = get_recipe(recipe).on(target=record, native=False).linear
-    module = convert(nn.Linear(128, 256).to(BF16).cuda(), config=config, generator=1)
+    module = convert(nn.Linear(128, 256).to(BF16).cuda(), recipe=config, generator=1)
     x = normal(2, 64, 128, seed=1).to(BF16).cuda().requires_grad_()
     y = module(x)
     y.backward(torch.ones_like(y))
@@ -158,7 +160,7 @@ def test_what_is_told_of_a_transposed_weight_is_what_a_step_asks_for(monkeypatch
     module, asked = asked_in_a_step(Transposed, "amp_bf16", "h200", (x,))
     assert told(explain_layer(module, x)) == asked and asked[0].b_layout == "column"
     record = recording(get_target("h200"))
-    compiled = torch.compile(convert(Transposed().to(BF16), config=linear_on(record, "amp_bf16")), backend="aot_eager")
+    compiled = torch.compile(convert(Transposed().to(BF16), recipe=linear_on(record, "amp_bf16")), backend="aot_eager")
     compiled(x).sum().backward()
     assert set(record.asked) == set(asked)
 

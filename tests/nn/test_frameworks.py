@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import fmtsim
-from fmtsim.nn import convert, recipe_state
+from fmtsim.nn import convert
 from fmtsim.nn.modules import EmulatedModule
 from tests.support.bits import all_same_bits
 from tests.support.followed import lightning_task, llama, same
@@ -62,14 +62,14 @@ def test_accelerate(recipe, tmp_path):
             optimizer.zero_grad()
     assert same(model, plain_loop(llama(recipe), every=2))
     accelerator.save_state(tmp_path / "state")
-    saved, remembered = {key: t.clone() for key, t in model.state_dict().items()}, str(recipe_state(model))
+    saved, remembered = {key: t.clone() for key, t in model.state_dict().items()}, str(fmtsim.state(model))
     model(**{key: row[None] for key, row in ROWS[0].items()}).loss.backward()  # scales move
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     accelerator.load_state(tmp_path / "state")
     assert all(torch.equal(t, saved[key]) for key, t in model.state_dict().items())
-    assert str(recipe_state(model)) == remembered
+    assert str(fmtsim.state(model)) == remembered
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -106,7 +106,7 @@ def test_save_pretrained_keeps_scales_and_from_pretrained_takes_the_weights(tmp_
     assert all(torch.equal(t, model.state_dict()[key]) for key, t in plain.state_dict().items())
     again = convert(plain, recipe="te_delayed")
     again.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"), strict=True)
-    assert same(model, again) and str(recipe_state(again)) == str(recipe_state(model))
+    assert same(model, again) and str(fmtsim.state(again)) == str(fmtsim.state(model))
 
 
 def test_lightning():

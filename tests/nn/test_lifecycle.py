@@ -30,6 +30,7 @@ DRAWING = dataclasses.replace(  # random signs forward, random roundings backwar
 )
 ATTENTION = dataclasses.replace(get_recipe("te_delayed"), name="both", attention=DRAWING)
 SMOOTH = Recipe(name="smooth", replace=(Replacement(kind="swiglu", by="SmoothSwiGLU"),))
+ROUNDED = linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic")
 TENSOR = linear_config(x="e4m3", w="e4m3", g="e5m2", scaling="tensor")
 TOKENS = torch.randint(0, 32, (2, 17), generator=torch.Generator().manual_seed(0))
 
@@ -82,7 +83,7 @@ IDS, ROWS = (TOKENS[:, :-1], TOKENS[:, 1:]), (normal(16, 32, seed=1),)
 CASES = {
     "layers": (layers, {"recipe": "te_delayed"}, ROWS, [""], True),
     "blocks": (lambda: net(blocks=2), {"recipe": "fp8lm"}, (normal(64, 128),), ["blocks.0", "blocks.1"], True),
-    "stochastic": (layers, {"format": "e4m3", "rounding": "stochastic", "generator": 7}, ROWS, [], False),
+    "stochastic": (layers, {"recipe": ROUNDED, "generator": 7}, ROWS, [], False),
     "attention": (small_gpt, {"recipe": ATTENTION}, IDS, ["blocks.0"], True),
     "gated": (gated, {"recipe": "intel_2t", "generator": 0}, ROWS, ["0"], False),
     "smooth": (gated, {"recipe": SMOOTH}, ROWS, ["2"], False),
@@ -91,10 +92,10 @@ CASES = {
     "unit scaling": (small_gpt, {"recipe": "unit_scaling", "generator": 0}, IDS, ["blocks.0"], True),
     "muS": (small_gpt, {"recipe": "mu_s", "generator": 0}, IDS, ["blocks.0"], False),
     "raw products": (Dense, {"recipe": "te_delayed"}, (TOKENS,), [], True),
-    "experts": (Routed, {"format": "e4m3", "rounding": "stochastic"}, (TOKENS,), ["blocks.0"], False),
-    "bilinear": (lambda: nn.Bilinear(4, 6, 5), {"config": TENSOR}, (normal(3, 4), normal(3, 6, seed=2)), [""], True),
+    "experts": (Routed, {"recipe": ROUNDED}, (TOKENS,), ["blocks.0"], False),
+    "bilinear": (lambda: nn.Bilinear(4, 6, 5), {"recipe": TENSOR}, (normal(3, 4), normal(3, 6, seed=2)), [""], True),
     **{
-        name: (lambda name=name: convolution(name)[0], {"config": TENSOR}, (convolution(name)[1],), [""], True)
+        name: (lambda name=name: convolution(name)[0], {"recipe": TENSOR}, (convolution(name)[1],), [""], True)
         for name in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
     },
 }  # fmt: skip

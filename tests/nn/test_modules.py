@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fmtsim
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn import convert
 from fmtsim.support.errors import ArgumentError
@@ -71,7 +72,7 @@ def test_attention_without_a_batch_and_with_dropout():
     x = torch.randn(5, 8)
     module.eval()
     torch.testing.assert_close(*both(module, x, x, x, average_attn_weights=False), rtol=1e-5, atol=1e-6)
-    convert(module.train(), config=LinearConfig())
+    convert(module.train(), recipe=LinearConfig())
     weights = module(x, x, x)[1]
     assert (weights == 0).any()
 
@@ -85,7 +86,9 @@ def test_attention_without_a_batch_and_with_dropout():
     ],
 )
 def test_attention_projects_in_as_few_products_as_torch(kind, parts):
-    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), format="e4m3", scaling="none")
+    module = convert(
+        nn.MultiheadAttention(8, 2, batch_first=True), recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3")
+    )
     seen = []
     module.emulation.observer = lambda part: lambda operand, *_: seen.append((part, operand))
     module(*make_inputs(kind, True))
@@ -97,7 +100,7 @@ def test_attention_projections_are_quantised():
     module = nn.MultiheadAttention(8, 2, batch_first=True, bias=False)
     x = torch.randn(2, 5, 8)
     weights = [module.in_proj_weight.detach().clone(), module.out_proj.weight.detach().clone()]
-    convert(module, format="e2m1", scaling="none")
+    convert(module, recipe=fmtsim.linear_config(x="e2m1", w="e2m1", g="e2m1"))
     assert max(w.abs().max() for w in weights) < 1
     with torch.no_grad():
         module.in_proj_weight.mul_(1e-3)  # e2m1 without a scale turns these to zero: no query, key or value is left
@@ -113,13 +116,13 @@ def test_attention_projections_are_quantised():
     ],
 )
 def test_attention_rejects_what_does_not_fit(inputs, options, message):
-    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=LinearConfig())
+    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), recipe=LinearConfig())
     with pytest.raises(ArgumentError, match=message):
         module(*inputs, **options)
 
 
 def test_attention_rejects_nested_tensors():
-    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=LinearConfig())
+    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), recipe=LinearConfig())
     nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
     with pytest.raises(ArgumentError, match=r"takes no nested tensors; pass padded tensors with key_padding_mask"):
         module(nested, nested, nested)
@@ -137,7 +140,7 @@ def test_attention_in_threads_multiplies_with_its_own_weights():
 
 @pytest.mark.parametrize("shape", [(8, 4), (2, 8, 4), (4,)])
 def test_models_write_into_the_output_of_a_layer(shape):
-    layer, x = convert(nn.Linear(4, 4), config=LinearConfig()), normal(*shape).requires_grad_()
+    layer, x = convert(nn.Linear(4, 4), recipe=LinearConfig()), normal(*shape).requires_grad_()
     y = layer(x)
     expected = torch.autograd.grad((y * 2 + 1).square().sum(), (x, *layer.parameters()))
     found = torch.autograd.grad(layer(x).mul_(2).add_(1).square().sum(), (x, *layer.parameters()))

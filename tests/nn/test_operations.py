@@ -74,35 +74,35 @@ def test_sums_beside_a_product():
     w, x, c = normal(32, 16, seed=1), normal(8, 16), normal(8, 32, seed=2)
     layer = nn.Linear(16, 32, bias=False)
     layer.weight.data = w.clone()
-    y = convert(layer, config=CURRENT)(x)
+    y = convert(layer, recipe=CURRENT)(x)
     for how, expected in (
         (lambda x, w: torch.addmm(c, x, w.T, beta=3, alpha=2), 2 * y + 3 * c),
         (lambda x, w: F.linear(w, x, c[:, 0]).T, (y.T + c[:, 0]).T),
         (lambda x, w: torch.baddbmm(c[None], x[None], w.T[None]).squeeze(0), y + c),
         (lambda x, w: F.grouped_mm(x, w.T[None], offs=torch.tensor([8], dtype=torch.int32)), y),
         (lambda x, w: torch._grouped_mm(x, w.T[None], offs=torch.tensor([6], dtype=torch.int32))[:6],
-         convert(copy.deepcopy(revert(layer)), config=CURRENT)(x[:6])),
+         convert(copy.deepcopy(revert(layer)), recipe=CURRENT)(x[:6])),
     ):  # fmt: skip
-        assert torch.equal(convert(Written(how, w), config=CURRENT)(x), expected)
+        assert torch.equal(convert(Written(how, w), recipe=CURRENT)(x), expected)
     biased = nn.Linear(16, 32)
-    written = convert(Written(lambda x, w: F.linear(x, w, biased.bias), biased.weight.detach().clone()), config=CURRENT)
+    written = convert(Written(lambda x, w: F.linear(x, w, biased.bias), biased.weight.detach().clone()), recipe=CURRENT)
     addmm = convert(
-        Written(lambda x, w: torch.addmm(biased.bias, x, w.T), biased.weight.detach().clone()), config=CURRENT
+        Written(lambda x, w: torch.addmm(biased.bias, x, w.T), biased.weight.detach().clone()), recipe=CURRENT
     )
-    assert torch.equal(written(x), convert(biased, config=CURRENT)(x)) and torch.equal(addmm(x), biased(x))
+    assert torch.equal(written(x), convert(biased, recipe=CURRENT)(x)) and torch.equal(addmm(x), biased(x))
 
 
 def test_arguments_that_no_rule_takes_are_left_to_torch():
     for how in (lambda x, w: torch.mm(x, w.T, torch.float32), lambda x, w: torch.mm(x, w.T, out_dtype=torch.float32)):
         with pytest.raises(NotImplementedError, match="aten::mm.dtype"):  # a CPU has none
-            convert(Written(how, normal(32, 16, seed=1)), config=CURRENT)(normal(8, 16))
+            convert(Written(how, normal(32, 16, seed=1)), recipe=CURRENT)(normal(8, 16))
 
 
 @pytest.mark.parametrize("how", STACK)
 def test_a_stack_of_matrices(how):
     w, x = normal(3, 32, 16, seed=1), normal(3, 8, 16)
-    y, dx, *dw = train(convert(MatrixLayers(w), config=CURRENT), x)
-    found = train(convert(Written(STACK[how], w), config=CURRENT), x)
+    y, dx, *dw = train(convert(MatrixLayers(w), recipe=CURRENT), x)
+    found = train(convert(Written(STACK[how], w), recipe=CURRENT), x)
     assert all_same_bits([y, dx, torch.stack(dw)], found)
 
 

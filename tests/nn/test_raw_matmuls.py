@@ -37,7 +37,7 @@ def test_an_attention_module_with_a_forward_of_its_own():
     plain, x = nn.MultiheadAttention(16, 2, batch_first=True), normal(2, 8, 16)
     own = Own(16, 2, batch_first=True)
     own.load_state_dict(plain.state_dict())
-    assert torch.equal(convert(own, config=CURRENT)(x), convert(plain, config=CURRENT)(x, x, x, need_weights=False)[0])
+    assert torch.equal(convert(own, recipe=CURRENT)(x), convert(plain, recipe=CURRENT)(x, x, x, need_weights=False)[0])
 
 
 def test_a_product_is_emulated_once():
@@ -55,7 +55,7 @@ def test_a_product_is_emulated_once():
 
     model, x = Around(), normal(8, 16)
     first, second = (copy.deepcopy(layer.weight) for layer in (model.layer, model.own))
-    found = train(convert(model, config=config), x)
+    found = train(convert(model, recipe=config), x)
 
     def linear(x, w):
         return fmtsim.EmulatedGEMM.apply(x, w, None, config)
@@ -123,7 +123,7 @@ def test_grouped_products_stay_out_of_graphs():
         def forward(self, x):
             return F.grouped_mm(x, self.w, offs=torch.tensor([8, 8, 24], dtype=torch.int32)) * 2
 
-    model, x = convert(nn.Sequential(Grouped(), nn.GELU()), config=CURRENT), normal(24, 16).bfloat16()
+    model, x = convert(nn.Sequential(Grouped(), nn.GELU()), recipe=CURRENT), normal(24, 16).bfloat16()
     assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -135,7 +135,7 @@ def details(model):
 
 
 def test_the_report_names_them():
-    model = convert(Model(), config=CURRENT)
+    model = convert(Model(), recipe=CURRENT)
     assert details(model)["(model)"] == (True, f"any products with its own offset, emulated: {CURRENT}")
     model(TOKENS)
     found = details(model)
@@ -162,7 +162,7 @@ def test_what_stays_is_said():
             named = torch.matmul(input=x, other=self.w.detach(), out=torch.empty(4, 4))
             return torch.tensordot(x, self.w, 1) + self.w.mm(self.w) + x @ self.w + named
 
-    model = convert(Odd(), config=CURRENT)
+    model = convert(Odd(), recipe=CURRENT)
     model(torch.ones(4, 4))
     assert details(model)["(model)"][1].endswith("; w in matmul, tensordot, mm: not emulated")
 
@@ -178,13 +178,13 @@ def test_rules_filters_and_heads():
     assert found["blocks.1.experts"][1].split("; any ") == [
         f"any products with its own gate_up, emulated: {CURRENT}", f"products with its own down, emulated: {half}"
     ]  # fmt: skip
-    chosen = convert(Model(), config=CURRENT, filter_fn=lambda module, name: name == "blocks.1.experts")
+    chosen = convert(Model(), recipe=CURRENT, filter_fn=lambda module, name: name == "blocks.1.experts")
     assert [row.name for row in report(chosen).converted] == ["blocks.1.experts"]
     assert details(chosen)["blocks.0.proj"] == (False, "filter_fn leaves it out")
-    named = convert(Model(), config=lambda name: CURRENT if name == "blocks.0.experts.gate_up" else None)
+    named = convert(Model(), recipe=lambda name: CURRENT if name == "blocks.0.experts.gate_up" else None)
     assert [row.name for row in report(named).converted] == ["blocks.0.experts"]
     with pytest.raises(ArgumentError, match=r"'blocks.0.experts.fmtsim_products.down' is converted already"):
-        convert(model, config=CURRENT, filter_fn=lambda module, name: False)
+        convert(model, recipe=CURRENT, filter_fn=lambda module, name: False)
 
 
 def test_a_rule_fits_the_module_or_the_parameter():
@@ -202,7 +202,7 @@ def test_models_without_such_products_are_left_as_they_are():
         def forward(self, x):
             return F.relu(self.layer(self.embedding(x) + self.position))
 
-    model = convert(Plain(), config=CURRENT)
+    model = convert(Plain(), recipe=CURRENT)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -219,8 +219,8 @@ def test_weights_of_converted_layers_that_others_read():
     model, x = Absorbed(), normal(8, 16)
     first, second = copy.deepcopy(model.layer), nn.Linear(32, 16, bias=False)
     second.weight.data = model.extra.weight.data.clone()
-    convert(model, config=CURRENT)
-    layers = convert(nn.Sequential(first, second), config=CURRENT)
+    convert(model, recipe=CURRENT)
+    layers = convert(nn.Sequential(first, second), recipe=CURRENT)
     assert torch.equal(model(x), layers(x) + layers(x))
 
 
@@ -241,7 +241,7 @@ def test_lists_of_parameters_and_autocast():
         Written(lambda x, w: torch.bmm(x, w.mT), w),
         Written(lambda x, w: torch.stack([F.linear(x[e], w[e]) for e in range(3)]), w),
     ):
-        convert(model, config=CURRENT)
+        convert(model, recipe=CURRENT)
         with torch.autocast("cpu", torch.bfloat16):
             results.append(model(x))
     assert results[0].dtype == torch.bfloat16 and all(torch.equal(results[0], y) for y in results)
@@ -258,7 +258,7 @@ def test_attention_converted_beside():
             return F.scaled_dot_product_attention(*(x @ self.qkv))
 
     x = normal(8, 16)
-    model = convert(Attention(), config=CURRENT)
+    model = convert(Attention(), recipe=CURRENT)
     products = model(x)
     convert_attention(model, flash_attention_3(target=None), generator=0)
     both = model(x)
@@ -267,7 +267,7 @@ def test_attention_converted_beside():
     assert not torch.equal(both, products)
     assert torch.equal(revert(model)(x), attended(x))
     assert torch.equal(revert_attention(model)(x), Attention()(x))
-    around = convert(convert_attention(Attention(), flash_attention_3(target=None), generator=0), config=CURRENT)
+    around = convert(convert_attention(Attention(), flash_attention_3(target=None), generator=0), recipe=CURRENT)
     for _ in range(2):  # the inner forward goes first, and comes back outermost
         assert torch.equal(revert_attention(around)(x), products)
         convert_attention(around, flash_attention_3(target=None), generator=0)

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from fmtsim.nn import convert, flash_attention_3, load_recipe_state, recipe_state, share_scales
+import fmtsim
+from fmtsim.nn import convert, flash_attention_3, share_scales
 from fmtsim.nn.modules import STATE
 from fmtsim.recipes import get_recipe
 from tests.support.models import gpt
@@ -86,7 +87,7 @@ def trained(name, how, rank):
         optimizer.zero_grad()
         losses.append(loss.detach())
     whole = {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in weights_of(model).items()}
-    return {"weights": whole, "losses": losses, "state": recipe_state(model)}
+    return {"weights": whole, "losses": losses, "state": fmtsim.state(model)}
 
 
 def reference(name, *, shared=True):
@@ -108,7 +109,7 @@ def reference(name, *, shared=True):
         if shared:
             share(*models)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-    return weights_of(models[0]), losses, [recipe_state(model) for model in models]
+    return weights_of(models[0]), losses, [fmtsim.state(model) for model in models]
 
 
 def share(first, second):
@@ -144,7 +145,7 @@ def test_two_ranks_have_the_bits_of_one_process_that_plays_both(name, how, runs)
         assert all(torch.equal(run["weights"][key], weights[key]) for key in weights)
         assert run["losses"] == [pair[rank] for pair in losses]
         assert str(run["state"]) == str(states[rank])
-    load_recipe_state(ours(name, 0), runs[name, how][0]["state"])
+    fmtsim.load_state(ours(name, 0), runs[name, how][0]["state"])
     plain = gpt(context=16)
     plain.load_state_dict(runs[name, how][0]["weights"], strict=True)
     assert not torch.equal(plain.blocks[0].up.weight, gpt(context=16).blocks[0].up.weight)
@@ -174,7 +175,7 @@ def test_shared_scales_are_those_of_the_whole_batch(runs):
         for key, weight in weights_of(model).items():
             off, moved = (weight - run["weights"][key]).norm(), (weight - first[key]).norm()
             assert off <= MOVED * moved, (key, float(off / moved))
-        state = recipe_state(model)["layers"]["blocks.0.attention.qkv"]["x_f"]["amaxes"]
+        state = fmtsim.state(model)["layers"]["blocks.0.attention.qkv"]["x_f"]["amaxes"]
         shared = run["state"]["layers"]["blocks.0.attention.qkv"]["x_f"]["amaxes"]
         assert torch.equal(state[STEPS - 1], shared[STEPS - 1])  # the first step's: the same weights
         torch.testing.assert_close(state, shared, rtol=1e-4, atol=0)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fmtsim.nn import SmoothSwiGLU, convert, flash_attention_3, load_recipe_state, recipe_state, revert, set_step
+import fmtsim
+from fmtsim.nn import SmoothSwiGLU, convert, flash_attention_3, revert, set_step
 from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.scaling import repeats
 from fmtsim.scaling.history import DelayedScale, FrozenScale
@@ -35,16 +36,16 @@ def test_state_dicts_travel_between_plain_and_converted_models():
 @pytest.mark.parametrize("name", ["te_delayed", "fp8lm", "intel_2t"])
 def test_delayed_scales_are_part_of_the_state_dict(name, caplog):
     model, other = (convert(net(seed=seed, blocks=1), recipe=name) for seed in (1, 2))
-    fresh = str(recipe_state(other))
+    fresh = str(fmtsim.state(other))
     for seed in range(3):
         step(model, seed)
     saved = copy.deepcopy(model.state_dict())
     with caplog.at_level("INFO", "fmtsim"):
         other.load_state_dict(without_scales(saved), strict=True)
     assert caplog.messages == ["the checkpoint has no delayed scales; Net goes on with its own"]
-    assert str(recipe_state(other)) == fresh
+    assert str(fmtsim.state(other)) == fresh
     nn.Sequential(other).load_state_dict({f"0.{key}": t for key, t in saved.items()}, strict=True)
-    assert str(recipe_state(other)) == str(recipe_state(model)) != fresh
+    assert str(fmtsim.state(other)) == str(fmtsim.state(model)) != fresh
     runs = []
     for each in (model, other):
         torch.manual_seed(0)  # of stochastic rounding
@@ -62,10 +63,10 @@ def test_a_model_from_the_meta_device_has_seen_nothing():
         model = convert(Net(blocks=1), recipe="te_delayed")
     model.to_empty(device="cpu").load_state_dict(plain.state_dict(), strict=True)
     convert(plain, recipe="te_delayed")
-    assert str(recipe_state(model)) == str(recipe_state(plain))
+    assert str(fmtsim.state(model)) == str(fmtsim.state(plain))
     assert all(map(torch.equal, step(model, 0)[1], step(plain, 0)[1]))
     plain.load_state_dict(model.state_dict(), strict=True)  # which names the recipe
-    assert str(recipe_state(model)) == str(recipe_state(plain))
+    assert str(fmtsim.state(model)) == str(fmtsim.state(plain))
 
 
 @pytest.mark.parametrize("own", ["fp8lm", "te_current", None])
@@ -84,14 +85,14 @@ def test_a_checkpoint_of_another_recipe_is_refused_before_anything_is_loaded(own
     model.load_state_dict(without_scales(saved), strict=True)
     config = get_recipe("te_delayed").linear
     with pytest.raises(ArgumentError, match="scales of recipe None, the model runs 'te_delayed'"):
-        convert(net(), recipe="te_delayed").load_state_dict(convert(net(), config=config).state_dict())
+        convert(net(), recipe="te_delayed").load_state_dict(convert(net(), recipe=config).state_dict())
 
 
 def test_delayed_scales_are_saved_and_loaded():
     model = convert(net(blocks=1), recipe="te_delayed")
     for seed in range(3):
         step(model, seed)
-    state = recipe_state(model)
+    state = fmtsim.state(model)
     assert state["recipe"] == "te_delayed" and set(state["layers"]) == {"blocks.0.0", "blocks.0.2", "head"}
     assert set(state["layers"]["head"]) == {"x_f", "w_f", "g_d"}
     assert int(state["layers"]["head"]["x_f"]["calls"]) == 3
@@ -99,7 +100,7 @@ def test_delayed_scales_are_saved_and_loaded():
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    load_recipe_state(other, torch.load(file))
+    fmtsim.load_state(other, torch.load(file))
     (y, grads), (z, others), (fresh, _) = (
         step(m, 9) for m in (model, other, convert(net(blocks=1), recipe="te_delayed"))
     )
@@ -113,33 +114,33 @@ def test_calls_without_gradients_are_not_remembered(name, compiled):
     model = convert(net(blocks=1), recipe=name)
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     step(call, 0)
-    before = str(recipe_state(model))
+    before = str(fmtsim.state(model))
     with torch.no_grad():
         y, z = call(normal(128, 128, seed=1) * 50), call(normal(128, 128, seed=1) * 50)
-    assert torch.equal(y, z) and str(recipe_state(model)) == before
+    assert torch.equal(y, z) and str(fmtsim.state(model)) == before
     step(call, 1)
-    assert str(recipe_state(model)) != before
+    assert str(fmtsim.state(model)) != before
 
 
 def test_state_of_another_recipe_or_model_is_refused():
     model = convert(net(blocks=1), recipe="te_delayed")
-    state = recipe_state(model)
+    state = fmtsim.state(model)
     other = convert(net(blocks=1), recipe="fp8lm")
     with pytest.raises(ArgumentError, match="state is of recipe 'te_delayed', the model runs 'fp8lm'; convert the pla"):
-        load_recipe_state(other, state)
+        fmtsim.load_state(other, state)
     with pytest.raises(ArgumentError, match="layer 'blocks.1.0' has delayed scales, but the model has none of it"):
-        load_recipe_state(model, recipe_state(convert(net(blocks=2), recipe="te_delayed")))
+        fmtsim.load_state(model, fmtsim.state(convert(net(blocks=2), recipe="te_delayed")))
     with pytest.raises(ArgumentError, match="layer 'blocks.0.0' has delayed scales, but the state has none of it"):
-        load_recipe_state(model, {"recipe": "te_delayed", "layers": {}})
+        fmtsim.load_state(model, {"recipe": "te_delayed", "layers": {}})
     short = copy.deepcopy(state)
     short["layers"]["head"]["x_f"]["amaxes"] = torch.zeros(16)
-    before = recipe_state(model)
+    before = fmtsim.state(model)
     with pytest.raises(ArgumentError, match=r"layer 'head': x_f.amaxes is \(16,\) in the state and \(1024,\) in the m"):
-        load_recipe_state(model, short)
-    assert str(before) == str(recipe_state(model))
-    with pytest.raises(ArgumentError, match="takes what fmtsim.recipe_state returned, not list"):
-        load_recipe_state(model, [])
-    for verb in (lambda m: recipe_state(m), lambda m: load_recipe_state(m, state), lambda m: set_step(m, 0)):
+        fmtsim.load_state(model, short)
+    assert str(before) == str(fmtsim.state(model))
+    with pytest.raises(ArgumentError, match="takes what fmtsim.state returned, not list"):
+        fmtsim.load_state(model, [])
+    for verb in (lambda m: fmtsim.state(m), lambda m: fmtsim.load_state(m, state), lambda m: set_step(m, 0)):
         with pytest.raises(ArgumentError, match="found no converted module in Net; convert it first"):
             verb(net(blocks=1))
 
@@ -208,7 +209,7 @@ def run(model, steps=4, calls=1, compiled=None):
         loss = sum(call(batch(turn + i).requires_grad_()).square().mean() for i in range(calls))
         loss.backward()
         seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-    state = recipe_state(model)["layers"]
+    state = fmtsim.state(model)["layers"]
     return [*seen, *(t for layer in state.values() for operand in layer.values() for t in operand.values())]
 
 
@@ -247,7 +248,8 @@ def test_a_shared_layer_within_one_stretch():
     assert all_same_bits(*results)
 
 
-DRAWING = {"attention": {"recipe": ATTENTION}, "roundings": {"format": "e4m3", "rounding": "stochastic"}}
+ROUNDED = fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic")
+DRAWING = {"attention": {"recipe": ATTENTION}, "roundings": {"recipe": ROUNDED}}
 
 
 def drawn(name, how):

@@ -39,7 +39,7 @@ def test_attention_of_a_recipe_and_back(recipe):
     linear = loss(convert(gpt(), recipe=dataclasses.replace(recipe, attention=None))) if recipe.linear else plain
     assert changed.item() != linear.item()  # it is the attention that differs
     set_step(model, 3)
-    assert fmtsim.recipe_state(model) == {"recipe": recipe.name, "layers": {}}
+    assert fmtsim.state(model) == {"recipe": recipe.name, "layers": {}}
     model.zero_grad()
     assert revert(model) is model
     assert snapshot(model) == before and torch.equal(loss(model), plain)

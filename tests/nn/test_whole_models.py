@@ -100,7 +100,7 @@ X = normal(128, 128, seed=3)
 QUICK = ("amp_bf16", "te_delayed", "te_nvfp4_all", "quartet", "quartet2", "fp4_ms", "halo2", "deepseek_v3")
 EVERYWHERE = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-    for name in list_recipes()
+    for name in list_recipes(kind="training")
     if get_recipe(name).linear is not None
     and not any(rule.last_blocks for rule in get_recipe(name).rules)  # the model below has no blocks
 ]

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.ptq import Calibration, Gptq, LearnedRounding, QuantisedCache, Smooth, get_ptq_recipe
+from fmtsim.ptq import Calibration, Gptq, LearnedRounding, QuantisedCache, Smooth
+from fmtsim.recipes.registry import get_recipe
 from tests.support.bits import same_bits
 from tests.support.operands import normal
 
@@ -23,14 +24,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 THERE = "cuda"
 LATER = 2.0**-20  # of a static scale: 8 last places, for sums of at most 64 products
 
-DYNAMIC = dataclasses.replace(get_ptq_recipe("int4_gptq"), name="dynamic", weights=Gptq(groups="dynamic"))
-ANYWHERE = dataclasses.replace(get_ptq_recipe("int8_smooth"), name="anywhere", smooth=Smooth(after="any"))
-CORRECTED = dataclasses.replace(get_ptq_recipe("int8_static"), name="corrected", bias_correction=True)
-LEARNED = dataclasses.replace(get_ptq_recipe("int4_learned"), name="learned", weights=LearnedRounding(steps=20))
+DYNAMIC = dataclasses.replace(get_recipe("int4_gptq"), name="dynamic", weights=Gptq(groups="dynamic"))
+ANYWHERE = dataclasses.replace(get_recipe("int8_smooth"), name="anywhere", smooth=Smooth(after="any"))
+CORRECTED = dataclasses.replace(get_recipe("int8_static"), name="corrected", bias_correction=True)
+LEARNED = dataclasses.replace(get_recipe("int4_learned"), name="learned", weights=LearnedRounding(steps=20))
 RECIPES = [
-    "e4m3_static", "e4m3_token", "e5m2_direct", "int8_static", "int8_token", "int8_mse", "int8_percentile", "nvfp4",
-    "mxfp4", "mxint8", "int4_gptq", "nvfp4_gptq", "gaudi2_hw", "gaudi_opt", "minifloat_e3m2", "nemotron", DYNAMIC,
-    LEARNED,
+    "e4m3_static", "e4m3_token", "e5m2_direct", "int8_static", "int8_token", "int8_mse", "int8_percentile",
+    "nvfp4_dynamic",    "mxfp4_dynamic", "mxint8_dynamic", "int4_gptq", "nvfp4_gptq",
+    "gaudi2_hw", "gaudi_opt", "minifloat_e3m2", "nemotron",
+    DYNAMIC, LEARNED,
 ]  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def different(a, b):
 
 
 def scales(model):
-    layers = fmtsim.recipe_state(model)["layers"]
+    layers = fmtsim.state(model)["scales"]["layers"]
     return {(layer, name): state["factor"].cpu() for layer, held in layers.items() for name, state in held.items()}
 
 
@@ -94,7 +96,7 @@ def test_gpu_stores_the_bits_of_the_cpu(recipe):
     y, z, exact = here(data[0]), there(data[0].to(THERE)).cpu(), model(data[0])
     off = (y - exact).norm()
     assert (y - z).norm() < 0.05 * off  # a scale's last place moves single inputs by a step
-    for one, two in zip(fmtsim.ptq_report(here).rows, fmtsim.ptq_report(there).rows, strict=True):
+    for one, two in zip(fmtsim.report(here).rows, fmtsim.report(there).rows, strict=True):
         assert (one.name, one.methods) == (two.name, two.methods)
         assert two.weight_db == pytest.approx(one.weight_db, rel=1e-6, nan_ok=True)
         assert two.output_db == pytest.approx(one.output_db, abs=0.1)
@@ -117,7 +119,7 @@ def test_gpu_calibrates_one_layer_to_the_bit(recipe):
             assert torch.allclose(t, there.state_dict()[name].cpu(), rtol=2**-22, atol=1.01 * step)
     fake = nn.Linear(32, 32, bias=False)
     fake.weight.data.copy_(torch.eye(32))
-    plain = dataclasses.replace(get_ptq_recipe(recipe), w=get_ptq_recipe("int4_g32").x, bias_correction=False)
+    plain = dataclasses.replace(get_recipe(recipe), w=get_recipe("int4_g32").x, bias_correction=False)
     here, there = both(fake.requires_grad_(False), plain, data)  # what it returns is its quantised input
     x = normal(50, 32, seed=9) * 5
     if recipe is not ANYWHERE:
@@ -127,9 +129,9 @@ def test_gpu_calibrates_one_layer_to_the_bit(recipe):
 def test_gpu_models_save_and_load_across_devices():
     model, data = mixed()
     here, there = both(model, "e4m3_static", data)
-    loaded = fmtsim.load_ptq(copy.deepcopy(model), fmtsim.ptq_state(there))
+    loaded = fmtsim.load_state(copy.deepcopy(model), fmtsim.state(there))
     assert different(loaded.state_dict(), there.state_dict()) == [] and scales(loaded) == scales(there)
-    back = fmtsim.load_ptq(copy.deepcopy(model).to(THERE), fmtsim.ptq_state(here))
+    back = fmtsim.load_state(copy.deepcopy(model).to(THERE), fmtsim.state(here))
     assert scales(back) == scales(here)
     x = data[0]
     y = loaded(x)
@@ -137,7 +139,7 @@ def test_gpu_models_save_and_load_across_devices():
     assert same_bits(loaded.to(THERE)(x.to(THERE)), there(x.to(THERE)))
 
 
-@pytest.mark.parametrize("recipe", ["int8_static", "int8_token", "nvfp4", "int4_g32"])
+@pytest.mark.parametrize("recipe", ["int8_static", "int8_token", "nvfp4_dynamic", "int4_g32"])
 def test_gpu_products_never_wait_for_the_device(recipe):
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).requires_grad_(False).to(THERE)
     x = normal(20, 32).to(THERE)
@@ -179,6 +181,6 @@ def test_gpu_searches_choose_what_the_cpu_does():
 
 def test_gpu_percentiles_of_many_samples():
     calibration = Calibration(rule="percentile", percentile=99.0, samples=1 << 10)
-    recipe = dataclasses.replace(get_ptq_recipe("int8_percentile"), name="few", calibration=calibration)
+    recipe = dataclasses.replace(get_recipe("int8_percentile"), name="few", calibration=calibration)
     here, there = both(nn.Linear(64, 8).requires_grad_(False), recipe, [normal(300, 64, seed=s) for s in (1, 2, 3)])
     assert scales(here) == scales(there) and len(scales(here)) == 1

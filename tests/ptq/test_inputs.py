@@ -11,14 +11,14 @@ from torch import nn
 import fmtsim
 from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import PtqRecipe
-from fmtsim.ptq.catalogue import operand
 from fmtsim.recipes import Rule
+from fmtsim.recipes.ptq_catalogue import operand
 from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp
 
 BAD = [
-    ("nonsense", DATA, r"recipe='nonsense' is unknown to ptq"),
+    ("nonsense", DATA, r"recipe='nonsense' is unknown \(fmtsim.list_recipes\(kind='ptq'\)"),
     ("int8_statik", DATA, r"did you mean 'int8_static'"),
     ("int8_static", [], r"calibration data is empty; pass at least one batch"),
     ("int8_static", [torch.empty(0, 16)], r"a tensor without elements in a batch"),
@@ -51,7 +51,7 @@ def test_labels_and_arrays_get_a_hint():
     with pytest.raises(ArgumentError, match=r"several arguments: \[x for x, label in data\] leaves labels out"):
         fmtsim.ptq(mlp(), "int8_static", labelled)
     model = fmtsim.ptq(mlp(), "int8_static", (x for x, label in labelled))
-    assert len(fmtsim.ptq_report(model).rows) == 2
+    assert len(fmtsim.report(model).rows) == 2
     with pytest.raises(
         ArgumentError, match=r"\(ndarray\) does not run .*; a batch is a tensor, a tuple of arguments or"
     ):
@@ -79,7 +79,7 @@ def test_a_model_that_changes_its_inputs_sees_them_as_they_are():
     for batch in (DATA[0], (DATA[0],), {"x": None, "nested": {"x": [DATA[0]]}}):
         before = DATA[0].clone()
         found, expected = (fmtsim.ptq(Doubling(inplace), "int8_static", [batch]) for inplace in (True, False))
-        rows = [fmtsim.ptq_report(model)["fc"] for model in (found, expected)]
+        rows = [fmtsim.report(model)["fc"] for model in (found, expected)]
         assert rows[0] == rows[1] and torch.equal(DATA[0], before)
 
 
@@ -101,8 +101,8 @@ def test_attention_that_cannot_be_quantised_is_found_at_once():
         fmtsim.ptq(copy.deepcopy(m), r, [x])
         for m, r in ((model, "nemotron"), (Attending(False).requires_grad_(False), "nemotron_kv8"))
     )
-    assert "attention: q high precision; k e4m3" in str(fmtsim.ptq_report(quantised))
-    assert "attention:" not in str(fmtsim.ptq_report(plain))
+    assert "attention: q high precision; k e4m3" in str(fmtsim.report(quantised))
+    assert "attention:" not in str(fmtsim.report(plain))
 
 
 def test_autocast_is_refused():

@@ -15,9 +15,11 @@ import fmtsim
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.gemm.products.native import is_native
 from fmtsim.lab.search.switching import relative_noise
-from fmtsim.ptq import Gptq, PtqRecipe, get_ptq_recipe, load_ptq_recipe, save_ptq_recipe
-from fmtsim.ptq.catalogue import operand
+from fmtsim.ptq import Gptq, PtqRecipe
 from fmtsim.recipes.attention import flash_attention_3
+from fmtsim.recipes.ptq_catalogue import operand
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.serialization import load_recipe, save_recipe
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
@@ -80,7 +82,7 @@ def test_nvfp4_is_multiplied_inside_the_unit():
         found = fmtsim.scaled_mm(
             codes[0], codes[1].mT, *scales, out_dtype=torch.float32, **machine, **kinds, **flat
         )  # fmt: skip
-        assert_same_bits(quantised("nvfp4", **machine)(X), found)
+        assert_same_bits(quantised("nvfp4_dynamic", **machine)(X), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,13 +109,22 @@ def test_an_h200_itself_gives_the_bits_of_its_emulation(recipe, dtype):
     assert_same_bits(found[0].weight.cpu(), found[2].weight)
 
 
-STORED = ["e4m3_static", "nemotron", "int8_mse", "int4_learned", "mxfp4_gptq", "nvfp4_gptq", "gaudi3_hw", "mxfp6"]
+STORED = [
+    "e4m3_static",
+    "nemotron",
+    "int8_mse",
+    "int4_learned",
+    "mxfp4_gptq",
+    "nvfp4_gptq",
+    "gaudi3_hw",
+    "mxfp6_dynamic",
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", STORED)
 def test_a_stored_weight_has_the_elements_and_scales_that_it_was_rounded_with(recipe, dtype):
-    machine = {"target": "h200" if get_ptq_recipe(recipe).w.format.name[:2] in ("e4", "in") else "b200"}
+    machine = {"target": "h200" if get_recipe(recipe).w.format.name[:2] in ("e4", "in") else "b200"}
     model = fmtsim.ptq(linear(dtype=dtype), recipe, [x.to(dtype) for x in DATA], **machine)
     plain = fmtsim.ptq(linear(dtype=dtype), recipe, [x.to(dtype) for x in DATA])
     assert_same_bits(model.weight, plain.weight)
@@ -121,15 +132,15 @@ def test_a_stored_weight_has_the_elements_and_scales_that_it_was_rounded_with(re
     assert config.source == "stored" and "stored" in str(config)
     found = quantize_operand(model.weight, config, state=state["w_f"])
     assert_same_bits(found.values(torch.float32).to(dtype), model.weight)
-    original = quantize_operand(linear(dtype=dtype).weight, get_ptq_recipe(recipe).w)
+    original = quantize_operand(linear(dtype=dtype).weight, get_recipe(recipe).w)
     assert_same_bits(found.scale, original.scale)
 
 
 def test_scales_made_anew_would_be_others():
     """Clipping takes a row its largest element: what is stored has to say its scales."""
-    w, model = operand("int4", get_ptq_recipe("int8_mse").w.scaling), linear()
+    w, model = operand("int4", get_recipe("int8_mse").w.scaling), linear()
     model.weight.copy_(normal(32, 64, seed=4))
-    quantised(PtqRecipe(name="c", x=get_ptq_recipe("int8_token").x, w=w), model, target="int8")
+    quantised(PtqRecipe(name="c", x=get_recipe("int8_token").x, w=w), model, target="int8")
     fresh = quantize_operand(model.weight, w)
     kept = model.emulation.products[""].state["w_f"].scale
     assert not torch.equal(fresh.scale, kept)
@@ -139,23 +150,23 @@ def test_scales_made_anew_would_be_others():
 def test_the_report_measures_products_of_the_machine(recipe):
     machine = {"target": COARSE} if recipe == "e4m3_static" else {"target": "h200"}
     exact, model = linear(), fmtsim.ptq(linear(), recipe, DATA[:1], **machine)
-    row, y = fmtsim.ptq_report(model).rows[0], exact(DATA[0])
+    row, y = fmtsim.report(model).rows[0], exact(DATA[0])
     noise = float((y - model(DATA[0])).square().sum(dtype=torch.float64))
     assert row.output_db == 10 * math.log10(float(y.square().sum(dtype=torch.float64)) / noise)
-    alone = fmtsim.ptq_report(fmtsim.ptq(linear(), recipe, DATA[:1])).rows[0].output_db
+    alone = fmtsim.report(fmtsim.ptq(linear(), recipe, DATA[:1])).rows[0].output_db
     assert row.output_db < alone - 3 if recipe == "e4m3_static" else abs(row.output_db - alone) < 0.1
 
 
 def test_texts_name_the_machine():
-    report = fmtsim.ptq_report(quantised("int8_static", target="h200"))
+    report = fmtsim.report(quantised("int8_static", target="h200"))
     assert report.machine == "on h200" and "1 weights by int8_static on h200 in " in str(report)
-    assert "by int8_static in " in str(fmtsim.ptq_report(quantised("int8_static")))
-    recipe = get_ptq_recipe("int8_static").on(target="int8")
-    assert "\non int8\n" in f"{recipe}\n" and recipe.on() == get_ptq_recipe("int8_static")
+    assert "by int8_static in " in str(fmtsim.report(quantised("int8_static")))
+    recipe = get_recipe("int8_static").on(target="int8")
+    assert "\non int8\n" in f"{recipe}\n" and recipe.on() == get_recipe("int8_static")
 
 
 def test_bias_correction_removes_the_machine_s_mean_error():
-    recipe = dataclasses.replace(get_ptq_recipe("e4m3_static"), bias_correction=True)
+    recipe = dataclasses.replace(get_recipe("e4m3_static"), bias_correction=True)
     exact, x = linear(), torch.cat(DATA)
     model = fmtsim.ptq(linear(), recipe, [x], target=COARSE)
     off = (model(x) - exact(x)).mean(0).abs().max()
@@ -169,18 +180,18 @@ def test_bias_correction_removes_the_machine_s_mean_error():
 )  # fmt: skip
 def test_a_saved_model_comes_back_on_its_machine(recipe, machine, tmp_path):
     model, fresh = quantised(recipe, mlp(), **machine), mlp()
-    torch.save(fmtsim.ptq_state(model), tmp_path / "model.pt")
-    fmtsim.load_ptq(fresh, torch.load(tmp_path / "model.pt"))
+    torch.save(fmtsim.state(model), tmp_path / "model.pt")
+    fmtsim.load_state(fresh, torch.load(tmp_path / "model.pt"))
     y = model(X)
     assert_same_bits(fresh(X), y)
     assert_same_bits(pickle.loads(pickle.dumps(model))(X), y)
     assert_same_bits(copy.deepcopy(model)(X), y)
     assert_same_bits(torch.compile(model, backend="aot_eager")(X), y)
-    again = fmtsim.convert(mlp(), model.__dict__["_fmtsim_ptq_recipe"].inference)
+    again = fmtsim.convert(mlp(), model.__dict__["_fmtsim_ptq"].recipe.inference)
     again.load_state_dict(model.state_dict())
     with pytest.raises(ArgumentError, match=r"layer '0': the weight has no stored scales; fmtsim.ptq and"):
         again(X)
-    fmtsim.load_recipe_state(again, fmtsim.recipe_state(model))
+    fmtsim.load_state(again, fmtsim.state(model)["scales"])
     assert_same_bits(again(X), y)
     assert_same_bits(copy.deepcopy(model).half().float()[0].fmtsim_state.w_f.scale, model[0].fmtsim_state.w_f.scale)
 
@@ -188,9 +199,9 @@ def test_a_saved_model_comes_back_on_its_machine(recipe, machine, tmp_path):
 def test_recipes_with_machines_are_files_too(tmp_path):
     path, plan = tmp_path / "mine.json", fmtsim.GemmPlan(split=2, k_tile=64)
     for machine in ({"target": "h200", "native": False}, {"target": COARSE}, {"target": "hopper.wgmma", "plan": plan}):
-        recipe = dataclasses.replace(get_ptq_recipe("e4m3_static").on(**machine), name="mine", aliases=())
-        save_ptq_recipe(recipe, path)
-        assert load_ptq_recipe(path) == recipe
+        recipe = dataclasses.replace(get_recipe("e4m3_static").on(**machine), name="mine", aliases=())
+        save_recipe(recipe, path)
+        assert load_recipe(path) == recipe
     assert_same_bits(quantised(path)(X), quantised("e4m3_static", target="hopper.wgmma", plan=plan)(X))
     for field, value, said in [
         ("target", 3, "mine.json: recipe.*target=3 is neither a name, nor a path"),
@@ -199,7 +210,7 @@ def test_recipes_with_machines_are_files_too(tmp_path):
     ]:  # fmt: skip
         path.write_text(f'{{"name": "mine", "w": {{"format": "e4m3"}}, "{field}": {value!r}}}'.replace("'", '"'))
         with pytest.raises((ArgumentError, FormatError), match=said):
-            load_ptq_recipe(path)
+            load_recipe(path)
 
 
 class Counted(nn.Linear):
@@ -216,10 +227,10 @@ BOTH = Gptq(groups="dynamic")
 @pytest.mark.parametrize(
     ("recipe", "machine", "error", "said"),
     [
-        ("mxfp8", {"target": "h200"}, ArgumentError,
-         "PtqRecipe 'mxfp8': target h200 has no unit for e4m3 x e4m3 .*'mx'; .*targets that do: b200"),
+        ("mxfp8_dynamic", {"target": "h200"}, ArgumentError,
+         "PtqRecipe 'mxfp8_dynamic': target h200 has no unit for e4m3 x e4m3 .*'mx'; .*targets that do: b200"),
         ("int4_token", {"target": "h200"}, FormatError, r"no unit multiplies int4 in blocks of \(1, 32\)"),
-        ("mxint8", {"target": "exact"}, FormatError, r"no unit multiplies mxint8; pass target=Datapath"),
+        ("mxint8_dynamic", {"target": "exact"}, FormatError, r"no unit multiplies mxint8; pass target=Datapath"),
         ("e4m3_static", {"target": "volta.mma"}, ArgumentError, "unit volta.mma does not take e4m3 x e4m3"),
         ("e5m2_dynamic", {"target": "h200"}, DtypeError,
          r"layer '': cuBLAS does not multiply e5m2 by e5m2; .*; leave it out with filter_fn= or a Rule\(name=...\)"),
@@ -289,16 +300,16 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("calls", ["one", "two", "three"])
-@pytest.mark.parametrize("recipe", ["int8_static", "e4m3_token", "mxfp8", "nvfp4", "nemotron"])
+@pytest.mark.parametrize("recipe", ["int8_static", "e4m3_token", "mxfp8_dynamic", "nvfp4_dynamic", "nemotron"])
 def test_attention_that_is_called_otherwise_takes_its_part_of_the_packed_weight(recipe, calls):
-    x, units = normal(1, 6, 32, seed=5), {"int8_static": "int8", "mxfp8": "blackwell.tcgen05.mxf8f6f4"}
-    unit = units.get(recipe, "blackwell.tcgen05.nvf4" if recipe == "nvfp4" else "hopper.wgmma")
+    x, units = normal(1, 6, 32, seed=5), {"int8_static": "int8", "mxfp8_dynamic": "blackwell.tcgen05.mxf8f6f4"}
+    unit = units.get(recipe, "blackwell.tcgen05.nvf4" if recipe == "nvfp4_dynamic" else "hopper.wgmma")
     there, here = (
         fmtsim.ptq(Attention().requires_grad_(False), recipe, [(x, calls)], **how) for how in ({"target": unit}, {})
     )
     ways = ["one", "two", "three"]
     for i, how in enumerate(ways):
-        if recipe in ("nvfp4", "nemotron") and i < ways.index(calls):  # each part has a scale of its own
+        if recipe in ("nvfp4_dynamic", "nemotron") and i < ways.index(calls):  # each part has a scale of its own
             with pytest.raises(ArgumentError, match=r"layer 'inner': the weight has no stored scales; .* of what"):
                 there(x, how)
         else:
@@ -319,33 +330,33 @@ class Fused(nn.Module):
 
 def test_quantised_attention_goes_to_the_machine_and_a_cache_alone_does_not():
     whole = dataclasses.replace(
-        get_ptq_recipe("nemotron"), name="a", attention=flash_attention_3(rotate=False, target=None)
+        get_recipe("nemotron"), name="a", attention=flash_attention_3(rotate=False, target=None)
     )
     model, fresh = (Fused() for _ in range(2))
     fmtsim.ptq(model, whole, DATA, target="h200")
-    assert "on hopper.wgmma" in fmtsim.ptq_report(model).attention
-    fmtsim.load_ptq(fresh, fmtsim.ptq_state(model))
+    assert "on hopper.wgmma" in fmtsim.report(model).attention
+    fmtsim.load_state(fresh, fmtsim.state(model))
     assert_same_bits(fresh(DATA[0]), model(DATA[0]))
     cache = fmtsim.ptq(Fused(), "nemotron_kv8", DATA, target="h200")
-    assert "hopper" not in fmtsim.ptq_report(cache).attention and "on h200" in str(fmtsim.ptq_report(cache))
+    assert "hopper" not in fmtsim.report(cache).attention and "on h200" in str(fmtsim.report(cache))
 
 
-FORMATS = ("w4a4", "int8_token", "e4m3_token", "mxfp8")
+FORMATS = ("w4a4", "int8_token", "e4m3_token", "mxfp8_dynamic")
 
 
 def test_search_weighs_the_machine_and_leaves_out_what_it_lacks():
     model = mlp()
     result = fmtsim.search(model, DATA, bits=8, formats=FORMATS, target="h200")
-    assert list(result.recipes) == ["int8_token", "e4m3_token"] and list(result.left_out) == ["w4a4", "mxfp8"]
+    assert list(result.recipes) == ["int8_token", "e4m3_token"] and list(result.left_out) == ["w4a4", "mxfp8_dynamic"]
     assert "; loss" in str(result) and " on h200\nleft out: w4a4: PtqRecipe 'w4a4': no unit multiplies int4" in str(
         result
     )
-    assert "left out: mxfp8" in result._repr_html_()
+    assert "left out: mxfp8_dynamic" in result._repr_html_()
     for name in result.recipes:
         alone = fmtsim.ptq(copy.deepcopy(model), name, DATA, filter_fn=lambda m, n: n == "2", target="h200")
         assert result.losses["2"][name] == sum(relative_noise(alone(x), model(x)) for x in DATA) / 2
     whole = fmtsim.ptq(copy.deepcopy(model), result.recipe(), DATA)
-    assert result.recipe().target == "h200" and fmtsim.ptq_report(whole).machine == "on h200"
+    assert result.recipe().target == "h200" and fmtsim.report(whole).machine == "on h200"
     assert result.loss == sum(relative_noise(whole(x), model(x)) for x in DATA) / 2
     coarse = fmtsim.search(model, DATA, bits=8, formats=("e4m3_token",), target=COARSE)
     assert coarse.loss > 2 * result.losses["2"]["e4m3_token"]
@@ -353,12 +364,13 @@ def test_search_weighs_the_machine_and_leaves_out_what_it_lacks():
 
 def test_searches_that_a_machine_cannot_run():
     with pytest.raises(
-        ArgumentError, match=r"the machine runs none of formats=mxfp8, w4a4 \(PtqRecipe 'mxfp8': target "
+        ArgumentError,
+        match=r"the machine runs none of formats=mxfp8_dynamic, w4a4 \(PtqRecipe 'mxfp8_dynamic': target ",
     ):
-        fmtsim.search(mlp(), DATA, bits=8, formats=("mxfp8", "w4a4"), target="h200")
-    found = fmtsim.search(mlp(), DATA, bits=8, formats=("mxfp8", "int8_token"), target="h200")
-    assert found.left_out["mxfp8"].startswith("PtqRecipe 'mxfp8': target h200 has no unit")
-    there = get_ptq_recipe("int8_token").on(target="h200")
+        fmtsim.search(mlp(), DATA, bits=8, formats=("mxfp8_dynamic", "w4a4"), target="h200")
+    found = fmtsim.search(mlp(), DATA, bits=8, formats=("mxfp8_dynamic", "int8_token"), target="h200")
+    assert found.left_out["mxfp8_dynamic"].startswith("PtqRecipe 'mxfp8_dynamic': target h200 has no unit")
+    there = get_recipe("int8_token").on(target="h200")
     with pytest.raises(ArgumentError, match=r"formats= are on different machines, and a model has one; pass target="):
         fmtsim.search(mlp(), DATA, bits=8, formats=(there, "e4m3_token"))
     assert fmtsim.search(mlp(), DATA, bits=8, formats=(there,)).recipe().target == "h200"

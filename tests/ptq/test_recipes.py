@@ -24,30 +24,26 @@ from fmtsim.ptq import (
     LearnedRounding,
     PtqRecipe,
     Smooth,
-    get_ptq_recipe,
-    list_ptq_recipes,
-    load_ptq_recipe,
-    ptq_recipe_from_dict,
-    ptq_recipe_to_dict,
-    register_ptq_recipe,
-    save_ptq_recipe,
 )
 from fmtsim.ptq.calibrate import least_error, percentile, static_scale
-from fmtsim.ptq.catalogue import RECIPES, minifloat, operand
 from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
+from fmtsim.recipes.ptq_catalogue import RECIPES, minifloat, operand
+from fmtsim.recipes.registry import get_recipe, list_recipes, register_recipe
+from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.spec import Steps
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 from tests.support import records
 from tests.support.operands import normal
+from tests.support.ptq_models import DATA, mlp
 from tests.support.ptq_oracle import cast
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_every_record_survives_json(recipe):
-    assert ptq_recipe_from_dict(json.loads(json.dumps(ptq_recipe_to_dict(recipe)))) == recipe
+    assert recipe_from_dict(json.loads(json.dumps(recipe_to_dict(recipe)))) == recipe
     assert recipe.name in str(recipe) and recipe.source
 
 
@@ -59,21 +55,29 @@ def test_everything_a_record_holds_survives_a_file(tmp_path):
         rules=(Rule(head=True), Rule(name="x", use=fmtsim.linear_config(x="e5m2", w="e5m2", g=None))),
     )  # fmt: skip
     assert "rule: name ~ x: x: e5m2; w: e5m2\n" in str(recipe) + "\n" and "rule: head: high precision" in str(recipe)
-    save_ptq_recipe(recipe, tmp_path / "all.json")
-    assert load_ptq_recipe(tmp_path / "all.json") == get_ptq_recipe(str(tmp_path / "all.json")) == recipe
-    wrong = ptq_recipe_to_dict(recipe) | {"smoth": 1}
+    save_recipe(recipe, tmp_path / "all.json")
+    assert load_recipe(tmp_path / "all.json") == get_recipe(str(tmp_path / "all.json")) == recipe
+    wrong = recipe_to_dict(recipe) | {"smoth": 1}
     with pytest.raises(ArgumentError, match=r"recipe: a PtqRecipe has no field 'smoth'"):
-        ptq_recipe_from_dict(wrong)
-    assert ptq_recipe_from_dict(ptq_recipe_to_dict(recipe) | {"name": "other"}) != recipe
+        recipe_from_dict(wrong)
+    assert recipe_from_dict(recipe_to_dict(recipe) | {"name": "other"}) != recipe
 
 
 def test_names():
-    assert len(list_ptq_recipes()) == len(RECIPES) == len({r.name for r in RECIPES})
-    assert get_ptq_recipe("w8a8").name == "int8_static"
-    with pytest.raises(ArgumentError, match=r"'int8_statc' is unknown to ptq; did you mean 'int8_static'"):
-        get_ptq_recipe("int8_statc")
-    with pytest.raises(ArgumentError, match=r"a ptq recipe named 'w8a8' exists already"):
-        register_ptq_recipe(PtqRecipe(name="w8a8"))
+    assert len(list_recipes(kind="ptq")) == len(RECIPES) == len({r.name for r in RECIPES})
+    assert get_recipe("w8a8").name == "int8_static"
+    with pytest.raises(ArgumentError, match=r"'int8_statc' is unknown; did you mean 'int8_static'"):
+        get_recipe("int8_statc", kind="ptq")
+    with pytest.raises(ArgumentError, match=r"'te_current' is for training: call fmtsim.convert\(model, recipe='te_cu"):
+        fmtsim.ptq(mlp(), "te_current", DATA)
+    with pytest.raises(
+        ArgumentError, match=r"or pass a recipe for ptq; did you mean 'mxfp4_gptq' or 'mxfp4_weights' or"
+    ):
+        fmtsim.ptq(mlp(), "mxfp4", DATA)
+    with pytest.raises(ArgumentError, match=r"kind='PTQ' is unknown; choose 'training' or 'ptq'"):
+        list_recipes(kind="PTQ")
+    with pytest.raises(ArgumentError, match=r"a recipe named 'w8a8' exists already"):
+        register_recipe(PtqRecipe(name="w8a8"))
 
 
 def test_recipes_and_defaults_are_those_that_were_recorded():
@@ -81,7 +85,7 @@ def test_recipes_and_defaults_are_those_that_were_recorded():
 
 
 def test_the_catalogue_covers_its_formats():
-    names = set(list_ptq_recipes())
+    names = set(list_recipes(kind="ptq"))
     assert {f"minifloat_e{e}m{b - 1 - e}" for b in range(3, 9) for e in range(1, b)} <= names
     assert minifloat(4, 3).max == 480 and minifloat(3, 4).max == 31 and minifloat(1, 2).max == 3.5
     assert {f.x.format.max for f in RECIPES if f.name in ("e4m3_static", "e3m4_static")} == {448, 30}
@@ -137,11 +141,11 @@ def test_the_clip_of_least_error_is_that_of_a_search_by_hand():
 
 
 def test_static_scales_follow_the_rule_of_the_recipe():
-    gaudi = get_ptq_recipe("gaudi2_hw")
+    gaudi = get_recipe("gaudi2_hw")
     for top, scale in ((1.0, 2.0**-4), (60.0, 1.0), (61.0, 16.0), (0.01, 2.0**-8), (1e6, 16.0)):
         assert float(static_scale(gaudi.x, top).scales().scale) == scale
-    assert float(static_scale(get_ptq_recipe("gaudi_pow2").x, 1.0).scales().scale) == 2.0**-5
-    assert float(static_scale(get_ptq_recipe("e4m3_static").x, 0.0).scales().scale) == 1.0
+    assert float(static_scale(get_recipe("gaudi_pow2").x, 1.0).scales().scale) == 2.0**-5
+    assert float(static_scale(get_recipe("e4m3_static").x, 0.0).scales().scale) == 1.0
 
 
 GAUDI = {  # by scale method: backoff of x, whether x is dynamic, fullscale, and the set of the hardware or None
@@ -168,7 +172,7 @@ def toolkit_s(amax, fullscale, backoff, hardware):
 @pytest.mark.parametrize("name", GAUDI)
 def test_scales_of_gaudi_are_the_toolkit_s(name):
     backoff, dynamic, fullscale, hardware = GAUDI[name]
-    recipe = get_ptq_recipe(name)
+    recipe = get_recipe(name)
     assert recipe.x.format.max == fullscale and (recipe.calibration is None) == dynamic
     source = torch.Generator().manual_seed(1)
     for power in range(-70, 20, 3):
@@ -186,7 +190,7 @@ def test_scales_of_gaudi_are_the_toolkit_s(name):
 @pytest.mark.parametrize("name", ["gaudi_opt", "gaudi2_hw_opt", "gaudi_opt_channel"])
 def test_best_scales_of_gaudi_are_those_of_a_search_by_hand(name):
     choices = {"gaudi_opt": range(-10, 10), "gaudi2_hw_opt": (4, 0, -4, -8), "gaudi_opt_channel": range(-3, 5)}[name]
-    recipe = get_ptq_recipe(name)
+    recipe = get_recipe(name)
     for seed in range(12):
         w = normal(3, 40, seed=seed) * 2.0 ** (3 * seed - 20)
         rows = list(w) if name.endswith("channel") else [w]
@@ -206,7 +210,7 @@ def test_best_scales_of_gaudi_are_those_of_a_search_by_hand(name):
 
 def test_the_fixed_scales_of_gaudi_are_the_first_of_their_sets():
     for name, scale, top in (("gaudi2_fixed", 16, 240), ("gaudi3_fixed", 128, 448), ("gaudi_unit", 1, 240)):
-        recipe = get_ptq_recipe(name)
+        recipe = get_recipe(name)
         for quantizer in (recipe.x, recipe.w):
             made = quantize_operand(torch.full((2, 3), 1e6), quantizer, Keys())
             assert float(made.scale) == scale and float(made.elements.float().max()) == top
@@ -260,7 +264,7 @@ def test_equalisation_helps_weights_of_a_tensor_s_scale():
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "bits.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ArgumentError, match="bits.json is not a valid recipe file: 'utf-8' codec can't decode"):
-        get_ptq_recipe(tmp_path / "bits.json")
+        get_recipe(tmp_path / "bits.json")
 
 
 @pytest.mark.parametrize("name", ["int8_token_24", "e4m3_token_24"])
@@ -291,7 +295,7 @@ def test_extended_operators_round_their_inputs_and_embeddings():
     torch.manual_seed(0)
     exact, x = Tokens(), torch.randint(11, (4, 5))
     model = fmtsim.ptq(copy.deepcopy(exact), "e4m3_extended", [x])
-    report, e4m3 = fmtsim.ptq_report(model), get_ptq_recipe("e4m3_extended").extended
+    report, e4m3 = fmtsim.report(model), get_recipe("e4m3_extended").extended
     assert report.extended == ("embedding", "norm", "softmax")
     assert "rounded, too: embedding, norm, softmax" in str(report) and "left in high precision" not in str(report)
 
@@ -307,7 +311,7 @@ def test_extended_operators_round_their_inputs_and_embeddings():
     assert torch.equal(seen["norm"][0], rounded(model.embedding(x)))
     assert torch.equal(seen["norm"][1], exact.norm(seen["norm"][0]))
     assert torch.equal(seen["softmax"][0], rounded(model.layer(seen["norm"][1])))
-    fresh = fmtsim.load_ptq(Tokens(), fmtsim.ptq_state(model))
+    fresh = fmtsim.load_state(Tokens(), fmtsim.state(model))
     assert torch.equal(fresh(x), y)
     again = fmtsim.ptq(fmtsim.revert(fresh), "e4m3_extended", [x])
     assert len(again.norm._forward_pre_hooks) == 1

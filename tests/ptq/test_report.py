@@ -14,9 +14,9 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn import quantised_attention
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache
-from fmtsim.ptq.catalogue import operand, quantised_cache
 from fmtsim.ptq.report import ratio
 from fmtsim.recipes import Rule
+from fmtsim.recipes.ptq_catalogue import operand, quantised_cache
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp
@@ -30,7 +30,7 @@ def test_the_report_measures_what_happens():
         calibration=Calibration(rule="percentile", percentile=90),
     )  # fmt: skip
     fmtsim.ptq(model, recipe, DATA)
-    row = fmtsim.ptq_report(model)["(model)"]
+    row = fmtsim.report(model)["(model)"]
     x = torch.cat(DATA)
     place = -(-90 * x.numel() // 100)
     top = x.abs().flatten().sort().values[place - 1]
@@ -39,11 +39,11 @@ def test_the_report_measures_what_happens():
     y = (exact(x) - exact.bias).double()
     noise = (exact(x) - model(x)).double().square().sum()
     assert row.output_db == pytest.approx(10 * float(torch.log10(y.square().sum() / noise)), abs=0.01)
-    assert "1 weights by p" in str(fmtsim.ptq_report(model))
+    assert "1 weights by p" in str(fmtsim.report(model))
     with pytest.raises(ArgumentError, match=r"no layer 'fc'; it has \(model\)"):
-        fmtsim.ptq_report(model)["fc"]
-    with pytest.raises(ArgumentError, match=r"Linear has no report of ptq"):
-        fmtsim.ptq_report(exact)
+        fmtsim.report(model)["fc"]
+    assert fmtsim.report(model, DATA[0]).summary.startswith("p: 100 %") and not fmtsim.report(exact).converted
+    assert not fmtsim.report(fmtsim.revert(model)).converted
 
 
 def test_the_report_says_what_stayed_and_what_came_along():
@@ -61,9 +61,9 @@ def test_the_report_says_what_stayed_and_what_came_along():
 
     model = Tied().requires_grad_(False)
     fmtsim.ptq(model, PtqRecipe(name="w", w=operand("int8", Scaling()), rules=(Rule(name="up"),)), [torch.arange(9)])
-    report = fmtsim.ptq_report(model)
+    report = fmtsim.report(model)
     assert [row.name for row in report.rows] == ["head"] and report.tied == (("words", "head"),)
-    assert dict(report.left) == {
+    assert dict(report.left_alone) == {
         "places": "its rows are looked up, not multiplied",
         "up": "the recipe leaves it in high precision: name ~ up",
         "back": "depthwise: a sum for each channel, which libraries run as no matrix product",
@@ -74,24 +74,24 @@ def test_the_report_says_what_stayed_and_what_came_along():
     assert "<td style='text-align:left'>head</td>" in report._repr_html_()
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), nn.Linear(8, 4))
     with pytest.warns(CoverageWarning, match=r": 0 80.0 % \(parametrized"):
-        left = dict(fmtsim.ptq_report(fmtsim.ptq(normed, "int8_static", DATA)).left)
+        left = dict(fmtsim.report(fmtsim.ptq(normed, "int8_static", DATA)).left_alone)
     assert left == {"0": "parametrized; convert first, or remove the parametrization"}
     attention = fmtsim.ptq(nn.MultiheadAttention(8, 2), "int8_token", [(normal(3, 2, 8),) * 3])
-    assert fmtsim.ptq_report(attention).left == ()
+    assert fmtsim.report(attention).left_alone == ()
 
 
 def test_the_report_draws_layers(tmp_path):
     pytest.importorskip("matplotlib")
-    reports = [fmtsim.ptq_report(fmtsim.ptq(mlp(), name, DATA)) for name in ("int8_static", "e4m3_static")]
+    reports = [fmtsim.report(fmtsim.ptq(mlp(), name, DATA)) for name in ("int8_static", "e4m3_static")]
     figure = reports[0].plot(tmp_path / "layers.png", other=reports[1])
     panel = figure.axes[0]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["0", "2"]
     lengths = [[bar.get_width() for bar in group] for group in panel.containers]
     assert lengths == [[row.output_db for row in report.rows] for report in reports]
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
-    silent = fmtsim.ptq_report(fmtsim.ptq(mlp(), "int8_static", [torch.zeros(4, 16)]))
+    silent = fmtsim.report(fmtsim.ptq(mlp(), "int8_static", [torch.zeros(4, 16)]))
     assert "no signal" in [text.get_text() for text in silent.plot().axes[0].texts]
-    other = fmtsim.ptq_report(fmtsim.ptq(nn.Linear(16, 8), "int8_static", DATA))
+    other = fmtsim.report(fmtsim.ptq(nn.Linear(16, 8), "int8_static", DATA))
     with pytest.raises(ArgumentError, match=r"reports of the same layers; quantise copies of one model"):
         reports[0].plot(other=other)
 

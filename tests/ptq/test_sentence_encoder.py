@@ -24,8 +24,8 @@ FLOORS = {
     "int8_token": (0.985, 0.90),
     "int4_g32": (0.85, 0.75),
     "int4_gptq": (0.92, 0.80),
-    "mxfp4": (0.75, 0.65),
-    "nvfp4": (0.88, 0.75),
+    "mxfp4_dynamic": (0.75, 0.65),
+    "nvfp4_dynamic": (0.88, 0.75),
 }
 
 
@@ -64,7 +64,7 @@ def test_quantised_vectors_stay_close(bench, recipe):
     least, five = FLOORS[recipe]
     assert found["least"] >= least and found["five"] >= five, found
     assert found["cosine"] < 1 - 1e-5  # something was quantised
-    assert len(fmtsim.ptq_report(model).rows) == 36
+    assert len(fmtsim.report(model).rows) == 36
     assert seconds < 60
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 import fmtsim
 from fmtsim.formats.scaling import History, Scaling
-from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
-from fmtsim.ptq.catalogue import operand
+from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth
+from fmtsim.recipes.ptq_catalogue import operand
+from fmtsim.recipes.registry import get_recipe
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.operands import normal
@@ -55,14 +56,14 @@ def test_a_static_scale_stays():
     first = model(DATA[0]).detach()
     model(DATA[0] * 1000).sum().backward()
     assert_same_bits(model(DATA[0]).detach(), first)
-    assert fmtsim.recipe_state(model)["layers"]["0"]["x_f"]["factor"] == 127 / torch.cat(DATA).abs().max()
+    assert fmtsim.state(model)["scales"]["layers"]["0"]["x_f"]["factor"] == 127 / torch.cat(DATA).abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_models_of_other_dtypes_keep_them(dtype):
     model, data = mlp().to(dtype), [x.to(dtype) for x in DATA]
     exact = model(data[0])
-    for recipe in ("int8_static", "int4_gptq", "mxfp4"):
+    for recipe in ("int8_static", "int4_gptq", "mxfp4_dynamic"):
         quantised = fmtsim.ptq(copy.deepcopy(model), recipe, data)
         y = quantised(data[0])
         assert y.dtype == quantised[0].weight.dtype == dtype
@@ -73,7 +74,7 @@ def test_a_fixed_scale_is_one_until_calibration_sets_it():
     x = normal(4, 16) * 1000
     model = nn.Linear(16, 8, bias=False).requires_grad_(False)
     y = x.clamp(-448, 448).to(torch.float8_e4m3fn).float() @ model.weight.mT
-    fmtsim.convert(model, get_ptq_recipe("e4m3_static").inference)
+    fmtsim.convert(model, get_recipe("e4m3_static").inference)
     assert torch.allclose(model(x), y, rtol=1e-5, atol=1e-3)
     with pytest.raises(
         fmtsim.errors.FormatError, match=r"fixed=True with immediate=1 is not allowed; choose immediate"
@@ -84,9 +85,11 @@ def test_a_fixed_scale_is_one_until_calibration_sets_it():
 def test_state_is_restored_into_a_fresh_model():
     model, fresh = mlp(), mlp()
     fmtsim.ptq(model, "e4m3_static", DATA)
-    fmtsim.convert(fresh, get_ptq_recipe("e4m3_static").inference)
+    fmtsim.convert(fresh, get_recipe("e4m3_static").inference)
     fresh.load_state_dict(model.state_dict())
-    fmtsim.load_recipe_state(fresh, fmtsim.recipe_state(model))
+    with pytest.raises(ArgumentError, match=r"is converted already; call fmtsim.revert\(model\) first, or load state"):
+        fmtsim.load_state(fresh, fmtsim.state(model))
+    fmtsim.load_state(fresh, fmtsim.state(model)["scales"])
     x = normal(4, 16, seed=9)
     assert_same_bits(fresh(x), model(x))
     assert_same_bits(pickle.loads(pickle.dumps(model))(x), model(x))
@@ -97,33 +100,33 @@ def test_state_is_restored_into_a_fresh_model():
 def test_a_saved_model_comes_back_bit_for_bit(recipe, tmp_path):
     model, fresh = mlp(), nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
     model[2].bias = fresh[2].bias = None
-    chosen = dataclasses.replace(get_ptq_recipe(recipe), bias_correction=True)
+    chosen = dataclasses.replace(get_recipe(recipe), bias_correction=True)
     fmtsim.ptq(model, chosen, DATA, filter_fn=lambda module, name: recipe != "nemotron" or name == "2")
-    torch.save(fmtsim.ptq_state(model), tmp_path / "model.pt")
+    torch.save(fmtsim.state(model), tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt")
     x = normal(4, 16, seed=9)
-    assert_same_bits(fmtsim.load_ptq(fresh, state)(x), model(x))
-    assert list(fresh.state_dict()) == list(model.state_dict())
+    assert_same_bits(fmtsim.load_state(fresh, state)(x), model(x))
+    assert list(fresh.state_dict()) == list(model.state_dict()) and str(fmtsim.state(fresh)) == str(state)
     small = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 7))
     with pytest.raises(ArgumentError, match=r"(?s)the state does not fit Sequential: .*size mismatch"):
-        fmtsim.load_ptq(small, state)
+        fmtsim.load_state(small, state)
     assert type(small[2]) is nn.Linear and not small[2]._forward_pre_hooks
 
 
 def test_states_that_are_none():
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
-    state = fmtsim.ptq_state(fmtsim.ptq(mlp(), "int8_static", DATA))
+    state = fmtsim.state(fmtsim.ptq(mlp(), "int8_static", DATA))
     with pytest.raises(ArgumentError, match=r"parameter '0.weight' is on the meta device; call model.to_empty"):
-        fmtsim.load_ptq(empty, state)
-    assert_same_bits(fmtsim.load_ptq(empty.to_empty(device="cpu"), state)[2].weight, state["tensors"]["2.weight"])
+        fmtsim.load_state(empty, state)
+    assert_same_bits(fmtsim.load_state(empty.to_empty(device="cpu"), state)[2].weight, state["tensors"]["2.weight"])
     model = fmtsim.ptq(mlp(), "int8_static", DATA)
-    with pytest.raises(ArgumentError, match=r"load_ptq takes what fmtsim.ptq_state returned, not list"):
-        fmtsim.load_ptq(mlp(), [])
+    with pytest.raises(ArgumentError, match=r"load_state takes what fmtsim.state returned, not list"):
+        fmtsim.load_state(mlp(), [])
     with pytest.raises(ArgumentError, match=r"the model has no layer '0'; build the one that was quantised"):
-        fmtsim.load_ptq(nn.Linear(16, 24), fmtsim.ptq_state(model))
-    with pytest.raises(ArgumentError, match=r"has no report of ptq"):
-        fmtsim.ptq_state(mlp())
+        fmtsim.load_state(nn.Linear(16, 24), fmtsim.state(model))
+    with pytest.raises(ArgumentError, match=r"state found no converted module in Sequential; convert"):
+        fmtsim.state(mlp())
 
 
 class Mixed(nn.Module):
@@ -146,7 +149,7 @@ def test_convolutions_groups_and_attention(recipe):
     data = [normal(3, 4, 5, 5, seed=s) for s in (4, 5)]
     exact = model(data[0])
     fmtsim.ptq(model, recipe, data)
-    report = fmtsim.ptq_report(model)
+    report = fmtsim.report(model)
     names = {row.name for row in report.rows}
     assert names == {"conv", "conv group 1", "attention.in_proj", "attention.out_proj", "head"}
     off = float((model(data[0]) - exact).norm() / exact.norm())
@@ -191,7 +194,7 @@ def test_weights_that_two_layers_share_are_rounded_once():
     model[4].weight = model[0].weight
     fmtsim.ptq(model, "int4_gptq", [normal(20, 16)])
     assert model[4].weight is model[0].weight
-    assert [row.name for row in fmtsim.ptq_report(model).rows] == ["0", "2"]
+    assert [row.name for row in fmtsim.report(model).rows] == ["0", "2"]
     with pytest.raises(ArgumentError, match=r"SmoothQuant: 0 and 4 share a weight"):
         fmtsim.ptq(fmtsim.revert(model), ANYWHERE, [normal(20, 16)])
 
@@ -240,7 +243,7 @@ def test_only_layers_behind_a_normalisation_are_smoothed():
         nn.Linear(16, 16), nn.LayerNorm(16), nn.Dropout(), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 4)
     )
     fmtsim.ptq(model.requires_grad_(False), "int8_smooth", DATA)
-    rows = fmtsim.ptq_report(model).rows
+    rows = fmtsim.report(model).rows
     assert [row.name for row in rows if "SmoothQuant" in row.methods] == ["3"]
     assert [name for name, m in model.named_modules() if hasattr(m, "ptq_divisor")] == ["3"]
 

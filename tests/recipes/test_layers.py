@@ -12,6 +12,7 @@ from fmtsim.casts.arguments import random_keys
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.gemm.layers.keys import stream_of
 from fmtsim.gemm.layers.linear import EmulatedGEMM
+from fmtsim.nn import convert
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.hadamard_matrix import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
@@ -198,3 +199,15 @@ def test_int8_mixed_quantises_along_every_contraction():
     close(y, product(int8(x), int8(w)))
     close(dx, product(int8(g), int8(w.mT)))
     close(dw, product(int8(g.mT), int8(x.mT)))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("name", ["halo1", "halo2", "halo2_fp8"])
+@pytest.mark.parametrize(("t", "n", "k"), [(4, 8, 0), (0, 8, 8), (4, 0, 8)])
+def test_rotations_of_whole_axes_take_empty_ones(name, t, n, k):
+    layer = convert(torch.nn.Linear(k, n), name)
+    x = torch.ones(t, k, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, layer.bias.expand(t, n)) or (t and k)
+    assert not x.grad.any() and not layer.weight.grad.any() and layer.bias.grad.tolist() == [float(t)] * n

@@ -18,7 +18,8 @@ from fmtsim.optim import get_scheme
 from fmtsim.recipes import Level, LossScale, Recipe, Replacement, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.catalogue import MARKS, RECIPES, catalogue_markdown, with_catalogue
-from fmtsim.recipes.registry import _names, register_recipe
+from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
+from fmtsim.recipes.registry import _registered, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.table import HEADINGS
 from fmtsim.support.errors import ArgumentError, FormatError
@@ -34,13 +35,14 @@ def own():
     recipe = Recipe(name="own", linear=get_recipe("te_block").linear, aliases=("mine",), source="a test")
     yield recipe
     for name in ("own", "mine"):
-        _names.registered.pop(name, None)
+        _registered.pop(name, None)
 
 
 def test_names_and_aliases_are_unique():
-    names = [name for recipe in RECIPES for name in (recipe.name, *recipe.aliases)]
+    names = [name for recipe in (*RECIPES, *PTQ_RECIPES) for name in (recipe.name, *recipe.aliases)]
     assert len(set(names)) == len(names)
-    assert list_recipes() == sorted(NAMES)
+    assert list_recipes(kind="training") == sorted(NAMES)
+    assert list_recipes() == sorted((*NAMES, *(recipe.name for recipe in PTQ_RECIPES)))
     assert fmtsim.get_recipe("nvfp4_pretrain") is fmtsim.get_recipe("te_nvfp4")
     assert all(recipe.source for recipe in RECIPES)
 
@@ -136,7 +138,7 @@ def test_a_recipe_of_ones_own_is_listed(own):
         register_recipe(dataclasses.replace(own, source="another"))
     with pytest.raises(ArgumentError, match="a recipe named 'coat' exists already; choose another name"):
         register_recipe(dataclasses.replace(own, name="coat", aliases=()))
-    with pytest.raises(ArgumentError, match="takes a Recipe, not 'coat'"):
+    with pytest.raises(ArgumentError, match="takes a Recipe or a PtqRecipe, not 'coat'"):
         register_recipe("coat")
 
 
@@ -174,7 +176,7 @@ def test_a_printed_recipe_says_every_operand():
         ("TE_NVFP4 ", "recipe='TE_NVFP4 ' is unknown; did you mean 'te_nvfp4'"),
         (
             "no such thing",
-            r"is unknown.*list_recipes\(\) or fmtsim train --recipe list has the names; a file ends in .j",
+            r"is unknown.*list_recipes\(\) has the names; a file ends in .json",
         ),
         (7, "recipe=7 is unknown"),
     ],

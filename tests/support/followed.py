@@ -3,7 +3,8 @@
 
 import torch
 
-from fmtsim.nn import convert, recipe_state
+import fmtsim
+from fmtsim.nn import convert
 from tests.support.bits import all_same_bits
 from tests.support.models import hugging_face
 
@@ -26,7 +27,7 @@ def same(one, other):
 def remembered(model):
     """Return what a model's recipe remembers, as text."""
     with torch._tensor_str.printoptions(profile="full"):
-        return str(recipe_state(model))
+        return str(fmtsim.state(model))
 
 
 def lightning_task(package, weight_decay=0.01):

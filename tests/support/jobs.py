@@ -27,7 +27,8 @@ from fmtsim.lab.analysis.compare import plot_ulps
 from fmtsim.lab.cli import calibration, training  # noqa: F401
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy
-from fmtsim.ptq import Gptq, save_ptq_recipe
+from fmtsim.ptq import Gptq
+from fmtsim.recipes.serialization import save_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.files import TEMPORARY, write_file
 from fmtsim.support.plotting import png
@@ -61,7 +62,7 @@ def run_ptq(folder: Path) -> None:
     """Quantise a model and keep it."""
     model = fmtsim.ptq(mlp(), dataclasses.replace(ANYWHERE, weights=Gptq()), DATA)
     file = io.BytesIO()
-    torch.save(fmtsim.ptq_state(model), file)
+    torch.save(fmtsim.state(model), file)
     write_file(folder / "model.pt", file.getvalue())
 
 
@@ -71,7 +72,7 @@ def run_search(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     data = [torch.randn(10, 32) for _ in range(2)]
     result = fmtsim.search(model.requires_grad_(False), data, bits=6, policy=Policy(steps=60))
-    save_ptq_recipe(result.recipe(), folder / "searched.json")
+    save_recipe(result.recipe(), folder / "searched.json")
     write_file(folder / "losses.json", json.dumps([result.losses, result.loss, result.formats, result.tried]))
     result.plot(folder / "front.png")
 

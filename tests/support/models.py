@@ -99,7 +99,7 @@ def both(module, *inputs, **options):
     Gradients of results are whole numbers.
     """
     results = []
-    for change in (lambda m: m, lambda m: fmtsim.convert(m, config=LinearConfig())):
+    for change in (lambda m: m, lambda m: fmtsim.convert(m, recipe=LinearConfig())):
         change(module)
         leaves = [t.detach().clone().requires_grad_() for t in dict.fromkeys(inputs)]
         unique = dict(zip(dict.fromkeys(inputs), leaves, strict=True))

@@ -6,7 +6,8 @@ import dataclasses
 import torch
 from torch import nn
 
-from fmtsim.ptq import Smooth, get_ptq_recipe
+from fmtsim.ptq import Smooth
+from fmtsim.recipes.registry import get_recipe
 from tests.support.operands import normal
 
 
@@ -15,5 +16,5 @@ def mlp():
     return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)).requires_grad_(False)
 
 
-ANYWHERE = dataclasses.replace(get_ptq_recipe("int8_smooth"), smooth=Smooth(after="any"), name="anywhere")
+ANYWHERE = dataclasses.replace(get_recipe("int8_smooth"), smooth=Smooth(after="any"), name="anywhere")
 DATA = [normal(20, 16, seed=s) for s in (1, 2)]

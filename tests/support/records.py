@@ -18,8 +18,8 @@ from fmtsim.gemm.layers.scalings import SCALINGS
 from fmtsim.gemm.targets import cublaslt
 from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.optim import get_scheme, list_schemes
-from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
 
 FILE = Path(__file__).with_name("records.txt")
 ROOMS = ("distributed", "lab.search", "nn", "nn.unit_scaling", "optim", "ptq", "recipes")

@@ -29,7 +29,7 @@ from fmtsim.distributed import (
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.simulate import simulate_batches
-from fmtsim.nn import convert, flash_attention_3, recipe_state
+from fmtsim.nn import convert, flash_attention_3
 from fmtsim.recipes import Recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
@@ -339,7 +339,7 @@ def scales_are_shared(rank, size, device="cpu"):
     for step in range(3):
         parallel(batches[size * step + rank].to(device)).square().mean().backward()
     largest = torch.stack([torch.stack(batches[size * step : size * (step + 1)]).abs().max() for step in range(3)])
-    remembered = recipe_state(net)["layers"]
+    remembered = fmtsim.state(net)["layers"]
     x = remembered["0"]["x_f"]
     assert_same_bits(x["amaxes"][:3], largest.flip(0))
     assert int(x["calls"]) == 3 and torch.equal(x["factor"].cpu(), torch.div(448.0, largest.max()))

@@ -24,7 +24,6 @@ from fmtsim.lab.cli import products
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.output import write_json
 from fmtsim.lab.training.artifacts import write_check
-from fmtsim.ptq import get_ptq_recipe, save_ptq_recipe
 from fmtsim.recipes import get_recipe, save_recipe
 from fmtsim.support import files
 from fmtsim.support.errors import ArgumentError, DataError
@@ -40,7 +39,7 @@ WRITERS = {
     "y.safetensors": lambda path: products.save(torch.ones(64, 64), path),
     "encoded": lambda path: fmtsim.encode(torch.ones(64, 64), "mxfp4").save(path),
     "recipe.json": lambda path: save_recipe(get_recipe("te_nvfp4"), path),
-    "ptq.json": lambda path: save_ptq_recipe(get_ptq_recipe("w4a4"), path),
+    "ptq.json": lambda path: save_recipe(get_recipe("w4a4"), path),
     "plan.json": lambda path: write_plan(get_target("h200"), path),
     "ulps.png": lambda path: fmtsim.compare(torch.ones(4), torch.ones(4)).plot(path),
     "report.html": lambda path: write_page(path, title="t"),

@@ -14,7 +14,7 @@ def right(x: torch.Tensor) -> None:
     fmtsim.list_formats("block")
     fmtsim.Quantizer(format="e4m3", rounding="rne")
     fmtsim.Quantizer(format=torch.float8_e5m2, rounding=fmtsim.Rounding(mode="sr"))
-    fmtsim.convert(torch.nn.Linear(4, 4), format="e4m3", scaling="channel")
+    fmtsim.convert(torch.nn.Linear(4, 4), recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling="channel"))
     fmtsim.observe(torch.nn.Linear(4, 4)).worst(3, by="sqnr")
 
 
@@ -30,5 +30,5 @@ def wrong(x: torch.Tensor) -> None:
     fmtsim.Quantizer(formt="e4m3")  # type: ignore[call-arg]
     fmtsim.Rounding(mode="stochastc")  # type: ignore[arg-type]
     fmtsim.linear_config(x="e4m3", w=None, g=None, scaling="tensors")  # type: ignore[arg-type]
-    fmtsim.convert(torch.nn.Linear(4, 4), format="e4m3", scaling="block16")  # type: ignore[arg-type]
+    fmtsim.convert(torch.nn.Linear(4, 4), recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling="block16"))  # type: ignore[arg-type]
     fmtsim.Scaling(exponent_rule="flor")  # type: ignore[arg-type]

@@ -32,9 +32,8 @@ from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.cli.results import load_tensors
 from fmtsim.lab.explain import explain
 from fmtsim.optim import AdamW
-from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
-from fmtsim.ptq.catalogue import get_ptq_recipe, load_ptq_recipe, ptq_recipe_from_dict, ptq_recipe_to_dict
 from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.rounding.modes import Rounding, get_rounding
@@ -94,9 +93,9 @@ def read_recipe(path: Path) -> None:
 
 
 def read_ptq(path: Path) -> None:
-    recipe = load_ptq_recipe(path)
+    recipe = load_recipe(path)
     assert str(recipe) and recipe.prescribed and recipe.inference
-    assert ptq_recipe_from_dict(json.loads(json.dumps(ptq_recipe_to_dict(recipe)))) == recipe
+    assert recipe_from_dict(json.loads(json.dumps(recipe_to_dict(recipe)))) == recipe
 
 
 def use_plan(target: Plan) -> None:
@@ -219,14 +218,14 @@ def _stepped(scheme: str) -> AdamW:
 
 def quantised() -> tuple[dict[str, Any], Callable[[Any], object]]:
     """Return what a quantised model is, and what loads it into a fresh one."""
-    good = fmtsim.ptq_state(fmtsim.ptq(_net(), "int8_static", [torch.linspace(-1, 1, 64).reshape(4, 16)]))
-    return good, lambda state: fmtsim.load_ptq(_net(), state)(torch.ones(2, 16))
+    good = fmtsim.state(fmtsim.ptq(_net(), "int8_static", [torch.linspace(-1, 1, 64).reshape(4, 16)]))
+    return good, lambda state: fmtsim.load_state(_net(), state)(torch.ones(2, 16))
 
 
 def delayed() -> tuple[dict[str, Any], Callable[[Any], object]]:
     """Return what delayed scaling remembers, and what loads it."""
     model = fmtsim.convert(_net(), recipe="te_delayed", filter_fn=lambda module, name: True)
-    return fmtsim.recipe_state(model), lambda state: fmtsim.load_recipe_state(model, state)
+    return fmtsim.state(model), lambda state: fmtsim.load_state(model, state)
 
 
 def optimizer() -> tuple[dict[str, Any], Callable[[Any], object]]:
@@ -240,8 +239,8 @@ ENCODED = encoded_files()
 BOOKS = books()
 TENSORS = tensor_files()
 LOOK_UPS: list[Callable[[Any], Any]] = [
-    get_format, list_formats, fmtsim.register_format, get_recipe, get_ptq_recipe, get_target, get_unit, get_rounding,
-    recipe_from_dict, ptq_recipe_from_dict, target_from_dict, load_recipe, load_ptq_recipe, Encoded.load,
+    get_format, list_formats, fmtsim.register_format, get_recipe, get_target, get_unit, get_rounding,
+    recipe_from_dict, target_from_dict, load_recipe, Encoded.load,
     format_from_json,
 ]  # fmt: skip
 
@@ -256,7 +255,7 @@ TARGETS: list[Target] = [
     Target("recipe.dict", seeded(lambda rng: mutated(rng, recipe_to_dict(rng.choice(RECIPES)), anything)),
            lambda record: str(recipe_from_dict(record))),
     file_target("ptq.file", "ptq.file.json", read_ptq,
-                lambda rng: json_file(rng, ptq_recipe_to_dict(rng.choice(PTQ_RECIPES)))),
+                lambda rng: json_file(rng, recipe_to_dict(rng.choice(PTQ_RECIPES)))),
     file_target("plan.file", "plan.file.json", lambda path: use_plan(get_target(path)),
                 lambda rng: json_file(rng, rng.choice(PLAN_FILES)), failed=(b"[" * 100000, b"\xff", b"[]", b"{}")),
     Target("plan.dict", seeded(lambda rng: mutated(rng, rng.choice(PLAN_FILES), anything)),

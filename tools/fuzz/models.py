@@ -39,7 +39,7 @@ def _records() -> tuple[tuple[Any, Values], ...]:
     records = [e4m3, nvfp4, nvfp4.scaling, nvfp4.scaling.tensor, quantizer, gemm, datapath, fmtsim.GemmPlan()]
     records += [fmtsim.get_format(name) for name in ("int8", "nf4", "lns8_g8", "logfmt8")]
     recipe, unit = fmtsim.get_recipe("te_delayed"), fmtsim.get_unit("volta.mma")
-    records += [recipe, recipe.linear, fmtsim.get_ptq_recipe("int4_gptq"), fmtsim.Rounding(), unit, unit.modes[0]]
+    records += [recipe, recipe.linear, fmtsim.get_recipe("int4_gptq"), fmtsim.Rounding(), unit, unit.modes[0]]
     records += [fmtsim.get_unit("int8").modes[0].datapath, fmtsim.distributed.get_reduction("fp8lm")]
     records += [fmtsim.optim.get_scheme("ao_8bit")]
     fields_of = lambda record: [name for name, field in record.__dataclass_fields__.items() if field.init]  # noqa: E731
@@ -93,14 +93,13 @@ def _layers(r: Random) -> tuple[Any, list[Any], Values]:
 def _models(r: Random) -> tuple[Any, list[Any], Values]:
     model = fmtsim.convert(net(r, 64), "te_delayed") if r.random() < 0.8 else net(r, 64)
     verb = r.choice(
-        (fmtsim.report, fmtsim.revert, fmtsim.recipe_state, fmtsim.observe, fmtsim.nn.set_step,
-         fmtsim.load_recipe_state, fmtsim.nn.share_scales, fmtsim.ptq_state, fmtsim.load_ptq,
-         fmtsim.ptq_report, fmtsim.ptq)
+        (fmtsim.report, fmtsim.revert, fmtsim.state, fmtsim.observe, fmtsim.nn.set_step,
+         fmtsim.load_state, fmtsim.nn.share_scales, fmtsim.ptq)
     )  # fmt: skip
     extra = len([p for p in inspect.signature(verb).parameters.values() if p.default is p.empty and p.kind < 2]) - 1
     arguments = [either(r, model, 0.3), *(tensors.junk(r) for _ in range(extra))]
-    if verb is fmtsim.load_recipe_state and r.random() < 0.7:
-        state = fmtsim.recipe_state(fmtsim.convert(net(r, 64), "te_delayed"))
+    if verb is fmtsim.load_state and r.random() < 0.7:
+        state = fmtsim.state(fmtsim.convert(net(r, 64), "te_delayed"))
         if r.random() < 0.7:
             state[r.choice(list(state))] = tensors.junk(r)
         arguments[1] = state
@@ -134,7 +133,7 @@ def _optim(r: Random) -> tuple[Any, list[Any], Values]:
 def _lists(r: Random) -> tuple[Any, list[Any], Values]:
     verb = r.choice(
         (fmtsim.get_format, fmtsim.list_formats, fmtsim.register_format, fmtsim.get_unit, fmtsim.register_unit,
-         fmtsim.get_target, fmtsim.get_recipe, fmtsim.register_recipe, fmtsim.get_ptq_recipe, fmtsim.linear_config,
+         fmtsim.get_target, fmtsim.get_recipe, fmtsim.register_recipe, fmtsim.linear_config,
          fmtsim.optim.get_scheme, fmtsim.distributed.get_reduction, fmtsim.set_num_threads, fmtsim.Encoded.load)
     )  # fmt: skip
     parameters = inspect.signature(verb).parameters

@@ -324,7 +324,7 @@ def _search(r: Random) -> tuple[Any, list[Any], Values]:
 
 def _quantised(model: Any, recipe: Any, data: Any, x: Any, **options: Any) -> Any:
     model_q = fmtsim.ptq(model, recipe, data, progress=False, **options)
-    assert str(fmtsim.ptq_report(model_q)) and fmtsim.ptq_state(model_q)
+    assert str(fmtsim.report(model_q)) and fmtsim.state(model_q)
     return model_q(x)
 
 

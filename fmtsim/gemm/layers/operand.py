@@ -133,7 +133,7 @@ def _stored_operand(w: Tensor, quantizer: Quantizer, state: Memory) -> Operand:
     """Return the elements of a weight that lies on the grid of its scales, up to roundings of its own dtype."""
     if not isinstance(state, StoredScale) or not state.scale.numel():
         raise ArgumentError(
-            "the weight has no stored scales; fmtsim.ptq and fmtsim.load_ptq set those of what calibration ran"
+            "the weight has no stored scales; fmtsim.ptq and fmtsim.load_state set those of what calibration ran"
         )
     element, scale = quantizer.format, state.scale
     element = element.element if isinstance(element, BlockFormat) else element  # type: ignore[assignment]

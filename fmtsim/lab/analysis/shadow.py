@@ -243,7 +243,7 @@ def _products_alone(recipe: Any, format: Any) -> tuple[Any, AttentionConfig | No
         return None, attention_like(linear_config(x=format, w=format, g=format, scaling=None)), []
     if isinstance(recipe, LinearConfig):
         return recipe, None, []
-    named = get_recipe(recipe)
+    named = get_recipe(recipe, kind="training")
     if any(replacement.kind == "operations" for replacement in named.replace):
         raise ArgumentError(
             f"recipe {named.name!r} scales the whole model and divides its weights, so its operands are not those of "

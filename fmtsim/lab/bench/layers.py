@@ -58,7 +58,7 @@ def cases(recipes: Sequence[str] | None, device: str) -> list[Case]:
         recipes = [*(RECIPES if gpu else RECIPES_ON_CPU), *models.installed()]
     for name in recipes:
         if name not in models.PEERS:
-            get_recipe(name)
+            get_recipe(name, kind="training")
     ways = [("layer", "eager")]
     ways += [(model, mode) for model in ("llama", "gpt") for mode in MODES[: 3 if gpu else 2]]
     return [Case(model=model, mode=mode, recipe=name) for model, mode in ways for name in recipes]
@@ -242,7 +242,7 @@ def _convert(model: nn.Module, recipe: str, machine: dict[str, Any]) -> None:
     if recipe in models.PEERS:
         models.PEERS[recipe].convert(model, models.without_head)
         return
-    record = get_recipe(recipe)
+    record = get_recipe(recipe, kind="training")
     if isinstance(model, nn.Sequential):
         record = replace(record, rules=())
     convert(model, recipe=record, generator=1, filter_fn=models.without_head, total_steps=1000, **machine)

@@ -23,10 +23,13 @@ from fmtsim.lab.search.in_training import LEARNING
 from fmtsim.lab.search.switching import relative_noise
 from fmtsim.lab.search.verb import DEFAULT
 from fmtsim.lab.training.loading import Loaded
-from fmtsim.ptq import get_ptq_recipe, list_ptq_recipes, ptq, ptq_report, ptq_state, save_ptq_recipe
+from fmtsim.nn.report import report
+from fmtsim.ptq import ptq
 from fmtsim.ptq.calibrate import call, evaluating
 from fmtsim.ptq.export import export
-from fmtsim.recipes.serialization import recipe_to_dict, save_rules
+from fmtsim.ptq.state import state
+from fmtsim.recipes.registry import get_recipe, list_recipes
+from fmtsim.recipes.serialization import recipe_to_dict, save_recipe, save_rules
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder, write_folder
 from fmtsim.support.progress import Progress, make_progress
@@ -144,13 +147,13 @@ _EXPORTS = {"compressed-tensors": ".", "torchao": "model.safetensors", "gguf": "
 def run_ptq(arguments: argparse.Namespace) -> int:
     """Quantise, measure before and after, and write what ``--out`` asks for; Ctrl-C writes nothing."""
     if arguments.scheme == "list":
-        rows = [(name, get_ptq_recipe(name).source) for name in list_ptq_recipes()]
+        rows = [(name, get_recipe(name).source) for name in list_recipes(kind="ptq")]
         print(format_table(("scheme", "source"), rows, left=(0, 1)))
         return 0
     if arguments.model is None:
         raise ArgumentError("--model is missing; fmtsim ptq --help shows what is allowed")
     check_positive(arguments, "batches")
-    scheme, machine = get_ptq_recipe(arguments.scheme), machine_given(arguments)
+    scheme, machine = get_recipe(arguments.scheme, kind="ptq"), machine_given(arguments)
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     if out is not None:
         check_folder(out)
@@ -160,20 +163,20 @@ def run_ptq(arguments: argparse.Namespace) -> int:
     loss = loaded.measured()
     exact = _outputs(loaded) if loss is None else []
     ptq(loaded.model, scheme, [s.batch for s in loaded.samples], progress=not arguments.quiet, **machine)
-    report = ptq_report(loaded.model)
+    quantisation = report(loaded.model)
     record: dict[str, Any] = {"model": loaded.name, "data": loaded.data, "loss_unit": loaded.unit}
     if loss is None:
         record["output_noise"] = _noise(_outputs(loaded), exact)
     else:
         record["loss"] = {"exact": loss, "quantised": loaded.measured()}
-    record |= {"report": dataclasses.asdict(report), "files": []}
+    record |= {"report": dataclasses.asdict(quantisation), "files": []}
     if out is not None:
         record["files"] = _write_quantised(out, loaded, {**origin(), **record})
         if arguments.export is not None:
             files = export(loaded.model, out / _EXPORTS[arguments.export], arguments.export)
             record["files"] += map(str, files.files)
     wrote = [f"wrote {', '.join(record['files'])}"] if out is not None else []
-    answer(arguments, record, lambda: "\n".join([str(report), "", *_loss_lines(loaded, record), *wrote]))
+    answer(arguments, record, lambda: "\n".join([str(quantisation), "", *_loss_lines(loaded, record), *wrote]))
     return 0
 
 
@@ -211,10 +214,10 @@ def _perplexity(loss: float) -> float:
 
 
 def _write_quantised(out: Path, loaded: Loaded, record: dict[str, Any]) -> list[str]:
-    """Write the state that ``fmtsim.load_ptq`` takes, the scheme and the report."""
-    state, content = ptq_state(loaded.model), io.BytesIO()
-    torch.save(state, content)
-    scheme = json.dumps(state["recipe"], indent=2) + "\n"
+    """Write the state that ``fmtsim.load_state`` takes, the scheme and the report."""
+    quantised, content = state(loaded.model), io.BytesIO()
+    torch.save(quantised, content)
+    scheme = json.dumps(quantised["recipe"], indent=2) + "\n"
     paths = write_folder(
         out, {"model.pt": content.getvalue(), "scheme.json": scheme, "report.json": json_text(record) + "\n"}
     )
@@ -239,7 +242,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     loaded = load_model(arguments, count=arguments.batches)
     result = (_afterwards if arguments.while_training is None else _in_training)(arguments, loaded, more)
     if out is not None:
-        save_ptq_recipe(result.recipe(), out)
+        save_recipe(result.recipe(), out)
     if plot is not None:
         result.plot(plot)
     if weights is not None:
@@ -257,7 +260,7 @@ def _afterwards(arguments: argparse.Namespace, loaded: "Loaded", more: dict[str,
     if arguments.samples is not None:
         more["policy"] = Policy(steps=arguments.samples, seed=arguments.seed)
     if arguments.sensitivity:
-        sample, recipes = loaded.samples[0], [get_ptq_recipe(name) for name in more.get("formats", DEFAULT)]
+        sample, recipes = loaded.samples[0], [get_recipe(name, kind="ptq") for name in more.get("formats", DEFAULT)]
         loss = partial(loaded.loss, sample)
         more["sensitivity"] = {
             recipe.name: attribute(loaded.model, sample.batch, loss, recipe.linear, generator=arguments.seed,

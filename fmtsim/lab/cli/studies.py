@@ -174,7 +174,7 @@ def run_memory(arguments: argparse.Namespace) -> int:
         if arguments.level is not None:
             if "recipe" not in options:
                 raise ArgumentError(f"--level {arguments.level} is a recipe's; pass --recipe fp8lm as well")
-            options["recipe"] = get_recipe(options["recipe"]).at_level(arguments.level)
+            options["recipe"] = get_recipe(options["recipe"], kind="training").at_level(arguments.level)
         estimate = verb(model, **options)
     except FmtsimError as error:
         raise type(error)(_in_options(str(error), arguments.model is None)) from error

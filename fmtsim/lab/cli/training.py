@@ -49,7 +49,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     With ``--check native`` both models are the same, and 1 says that a bit differs.
     """
     if arguments.recipe == "list":
-        rows = [(name, get_recipe(name).source) for name in list_recipes()]
+        rows = [(name, get_recipe(name).source) for name in list_recipes(kind="training")]
         print_text(lambda: format_table(("recipe", "source"), rows, left=(0, 1)))
         return 0
     config = _config(arguments)
@@ -160,7 +160,7 @@ def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
             f"--recipe says everything about formats and sums; leave {' and '.join(conflicts)} out, or put it into a "
             "recipe file of your own"
         )
-    recipe = get_recipe(arguments.recipe)
+    recipe = get_recipe(arguments.recipe, kind="training")
     if arguments.level is not None:
         if not recipe.levels:
             raise ArgumentError(
@@ -174,7 +174,7 @@ def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
 
 
 def _with_levels() -> str:
-    return " or ".join(name for name in list_recipes() if get_recipe(name).levels)
+    return " or ".join(name for name in list_recipes(kind="training") if get_recipe(name).levels)
 
 
 def _optimizer(arguments: argparse.Namespace, own: OptimizerConfig | None) -> OptimizerConfig:

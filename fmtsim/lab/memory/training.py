@@ -143,7 +143,7 @@ def training_memory(
                 f"{name}={shown(value)} is not a {record.__name__}; pass fmtsim.lab.memory.{record.__name__}(...)"
             )
     check_flags(dropout=dropout, quantize_early=quantize_early)
-    scheme = None if recipe is None else get_recipe(recipe)
+    scheme = None if recipe is None else get_recipe(recipe, kind="training")
     size, all_weights = _model(model, scheme)
     lora = lora if isinstance(lora, Lora) else Lora(rank=positive("lora", lora, 0))
     _check(size, scheme, positive("tokens", tokens, 0), lora.rank)

@@ -13,7 +13,7 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.lab.reproduce.experiment import decibels, draw, generator, normal, relative_error, told
-from fmtsim.ptq.catalogue import minifloat
+from fmtsim.recipes.ptq_catalogue import minifloat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
 

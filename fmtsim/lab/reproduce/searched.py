@@ -17,8 +17,8 @@ from fmtsim.lab.search.switching import bits_of
 from fmtsim.nn.convert import convert
 from fmtsim.ptq import ptq
 from fmtsim.ptq.calibrate import evaluating
-from fmtsim.ptq.catalogue import minifloat
-from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.ptq_catalogue import minifloat
 
 _BITS = 4  # of both operands everywhere: the cost that all have
 

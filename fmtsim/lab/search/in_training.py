@@ -21,7 +21,7 @@ from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import machine_of
 from fmtsim.ptq.calibrate import check_model, evaluating
-from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.progress import Progress, make_progress

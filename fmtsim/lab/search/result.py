@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.spec import Rule
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved

@@ -16,9 +16,9 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.lab.search.result import HIGH_BITS
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Products, call, evaluating
-from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.steps import calibrated, round_weights, serving_layer
 from fmtsim.ptq.verb import prepared
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.progress import Of, Progress

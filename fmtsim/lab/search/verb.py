@@ -12,8 +12,8 @@ from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import Loss, SwitchingModel, relative_noise, require_some
 from fmtsim.nn.planning import machine_of
 from fmtsim.ptq.calibrate import batches_of, check_model
-from fmtsim.ptq.catalogue import get_ptq_recipe
-from fmtsim.ptq.spec import PtqRecipe, is_static
+from fmtsim.recipes.ptq import PtqRecipe, is_static
+from fmtsim.recipes.registry import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, shown
 from fmtsim.support.progress import Progress, make_progress
@@ -191,7 +191,7 @@ def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[l
         if rows is None:
             raise ArgumentError(
                 f"sensitivity={shown(sensitivity)} has no Attribution of recipe {name!r}; pass a dict with one for "
-                "each of formats=, made by fmtsim.attribute(model, batch, loss, fmtsim.get_ptq_recipe(name).linear)"
+                "each of formats=, made by fmtsim.attribute(model, batch, loss, fmtsim.get_recipe(name).linear)"
             )
         for row in rows:
             if row.module is not None and row.loss is not None:
@@ -244,7 +244,7 @@ def recipes_of(
     named = [formats] if isinstance(formats, str | PtqRecipe) else formats
     if not isinstance(named, Sequence):
         raise ArgumentError(f"formats={shown(formats)}; pass names or recipes, at least one")
-    recipes = [get_ptq_recipe(f) for f in named]
+    recipes = [get_recipe(f, kind="ptq") for f in named]
     if not recipes or len({r.name for r in recipes}) < len(recipes):
         raise ArgumentError(f"formats={shown(formats)}; pass recipes of different names, at least one")
     for r in recipes:

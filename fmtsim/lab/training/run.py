@@ -169,7 +169,7 @@ def simulate(
     """Convert a model as a scheme says; ``machine`` replaces some of the scheme's, as keywords of ``convert``."""
     how: dict[str, Any] = {"generator": generator, "filter_fn": without_head(model), **scheme.machine, **machine}
     if scheme.recipe is None:
-        convert(model, config=scheme.linear_config(), **how)
+        convert(model, recipe=scheme.linear_config(), **how)
     else:  # what is left to training is done here
         done: dict[str, Any] = dict.fromkeys(("autocast", "loss_scale", "optimizer", "reduction"))
         recipe = dataclasses.replace(scheme.recipe, **done, levels=())

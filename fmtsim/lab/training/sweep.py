@@ -178,13 +178,13 @@ def _recipe(word: str) -> Recipe | None:
     if word == HIGH_PRECISION:
         return None
     if word.endswith(".json"):
-        return get_recipe(word)
+        return get_recipe(word, kind="training")
     with contextlib.suppress(ArgumentError):
-        return get_recipe(word)
+        return get_recipe(word, kind="training")
     try:
         get_format(word)
     except FmtsimError:
-        hint = did_you_mean(word, [*list_recipes(), *list_formats()])
+        hint = did_you_mean(word, [*list_recipes(kind="training"), *list_formats()])
         raise ArgumentError(
             f"scheme {shown(word)} is neither a recipe nor a format{hint}; fmtsim formats and fmtsim train --recipe "
             "list have the names"

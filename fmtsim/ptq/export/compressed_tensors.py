@@ -14,19 +14,19 @@ from fmtsim.casts.quantize import decode
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.ptq.export.weights import CodedWeight
 
-_CHOICES = "choose int4_g32, int8_token, e4m3_static, mxfp4 or mxfp8, or another layout="
+_CHOICES = "choose int4_g32, int8_token, e4m3_static, mxfp4_dynamic or mxfp8_dynamic, or another layout="
 Tensors = dict[str, Tensor]
 
 
 def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors of a layer by the names that follow its own, and its scheme."""
     if weight.is_integer:
-        found = _integers(weight)
+        coded = _integers(weight)
     elif weight.is_element("e4m3") and weight.block != (1, 32):
-        found = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
+        coded = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
     else:
-        found = _microscaled(weight)
-    tensors, layout = found
+        coded = _microscaled(weight)
+    tensors, layout = coded
     inputs = _inputs(weight, layout)
     if weight.inputs == "static":
         assert weight.x_scale is not None
@@ -62,9 +62,9 @@ def _microscaled(weight: CodedWeight) -> tuple[Tensors, str]:
     for element, layout in (("e2m1", "mxfp4-pack"), ("e2m3", "mxfp6-pack"), ("e4m3", "mxfp8")):
         if weight.is_mx(element):
             codes = weight.codes
-            own = codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(codes, weight.element.bits)
+            packed = codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(codes, weight.element.bits)
             name = "weight" if element == "e4m3" else "weight_packed"
-            return {name: own, "weight_scale": weight.powers}, f"{layout}-quantized"
+            return {name: packed, "weight_scale": weight.powers}, f"{layout}-quantized"
     if weight.tensor_scale is not None:
         raise weight.refuse(
             "compressed-tensors stores 1 / scale of the tensor, which is another number", "choose layout='torchao'"
@@ -107,8 +107,8 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
         "kv_cache_scheme": None,
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
     }
-    own: Any = getattr(model, "config", None)
-    config = own.to_dict() if hasattr(own, "to_dict") else {}
+    model_config: Any = getattr(model, "config", None)
+    config = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
     return json.dumps({**config, "quantization_config": quantization}, indent=2, default=str) + "\n"
 
 

@@ -130,7 +130,7 @@ def named(layer: str, attribute: str) -> str:
 
 def metadata_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return the file's metadata from the record of every tensor by its name in a state_dict."""
-    return {"tensor_names": json.dumps(list(records))} | {name: json.dumps(each) for name, each in records.items()}
+    return {"tensor_names": json.dumps(list(records))} | {name: json.dumps(record) for name, record in records.items()}
 
 
 def values_of(tensors: Tensors, record: dict[str, Any]) -> Tensor:

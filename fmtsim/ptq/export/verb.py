@@ -54,7 +54,7 @@ class Export:
 def export(model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping[str, str] | None = None) -> Export:
     """Write a quantised model for another library: the codes and scales that its linear weights were rounded to.
 
-    The model is one that ``fmtsim.ptq`` or ``fmtsim.load_ptq`` made, or one in training under a recipe that casts its
+    The model is one that ``fmtsim.ptq`` or ``fmtsim.load_state`` made, or one in training under a recipe that casts its
     weights (``ao_int4_qat``): those are rounded as its next forward pass would round them. Other tensors, quantised
     convolutions among them, are written as values. No number is rounded: what a layout cannot hold is an error.
 
@@ -91,8 +91,8 @@ def export(model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping
     coded, rest = weights_of(model)
     write = {"compressed-tensors": _compressed, "torchao": _torchao, "gguf": _gguf}[layout]
     files = write(model, Path(path).expanduser(), coded, rest, names or {})
-    found = {weight.layer: weight.element.name for weight in coded}
-    return Export(layout=layout, files=tuple(files), coded=found, values=tuple(rest))
+    formats = {weight.layer: weight.element.name for weight in coded}
+    return Export(layout=layout, files=tuple(files), coded=formats, values=tuple(rest))
 
 
 Names = Mapping[str, str]
@@ -102,10 +102,10 @@ Coded = list[CodedWeight]
 def _compressed(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names) -> list[Path]:
     tensors, schemes = dict(rest), {}
     for weight in coded:
-        own, schemes[weight.layer] = compressed_tensors.tensors_of(weight)
-        tensors |= {f"{weight.layer}.{name}": t for name, t in own.items()}
-    left = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in schemes]
-    config = compressed_tensors.config_of(model, schemes, left)
+        weight_tensors, schemes[weight.layer] = compressed_tensors.tensors_of(weight)
+        tensors |= {f"{weight.layer}.{name}": t for name, t in weight_tensors.items()}
+    ignored = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in schemes]
+    config = compressed_tensors.config_of(model, schemes, ignored)
     return write_folder(path, dict(zip(_FILES, (_safetensors(tensors, {"format": "pt"}), config), strict=True)))
 
 
@@ -113,8 +113,8 @@ def _torchao(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor]
     records: dict[str, Any] = {name: {"_type": "Tensor"} for name in rest}
     tensors = dict(rest)
     for weight in coded:
-        own, records[f"{weight.layer}.weight"] = torchao.tensors_of(weight)
-        tensors |= {torchao.named(weight.layer, name): t for name, t in own.items()}
+        weight_tensors, records[f"{weight.layer}.weight"] = torchao.tensors_of(weight)
+        tensors |= {torchao.named(weight.layer, name): t for name, t in weight_tensors.items()}
     write_file(path, _safetensors(tensors, torchao.metadata_of(records)))
     return [path]
 
@@ -160,12 +160,12 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
         records = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     except (KeyError, ValueError):
         raise DataError(f"{path} has no tensors of torchao; pass what fmtsim.export wrote") from None
-    found = {}
+    values = {}
     for name, record in records.items():
         layer = name.removesuffix(".weight")
-        parts = {each: tensors[torchao.named(layer, each)] for each in record.get("_tensor_data_names", ())}
-        found[name] = torchao.values_of(parts, record) if parts else tensors[name]
-    return found
+        parts = {part: tensors[torchao.named(layer, part)] for part in record.get("_tensor_data_names", ())}
+        values[name] = torchao.values_of(parts, record) if parts else tensors[name]
+    return values
 
 
 def _read_compressed(path: Path) -> dict[str, Tensor]:
@@ -174,13 +174,15 @@ def _read_compressed(path: Path) -> dict[str, Tensor]:
         groups = json.loads((path / _FILES[1]).read_text())["quantization_config"]["config_groups"].values()
     except (OSError, ValueError, KeyError):
         raise DataError(f"{path / _FILES[1]} has no quantization_config; pass what fmtsim.export wrote") from None
-    found = dict(tensors)
+    values = dict(tensors)
     for group in groups:
         for layer in group["targets"]:
-            own = {name.removeprefix(f"{layer}."): found.pop(name) for name in tensors if name.startswith(f"{layer}.")}
-            found[f"{layer}.weight"] = compressed_tensors.values_of(own, group)
-            found |= {f"{layer}.bias": own["bias"]} if "bias" in own else {}
-    return found
+            layer_tensors = {
+                name.removeprefix(f"{layer}."): values.pop(name) for name in tensors if name.startswith(f"{layer}.")
+            }
+            values[f"{layer}.weight"] = compressed_tensors.values_of(layer_tensors, group)
+            values |= {f"{layer}.bias": layer_tensors["bias"]} if "bias" in layer_tensors else {}
+    return values
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

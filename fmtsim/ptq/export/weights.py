@@ -13,9 +13,9 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
-from fmtsim.nn.state import converted_modules
+from fmtsim.nn.state import PTQ, converted_modules
 from fmtsim.ptq.reshape import DIVISOR
-from fmtsim.ptq.state import WEIGHTS, RoundedWeight
+from fmtsim.ptq.state import Quantised, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
 from fmtsim.spec.operand import Operand, block_of
 from fmtsim.spec.quantizer import Quantizer, Sparsity
@@ -81,12 +81,12 @@ class CodedWeight:
         return plain and self.tensor_scale is None
 
     def is_mx(self, element: str) -> bool:
-        """Say whether this is the MX format of an element: blocks of 32 under powers of two."""
+        """Return True if this is the MX format of an element: blocks of 32 under powers of two."""
         powers = bool(torch.frexp(self.scale).mantissa.eq(0.5).all())
         return self.is_element(element) and self.block == (1, 32) and self.tensor_scale is None and powers
 
     def is_element(self, name: str) -> bool:
-        """Say whether elements are of a format by its name."""
+        """Return True if elements are of a format by its name."""
         return self.element == get_format(name)
 
     @property
@@ -104,7 +104,7 @@ class CodedWeight:
         return kinds.get(block, str(self.x))
 
     def inputs_are(self, name: str) -> bool:
-        """Say whether elements of the inputs are of a format by its name."""
+        """Return True if elements of the inputs are of a format by its name."""
         fmt = self.x.format
         return (fmt.element if isinstance(fmt, BlockFormat) else fmt) == get_format(name)
 
@@ -119,7 +119,8 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
     Raises:
         ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, or it has no codes of its own.
     """
-    rounded: dict[str, RoundedWeight] = model.__dict__.get(WEIGHTS, {})
+    quantised: Quantised | None = model.__dict__.get(PTQ)
+    rounded: dict[str, RoundedWeight] = {} if quantised is None else quantised.weights
     coded = []
     for name, module in converted_modules(model, "export"):
         if DIVISOR in module._buffers:
@@ -127,8 +128,8 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
                 f"layer {name!r}: SmoothQuant divides its inputs, for which layouts have no place; "
                 "choose a recipe without smooth="
             )
-        if isinstance(module, EmulatedLinear) and (found := _coded(name, module, rounded.get(name))) is not None:
-            coded.append(found)
+        if isinstance(module, EmulatedLinear) and (coded_weight := _coded(name, module, rounded.get(name))) is not None:
+            coded.append(coded_weight)
     if not coded:
         raise ArgumentError(
             f"{type(model).__name__} has no linear layer with a quantised weight; call fmtsim.ptq(model, recipe, data) "
@@ -151,15 +152,15 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
     if rounded is None:  # a model in training: the weight is rounded in every forward pass
         if product.b.format is None or product.b.source == "stored":
             return None
-        made, x = _rounded_now(name, w, product.b), product.a
+        operand, x = _rounded_now(name, w, product.b), product.a
     else:
-        made, x = _rounded_before(name, w, rounded), rounded.x
-    fmt = made.quantizer.format
+        operand, x = _rounded_before(name, w, rounded), rounded.x
+    fmt, block, scale, tensor_scale = operand.quantizer.format, operand.block, operand.scale, operand.tensor_scale
     element: Any = fmt.element if isinstance(fmt, BlockFormat) else fmt
     return CodedWeight(
-        layer=name, element=element, elements=made.elements.cpu(), scale=_or_one(made.scale, made.tensor_scale).cpu(),
-        tensor_scale=None if made.scale is None or made.tensor_scale is None else made.tensor_scale.cpu(),
-        block=(min(made.block[0], w.shape[0]), min(made.block[1], w.shape[1])) if made.scale is not None else w.shape,
+        layer=name, element=element, elements=operand.elements.cpu(), scale=_or_one(scale, tensor_scale).cpu(),
+        tensor_scale=None if scale is None or tensor_scale is None else tensor_scale.cpu(),
+        block=w.shape if scale is None else (min(block[0], w.shape[0]), min(block[1], w.shape[1])),
         dtype=w.dtype, x=x, x_scale=_static_scale(module),
     )  # fmt: skip
 
@@ -182,28 +183,28 @@ def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
 def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
     quantizer = replace(rounded.w, source="stored", transforms=())
     if rounded.scale is None:
-        made = quantize_operand(w, replace(rounded.w, transforms=()))
+        operand = quantize_operand(w, replace(rounded.w, transforms=()))
     else:
         scales = StoredScale(rounded.scale.to(w.device), None if rounded.tensor_scale is None else rounded.tensor_scale)
-        made = quantize_operand(w, quantizer, state=scales.to(w.device))
-    if not torch.equal(_with_codes(name, made).values(torch.float32).to(w.dtype), w):
+        operand = quantize_operand(w, quantizer, state=scales.to(w.device))
+    if not torch.equal(_with_codes(name, operand).values(torch.float32).to(w.dtype), w):
         raise ArgumentError(
             f"layer {name!r}: its weight is not what fmtsim.ptq rounded, or was rounded under scales that moved with "
             "GPTQ; quantise again, with Gptq(groups='static')"
         )
-    return made
+    return operand
 
 
-def _with_codes(name: str, made: Operand) -> Operand:
-    fmt = made.quantizer.format
+def _with_codes(name: str, operand: Operand) -> Operand:
+    fmt = operand.quantizer.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    hidden = isinstance(fmt, BlockFormat) and made.scale is None
+    hidden = isinstance(fmt, BlockFormat) and operand.scale is None
     if hidden or not isinstance(element, FloatFormat | IntFormat):
         raise ArgumentError(
-            f"layer {name!r}: weights are {made.quantizer}, whose scales are not kept apart; choose floating-point or "
-            "symmetric integer elements"
+            f"layer {name!r}: weights are {operand.quantizer}, whose scales are not kept apart; choose floating-point "
+            "or symmetric integer elements"
         )
-    return made
+    return operand
 
 
 def _static_scale(module: EmulatedModule) -> Tensor | None:

@@ -162,7 +162,9 @@ def test_what_follows_a_product(threads, torch_operations):
         assert_same_bits(product.finish(y, *given[:2], None, given[2], torch.float32, False), wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in list_recipes() if get_recipe(name).linear is not None])
+@pytest.mark.parametrize(
+    "name", [name for name in list_recipes(kind="training") if get_recipe(name).linear is not None]
+)
 def test_layers_of_recipes(name, torch_operations):
     config = get_recipe(name).linear
     if "history=History" in repr(config):

@@ -304,7 +304,7 @@ def test_kernels_serve_layers_and_remember(name, on_card):
 def test_a_converted_model_learns_its_scales_on_the_card(on_card):
     model = fmtsim.convert(nn.Sequential(nn.Linear(128, 128, bias=False)).to(on_card).bfloat16(), recipe="te_delayed")
     model(bfloat16s(128, 128, device=on_card)).float().sum().backward()
-    state = fmtsim.recipe_state(model)["layers"]["0"]
+    state = fmtsim.state(model)["layers"]["0"]
     assert all(int(memory["calls"]) == 1 and float(memory["amaxes"][0]) > 0 for memory in state.values())
 
 

@@ -279,7 +279,7 @@ def test_configs_check_native():
     model = fmtsim.convert(torch.nn.Linear(16, 16), format="e4m3", target="h200", native=False, fast_accum=True)
     assert model.emulation.config.fprop.native is False and model.emulation.config.fprop.fast_accum
     with pytest.raises(ArgumentError, match="convert needs target=: a GPU"):
-        fmtsim.convert(torch.nn.Linear(16, 16), config=model.emulation.config, native=False)
+        fmtsim.convert(torch.nn.Linear(16, 16), recipe=model.emulation.config, native=False)
 
 
 @pytest.fixture

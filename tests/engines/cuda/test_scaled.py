@@ -49,7 +49,7 @@ BLOCKS = ((1, None), (None, 1), (128, 128), (1, 16), (1, 64), (16, 16), (128, 1)
 def recipe_quantizers():
     """Return the quantisers with a scale rule of all recipes, by the first that has each, in bare form."""
     found = {}
-    for name in fmtsim.list_recipes():
+    for name in fmtsim.list_recipes(kind="training"):
         recipe = fmtsim.get_recipe(name)
         rules = [getattr(rule, "linear", None) for rule in recipe.rules or ()]
         for config in filter(None, (recipe.linear, *rules)):

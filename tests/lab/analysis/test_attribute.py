@@ -96,11 +96,11 @@ def test_exact_costs_are_those_of_a_model_converted_so(gpt):
     model, batch = gpt
     exact = fmtsim.attribute(model, batch, format="e4m3", exact=True)
     config = fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling="tensor")
-    plain = fmtsim.convert(copy.deepcopy(model), config=lambda name: fmtsim.LinearConfig())(*batch).item()
+    plain = fmtsim.convert(copy.deepcopy(model), recipe=lambda name: fmtsim.LinearConfig())(*batch).item()
     assert exact.plain_loss == plain
     for row in exact.rows:
         if row.operand in ("x_f", "w_f") and row.layer in ("blocks.0.up", "blocks.1.attention.qkv", "embedding"):
-            alone = fmtsim.convert(copy.deepcopy(model), config=only(row.operand, row.layer, config))
+            alone = fmtsim.convert(copy.deepcopy(model), recipe=only(row.operand, row.layer, config))
             with torch.no_grad():
                 assert row.loss == alone(*batch).item() - plain, row
 
@@ -113,7 +113,7 @@ def test_exact_noise_is_that_of_gradients_of_a_model_converted_so(gpt):
     size = sum(p.grad.square().sum().item() for p in model.parameters())
     found = {(row.layer, row.operand): row.gradient_noise for row in exact.rows}
     for operand in OPERANDS[2:]:
-        alone = fmtsim.convert(copy.deepcopy(model), config=only(operand, "blocks.0.down", config))
+        alone = fmtsim.convert(copy.deepcopy(model), recipe=only(operand, "blocks.0.down", config))
         alone.zero_grad()
         alone(*batch).backward()
         pairs = zip(alone.parameters(), model.parameters(), strict=True)
@@ -158,7 +158,7 @@ def test_a_layer_that_was_made_to_underflow_is_named_first(classifier, exact):
     assert (found.worst(1)[0].layer, found.worst(1)[0].operand) == ("2", "w_f")
     assert found.rules() == (fmtsim.recipes.Rule(name="^2$"),)
     before, after = (
-        fmtsim.convert(copy.deepcopy(small), format="e4m3", scaling="none", rules=rules)
+        fmtsim.convert(copy.deepcopy(small), recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3"), rules=rules)
         for rules in ((), found.rules())
     )
     plain = loss(small(x)).item()

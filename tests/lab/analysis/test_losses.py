@@ -80,7 +80,7 @@ def test_the_heatmap_has_the_worst_operand_of_each_layer_in_each_step(stats, tmp
 def test_a_gradient_that_is_zero_already_is_grey_and_not_spared():
     """What lies behind a layer whose gradient became zero has nothing to lose: that is not losing nothing."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with fmtsim.observe(fmtsim.convert(net, format="e4m3", scaling="none")) as stats:
+    with fmtsim.observe(fmtsim.convert(net, recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3"))) as stats:
         for factor in (1.0, 1e-6):
             (factor * net(torch.ones(2, 4)).sum()).backward()
     grid = stats.plot(operand="g_w").axes[0].images[0].get_array()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fmtsim
 from fmtsim import compare, convert
 from fmtsim.gemm.products import resolver
 from fmtsim.gemm.products.native import is_native
@@ -79,8 +80,9 @@ def gpu(monkeypatch):
 
 def prepared(recipe="te_delayed"):
     generator = torch.Generator().manual_seed(3)
-    how = {"format": "e4m3", "grad_rounding": "stochastic"} if recipe == "stochastic" else {"recipe": recipe}
-    model = convert(Model().to(BF16), target="h200", generator=generator, **how)
+    if recipe == "stochastic":
+        recipe = fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, grad_rounding="stochastic")
+    model = convert(Model().to(BF16), recipe, target="h200", generator=generator)
     batch = torch.arange(32) % 16, normal(32, 64, seed=1).to(BF16).requires_grad_()
     return model, batch, generator
 

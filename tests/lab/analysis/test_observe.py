@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fmtsim
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
@@ -29,7 +30,7 @@ from tests.support.refusals import refused
 def model():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
-    return convert(net, format="e2m1", grad_format="e5m2", scaling="none")
+    return convert(net, recipe=fmtsim.linear_config(x="e2m1", w="e2m1", g="e5m2"))
 
 
 def test_a_step_is_counted_by_layer_and_operand(model):
@@ -165,7 +166,7 @@ def test_the_table_and_the_record(model):
 
 
 def test_parts_of_attention_are_layers():
-    attention = convert(nn.MultiheadAttention(8, 2), config=None, format="e4m3")
+    attention = convert(nn.MultiheadAttention(8, 2), format="e4m3")
     with observe(attention) as stats:
         x = torch.randn(3, 8)
         attention(x, x, x)
@@ -175,7 +176,7 @@ def test_parts_of_attention_are_layers():
 def test_high_precision_layers_are_lossless():
     from fmtsim.gemm.layers.config import LinearConfig
 
-    layer = convert(nn.Linear(4, 4), config=LinearConfig())
+    layer = convert(nn.Linear(4, 4), recipe=LinearConfig())
     with observe(layer) as stats:
         layer(torch.randn(2, 4))
     assert stats[""]["x_f"].sqnr_db == math.inf and "(model)" in str(stats)

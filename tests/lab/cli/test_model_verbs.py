@@ -213,7 +213,7 @@ def test_ptq_calibrates_on_the_first_half(run):
     assert report["rows"][0]["x_limit"] == pytest.approx(first, rel=1e-6)  # a scale times 127
 
 
-def test_ptq_measures_and_writes_what_load_ptq_takes(run, llama, tmp_path):
+def test_ptq_measures_and_writes_what_load_state_takes(run, llama, tmp_path):
     words = (
         f"ptq --model {llama} --data text.txt --scheme int8_static --context 12 --batch-size 4 --batches 2 --out out"
     )
@@ -223,11 +223,11 @@ def test_ptq_measures_and_writes_what_load_ptq_takes(run, llama, tmp_path):
     assert "\nperplexity per token: " in text and "wrote out/model.pt, out/report.json, out/scheme.json" in text
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert 0 < abs(report["loss"]["quantised"] - report["loss"]["exact"]) < 0.1
-    model = fmtsim.load_ptq(hugging_face("llama"), torch.load("out/model.pt", weights_only=True))
+    model = fmtsim.load_state(hugging_face("llama"), torch.load("out/model.pt", weights_only=True))
     tokens = torch.arange(8)[None]
     plain, quantised = hugging_face("llama")(tokens).logits, model(tokens).logits
     assert not torch.equal(plain, quantised)
-    assert fmtsim.get_ptq_recipe("out/scheme.json") == fmtsim.get_ptq_recipe("int8_static")
+    assert fmtsim.get_recipe("out/scheme.json") == fmtsim.get_recipe("int8_static")
 
 
 def test_ptq_without_a_loss_and_on_a_machine(run):
@@ -267,7 +267,7 @@ def test_search_takes_attributions(run):
     found = run(f"{words} --sensitivity")[1]
     model, batches, loss = built()
     for name in ("w4a4", "int8_token"):
-        rows = fmtsim.attribute(model, batches[0], loss, fmtsim.get_ptq_recipe(name).linear, generator=0).rows
+        rows = fmtsim.attribute(model, batches[0], loss, fmtsim.get_recipe(name).linear, generator=0).rows
         for layer in ("0", "2", "4"):
             assert found["losses"][layer][name] == sum(row.loss for row in rows if row.module == layer)
     assert found["losses"] != run(words)[1]["losses"]
@@ -354,7 +354,7 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("search --model models.py:build", "pass exactly one of --bits (of both operands) and --budget"),
         (
             "search --model models.py:build --bits 6 --schemes w4a5",
-            "'w4a5' is unknown to ptq; did you mean 'w4a8' or 'w4a4' or",
+            "'w4a5' is unknown; did you mean 'w4a8' or 'w4a4' or",
         ),
         ("search --model models.py:build --bits 1", "no assignment meets a budget of"),
         ("search --model models.py:build --bits 6 --while-training 0", "--while-training 0 is not possible; choose 1"),

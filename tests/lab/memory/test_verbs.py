@@ -37,7 +37,7 @@ def test_an_estimate_is_a_table_with_its_formulas():
 def test_what_recipes_keep():
     """Weights are float32 under autocast and where products take them whole; two uses of one original are kept once."""
     size = ModelSize(**ONE | {"blocks": 7})
-    recipes = {name: fmtsim.training_memory(size, name, tokens=32) for name in fmtsim.list_recipes()}
+    recipes = {name: fmtsim.training_memory(size, name, tokens=32) for name in fmtsim.list_recipes(kind="training")}
     plain = fmtsim.training_memory(size, tokens=32)
     for name in ("amp_bf16", "fp32", "tf32"):
         assert recipes[name]["weights"] == 2 * plain["weights"] and recipes[name]["master weights"] == 0
@@ -57,7 +57,7 @@ def test_what_recipes_keep():
     kept = {each.name: each.kept for each in recipes["deepseek_v3"].saved}
     assert kept["output of attention"] == "bf16, e5m6" and kept["input of the last layer"] == "e4m3"  # section 3.5.2
     assert any("replaces" in note for note in recipes["intel_2t"].notes)
-    assert len(recipes) == len(fmtsim.list_recipes())
+    assert len(recipes) == len(fmtsim.list_recipes(kind="training"))
 
 
 def test_what_is_there_at_once():

@@ -15,7 +15,7 @@ from fmtsim.lab.search.channels import counted, links_of, narrow, narrowed
 from fmtsim.lab.search.in_training import _Search
 from fmtsim.lab.search.verb import Sampler
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.ptq.catalogue import get_ptq_recipe
+from fmtsim.recipes.registry import get_recipe
 from fmtsim.support.errors import ArgumentError
 from tests.support.refusals import refused
 
@@ -87,7 +87,7 @@ def test_a_narrowed_model_is_the_narrow_network_and_the_rest_has_no_gradient(fra
 def test_the_cost_counts_the_multiply_adds_that_remain():
     model, x = images_and_model()
     links = links_of(model)
-    recipes = {name: get_ptq_recipe(name) for name in FLOATS}
+    recipes = {name: get_recipe(name) for name in FLOATS}
     search = _Search(model, lambda step: model(x).sum(), recipes, links, (0.5, 1.0), None)
     full = {"0.0": 10 * 64 * 18 * 8, "2": 10 * 4 * 72 * 4, "5": 10 * 16 * 6, "7": 10 * 6 * 3}
     assert search.adds == full
@@ -125,10 +125,10 @@ def test_the_model_is_what_the_result_says():
     again = fmtsim.convert(fmtsim.revert(copy.deepcopy(model)), found.recipe().prescribed)
     assert torch.equal(again(x), model(x))
     # Layers in high precision stay converted, as in the search: nn.Linear may add in another order.
-    high, alone = LinearConfig(), get_ptq_recipe(FLOATS[0]).prescribed.linear
+    high, alone = LinearConfig(), get_recipe(FLOATS[0]).prescribed.linear
     losses = []
     for config in (high, lambda name: alone if name == "5" else high):
-        converted = fmtsim.convert(fmtsim.revert(copy.deepcopy(model)), config=config)
+        converted = fmtsim.convert(fmtsim.revert(copy.deepcopy(model)), recipe=config)
         losses.append(float((converted(x) - 1).square().mean()))
     assert losses[0] == found.reference and losses[1] - losses[0] == found.losses["5"][FLOATS[0]]
     by_torch = fmtsim.revert(copy.deepcopy(model))(x)
@@ -291,16 +291,14 @@ def test_a_machine_multiplies_and_what_it_does_not_run_is_left_out():
     )  # fmt: skip
     assert set(found.formats.values()) == {"e4m3_token"} and set(found.left_out) == {"w4a4"}
     model.eval().requires_grad_(False)
-    again = fmtsim.convert(
-        fmtsim.revert(copy.deepcopy(model)), get_ptq_recipe("e4m3_token").on(target="h200").prescribed
-    )
+    again = fmtsim.convert(fmtsim.revert(copy.deepcopy(model)), get_recipe("e4m3_token").on(target="h200").prescribed)
     assert torch.equal(model(x), again(x)) and found.loss == float(model(x).square().mean())
 
 
 def test_the_link_goes_narrower_that_likes_it_best_until_the_budget_holds():
     model, x = plain(), torch.randn(1, 8)
     model = nn.Sequential(*model, nn.ReLU(), nn.Linear(8, 8))
-    recipes = {name: get_ptq_recipe(name) for name in FLOATS}
+    recipes = {name: get_recipe(name) for name in FLOATS}
     search = _Search(model, lambda step: model(x).sum(), recipes, links_of(model), (1.0, 0.25, 0.5), None)
     source = torch.Generator()
     search._formats, search._widths = Sampler(SHORT, 3, 3, source, True), Sampler(SHORT, 2, 3, source, True)

@@ -17,8 +17,8 @@ from fmtsim.lab.search import Policy, result
 from fmtsim.lab.search.result import SearchResult, front, least_loss
 from fmtsim.lab.search.switching import relative_noise
 from fmtsim.lab.search.verb import _Found, _sample
-from fmtsim.ptq.catalogue import get_ptq_recipe
-from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.registry import get_recipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
@@ -84,9 +84,7 @@ def test_attributions_stand_in_for_runs_of_each_layer():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).requires_grad_(False)
     data = [torch.randn(32, 64) for _ in range(2)]
     batch = torch.cat(data)
-    found = {
-        name: fmtsim.attribute(model, batch, relative(model(batch)), get_ptq_recipe(name).linear) for name in FORMATS
-    }
+    found = {name: fmtsim.attribute(model, batch, relative(model(batch)), get_recipe(name).linear) for name in FORMATS}
     for bits in (5, 6, 7):
         own, by = fmtsim.search(model, data, bits=bits), fmtsim.search(model, data, bits=bits, sensitivity=found)
         assert by.formats == own.formats and (by.loss, by.cost, by.tried) == (own.loss, own.cost, own.tried)
@@ -326,7 +324,7 @@ TEXT = [
 
 
 def test_what_a_result_shows():
-    recipes = {name: get_ptq_recipe(name) for name in ("w4a4", "e4m3_static")}
+    recipes = {name: get_recipe(name) for name in ("w4a4", "e4m3_static")}
     result = SearchResult(
         formats={"a": "w4a4", "b": "e4m3_static"}, cost=48, budget=64, loss=0.0125, recipes=recipes, tried=3,
         losses={"a": {"w4a4": 0.01, "e4m3_static": 0.002}, "b": {"w4a4": 0.5, "e4m3_static": 0.25}},

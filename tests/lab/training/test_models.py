@@ -137,7 +137,7 @@ def test_the_llama_learns_under_smooth_swiglu(corpus):
     "name",
     [
         pytest.param(name, marks=() if name in ("fa3", "quartet2", "te_nvfp4", "mxfp4") else pytest.mark.slow)
-        for name in list_recipes()
+        for name in list_recipes(kind="training")
     ],
 )
 def test_every_recipe_takes_the_llama(name):

@@ -62,7 +62,7 @@ def test_a_recipe_of_attention_alone(tmp_path, text, capsys):
 
 def test_names_are_listed(capsys):
     assert main(["train", "--recipe", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list_recipes()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list_recipes(kind="training")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_rehearsal_leaves_nothing_behind(name, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", list_recipes(kind="training"))
 def test_every_recipe_trains(name, text):
     """50 steps on the CPU end with a finite loss, well below the first."""
     options = config(name, width=128, steps=50, batch_size=8)

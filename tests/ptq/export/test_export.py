@@ -23,7 +23,7 @@ FLOAT8 = ("e4m3_static", "e4m3_token", "nemotron", "e4m3_token_24")
 SCHEMES = {
     "compressed-tensors": (
         *FLOAT8, "int4_g32", "int4_channel", "int4_gptq", "int4_token", "w4a4", "int8_token", "int8_static",
-        "mxfp4", "mxfp6", "mxfp8", "mxfp4_weights",
+        "mxfp4_dynamic", "mxfp6_dynamic", "mxfp8_dynamic", "mxfp4_weights",
     ),
     "torchao": ("int4_g32", "int4_channel", "int4_gptq", "int8_token", "e4m3_token", "e4m3_dynamic", "mxfp4_weights",
                 "nvfp4_weights"),
@@ -75,7 +75,7 @@ def test_a_config_groups_layers_by_scheme_and_names_the_layout(tmp_path):
 
 def test_a_machines_model_a_loaded_one_and_one_in_training_are_exported(tmp_path):
     model = quantised("int4_gptq", target="chain")
-    loaded = fmtsim.load_ptq(net(), fmtsim.ptq_state(model))
+    loaded = fmtsim.load_state(net(), fmtsim.state(model))
     trained = fmtsim.convert(net(), recipe="ao_int4_qat")
     for name, each in (("ptq", model), ("loaded", loaded), ("trained", trained)):
         fmtsim.export(each, tmp_path / name, "torchao")
@@ -143,8 +143,8 @@ BAD = [
     (lambda: quantised("minifloat_e3m2"), "compressed-tensors", r"has no e3m2_finite in blocks of \(1, 64\)"),
     (lambda: quantised("int4_token"), "torchao", r"torchao has no integer weights under inputs in int8"),
     (lambda: quantised("e4m3_static"), "torchao", r"torchao has no float8 weights under inputs in e4m3"),
-    (lambda: quantised("mxfp8"), "torchao", r"MX weights alone, and inputs are mxfp8_e4m3"),
-    (lambda: quantised("nvfp4"), "torchao", r"NVFP4 weights alone, and inputs are nvfp4"),
+    (lambda: quantised("mxfp8_dynamic"), "torchao", r"MX weights alone, and inputs are mxfp8_e4m3"),
+    (lambda: quantised("nvfp4_dynamic"), "torchao", r"NVFP4 weights alone, and inputs are nvfp4"),
     (lambda: quantised("minifloat_e3m2"), "torchao", r"torchao has no e3m2_finite in blocks of \(1, 64\)"),
     (lambda: quantised("int4_g32"), "gguf", r"GGUF's scales are float16, which does not hold these"),
     (lambda: quantised("int4_channel"), "gguf", r"GGUF's blocks are 1 x 32, and these \(1, 64\) of 96 x 64"),
@@ -203,14 +203,14 @@ def test_a_type_of_ggml_that_is_not_known_is_named(tmp_path):
 
 
 def test_a_state_says_what_weights_were_rounded_with_and_older_ones_do_not():
-    state = fmtsim.ptq_state(quantised("int4_g32"))
+    state = fmtsim.state(quantised("int4_g32"))
     for weights, message in (
         (3, r"the state has 'weights': 3; it should be a dict"),
         ({"0": {"w": {}}}, r"the state's weights.0 has no 'x'"),
         ({"0": {"w": {"format": "e9"}, "x": {}, "scales": {}}}, r"the state's weights.0.w.format: unknown format 'e9'"),
     ):
         with pytest.raises(FmtsimError, match=message):
-            fmtsim.load_ptq(net(), {**state, "weights": weights})
-    older = fmtsim.load_ptq(net(), {name: value for name, value in state.items() if name != "weights"})
+            fmtsim.load_state(net(), {**state, "weights": weights})
+    older = fmtsim.load_state(net(), {name: value for name, value in state.items() if name != "weights"})
     with pytest.raises(ArgumentError, match=r"no linear layer with a quantised weight; call fmtsim.ptq"):
         fmtsim.export(older, "never", "torchao")

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes of post-training quantisation, each with the version of its source, and how they are found by name."""
+"""The table of recipes for post-training quantisation. Each record names the version of the source that it follows."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from fmtsim.formats.block import Block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.ptq.spec import Calibration, Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.recipes.registry import Names
-from fmtsim.recipes.serialization import recipe_to_dict, save_recipe
+from fmtsim.recipes.ptq import Calibration, Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.spec.quantizer import Quantizer, Sparsity
-from fmtsim.support.records import load_record, record_of
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592 (details unverified)"
 _AGGARWAL = "Aggarwal et al., minifloat post-training quantisation, arXiv:2311.12359; brevitas"
@@ -213,9 +209,16 @@ _INTEGERS = (
 _BLOCKS = (
     *(
         PtqRecipe(name=name, x=operand(fmt), w=operand(fmt), source="OCP MX v1.0")
-        for name, fmt in (("mxfp8", "mxfp8_e4m3"), ("mxfp6", "mxfp6_e2m3"), ("mxfp4", "mxfp4"), ("mxint8", "mxint8"))
+        for name, fmt in (
+            ("mxfp8_dynamic", "mxfp8_e4m3"),
+            ("mxfp6_dynamic", "mxfp6_e2m3"),
+            ("mxfp4_dynamic", "mxfp4"),
+            ("mxint8_dynamic", "mxint8"),
+        )
     ),
-    PtqRecipe(name="nvfp4", x=operand("nvfp4"), w=operand("nvfp4"), source="NVIDIA, NVFP4 with a scale of the tensor"),
+    PtqRecipe(
+        name="nvfp4_dynamic", x=operand("nvfp4"), w=operand("nvfp4"), source="NVIDIA, NVFP4 with a scale of the tensor"
+    ),
     PtqRecipe(name="mxfp4_weights", w=operand("mxfp4"), source=_OWN),
     PtqRecipe(name="nvfp4_weights", w=operand("nvfp4"), source=_OWN),
     PtqRecipe(
@@ -247,68 +250,3 @@ _MINIFLOATS = tuple(
 )
 
 RECIPES: tuple[PtqRecipe, ...] = (*_FP8, *_INTEGERS, *_BLOCKS, *_SPARSE, *_gaudis(), *_MINIFLOATS)
-
-
-def ptq_recipe_to_dict(recipe: PtqRecipe) -> dict[str, Any]:
-    """Return a recipe as plain JSON types, defaults left out."""
-    return recipe_to_dict(recipe)
-
-
-def ptq_recipe_from_dict(record: dict[str, Any]) -> PtqRecipe:
-    """Build a recipe from ``ptq_recipe_to_dict``'s record; raise ArgumentError or FormatError where it is none."""
-    return record_of(PtqRecipe, record, "recipe")  # type: ignore[no-any-return]
-
-
-def save_ptq_recipe(recipe: PtqRecipe, path: str | Path) -> None:
-    """Write a recipe to a JSON file, which is accepted wherever a recipe's name is."""
-    save_recipe(recipe, path)
-
-
-def load_ptq_recipe(path: str | Path) -> PtqRecipe:
-    """Read a recipe from a JSON file; raise ArgumentError with file and field where it is none."""
-    return load_record(path, "recipe file", lambda value, name: record_of(PtqRecipe, value, f"{name}: recipe"))
-
-
-# What people call by its width alone.
-_SEVERAL = {
-    "fp8": ("e4m3_dynamic", "e4m3_static", "e4m3_token", "mxfp8"),
-    "int8": ("int8_token", "int8_static", "int8_smooth"),
-    "int4": ("int4_g128", "int4_channel", "int4_gptq"),
-    "fp4": ("nvfp4", "mxfp4"),
-}
-_names = Names(
-    PtqRecipe, "ptq recipe", "register_ptq_recipe", "unknown to ptq", "fmtsim.list_ptq_recipes()",
-    lambda: RECIPES, load_ptq_recipe, _SEVERAL,
-)  # fmt: skip
-
-
-def get_ptq_recipe(recipe: str | Path | PtqRecipe) -> PtqRecipe:
-    """Return the record of a recipe's name or alias, of a JSON file, or the record itself.
-
-    Raises:
-        ArgumentError: No such name or file; the message has names that are close.
-
-    >>> import fmtsim
-    >>> fmtsim.get_ptq_recipe("int8_static").name
-    'int8_static'
-    """
-    return _names.get(recipe)
-
-
-def list_ptq_recipes() -> list[str]:
-    """Return the names of all recipes, without aliases, in the order of the alphabet.
-
-    >>> import fmtsim
-    >>> [name for name in fmtsim.list_ptq_recipes() if name.startswith("int8_s")]
-    ['int8_smooth', 'int8_static']
-    """
-    return _names.names()
-
-
-def register_ptq_recipe(recipe: PtqRecipe) -> None:
-    """Make a recipe known under its name and aliases.
-
-    Raises:
-        ArgumentError: It is not a PtqRecipe, or another recipe has one of its names.
-    """
-    _names.register(recipe)

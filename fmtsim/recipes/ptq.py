@@ -328,7 +328,7 @@ class PtqRecipe:
     def inference(self) -> Recipe:
         """The recipe that a quantised model runs: weights as they are stored, static scales as calibrated.
 
-        ``fmtsim.convert`` with it, ``load_state_dict`` and ``fmtsim.load_recipe_state`` restore a quantised model.
+        ``fmtsim.convert`` with it, ``load_state_dict`` and ``fmtsim.load_state`` restore a quantised model.
         """
         return self._recipe(self.served)
 
@@ -360,7 +360,7 @@ class PtqRecipe:
 
 
 def is_static(x: Quantizer) -> bool:
-    """Say whether a quantiser has one scale a tensor, made of its largest magnitude, that calibration may fix."""
+    """Return True if a quantiser has one scale a tensor, made of its amax, which calibration may fix."""
     s = x.scaling
     return s is not None and s.block == (None, None) and s.statistic == "amax" and s.tensor is None
 
