@@ -25,6 +25,7 @@ from tests.support.nvrtc import needs_nvrtc
 
 needs_gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 
+KERNELS = runtime.KERNELS  # which a fixture replaces
 SOURCE = r"""
 #include "common.cuh"
 #ifndef STEP
@@ -66,6 +67,17 @@ def test_includes_are_put_in_place_once(tmp_path):
     (tmp_path / "b.cuh").write_text("#pragma once\nint b;\n")
     (tmp_path / "c.cu").write_text('#include "a.cuh"\n#include "b.cuh"\nint c;\n')
     assert [line for line in runtime.source_of("c.cu").split("\n") if line] == ["int b;", "int a;", "int c;"]
+
+
+def test_comments_change_no_source(tmp_path):
+    (tmp_path / "c.cu").write_text("// Why.\nint c;  // this\n\n  // and that\nint d;\n")
+    assert runtime.source_of("c.cu") == "int c;\nint d;\n"
+
+
+def test_no_kernel_has_slashes_in_a_string():
+    """``source_of`` would take the rest of the line for a comment."""
+    lines = (line for path in KERNELS.rglob("*.cu*") for line in path.read_text().split("\n"))
+    assert not [line for line in lines if "//" in line and line.split("//")[0].count('"') % 2]
 
 
 @needs_nvrtc

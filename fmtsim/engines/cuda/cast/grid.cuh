@@ -1,20 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fast path of element formats: float32 numbers onto a grid in a dozen float32 operations, exactly.
+// Casts to element formats, the fast path: float32 numbers onto a grid in a dozen float32 operations, exactly.
 //
 // A grid is what floats and integers share: magnitudes n * 2^q, q constant below some exponent. Where the last place of
 // |x| = a is P = 2^q, adding and subtracting the magic number 2^23 P leaves the multiple of P next to a, because
 // float32 has no finer bits there; ties go to even n, because 2^23 is even. Float formats have a P for each binade:
 //
 //   a = 1.mmm|rrrr * 2^e     P = 2^(e - M)     a + 2^23 P = 1.000...mmm * 2^(e - M + 23), rrrr rounded away
-//
-// Stochastic rounding with a random word w goes up where a's part above the grid, d P, and w / 2^32 reach P together.
-// With n = 2^32 - 1 - w that is d > n / 2^32: the result is the least multiple of P that is not below a - n P / 2^32.
-// All steps round up, which multiples of P survive. n has 32 bits, float32 24: what n's first 24 leave out never
-// matters, for d, which has 24 as well, or 23 places where a is P or more, is no number between.
-//
-// Formats that share float32's smallest exponent reach its largest one too, where 2^23 P is infinite: they add half a
-// place to the bits of a instead, as do formats without mantissa, whose ties look at the exponent. Stochastic rounding
-// adds a random number below a place there: the d P of theirs are the dropped bits, so that a word's top bits decide.
 #pragma once
 #include "vectors.cuh"
 
@@ -46,8 +37,13 @@ struct alignas(16) Grid {
 
 #define INTEGER_BASE 12582912.0f  // 1.5 * 2^23: the low bits of its sum with an integer are that integer's
 
-// A magnitude rounded stochastically by `rest`, what its random word lacks of 2^32 - 1, as its sum with base binades;
-// fine and base: from a binade to 2^-32, and to 1.5 * 2^23, of its last place. Both steps round up.
+// A magnitude a rounded stochastically by `rest`, what its random word w lacks of 2^32 - 1, as its sum with base
+// binades; fine and base: from a binade to 2^-32, and to 1.5 * 2^23, of its last place P.
+//
+// a goes up where its part above the grid, d P, and w / 2^32 reach P together, that is d > rest / 2^32: the result is
+// the least multiple of P that is not below a - rest P / 2^32. Both steps round up, which multiples of P survive.
+// `rest` has 32 bits, float32 24: what its first 24 leave out never matters, for d, which has 24 as well, or 23 bits
+// where a is P or more, is no number between.
 DEVICE float stochastic_sum(float a, float binade, float fine, float base, u32 rest) {
   float low = __fmaf_ru(-__uint2float_rz(rest), __fmul_rn(binade, fine), a);
   return __fmaf_ru(binade, base, low);
@@ -69,7 +65,9 @@ DEVICE float nearest_magic(float a, const Grid& g) {
   return (a + magic) - magic;
 }
 
-// The same by bit addition; Flush: with a comparison for what lies below the smallest values.
+// The same by bit addition, half a last place onto the bits of a: for formats that share float32's smallest exponent,
+// which reach its largest one too, where 2^23 P is infinite, and for those without mantissa, whose ties look at the
+// exponent. Flush: with a comparison for what lies below the smallest values.
 template <bool Flush>
 DEVICE float nearest_bits(float a, const Grid& g) {
   u32 bits = as_bits(a), odd = ((bits >> g.drop) ^ g.parity) & g.one;
