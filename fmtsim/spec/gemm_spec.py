@@ -13,6 +13,7 @@ from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import (
+    FP32,
     Arithmetic,
     Datapath,
     IntegerDatapath,
@@ -77,6 +78,19 @@ class GemmSpec:
         object.__setattr__(self, "stochastic", rounding == "stochastic")
         object.__setattr__(self, "sum_dtype", sum_dtype(self.datapath))
         object.__setattr__(self, "text", _text_of(self.datapath, self.plan, self.a, self.b))
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the plan or the unit adds chains to an outer sum."""
+        return self.plan.promote_every is not None or getattr(self.datapath, "promote_every", None) is not None
+
+    @property
+    def outer(self) -> FloatFormat:
+        """The format of the outer sum: float32 for a plan's, and what a unit says of its own."""
+        unit = self.datapath
+        if self.plan.promote_every is not None or not isinstance(unit, Datapath):
+            return FP32
+        return unit.promotion or unit.accumulator
 
     def __hash__(self) -> int:
         return hash(self.text)  # one string, where the records would be hashed field by field

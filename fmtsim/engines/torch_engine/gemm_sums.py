@@ -64,11 +64,7 @@ class Summation:
         self._parts = schedule(k, path, plan)
         self._combination = combination(k, plan)
         accumulator = accumulator_of(path)
-        self._promotion: FloatFormat | None = None
-        if plan.promote_every is not None:
-            self._promotion = FP32
-        elif isinstance(path, Datapath) and path.promote_every is not None:
-            self._promotion = path.promotion or accumulator
+        self._promotion = spec.outer if spec.promotes else None
         wide = FP32 if is_representable(accumulator, torch.float32) else accumulator
         formats = [f for f in (accumulator, self._promotion, plan.partial) if f is not None]
         self._add = Adder(wide, formats)

@@ -32,7 +32,7 @@ from fmtsim.engines.cpu.runtime.simd import (
 )
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
-from fmtsim.spec.datapath import FP32, Datapath
+from fmtsim.spec.datapath import FP32
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 
@@ -98,10 +98,7 @@ def grid_of(fmt: FloatFormat) -> Grid:
 
 def promotion_of(spec: GemmSpec) -> Promotion:
     """Return how chains join the outer sum of a product."""
-    unit, plan = spec.datapath, spec.plan
-    if plan.promote_every is not None or not isinstance(unit, Datapath):
-        return Promotion(plan.promote_every is not None, plan.successive_scales, grid_of(FP32))
-    return Promotion(unit.promote_every is not None, False, grid_of(unit.promotion or unit.accumulator))
+    return Promotion(spec.promotes, spec.plan.successive_scales, grid_of(spec.outer))
 
 
 def reduction_of(plan: GemmPlan, wide: bool) -> Reduction:

@@ -31,9 +31,8 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, LogDatapath
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
-from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import adds_in_order
 from fmtsim.support.errors import ArgumentError
 
@@ -135,7 +134,7 @@ def _method(text: str, k: int) -> Method | None:
     rounding = unit.rounding
     if rounding.mode == "stochastic" and (rounding.variant != "a" or rounding.layout != "word"):
         return None
-    if not _sums_fit(unit, spec.plan):
+    if not _sums_fit(unit, spec):
         return None
     if fma_chain.covers(spec):
         return fma_chain.gemm
@@ -148,20 +147,17 @@ def _rounds(fmt: FloatFormat) -> bool:
     return fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee" and fmt.max_exponent - fmt.mantissa_bits <= 971
 
 
-def _sums_fit(unit: Datapath, plan: GemmPlan) -> bool:
+def _sums_fit(unit: Datapath, spec: GemmSpec) -> bool:
     """Return True if sums of chains and parts, added in float64 and rounded to their format, are as if rounded once.
 
     Numbers of 24 bits each are, where a sum keeps as many bits as the chains that join it; so are those of float64.
     """
-    chain = outer = unit.accumulator
-    promotes = plan.promote_every is not None or unit.promote_every is not None
-    if promotes:
-        outer = FP32 if plan.promote_every is not None else unit.promotion or chain
+    plan, chain, outer = spec.plan, unit.accumulator, spec.outer if spec.promotes else unit.accumulator
     if plan.scaled_promotion and unit.scale is not None:
         return False  # the scales are the unit's
     if all(is_representable(fmt, torch.float32) for fmt in (chain, outer)):
         return outer.mantissa_bits >= chain.mantissa_bits
-    one_sum = not promotes and plan.split == 1 and plan.part_k is None and plan.reduce != "in_place"
+    one_sum = not spec.promotes and plan.split == 1 and plan.part_k is None and plan.reduce != "in_place"
     return chain == outer and not plan.scaled_promotion and (one_sum or grid_of(chain).kind == 64)
 
 

@@ -21,7 +21,6 @@ from fmtsim.engines.cuda.gemm.job import (
     Job,
     Range,
     is_plain,
-    outer_format,
     promotion_of,
     range_of,
 )
@@ -141,7 +140,7 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
     if len(formats) < 2 or not all(is_representable(fmt, torch.float32) for fmt in formats):
         return None
     acc, fraction, how = unit.accumulator, unit.fraction_bits, unit.rounding
-    if fraction > 40 or acc.mantissa_bits > 25 or not is_plain(acc) or not is_plain(outer_format(spec)):
+    if fraction > 40 or acc.mantissa_bits > 25 or not is_plain(acc) or not is_plain(spec.outer):
         return None
     if max(-acc.min_exponent, acc.max_exponent, abs(unit.min_exponent or 0)) > _FARTHEST:
         return None

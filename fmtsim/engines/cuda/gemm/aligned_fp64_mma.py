@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fmtsim.engines.cuda.cast.parameters import macros
 from fmtsim.engines.cuda.gemm.fast_path import THREADS, FastPath, Packing, Plan, launch, panels_of
-from fmtsim.engines.cuda.gemm.job import SINGLES, TYPES, Gpu, Job, layout_of, outer_format, promotes
+from fmtsim.engines.cuda.gemm.job import SINGLES, TYPES, Gpu, Job, layout_of
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
@@ -241,7 +241,7 @@ def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_
     unit, sides = spec.datapath, []
     if not isinstance(unit, Datapath) or not _is_floor(unit) or block > LONGEST_BLOCK:
         return None
-    if promotes(spec) and layout_of(outer_format(spec)) != layout_of(FP32):
+    if spec.promotes and layout_of(spec.outer) != layout_of(FP32):
         return None
     for fmt, scaled in ((spec.a, scaled_a), (spec.b, scaled_b)):
         if not isinstance(fmt, FloatFormat) or fmt.min_subnormal < 2.0**-149 or fmt.max_exponent > 127:

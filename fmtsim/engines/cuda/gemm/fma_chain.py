@@ -26,7 +26,6 @@ from fmtsim.engines.cuda.gemm.job import (
     is_plain,
     layout_of,
     order_bytes,
-    outer_format,
     problem_of,
     promotion_of,
     range_of,
@@ -140,7 +139,7 @@ def shape_of(spec: GemmSpec, block: int, k: int, with_c: bool) -> _Shape | None:
     if not isinstance(unit, Datapath) or unit.fraction_bits is not None or unit.scale is not None or unit.group > 1:
         return None
     acc, promotion = unit.accumulator, promotion_of(spec)
-    if unit.rounding.mode != "nearest_even" or not is_plain(acc) or not is_plain(outer_format(spec)):
+    if unit.rounding.mode != "nearest_even" or not is_plain(acc) or not is_plain(spec.outer):
         return None
     if not all(isinstance(fmt, FloatFormat) for fmt in (spec.a, spec.b)):
         return None

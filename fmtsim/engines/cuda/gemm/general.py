@@ -21,7 +21,6 @@ from fmtsim.engines.cuda.gemm.job import (
     format_bytes,
     is_plain,
     order_bytes,
-    outer_format,
     problem_of,
     sums_of,
 )
@@ -57,7 +56,7 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
         return narrow and max(unit.fraction_bits, unit.sum_bits) + 5 + unit.block.bit_length() <= 62
     if isinstance(unit, PairwiseDatapath):
         return narrow
-    if not is_plain(unit.accumulator) or not is_plain(outer_format(spec)):
+    if not is_plain(unit.accumulator) or not is_plain(spec.outer):
         return False
     if plan.scaled_promotion and not is_representable(unit.accumulator, torch.float32):
         return False

@@ -142,18 +142,13 @@ class Job:
     @property
     def promotes(self) -> bool:
         """Whether chains are added to an outer sum."""
-        return promotes(self.spec)
+        return self.spec.promotes
 
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """Both operands, each with its scales inside the unit: None where it has none."""
         inside = isinstance(self.spec.datapath, Datapath) and self.spec.datapath.scale is not None
         return (self.a, self.scale_a if inside else None), (self.b, self.scale_b if inside else None)
-
-
-def promotes(spec: GemmSpec) -> bool:
-    """Return True if the unit or the plan adds chains to an outer sum."""
-    return spec.plan.promote_every is not None or getattr(spec.datapath, "promote_every", None) is not None
 
 
 def accumulation_order(k: int, spec: GemmSpec, device: torch.device) -> AccumulationOrder:
@@ -282,14 +277,6 @@ def is_plain(fmt: FloatFormat | None) -> bool:
     return fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee" and fmt.mantissa_bits != 51
 
 
-def outer_format(spec: GemmSpec) -> FloatFormat:
-    """Return the format of the sum to which chains are promoted."""
-    unit = spec.datapath
-    if not isinstance(unit, Datapath) or spec.plan.promote_every is not None:
-        return FP32
-    return unit.promotion or unit.accumulator
-
-
 def layout_of(fmt: FloatFormat) -> tuple[int, int, int]:
     """Return the exponent bits, mantissa bits and bias of a format."""
     return fmt.exponent_bits, fmt.mantissa_bits, fmt.exponent_bias
@@ -299,10 +286,10 @@ def promotion_of(spec: GemmSpec) -> int:
     """Return how chains join an outer sum (``promote``, problem.cuh): 0 not, 1 in float32 as IEEE 754 adds, 2 else."""
     unit = spec.datapath
     assert isinstance(unit, Datapath)
-    if not promotes(spec):
+    if not spec.promotes:
         return 0
     plain = is_representable(unit.accumulator, torch.float32) and not spec.plan.scaled_promotion
-    return 1 if plain and layout_of(outer_format(spec)) == layout_of(FP32) else 2
+    return 1 if plain and layout_of(spec.outer) == layout_of(FP32) else 2
 
 
 def problem_of(job: Job, tile: int, grid: int = 0) -> bytes:
@@ -334,7 +321,7 @@ def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
     unit, plan = spec.datapath, spec.plan
     fused = unit if isinstance(unit, Datapath) else Datapath()
     how = fused.rounding
-    formats = format_bytes(accumulator_of(unit)) + format_bytes(outer_format(spec))
+    formats = format_bytes(accumulator_of(unit)) + format_bytes(spec.outer)
     formats += struct.pack("<4i", CODES[how.mode], how.bits, "abc".index(how.variant), 0)
     fraction_bits = NO_FRACTION if fused.fraction_bits is None else fused.fraction_bits
     sum_bits, parity = 0, False
