@@ -305,7 +305,7 @@ def other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
 
 
 def other_settings(index: int) -> str | None:
-    """Return which setting of the process gives cuBLAS other choices than a target's records, None where none does."""
+    """Return the setting of the process that changes cuBLAS's choices from a target's records, or None."""
     for name in _VARIABLES:
         value = os.environ.get(name)
         if value is None:

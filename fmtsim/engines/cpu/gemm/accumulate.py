@@ -97,12 +97,12 @@ def grid_of(fmt: FloatFormat) -> Grid:
 
 
 def promotion_of(spec: GemmSpec) -> Promotion:
-    """Return how chains join the outer sum of a product."""
+    """Return the promotion of a product's chains to its outer sum."""
     return Promotion(spec.promotes, spec.plan.successive_scales, grid_of(spec.outer))
 
 
 def reduction_of(plan: GemmPlan, wide: bool) -> Reduction:
-    """Return how a plan adds its parts; ``wide`` says that sums are float64."""
+    """Return the reduction of a plan's parts; ``wide``: sums are float64."""
     grid = grid_of(plan.partial or FP32)
     in_place, rounds_parts = plan.reduce == "in_place", plan.partial is not None
     trip = rounds_parts and (plan.round_trip or in_place)
@@ -250,7 +250,7 @@ def _clear_of(sums, at):  # type: ignore[no-untyped-def]
 
 @device
 def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
-    """Do what a plan asks for after block ``index`` of a slab, to the running chains acc [rows][64] of all rows.
+    """Follow a plan after block ``index`` of a slab, for the running chains acc [rows][64] of all rows.
 
     A chain that ends is added to the part's outer sum and restarts at +0, where something promotes; a part that ends
     is kept, and both sums restart.

@@ -98,7 +98,7 @@ def finish64(s, mask):  # type: ignore[no-untyped-def]
 
 @device
 def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
-    """Return where block ``index`` of row 0 lies in the layout of the first operand, and the step from row to row."""
+    """Return the place of block ``index`` of row 0 in the layout of the first operand, and the step between rows."""
     group = max(pitch, LANES)
     slot = index * pitch
     return slot // group * rows * group + slot % group, group

@@ -73,7 +73,7 @@ class Groups:
 
 
 def groups_of(unit: Datapath, a: Source, b: Source, k: int) -> Groups | None:
-    """Return how the kernels run a unit on these operands; None where its sums are not exact."""
+    """Return the constants of the kernels for a unit and operands; None where sums are not exact."""
     if unit.group == 1 or unit.scale is None or unit.fraction_bits is None or unit.term_rounding != "toward_zero":
         return None
     scale_bits, acc = unit.scale.mantissa_bits + 1, unit.accumulator
@@ -184,7 +184,7 @@ def grouped(a, b, order, sums, acc, block, size, factor, unit, draw, column):  #
 
 @subroutine
 def grouped_integers(a, b, order, sums, acc, block, size, factor, base, fraction_bits, mask):  # type: ignore[no-untyped-def]
-    """Do what ``grouped`` does where products are integers and sums are truncated, in half the time.
+    """Compute ``grouped`` where products are integers and sums are truncated, in half the time.
 
     a, b: Grouped, int32 values that hold two slots each, at the even one; exponents are bytes, four times in an int32
     for a and as pack_bytes orders them for b. ``base`` is the exponent of a term whose two bytes are 0, ``mask`` keeps

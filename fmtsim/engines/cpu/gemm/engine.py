@@ -116,7 +116,7 @@ def _write_nan(out: Tensor) -> None:
 
 @lru_cache(maxsize=1024)
 def _method(text: str, k: int) -> Method | None:
-    """Return what computes products of k terms of a spec, given as JSON; None where no kernel does."""
+    """Return the method for products of k terms of a spec, given as JSON; None where no kernel takes them."""
     spec = gemm_spec_from_json(text)
     unit = spec.datapath
     if isinstance(unit, IntegerDatapath):
@@ -180,7 +180,7 @@ class Prepared(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prepared:
-    """Return what a product of k terms needs beside its data.
+    """Return the parts of a product of k terms that do not depend on its data.
 
     Args:
         text: The spec as JSON.
@@ -201,7 +201,7 @@ def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prep
 
 
 def fast_path(unit: Datapath, a: Source, b: Source, limits: tuple[int, int]) -> Constants | None:
-    """Return how the truncating kernels run a unit on these operands; None where they cannot."""
+    """Return the constants of the truncating kernels for a unit and operands; None where they do not take these."""
     f, block, acc_mantissa = unit.fraction_bits, unit.block, unit.accumulator.mantissa_bits
     mode, truncates = unit.rounding.mode, unit.rounding.mode == "toward_zero"
     if unit.term_rounding != "toward_zero" or f is None or block is None:

@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     column: slice
 
     def part_of(self, sums: np.ndarray) -> np.ndarray:
-        """Return what the result has of a tile's sums [height][64]."""
+        """Return the part of a tile's sums [height][64] that lies in the result."""
         return sums.reshape(self.height, LANES)[
             : self.row.stop - self.row.start, : self.column.stop - self.column.start
         ]

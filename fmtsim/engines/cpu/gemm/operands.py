@@ -75,7 +75,7 @@ _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 
 def source_of(fmt: FloatFormat, unit: Datapath, scaled: bool) -> Source:
-    """Return what kernels know of an operand of a format before they see it: its arrays are stand-ins."""
+    """Return an operand of a format without its data, for which small arrays stand in."""
     lowest = fmt if unit.operand is None else unit.operand
     emin, bits, nothing = max(lowest.min_exponent, -126), fmt.mantissa_bits + 1, np.zeros((1, 1), np.float32)
     if unit.scale is None or not scaled:

@@ -81,7 +81,7 @@ def _prepared(
 
 
 def across_of(block: tuple[int, int]) -> int | None:
-    """Return how many vectors wide a tile is that consists of whole blocks, None where there is none."""
+    """Return the width, in vectors, of a tile of whole blocks, None where there is none."""
     high, wide = block
     if high == 1:
         across = _WIDEST

@@ -21,7 +21,7 @@ Launch = Callable[[int, int, int], None]
 
 
 def fingerprint(x: Tensor, width: int, members: int, address: int) -> Launch | None:
-    """Return what adds the fingerprint of a tensor to numbers on its device, None where no kernel does that.
+    """Return the launch that adds a tensor's fingerprint to numbers on its device, None where no kernel serves.
 
     Args:
         x: A plain contiguous tensor of real numbers that is not empty.

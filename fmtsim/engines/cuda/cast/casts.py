@@ -92,7 +92,7 @@ def quantize_contiguous(x: torch.Tensor, cast: CastSpec | str, out: torch.Tensor
 
 @lru_cache(maxsize=4096)
 def _fast_launch(cast: CastSpec | str, dtype: torch.dtype, out_dtype: torch.dtype, index: int) -> _Launch | None:
-    """Return what launches a cast on a device, None where fast dispatch does not serve it."""
+    """Return the launch of a cast on a device, None where fast dispatch does not serve it."""
     spec = spec_from_json(cast) if isinstance(cast, str) else cast
     if torch.float64 in (dtype, out_dtype) or isinstance(spec.format, LogTileFormat) or not runtime.serves(index):
         return None
@@ -253,7 +253,7 @@ def _encode(
 
 
 def _run(slot: int, dtype: torch.dtype, random: int) -> int:
-    """Return how many elements a thread of encode.cu takes; their codes fill words."""
+    """Return the elements of a thread of encode.cu, whose codes fill words."""
     least = 4 if dtype.itemsize == 4 else 16 if slot <= 8 else 8
     if slot == 6 and dtype.itemsize == 2 and not random:
         least = 32
@@ -270,7 +270,7 @@ def _first_aligned(source: torch.Tensor, target: torch.Tensor, width: int) -> in
 
 
 def vectors_of(grid: Grid, dtype: torch.dtype, out: torch.dtype) -> tuple[int, int]:
-    """Return how many elements a vector of quantize.cu has, and how many of them a thread takes.
+    """Return the elements of a vector of quantize.cu, and the vectors of a thread.
 
     With random words, which keep threads busier, both sides have whole vectors; else neighbours write side by side.
     """

@@ -128,7 +128,7 @@ class MatrixLayout(NamedTuple):
 
 
 def matrix_layout(x: Tensor, block: Block, *, statistic: str, stochastic: bool) -> MatrixLayout | None:
-    """Return how a matrix lies in memory under the blocks of a rule, or None where no kernel takes it.
+    """Return the layout of a matrix under the blocks of a rule, None where no kernel takes it.
 
     Args:
         x: [rows, inner].

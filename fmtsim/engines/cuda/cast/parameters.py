@@ -235,7 +235,7 @@ def _covers_rounding(rounding: Rounding) -> bool:
 
 
 def _words(rounding: Rounding) -> tuple[int, int]:
-    """Return which bits of a random word count, and those that are set below them."""
+    """Return masks of a random word: the bits in use, and those that are set below them."""
     bits = rounding.bits
     return (1 << 32) - (1 << (32 - bits)), 1 << (31 - bits) if rounding.variant == "b" and bits < 32 else 0
 
@@ -310,7 +310,7 @@ def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Gri
 
 
 def _method(fmt: FloatFormat, rounding: Rounding) -> int | None:
-    """Return how magnitudes reach the grid, None where float32 arithmetic alone does not do it."""
+    """Return the method that rounds magnitudes to the grid, None where float32 arithmetic alone does not."""
     mantissa_bits, low = fmt.mantissa_bits, fmt.min_exponent
     finite = fmt.max_exponent + 24 - mantissa_bits <= 127  # the magic number of the binade above the largest value
     gradual = fmt.has_subnormals and fmt.has_zero

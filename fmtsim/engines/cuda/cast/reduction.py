@@ -95,7 +95,7 @@ class ReductionStages:
         return tops
 
     def factors(self, amaxes: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what elements are multiplied with before the cast and behind the sums, float32 [tensors] each."""
+        """Return the factors of elements before the cast and after the sums, float32 [tensors] each."""
         both, count = amaxes.new_empty(2, len(amaxes)), len(amaxes)
         kernel("statistic.cu", "factors_of_tensors", device_index(amaxes))(
             -(-count // _THREADS), _THREADS, amaxes, mu, both, np.int64(count), self._factor, self._mean_of,
@@ -147,7 +147,7 @@ def reduction_macros(
 
 
 def _sum_runs(ranks: int) -> int:
-    """Return how many runs of codes a thread of ``sum_chunks`` takes, whose words of all ranks it holds."""
+    """Return the runs of codes of a thread of ``sum_chunks``, which holds their words of all ranks."""
     return min(8, max(1, 32 // ranks))
 
 

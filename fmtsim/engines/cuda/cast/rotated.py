@@ -195,7 +195,7 @@ def cast_rotated(
 def _prepared(
     plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], multiplies: bool, counts: bool, index: int
 ) -> Launch:
-    """Return how matrices of a shape and layout are cast; computed once, because it takes longer than a launch."""
+    """Return the launches for matrices of a shape and layout; computed once, because it takes longer than a launch."""
     contiguous = strides[1] == 1
     defines = kernel_macros(plan, not contiguous, multiplies, counts)
     finds = kernel(_FILE, "rotated_amax", index, defines).bound(_THREADS, (_JOB.size,)) if plan.two_level else None
@@ -246,7 +246,7 @@ def kernel_macros(plan: Plan, transposed: bool, multiplies: bool = False, counts
 
 
 def plan_of(quantizer: Quantizer) -> Plan | None:
-    """Return how a quantiser is computed, None where the kernels do not serve."""
+    """Return the plan of a quantiser, None where the kernels do not serve."""
     entry = _plans.get(id(quantizer))
     if entry is None or entry[0] is not quantizer:  # hashing a quantiser takes as long as a launch
         if len(_plans) > 4096:

@@ -41,7 +41,7 @@ class _ElementGrid(NamedTuple):
 
 
 def output_of(dtype: torch.dtype) -> int | None:
-    """Return what writes values of a dtype, None where no fast kernel does."""
+    """Return the macro OUTPUT for values of a dtype, None where no fast kernel writes it."""
     return DTYPES[dtype] if dtype in NARROW[:2] else None
 
 
@@ -299,7 +299,7 @@ def _digits(element: FloatFormat | IntFormat) -> int:
 
 
 def _stored(scale: FloatFormat) -> tuple[int, bytes] | None:
-    """Return how scales are rounded to their format: a method and the bytes of a ``struct Grid``."""
+    """Return the rounding of scales to their format: a method and the bytes of a ``struct Grid``."""
     if scale == FP32:
         return -1, _NO_GRID
     grid = grid_of(scale, Rounding(), "saturate")

@@ -191,7 +191,7 @@ class _Plan:
     def cast(
         self, x: Tensor, quantizer: Quantizer, key: RandomKey | None, delayed: Any, factor: Tensor | None
     ) -> Operand:
-        """Do what ``cast_scaled`` does."""
+        """Compute ``cast_scaled``."""
         values = torch.empty_like(x, dtype=torch.bfloat16)
         scale = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)
         mask = torch.empty_like(x, dtype=torch.bool) if self._rule.masks else None
@@ -205,7 +205,7 @@ class _Plan:
         return self._operand(values, quantizer, scale.mT if self._layout.transposed else scale, mask)
 
     def cast_both(self, x: Tensor, quantizer: Quantizer) -> tuple[Operand, Operand]:
-        """Do what ``cast_both`` does; the layout is that of the transpose."""
+        """Compute ``cast_both``; the layout is that of the transpose."""
         rows, columns = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))
         of_rows = torch.empty(x.shape[0], -(-x.shape[1] // _GROUP), dtype=torch.float32, device=x.device)
         of_columns = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)

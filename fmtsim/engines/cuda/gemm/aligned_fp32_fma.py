@@ -99,7 +99,7 @@ class AlignedFp32Fma(FastPath):
 
 @lru_cache(maxsize=1024)
 def shape_of(spec: GemmSpec, block: int, k: int) -> _Shape | None:
-    """Return how the kernels run blocks of a length, None where they are not exact."""
+    """Return the specialisation for blocks of a length, None where sums are not exact."""
     unit, a, b = spec.datapath, spec.a, spec.b
     if not isinstance(unit, Datapath) or not isinstance(a, FloatFormat) or not isinstance(b, FloatFormat):
         return None

@@ -105,7 +105,7 @@ class AlignedFp64Fma(FastPath):
         )  # fmt: skip
 
     def _panels(self, job: Job, shape: _Shape) -> tuple[int, int]:
-        """Return how many panels the operands have, in the kernel's order."""
+        """Return the panels of both operands, in the kernel's order."""
         first, second = (panels_of(x.shape[0]) for x, _ in self._sides(job, shape))
         return first, second
 
@@ -123,7 +123,7 @@ class AlignedFp64Fma(FastPath):
         return Packing((count, panels), (source,), (records,))
 
     def _stages(self, job: Job, shape: _Shape) -> int:
-        """Return how many records of both operands shared memory holds."""
+        """Return the records of both operands that shared memory holds."""
         return min(4, (job.gpu.shared - 1024) // shape.stage)
 
     def _shared(self, job: Job, shape: _Shape) -> int:
@@ -132,7 +132,7 @@ class AlignedFp64Fma(FastPath):
 
 @lru_cache(maxsize=1024)
 def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
-    """Return how the kernels run blocks of a length, None where they do not."""
+    """Return the specialisation for blocks of a length, None where the kernels do not take them."""
     unit = spec.datapath
     if not isinstance(unit, Datapath) or unit.group > 1 or unit.signed_zero or unit.fraction_bits is None:
         return None

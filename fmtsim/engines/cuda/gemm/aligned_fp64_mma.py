@@ -141,7 +141,7 @@ class Configuration(NamedTuple):
         return max(1, 64 // self.span)
 
     def pitch(self, blocks: int) -> int:
-        """Return how many records a panel has: whole runs."""
+        """Return the records of a panel: whole runs."""
         return -(-blocks // self.run) * self.run
 
     def record(self, side: int) -> int:
@@ -194,7 +194,7 @@ class AlignedFp64Mma(FastPath):
         return ("pack_operand", "row_exponents") if shape.floor.wide else ("pack_operand",)
 
     def _panels(self, job: Job, shape: Specialisation) -> tuple[int, int]:
-        """Return how many panels the operands have: of 64 rows, and of as many columns as a configuration has."""
+        """Return the panels of both operands: of 64 rows, and of as many columns as a configuration has."""
         rows_a, rows_b = shape.configuration.rows
         return panels_of(job.shape[0], rows_a), panels_of(job.shape[1], rows_b)
 
@@ -237,7 +237,7 @@ class AlignedFp64Mma(FastPath):
 
 @lru_cache(maxsize=1024)
 def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b: bool = False) -> Floor | None:
-    """Return how the kernels run a unit, None where they cannot."""
+    """Return the constants of the kernels for a unit, None where they do not take it."""
     unit, sides = spec.datapath, []
     if not isinstance(unit, Datapath) or not _is_floor(unit) or block > LONGEST_BLOCK:
         return None
@@ -325,7 +325,7 @@ def configuration_of(floor: Floor, block: int, promote: int, gpu: Gpu) -> Config
 
 
 def _kind(single: bool, promote: int, span: int, wide: bool) -> int:
-    """Return which configurations are fast: for float32 sums, or by promotion, length of blocks and exponents."""
+    """Return the key of CHOICES: float32 sums, or promotion, length of blocks and exponents."""
     if single or (promote and not (wide and span == 16)):
         return _SINGLE if single else _PROMOTED
     if span < 16:

@@ -91,7 +91,7 @@ class BlockScaled(FastPath):
         return Packing((panels, blocks), source, packed)
 
     def _stages(self, job: Job, shape: _Shape) -> int:
-        """Return how many blocks of operands shared memory holds."""
+        """Return the blocks of operands that shared memory holds."""
         return 3 if job.gpu.shared >= 3 * shape.stage else 2
 
     def _shared(self, job: Job, shape: _Shape) -> int:
@@ -114,7 +114,7 @@ def _takes(spec: GemmSpec) -> bool:
 
 @lru_cache(maxsize=256)
 def shape_of(spec: GemmSpec, block: int, halves: bool) -> _Shape | None:
-    """Return how kernels run blocks of a length, None where their sums are not exact.
+    """Return the specialisation for blocks of a length, None where sums are not exact.
 
     ``halves`` says that a tensor core may take 16 products in two steps of 8, as before compute capability 9.0.
     """

@@ -61,7 +61,7 @@ class FastPath(ABC):
 
     @abstractmethod
     def _shape(self, job: Job) -> Any:
-        """Return how the kernels are specialised for a product, None where they do not take it."""
+        """Return the specialisation of the kernels for a product, None where they do not take it."""
 
     @abstractmethod
     def _product_macros(self, job: Job, shape: Any) -> Defines:
@@ -73,7 +73,7 @@ class FastPath(ABC):
 
     @abstractmethod
     def _pack(self, job: Job, shape: Any, side: int, panels: int) -> Packing:
-        """Return how the first or the second operand of the kernel is packed into panels."""
+        """Return the packing of the first or the second operand of the kernel into panels."""
 
     @abstractmethod
     def _shared(self, job: Job, shape: Any) -> int:
@@ -84,7 +84,7 @@ class FastPath(ABC):
         return ("pack_operand",)
 
     def _panels(self, job: Job, shape: Any) -> tuple[int, int]:
-        """Return how many panels the two operands of the kernel have."""
+        """Return the panels of both operands of the kernel."""
         return panels_of(job.shape[0]), panels_of(job.shape[1])
 
     def _arguments(
@@ -97,7 +97,7 @@ class FastPath(ABC):
         return *packed, flags, job.c, order_bytes(job), blocks, marks, sums, shape.limits(k), problem_of(job, TILE)
 
     def plan(self, job: Job) -> Plan | None:
-        """Return how the path computes a product, None where it does not take it; looks at no data."""
+        """Return the path's plan for a product, None where it does not take it; reads no data."""
         if job.a.dtype not in self.dtypes or job.b.dtype not in self.dtypes or (job.c is not None and not self.addends):
             return None
         shape = self._shape(job)
@@ -127,7 +127,7 @@ class FastPath(ABC):
 
 
 def panels_of(rows: int, width: int = TILE) -> int:
-    """Return how many panels a matrix of so many rows has."""
+    """Return the panels of a matrix of so many rows."""
     return -(-rows // width)
 
 

@@ -104,7 +104,7 @@ class FmaChain(FastPath):
         return macros(NUMBERS=shape.numbers, TYPE=dtype, SECOND=side, SPANS=shape.has_spans)
 
     def _panels(self, job: Job, shape: _Shape) -> tuple[int, int]:
-        """Return how many panels the operands have: two columns of the second share a word of 16-bit numbers."""
+        """Return the panels of both operands: two columns of the second share a word of 16-bit numbers."""
         return panels_of(job.shape[0]), panels_of(job.shape[1], 2 * TILE if shape.numbers <= BFLOATS else TILE)
 
     def _pack(self, job: Job, shape: _Shape, side: int, panels: int) -> Packing:
@@ -134,7 +134,7 @@ class FmaChain(FastPath):
 
 @lru_cache(maxsize=1024)
 def shape_of(spec: GemmSpec, block: int, k: int, with_c: bool) -> _Shape | None:
-    """Return how the kernels run blocks of a length, None where they do not."""
+    """Return the specialisation for blocks of a length, None where the kernels do not take them."""
     unit = spec.datapath
     if not isinstance(unit, Datapath) or unit.fraction_bits is not None or unit.scale is not None or unit.group > 1:
         return None

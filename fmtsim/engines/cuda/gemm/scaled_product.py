@@ -114,7 +114,7 @@ def _tiles(m: int, n: int) -> int:
 
 @lru_cache(maxsize=1024)
 def parts_of(m: int, n: int, groups: int, processors: int) -> tuple[int, int]:
-    """Return into how many parts a sum is cut, and the groups of a part.
+    """Return the number of parts of a split sum, and the groups of a part.
 
     The time of a part is taken for that of its groups and one more, that of a further part for what it takes to write
     and read its sums: a group's time for 132 processors is that of 2.2 million numbers.

@@ -116,7 +116,7 @@ def _alignment(x: Tensor) -> bool:
 
 
 def _compared(path: FastPath, job: Job, plan: Plan) -> tuple[int, int]:
-    """Return how many results of a path have wrong bits, and how many were compared."""
+    """Return the number of a path's results with wrong bits, and the number compared."""
     counts = []
     for place in range(len(SHAPES)):
         sample_and_plan = _like(path, job, plan, place)

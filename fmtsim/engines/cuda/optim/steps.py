@@ -103,7 +103,7 @@ def _is_plain(step: ParameterStep) -> bool:
 
 
 def _row(step: ParameterStep, kernels: Kernels) -> tuple[int, ...]:
-    """Return what ``launches`` takes of a parameter."""
+    """Return a parameter's row for ``launches``."""
     p, state, weights = step.parameter, step.state, step.formats.get("weights")
     expanded = kernels.file == "optimizer_expanded.cu"
     names = _MOMENTS + (_GROUPS if expanded else _WEIGHTS)

@@ -97,7 +97,7 @@ def capability(index: int) -> tuple[int, int]:
 
 @cache
 def multiprocessors(index: int) -> int:
-    """Return how many multiprocessors a device has: grids of a whole number of waves need it."""
+    """Return the number of a device's multiprocessors, for grids of a whole number of waves."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
