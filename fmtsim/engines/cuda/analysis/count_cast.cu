@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a cast did to a tensor (fmtsim/lab/analysis/measure.py), counted in one read of its elements and of their
+// Effects of a cast on a tensor (fmtsim/lab/analysis/measure.py), counted in one read of its elements and of their
 // quantised values: a tile of 8192 elements at a time, whose blocks' scales follow from what its threads hold.
 //
 // Macros: INPUT, QUANTISED: dtypes (common.cuh). SCALED: elements are seen under the scales of blocks, which are 1

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of rotated operands share: their macros, jobs, and the transforms of the numbers that a lane holds.
+// What rotated.cu's kernels of rotated operands share: macros, jobs, and the transforms of the numbers that a lane
+// holds.
 //
 // A thread takes 32 neighbours of a line, and LANES lanes side by side hold 32 LANES neighbours: 64, which share random
 // words, or the 128 of a long transform. DOWN says along what a matrix is cast, its rows (0) or its columns (1); SIZE

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How lanes hold runs of memory that share scales, and how they share the work on the scales. A lane has VECTORS
+// Runs of memory that share scales, over the lanes of a warp, which share the work on the scales. A lane has VECTORS
 // vectors of VECTOR elements in one of three layouts:
 //
 //   LAYOUT 0   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies a warp further.

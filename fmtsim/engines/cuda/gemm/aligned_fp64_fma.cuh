@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How aligned_fp64_fma.cu lays out its operands: a record for each panel of 128 rows and BLOCK k positions
+// Layout of the operands of aligned_fp64_fma.cu: a record for each panel of 128 rows and BLOCK k positions
 // (panels.cuh).
 //
 // A record holds the numbers as doubles, k position by k position, in the order in which lanes take them; their

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An operand in the layout of aligned_fp64_fma.cuh; a block of threads makes a record.
+// Packs an operand of aligned_fp64_fma.cu (aligned_fp64_fma.cuh); a block of threads writes a record.
 //
 // Macros: BLOCK, FRACTION, TYPE (operands.cuh), SECOND (1: the second operand), EMIN (lowest exponent of the operand),
 // ENLARGED (numbers are multiplied by 1 + 2^-ENLARGED; 0: not), TERMS (aligned_fp64_fma.cu), SCALED (1: by scales of

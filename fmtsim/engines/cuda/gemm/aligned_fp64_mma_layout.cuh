@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How packed operands of the kernels on the fp64 tensor core lie in memory: what aligned_fp64_mma_pack.cu writes and
-// aligned_fp64_mma.cu reads.
+// Layout of the operands of aligned_fp64_mma.cu (fp64 tensor core), which aligned_fp64_mma_pack.cu writes.
 //
 // An operand is divided into panels of ROWS rows; a panel's block of products is one record, records of a panel follow
 // each other in the accumulation order. A record holds, for SPAN places (the block's length rounded up to 8):

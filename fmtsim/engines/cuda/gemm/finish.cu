@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows a product whose operands left scales outside: sums times scales, a bias, a dtype.
+// The last step of a native product whose operands left scales outside: sums times scales, a bias, a dtype.
 //
 // y and out are [M, N], N a multiple of four, and begin at whole vectors; OUTPUT is float32, bfloat16 or float16.
 // out = RN(RN32(RN32(RN32(y * column) * row) + bias)), with a scale for every column and every row, or one for all.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An operand in the layout of fma_chain.cuh. A block of threads does 32 k positions of a panel.
+// Packs an operand of fma_chain.cu (fma_chain.cuh); a block of threads writes 32 k positions of a panel.
 //
 // A place without a product is -0 times +0, which no sum notices: x + (-0) is x for every x, -0 included.
 //

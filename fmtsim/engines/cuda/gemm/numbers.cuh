@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integers of 128 bits, powers of two, and how a magnitude is rounded to a coarser grid in every mode.
+// Numbers of products: integers of 128 bits, powers of two, and rounding of a magnitude to a format in every mode.
 #pragma once
 #include "rounding.cuh"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How elements of any dtype are read, as doubles.
+// Operands of products: elements of every dtype (FP8, 16 bits, float32, float64, 8-bit integers) read as doubles.
 #pragma once
 #include "numbers.cuh"
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product and its unit as numbers, outer sums, and how sums are written.
+// A product and its unit as numbers, outer sums of promoted chains, and writing of sums: what all kernels of products
+// take.
 #pragma once
 #include "operands.cuh"
 #include "philox.cuh"

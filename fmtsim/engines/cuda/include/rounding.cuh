@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a magnitude is rounded to a coarser grid, in every mode, exactly: the one place where kernels decide that from
-// the bits that are dropped (docs/semantics.md, section 1). A mode's number is the truth table of its condition
+// Rounding of a magnitude to a coarser grid, in every mode, exactly: the one place where kernels decide by the bits
+// that are dropped (docs/semantics.md, section 1). A mode's number is the truth table of its condition
 // (fmtsim/rounding/modes.py, Rule.code); the names here are of the modes that some kernel treats on its own.
 #pragma once
 #include "common.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How one state is kept: the numbers of a tensor as codes with scales (fmtsim.spec.optimizer.StateFormat).
+// Codecs of optimizer states: the numbers of a tensor as codes with scales (fmtsim.spec.optimizer.StateFormat).
 //
 // Slot: floating-point codes. BITS of a code, 16 or 8; 32: float32 numbers; 0: there is none. MANTISSA, BIAS: of the
 // format. FINITE: the code of its largest value. INFINITIES: the next code is Inf. NOT: the code of NaN. RULE: of the
