@@ -16,6 +16,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 E4M3 = fmtsim.get_format("e4m3")
 
@@ -107,8 +108,7 @@ def test_settings_refused():
         ({"reduction": automatic}, "remembers a factor or draws numbers; choose one with a fixed factor"),
         ({"gather": "nvfp4"}, "nvfp4 has scales of its own; pass scaling=None, or an element format"),
     ):
-        with pytest.raises(ArgumentError, match=message):
-            TensorParallel(**settings)
+        refused(message, TensorParallel, **settings)
     with pytest.raises(ArgumentError, match=r"3 tokens \(dim=-2\) do not divide among 2 ranks; pad them, or pass"):
         shared_out(net())(torch.ones(3, 8))
     with pytest.raises(ArgumentError, match=r"dim=-2 of the tokens is not one of x of shape \(8,\); pass TensorPar"):

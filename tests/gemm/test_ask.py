@@ -14,6 +14,7 @@ from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.support.errors import DeviceError
 from tests.support.cublaslt import chosen, library
+from tests.support.refusals import refused
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)
 FP8 = Kind("e4m3", "e5m2", torch.bfloat16, scaling="tensor")
@@ -137,8 +138,7 @@ def test_a_library_that_refuses_or_fails(status, refused):
             return
         with pytest.raises(DeviceError, match=f"AlgoGetHeuristic fails with status {status} for Question"):
             asker.choice(Question(BF16, 0, 64, 48, 4096))
-        with pytest.raises(DeviceError, match=f"cublasLtCreate fails with status {status}; see with nvidia-smi"):
-            Asker(lib)
+        refused(f"cublasLtCreate fails with status {status}; see with nvidia-smi", Asker, lib, error=DeviceError)
     finally:
         lib.fail_with(0)
 
@@ -180,8 +180,7 @@ def test_only_the_very_card_and_library_are_asked(engine, asked, monkeypatch):
         assert ask.choice(question, target) is None  # which ends in a guess, and that warns
         library().fail_with(0)
         monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(RuntimeError("in a forked process")))
-        with pytest.raises(DeviceError, match="cuBLASLt cannot be asked here: in a forked process"):
-            open_asker()
+        refused("cuBLASLt cannot be asked here: in a forked process", open_asker, error=DeviceError)
     finally:
         library().fail_with(0)
         ask._device_of.cache_clear()
@@ -191,5 +190,4 @@ def test_only_the_very_card_and_library_are_asked(engine, asked, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu():
     assert ask.choice(Question(BF16, 0, 64, 48, 4096), get_target("h200")) is None
-    with pytest.raises(DeviceError, match="torch has no GPU with cuBLASLt here; ask on a machine with an NVIDIA GPU"):
-        open_asker()
+    refused("torch has no GPU with cuBLASLt here; ask on a machine with an NVIDIA GPU", open_asker, error=DeviceError)

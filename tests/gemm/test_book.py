@@ -16,6 +16,7 @@ from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run, book_bytes, write
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.lab.calibration.book import sizes_of
 from fmtsim.support.errors import ArgumentError, DataError
+from tests.support.refusals import refused
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)
 FP16 = Kind("fp16", "fp16", torch.float16, "16f", bias=True)
@@ -176,8 +177,7 @@ def test_every_damaged_byte_and_every_missing_end_is_found(data):
 
 def test_messages(tmp_path):
     content, path = book_bytes([family()], library="a GPU"), tmp_path / "a.book"
-    with pytest.raises(DataError, match=r"a\.book: No such file; a plan book lies there"):
-        Book.open(path)
+    refused(r"a\.book: No such file; a plan book lies there", Book.open, path, error=DataError)
     for wrong, message in (
         (b"GIF89a", r"a\.book is not a plan book; fmtsim calibrate --book makes one"),
         (content[:-1], r"a\.book is damaged as a plan book \(it has \d+ bytes instead of \d+\); make it anew"),
@@ -208,8 +208,7 @@ def test_messages(tmp_path):
     ],
 )
 def test_families_that_are_not_possible(changes, message):
-    with pytest.raises(ArgumentError, match=message):
-        book_bytes([family(**changes)], library="a GPU")
+    refused(message, book_bytes, [family(**changes)], library="a GPU")
 
 
 def test_a_book_that_was_sealed_with_a_wrong_choice_is_damaged():

@@ -15,6 +15,7 @@ from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support.bits import all_same_bits
+from tests.support.refusals import refused
 
 T, K, N = 21, 40, 34  # ragged for every block size
 
@@ -99,8 +100,7 @@ def test_only_the_gradients_that_are_needed():
 def test_compiled_code_takes_no_observer():
     config, (x, w, b, _) = distinct(), tensors()
     compiled = torch.compile(lambda *t: EmulatedGEMM.apply(*t, config, 5, print), backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="takes no observer and no state in compiled code; convert a model"):
-        compiled(x, w, b)
+    refused("takes no observer and no state in compiled code; convert a model", compiled, x, w, b, error=Exception)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -159,13 +159,11 @@ def test_create_graph_alone_is_no_error():
     ],
 )
 def test_operands_that_do_not_fit_are_named(arguments, error, message):
-    with pytest.raises(error, match=message):
-        EmulatedGEMM.apply(*arguments, LinearConfig())
+    refused(message, EmulatedGEMM.apply, *arguments, LinearConfig(), error=error)
 
 
 def test_a_config_that_is_none_is_named():
-    with pytest.raises(ArgumentError, match=r"takes a LinearConfig, not 'e4m3'"):
-        EmulatedGEMM.apply(torch.ones(2, 3), torch.ones(4, 3), None, "e4m3")
+    refused(r"takes a LinearConfig, not 'e4m3'", EmulatedGEMM.apply, torch.ones(2, 3), torch.ones(4, 3), None, "e4m3")
     for wrong, message in (
         (
             dict(observer=abs),
@@ -174,8 +172,7 @@ def test_a_config_that_is_none_is_named():
         (dict(observer="x"), "observer='x' does not take five arguments"),
         (dict(state=2), "state=2 is not allowed; pass a Mapping or None"),
     ):
-        with pytest.raises(ArgumentError, match=message):
-            EmulatedGEMM.apply(torch.ones(2, 3), torch.ones(4, 3), None, LinearConfig(), **wrong)
+        refused(message, EmulatedGEMM.apply, torch.ones(2, 3), torch.ones(4, 3), None, LinearConfig(), **wrong)
 
 
 @pytest.mark.parametrize(("lead", "n", "k"), [((2,), 3, 0), ((0,), 3, 4), ((2, 3), 0, 4), ((), 3, 0), ((0,), 0, 0)])

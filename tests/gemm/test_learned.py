@@ -11,6 +11,7 @@ from fmtsim.gemm.targets.learned import FEATURES, Group, Learned, Tree, learned_
 from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
 from fmtsim.support.errors import ArgumentError, DataError
+from tests.support.refusals import refused
 from tests.support.targets import linear, mm
 
 BF16, FP16 = (Kind(name, name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)))
@@ -101,8 +102,7 @@ def test_damaged_files(tmp_path, damage):
     path.write_bytes(path.read_bytes()[damage])
     with pytest.raises(DataError, match="holds no trees that fmtsim reads .*; make it with calibrate --learn"):
         Learned.open(path).find(Question(BF16, 0, 64, 64, 64))
-    with pytest.raises(DataError, match="No such file; fmtsim calibrate --learn makes one"):
-        Learned.open(tmp_path / "none")
+    refused("No such file; fmtsim calibrate --learn makes one", Learned.open, tmp_path / "none", error=DataError)
 
 
 def test_a_tree_that_does_not_end(tmp_path):

@@ -15,6 +15,7 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 
 def test_helper_places_formats_and_roundings():
@@ -71,8 +72,7 @@ def test_text_names_the_machine_once_where_all_products_have_it():
     ],
 )
 def test_wrong_fields_are_named(build, error, message):
-    with pytest.raises(error, match=message):
-        build()
+    refused(message, build, error=error)
 
 
 def q(name):
@@ -120,8 +120,7 @@ def config(fmt, other=None, **machine):
     ],
 )  # fmt: skip
 def test_configs_fail_before_the_first_step(build, error, message):
-    with pytest.raises(error, match=message):
-        build()
+    refused(message, build, error=error)
 
 
 X, W, BIAS = normal(32, 48, seed=1), normal(64, 48, seed=2), normal(64, seed=3)
@@ -144,13 +143,11 @@ X, W, BIAS = normal(32, 48, seed=1), normal(64, 48, seed=2), normal(64, seed=3)
 )  # fmt: skip
 def test_products_that_a_machine_does_not_take_are_named(made, sizes, error, message):
     t, k, n = sizes
-    with pytest.raises(error, match=message):
-        EmulatedGEMM.apply(X[:t, :k], W[:n, :k], None, made)
+    refused(message, EmulatedGEMM.apply, X[:t, :k], W[:n, :k], None, made, error=error)
 
 
 def test_generators_are_checked_where_the_unit_draws():
     made = config("bf16", target=Datapath(rounding="stochastic"))
-    with pytest.raises(ArgumentError, match=r"generator='seed' is not a seed"):
-        EmulatedGEMM.apply(X, W, None, made, "seed")
+    refused(r"generator='seed' is not a seed", EmulatedGEMM.apply, X, W, None, made, "seed")
     y = EmulatedGEMM.apply(X, W, None, config("bf16", target="hopper.wgmma"), 3)  # one that does not draw needs none
     assert torch.equal(y, EmulatedGEMM.apply(X, W, None, config("bf16", target="hopper.wgmma")))

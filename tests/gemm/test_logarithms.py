@@ -19,6 +19,7 @@ from fmtsim.gemm.units.unit import Mode, Unit
 from fmtsim.spec.datapath import LogDatapath
 from fmtsim.spec.operand import Operand
 from fmtsim.support.errors import ArgumentError, FormatError
+from tests.support.refusals import refused
 from tests.support.without_float64 import WithoutFloat64, without_kernels
 
 LNS8 = fmtsim.get_format("lns8_g8")
@@ -205,8 +206,7 @@ REFUSED = (
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED)
 def test_what_the_unit_does_not_take_is_refused(call, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        call()
+    refused(re.escape(message), call, error=error)
 
 
 def test_a_registered_unit_is_the_same_by_its_name(monkeypatch):

@@ -15,8 +15,8 @@ from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_identical
+from tests.support.refusals import refused
 
 INF, NAN = math.inf, math.nan
 BF16, FP16, FP32, FP64 = (get_format(name) for name in ("bf16", "fp16", "fp32", "fp64"))
@@ -355,10 +355,8 @@ def test_the_end_of_k():
     ],
 )
 def test_errors(unit, plan, arguments, message):
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        dot([1.0, 1.0, 1.0, 1.0], unit, plan, **arguments)
+    refused(re.escape(message), dot, [1.0, 1.0, 1.0, 1.0], unit, plan, **arguments)
 
 
 def test_a_unit_of_floats_takes_float_formats():
-    with pytest.raises(ArgumentError, match="a unit of floats does not multiply int8 by int8"):
-        dot([1.0], ONE, fmt=INT8)
+    refused("a unit of floats does not multiply int8 by int8", dot, [1.0], ONE, fmt=INT8)

@@ -21,6 +21,7 @@ from fmtsim.spec.gemm_spec import record_from_dict, record_to_dict
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from tests.support.recorded import GOLDEN, VECTORS, needs_golden
+from tests.support.refusals import refused
 from tests.support.targets import fp8, linear, mm, resolve
 
 NAMES = {
@@ -205,8 +206,7 @@ def test_guesses_warn_once_and_strict_refuses(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert target.resolve(call) == found
-    with pytest.raises(ArgumentError, match=r"pass plan=GemmPlan\(...\), or record the call"):
-        target.resolve(call, strict=True)
+    refused(r"pass plan=GemmPlan\(...\), or record the call", target.resolve, call, strict=True)
     with pytest.warns(PlanUnknownWarning):
         target.resolve(replace(call, k=30008))
 

@@ -11,7 +11,7 @@ from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Family, write_book
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, question_of
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
-from fmtsim.support.errors import ArgumentError
+from tests.support.refusals import refused
 from tests.support.targets import mm
 
 BF16 = Kind("bf16", "bf16", torch.float32)
@@ -138,8 +138,7 @@ def test_books_of_plan_files(tmp_path):
         ),
     ):
         path.write_text(json.dumps(record | change))
-        with pytest.raises(ArgumentError, match=message):
-            get_target(path)
+        refused(message, get_target, path)
 
 
 @pytest.mark.parametrize("layout", range(4))

@@ -20,6 +20,7 @@ from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support import architectures
 from tests.support.models import gpt, snapshot
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 X = normal(6, 32, seed=0)
 LEFT = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.CoverageWarning")
@@ -278,8 +279,7 @@ def test_a_layer_that_fails_runs_no_more():
     model = Careful(F.linear, 8, 32)
     other = nn.Sequential(model)
     model.first.register_parameter("tied", model.w)
-    with pytest.raises(TypeError, match="missing 1 required positional"):
-        report(other, ())
+    refused("missing 1 required positional", report, other, (), error=TypeError)
     assert [row.layer for row in report(other, X).coverage.raw] == ["0.first", "0"]
 
 

@@ -11,9 +11,9 @@ from torch import nn
 import fmtsim
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn import convert
-from fmtsim.support.errors import ArgumentError
 from tests.support.models import both
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 
 def make_inputs(kind, batch_first, kdim=8, vdim=8):
@@ -117,15 +117,13 @@ def test_attention_projections_are_quantised():
 )
 def test_attention_rejects_what_does_not_fit(inputs, options, message):
     module = convert(nn.MultiheadAttention(8, 2, batch_first=True), recipe=LinearConfig())
-    with pytest.raises(ArgumentError, match=message):
-        module(*inputs, **options)
+    refused(message, module, *inputs, **options)
 
 
 def test_attention_rejects_nested_tensors():
     module = convert(nn.MultiheadAttention(8, 2, batch_first=True), recipe=LinearConfig())
     nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
-    with pytest.raises(ArgumentError, match=r"takes no nested tensors; pass padded tensors with key_padding_mask"):
-        module(nested, nested, nested)
+    refused(r"takes no nested tensors; pass padded tensors with key_padding_mask", module, nested, nested, nested)
 
 
 def test_attention_in_threads_multiplies_with_its_own_weights():

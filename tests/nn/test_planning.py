@@ -14,7 +14,8 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import block_of, find_blocks
 from fmtsim.recipes import Recipe, Rule, get_recipe, list_recipes
 from fmtsim.recipes.plan import HIGH
-from fmtsim.support.errors import ArgumentError, CoverageWarning
+from fmtsim.support.errors import CoverageWarning
+from tests.support.refusals import refused
 
 LINEAR = get_recipe("te_current").linear
 
@@ -129,8 +130,7 @@ def test_a_model_without_blocks_is_told(make, rules, said):
     recipe = "te_nvfp4" if rules is None else Recipe(name="r", linear=LINEAR, rules=rules)
     model = make()
     before = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(ArgumentError, match=said):
-        convert(model, recipe=recipe)
+    refused(said, convert, model, recipe=recipe)
     assert {name: type(module) for name, module in model.named_modules()} == before
     if rules is not None:
         optional = tuple(dataclasses.replace(rule, optional=True) for rule in rules)

@@ -18,6 +18,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import FmtsimError
 from tests.support.recipe_oracle import rotate
+from tests.support.refusals import refused
 
 EXACT = AttentionConfig(columns=64)
 
@@ -210,5 +211,4 @@ REFUSED = [
 @pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_refused(wrong, message):
     given = {"query": Q, "key": Q, "value": Q, "config": flash_attention_3(target=None)} | wrong
-    with pytest.raises(FmtsimError, match=re.escape(message)):
-        quantised_attention(**given)
+    refused(re.escape(message), quantised_attention, error=FmtsimError, **given)

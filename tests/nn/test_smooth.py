@@ -13,6 +13,7 @@ from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support.models import GatedMLP, gated
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 
 def halves(*shape, seed=0, dtype=torch.float32):
@@ -113,19 +114,15 @@ def test_a_models_layers_and_back():
     fmtsim.revert(both)
     assert torch.equal(revert_swiglu(model)(x), plain)
     assert not any("forward" in vars(module) for module in model)
-    with pytest.raises(ArgumentError, match=r"Sequential has no converted gated layer; call convert_swiglu first"):
-        revert_swiglu(model)
+    refused(r"Sequential has no converted gated layer; call convert_swiglu first", revert_swiglu, model)
     model[0].act_fn = model[2].act_fn = nn.GELU()
-    with pytest.raises(ArgumentError, match=r"convert_swiglu found no gated layer in Sequential; .* act_fn=SiLU"):
-        convert_swiglu(model)
+    refused(r"convert_swiglu found no gated layer in Sequential; .* act_fn=SiLU", convert_swiglu, model)
 
 
 def test_errors():
     u, v = halves(2, 4)
-    with pytest.raises(ArgumentError, match=r"per='row' is not allowed; choose 'token', 'channel'"):
-        smooth_swiglu(u, v, per="row")
-    with pytest.raises(ArgumentError, match=r"u has shape \(2, 4\) and v \(2, 3\); pass two halves of one shape"):
-        smooth_swiglu(u, v[:, :3])
+    refused(r"per='row' is not allowed; choose 'token', 'channel'", smooth_swiglu, u, v, per="row")
+    refused(r"u has shape \(2, 4\) and v \(2, 3\); pass two halves of one shape", smooth_swiglu, u, v[:, :3])
     for wrong, message in (
         (dict(u=1), "u is int, not a tensor"),
         (dict(v=v.long()), "v has dtype torch.int64"),
@@ -134,15 +131,13 @@ def test_errors():
         (dict(power_of_two=1), "power_of_two=1 is not a flag"),
         (dict(u=u[:, :0], v=v[:, :0]), "v has shape (2, 0); pass [..., channels]"),
     ):  # fmt: skip
-        with pytest.raises(FmtsimError, match=f"^{re.escape(message)}"):
-            smooth_swiglu(**{"u": u, "v": v, **wrong})
+        refused(f"^{re.escape(message)}", smooth_swiglu, error=FmtsimError, **{"u": u, "v": v, **wrong})
     assert smooth_swiglu(u[:0], v[:0], per="channel")[1].tolist() == [1.0] * 4
     with pytest.raises(ArgumentError, match=r"input has shape \(2, 3\); pass \[..., 4\]"):
         SmoothSwiGLU(4, 8)(u[:, :3])
     with pytest.raises(DtypeError, match="input has dtype torch.float64, the weight torch.float32; convert one"):
         SmoothSwiGLU(4, 8)(u.double())
-    with pytest.raises(ArgumentError, match=r"delayed=True with per='token' has no scale to keep; pass per='channel'"):
-        SmoothSwiGLU(4, 8, delayed=True)
+    refused(r"delayed=True with per='token' has no scale to keep; pass per='channel'", SmoothSwiGLU, 4, 8, delayed=True)
 
 
 class Written(nn.Module):

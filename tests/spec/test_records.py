@@ -29,6 +29,7 @@ from fmtsim.spec.quantizer import (
 )
 from fmtsim.spec.schedule import schedule
 from fmtsim.support.errors import ArgumentError, FormatError
+from tests.support.refusals import refused
 
 E4M3, E2M1, FP32, BF16, FP64 = (get_format(name) for name in ("e4m3", "e2m1", "fp32", "bf16", "fp64"))
 E8M0, MX, NV = get_format("e8m0"), get_format("mxfp4"), get_format("nvfp4")
@@ -128,8 +129,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_refused(make, message):
-    with pytest.raises((ArgumentError, FormatError), match=f"^{re.escape(message)}"):
-        make()
+    refused(f"^{re.escape(message)}", make, error=(ArgumentError, FormatError))
 
 
 def test_allowed_at_the_limits():
