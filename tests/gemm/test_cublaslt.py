@@ -13,7 +13,6 @@ from fmtsim.gemm.targets.cublaslt import GEMV, order_of
 from fmtsim.gemm.targets.question import Choice
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.schedule import schedule
-from tests.support import records
 from tests.support.recorded import SHARED
 from tests.support.targets import fp8, linear, mm
 
@@ -25,10 +24,6 @@ MERGES = {
     "one": (None, "serial"),
 }
 WGMMA = get_unit("hopper.wgmma")
-
-
-def test_tables_are_those_that_were_measured():
-    assert not records.changed("library"), records.__doc__
 
 
 @cache

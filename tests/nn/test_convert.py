@@ -17,7 +17,6 @@ from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import load_rules, save_recipe, save_rules
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FormatError
-from tests.support import records
 from tests.support.models import snapshot
 from tests.support.refusals import refused
 
@@ -65,10 +64,6 @@ def tower():
 
 
 TOKENS = torch.arange(10).view(2, 5)
-
-
-def test_defaults_are_those_that_were_recorded():
-    assert not records.changed("fmtsim.nn", "fmtsim.nn.unit_scaling"), records.__doc__
 
 
 def test_convert_keeps_objects_and_revert_restores_everything(tower):

@@ -23,6 +23,7 @@ from fmtsim.recipes.serialization import load_recipe, save_recipe
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 
@@ -189,8 +190,7 @@ def test_a_saved_model_comes_back_on_its_machine(recipe, machine, tmp_path):
     assert_same_bits(torch.compile(model, backend="aot_eager")(X), y)
     again = fmtsim.convert(mlp(), model.__dict__["_fmtsim_ptq"].recipe.inference)
     again.load_state_dict(model.state_dict())
-    with pytest.raises(ArgumentError, match=r"layer '0': the weight has no stored scales; fmtsim.ptq and"):
-        again(X)
+    refused(r"layer '0': the weight has no stored scales; fmtsim.ptq and", again, X)
     fmtsim.load_state(again, fmtsim.state(model)["scales"])
     assert_same_bits(again(X), y)
     assert_same_bits(copy.deepcopy(model).half().float()[0].fmtsim_state.w_f.scale, model[0].fmtsim_state.w_f.scale)
@@ -209,8 +209,7 @@ def test_recipes_with_machines_are_files_too(tmp_path):
         ("plan", "fast", "plan"), ("native", 2, "mine.json: recipe.*native=2 is not allowed"),
     ]:  # fmt: skip
         path.write_text(f'{{"name": "mine", "w": {{"format": "e4m3"}}, "{field}": {value!r}}}'.replace("'", '"'))
-        with pytest.raises((ArgumentError, FormatError), match=said):
-            load_recipe(path)
+        refused(said, load_recipe, path, error=(ArgumentError, FormatError))
 
 
 class Counted(nn.Linear):
@@ -245,8 +244,7 @@ BOTH = Gptq(groups="dynamic")
 def test_what_a_machine_does_not_multiply_is_refused_before_the_data_runs(recipe, machine, error, said):
     model, Counted.calls = Counted(64, 32).requires_grad_(False), 0
     before = model.weight.clone()
-    with pytest.raises(error, match=said):
-        quantised(recipe, model, **machine)
+    refused(said, quantised, recipe, model, error=error, **machine)
     assert type(model) is Counted and not Counted.calls and torch.equal(model.weight, before)
 
 
@@ -310,8 +308,7 @@ def test_attention_that_is_called_otherwise_takes_its_part_of_the_packed_weight(
     ways = ["one", "two", "three"]
     for i, how in enumerate(ways):
         if recipe in ("nvfp4_dynamic", "nemotron") and i < ways.index(calls):  # each part has a scale of its own
-            with pytest.raises(ArgumentError, match=r"layer 'inner': the weight has no stored scales; .* of what"):
-                there(x, how)
+            refused(r"layer 'inner': the weight has no stored scales; .* of what", there, x, how)
         else:
             assert (there(x, how) - here(x, how)).norm() < 2e-3 * here(x, how).norm()
 

@@ -18,6 +18,7 @@ from fmtsim.ptq.export.compressed_tensors import config_of
 from fmtsim.ptq.grid import nearest
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.operands import normal
+from tests.support.refusals import refused
 
 FLOAT8 = ("e4m3_static", "e4m3_token", "nemotron", "e4m3_token_24")
 SCHEMES = {
@@ -166,8 +167,7 @@ BAD = [
 
 @pytest.mark.parametrize(("make", "layout", "message"), BAD)
 def test_what_a_layout_cannot_hold_is_refused(make, layout, message, tmp_path):
-    with pytest.raises(ArgumentError, match=message):
-        fmtsim.export(make(), tmp_path / "out", layout)
+    refused(message, fmtsim.export, make(), tmp_path / "out", layout)
     assert not list(tmp_path.iterdir())
 
 
@@ -183,11 +183,9 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"m.safetensors has no tensors of torchao; pass what fmtsim.export wrote"):
         fmtsim.read_export(tmp_path / "m.safetensors")
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes())
-    with pytest.raises(DataError, match=r"config.json has no quantization_config"):
-        fmtsim.read_export(tmp_path)
+    refused(r"config.json has no quantization_config", fmtsim.read_export, tmp_path, error=DataError)
     (tmp_path / "m.gguf").write_bytes(b"not a file of ggml")
-    with pytest.raises(DataError, match=r"m.gguf is not a GGUF file that can be read"):
-        fmtsim.read_export(tmp_path / "m.gguf")
+    refused(r"m.gguf is not a GGUF file that can be read", fmtsim.read_export, tmp_path / "m.gguf", error=DataError)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(FmtsimError, match=r"layout='gguf' needs the package gguf; pip install 'fmtsim\[gguf\]'"):
         fmtsim.export(quantised("q8_0"), tmp_path / "n.gguf", "gguf")
@@ -209,8 +207,6 @@ def test_a_state_says_what_weights_were_rounded_with_and_older_ones_do_not():
         ({"0": {"w": {}}}, r"the state's weights.0 has no 'x'"),
         ({"0": {"w": {"format": "e9"}, "x": {}, "scales": {}}}, r"the state's weights.0.w.format: unknown format 'e9'"),
     ):
-        with pytest.raises(FmtsimError, match=message):
-            fmtsim.load_state(net(), {**state, "weights": weights})
+        refused(message, fmtsim.load_state, net(), {**state, "weights": weights}, error=FmtsimError)
     older = fmtsim.load_state(net(), {name: value for name, value in state.items() if name != "weights"})
-    with pytest.raises(ArgumentError, match=r"no linear layer with a quantised weight; call fmtsim.ptq"):
-        fmtsim.export(older, "never", "torchao")
+    refused(r"no linear layer with a quantised weight; call fmtsim.ptq", fmtsim.export, older, "never", "torchao")
