@@ -135,7 +135,7 @@ def coded(**scaling):
         ({"recipe": own(Rule(kind="Conv3d"))}, r"rules\[0\] of recipe 'own' \(Conv3d\) fits no layer"),
         ({"recipe": "coat", "filter_fn": lambda m, n: False},
          r"convert found nothing to convert in Net \(blocks.0.0: filter_fn leaves it out"),
-        ({"recipe": "coat", "format": "e4m3"}, "recipe= says everything about formats; leave format="),
+        ({"recipe": "coat", "format": "e4m3"}, "recipe= and format='e4m3' both name formats; leave format= out"),
         ({"recipe": "coatt"}, "recipe='coatt' is unknown; did you mean 'coat'"),
     ],
 )  # fmt: skip
