@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.optim import codec, stepping
-from fmtsim.optim.catalogue import get_scheme
+from fmtsim.optim.catalogue import get_scheme, list_schemes
 from fmtsim.optim.rules import CONSTANTS, Rule
 from fmtsim.spec.optimizer import Scheme, StateFormat, key_of
 from fmtsim.support.errors import ArgumentError, shown
@@ -98,14 +98,16 @@ def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: 
         )
     if said["record"] == repr(scheme):
         return scheme
-    if not convert:
-        same = " (two records of that name)" if said["scheme"] == scheme.name else ""
-        raise ArgumentError(f"the state is kept as {said['scheme']!r}, the optimizer's as {scheme.name!r}{same}; {how}")
-    source = get_scheme(said["scheme"])
-    if repr(source) != said["record"]:
+    name = said["scheme"]
+    source = get_scheme(name) if name in list_schemes() else None
+    if source is None or repr(source) != said["record"]:
         raise ArgumentError(
-            f"the state is kept as a {said['scheme']!r} that is not the catalogue's; it cannot be decoded"
+            f"the state is kept as a {name!r} that is neither the optimizer's scheme nor the catalogue's: a record of "
+            "your own, or of another version of fmtsim; pass that record as the optimizer's state=, or load the "
+            f"weights alone and begin with new states as {scheme.name!r}"
         )
+    if not convert:
+        raise ArgumentError(f"the state is kept as {name!r}, the optimizer's as {scheme.name!r}; {how}")
     return source
 
 

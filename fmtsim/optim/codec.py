@@ -111,7 +111,7 @@ def _engine(x: Tensor) -> Any:
 
 
 Parts = dict[str, Tensor]
-_BF16 = get_format("bf16")
+_BF16, _FP16 = get_format("bf16"), get_format("fp16")
 EXPONENTS = (-126, 126)
 """Powers of two that scales may be: both they and their reciprocals are normal."""
 
@@ -145,7 +145,9 @@ def decode(parts: Mapping[str, Tensor], fmt: StateFormat, shape: tuple[int, ...]
     if fmt.format is None:
         return parts["codes"].view(shape)
     count = math.prod(shape)
-    q = _rows(element_values(unpacked(parts["codes"], fmt.format, count), fmt.format).view(shape), fmt)
+    codes = parts["codes"]
+    codes = codes if fmt.format in (_BF16, _FP16) else unpacked(codes, fmt.format, count)
+    q = _rows(element_values(codes, fmt.format).view(shape), fmt)
     if fmt.expand:
         q = expand(q, *(parts[name].view(-1, 1) for name in ("scale", "power", "centre")))
     elif fmt.scaling is not None:
@@ -177,6 +179,8 @@ def element_values(codes: Tensor, fmt: ElementFormat) -> Tensor:
         return _values(fmt, codes.device)[codes.to(torch.int64)]
     if fmt == _BF16:  # the leading bits of a float32
         return (codes.to(torch.int32) << 16).view(torch.float32)
+    if fmt == _FP16:  # widening is exact on every device, and the one NaN that encode stores becomes the canonical one
+        return codes.to(torch.int16).view(torch.float16).to(torch.float32)
     return _decoded(codes.to(code_dtype(fmt.bits)), fmt)
 
 

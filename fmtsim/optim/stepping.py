@@ -158,7 +158,7 @@ def _updated(
 
 
 def _weights(step: ParameterStep, weight_format: StateFormat | None) -> Tensor:
-    """Return the numbers that a step starts from: the weight_format ones, else the parameter's own."""
+    """Return the numbers that a step starts from: those of the stored weights, else the parameter's own."""
     if weight_format is None or in_parameter(weight_format, step.parameter.dtype):
         return values_of(step.parameter)
     return codec.decode(parts_of(step.state, "weights"), weight_format, tuple(step.parameter.shape))
@@ -167,7 +167,7 @@ def _weights(step: ParameterStep, weight_format: StateFormat | None) -> Tensor:
 def _logarithms(
     step: ParameterStep, rule: Rule, g: Tensor, old: dict[str, Tensor], weight_format: StateFormat
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Move the codes of weights weight_format as logarithms; return them packed, their values and the new states."""
+    """Move the codes of weights that are logarithms; return them packed, their values and the new states."""
     assert isinstance(weight_format.format, LogFormat) and rule.steps is not None
     fmt, previous = weight_format.format, parts_of(step.state, "weights")
     codes = codec.unpacked(previous["codes"], fmt, g.numel()).to(torch.int64).view(g.shape)

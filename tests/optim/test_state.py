@@ -117,6 +117,12 @@ def test_another_schemes_state_is_refused_and_nothing_changes():
         target.optimizer.load_state_dict(torch.optim.AdamW(target.parameters).state_dict())
     with pytest.raises(ArgumentError, match=r"rule 'adamw', the optimizer's is 'adam'"):
         Training("coat", "Adam").optimizer.load_state_dict(state)
+    state["fmtsim"]["record"] = state["fmtsim"]["record"].replace("Scheme(", "Scheme(layout=1, ")  # an earlier fmtsim's
+    for convert in (False, True):
+        with pytest.raises(
+            ArgumentError, match=r"a 'coat' that is neither .*; pass that record as .*state=, or load the"
+        ):
+            target.optimizer.load_state_dict(state, convert=convert)
     assert all(torch.equal(a, b) for a, b in zip(before, target.bits(), strict=True))
 
 
@@ -136,7 +142,7 @@ def test_another_schemes_state_is_refused_and_nothing_changes():
         ),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "lr=-1.0 is not allowed"),
         (lambda s: s["fmtsim"].update(version=9), "version 9"),
-        (lambda s: s["fmtsim"].update(record="Scheme(name='bnb8', ...)"), "two records of that name"),
+        (lambda s: s["fmtsim"].update(record="Scheme(name='bnb8', ...)"), "a 'bnb8' that is neither"),
         (lambda s: s.pop("state"), "has no 'state'"),
         (lambda s: s.pop("param_groups"), "has no 'param_groups'"),
         (lambda s: s["param_groups"][0].pop("params"), "a group of the state has no 'params'"),
