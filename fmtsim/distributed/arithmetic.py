@@ -152,7 +152,7 @@ class Batch:
 
 
 class Factors(NamedTuple):
-    """What a tensor's elements are multiplied with before the first cast, and behind the last; float32 [tensors]."""
+    """Factors of each tensor's elements before the first cast and after the last; float32 [tensors]."""
 
     encode: Tensor
     decode: Tensor

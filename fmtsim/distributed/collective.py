@@ -104,7 +104,7 @@ class Stages:
 
 
 class Reduced(NamedTuple):
-    """Hold what a reduction gives this rank.
+    """Hold the result of a reduction on this rank.
 
     Attributes:
         values: The reduced tensors.

@@ -21,7 +21,7 @@ from fmtsim.support.records import checked
 
 
 class _Comm:
-    """What FSDP2 asks of both: memory."""
+    """The allocator that FSDP2 asks of both collectives."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised buffer."""
@@ -93,7 +93,7 @@ def hook_fsdp(
     scaling: Scaling | None = HALO,
     per_tensor: bool = True,
 ) -> None:
-    """Let every ``fully_shard`` unit of a model reduce its gradients, and gather its weights, in low precision.
+    """Make every ``fully_shard`` unit of a model reduce its gradients, and gather its weights, in low precision.
 
     Call it behind ``fully_shard``, and ``state.step()`` behind each backward pass: that ends the step whose elements
     the automatic factor counts.

@@ -35,7 +35,7 @@ _LAYOUT: Final = {"column": ("out_features", 0), "row": ("in_features", 1)}  # w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """Say what travels between ranks that share out layers.
+    """Describe the formats of tensors between ranks that share out layers.
 
     Args:
         gather: Format of the activations that ranks gather before a column-parallel layer (sequence parallelism); None

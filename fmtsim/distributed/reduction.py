@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantised reduction is: the format that travels, its scale and factor, the order of sums, and bad numbers."""
+"""The record of a quantised reduction: the format sent, its scale and factor, the order of sums, and bad numbers."""
 
 import math
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ class Reduction:
 
     @property
     def overflow_rule(self) -> Overflow:
-        """What happens beyond the largest value."""
+        """The overflow rule of the format."""
         return self.overflow or self.format.default_overflow
 
     def __str__(self) -> str:

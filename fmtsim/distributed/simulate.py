@@ -29,7 +29,7 @@ from fmtsim.support.errors import ArgumentError
 
 
 class Simulated(NamedTuple):
-    """Hold what a reduction gives.
+    """Hold the result of a simulated reduction.
 
     Attributes:
         values: The reduced tensors, of the shapes and dtype of one rank's; every rank gets these.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reduction remembers from step to step: the automatic factor, counts, and how many steps there were."""
+"""State of a reduction from step to step: the automatic factor, counts, and the number of steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -146,7 +146,7 @@ class RunRecord:
 
     @property
     def _observed(self) -> str | None:
-        """What a model that is not converted is observed for; None for one that is."""
+        """Recipe or format that an unconverted model is observed for; None for a converted one."""
         asked = self._asked["format"] if self._asked["recipe"] is None else self._asked["recipe"]
         more = "+rules" if self._asked["rules"] else ""
         return None if asked is None else f"{getattr(asked, 'name', asked)}{more}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks send to a run's trackers: a few numbers of each observed step, and histograms of exponents."""
+"""Values that callbacks send to a run's trackers: a few numbers of each observed step, and histograms of exponents."""
 
 import importlib
 import math

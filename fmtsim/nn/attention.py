@@ -34,7 +34,7 @@ _NAME = re.compile(r"attention|attn", re.IGNORECASE)
 
 @dataclass(slots=True, kw_only=True)
 class Attended:
-    """Say what runs in place of a module's scaled_dot_product_attention.
+    """Hold the call that replaces a module's scaled_dot_product_attention.
 
     Args:
         name: The module's name in the converted model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a converted layer asks its machine for: its products, run on tensors without numbers while calls are collected.
+"""Explain the products of a converted layer: it runs on fake tensors while the calls to its target are collected.
 
 Each product runs alone on the machine, so that what is asked meanwhile belongs to it.
 """

@@ -96,7 +96,7 @@ class Heads(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What attention is of.
+    """Hold the inputs of attention.
 
     Attributes:
         q: ``[..., L, d]``, floating point; k ``[..., S, d]`` and v ``[..., S, dv]`` alike in dtype and leading sizes.
@@ -182,7 +182,7 @@ def quantised(
     heads, rows, inner = x.shape
     scaling = quantizer.scaling
     apart = scaling is None or (scaling.block[0] is not None and rows % scaling.block[0] == 0 and not scaling.tensor)
-    # A clamp is taken of a whole matrix, or cuts off what a product would have to be told of.
+    # A clamp takes quantiles of the whole matrix, and the product needs the remainder that it cuts off.
     apart = apart and not any(isinstance(transform, Clamp) for transform in quantizer.transforms)
     if apart and isinstance(quantizer.format, FloatFormat | None):
         x, heads = x.reshape(1, heads * rows, inner), 1

@@ -138,7 +138,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def running_modules() -> Iterator[list[nn.Module]]:
-    """Know which modules run: a list that has those whose forward is under way, the innermost last."""
+    """Yield a list of the modules whose forward is running, the innermost last."""
     stack: list[nn.Module] = []
 
     def leave(*_: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's functions mean in a model: one table of operations, and the modes that look each call up in it.
+"""One table of torch operations and what each means in a model, and the modes that look each call up in it.
 
 A handler is a ``ModelMode`` whose methods are called by the meaning of a function: ``product``, ``attention``,
 ``activation`` ... (``MEANINGS``). A new product of torch is one row of ``PRODUCTS``.

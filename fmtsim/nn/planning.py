@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``convert`` decides before it touches a model: which modules it converts, to what, and why not the others.
+"""Plan a conversion before the model is touched: which modules to convert, to what, and why not the others.
 
 Rules of a recipe choose layers by name, kind, block (``find_blocks``) and step of training (``Selector``).
 """
@@ -243,7 +243,7 @@ def _projections(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 class Selector:
-    """Tell the layers of a model apart as rules do.
+    """Select layers of a model by the rules of a recipe.
 
     Args:
         model: Any module.

@@ -257,7 +257,7 @@ class RawMatmuls(ModelMode):
         return y
 
     def other_product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let torch multiply."""
+        """Multiply by torch, and note the Parameters read."""
         self.note(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -193,7 +193,7 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ParameterProduct):
-            continue  # told of its owner
+            continue  # its owner has a row
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if (
             not (has_parameters or isinstance(module, emulated_types()))

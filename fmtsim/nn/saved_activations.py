@@ -33,7 +33,7 @@ _ONCE: Final = (
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """Say which activations of a model are saved in low precision.
+    """List the activations of a model that are saved in low precision.
 
     Args:
         how: The format.
@@ -184,7 +184,7 @@ def _saving(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def attach_saving(model: nn.Module, how: Saving) -> None:
-    """Let a model save its activations in low precision while it trains."""
+    """Make a model save its activations in low precision while it trains."""
     wrap_parts(model, how.norms, how, (SAVING, _FORWARD), _normalised, _saving)
 
 

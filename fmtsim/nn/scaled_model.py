@@ -40,7 +40,7 @@ FORWARD: Final = "_fmtsim_scaled_forward"  # on each of them
 
 @dataclass(slots=True, eq=False)
 class ScaledModel:
-    """Say how a model is scaled.
+    """Describe how a model is scaled.
 
     Args:
         by: ``"UnitScaled"`` or ``"MuScaled"``.
@@ -315,7 +315,7 @@ def detach_scales(model: nn.Module) -> bool:
 
 
 def is_untraced(model: nn.Module) -> bool:
-    """Whether the first batch of a scaled model is still to come."""
+    """Return True if a model is scaled and its first batch has not run yet."""
     how = model.__dict__.get(SCALED)
     return how is not None and how.taus is None
 

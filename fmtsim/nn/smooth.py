@@ -31,7 +31,7 @@ _FORWARD: Final = "_fmtsim_smooth_forward"
 
 
 class Smoothing(NamedTuple):
-    """Say how a layer is smoothed.
+    """Describe how a gated layer is smoothed.
 
     Attributes:
         per: See ``smooth_scale``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``convert`` left in a model: converted modules, the recipe's name, and the scales that it remembers.
+"""State of a converted model: its converted modules, the recipe's name, and delayed scales.
 
 The recipe's name is a buffer of the model that was converted, so that every library that saves a state_dict saves it
 beside the delayed scales; it is written anew at each saving, and checked at loading.
@@ -28,7 +28,7 @@ _FSDP1: Final = "_fsdp_wrapped_module"  # what torch's FullyShardedDataParallel 
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether ``convert`` changed something in a model."""
+    """Return True if ``convert`` changed something in a model."""
     return any(isinstance(module, EmulatedModule) for module in model.modules()) or swapped(model)
 
 
@@ -146,7 +146,7 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Let delayed scales follow the largest magnitudes of all ranks, and make sure that the ranks agree on the recipe.
+    """Make delayed scales follow the amax over all ranks, after checking that the ranks agree on the recipe.
 
     Call it on every rank of the group, after convert. From then on each product of a layer with delayed scales reduces
     one number an operand over the group, so all ranks have to run the same layers in the same order.
@@ -205,7 +205,7 @@ def _digest(value: Any) -> str:
 
 
 def attach_name(model: nn.Module) -> None:
-    """Let a model check checkpoints that it loads, and name its recipe in those that it saves with delayed scales."""
+    """Make a model check the recipe of checkpoints that it loads, and save the name of its own with delayed scales."""
     if any(isinstance(part, DelayedScale) and part.is_saved for part in model.modules()):
         model.register_buffer(NAME, _encoded(model))
         model.register_state_dict_post_hook(_write)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe exchanges beside linear layers: attention, and modules that are replaced."""
+"""Exchanges of a recipe beside linear layers: attention, gated layers, whole models, saved activations."""
 
 import re
 from dataclasses import dataclass, field
@@ -151,7 +151,7 @@ def undo_swaps(model: nn.Module) -> int:
 
 
 def swapped(model: nn.Module) -> bool:
-    """Whether a recipe exchanged something in a model."""
+    """Return True if a recipe exchanged something in a model."""
     rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH))
     marked = any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING))
     return marked or any(rule is not None and rule.recipe for rule in rules)

@@ -79,7 +79,7 @@ def linear_factors(x: Tensor, w: Tensor, *, constrained: bool = True, power: flo
 
 
 class Factors(NamedTuple):
-    """Say which three factors a linear layer's products have.
+    """Describe the factors of a linear layer's three products.
 
     Attributes:
         by: ``"UnitScaled"``, those of ``linear_factors``; or ``"MuScaled"``, ``K ** -0.5`` for all three, so that the

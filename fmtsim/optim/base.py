@@ -25,7 +25,7 @@ _BOUNDS = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "bound": m
 
 
 class QuantizedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state is kept as a scheme says; use the subclasses, one a rule.
+    """An optimizer whose states are stored in the formats of a scheme; use the subclasses, one a rule.
 
     Args:
         params: Parameters, or groups of them, as ``torch.optim`` takes them: float32, bfloat16 or float16.
@@ -145,7 +145,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         return sum(int(count) for count in self._nonfinite.values())
 
     def refresh_weights(self) -> None:
-        """Encode the weights that are kept anew from the parameters, after these were changed by hand."""
+        """Encode the stored weights anew from the parameters, after these were changed by hand."""
         for index, (_, p) in enumerate(self._parameters()):
             fmt = self._formats_of(p).get("weights")
             if p in self.state and fmt is not None and not in_parameter(fmt, p.dtype):
@@ -208,7 +208,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         return self._nonfinite[device]
 
     def _steps(self) -> list[ParameterStep]:
-        """Return what the step has to do; raise before anything is changed."""
+        """Return the step of each parameter that has a gradient; raise before anything is changed."""
         every = enumerate(self._parameters())
         stepped = [(i, group, p) for i, (group, p) in every if p.grad is not None and stepping.local(p).numel()]
         for index, _, p in stepped:

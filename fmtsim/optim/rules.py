@@ -33,7 +33,7 @@ from fmtsim.spec.optimizer import RMS_FACTOR, Hyperparameters, Numbers, Scheme
 from fmtsim.support.float64 import float64
 
 CONSTANTS = ("limit",)
-"""What rules may work out from a parameter before its first step, by name; float32 [1]."""
+"""Constants that rules derive from a parameter before its first step, by name; float32 [1]."""
 
 Group = Mapping[str, Any]
 States = dict[str, Tensor]

@@ -53,7 +53,7 @@ def put(state: dict[str, Any], slot: str, parts: codec.Parts) -> None:
 
 
 def start(p: Tensor, formats: Mapping[str, StateFormat], rule: Rule, seed: int, index: int) -> dict[str, Any]:
-    """Return what is remembered before a parameter's first step: moments of zero, and its weights as they are kept.
+    """Return the state before a parameter's first step: moments of zero, and encoded weights.
 
     The parameter itself does not change before the step.
     """
@@ -68,7 +68,7 @@ def start(p: Tensor, formats: Mapping[str, StateFormat], rule: Rule, seed: int, 
 
 
 def _zeros(parts: codec.Parts, fmt: StateFormat) -> codec.Parts:
-    """Let encoded zeros decode to zero also where the format has none: with a scale of zero."""
+    """Give encoded zeros a scale of zero, so that formats without a zero decode them to zero, too."""
     if fmt.rule == "amax" and not fmt.expand:
         parts["scale"] = torch.zeros_like(parts["scale"])
     return parts

@@ -28,7 +28,7 @@ Tell = Callable[[int], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
-    """Hold what is known of the input of one product of a module.
+    """Hold the calibration statistics of the input of one product of a module.
 
     Args:
         name: The module's name, and the part's where it has several.
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """Hold one matrix that is multiplied with: a view of a Parameter, what becomes of it, and what that costs.
+    """Hold one weight matrix: a view of a Parameter, its quantised values, and the noise that they add.
 
     Args:
         name: As in Part; modules that share a Parameter share its slot, under the first one's name.
@@ -172,7 +172,7 @@ class Products:
 
 @contextmanager
 def _plain(modules: Mapping[str, EmulatedModule], watch: Callable[[str], Any]) -> Iterator[None]:
-    """Let modules multiply in high precision, and be watched."""
+    """Run modules in high precision while their inputs are recorded."""
     before = []
     for name, module in modules.items():
         how = module.emulation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantisation did, layer by layer."""
+"""The report of a quantisation: what each layer lost."""
 
 import math
 from collections.abc import Sequence

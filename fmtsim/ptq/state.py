@@ -58,7 +58,7 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def contract(model: nn.Module) -> None:
-    """Let inputs be as they are again; embeddings are put back by the caller."""
+    """Remove the input quantisers that ``extend`` added; the caller restores embeddings."""
     for module in model.modules():
         if module.__dict__.pop(_QUANTIZER, None) is not None:
             for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _round_input]:
@@ -71,7 +71,7 @@ _SCALES = ("scale", "tensor_scale")
 
 
 class RoundedWeight(NamedTuple):
-    """What a stored weight was rounded with, for exports: its quantiser, that of the inputs, and its scales."""
+    """Quantiser and scales that a stored weight was rounded with, and the quantiser of the inputs, for exports."""
 
     w: Quantizer
     x: Quantizer
@@ -80,7 +80,7 @@ class RoundedWeight(NamedTuple):
 
 
 class Quantised(NamedTuple):
-    """What ``ptq`` did to a model, on its root under ``PTQ``.
+    """Hold the quantisation of a model, on its root under ``PTQ``.
 
     Args:
         recipe: The recipe, with its machine.

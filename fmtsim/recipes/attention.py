@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantised attention is: quantisers of the operands of its products, forward and backward, and their machine."""
+"""The record of quantised attention: quantisers of its products' operands, forward and backward, and the target."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple

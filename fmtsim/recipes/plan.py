@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one layer runs under a recipe, and when."""
+"""The configs that one layer runs under a recipe, by step."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +13,7 @@ HIGH: Final = "the recipe leaves it in high precision"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """Say what a layer runs, and when.
+    """Hold the config of a layer at each step of training.
 
     Args:
         rules: The rules that fit the layer, in order; the first whose steps fit counts.

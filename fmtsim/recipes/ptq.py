@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe of post-training quantisation is, as data: operands, calibration, and methods on top of them."""
+"""The record of a recipe for post-training quantisation: operands, calibration, and methods on top of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -366,7 +366,7 @@ def is_static(x: Quantizer) -> bool:
 
 
 def fixed(x: Quantizer) -> Quantizer:
-    """Return a quantiser whose scale is kept instead of made."""
+    """Return a quantiser with a static scale, which calibration sets."""
     assert x.scaling is not None
     scaling = dataclasses.replace(x.scaling, history=History(length=1, fixed=True), candidates=(1.0,))
     return dataclasses.replace(x, scaling=scaling)

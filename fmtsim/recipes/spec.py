@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe is: how each layer's products run, which layers are excepted, and when."""
+"""The record of a recipe: how each layer's products run, which layers are excepted, and when."""
 
 import re
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Say which layers, or which steps, run otherwise than the recipe's ``linear``.
+    """Describe an exception: layers or steps that run under another config than the recipe's ``linear``.
 
     A layer has to fulfil everything that is given. The first rule of a recipe that fits a layer and step counts.
 
@@ -147,7 +147,7 @@ REPLACEMENTS: Final = {"swiglu": ("SmoothSwiGLU",), "operations": ("UnitScaled",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """Say what of a model a recipe exchanges.
+    """Describe one exchange that a recipe makes in a model.
 
     Args:
         kind: What: ``"swiglu"``, gated feed-forward layers; ``"operations"``, all that the model's forward calls, for
@@ -347,7 +347,7 @@ class Recipe:
 
     @property
     def left_to_training(self) -> tuple[str, ...]:
-        """What of it ``convert`` does not do, as one writes it: autocast, scaling the loss, optimizer and reduction."""
+        """What ``convert`` leaves to the training loop, in words: autocast, loss scaling, optimizer and reduction."""
         parts = [f"torch.autocast in {self.autocast}"] if self.autocast is not None else []
         parts += [f"scaling of the loss ({self.loss_scale})"] if self.loss_scale is not None else []
         parts += [f"optimizer states (fmtsim.optim.{self.optimizer})"] if self.optimizer else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe says beside a model: its optimizer, the reduction of gradients, and levels of both.
+"""Parts of a recipe outside of the model: its optimizer, the reduction of gradients, and levels of both.
 
 Names are those of ``fmtsim.optim`` and ``fmtsim.distributed``, which look them up where they are used.
 """

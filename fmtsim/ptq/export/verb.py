@@ -28,7 +28,7 @@ _FILES = ("model.safetensors", "config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """Say what was written; ``print`` shows it.
+    """List the files and tensors that were written; ``print`` shows them.
 
     Args:
         layout: The layout.
