@@ -153,17 +153,22 @@ def flash(
     blocks: list[tuple[Tensor, Tensor, Tensor]] = []
     for first in reversed(range(0, k.shape[1], config.columns)):
         keys = slice(first, first + config.columns)
+        # 1. Scores of a block of keys, as exponents to base 2.
         s = product(q_heads, _part(k_heads, keys, 1), unit, dtype)
         t = _exponents(s, mask if mask is None else mask[..., keys], factor, hides)
+        # 2. The running maximum of each row; earlier sums shrink by 2^(old maximum - new one).
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
         shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
+        # 3. The weights before normalisation are quantised for the product with the values.
         weights = quantised("p", p.reshape(1, -1, p.shape[-1]), config.p, coded, call_keys.draws, watchers)
         scale = None if weights.scale is None else weights.scale.reshape(p.shape)
         weights = weights._replace(elements=weights.elements.reshape(p.shape), scale=scale)
         part = product(weights, _part(v_heads, keys, 2), unit, dtype)
+        # 4. Sums of weights and of weighted values.
         m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
         blocks += [(p, weights.values(), base)] if keep else []
+    # 5. Normalise once, at the end; a row that no key reaches is 0.
     y = torch.where(total == 0, 0.0, out / total)
     last = torch.where(m == -math.inf, 0.0, m)
     shares = [torch.where(total == 0, 0.0, torch.exp2(base - last) / total) for _, _, base in blocks]

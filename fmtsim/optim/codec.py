@@ -8,16 +8,7 @@ two a byte, the even element in the low half), ``"scale"`` float32 [blocks], and
 Dynamic range expansion (COAT) raises each group to the power that makes it fill E4M3's range. Source: Xi et al., COAT,
 arXiv:2410.19313; NVlabs/COAT 80ec99f. Its kernels take powers and logarithms from a GPU's library, whose last bits no
 other machine gives; here both are the sequences of ``fmtsim.rounding.elementary``, so every device has the same bits.
-Numbers are float32 unless said otherwise:
-
-1. ``top`` is the largest magnitude of a group, ``low`` the smallest that is not zero; both grow by 1e-30.
-2. ``centre = sqrt(top) * sqrt(low)``.
-3. ``power = floor(16 * (ln 100352 / (ln top - ln low))) / 16`` in float64, then float32; 1 where top = low.
-4. ``z = exp(power * (ln |x| - ln centre))`` in float64, then float32; zero stays zero.
-5. ``scale``: step 4 for x = top, divided by 448.
-6. The code is that of ``z / scale`` with the sign of x.
-
-Decoding a value q: ``z = |q| * scale``, ``f = exp(ln z / power)`` in float64, then float32; ``f * centre``, q's sign.
+The steps stand at the lines of ``compress`` and ``expand``; numbers are float32 unless said otherwise.
 """
 
 import math
@@ -56,11 +47,16 @@ def compress(x: Tensor, top_value: float) -> tuple[Tensor, Tensor, Tensor, Tenso
         x: float32 [groups, elements].
         top_value: The format's largest value.
     """
+    # 1. The largest magnitude of a group and the smallest that is not zero, both plus 1e-30.
     magnitude = x.abs()
     top, low = extremes(magnitude)
+    # 2. The geometric mean of both.
     centre = square_root(top) * square_root(low)
+    # 3. power = floor(16 * (ln 100352 / (ln top - ln low))) / 16; 1 where top = low.
     power = power_of(top, low)
+    # 4. scale = (top / centre) ** power / 448, so that the largest element becomes the format's largest value.
     scale = _raised(top, power, centre) / torch.full_like(top, top_value)
+    # 5. z / scale with z = (|x| / centre) ** power and the sign of x; zero stays zero.
     z = _raised(magnitude, power, centre) / scale
     return torch.copysign(torch.where(magnitude == 0, 0.0, z), x), scale, power, centre
 
@@ -83,13 +79,14 @@ def power_of(top: Tensor, low: Tensor) -> Tensor:
 
 def expand(q: Tensor, scale: Tensor, power: Tensor, centre: Tensor) -> Tensor:
     """Undo ``compress`` for values of the format: float32 [groups, elements], and [groups, 1] thrice."""
+    # 1. Undo the scale, 2. the power: exp(ln z / power) in float64, then float32, 3. the centre, with q's sign.
     z = q.abs() * scale
     factor = _exp(_ln(z) / float64(power)).to(torch.float32)
     return torch.copysign(torch.where(z == 0, 0.0, factor * centre), q)
 
 
 def _raised(x: Tensor, power: Tensor, centre: Tensor) -> Tensor:
-    """Return ``(x / centre) ** power``, step 4."""
+    """Return ``(x / centre) ** power``: exp(power * (ln x - ln centre)) in float64, then float32."""
     return _exp(float64(power) * (_ln(x) - _ln(centre))).to(torch.float32)
 
 
@@ -233,8 +230,10 @@ def _scale(rows: Tensor, fmt: StateFormat, scaling: Scaling, previous: Tensor | 
 
 def power_of_two(amax: Tensor, top: float) -> Tensor:
     """Return the largest power of two s with ``s * amax <= top`` of positive numbers, within EXPONENTS; float32."""
+    # amax = fraction * 2^exponent with fraction in [0.5, 1), and top likewise.
     fraction, exponent = torch.frexp(amax)
     top_fraction, top_exponent = math.frexp(top)
+    # 2^(top_exponent - exponent), halved where amax has the larger fraction; the exponent goes to bits 23 to 30.
     power = top_exponent - exponent.to(torch.int32) - (fraction > top_fraction).to(torch.int32)
     return ((power.clamp(*EXPONENTS) + 127) << 23).view(torch.float32)
 
