@@ -87,7 +87,7 @@ def test_seconds_add_up_before_anything_is_said(terminal, timers, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["a pipe", "no stream", "a worker", "another rank"])
-def test_nobody_is_told_who_does_not_look_on(case, terminal, timers, monkeypatch):
+def test_nothing_is_said_without_a_terminal_of_this_process(case, terminal, timers, monkeypatch):
     if case == "a pipe":
         monkeypatch.setattr(compilation.sys, "stderr", io.StringIO())
     elif case == "no stream":

@@ -18,10 +18,10 @@ from benchmarks.collectives import gpu_of
 from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch, fp8_hook, simulate
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.support.errors import CollectiveError
+from tests.distributed.reduction_checks import HOOKS, VERBS, inputs, refused, same_bits
+from tests.distributed.sharded_training import SHARDED
 from tests.support.operands import normal
-from tests.support.reduction_checks import HOOKS, VERBS, inputs, refused, same_bits
 from tests.support.reductions import BASE, CASES, gradients
-from tests.support.sharded_training import SHARDED
 
 LIMIT = 60  # seconds, of all processes of a test, where each has a GPU
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -37,7 +37,7 @@ from fmtsim.nn import convert, share_scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CollectiveError, DtypeError
-from tests.support.reduction_checks import (
+from tests.distributed.reduction_checks import (
     HOOKS,
     VERBS,
     ddp_agrees,
@@ -53,8 +53,8 @@ from tests.support.reduction_checks import (
     scales_are_shared,
     tokens_arrive,
 )
+from tests.distributed.sharded_training import SHARDED, recipes_agree
 from tests.support.reductions import BASE, E4M3
-from tests.support.sharded_training import SHARDED, recipes_agree
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])

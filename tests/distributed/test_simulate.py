@@ -19,7 +19,7 @@ from fmtsim.formats.scaling import History, Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from fmtsim.support.errors import DtypeError, FmtsimError
-from tests.support import reduction_oracle as oracle
+from tests.distributed import reduction_oracle as oracle
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.reductions import gradients
 from tests.support.refusals import refused

@@ -11,7 +11,7 @@ from fmtsim import Datapath, EmulatedGEMM, Gemm, GemmPlan, LinearConfig, Quantiz
 from fmtsim.formats.block import scaled
 from fmtsim.gemm.products import resolver
 from fmtsim.recipes import get_recipe
-from tests.support import layer_oracle
+from tests.gemm import layer_oracle
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 

@@ -16,7 +16,7 @@ from fmtsim.engines.cuda.optim.steps import launches
 from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, stepping
 from fmtsim.spec.optimizer import Numbers
 from fmtsim.support.errors import DeviceError
-from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
+from tests.optim.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
 nesterov = functools.partial(SGD, nesterov=True)
 CASES = (

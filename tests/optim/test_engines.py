@@ -14,7 +14,7 @@ from fmtsim.engines.cuda.optim import steps as cuda_steps
 from fmtsim.optim import StateFormat, stepping
 from fmtsim.optim.catalogue import scaled_state
 from fmtsim.rounding import codebooks
-from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
+from tests.optim.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
 nesterov = functools.partial(fmtsim.optim.SGD, nesterov=True)
 freely = functools.partial(fmtsim.optim.Madam, round_update=False)

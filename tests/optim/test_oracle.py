@@ -9,9 +9,9 @@ import fmtsim
 from fmtsim.engines.cpu.optim import steps
 from fmtsim.optim import rules
 from fmtsim.rounding.elementary import exp, ln
-from tests.support import optim_oracle as oracle
+from tests.optim import optim_oracle as oracle
+from tests.optim.optim_samples import gradients, parameter, run
 from tests.support.bits import assert_same_bits, same_bits
-from tests.support.optim_samples import gradients, parameter, run
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 NAMES = sorted(set(fmtsim.optim.list_schemes()) - {"lns_madam"})

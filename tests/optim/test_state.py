@@ -12,7 +12,7 @@ import fmtsim
 from fmtsim.optim import codec, stepping
 from fmtsim.spec.optimizer import KINDS, key_of
 from fmtsim.support.errors import ArgumentError
-from tests.support.optim_samples import gradients, parameter
+from tests.optim.optim_samples import gradients, parameter
 
 SHAPES = ((33, 256), (17,), (4, 40))
 STEPS = 5

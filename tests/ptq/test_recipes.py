@@ -34,9 +34,9 @@ from fmtsim.recipes.spec import Steps
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
+from tests.ptq.ptq_oracle import cast
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp
-from tests.support.ptq_oracle import cast
 from tests.support.refusals import refused
 
 

@@ -16,10 +16,10 @@ from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth
 from fmtsim.recipes.ptq_catalogue import operand
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.support.errors import ArgumentError
+from tests.ptq.ptq_oracle import cast
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.operands import normal
 from tests.support.ptq_models import ANYWHERE, DATA, mlp
-from tests.support.ptq_oracle import cast
 from tests.support.refusals import refused
 
 

@@ -14,8 +14,8 @@ from fmtsim.ptq import Gptq, LearnedRounding
 from fmtsim.ptq.grid import Grid, gptq, grid_of, learned_rounding, nearest, output_error
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
+from tests.ptq.ptq_oracle import brain_surgeon, encoded_step
 from tests.support.operands import normal
-from tests.support.ptq_oracle import brain_surgeon, encoded_step
 
 N, K, ROWS = 4, 9, 40
 

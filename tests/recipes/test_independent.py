@@ -10,7 +10,7 @@ import torch
 import fmtsim
 from fmtsim import Rounding, get_recipe
 from fmtsim.gemm.products.native import is_native
-from tests.support import transformer_engine as te
+from tests.recipes import transformer_engine as te
 
 pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 

@@ -21,8 +21,8 @@ MOST_OF_KERNELS = 24  # of one file of kernels, all of whose functions share the
 # No trace sees functions that numba compiles: the tests of their engine run instead, the quickest first.
 COMPILED = {
     "fmtsim/engines/cpu/cast/": (
-        "tests/engines/cpu/test_codes.py", "tests/engines/cpu/test_choices.py",
-        "tests/engines/equality/test_layouts.py", "tests/engines/equality/test_equality.py",
+        "tests/engines/cpu/test_choices.py", "tests/engines/equality/test_blocks.py",
+        "tests/engines/equality/test_elements.py", "tests/engines/equality/test_layouts.py",
     ),
     "fmtsim/engines/cpu/gemm/": (
         "tests/engines/cpu/test_gemm_bits.py", "tests/engines/cpu/test_gemm_units.py", "tests/engines/cpu/test_gemm.py",

@@ -12,7 +12,7 @@ from tests.support.operands import normal
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Let there be ranks, without which nobody frees memory that a tensor still names."""
+    """Pretend that ranks exist: only FSDP2 frees memory that a tensor still names."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from fmtsim.engines.cuda import native as gpu
 from fmtsim.gemm.products import native
-from tests.support.emulated_gpu import take_for_gpu
+from tests.engines.cuda.emulated_gpu import take_for_gpu
 
 
 @pytest.fixture

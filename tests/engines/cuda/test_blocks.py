@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block formats on the device: the bits of the CPU engine, for every format, rule, rounding, layout and dtype."""
+"""Kernels of block formats that are specialised by macros, blocks of any size and packed codes: the CPU engine's bits.
+
+Every format and rounding is compared with the oracle in ``tests/engines/equality``.
+"""
 
 import dataclasses
 
@@ -7,21 +10,19 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.casts.encoded import Encoded
 from fmtsim.engines import cpu
 from fmtsim.engines.cuda.cast import block, general
 from fmtsim.engines.cuda.cast.scale_rules import CODES, PACKED, draws_words, fast_macros, output_of
-from fmtsim.formats.block import BlockFormat, scaled, with_block
-from fmtsim.formats.packing import code_dtype
+from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.representable import result_dtype
-from fmtsim.rounding.modes import MODES, Rounding
-from fmtsim.spec.cast import EncodedParts, RandomKey
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import RandomKey
+from tests.engines.equality.engines import Engine, check_packed
 from tests.support.bits import assert_same_bits
-from tests.support.casts import cast_spec, slow_but
+from tests.support.casts import cast_spec, check_parts, slow_but
 from tests.support.operands import numbers
 
 KEY = RandomKey(0x1234567890ABCDEF, 5)
-NAMES = sorted(name for name in fmtsim.list_formats() if isinstance(fmtsim.get_format(name), BlockFormat))
 SLOW = pytest.mark.slow
 
 
@@ -34,37 +35,10 @@ def check(x, spec, device, random=None, out_dtype=None):
     block.quantize_blocks(x.to(device), spec, given, found)
     assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}")
     coded = block.encode_blocks(x.to(device), spec, given)
-    check_parts(coded, x, spec, random)
+    check_parts(f"{spec.format.name} from {x.dtype}", coded, cpu.encode(x, spec, random), x)
     decoded = torch.empty(x.shape, dtype=dtype, device=device)
     general.decode(coded, spec, decoded)
     assert_same_bits(decoded, wanted, what=f"decoded {spec.format.name}")
-
-
-def check_parts(found, x, spec, random):
-    parts = cpu.encode(x, spec, random)
-    for name, mine, theirs in zip(parts._fields, found, parts, strict=True):
-        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
-
-
-def check_packed(x, spec, device, random=None):
-    """Hold codes and scales as ``Encoded`` keeps them to the CPU engine's."""
-    wanted = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, spec.dim)
-    found = block.encode_blocks(x.to(device), spec, random, packed=True)
-    for name in ("codes", "scales", "tensor_scale", "offsets"):
-        assert_same_bits(getattr(found, name), getattr(wanted, name), what=f"{name} of {spec.format.name}, packed")
-
-
-def check_general(x, spec, device, random=None):
-    """Hold the general kernels to the CPU engine's bits, also where faster ones would run."""
-    dtype = result_dtype(spec.format, x.dtype)
-    wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
-    cpu.quantize(x, spec, random, wanted)
-    general.cast_general(x.to(device), EncodedParts(found), spec, random)
-    assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
-    codes = torch.empty(x.shape, dtype=code_dtype(spec.format.bits), device=device)
-    made = block.with_scales(codes, x.shape, spec, torch.float32)
-    general.cast_general(x.to(device), made, spec, random)
-    check_parts(made, x, spec, random)
 
 
 def is_fast(x, spec, random=None):
@@ -110,7 +84,7 @@ def test_every_bfloat16_below_a_largest_one(name, device):
         both = torch.cat([below, below - 32768])
         both = torch.cat([both, both.new_zeros(-both.numel() % (32 * (run - 1)))]).view(-1, run - 1)
         x = torch.cat([torch.full((both.shape[0], 1), largest), both], 1).to(torch.int16).view(torch.bfloat16)
-        check_packed(x, spec, device)
+        check_packed(Engine("cuda", device), x, spec, None)
         if result_dtype(spec.format, x.dtype) == torch.bfloat16:
             check(x, spec, device)
 
@@ -143,35 +117,6 @@ def test_lengths_of_blocks(run, device):
     check(numbers((2 * run, 6), torch.bfloat16), cast_spec(fmt, dim=-2), device)
 
 
-# The general kernels: one code for everything.
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_general_kernels_have_the_bits_of_the_cpu_engine(name, device):
-    for dtype, dim in ((torch.float32, -1), (torch.float64, -2), (torch.bfloat16, -2), (torch.float16, -1)):
-        check_general(numbers((9, 150), dtype), cast_spec(name, dim=dim), device)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxint8", "uint4_g32_zp", "nf4_g64", "lns8_channel", "e4m3_1x128"])
-def test_general_kernels_in_every_rounding(name, mode, device):
-    random = KEY if mode == "stochastic" else None
-    for overflow in ("saturate", "ieee"):
-        check_general(numbers((7, 100), torch.float32), cast_spec(name, mode, overflow=overflow), device, random)
-
-
-@pytest.mark.parametrize("bits", [(8, "a", "cvt_rs"), (13, "a", "cvt_rs"), (5, "b", "word"), (11, "c", "word")])
-def test_random_bits_and_given_words(bits, device):
-    rounding = Rounding(mode="stochastic", random_bits=bits[0], variant=bits[1], layout=bits[2])
-    x = numbers((5, 96), torch.bfloat16)
-    words = torch.randint(0, 1 << rounding.bits, x.shape, generator=torch.Generator().manual_seed(3))
-    for name in ("mxfp4", "nvfp4", "uint4_g32_zp"):
-        for dim in (-1, -2):
-            check(x, cast_spec(name, rounding, dim), device, KEY, torch.float32)
-            if rounding.layout == "word":
-                check(x, cast_spec(name, rounding, dim), device, words, torch.float32)
-
-
 @pytest.mark.parametrize("block", [(1, 24), (3, 5), (None, 7), (4, None), (128, 128), (None, None), (1, 1)])
 def test_blocks_of_any_size_and_short_ones(block, device):
     for rule in ("floor", "amax"):
@@ -180,44 +125,6 @@ def test_blocks_of_any_size_and_short_ones(block, device):
             check(numbers(shape, torch.float32), cast_spec(fmt, dim=dim), device)
     zero_points = with_block(fmtsim.get_format("uint4_g32_zp"), block)
     check(numbers((13, 37), torch.float32), cast_spec(zero_points), device)
-
-
-def test_strides_views_and_results_in_place(device):
-    spec = cast_spec("mxfp4")
-    x = numbers((64, 96), torch.bfloat16)
-    held = numbers((130, 200), torch.bfloat16)
-    views = [x.t(), held[1:65, 3:99], held[::2, 8:104], numbers((4, 6, 64), torch.bfloat16).transpose(0, 1)]
-    for view in views:
-        for dim in (-1, -2):
-            wanted = torch.empty(view.shape, dtype=view.dtype)
-            cpu.quantize(view, dataclasses.replace(spec, dim=dim), None, wanted)
-            moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).copy_(view)
-            found = torch.empty_like(moved)
-            block.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, found)
-            assert_same_bits(found, wanted)
-            block.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, moved)
-            assert_same_bits(moved, wanted)
-
-
-def test_dtypes_of_results(device):
-    x = numbers((6, 64), torch.float32)
-    for name in ("mxfp8", "nvfp4", "int4_g32"):
-        spec = cast_spec(name)
-        wide = torch.empty(x.shape, dtype=torch.float64)
-        cpu.quantize(x, spec, None, wide)
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            found = torch.empty(x.shape, dtype=dtype, device=device)
-            block.quantize_blocks(x.to(device), spec, None, found)
-            wanted = fmtsim.quantize(wide, dtype, overflow="ieee", out_dtype=dtype)
-            assert_same_bits(found, wanted, what=(name, dtype))
-
-
-def test_empty_and_single_elements(device):
-    for name in ("mxfp4", "nvfp4", "e4m3_tensor", "uint8_channel_zp"):
-        spec = cast_spec(name)
-        for shape in ((), (1,), (0,), (0, 32), (3, 0), (1, 1)):
-            x = torch.full(shape, 1.3)
-            check(x, spec, device)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +138,8 @@ def test_empty_and_single_elements(device):
 def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
     spec = cast_spec(name, dim=dim)
     x = numbers((128, 256) if dim == -1 else (256, 64), dtype)
-    check_packed(x, spec, device)
-    check_packed(numbers((3, 48) if dim == -1 else (96, 6), dtype, 1), spec, device)
+    check_packed(Engine("cuda", device), x, spec, None)
+    check_packed(Engine("cuda", device), numbers((3, 48) if dim == -1 else (96, 6), dtype, 1), spec, None)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +157,7 @@ def test_packed_codes_of_stochastic_rounding(name, dtype, device):
     sized = (x.double() / x.abs().max() * 2.0 ** powers[:, None]).to(dtype)
     assert is_fast(x, spec, key)
     for part in (sized, numbers((4, 2048), dtype, 6), numbers((3, 96), dtype, 7)):
-        check_packed(part, spec, device, key)
+        check_packed(Engine("cuda", device), part, spec, key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,11 +209,11 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
 def test_planted_errors_in_packed_codes_are_caught(mode, dtype, emulated, monkeypatch):
     """Another key, or another rule of scales."""
     spec, x, random = cast_spec("mxfp4", mode), numbers((4, 64), dtype, special=False), KEY if mode == RANDOM else None
-    check_packed(x, spec, torch.device("cpu"), random)
+    check_packed(Engine("cuda", torch.device("cpu")), x, spec, random)
     real, wrong = block.encode_blocks, spec
     if mode == EVEN:
         wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
     key = RandomKey(8) if mode == RANDOM else None
     monkeypatch.setattr(block, "encode_blocks", lambda x, spec, _, packed: real(x, wrong, key, packed))
     with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
-        check_packed(x, spec, torch.device("cpu"), random)
+        check_packed(Engine("cuda", torch.device("cpu")), x, spec, random)

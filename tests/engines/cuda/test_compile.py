@@ -8,7 +8,7 @@ import pytest
 import fmtsim.engines.cuda
 from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.runtime.program import sources, variants, variants_of
-from tests.support.nvrtc import needs_nvrtc
+from tests.engines.cuda.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc
 

@@ -70,7 +70,7 @@ def test_it_steps_aside(device):
     assert not quantize_contiguous(x[:16], cast_spec("mxfp4"), out[:16])  # a block that is not whole
     assert not quantize_contiguous(x, cast_spec("mxfp4", dim=-2), out)
     strict = dataclasses.replace(fmtsim.get_format("int8"), name="strict8", nan_policy="error")
-    assert not quantize_contiguous(x, cast_spec(strict), x)  # somebody has to look for NaN
+    assert not quantize_contiguous(x, cast_spec(strict), x)  # NaN has to be looked for
 
 
 def test_the_engine_takes_it_but_for_given_random_words(device, monkeypatch):

@@ -11,12 +11,12 @@ from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import aligned_fp64_fma, aligned_fp64_mma, fma_chain
 from fmtsim.engines.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP64_FMA, FP64_MMA
 from fmtsim.engines.cuda.gemm.job import Gpu
+from tests.engines.cuda.cuda_cases import custom
+from tests.engines.cuda.nvrtc import needs_nvrtc, spilled
 from tests.support.bits import assert_same_bits
-from tests.support.cuda_cases import custom
 from tests.support.cuda_gemm import check, expected, job_of, product_of
 from tests.support.gemm_engine import DTYPES, gemm_spec, operand, unit_scales
 from tests.support.gemm_oracle import definition
-from tests.support.nvrtc import needs_nvrtc, spilled
 from tests.support.operands import normal, wide
 
 FMA = Datapath(block=1, fraction_bits=None, rounding="nearest_even")

@@ -10,10 +10,10 @@ from fmtsim import Datapath, GemmPlan
 from fmtsim.engines.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA, variants
 from fmtsim.engines.cuda.gemm.job import promotion_of
 from fmtsim.rounding.modes import RULES
+from tests.engines.cuda.cuda_cases import CASES, EIGHT, FMA, HALF, NVF4, PATHS, RARER, Case, custom
 from tests.engines.cuda.emulator import emulated as pretend
 from tests.support import cuda_gemm, gemm_engine
 from tests.support.bits import assert_same_bits
-from tests.support.cuda_cases import CASES, EIGHT, FMA, HALF, NVF4, PATHS, RARER, Case, custom
 from tests.support.cuda_gemm import DISPATCH, check, check_kinds, expected, job_of, product_of
 from tests.support.gemm_engine import KINDS, addend, operand, unit_scales
 from tests.support.gemm_oracle import sums as oracle

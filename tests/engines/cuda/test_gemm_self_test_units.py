@@ -14,10 +14,10 @@ from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import self_test
 from fmtsim.spec.cast import RandomKey
 from fmtsim.support.errors import DeviceError, KernelWarning
+from tests.engines.cuda.cuda_cases import CASES
 from tests.engines.cuda.emulator import COMPILER
 from tests.engines.cuda.emulator import emulated as pretend
 from tests.support.bits import assert_same_bits
-from tests.support.cuda_cases import CASES
 from tests.support.cuda_gemm import COMPARED, DISPATCH, FP8, HALF, PASSED, Path, dispatched, flip, made, made_job
 from tests.support.gemm_engine import gemm_spec, operand
 

@@ -17,7 +17,7 @@ def recorded(of_launches):
 
 
 def heap_is_low():
-    """Say whether this Python, built without random places, has a heap whose addresses look like numbers."""
+    """Return True if the heap lies so low that its addresses look like numbers: Python built without PIE."""
     maps = Path("/proc/self/maps")
     heaps = [line for line in maps.read_text().splitlines() if line.endswith("[heap]")] if maps.exists() else []
     return any(int(line.split("-")[0], 16) < 0x5000 << 32 for line in heaps)

@@ -22,8 +22,8 @@ from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Hadamard, Quantizer
+from tests.engines.cuda.emulated_gpu import drawn, take_for_host
 from tests.support.bits import assert_same_bits
-from tests.support.emulated_gpu import drawn, take_for_host
 from tests.support.operands import bfloat16s
 
 SHAPE = (96, 64)
@@ -161,7 +161,7 @@ def test_draws_of_another_pass_are_seen(on_card, monkeypatch):
 
 @pytest.mark.parametrize("name", ["te_nvfp4", pytest.param("quartet", marks=SLOW)])
 def test_a_gradient_that_is_alone_is_the_same(name, on_card):
-    """What is drawn for it hangs on the number of the pass, not on what else is drawn."""
+    """Its random words depend on the number of the pass, not on what else is drawn in it."""
     layer = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
     x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
     compiled = torch.compile(lambda *t: run_layer(*t, None, layer), fullgraph=True, backend="aot_eager")

@@ -202,7 +202,7 @@ def test_explain_mm_says_who_would_multiply(ran):
         rows = dict(fmtsim.explain_mm(a, b, **{"target": "h200", **options}).rows)
         return rows.get("runs")
 
-    assert runs() is None and runs(target="exact", native=True) is None  # on the CPU nobody asks
+    assert runs() is None and runs(target="exact", native=True) is None  # tensors on the CPU
     assert runs(native=True) == "natively, by torch.mm on this GPU"
     assert runs(A16.to(F8), B16.to(F8), native=True) == "natively, by torch._scaled_mm on this GPU"
     assert runs(native=False) == "emulated: native=False"

@@ -15,8 +15,8 @@ from fmtsim.gemm.layers.operator import text_of
 from fmtsim.recipes import get_recipe
 from fmtsim.support.replay.programs import Programs
 from fmtsim.support.replay.recorder import Program
+from tests.engines.cuda.emulated_gpu import drawn
 from tests.support.bits import assert_same_bits
-from tests.support.emulated_gpu import drawn
 from tests.support.operands import bfloat16s
 
 REPEATED = ("te_current", "te_mxfp8", "te_nvfp4", "mxfp4", "quartet", "quartet2", "deepseek_v3", "fp8lm")

@@ -19,9 +19,9 @@ from fmtsim.engines.cuda.runtime import launch
 from fmtsim.engines.cuda.runtime import program as runtime
 from fmtsim.support import folder
 from fmtsim.support.errors import DeviceError
+from tests.engines.cuda.nvrtc import needs_nvrtc
 from tests.support.casts import cast_spec
 from tests.support.faults import largest_file
-from tests.support.nvrtc import needs_nvrtc
 
 needs_gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 
@@ -245,7 +245,7 @@ def test_memory_of_a_launch_is_not_shared_until_it_is_put_back():
 
 
 def bare_kernel(sizes, launches):
-    """Return a kernel of these parameters on a device that nobody has, whose launches are kept."""
+    """Return a kernel of these parameters on a device that does not exist, and record its launches."""
     kernel = launch.Kernel.__new__(launch.Kernel)
     kernel._name, kernel._index, kernel._function, kernel._sizes = "trial", 0, "function", sizes
     kernel._layouts, kernel._shared = {}, launch.USUAL_SHARED

@@ -1,33 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine fixture: each test that asks for it runs once with every engine."""
 
-import importlib
-from types import ModuleType, SimpleNamespace
-
 import pytest
 
-ENGINES = ["fmtsim.engines.torch_engine", "fmtsim.engines.cpu"]
+from tests.engines.equality.engines import CUDA_ENGINES, HOST_ENGINES, Engine
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> ModuleType | SimpleNamespace:
-    """Return one engine after the other; what the CPU kernels do not cover goes to torch operations."""
-    module = importlib.import_module(request.param)
-    return served(module) if hasattr(module, "supports") else module
-
-
-def served(cpu: ModuleType) -> SimpleNamespace:
-    """Return the verbs of the CPU engine where it covers a cast, else those of the torch engine."""
-    fallback = importlib.import_module("fmtsim.engines.torch_engine")
-
-    def chosen(verb, spec, *tensors):
-        return cpu if cpu.supports(verb, spec, *tensors) else fallback
-
-    return SimpleNamespace(
-        quantize=lambda x, spec, random, out: chosen("quantize", spec, x, out).quantize(x, spec, random, out),
-        encode=lambda x, spec, random: chosen("encode", spec, x).encode(x, spec, random),
-        decode=lambda parts, spec, out: chosen("decode", spec, out).decode(parts, spec, out),
-    )
+@pytest.fixture(params=HOST_ENGINES + CUDA_ENGINES)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Return one engine after the other."""
+    name = request.param
+    return Engine(name, request.getfixturevalue(f"{name}_device") if name in CUDA_ENGINES else None)
 
 
 @pytest.fixture(autouse=True)

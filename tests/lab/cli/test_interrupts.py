@@ -14,8 +14,8 @@ import pytest
 
 from fmtsim.lab.cli.main import main
 from fmtsim.support import interrupts
+from tests.lab.cli.jobs import JOBS
 from tests.support import faults
-from tests.support.jobs import JOBS
 
 MODULE = [sys.executable, "-m", "fmtsim", "info"]
 HANDLERS = (signal.SIGINT, signal.SIGTERM)
@@ -154,7 +154,7 @@ def test_worker_processes_of_a_command_end_with_it(number, status, word, seconds
     ("jobs", "count"), [(("train",), 1), *(pytest.param((name,), 50, marks=pytest.mark.faults) for name in JOBS)]
 )
 def test_a_job_that_was_killed_ends_as_an_undisturbed_one(tmp_path, jobs, count):
-    command = [sys.executable, "-m", "tests.support.jobs", str(tmp_path), str(count), "1", *jobs]
+    command = [sys.executable, "-m", "tests.lab.cli.jobs", str(tmp_path), str(count), "1", *jobs]
     ended = faults.run(command, timeout=3000, OMP_NUM_THREADS="1")
     assert ended.status == 0, ended.stderr
     counts = json.loads(ended.stdout)

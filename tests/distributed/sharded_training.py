@@ -11,9 +11,9 @@ import fmtsim
 from fmtsim.distributed import ReductionState, hook_fsdp
 from fmtsim.nn import convert
 from fmtsim.scaling.history import DelayedScale
+from tests.distributed.reduction_checks import fsdp_bits
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
-from tests.support.reduction_checks import fsdp_bits
 from tests.support.reductions import BASE
 
 RECIPES = ("te_current", "te_delayed", "te_nvfp4", "deepseek_v3")
