@@ -45,13 +45,42 @@ def told(found):
     return [each.call.facts() for part in found.parts.values() for each in part.values()]
 
 
+# A layer, its inputs, the rows of its products (positions: of the output, transposed of the input), and its groups.
+LAYERS = {
+    "linear": (lambda: nn.Linear(128, 256), [normal(2, 64, 128, seed=1)], 128, 1),
+    "linear of columns": (lambda: nn.Linear(128, 256), [normal(128, 64, seed=1).mT], None, 1),
+    "Conv1d": (lambda: nn.Conv1d(32, 64, 4, stride=2, padding=1, groups=2), [normal(3, 32, 32, seed=1)], 48, 2),
+    "Conv2d, one image": (lambda: nn.Conv2d(32, 64, 3, padding=1, groups=2), [normal(1, 32, 8, 8, seed=1)], None, 2),
+    "Conv2d, channels last": (lambda: nn.Conv2d(32, 64, 3, padding=1, groups=2),
+                              [normal(2, 32, 8, 8, seed=1).contiguous(memory_format=torch.channels_last)], 128, 2),
+    "Conv3d": (lambda: nn.Conv3d(16, 32, 2, bias=False), [normal(3, 16, 3, 3, 5, seed=1)], 48, 1),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(32, 16, 4, stride=2, padding=2, groups=2),
+                        [normal(3, 32, 4, 4, seed=1)], 48, 2),
+    "Bilinear": (lambda: nn.Bilinear(16, 32, 2), [normal(3, 16, 16, seed=1), normal(3, 16, 32, seed=1)], 48, 1),
+}  # fmt: skip
+CASES = [
+    *(("linear", recipe, target) for recipe, target in RECIPES.items()),
+    *((name, recipe, "h200") for name in list(LAYERS)[1:] for recipe in ("te_current", "amp_fp16", "bitnet")),
+    *((name, "ao_int4_qat", "h200") for name in LAYERS if name.startswith("Conv2d")),
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
-@pytest.mark.parametrize(("recipe", "target"), RECIPES.items())
-def test_what_is_told_of_a_linear_layer_is_what_a_step_asks_for(recipe, target):
-    x = normal(2, 64, 128, seed=1).to(BF16).requires_grad_()
-    module, asked = asked_in_a_step(lambda: nn.Linear(128, 256), recipe, target, (x,))
-    assert told(explain_layer(module, x)) == asked and len(asked) == 3
-    assert told(explain_layer(module, 128)) == asked
+@pytest.mark.parametrize(("name", "recipe", "target"), CASES)
+def test_what_is_told_of_a_layer_is_what_a_step_asks_for(name, recipe, target):
+    make, inputs, rows, groups = LAYERS[name]
+    inputs = [t.to(BF16).requires_grad_() for t in inputs]
+    module, asked = asked_in_a_step(make, recipe, target, inputs)
+    found = explain_layer(module, inputs)
+    assert told(found) == asked and len(asked) == 3
+    assert groups == 1 or ("groups", "2, a product each") in found.wgrad.rows
+    if rows is not None:
+        assert told(explain_layer(module, rows)) == asked
+        assert [row.tokens for row in report(module, tokens=rows).products] == [rows] * 3
+    if name == "linear of columns":
+        assert recipe != "amp_fp16" or [call.a_layout for call in asked] == ["column", "row", "column"]
+        other = inputs[0].detach().clone(memory_format=torch.contiguous_format)
+        assert recipe != "amp_fp16" or told(explain_layer(module, other)) != asked
 
 
 @pytest.mark.slow
@@ -68,13 +97,6 @@ def test_what_is_told_under_every_recipe_is_what_a_step_asks_for(recipe, target)
         return  # a machine without the format
     rest = [call for call in asked if (call.a, recipe[:6]) == ("fp32", "fp4_ms")]  # told of in words
     assert told(explain_layer(module, x)) == [call for call in asked if call not in rest]
-
-
-def test_an_input_that_lies_in_columns():
-    x = normal(128, 64, seed=1).to(BF16).mT.requires_grad_()
-    module, asked = asked_in_a_step(lambda: nn.Linear(128, 256), "amp_bf16", "h200", (x,))
-    assert told(explain_layer(module, x)) == asked and [call.a_layout for call in asked] == ["column", "row", "column"]
-    assert told(explain_layer(module, x.detach().clone(memory_format=torch.contiguous_format))) != asked
 
 
 @pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning", "ignore:Attempting to run cuBLAS")
@@ -113,34 +135,6 @@ class Transposed(nn.Module):
 
     def forward(self, x):
         return x @ self.weight + self.bias
-
-
-@pytest.mark.parametrize("recipe", ["te_current", "amp_fp16", "bitnet", "ao_int4_qat"])
-@pytest.mark.parametrize(("count", "form"), [(1, torch.contiguous_format), (2, torch.channels_last)])
-def test_what_is_told_of_a_convolution_is_what_a_step_asks_for(recipe, count, form):
-    images = normal(count, 32, 8, 8, seed=1).to(BF16).contiguous(memory_format=form).requires_grad_()
-    module, asked = asked_in_a_step(lambda: nn.Conv2d(32, 64, 3, padding=1, groups=2), recipe, "h200", (images,))
-    found = explain_layer(module, images)
-    assert told(found) == asked and len(asked) == 3
-    assert ("groups", "2, a product each") in found.wgrad.rows
-    assert count == 1 or told(explain_layer(module, 128)) == asked  # rows are positions behind the padding
-
-
-@pytest.mark.parametrize("recipe", ["te_current", "amp_fp16", "bitnet"])
-@pytest.mark.parametrize(("make", "shapes", "rows", "groups"), [
-    (lambda: nn.Conv1d(32, 64, 4, stride=2, padding=1, groups=2), [(3, 32, 32)], 48, 2),
-    (lambda: nn.Conv3d(16, 32, 2, bias=False), [(3, 16, 3, 3, 5)], 48, 1),
-    (lambda: nn.ConvTranspose2d(32, 16, 4, stride=2, padding=2, groups=2), [(3, 32, 4, 4)], 48, 2),
-    (lambda: nn.Bilinear(16, 32, 2), [(3, 16, 16), (3, 16, 32)], 48, 1),
-])  # fmt: skip
-def test_what_is_told_of_other_layers_is_what_a_step_asks_for(recipe, make, shapes, rows, groups):
-    inputs = [normal(*shape, seed=1).to(BF16).requires_grad_() for shape in shapes]
-    module, asked = asked_in_a_step(make, recipe, "h200", inputs)
-    found = explain_layer(module, inputs)
-    assert told(found) == asked and len(asked) == 3
-    assert told(explain_layer(module, rows)) == asked  # positions: of the output, transposed of the input
-    assert groups == 1 or ("groups", "2, a product each") in found.wgrad.rows
-    assert [row.tokens for row in report(module, tokens=rows).products] == [rows] * 3
 
 
 def test_what_is_told_of_an_attention_is_what_a_step_asks_for():
