@@ -30,7 +30,6 @@ RECIPES["attention"] = dataclasses.replace(
 )
 HOW = ("fsdp", "fsdp1", "ddp")
 STEPS, LR = 3, 0.1
-MOVED = 1e-3  # 5e-7 without a code that flips; one of 64 x 64 that does, by 2^-4 of itself, costs about this much
 
 
 def batch(step):
@@ -154,28 +153,3 @@ def test_two_ranks_have_the_bits_of_one_process_that_plays_both(name, how, runs)
 def test_scales_that_are_not_shared_are_seen(runs):
     weights, _, _ = reference("te_delayed", shared=False)
     assert not torch.equal(weights["blocks.0.up.weight"], runs["te_delayed", "ddp"][0]["weights"]["blocks.0.up.weight"])
-
-
-def test_shared_scales_are_those_of_the_whole_batch(runs):
-    """Delayed scaling sees the same tensors in parts.
-
-    The loss is a mean over twice the tokens, so twice of it has the gradients of a rank; half the step makes up for it.
-    Products over tokens are added up in another order than on one process with all four windows, which moves a number
-    next to a rounding boundary to the neighbouring code now and then: weights agree to MOVED of what they moved.
-    """
-    model = convert(gpt(context=16), recipe="te_delayed", generator=10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR / 2)
-    for step in range(STEPS):
-        (2 * model(*batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    first = gpt(context=16).state_dict()
-    for how in HOW:
-        run = runs["te_delayed", how][0]
-        for key, weight in weights_of(model).items():
-            off, moved = (weight - run["weights"][key]).norm(), (weight - first[key]).norm()
-            assert off <= MOVED * moved, (key, float(off / moved))
-        state = fmtsim.state(model)["layers"]["blocks.0.attention.qkv"]["x_f"]["amaxes"]
-        shared = run["state"]["layers"]["blocks.0.attention.qkv"]["x_f"]["amaxes"]
-        assert torch.equal(state[STEPS - 1], shared[STEPS - 1])  # the first step's: the same weights
-        torch.testing.assert_close(state, shared, rtol=1e-4, atol=0)

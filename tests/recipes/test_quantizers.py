@@ -125,12 +125,11 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "operand", "source"), CASES, ids=[f"{n}-{o}-{i}" for i, (n, o, _) in enumerate(CASES)]
 )
-@pytest.mark.parametrize("shape", [(48, 256), (40, 384)], ids=str)
-def test_a_quantiser_is_its_sources(name, operand, source, shape):
-    if "halo" in name and shape[1] == 384 and name[4] != "0":
-        shape = (48, 256)
-    x = matrix(*shape, seed=len(name))
-    check(made(name, operand, x), source(x))
+def test_a_quantiser_is_its_sources(name, operand, source):
+    whole_axis = "halo" in name and name[4] != "0"  # rotations of 384 numbers do not exist
+    for shape in ((48, 256),) if whole_axis else ((48, 256), (40, 384)):
+        x = matrix(*shape, seed=len(name))
+        check(made(name, operand, x), source(x))
 
 
 OF_THE_DTYPE = ("ao_int4_qat", "coat", "fp4_ms_code", "halo0", "halo0_fp6", "halo0_fp8", "int8_mixed")
