@@ -127,13 +127,13 @@ def test_what_decides_no_order_is_left_out(attributes, choice):
     assert normalised(*attributes) == choice
 
 
-@pytest.mark.parametrize(("status", "refused"), [(7, True), (15, True), (1, False), (14, False)])
-def test_a_library_that_refuses_or_fails(status, refused):
+@pytest.mark.parametrize(("status", "refuses"), [(7, True), (15, True), (1, False), (14, False)])
+def test_a_library_that_refuses_or_fails(status, refuses):
     lib = library()
     asker = Asker(lib)
     lib.fail_with(status)
     try:
-        if refused:
+        if refuses:
             assert asker.choice(Question(BF16, 0, 64, 48, 4096)) is None
             return
         with pytest.raises(DeviceError, match=f"AlgoGetHeuristic fails with status {status} for Question"):

@@ -267,7 +267,7 @@ def test_what_is_not_seen_is_named_with_the_first_batch(make, said):
 def test_what_is_refused_by_convert():
     model = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     before = snapshot(model)
-    refused("cannot scale '': TransformerEncoderLayer is one call of torch, whose par", fmtsim.convert, model, "mu_s")
+    refused("cannot scale '': TransformerEncoderLayer is one call of torch, which hi", fmtsim.convert, model, "mu_s")
     assert snapshot(model) == before
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
