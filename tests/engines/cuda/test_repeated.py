@@ -65,7 +65,7 @@ def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
     assert len(decided) == len(asked) * (5 + 2)
 
 
-@pytest.mark.filterwarnings("ignore::fmtsim.errors.CoverageWarning")  # te_nvfp4 leaves the last layer out
+@pytest.mark.filterwarnings("ignore::fmtsim.support.errors.CoverageWarning")  # te_nvfp4 leaves the last layer out
 @pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise", "te_nvfp4"])
 def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
     """Training, evaluation, inference and activation checkpointing by turns; in the end in other buffers."""
