@@ -34,15 +34,10 @@ def target():
     """A library whose order changes with the batch: 10 and 11 are not known, and some say one order in other words."""
     kernels = {"tile64": {"k_tile": 64}, "tile32": {"k_tile": 32}, "rounded": {"k_tile": 64, "partial": "bf16"}}
     rules = [
-        rule(1, 1, "tile64", 1, unit="fp32_fma", operands="fp32"),
-        rule(2, 3, "tile64", 4),
-        rule(4, 5, "tile32", 4),
-        rule(6, 7, "tile64", 1),
-        rule(8, 9, "tile64", 4),
-        rule(12, 12, "tile64", 3),
-        rule(13, 13, "rounded", 3),
+        rule(1, 1, "tile64", 1, unit="fp32_fma", operands="fp32"), rule(2, 3, "tile64", 4), rule(4, 5, "tile32", 4),
+        rule(6, 7, "tile64", 1), rule(8, 9, "tile64", 4), rule(12, 12, "tile64", 3), rule(13, 13, "rounded", 3),
         rule(14, 14, "tile32", 1),
-    ]
+    ]  # fmt: skip
     return hopper("six", kernels, rules)
 
 

@@ -180,16 +180,8 @@ def test_operations_stand_in_their_order():
     assert first == [("0.norm", "LayerNorm"), *up, ("0.act", "GELU"), *down[:3]]
     backward = [one for one in found.operations if one.layer == "1.down" and one.direction == "backward"]
     names = [
-        "g_d",
-        "w_d",
-        "dgrad",
-        "g_w",
-        "x_w",
-        "wgrad",
-        "gradient of weight",
-        "gradient of bias",
-        "gradient of input",
-    ]
+        "g_d", "w_d", "dgrad", "g_w", "x_w", "wgrad", "gradient of weight", "gradient of bias", "gradient of input",
+    ]  # fmt: skip
     assert sorted(one.operation for one in backward) == sorted(names)
     facts = dict(next(one for one in backward if one.operation == "wgrad").facts)
     assert facts["call"] == "scaled_mm: [32, 32] e4m3 x [32, 64] e4m3 -> bfloat16"

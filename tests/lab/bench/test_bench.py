@@ -35,12 +35,9 @@ MEASURED = {  # how figures of docs/performance.md came about: another digest as
     ),
 }  # fmt: skip
 DIGESTS = {
-    "casts": "e7dc7d304b92f71d",
-    "products": "faa4de026870abc4",
-    "casts and products of a GPU": "865f38836bd01d8f",
-    "layers": "452971c3f1ffc8ec",
-    "overheads": "40aa8d6487c134b3",
-}
+    "casts": "e7dc7d304b92f71d", "products": "faa4de026870abc4", "casts and products of a GPU": "865f38836bd01d8f",
+    "layers": "452971c3f1ffc8ec", "overheads": "40aa8d6487c134b3",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", MEASURED)

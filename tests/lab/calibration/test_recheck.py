@@ -113,12 +113,8 @@ def test_data_show_the_order_of_sums():
 def test_every_algorithm_in_the_book_is_tried_where_its_runs_begin_and_end(tmp_path):
     kind = Kind("bf16", "bf16", torch.bfloat16)
     runs = (
-        (1, Choice(66)),
-        (33, Choice(66, 3, 2)),
-        (65, Choice(41, -1, 2, 0, 35)),
-        (97, Choice(24, 2, 2)),
-        (129, None),
-    )
+        (1, Choice(66)), (33, Choice(66, 3, 2)), (65, Choice(41, -1, 2, 0, 35)), (97, Choice(24, 2, 2)), (129, None),
+    )  # fmt: skip
     families = [Family(kind, 0, "m", (48, 512), runs), Family(kind, 1, "m", (1 << 16, 1 << 16), runs),
                 Family(kind._replace(bias=True), 0, "m", (64, 64), ((1, Choice(66)),))]  # fmt: skip
     write_book(tmp_path / "a.book", families, library="NVIDIA H200, cuBLASLt 13.1.0")

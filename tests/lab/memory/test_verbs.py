@@ -239,17 +239,8 @@ def test_the_command_line(capsys):
     status, text, _ = run(capsys, "--params", "65e9", "--master", "none", "--json")
     assert json.loads(text)["total"] == 780 * 10**9
     words = (
-        "--model",
-        "gpt2",
-        "--serve",
-        "--context",
-        "8",
-        "--kv-format",
-        "e4m3",
-        "--weights",
-        "int8_channel",
-        "--json",
-    )
+        "--model", "gpt2", "--serve", "--context", "8", "--kv-format", "e4m3", "--weights", "int8_channel", "--json",
+    )  # fmt: skip
     expected = fmtsim.serving_memory("gpt2", context=8, kv_format="e4m3", weights="int8_channel")
     assert json.loads(run(capsys, *words)[1]) == json.loads(json.dumps(expected.to_dict()))
 

@@ -221,20 +221,9 @@ def test_an_output_that_cannot_be_written_fails_before_training(tmp_path):
 def test_interrupting_leaves_a_report_of_what_there_is(tmp_path, text):
     out = tmp_path / "out"
     command = [
-        sys.executable,
-        "-m",
-        "fmtsim",
-        "train",
-        *SMALL,
-        "--steps",
-        "4000",
-        "--checkpoint-every",
-        "0",
-        "--data",
-        str(text),
-        "--out",
-        str(out),
-    ]
+        sys.executable, "-m", "fmtsim", "train", *SMALL, "--steps", "4000", "--checkpoint-every", "0", "--data",
+        str(text), "--out", str(out),
+    ]  # fmt: skip
     # Jobs in the background of a shell ignore the signal, and so would what they start.
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
