@@ -241,9 +241,3 @@ def test_an_error_inside_removes_the_observers(model):
     with pytest.raises(ZeroDivisionError), observe(model):
         1 / 0  # noqa: B018
     assert model[0].emulation.observer is None
-
-
-def test_format_names_are_those_of_the_records(model):
-    with observe(model) as stats:
-        model(torch.randn(5, 6))
-    assert stats["0"]["x_f"].format == get_format("e2m1").name

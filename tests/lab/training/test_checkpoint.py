@@ -275,9 +275,3 @@ def test_resume_without_a_checkpoint_begins(tmp_path, text, capsys):
     assert train(text, tmp_path / "out", "--resume", "--checkpoint-every", "0") == 0
     assert capsys.readouterr().err == f"resume: no checkpoint in {tmp_path / 'out'}, training begins\n"
     assert len(os.listdir(tmp_path / "out")) == 3
-
-
-@pytest.mark.parametrize("words", [["--resume"], ["--checkpoint-every", "5"]])
-def test_a_check_has_no_checkpoints(tmp_path, text, capsys, words):
-    assert train(text, tmp_path / "out", "--check", "native", "--target", "h200", *words) == BAD_INPUT
-    assert "--check native has no checkpoints; leave --resume and --checkpoint-every out" in capsys.readouterr().err

@@ -270,22 +270,6 @@ def test_the_command_runs_where_the_card_is(text, tmp_path, capsys, monkeypatch)
     assert found["mismatch"]["tensor"] == "norm.weight" and found["mismatch"]["step"] == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--check", "native"], "--check native compares a GPU with its emulation; pass --target, for example h200"),
-        (["--check", "native", "--target", "h200"], "--check native is not possible: the tensors are on cpu, not on a"),
-        (["--minutes", "2"], "--minutes 2 limits --check native; pass both, and a number above 0"),
-        (["--device", "nowhere"], "--device nowhere is not there"),
-        (["--fast-backward", "--target", "h200"], "--fast-backward extends --fast-accum to gradients"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_checked_is_said(text, tmp_path, capsys, words, message):
-    assert main(["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--quiet", *words]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and len(printed.err.splitlines()) == 1 and not (tmp_path / "run").exists()
-
-
 def test_fast_sums_reach_the_products():
     scheme = Scheme(format="e4m3", target="h200", fast_accum=True)
     assert [g.fast_accum for g in _gemms(scheme)] == [True, False, False]

@@ -60,21 +60,6 @@ def test_names_are_listed(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list_recipes(kind="training")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--recipe", "te_curent"], "recipe='te_curent' is unknown; did you mean 'te_current'"),
-        (["--recipe", "coat", "--format", "e4m3", "--rounding", "up"], "leave --format and --rounding out"),
-        (["--recipe", "quartet2"], "layer 'blocks.0.attention.qkv'"),
-        (["--recipe", "absent.json"], "cannot read absent.json: No such file"),
-    ],
-)
-def test_wrong_options_fail_before_training(words, said, text, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(["train", *SMALL, *words, "--data", str(text), "--out", str(out), "--quiet"]) == 2
-    assert said in capsys.readouterr().err and not out.exists()
-
-
 @pytest.mark.filterwarnings("ignore:recipe .* leaves the last 15% of the blocks")
 def test_a_schedule_switches_in_the_last_steps(text):
     """Of 10 steps the last two run in high precision: equal losses before."""

@@ -297,27 +297,6 @@ def test_options_go_before_the_recipe(words, optimizer, reduction, ranks):
     assert found.baseline.states.state == found.baseline.reduced_by == "fp32"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--level O1", "--level O1 is a recipe's; pass --recipe fp8lm as well"),
-        ("--recipe coat --level O1", "--level O1: recipe coat has no levels; pass --recipe fp8lm, or leave"),
-        ("--recipe fp8lm --level O4", "recipe fp8lm has no level 'O4'; its levels are O1, O2, O3"),
-        ("--recipe fp8lm --ranks 1",
-         "--ranks 1 has no gradients to reduce by fp8lm; pass --ranks 2 or more, or --reduction fp32"),
-        ("--recipe fp8lm --batch-size 3",
-         "--ranks 2 (the default where gradients are reduced by fp8lm) does not divide --batch-size 3; choose a"),
-        ("--ranks 3", "--ranks 3 does not divide --batch-size 4; choose a divisor"),
-        ("--ranks 0", "--ranks 0 is not allowed; choose 1 or more"),
-        ("--state coatt", "state='coatt' is unknown; did you mean 'coat'"),
-        ("--reduction msamq", "unknown reduction 'msamq'; did you mean 'msamp'"),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused(text, tmp_path, capsys, words, said):
-    assert command(text, tmp_path, *words.split()) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
 def test_a_recipe_file_with_unknown_names_is_refused():
     recipe = dataclasses.replace(get_recipe("coat"), optimizer=OptimizerConfig(state="x"))
     refused(r"state='x' is unknown \(choose one of fp32", Scheme, format="fp32", recipe=recipe)

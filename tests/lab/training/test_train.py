@@ -22,7 +22,6 @@ from fmtsim.lab.training.learner import schedule
 from fmtsim.lab.training.loop import compare_schemes, observed_steps, train
 from fmtsim.lab.training.run import Run
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
-from fmtsim.nn.convert import convert
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_from_dict
 from fmtsim.spec.plan import GemmPlan
@@ -187,30 +186,6 @@ def test_tables_say_what_an_operand_is(corpus):
     assert "where bits were lost in 3 observed steps, all layers together (each: report.html)" in lines
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--format", "e4m33"], "e4m3"),
-        (["--baseline", "nope"], "nope"),
-        (["--rounding", "nearst"], "nearest_even"),
-        (["--format", "mxfp4", "--scaling", "tensor"], "scaling='tensor' does not go with mxfp4"),
-        (["--data", "/does/not/exist"], "--data /does/not/exist: no such file or folder"),
-        (["--steps", "0"], "--steps 0 is not allowed; choose 1 or more"),
-        (["--batch-size", "-1"], "--batch-size -1 is not allowed"),
-        (["--heads", "3"], "--heads 3 does not divide --width 16; choose a divisor"),
-        (["--lr", "0"], "--lr 0.0 is not allowed"),
-        (["--seed", "-1"], "--seed -1 is not allowed"),
-        (["--threads", "0"], "--threads 0 is not allowed"),
-    ],
-)
-def test_bad_options_fail_at_once_with_one_line(tmp_path, text, capsys, arguments, message):
-    out = tmp_path / "out"
-    assert main(["train", "--data", str(text), "--out", str(out), *SMALL, *arguments]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
-    assert not out.exists()
-
-
 def test_an_output_that_cannot_be_written_fails_before_training(tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -288,12 +263,6 @@ def test_sizes_and_seeds_end_where_memory_and_generators_do():
         refused(f"--width {size} is not allowed; choose 1", check_size, "width", size)
     assert config(Scheme(format="fp32"), seed=(1 << 63) - 1).seed == (1 << 63) - 1
     refused(f"--seed {1 << 63} is not allowed", config, Scheme(format="fp32"), seed=1 << 63)
-
-
-def test_converted_gpt_leaves_embedding_and_head_alone():
-    model = convert(GPT(MODEL, 0), format="e4m3")
-    assert {type(m).__name__ for m in model.modules() if "Emulated" in type(m).__name__} == {"EmulatedLinear"}
-    assert type(model.embedding) is torch.nn.Embedding
 
 
 def blocks(**options):
