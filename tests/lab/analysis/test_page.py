@@ -134,10 +134,8 @@ def test_offered_formats_lose_what_statistics_count():
     ("given", "message"),
     [
         ({"title": 3}, "title=3 is not allowed"),
-        (
-            {"curves": [1.0, 2.0]},
-            r"curves=\[1.0, 2.0\] is not allowed; pass a dict of the losses of each step by label",
-        ),
+        ({"curves": [1.0, 2.0]},
+         r"curves=\[1.0, 2.0\] is not allowed; pass a dict of the losses of each step by label"),
         ({"curves": {"a": [10**400]}}, "pass a dict of the losses of each step by label"),
         ({"curves": {"a": ["low"]}}, "pass a dict of the losses of each step by label"),
         ({"observation": {}}, r"observation=\{\} is not one; pass what fmtsim.observe returned"),
@@ -146,7 +144,7 @@ def test_offered_formats_lose_what_statistics_count():
         ({"configuration": "lr=1"}, "configuration='lr=1' is not allowed; pass a dict, nested as JSON is"),
         ({"notes": "stopped"}, "notes='stopped' is not allowed"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_report_is_refused_before_anything_is_written(tmp_path, given, message):
     refused(message, write_page, tmp_path / "a.html", **{"title": "t", **given})
     assert list(tmp_path.iterdir()) == []

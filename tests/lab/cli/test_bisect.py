@@ -76,28 +76,20 @@ def test_a_model_of_train_gets_bytes(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "trace --model models.py:number",
-            "models.py:number returned 3; return (model, batches), (model, batches, loss), or",
-        ),
-        (
-            "trace --model models.py:fails",
-            "--model models.py:fails: RuntimeError: mat1 and mat2 shapes cannot be multi",
-        ),
+        ("trace --model models.py:number",
+         "models.py:number returned 3; return (model, batches), (model, batches, loss), or"),
+        ("trace --model models.py:fails",
+         "--model models.py:fails: RuntimeError: mat1 and mat2 shapes cannot be multi"),
         ("trace --model models.py:none", "models.py has no function 'none'"),
-        (
-            "trace --model models.py:build --target ada.mma",
-            "--target needs --recipe or --format, which convert the model",
-        ),
+        ("trace --model models.py:build --target ada.mma",
+         "--target needs --recipe or --format, which convert the model"),
         ("trace --model models.py:build --out a.pt", "--out a.pt does not end in .safetensors; choose another name"),
-        (
-            "bisect models.py:fails models.py:build",
-            "models.py:fails against models.py:build: RuntimeError: mat1 and mat2",
-        ),
+        ("bisect models.py:fails models.py:build",
+         "models.py:fails against models.py:build: RuntimeError: mat1 and mat2"),
         ("bisect a.safetensors models.py:build", "cannot read a.safetensors: No such file or directory"),
         ("bisect models.py:build models.py", "models.py: "),
     ],
-)
+)  # fmt: skip
 def test_words_that_are_wrong(capsys, words, message):
     status, text = run(capsys, words)
     assert status == 2 and message in text and text.count("\n") == 1

@@ -148,12 +148,10 @@ def test_records_on_the_command_line():
         (("--target", "volta.mma"), "unit volta.mma does not take e4m3 x e4m3"),
         (("--target", "exact", "--slow", "--plan", "split=1"), "--slow and --plan both give an accumulation order"),
         (("--target", "exact", "--plan", "split=0"), "GemmPlan split=0 is not possible"),
-        (
-            ("--target", "exact", "--out", "y.npy", "--out-dtype", "bfloat16"),
-            "--out y.npy cannot hold bfloat16; choose a",
-        ),
+        (("--target", "exact", "--out", "y.npy", "--out-dtype", "bfloat16"),
+         "--out y.npy cannot hold bfloat16; choose a"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line(words, message, capsys):
     assert main(["mm", "4", "4", "32", *words]) == BAD_INPUT
     error = capsys.readouterr().err

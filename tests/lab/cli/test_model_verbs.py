@@ -319,32 +319,22 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("observe --model models.py:build --format e4m3 --lr -1", "--lr -1 is not possible; choose a finite number"),
         ("observe --model models.py:build --format e4m3 --report r.htm", "--report r.htm does not end in .html"),
         ("observe --model models.py:build --format e4", "unknown format 'e4'"),
-        (
-            "observe --model models.py:silent --format e4m3",
-            "its model returned a tensor [16, 8], which is not a loss; ret",
-        ),
+        ("observe --model models.py:silent --format e4m3",
+         "its model returned a tensor [16, 8], which is not a loss; ret"),
         ("observe --model models.py:constant --format e4m3", "its loss depends on no parameter"),
-        (
-            "observe --model models.py:language --format e4m3",
-            "--data is missing: --model models.py:language comes with",
-        ),
+        ("observe --model models.py:language --format e4m3",
+         "--data is missing: --model models.py:language comes with"),
         ("observe --model models.py:build --format e4m3 --data text.txt", "returns batches of its own; leave --data o"),
         ("observe --model models.py:build --format e4m3 --batch-size 0", "--batch-size 0 is not possible"),
-        (
-            "observe --model models.py:build --format e4m3 --seed -1",
-            "--seed -1 is not possible; choose 0 to 2814749767",
-        ),
-        (
-            "attribute --model models.py:build --format e4m3 --seed 99999999999999999999",
-            "--seed 99999999999999999999 is",
-        ),
+        ("observe --model models.py:build --format e4m3 --seed -1",
+         "--seed -1 is not possible; choose 0 to 2814749767"),
+        ("attribute --model models.py:build --format e4m3 --seed 99999999999999999999",
+         "--seed 99999999999999999999 is"),
         ("ptq --model models.py:build --scheme w4a4 --batches 9999999999", "--batches 9999999999 is not possible; cho"),
         ("observe --model models.py:converted --format e4m3", "is converted already"),
         ("observe --model models.py:build --format e4m3 --device cuda:99", "--device cuda:99 is not there"),
-        (
-            "attribute --model models.py:silent --format e4m3",
-            "returned a tensor [16, 8], which is not a loss; return (model",
-        ),
+        ("attribute --model models.py:silent --format e4m3",
+         "returned a tensor [16, 8], which is not a loss; return (model"),
         ("attribute --model models.py:build --recipe te_current --share 2", "share=2.0 is not a part of the cost"),
         ("attribute --model models.py:build --recipe te_current --by kl", "the model's logits are not known"),
         ("ptq --scheme int8_static", "--model is missing"),
@@ -352,30 +342,27 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("ptq --scheme int8 --model models.py:build", "there are 'int8_token', 'int8_static', 'int8_smooth'"),
         ("ptq --scheme w4a4 --model models.py:build --out models.py", "--out models.py is a file; choose a folder"),
         ("search --model models.py:build", "pass exactly one of --bits (of both operands) and --budget"),
+<<<<<<< HEAD
         (
             "search --model models.py:build --bits 6 --schemes w4a5",
             "'w4a5' is unknown; did you mean 'w4a8' or 'w4a4' or",
         ),
+=======
+        ("search --model models.py:build --bits 6 --schemes w4a5",
+         "'w4a5' is unknown to ptq; did you mean 'w4a8' or 'w4a4' or"),
+>>>>>>> 6e62c51e (Rows of refusals take one or two lines)
         ("search --model models.py:build --bits 1", "no assignment meets a budget of"),
         ("search --model models.py:build --bits 6 --while-training 0", "--while-training 0 is not possible; choose 1"),
-        (
-            "search --model models.py:build --bits 6 --weights w.pt",
-            "--weights are those of a search while training; pass --while-training STEPS as well",
-        ),
-        (
-            "search --model models.py:build --bits 6 --sensitivity --while-training 9",
-            "--sensitivity is of a search without training; leave it or --while-training out",
-        ),
-        (
-            "search --model models.py:build --bits 6 --samples 9 --while-training 9",
-            "--samples is of a search without training; leave it or --while-training out",
-        ),
-        (
-            "search --model models.py:build --bits 6 --lr 0 --while-training 9",
-            "--lr 0.0 is not a learning rate; choose a number above 0",
-        ),
+        ("search --model models.py:build --bits 6 --weights w.pt",
+         "--weights are those of a search while training; pass --while-training STEPS as well"),
+        ("search --model models.py:build --bits 6 --sensitivity --while-training 9",
+         "--sensitivity is of a search without training; leave it or --while-training out"),
+        ("search --model models.py:build --bits 6 --samples 9 --while-training 9",
+         "--samples is of a search without training; leave it or --while-training out"),
+        ("search --model models.py:build --bits 6 --lr 0 --while-training 9",
+         "--lr 0.0 is not a learning rate; choose a number above 0"),
     ],
-)
+)  # fmt: skip
 def test_words_that_are_wrong(run, words, said):
     status, text = run(words)
     assert status == 2 and said in text and text.count("\n") == 1

@@ -223,16 +223,10 @@ WIDE = {"widths": (0.5, 1.0)}
     [
         (plain, {"loss_of": 3}, "loss_of=3 is not a function of a step; write loss_of=lambda step: ..."),
         (plain, {"loss_of": lambda: 0}, "loss_of=.* is not a function of a step"),
-        (
-            plain,
-            {"loss_of": lambda step: torch.ones(())},
-            "loss_of never ran layer '0'; return the loss of a batch that runs it",
-        ),
-        (
-            plain,
-            {"optimizer": "adam"},
-            r"optimizer='adam' is not a torch.optim.Optimizer; pass torch.optim.Adam\(model",
-        ),
+        (plain, {"loss_of": lambda step: torch.ones(())},
+         "loss_of never ran layer '0'; return the loss of a batch that runs it"),
+        (plain, {"optimizer": "adam"},
+         r"optimizer='adam' is not a torch.optim.Optimizer; pass torch.optim.Adam\(model"),
         (plain, {"policy": None}, "policy=None: a search while training follows a policy; leave policy= out"),
         (plain, {"policy": 3}, "policy=3 is not a Policy"),
         (plain, {"warmup": -1}, "warmup=-1 is not a number of steps; pass 0 or more"),
@@ -245,16 +239,13 @@ WIDE = {"widths": (0.5, 1.0)}
         (norm_between, WIDE, "widths= cannot follow channels through '1', a LayerNorm; use linear layers"),
         (tied, WIDE, "widths= need a weight for each layer, and two layers share one; leave widths= out"),
         (lambda: nn.Linear(8, 8), WIDE, "through an nn.Sequential, and the model is a Linear; leave widths= out"),
-        (
-            plain,
-            {"formats": ["int4_gptq"]},
-            "recipe 'int4_gptq' rounds trained weights by GPTQ.*choose recipes without we",
-        ),
+        (plain, {"formats": ["int4_gptq"]},
+         "recipe 'int4_gptq' rounds trained weights by GPTQ.*choose recipes without we"),
         (plain, {"bits": 1}, "no assignment meets a budget of 1280 bit operations; the least is 20480"),
         (plain, {"bits": 2.8} | WIDE, "no assignment meets a budget of 10035 bit operations; the least is 10240"),
         (lambda: None, {}, "search_while_training takes a torch.nn.Module, not NoneType"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(make, how, said):
     model, x = make(), torch.randn(10, 8)
     before = None if model is None else copy.deepcopy(model.state_dict())

@@ -218,16 +218,14 @@ TIED[2].weight = TIED[0].weight
         ({"formats": ["e4m3_static", "e4m3_dynamic"]}, "mixes rules of calibration"),
         ({"formats": []}, "pass recipes of different names, at least one"),
         ({"formats": 3}, "formats=3; pass names or recipes"),
-        (
-            {"model": TIED, "calibration_data": [torch.ones(3, 16)]},
-            "layers '0' and '2' share a weight, which takes one format; lea",
-        ),
+        ({"model": TIED, "calibration_data": [torch.ones(3, 16)]},
+         "layers '0' and '2' share a weight, which takes one format; lea"),
         ({"calibration_data": []}, "calibration data is empty"),
         ({"model": None}, "search takes a torch.nn.Module, not NoneType"),
         ({"policy": 3}, "policy=3 is not a Policy"),
         ({"loss_fn": 3}, "loss_fn=3 is not a function"),
     ],
-)
+)  # fmt: skip
 def test_bad_budgets_and_formats(how, said):
     model, data = model_and_data()
     how = how if how.keys() & {"bits", "budget"} or not how else {"bits": 8} | how

@@ -164,12 +164,10 @@ def test_a_run_that_blew_up_is_not_run_again(tmp_path, corpus):
         ({"steps": 4}, "config.steps was 3 and is 4"),
         ({"ranks": 2}, "config.ranks was 1 and is 2"),
         ({"architecture": "llama"}, "config.architecture was 'gpt' and is 'llama'"),
-        (
-            {"simulated": dataclasses.replace(STOCHASTIC, optimizer=OptimizerConfig(state="coat"))},
-            "config.simulated.optimizer.state was 'fp32' and is 'coat'",
-        ),
+        ({"simulated": dataclasses.replace(STOCHASTIC, optimizer=OptimizerConfig(state="coat"))},
+         "config.simulated.optimizer.state was 'fp32' and is 'coat'"),
     ],
-)
+)  # fmt: skip
 def test_other_settings_are_refused(tmp_path, corpus, changes, said):
     path = tmp_path / "checkpoint"
     compared(path, config(), corpus, stop=1)

@@ -134,12 +134,10 @@ def test_a_tied_weight_need_be_there_once(tmp_path):
         (lambda s: s | {"3.weight": torch.ones(1)}, "it has '3.weight', which the model has not; did you mean"),
         (lambda s: s | {"2.weight": torch.ones(4, 9)}, "it has '2.weight' of [4, 9], the model of [4, 8]; name the"),
         (lambda s: {"0.weight": s["0.weight"]}, "it lacks '0.bias' and 2 more; name the model that it was saved from"),
-        (
-            lambda s: s | {"0.bias": torch.ones(8).double()},
-            "'0.bias' is float64 and the model's float32, which would r",
-        ),
+        (lambda s: s | {"0.bias": torch.ones(8).double()},
+         "'0.bias' is float64 and the model's float32, which would r"),
     ],
-)
+)  # fmt: skip
 def test_weights_that_do_not_fit_are_told_by_the_first_key(change, said):
     torch.save(change(dict(loaded("own.py:tensor").model.state_dict())), "weights.pt")
     with pytest.raises(ArgumentError) as caught:

@@ -66,16 +66,12 @@ def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label,
     ("words", "label"),
     [
         (["--recipe", "te_current", "--target", "recipe", "--autocast", "bfloat16"], "te_current, on h200"),
-        (
-            ["--recipe", "te_mxfp8", "--target", "blackwell.tcgen05.mxf8f6f4", "--width", "32"],
-            "te_mxfp8, on blackwell.tcgen05.mxf8f6f4",
-        ),
-        (
-            ["--recipe", "lns", "--target", "recipe"],
-            "lns, on blocks of 1, exact, nearest_even to fp32, Madam(state='lns_madam')",
-        ),
+        (["--recipe", "te_mxfp8", "--target", "blackwell.tcgen05.mxf8f6f4", "--width", "32"],
+         "te_mxfp8, on blackwell.tcgen05.mxf8f6f4"),
+        (["--recipe", "lns", "--target", "recipe"],
+         "lns, on blocks of 1, exact, nearest_even to fp32, Madam(state='lns_madam')"),
     ],
-)
+)  # fmt: skip
 def test_a_recipe_on_a_machine(text, tmp_path, capsys, words, label):
     """It is in the legend, the record and every layer; its losses are not those of the recipe alone."""
     assert command(text, tmp_path, *words, "--json") == 0

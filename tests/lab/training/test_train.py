@@ -304,16 +304,12 @@ def test_every_scaling_builds(scaling):
         ({"format": "e2m1", "scaling": "none", "rounding": "up", "grad_rounding": "up"}, "e2m1/e5m2, unscaled, up"),
         ({"format": "e4m3", "target": "hopper.wgmma"}, "e4m3/e5m2, scaled by tensor, on hopper.wgmma"),
         ({"format": "fp32", "target": "h200"}, "fp32, unscaled, on h200"),
-        (
-            {"format": "e4m3", "target": "h200", "fast_accum": True},
-            "e4m3/e5m2, scaled by tensor, on h200, fast accumulation",
-        ),
-        (
-            {"format": "bf16", "target": Datapath(block=32, fraction_bits=10), "plan": GemmPlan(promote_every=64)},
-            "bf16, unscaled, on blocks of 32, F=10, toward_zero to fp32, own plan",
-        ),
+        ({"format": "e4m3", "target": "h200", "fast_accum": True},
+         "e4m3/e5m2, scaled by tensor, on h200, fast accumulation"),
+        ({"format": "bf16", "target": Datapath(block=32, fraction_bits=10), "plan": GemmPlan(promote_every=64)},
+         "bf16, unscaled, on blocks of 32, F=10, toward_zero to fp32, own plan"),
     ],
-)
+)  # fmt: skip
 def test_labels(options, label):
     assert Scheme(**options).label == label
 

@@ -254,13 +254,11 @@ def test_wrong_contents_are_named(tmp_path, name, change, message):
     ("change", "message"),
     [
         ({"call": "conv"}, "h200_small.npz: no verb replays call 000, 'conv'; known are mm, linear, int_mm"),
-        (
-            {"call": "scaled_mm"},
-            "no verb replays call 000, 'scaled_mm'; known are mm, linear, int_mm and, with scales,",
-        ),
+        ({"call": "scaled_mm"},
+         "no verb replays call 000, 'scaled_mm'; known are mm, linear, int_mm and, with scales,"),
         ({"call": None}, "no verb replays call 000, None"),
     ],
-)
+)  # fmt: skip
 def test_calls_that_no_verb_replays_are_named(tmp_path, change, message):
     write_calls(tmp_path)
     with numpy.load(tmp_path / "h200_small.npz") as file:
