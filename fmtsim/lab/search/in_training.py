@@ -186,7 +186,6 @@ class _Search:
         return dict(adds)
 
     def channels(self, wide: Sequence[int]) -> list[int]:
-        """Return how many channels each link has under these options."""
         return [counted(link, self._fractions[i]) for link, i in zip(self._links, wide, strict=True)]
 
     def costs(self, counts: Sequence[int]) -> list[list[int]]:

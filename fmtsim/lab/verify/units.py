@@ -143,7 +143,8 @@ def _operand(fmt: FloatFormat | IntFormat, rows: int, k: int, kind: str, generat
     if isinstance(fmt, IntFormat):
         return torch.randint(-127, 128, (rows, k), generator=generator).to(torch.int8)
     if kind == "wide":
-        x = spread((rows, k), (max(fmt.min_exponent - 2, -60), min(fmt.max_exponent, 60) + 1), generator)
+        low, high = max(fmt.min_exponent - 2, -60), min(fmt.max_exponent, 60)
+        x = spread((rows, k), (low, high + 1), generator)
     else:
         x = torch.randn(rows, k, generator=generator, dtype=torch.float64)
     if kind == "special" and fmt.has_nan:

@@ -18,18 +18,17 @@ from fmtsim.lab.training import learner, loop
 from fmtsim.lab.training import run as training_run
 from fmtsim.lab.training.artifacts import make_record, settings
 from fmtsim.lab.training.checkpoint import Checkpoint
-from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.loop import compare_schemes
-from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import LossScale, OptimizerConfig, get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DataError, PlanUnknownWarning
 from fmtsim.support.progress import Progress
 from tests.support.faults import largest_file
 from tests.support.refusals import refused
+from tests.support.trainings import FP32, tiny, training
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
-FP32 = Scheme(format="fp32")
 STOCHASTIC = Scheme(format="e4m3", rounding="stochastic", grad_rounding="stochastic")
 SCALED = dataclasses.replace(
     get_recipe("te_delayed"), name="scaled", aliases=(), loss_scale=LossScale(initial=2.0**140, interval=2)
@@ -56,10 +55,8 @@ def clock(monkeypatch):
     monkeypatch.setattr(training_run, "time", types.SimpleNamespace(perf_counter=lambda: 0.0))
 
 
-def config(simulated=STOCHASTIC, baseline=FP32, **changes):
-    options = {"steps": 3, "batch_size": 2, "lr": 1e-2, "seed": 0, **changes}
-    model = GPTConfig(context=16, width=16, layers=1, heads=2)
-    return TrainConfig(simulated=simulated, baseline=baseline, model=model, **options)
+def config(simulated=STOCHASTIC, **changes):
+    return training(simulated, tiny(), **changes)
 
 
 class StopError(Exception):

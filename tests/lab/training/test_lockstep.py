@@ -17,17 +17,17 @@ from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.training import artifacts, lockstep
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.lockstep import build_side, check_native, recording, run_lockstep
 from fmtsim.lab.training.loop import train
-from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
 from tests.support.refusals import refused
+from tests.support.trainings import tiny, training
 
-MODEL = GPTConfig(context=16, width=32, layers=2, heads=2)
+MODEL = tiny(32, 2)
 SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
 STEPS = 4
 
@@ -38,9 +38,7 @@ def corpus(text):
 
 
 def config(scheme=None, **changes):
-    options = {"steps": STEPS, "batch_size": 2, "lr": 1e-2, "seed": 0, **changes}
-    chosen = scheme or Scheme(format="e4m3", target="h200")
-    return TrainConfig(simulated=chosen, baseline=Scheme(format="fp32"), model=MODEL, **options)
+    return training(scheme or Scheme(format="e4m3", target="h200"), MODEL, **{"steps": STEPS, **changes})
 
 
 def sides(setting, **second):

@@ -11,14 +11,14 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training.artifacts import make_record
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.loop import collected_guesses, compare_schemes
 from fmtsim.lab.training.run import Run
-from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath
 from fmtsim.support.errors import PlanUnknownWarning
 from fmtsim.support.progress import Progress
+from tests.support.trainings import tiny, training
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
 
@@ -34,9 +34,7 @@ def command(text, tmp_path, *words):
 
 
 def compared(text, scheme, steps=3):
-    model = GPTConfig(context=16, width=16, layers=1, heads=2)
-    baseline = Scheme(format="fp32")
-    config = TrainConfig(simulated=scheme, baseline=baseline, model=model, steps=steps, batch_size=2, lr=1e-2, seed=0)
+    config = training(scheme, tiny(), steps=steps)
     corpus = load_corpus(text, 16)
     return config, corpus, *compare_schemes(config, corpus, Progress())
 

@@ -13,13 +13,14 @@ from fmtsim.lab.training.decoders import GPTConfig, LanguageModel, Llama
 from fmtsim.lab.training.lockstep import build_side, run_lockstep
 from fmtsim.lab.training.loop import compare_schemes, rehearse, train
 from fmtsim.lab.training.models import build_model
-from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
+from tests.support.trainings import tiny, training
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2"]
-MODEL = GPTConfig(context=16, width=32, layers=2, heads=2)
+MODEL = tiny(32, 2)
 FILE = """
 import torch
 from torch import nn
@@ -90,9 +91,7 @@ def file(tmp_path):
 
 
 def config(architecture, recipe="te_current", model=MODEL, **changes):
-    simulated = Scheme(format="fp32", recipe=get_recipe(recipe))
-    return TrainConfig(simulated=simulated, baseline=Scheme(format="fp32"), model=model, architecture=architecture,
-                       **{"steps": 3, "batch_size": 2, "lr": 1e-2, "seed": 0, **changes})  # fmt: skip
+    return training(Scheme(format="fp32", recipe=get_recipe(recipe)), model, architecture=architecture, **changes)
 
 
 def test_the_llama_is_one():
@@ -141,7 +140,7 @@ def test_the_llama_learns_under_smooth_swiglu(corpus):
     ],
 )
 def test_every_recipe_takes_the_llama(name):
-    rehearse(config("llama", name, GPTConfig(context=16, width=128, layers=4, heads=2), batch_size=8))
+    rehearse(config("llama", name, tiny(128, 4), batch_size=8))
 
 
 def test_gpt_says_that_it_has_no_gated_layers(corpus):

@@ -9,26 +9,25 @@ import torch
 
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.decoders import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT
 from fmtsim.lab.training.learner import LossScaler, backward
 from fmtsim.lab.training.loop import rehearse, train
 from fmtsim.lab.training.run import simulate
-from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.schemes import Scheme
 from fmtsim.nn import convert
 from fmtsim.recipes import LossScale, Recipe, get_recipe, list_recipes, save_recipe
 from fmtsim.support.progress import Progress
+<<<<<<< HEAD
+=======
+from tests.support import records
+from tests.support.trainings import tiny, training
+>>>>>>> e0ab1687 (Trainings of tests have one builder; keys of planted errors follow the moved operands)
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2"]
 
 
 def config(recipe, width=32, **changes):
-    options = {"steps": 3, "batch_size": 2, "lr": 1e-2, "seed": 0, **changes}
-    return TrainConfig(
-        simulated=Scheme(format="fp32", recipe=get_recipe(recipe)),
-        baseline=Scheme(format="fp32"),
-        model=GPTConfig(context=16, width=width, layers=2, heads=2),
-        **options,
-    )
+    return training(Scheme(format="fp32", recipe=get_recipe(recipe)), tiny(width, 2), **changes)
 
 
 def test_a_recipe_by_name_and_by_file(tmp_path, text, capsys):

@@ -17,19 +17,20 @@ from fmtsim.lab.cli.training import _config
 from fmtsim.lab.training import learner
 from fmtsim.lab.training.artifacts import make_check_record
 from fmtsim.lab.training.corpus import sample
-from fmtsim.lab.training.decoders import GPT, GPTConfig
+from fmtsim.lab.training.decoders import GPT
 from fmtsim.lab.training.learner import BETAS, CLIP, MADAM_RATE, WEIGHT_DECAY, Learner, schedule
 from fmtsim.lab.training.lockstep import build_side, run_lockstep
 from fmtsim.lab.training.loop import compare_schemes, train
-from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import OptimizerConfig, get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.support.progress import Progress
 from tests.support.bits import same_bits
 from tests.support.refusals import refused
+from tests.support.trainings import tiny, training
 
 SMALL = ["--steps", "3", "--batch-size", "4", "--context", "16", "--width", "32", "--layers", "1", "--heads", "2"]
-MODEL = GPTConfig(context=16, width=32, layers=1, heads=2)
+MODEL = tiny(32)
 RATE = 1e-2
 
 
@@ -38,8 +39,7 @@ def scheme(name, **changes):
 
 
 def config(simulated, **changes):
-    options = {"steps": 3, "batch_size": 4, "lr": RATE, "seed": 0, **changes}
-    return TrainConfig(simulated=simulated, baseline=Scheme(format="fp32"), model=MODEL, **options)
+    return training(simulated, MODEL, **{"batch_size": 4, "lr": RATE, **changes})
 
 
 def by_hand(corpus, recipe, optimizers, ranks=1, reduction=None, steps=3):

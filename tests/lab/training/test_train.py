@@ -17,11 +17,11 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training import learner, loop
 from fmtsim.lab.training.artifacts import make_record, write_artifacts
-from fmtsim.lab.training.decoders import GPT, GPTConfig, check_size
+from fmtsim.lab.training.decoders import GPT, check_size
 from fmtsim.lab.training.learner import schedule
 from fmtsim.lab.training.loop import compare_schemes, observed_steps, train
 from fmtsim.lab.training.run import Run
-from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.schemes import Scheme
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_from_dict
 from fmtsim.spec.plan import GemmPlan
@@ -31,17 +31,15 @@ from fmtsim.support.progress import Lines, Progress
 from tests.support.faults import largest_file
 from tests.support.refusals import refused
 from tests.support.reports import data_of
+from tests.support.trainings import tiny, training
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
 FILES = ["layers.txt", "record.json", "report.html"]
-MODEL = GPTConfig(context=16, width=16, layers=1, heads=2)
+MODEL = tiny()
 
 
 def config(scheme=None, **changes):
-    options = {"steps": 3, "batch_size": 2, "lr": 1e-2, "seed": 0, **changes}
-    return TrainConfig(
-        simulated=scheme or Scheme(format="e4m3"), baseline=Scheme(format="fp32"), model=MODEL, **options
-    )
+    return training(scheme or Scheme(format="e4m3"), MODEL, **changes)
 
 
 def test_a_run_leaves_all_files_and_a_summary(tmp_path, text, capsys):
