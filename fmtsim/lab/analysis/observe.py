@@ -100,7 +100,6 @@ class ModelObservation(Observation):
             )
 
     def _begin(self, *_: Any) -> None:
-        """Begin a step, before the model's forward."""
         if len(self._unread) > _UNREAD:
             self._read()
         if self._shadow is not None:

@@ -64,7 +64,6 @@ def _lion(groups: list[dict[str, Any]], momenta: dict[Tensor, Tensor], part: flo
 
 
 def _trained(width: int, lr: float, recipe: str | None, how: dict[str, Any]) -> float:
-    """Return the mean loss over the last fifth of a training."""
     torch.manual_seed(how["seed"])
     model = _MuGPT(width, how["layers"], how["tau"])
     if recipe is not None:

@@ -204,7 +204,6 @@ def _verdict(record: dict[str, Any]) -> str:
 
 
 def _bases(record: dict[str, Any]) -> str:
-    """Count what stands behind the plans of the products."""
     bases = Counter(product["basis"] for product in record["products"])
     return ", ".join(f"{count} {basis}" for basis, count in sorted(bases.items())) or "none asked"
 

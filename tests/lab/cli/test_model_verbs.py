@@ -342,15 +342,8 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("ptq --scheme int8 --model models.py:build", "there are 'int8_token', 'int8_static', 'int8_smooth'"),
         ("ptq --scheme w4a4 --model models.py:build --out models.py", "--out models.py is a file; choose a folder"),
         ("search --model models.py:build", "pass exactly one of --bits (of both operands) and --budget"),
-<<<<<<< HEAD
-        (
-            "search --model models.py:build --bits 6 --schemes w4a5",
-            "'w4a5' is unknown; did you mean 'w4a8' or 'w4a4' or",
-        ),
-=======
         ("search --model models.py:build --bits 6 --schemes w4a5",
-         "'w4a5' is unknown to ptq; did you mean 'w4a8' or 'w4a4' or"),
->>>>>>> 6e62c51e (Rows of refusals take one or two lines)
+         "'w4a5' is unknown; did you mean 'w4a8' or 'w4a4' or"),
         ("search --model models.py:build --bits 1", "no assignment meets a budget of"),
         ("search --model models.py:build --bits 6 --while-training 0", "--while-training 0 is not possible; choose 1"),
         ("search --model models.py:build --bits 6 --weights w.pt",

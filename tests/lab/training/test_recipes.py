@@ -17,11 +17,7 @@ from fmtsim.lab.training.schemes import Scheme
 from fmtsim.nn import convert
 from fmtsim.recipes import LossScale, Recipe, get_recipe, list_recipes, save_recipe
 from fmtsim.support.progress import Progress
-<<<<<<< HEAD
-=======
-from tests.support import records
 from tests.support.trainings import tiny, training
->>>>>>> e0ab1687 (Trainings of tests have one builder; keys of planted errors follow the moved operands)
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2"]
 
