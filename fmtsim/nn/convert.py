@@ -78,11 +78,10 @@ def convert(
     itself with a Parameter (``F.linear(x, self.weight)``, ``x @ self.experts[e]``, bmm, einsum, grouped_mm, a head that
     multiplies by the embedding) are emulated while the module that writes them runs, under the name of the module
     or, where that holds several matrices, ``module.parameter`` (docs/recipes.md, "Products in a model's own code").
-    Products of two activations stay in high precision, but where a recipe says how attention runs
-    (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may also exchange gated
-    layers or scale the whole model, which divides its weights (``Recipe.replace``: ``unit_scaling``, ``mu_s``), and
-    save activations in low precision (``Recipe.activations``). The formats come from either ``recipe`` or
-    ``format``, the machine that multiplies from ``target``, which goes with both.
+    Products of two activations stay in high precision; a recipe with ``Recipe.attention`` quantises those of modules
+    that call ``scaled_dot_product_attention``. A recipe may also exchange gated layers or scale the whole model, which
+    divides its weights (``Recipe.replace``: ``unit_scaling``, ``mu_s``), and save activations in low precision
+    (``Recipe.activations``). Formats come from either ``recipe`` or ``format``; ``target`` goes with both.
 
     Args:
         model: Any module; it may itself be a layer.
