@@ -63,7 +63,7 @@ def attribute(
             ``logits``, and without there is no KL.
         generator: Seed of stochastic roundings and random rotations, each of which has one draw, and of the signs.
         progress: As in ``ptq``.
-        options: ``format=``, ``scaling=``, ``filter_fn=`` ... of ``convert``, for a plain model.
+        options: ``format=``, ``target=``, ``filter_fn=`` ... of ``convert``, for a plain model.
 
     Returns:
         Rows with costs, ``worst``, ``rules`` and more. Deterministic for a seed, on one device and number of threads.

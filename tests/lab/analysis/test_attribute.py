@@ -154,7 +154,7 @@ def test_a_layer_that_was_made_to_underflow_is_named_first(classifier, exact):
         small[2].weight /= 4096
         small[2].bias /= 4096
     small.insert(3, Times())
-    found = fmtsim.attribute(small, x, loss, format="e4m3", scaling="none", exact=exact)
+    found = fmtsim.attribute(small, x, loss, fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3"), exact=exact)
     assert (found.worst(1)[0].layer, found.worst(1)[0].operand) == ("2", "w_f")
     assert found.rules() == (fmtsim.recipes.Rule(name="^2$"),)
     before, after = (
@@ -184,11 +184,12 @@ def test_a_model_stays_as_it_is_and_so_do_random_states(gpt):
     assert all(p.requires_grad for p in model.parameters())
 
 
+ROUNDED = fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic")
+
+
 def test_a_seed_fixes_stochastic_rounding(gpt):
     model, batch = gpt
-    first, again, other = (
-        fmtsim.attribute(model, batch, format="e4m3", rounding="stochastic", generator=seed).rows for seed in (1, 1, 2)
-    )
+    first, again, other = (fmtsim.attribute(model, batch, recipe=ROUNDED, generator=seed).rows for seed in (1, 1, 2))
     assert first == again and first != other
 
 
