@@ -48,17 +48,17 @@ def terminal(monkeypatch):
 
 
 def test_a_line_says_once_what_is_compiled_and_where_it_is_kept(terminal, tmp_path):
-    with compiling("cast.scalar", tmp_path):
+    with compiling("cast.elements", tmp_path):
         assert terminal.told.wait(60)
-    said = f"fmtsim: compiling cast.scalar and other kernels, once; they are kept in {tmp_path} (fmtsim warmup does "
+    said = f"fmtsim: compiling cast.elements and other kernels, once; they are kept in {tmp_path} (fmtsim warmup does "
     said += "it ahead)\n"
     assert terminal.getvalue() == said
     compilation._say_compiling("another", None)
-    assert terminal.getvalue() == said and compilation.compiled == ["cast.scalar"]
+    assert terminal.getvalue() == said and compilation.compiled == ["cast.elements"]
 
 
 def test_the_line_says_that_nothing_can_be_kept(terminal):
-    with compiling("cast.scalar", None):
+    with compiling("cast.elements", None):
         assert terminal.told.wait(60)
     assert "and other kernels, and in every process, for want of a folder (fmtsim" in terminal.getvalue()
 
@@ -81,7 +81,7 @@ def test_seconds_add_up_before_anything_is_said(terminal, timers, monkeypatch):
     monkeypatch.setattr(compilation, "PATIENCE", 1.0)
     monkeypatch.setattr(compilation, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     for _ in range(4):
-        with compiling("cast.scalar", None):
+        with compiling("cast.elements", None):
             pass
     assert timers == [1.0, None, 0.6, None, pytest.approx(0.1), None, 0.0, None]
 
@@ -96,13 +96,13 @@ def test_nothing_is_said_without_a_terminal_of_this_process(case, terminal, time
         monkeypatch.setattr(compilation.multiprocessing, "parent_process", lambda: object())
     else:
         monkeypatch.setenv("LOCAL_RANK", "1")
-    with compiling("cast.scalar", None):
+    with compiling("cast.elements", None):
         pass
     assert timers == [0.0]
 
 
 def test_what_fails_was_not_compiled(terminal):
-    with pytest.raises(ZeroDivisionError), compiling("cast.scalar", None):
+    with pytest.raises(ZeroDivisionError), compiling("cast.elements", None):
         raise ZeroDivisionError
     assert compilation.compiled == []
 
@@ -124,7 +124,7 @@ def test_warmup_runs_the_calls_and_says_what_it_took(terminal, monkeypatch, caps
     ran = []
 
     def first():
-        with compiling("cast.scalar", None):
+        with compiling("cast.elements", None):
             ran.append("first")
 
     monkeypatch.setattr(

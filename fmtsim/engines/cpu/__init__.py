@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 MODULES = {
     "cast.blockwise": ("finish_", "round_blocks", "times_blocks", "widened"),
-    "cast.decoding": ("look_up",),
+    "cast.codes": ("look_up",),
     "cast.engine": ("decode", "encode", "quantize", "supports"),
-    "cast.rotation": ("hadamard",),
+    "cast.hadamard": ("hadamard",),
     "cast.statistics": ("block_amax", "block_means"),
     "counting": ("count_cast", "weighted_sums"),
     "gemm.engine": ("gemm", "gemm_batch", "supports_gemm"),

@@ -7,8 +7,7 @@ from numpy import float32, int32, int64
 
 from fmtsim.engines.cpu.runtime import simd
 from fmtsim.engines.cpu.runtime.jit import kernel, subroutine
-from fmtsim.engines.cpu.runtime.pool import run, threads_for
-from fmtsim.engines.cpu.runtime.scratch import array_of
+from fmtsim.engines.cpu.runtime.pool import array_of, run, threads_for
 
 
 def weighted_sums(

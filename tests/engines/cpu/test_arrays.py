@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.cpu.runtime.scratch import array_of
+from fmtsim.engines.cpu.runtime.pool import array_of
 from tests.support.operands import normal
 
 

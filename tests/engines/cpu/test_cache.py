@@ -42,7 +42,7 @@ def test_kernels_are_compiled_once_for_all_processes(tmp_path):
     """The second process loads what the first one compiled, of code that keys go over; it compiles nothing."""
     compiled = """
     from numba.core import event
-    from fmtsim.engines.cpu.runtime import keys
+    from fmtsim.engines.cpu.runtime import kernel_cache as keys
     recorder, codes, original = event.RecordingListener(), set(), keys._code
     event.register("numba:compile", recorder)
     keys._code = lambda code: (codes.add(code), original(code))[1]

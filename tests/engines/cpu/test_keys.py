@@ -13,9 +13,9 @@ import pytest
 from numba import typeof
 
 import fmtsim.engines.cpu
-from fmtsim.engines.cpu.cast.scalar import nearest_saturating
+from fmtsim.engines.cpu.cast.elements import nearest_saturating
 from fmtsim.engines.cpu.gemm.packing import contiguous
-from fmtsim.engines.cpu.runtime import keys
+from fmtsim.engines.cpu.runtime import kernel_cache as keys
 from fmtsim.engines.cpu.runtime.jit import device, kernel
 
 # Each edit is planted in a process of its own, forked before kernels are imported.
@@ -41,7 +41,7 @@ def keys_with(file, old, new):
     loader.get_source = lambda self, name: get_data(self, self.path).decode()
     import fmtsim.engines.cpu
     assert all(getattr(fmtsim.engines.cpu, name) for name in fmtsim.engines.cpu.__all__)  # loads every module
-    from fmtsim.engines.cpu.runtime import keys
+    from fmtsim.engines.cpu.runtime import kernel_cache as keys
     from fmtsim.engines.cpu.runtime.kernel_cache import KernelCache
 
     keys.inspect.getsource = lambda module: module.__loader__.get_source(module.__name__)
@@ -65,19 +65,19 @@ BLOCKS = {
     "encode_stochastic",
 }
 SCALARS = {"nearest_saturating", "nearest_special", "nearest_linear", "nearest_flushed", "stochastic_flat"}
-LOOKUPS = {"look_up", "look_up_values"}
+LOOKUPS = {"code_by_table", "round_by_table"}
 ROUNDED = {"round_panels", "block_scaled_panels"}
 ALL = {*BLOCKS, *SCALARS, *ROUNDED, "convert_rows", "multiply_add", "_ln"}
 # file, text, what takes its place, kernels whose keys must change, kernels whose keys must stay
 EDITS = [
     ("", "", "", set(), set()),
-    ("cpu/cast/scalar.py", "(bits & g.sign)", "(bits | g.sign)", {*SCALARS, "directed_flat"}, {*LOOKUPS, *ROUNDED}),
+    ("cpu/cast/elements.py", "(bits & g.sign)", "(bits | g.sign)", {*SCALARS, "directed_flat"}, {*LOOKUPS, *ROUNDED}),
     # through four functions
     ("cpu/cast/words.py", "0x9E3779B9", "0x9E3779BB",
      {"stochastic_flat", "quantize_stochastic", "truncate_panels", *ROUNDED},
      {"quantize_binary", "nearest_special", "pack_rows", "_exp"}),
     # a constant
-    ("cpu/cast/phases.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),
+    ("cpu/cast/scales.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),
     # a function that kernels share with the host, and an overload that they reach through others
     ("cpu/gemm/operands.py", "return block if", "return 2 * block if", {"truncate_panels", "pack_rows", "two_stage"},
      {*SCALARS, "convert_rows"}),

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over a matrix whose blocks have a number each, by which elements are multiplied or divided."""
+"""The element step of scaled casts, under scales that the caller has made: a matrix times the numbers of its blocks.
+
+For quantisers (fmtsim/scaling/cast.py), whose rules make scales that no kernel of scaled_kernels.py makes, and for
+the scales of finished products.
+"""
 
 import math
 
@@ -8,10 +12,10 @@ import torch
 from numpy import float32, float64, int32
 
 from fmtsim.engines.cpu.cast.codes import Coding, coding_of, value_of_code
-from fmtsim.engines.cpu.cast.elements import caster, covers
+from fmtsim.engines.cpu.cast.elements import caster
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.jit import device, kernel
-from fmtsim.engines.cpu.runtime.scratch import array_of, scratch
+from fmtsim.engines.cpu.runtime.pool import array_of, scratch
 from fmtsim.formats.registry import get_format
 from fmtsim.spec.cast import CastSpec, Random
 
@@ -37,8 +41,8 @@ def times_blocks(
         buffer: The name of memory of this thread to write to, which the next call by its name reuses.
     """
     if not x.is_contiguous() and x.mT.is_contiguous():
-        turned = x.mT, s.mT, block[::-1]
-        return times_blocks(*turned, divides=divides, tensor_scale=tensor_scale, buffer=buffer).mT
+        transposed = x.mT, s.mT, block[::-1]
+        return times_blocks(*transposed, divides=divides, tensor_scale=tensor_scale, buffer=buffer).mT
     x, s = x.detach().contiguous(), s.detach().contiguous()
     out = _empty(x.shape, buffer)
     eight = x.dtype in FLOAT8
@@ -53,7 +57,7 @@ def times_blocks(
 def finish_(
     y: torch.Tensor, columns: torch.Tensor | None, rows: torch.Tensor | None, bias: torch.Tensor | None
 ) -> bool:
-    """Make y ``(y * columns^T) * rows + bias``, each step rounded, and say so; False where no kernel does it.
+    """Make y ``(y * columns^T) * rows + bias``, each step rounded; return False where no kernel does it.
 
     Args:
         y: [M, N], float32, contiguous.
@@ -61,8 +65,8 @@ def finish_(
         rows: [M, 1] or [1, 1], or None.
         bias: [N], or None.
     """
-    given = [t for t in (y, columns, rows, bias) if t is not None]
-    if any(t.dtype != torch.float32 for t in given) or not y.numel() or not y.is_contiguous():
+    tensors = [t for t in (y, columns, rows, bias) if t is not None]
+    if any(t.dtype != torch.float32 for t in tensors) or not y.numel() or not y.is_contiguous():
         return False
     arrays = (_row(columns), _row(rows), _row(bias), array_of(y))
     pool.run(lambda start, stop: _finish(*arrays, start, stop), len(y), 1, y.shape[1])
@@ -73,7 +77,7 @@ def round_blocks(
     x: torch.Tensor, factor: torch.Tensor, block: Sizes, spec: CastSpec, random: Random, out: torch.Tensor, *,
     divides: bool = False, scaled: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
-    """Cast a matrix times the numbers of its blocks, or divided by them, and say so; False where no kernel does it.
+    """Cast a matrix times the numbers of its blocks, or divided by them; return False where no kernel does it.
 
     Args:
         x: float32.
@@ -85,10 +89,10 @@ def round_blocks(
         divides: Divide.
         scaled: Where what is rounded goes, float32, contiguous; None for nowhere.
     """
-    if not covers("quantize", spec):
-        return False
     x, (rows, columns) = x.detach().contiguous(), x.shape
     cast, direct = caster(spec, random, x.shape), out.dtype == torch.float32
+    if cast is None:
+        return False
     arrays = array_of(x), _NO_CODES, _coding(FLOAT8[0]), array_of(factor.detach().contiguous())
     step = 64 // math.gcd(64, columns)  # rows whose random words begin with a counter's first
     some = max(_PIECE // (step * columns), 1) * step
@@ -101,10 +105,10 @@ def round_blocks(
             how = *block, _DIVIDE if divides else _MULTIPLY, 1.0
             _times(*arrays, y.reshape(-1, columns), *how, first, last, first)
             target = out[first:last].view(-1)
-            made = target if direct else torch.from_numpy(scratch("rounded", size, np.float32))
-            cast(torch.from_numpy(y), made, first * columns)
+            values = target if direct else torch.from_numpy(scratch("rounded", size, np.float32))
+            cast(torch.from_numpy(y), values, first * columns)
             if not direct:
-                target.copy_(made)
+                target.copy_(values)
 
     pool.run(part, rows, step, columns)
     return True
@@ -117,7 +121,7 @@ def _empty(shape: torch.Size, buffer: str | None) -> torch.Tensor:
 
 
 def _row(t: torch.Tensor | None) -> np.ndarray:
-    """Return numbers in a row, none where there are none."""
+    """Return the numbers of a vector as an array, empty for None."""
     return _NO_VALUES[0] if t is None else array_of(t.detach().reshape(-1).contiguous())
 
 
@@ -146,19 +150,23 @@ def _times(x, codes, c, s, y, rows, columns, how, tensor_scale, start, stop, fir
     """Scale rows ``start ... stop - 1``; y begins with ``first_row``."""
     line = np.empty(y.shape[1], np.float32)
     for r in range(start, stop):
-        numbers, made = s[r // rows], y[r - first_row]
+        block_scales, y_row = s[r // rows], y[r - first_row]
+        # 1. the row as float32
         if codes.size:
-            given = line
-            for i in range(given.size):
-                given[i] = value_of_code(codes[r, i], c)
+            x_row = line
+            for i in range(x_row.size):
+                x_row[i] = value_of_code(codes[r, i], c)
         else:
-            given = x[r]
+            x_row = x[r]
+        # 2. each element with the number of its column, or of its block
         if columns == 1:
-            _row_times_row(given, numbers, made, how, tensor_scale)
+            _row_times_row(x_row, block_scales, y_row, how, tensor_scale)
             continue
-        for b in range(numbers.size):
+        for b in range(block_scales.size):
             first = b * columns
-            _row_times(given[first : first + columns], numbers[b], made[first : first + columns], how, tensor_scale)
+            _row_times(
+                x_row[first : first + columns], block_scales[b], y_row[first : first + columns], how, tensor_scale
+            )
 
 
 @device

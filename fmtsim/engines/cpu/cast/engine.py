@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's three verbs and what its kernels cover; the torch engine does the rest."""
+"""The engine's three verbs and what its kernels cover; the torch engine does the rest.
 
+What a cast and the dtypes decide is looked up in one place, which loads the kernels of a kind of formats when they are
+first needed.
+"""
+
+from collections.abc import Callable
 from functools import lru_cache
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from fmtsim.engines import torch_engine
-from fmtsim.engines.cpu.cast import decoding, elements, logarithmic, matrices
-from fmtsim.engines.cpu.cast.decoding import narrows
-from fmtsim.engines.cpu.cast.matrices import encoder, quantizer
+from fmtsim.engines.cpu.cast import codes, elements
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
@@ -18,13 +22,13 @@ _dtype_of = attrgetter("dtype")
 
 
 def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
-    """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has."""
-    return _covers(verb, spec, *map(_dtype_of, tensors))
+    """Return True if kernels cover a verb on these tensors: input and output of quantize, else the one it has."""
+    return _implementation(verb, spec, *map(_dtype_of, tensors)) is not None
 
 
 @lru_cache(maxsize=4096)
-def _covers(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
-    """Say whether kernels cover a verb.
+def _implementation(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> Callable[..., Any] | None:
+    """Return the function that does a verb, which takes the verb's arguments; None where kernels do not cover it.
 
     They decode by tables of up to 16 bits. Casts start from float32 or 16 bits; zero points, variants b and c of
     stochastic rounding and what no kernel rounds are left out, and so are values that are rounded once more to 16 bits
@@ -32,54 +36,48 @@ def _covers(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
     """
     fmt = spec.format
     if not all(dtype in FLOAT_DTYPES for dtype in dtypes):
-        return False
+        return None
     if isinstance(fmt, LogTileFormat):
-        return verb == "decode" or (dtypes[0] != torch.float64 and logarithmic.covers(spec))
-    element, narrow = (
-        fmt.element if isinstance(fmt, BlockFormat) else fmt,
-        verb != "encode" and narrows(fmt, dtypes[-1]),
-    )
+        from fmtsim.engines.cpu.cast import logarithmic
+
+        covered = verb == "decode" or (dtypes[0] != torch.float64 and logarithmic.covers(spec))
+        return getattr(logarithmic, verb) if covered else None
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    narrow = verb != "encode" and codes.narrows(fmt, dtypes[-1])
     wide = verb == "quantize" and not isinstance(fmt, BlockFormat) and dtypes[-1] == torch.float64
     if (narrow or wide) and not is_representable(element, torch.float32):
-        return False
+        return None
     if verb == "decode":
-        return element.bits <= 16
+        return codes.decode if element.bits <= 16 else None
     if dtypes[0] == torch.float64:
-        return False
+        return None
     if not isinstance(fmt, BlockFormat):
-        return elements.covers(verb, spec)
-    rounds = verb == "quantize" and dtypes[-1] != torch.float64 and not narrow and quantizer(spec) is not None
-    return rounds or encoder(spec) is not None and (not narrow or element.bits <= 16)
+        return elements.quantizer(spec) if verb == "quantize" else elements.encoder(spec)
+    from fmtsim.engines.cpu.cast import scaled
+
+    if verb == "encode":
+        return scaled.encoder(spec)
+    direct = None if narrow or dtypes[-1] == torch.float64 else scaled.quantizer(spec)
+    if direct is None and (not narrow or element.bits <= 16) and scaled.encoder(spec) is not None:
+        return _quantize_by_codes
+    return direct
 
 
 def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out; see the engine protocol in docs/architecture.md."""
-    if not _covers("quantize", spec, x.dtype, out.dtype):
-        torch_engine.quantize(x, spec, random, out)
-    elif isinstance(spec.format, LogTileFormat):
-        decode(encode(x, spec, random), spec, out)
-    elif isinstance(spec.format, BlockFormat):
-        matrices.quantize_blocks(x, spec, random, out)
-    else:
-        elements.quantize_elements(x, spec, random, out)
+    (_implementation("quantize", spec, x.dtype, out.dtype) or torch_engine.quantize)(x, spec, random, out)
 
 
 def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x, and the scales of a block format."""
-    if not supports("encode", spec, x):
-        return torch_engine.encode(x, spec, random)
-    if isinstance(spec.format, LogTileFormat):
-        return logarithmic.encode(x, spec, random) if x.numel() else torch_engine.encode(x, spec, random)
-    if isinstance(spec.format, BlockFormat):
-        return matrices.encode_blocks(x, spec, random)
-    return elements.encode_elements(x, spec, random)
+    parts: EncodedParts = (_implementation("encode", spec, x.dtype) or torch_engine.encode)(x, spec, random)
+    return parts
 
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     """Write the values of codes into out."""
-    if not supports("decode", spec, out):
-        torch_engine.decode(parts, spec, out)
-    elif not isinstance(spec.format, LogTileFormat):
-        decoding.decode(parts, spec, out)
-    elif out.numel():
-        logarithmic.decode(parts, spec, out)
+    (_implementation("decode", spec, out.dtype) or torch_engine.decode)(parts, spec, out)
+
+
+def _quantize_by_codes(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
+    decode(encode(x, spec, random), spec, out)

@@ -11,7 +11,7 @@ from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import RULES, Mode
 
 _F32_BIAS = 127
-_FLT_MAX = 3.4028234663852886e38
+FLT_MAX = 3.4028234663852886e38
 
 
 class Grid(NamedTuple):
@@ -93,7 +93,7 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
     bare = isinstance(fmt, FloatFormat) and not fmt.has_zero
     if mantissa_bits > 22 or min_exponent < -126 - bare or (not fmt.signed and not saturate):
         return None
-    if fmt.max > _FLT_MAX:  # in float32 its largest value would be Inf
+    if fmt.max > FLT_MAX:  # in float32 its largest value would be Inf
         return None
     linear = is_float and min_exponent == -126 and not flushed and mantissa_bits > 0
     flush = flushed or (mantissa_bits == 0 and nearest)

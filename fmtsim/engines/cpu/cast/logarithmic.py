@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from numpy import float32, float64, int32, int64
 
-from fmtsim.engines.cpu.cast.decoding import store
+from fmtsim.engines import torch_engine
+from fmtsim.engines.cpu.cast.codes import store
 from fmtsim.engines.cpu.cast.words import integers_of
 from fmtsim.engines.cpu.optim.elementary import exponential, logarithm
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel
-from fmtsim.engines.cpu.runtime.scratch import array_of
+from fmtsim.engines.cpu.runtime.pool import array_of
 from fmtsim.formats.block import LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.scaling.blocks import blocks_of
@@ -27,15 +28,22 @@ _WORK = 16  # of an element, in those of plain casts
 
 
 def covers(spec: CastSpec) -> bool:
-    """Say whether the kernels round as a cast asks."""
+    """Return True if kernels round as a cast asks."""
     mode = spec.rounding.mode
     return mode == "nearest_even" or (mode == "stochastic" and spec.rounding.variant == "a")
 
 
+def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
+    """Quantise x, not float64, into out."""
+    decode(encode(x, spec, random), spec, out)
+
+
 def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
-    """Return codes, steps (as scales) and lowest logarithms (as offsets) of x, not float64 and not empty."""
+    """Return codes, steps (as scales) and lowest logarithms (as offsets) of x, not float64."""
     fmt = spec.format
     assert isinstance(fmt, LogTileFormat)
+    if not x.numel():
+        return torch_engine.encode(x, spec, random)
     blocks = blocks_of(tuple(x.shape), spec.dim, fmt.block)
     folded = blocks.fold(x).float().contiguous()
     codes = folded.new_empty(folded.shape, dtype=code_dtype(fmt.bits))
@@ -50,7 +58,9 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
 
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
-    """Write the values of codes into out, not empty, each rounded once to its dtype."""
+    """Write the values of codes into out, each rounded once to its dtype."""
+    if not out.numel():
+        return
     fmt = spec.format
     assert isinstance(fmt, LogTileFormat) and parts.scales is not None and parts.offsets is not None
     blocks = blocks_of(tuple(out.shape), spec.dim, fmt.block)
@@ -89,10 +99,12 @@ def _range(line, most):
         top = max(top, magnitude if magnitude < _INF else int32(0))
         near = min(near, magnitude if magnitude > int32(0) else _INF)
         nan |= magnitude > _INF
+    # 1. the logarithms of the largest magnitude and of the smallest one that is not zero, 32 octaves apart at most
     if top == int32(0):
         return 0.0, 0.0, True, nan
     high = logarithm(_wide(top))
     lowest = max(logarithm(_wide(near)), high - _OCTAVES)
+    # 2. the lowest logarithm and the step, both float32
     sign = -1.0 if lowest < 0.0 else 1.0
     low = sign * _rounded(abs(lowest))
     return low, _rounded(max(high - low, 0.0) / float64(most - 1)), False, nan
@@ -103,38 +115,42 @@ def _encode(x, words, codes, lows, steps, bits, random_bits, start, stop):
     count = 1 << (bits - 1)
     table, firsts = np.zeros(count, np.float64), np.zeros(count, np.int64)
     for tile in range(start, stop):
-        line, made = x[tile], codes[tile]
+        line, line_codes = x[tile], codes[tile]
         low, step, empty, nan = _range(line, count - 1)
         lows[tile], steps[tile] = np.nan if nan else low, step
         if empty:
             for i in range(line.size):
                 bits_of = bits32(line[i])
-                made[i] = count if bits_of < int32(0) and (bits_of & _MAGNITUDE) <= _INF else 0
+                line_codes[i] = count if bits_of < int32(0) and (bits_of & _MAGNITUDE) <= _INF else 0
             continue
+        # 1. the tile's values, and the first code of each: equal values have the lowest one
         for r in range(1, count):
             table[r] = _rounded(exponential(low + step * float64(r - 1)))
-        for r in range(1, count):  # of equal values the first counts
+        for r in range(1, count):
             firsts[r] = firsts[r - 1] if table[r] == table[r - 1] else r
         for i in range(line.size):
             sign, magnitude = bits32(line[i]) < int32(0), bits32(line[i]) & _MAGNITUDE
             y = table[count - 1] if magnitude >= _INF else min(_wide(magnitude), table[count - 1])
+            # 2. binary search for the largest value that is not above y
             rank, half = 0, count >> 1
             while half:
                 rank += half if table[rank + half] <= y else 0
                 half >>= 1
+            # 3. that value or the next one
             lower, upper = table[rank], table[min(rank + 1, count - 1)]
             if random_bits:
                 up = _drawn(y, lower, upper, random_bits, words[tile, i])
             else:
                 middle = (lower + upper) * 0.5
                 up = y > middle or (y == middle and firsts[rank] & 1 == 1)
+            # 4. its first code, and the sign
             rank = firsts[min(rank + int64(up and y != lower), count - 1)]
-            made[i] = rank | (count if sign and magnitude <= _INF else 0)
+            line_codes[i] = rank | (count if sign and magnitude <= _INF else 0)
 
 
 @device
 def _drawn(y, lower, upper, random_bits, word):
-    """Say whether a number between two values moves up with this random word."""
+    """Return True if a number between two values moves up with this random word."""
     t = (y - lower) / (upper - lower)
     t = t if t - t == 0.0 else 0.0
     return int64(np.floor(t * float64(1 << random_bits))) + word >= 1 << random_bits
@@ -145,10 +161,10 @@ def _decode(codes, lows, steps, values, bits, start, stop):
     count = 1 << (bits - 1)
     for tile in range(start, stop):
         low, step = float64(lows[tile]), float64(steps[tile])
-        line, made = codes[tile], values[tile]
+        line, line_values = codes[tile], values[tile]
         for i in range(line.size):
             code = int64(line[i])
             rank = code & (count - 1)
             value = _narrow(_rounded(exponential(low + step * float64(rank - 1))))
             value = float32(0) if rank == 0 and low == low else value
-            made[i] = -value if code & count and value == value else value
+            line_values[i] = -value if code & count and value == value else value

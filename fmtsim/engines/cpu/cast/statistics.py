@@ -5,10 +5,9 @@ import numpy as np
 import torch
 from numpy import float32, float64, int32
 
-from fmtsim.engines.cpu.cast.blocks import finite_amax
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.jit import bits32, device, kernel, subroutine
-from fmtsim.engines.cpu.runtime.scratch import array_of, scratch
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, subroutine
+from fmtsim.engines.cpu.runtime.pool import array_of, scratch
 from fmtsim.formats.scaling import Statistic
 
 _MAGNITUDE, _INF = int32(0x7FFFFFFF), int32(0x7F800000)
@@ -30,14 +29,14 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
         flat, parts = array_of(x).reshape(-1), []
         pool.run(lambda start, stop: parts.append(finite_amax(flat[start:stop])[0]), flat.size, 64)
         return x.new_full((1, 1), float(max(parts, default=0)))
-    found = x.new_empty(-(-x.shape[0] // rows), -(-x.shape[1] // columns))
-    matrix, out = array_of(x), array_of(found).view(np.int32)
+    amax = x.new_empty(-(-x.shape[0] // rows), -(-x.shape[1] // columns))
+    matrix, out = array_of(x), array_of(amax).view(np.int32)
 
     def part(start: int, stop: int) -> None:
         _block_amax(matrix, out, scratch("largest", x.shape[1], np.int32), rows, columns, start, stop)
 
     pool.run(part, len(out), 1, rows * x.shape[1])
-    return found
+    return amax
 
 
 def block_means(x: torch.Tensor, block: tuple[int, int], kind: Statistic) -> torch.Tensor | None:
@@ -55,11 +54,26 @@ def block_means(x: torch.Tensor, block: tuple[int, int], kind: Statistic) -> tor
     if rows != 1 or columns & (columns - 1) or columns > _LONGEST or x.shape[1] % columns:
         return None
     x = x.detach().contiguous()
-    found = x.new_empty(x.shape[0], x.shape[1] // columns)
-    flat, out = array_of(x).reshape(-1), array_of(found).reshape(-1)
+    means = x.new_empty(x.shape[0], x.shape[1] // columns)
+    flat, out = array_of(x).reshape(-1), array_of(means).reshape(-1)
     which = {"std": _STD, "rms": _RMS, "mean_abs": _MEAN_ABS}[kind]
     pool.run(lambda start, stop: _means(flat, out, columns, which, start, stop), out.size, 1, columns)
-    return found
+    return means
+
+
+@kernel
+def finite_amax(x):
+    """Return the largest finite magnitude of float32 x, and whether it holds NaN or Inf."""
+    top = int32(0)
+    for i in range(x.size):
+        top = max(top, bits32(x[i]) & _MAGNITUDE)
+    if top < _INF:
+        return float32_of(top), False
+    top = int32(0)
+    for i in range(x.size):  # seldom: look again, at finite elements alone
+        bits = bits32(x[i]) & _MAGNITUDE
+        top = max(top, bits if bits < _INF else int32(0))
+    return float32_of(top), True
 
 
 @kernel
@@ -102,17 +116,20 @@ def _raise(x, largest, first, last):
 def _means(x, out, size, which, start, stop):
     y = np.empty(size, np.float64)
     for b in range(start, stop):
-        part, strange = x[b * size : (b + 1) * size], int32(0)
+        # 1. how many elements are finite
+        part, has_others = x[b * size : (b + 1) * size], int32(0)
         for i in range(part.size):
-            strange |= int32((bits32(part[i]) & _MAGNITUDE) >= _INF)
-        count, mean = _finite(part) if strange else size, 0.0
+            has_others |= int32((bits32(part[i]) & _MAGNITUDE) >= _INF)
+        count, mean = _finite(part) if has_others else size, 0.0
         n = float64(max(count, 1))
+        # 2. distances from the mean, or from zero
         if which == _STD:
             _spread(part, 0.0, y)
-            _clear(part, y, strange)
+            _clear(part, y, has_others)
             mean = _folded(y) / n
         _spread(part, mean, y)
-        _clear(part, y, strange)
+        _clear(part, y, has_others)
+        # 3. the mean of their magnitudes, or the root of that of their squares
         for i in range(y.size):
             y[i] = abs(y[i]) if which == _MEAN_ABS else y[i] * y[i]
         mean = _folded(y) / n
@@ -136,9 +153,9 @@ def _finite(x):
 
 
 @device
-def _clear(x, y, strange):
-    """Let elements that are not finite take no part."""
-    if strange:
+def _clear(x, y, has_others):
+    """Set y to zero where x is not finite."""
+    if has_others:
         for i in range(y.size):
             y[i] = y[i] if (bits32(x[i]) & _MAGNITUDE) < _INF else 0.0
 

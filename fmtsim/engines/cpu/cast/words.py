@@ -23,7 +23,7 @@ _32 = uint64(32)
 
 @device
 def _round(w0, w1, w2, w3, k0, k1):
-    p0 = _M0 * uint64(w0)
+    p0 = _M0 * uint64(w0)  # 32 x 32 bits: the high and the low half of each product go to different words
     p1 = _M1 * uint64(w2)
     return uint32(p1 >> _32) ^ w1 ^ k0, uint32(p1 & _LOW), uint32(p0 >> _32) ^ w3 ^ k1, uint32(p0 & _LOW)
 
@@ -57,7 +57,7 @@ def philox(counter, o0, o1, k0, k1):
 def fill64(words, at, block, o0, o1, k0, k1):
     """Write the words of the 64 elements ``64 * block ...`` into ``words`` from ``at`` on."""
     first, place = uint64(block) * uint64(16), uint64(at)  # unsigned: numba then does not look for negative indices
-    for j in range(16):
+    for j in range(16):  # lane k of counter j serves element 16 k + j
         w0, w1, w2, w3 = philox(first + uint64(j), o0, o1, k0, k1)
         words[place + uint64(j)] = w0
         words[place + uint64(16 + j)] = w1
@@ -75,12 +75,14 @@ def _reverse_byte(byte):
 @subroutine
 def integer_at(index, random_bits, shared, o0, o1, k0, k1):
     """Return the random integer of one element: ``random_bits`` wide, in ``cvt.rs`` order where ``shared``."""
+    # 1. the counter and the lane of the element, or of the two or four that share a word
     place = uint64(index)
     if shared:
         place = place >> uint64(2 if random_bits == 8 else 1)
     w0, w1, w2, w3 = philox((place >> uint64(6)) * uint64(16) + (place & uint64(15)), o0, o1, k0, k1)
     lane = int64((place >> uint64(4)) & uint64(3))
     word = int64(w0 if lane == 0 else w1 if lane == 1 else w2 if lane == 2 else w3)
+    # 2. the element's bits of it
     if not shared:
         return word >> (32 - random_bits)
     if random_bits == 8:
@@ -96,12 +98,12 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 class Words(NamedTuple):
-    """Words of the elements of a matrix, in order: ``given`` ones, or where that is empty those of a key.
+    """Words of the elements of a matrix, in order: those of an array, or where ``array`` is empty those of a key.
 
     ``mask`` keeps the bits that are drawn; ``o0, o1`` are the key's offset, ``k0, k1`` its seed.
     """
 
-    given: np.ndarray
+    array: np.ndarray
     mask: np.uint32
     o0: np.uint32
     o1: np.uint32
@@ -120,16 +122,16 @@ def words_of(rounding: Rounding, random: Random, shape: torch.Size, dim: int = -
     mask, drawn = np.uint32((1 << 32) - (1 << (32 - rounding.bits))), isinstance(random, RandomKey)
     if drawn and rounding.layout == "word" and (dim == -1 or len(shape) < 2):
         return Words(_NONE, mask, *key_words(random))  # type: ignore[arg-type]  # the check is in ``drawn``
-    given = (integers_of(rounding, random, shape, dim) << (32 - rounding.bits)).numpy().astype(np.uint32)
-    return Words(given, mask, *key_words(RandomKey(0)))
+    array = (integers_of(rounding, random, shape, dim) << (32 - rounding.bits)).numpy().astype(np.uint32)
+    return Words(array, mask, *key_words(RandomKey(0)))
 
 
 def integers_of(rounding: Rounding, random: Random, shape: torch.Size, dim: int = -1) -> torch.Tensor:
     """Return the random integers themselves, int64 in the order of the operand matrix, flat."""
     if isinstance(random, RandomKey):
         drawn = torch.empty(shape, dtype=torch.int64)
-        out, rest = drawn.view(-1).numpy(), (rounding.bits, rounding.layout == "cvt_rs", *key_words(random))
-        pool.run(lambda start, stop: draw_integers(out, *rest, start, stop), out.size, align=64)
+        out, how = drawn.view(-1).numpy(), (rounding.bits, rounding.layout == "cvt_rs", *key_words(random))
+        pool.run(lambda start, stop: draw_integers(out, *how, start, stop), out.size, align=64)
     else:
         assert random is not None  # verbs see to it
         drawn = random.to(torch.int64)
@@ -147,16 +149,16 @@ def draw_integers(out, random_bits, shared, o0, o1, k0, k1, start, stop):
 def fill_words(first, count, w, buffer):
     """Write the words of ``count`` elements from ``first`` on to ``buffer`` of ``count + 128``, from ``first % 64`` on.
 
-    Given words are copied one by one, and loops of kernels always read this buffer: with a slice of either array they
-    took 12 % longer.
+    Words of an array are copied one by one, so that loops of kernels always read this buffer: with a slice of either
+    array they took 12 % longer.
     """
     place = first & 63
-    if w.given.size == 0:
+    if w.array.size == 0:
         for block in range(first >> 6, (first + count + 63) >> 6):
             fill64(buffer, 64 * (block - (first >> 6)), block, w.o0, w.o1, w.k0, w.k1)
     else:
         for i in range(count):
-            buffer[place + i] = w.given[first + i]
+            buffer[place + i] = w.array[first + i]
     if w.mask != _ALL:
         for i in range(place + count):
             buffer[i] &= w.mask

@@ -14,7 +14,7 @@ from fmtsim.engines.cpu.gemm.panels import Buffers, Constants, State, buffers_of
 from fmtsim.engines.cpu.gemm.slabs import Slabs
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.jit import device, kernel, subroutine
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.pool import scratch
 from fmtsim.engines.cpu.runtime.simd import LANES
 
 _STATE = 4 << 20  # bytes of the sums of a product that is small: as many as a second-level cache may hold

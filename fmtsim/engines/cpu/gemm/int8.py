@@ -13,7 +13,7 @@ from fmtsim.engines.cpu.gemm.accumulate import PART_END
 from fmtsim.engines.cpu.gemm.fma_chain import Scales, Tile, each_tile
 from fmtsim.engines.cpu.gemm.slabs import slabs_of
 from fmtsim.engines.cpu.runtime.jit import device, kernel
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.pool import scratch
 from fmtsim.engines.cpu.runtime.simd import (
     LANES,
     and_,

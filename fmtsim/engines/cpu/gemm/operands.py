@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from fmtsim.engines.cpu.runtime.jit import bits32, float32_of, overload
-from fmtsim.engines.cpu.runtime.scratch import array_of
+from fmtsim.engines.cpu.runtime.pool import array_of
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 

@@ -26,7 +26,7 @@ from fmtsim.engines.cpu.gemm.panels import (
 )
 from fmtsim.engines.cpu.gemm.slabs import Slab, Slabs
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.pool import scratch
 from fmtsim.engines.cpu.runtime.simd import LANES
 
 _STATE = 20 << 20  # bytes of sums that are kept from slab to slab

@@ -53,12 +53,15 @@ def step_codes(
     counts: list[int] = []
 
     def part(numbers_of: list[np.ndarray], scales_of: list[np.ndarray], start: int, stop: int) -> None:
-        kept: list[Any] = [
-            each for place, book in enumerate(books) for each in (numbers_of[2 + place], scales_of[place], *book)
-        ]
-        kept += [None] * 6 * (2 - len(books))
-        given = *numbers_of[:2], *kept, np.array(numbers, np.float32)
-        counts.append(_codes(*given, RULES.index(rule), block, zeroing, start, stop))
+        states: list[Any] = []  # of each moment codes, scales and the four arrays of its book; None for a missing one
+        for place, book in enumerate(books):
+            states += (numbers_of[2 + place], scales_of[place], *book)
+        states += [None] * 6 * (2 - len(books))
+        counts.append(
+            _codes(
+                *numbers_of[:2], *states, np.array(numbers, np.float32), RULES.index(rule), block, zeroing, start, stop
+            )
+        )
 
     run(lambda start, stop: part(arrays, scales, start, stop), whole, 1, block)
     if tail:
@@ -66,7 +69,7 @@ def step_codes(
         last = [np.full(block, filler).astype(array.dtype) for filler, array in zip(fillers, arrays, strict=True)]
         for padded, array in zip(last, arrays, strict=True):
             padded[:tail] = array[whole * block :]
-        part(last, [each[whole:] for each in scales], 0, 1)
+        part(last, [scale[whole:] for scale in scales], 0, 1)
         put_back(last, arrays, whole * block)
     return sum(counts)
 
@@ -90,8 +93,8 @@ def step_floats(
     counts: list[int] = []
 
     def part(of: list[np.ndarray], start: int, stop: int) -> None:
-        kept = [*of, *[None] * (4 - len(of))]
-        counts.append(_floats(*kept, np.array(numbers, np.float32), RULES.index(rule), zeroing, start, stop))
+        tensors = [*of, *[None] * (4 - len(of))]
+        counts.append(_floats(*tensors, np.array(numbers, np.float32), RULES.index(rule), zeroing, start, stop))
 
     run(lambda start, stop: part(arrays, start, stop), whole, simd.LANES)
     if whole < arrays[0].size:

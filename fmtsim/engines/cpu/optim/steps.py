@@ -6,9 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.engines.cpu.optim import integers
-from fmtsim.engines.cpu.optim.elementary import BITS, step_logarithms
 from fmtsim.engines.cpu.optim.moments import ALIGNMENT, step_codes, step_floats
+from fmtsim.engines.cpu.optim.weights import BITS, decode_bytes, encode_bytes, step_logarithms, takes_bytes
 from fmtsim.formats.spec import CodebookFormat, LogFormat
 from fmtsim.spec.optimizer import Book, Counter, ParameterStep, Scheme, StateFormat, book_of
 
@@ -25,7 +24,7 @@ RULES = {
 
 
 def supports_optimizer(rule: str, scheme: Scheme) -> bool:
-    """Say whether kernels know a rule and the states of a scheme: float32, or codes of codebooks of 8 bits.
+    """Return True if kernels know a rule and the states of a scheme: float32, or codes of codebooks of 8 bits.
 
     With float32 they know weights that are integers with scales of rows, and under Madam logarithms.
     """
@@ -35,8 +34,8 @@ def supports_optimizer(rule: str, scheme: Scheme) -> bool:
     moments = [getattr(scheme, name) for name in names]
     if scheme.weights is not None:
         logs = isinstance(scheme.weights.format, LogFormat)
-        known = logs if kind in ("rounded", "free") else integers.takes(scheme.weights)
-        return known and all(fmt.format is None for fmt in moments)
+        covered = logs if kind in ("rounded", "free") else takes_bytes(scheme.weights)
+        return covered and all(fmt.format is None for fmt in moments)
     if kind in ("rounded", "free"):
         return False
     if all(fmt.format is None for fmt in moments):
@@ -51,16 +50,16 @@ def optimizer_steps(
     """Do the steps that kernels cover, of parameters on the CPU; return the others."""
     if not supports_optimizer(rule, scheme):
         return steps
-    left = []
+    refused = []
     for step in steps:
         if not _takes(rule, step):
-            left.append(step)
+            refused.append(step)
             continue
         bad = _step(rule, step, scheme.nonfinite == "zero")
         counter(step.parameter.device).add_(bad)
         torch.autograd.graph.increment_version([step.parameter])  # autograd may have saved it for a backward
         step.done()
-    return left
+    return refused
 
 
 def _step(rule: str, step: ParameterStep, zeroing: bool) -> int:
@@ -69,24 +68,24 @@ def _step(rule: str, step: ParameterStep, zeroing: bool) -> int:
     p, g, formats, state, numbers = step.parameter, step.gradient, step.formats, step.state, step.numbers
     moments, weights = [state[name] for name in names], formats.get("weights")
     if weights is not None and isinstance(weights.format, LogFormat):
-        kept = state["second"], state["weights"], state["weights_scale"]
-        return step_logarithms(kind == "rounded", p, g, *kept, weights.format, numbers, zeroing)
+        tensors = state["second"], state["weights"], state["weights_scale"]
+        return step_logarithms(kind == "rounded", p, g, *tensors, weights.format, numbers, zeroing)
     if weights is not None:
         codes, scales, row = state["weights"], state["weights_scale"], weights.block_of(tuple(p.shape))
-        values = integers.decoded(codes, scales, row)
+        values = decode_bytes(codes, scales, row)
         bad = step_floats(kind, values, g, moments, numbers, zeroing)
-        integers.encode(values, weights, row, step.key("weights"), codes, scales, p)
+        encode_bytes(values, weights, row, step.key("weights"), codes, scales, p)
         return bad
     if formats[names[0]].format is None:
         return step_floats(kind, p, g, moments, numbers, zeroing)
     books, block = [book(formats[name]) for name in names], formats[names[0]].block[1]
     assert block is not None  # supports_optimizer asked
-    scaled = [(state[name], state[f"{name}_scale"], known) for name, known in zip(names, books, strict=True) if known]
+    scaled = [(state[name], state[f"{name}_scale"], codes) for name, codes in zip(names, books, strict=True) if codes]
     return step_codes(kind, p, g, scaled, numbers, block, zeroing)
 
 
 def _takes(rule: str, step: ParameterStep) -> bool:
-    """Say whether the kernels take a parameter; small ones of a scheme with codes have float32 moments."""
+    """Return True if kernels take a parameter; small ones of a scheme with codes have float32 moments."""
     p, g = step.parameter, step.gradient
     formats = list(step.formats.values())
     if not (p.dtype is g.dtype is torch.float32 and p.is_contiguous() and g.is_contiguous()):
@@ -96,12 +95,12 @@ def _takes(rule: str, step: ParameterStep) -> bool:
         logs = weights is not None and isinstance(weights.format, LogFormat) and weights.format.bits == BITS
         return logs and weights is not None and weights.rule == "fixed" and weights.block == (None, None)
     if weights is not None:
-        return integers.takes(weights) and all(fmt.format is None for fmt in formats if fmt is not weights)
+        return takes_bytes(weights) and all(fmt.format is None for fmt in formats if fmt is not weights)
     if all(fmt.format is None for fmt in formats):
         return True
-    known = all(isinstance(fmt.format, CodebookFormat) and 0.0 in fmt.format.values for fmt in formats)
+    books = all(isinstance(fmt.format, CodebookFormat) and 0.0 in fmt.format.values for fmt in formats)
     bits, block = formats[0].bits, formats[0].block[1]
-    return known and bits == 8 and block is not None and block % ALIGNMENT == 0
+    return books and bits == 8 and block is not None and block % ALIGNMENT == 0
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 """Hadamard transforms by Sylvester's matrices (fmtsim/scaling/hadamard.py defines every bit).
 
 Along rows 64 neighbours are a vector: the partner of a lane is another lane of it. Down columns a panel of 64 columns
-is transformed row by row in a buffer, from which it is stored as it lies or turned.
+is transformed row by row in a buffer, from which it is stored row by row or transposed.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy import float32, int32, int64
 
 from fmtsim.engines.cpu.runtime import pool, simd
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel
-from fmtsim.engines.cpu.runtime.scratch import array_of, scratch
+from fmtsim.engines.cpu.runtime.pool import array_of, scratch
 
 _LANES = simd.LANES
 _LARGEST = 4096  # elements of a group
@@ -39,29 +39,29 @@ def hadamard(x: torch.Tensor, size: int, dim: int, flips: torch.Tensor | None, i
     x = x.detach()
     if x.dim() != 2:
         flat = x.reshape(-1, x.shape[-1]) if dim == -1 else None
-        made = None if flat is None else hadamard(flat, size, dim, flips, inverse)
-        return None if made is None else made.view(x.shape)
+        y = None if flat is None else hadamard(flat, size, dim, flips, inverse)
+        return None if y is None else y.view(x.shape)
     out = x.new_empty(x.shape, dtype=torch.float32)
-    turned = not x.is_contiguous() and x.mT.is_contiguous()
-    source = (x.mT if turned else x).float().contiguous()
+    transposed = not x.is_contiguous() and x.mT.is_contiguous()
+    source = (x.mT if transposed else x).float().contiguous()
     signs = np.zeros(max(size, _LANES), np.int32)
     if flips is not None:
         signs[:] = np.where(np.resize(flips.numpy(), signs.size), _SIGN, 0)
     none = np.zeros_like(signs)
     before, after = (none, signs) if inverse else (signs, none)
     arrays, factor = (array_of(source), array_of(out)), np.float32(1 / np.sqrt(size))
-    if (dim == -1) != turned:  # groups are neighbours in memory
-        rows = arrays[0].reshape(-1), (arrays[1] if not turned else np.empty_like(arrays[0])).reshape(-1)
+    if (dim == -1) != transposed:  # groups are neighbours in memory
+        rows = arrays[0].reshape(-1), (arrays[1] if not transposed else np.empty_like(arrays[0])).reshape(-1)
         width = max(size, _LANES)
         groups = -(-rows[0].size // width)
         pool.run(lambda *ends: _rows(*rows, size, before, after, _UPPER, factor, *ends), groups, 1, width)
-        return out if not turned else out.copy_(torch.from_numpy(rows[1].reshape(source.shape)).mT)
+        return out if not transposed else out.copy_(torch.from_numpy(rows[1].reshape(source.shape)).mT)
 
-    height = max(size, _LANES)  # of a panel: a turned one is then stored in whole cache lines
+    height = max(size, _LANES)  # of a panel: a transposed one is then stored in whole cache lines
 
     def part(start: int, stop: int) -> None:
         panel = scratch("panel", height * _LANES, np.float32)
-        _columns(*arrays, turned, size, height, before, after, panel, factor, start, stop)
+        _columns(*arrays, transposed, size, height, before, after, panel, factor, start, stop)
 
     panels = -(-source.shape[0] // height) * -(-source.shape[1] // _LANES)
     pool.run(part, panels, 1, height * _LANES)
@@ -72,15 +72,15 @@ def hadamard(x: torch.Tensor, size: int, dim: int, flips: torch.Tensor | None, i
 def _rows(x, y, size, before, after, upper, factor, start, stop):
     """Transform pieces of 64 elements, or of a group where that is longer."""
     width = max(size, _LANES)
-    source, made = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
+    source, result = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
     for piece in range(start, stop):
         first = piece * width
         if first + width > x.size:  # groups are short: their last ones
-            rest = x.size - first
+            count = x.size - first
             source[:] = float32(0)
-            source[:rest] = x[first:]
-            _finished(made, 0, _in_vector(source, 0, size, before, 0, upper), after, 0, factor)
-            y[first:] = made[:rest]
+            source[:count] = x[first:]
+            _finished(result, 0, _in_vector(source, 0, size, before, 0, upper), after, 0, factor)
+            y[first:] = result[:count]
         elif size <= _LANES:
             _finished(y, first, _in_vector(x, first, size, before, 0, upper), after, 0, factor)
         else:
@@ -94,7 +94,7 @@ def _rows(x, y, size, before, after, upper, factor, start, stop):
 @device
 def _in_vector(x, first, size, before, place, upper):
     """Return 64 elements after the additions whose distance is below 64."""
-    v = simd.as_f32(simd.xor(simd.as_i32(simd.load(x, first)), simd.load(before, place)))
+    v = simd.as_f32(simd.xor(simd.as_i32(simd.load(x, first)), simd.load(before, place)))  # signs
     v = _pair(simd.swap1(v), v, upper, 0)
     if size > 2:
         v = _pair(simd.swap2(v), v, upper, 1)
@@ -139,16 +139,19 @@ def _finished(y, first, v, after, place, factor):
 
 
 @kernel
-def _columns(x, y, turned, size, height, before, after, panel, factor, start, stop):
+def _columns(x, y, transposed, size, height, before, after, panel, factor, start, stop):
     """Transform panels of 64 columns, and as many rows but for the last ones; groups are ``size`` of them."""
     across = (x.shape[1] + 63) // 64
     for item in range(start, stop):
-        top, left = item // across * height, item % across * 64
-        rows, width = min(height, x.shape[0] - top), min(64, x.shape[1] - left)
+        first_row, first_column = item // across * height, item % across * 64
+        rows, width = min(height, x.shape[0] - first_row), min(64, x.shape[1] - first_column)
+        # 1. load, with the signs of a forward transform
         for k in range(rows):
-            line, row, sign = panel[64 * k : 64 * k + 64], x[top + k, left : left + width], before[k]
+            line, sign = panel[64 * k : 64 * k + 64], before[k]
+            row = x[first_row + k, first_column : first_column + width]
             for j in range(row.size):
                 line[j] = float32_of(bits32(row[j]) ^ sign)
+        # 2. butterflies: rows whose indices differ in one bit
         distance = 1
         while distance < size:
             for i in range(0, rows, 2 * distance):
@@ -157,16 +160,18 @@ def _columns(x, y, turned, size, height, before, after, panel, factor, start, st
                     simd.store(panel, 64 * k, simd.fadd(a, b))
                     simd.store(panel, 64 * (k + distance), simd.fsub(a, b))
             distance *= 2
+        # 3. times 1 / sqrt(size), the signs of an inverse transform, canonical NaN
         for k in range(rows):
             line, sign = panel[64 * k : 64 * k + 64], after[k]
             for j in range(64):
                 value = float32_of(bits32(float32(line[j] * factor)) ^ sign)
                 line[j] = value if value == value else float32_of(_NAN)
-        if turned:
+        # 4. store
+        if transposed:
             for j in range(int64(width)):
-                row = y[left + j, top : top + rows]
+                row = y[first_column + j, first_row : first_row + rows]
                 for k in range(row.size):
                     row[k] = panel[64 * k + j]
         else:
             for k in range(rows):
-                y[top + k, left : left + width] = panel[64 * k : 64 * k + width]
+                y[first_row + k, first_column : first_column + width] = panel[64 * k : 64 * k + width]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases of the fast kernels for block formats: where blocks lie, largest magnitudes, scales, and one element."""
+"""Largest magnitudes of blocks and the scales that a format makes of them: steps 1 and 2 of scaled_kernels.py."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy import float32, int32, uint64
 
-from fmtsim.engines.cpu.cast.scalar import limited, magic_addition, nearest_magic
+from fmtsim.engines.cpu.cast.elements import limited, magic_addition, nearest_magic
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -21,10 +20,15 @@ FLT_MAX = np.float32(3.4028234663852886e38)
 _ONE = float32(1)
 
 
-class Scaling(NamedTuple):
-    """How amax becomes a scale, as numbers.
+class ScaleParameters(NamedTuple):
+    """How kernels make a scale of a block's largest magnitude.
 
-    ``encode_scale`` and ``decode_scale`` are those of the whole tensor in a two-level format, else 1.
+    Attributes:
+        rule, arithmetic: The numbers above of a format's scale rule, and of the order of operations of a real scale.
+        max, reciprocal_max: The element's largest value m, and RN32(1 / m).
+        max_exponent, mantissa_bits: Of the element.
+        plain: The scale is stored in float32, so that it is not rounded.
+        encode_scale, decode_scale: Those of the whole tensor in a two-level format, else 1.
     """
 
     rule: int
@@ -38,24 +42,20 @@ class Scaling(NamedTuple):
     decode_scale: np.float32
 
 
-def scaling_of(fmt: BlockFormat, tensor_amax: float | None) -> Scaling:
-    """Return the numbers of a block format; ``tensor_amax`` is the finite amax that two-level formats need."""
-    scaling = _scaling_of(fmt)
-    if tensor_amax is None:
-        return scaling
+def with_tensor_scale(p: ScaleParameters, fmt: BlockFormat, tensor_amax: float) -> ScaleParameters:
+    """Return the parameters of a two-level format for a tensor of that largest finite magnitude."""
     with np.errstate(all="ignore"):
         amax = min(np.float32(tensor_amax), FLT_MAX)
-        quotient = np.float32(np.float32(fmt.scale.max) * scaling.max) / amax if amax > 0 else _ONE
+        quotient = np.float32(np.float32(fmt.scale.max) * p.max) / amax if amax > 0 else _ONE
         encode_scale = min(quotient, FLT_MAX) if quotient > 0 else _ONE
-        return scaling._replace(encode_scale=encode_scale, decode_scale=_ONE / encode_scale)
+        return p._replace(encode_scale=encode_scale, decode_scale=_ONE / encode_scale)
 
 
-@lru_cache(maxsize=256)
-def _scaling_of(fmt: BlockFormat) -> Scaling:
-    """Return the numbers of a block format, without those of a tensor."""
+def scale_parameters(fmt: BlockFormat) -> ScaleParameters:
+    """Return the parameters of a block format, without those of a tensor."""
     with np.errstate(over="ignore"):
         largest = np.float32(fmt.element.max)
-    return Scaling(
+    return ScaleParameters(
         rule=_RULES[fmt.scale_rule],
         arithmetic=TWO_LEVEL if fmt.tensor_scale else _ARITHMETIC[fmt.arithmetic],
         max=largest,
@@ -97,6 +97,10 @@ class Layout(NamedTuple):
 @device
 def _raise_amaxes(x, inner, amaxes):
     """Raise ``amaxes`` to the largest magnitudes of a row's blocks, as float32 bits (NaN and Inf are the largest)."""
+    if inner == 1:
+        for i in range(x.size):
+            amaxes[i] = max(amaxes[i], bits32(x[i]) & _MAGNITUDE)
+        return
     if inner == 16:
         for b in range(x.size // 16):
             base = uint64(16 * b)
@@ -121,16 +125,19 @@ def binary_scales(amaxes, shifts, count, p, layout):
     refused = int32(0)
     for b in range(count):
         bits = amaxes[b]
+        # 1. what the exponent is taken from: amax / m, or amax plus half a last place of the element
         if p.rule == RCEIL:
             bits = bits32(float32(float32_of(bits) * p.reciprocal_max))
         elif p.rule == EVEN:
             bits += int32(1) << int32(22 - p.mantissa_bits)
+        # 2. its floor, or its ceiling where a mantissa bit is set, less the element's exponent (amax / m has lost it)
         exponent = int32((bits >> int32(23)) - int32(127))
         if (p.rule == RCEIL or p.rule == CEIL) and bits & _MANTISSA:
             exponent += int32(1)
         if p.rule != RCEIL:
             exponent -= int32(p.max_exponent)
-        exponent = int32(0) if amaxes[b] == int32(0) else exponent  # zeros are zeros under any scale
+        # 3. zeros are zeros under any scale; NaN, Inf, subnormal numbers and extreme scales are refused
+        exponent = int32(0) if amaxes[b] == int32(0) else exponent
         strange = amaxes[b] >= _INF or (bits < _NORMAL and amaxes[b] != int32(0))
         refused += int32(strange or exponent < layout.lowest or exponent > layout.highest)
         shifts[b] = int32(exponent << int32(23))
@@ -146,6 +153,7 @@ def real_scales(amaxes, scales, factors, count, p, sg):
         refused += int32(amaxes[b] >= _INF)
         amax = float32_of(min(amaxes[b], int32(_INF - int32(1))))
         factors[b] = amax
+        # 1. the scale as a real number, each operation rounded to float32
         if p.arithmetic == TWO_LEVEL:
             scale = min(float32(amax * step), FLT_MAX)
         elif p.arithmetic == ENCODE:
@@ -153,9 +161,11 @@ def real_scales(amaxes, scales, factors, count, p, sg):
         else:
             scale = min(max(float32(amax / p.max), _FLT_MIN), FLT_MAX)
         scales[b] = _ONE if p.arithmetic != TWO_LEVEL and amax == float32(0) else scale
+    # 2. rounded to the format that stores it
     if not p.plain:
         for b in range(count):
             scales[b] = nearest_magic(scales[b], sg, False)
+    # 3. the factor that elements are multiplied with: the reciprocal of the stored scale, or the exact m / amax
     for b in range(count):
         product = float32(scales[b] * p.decode_scale)
         factor = FLT_MAX if product == float32(0) else min(float32(_ONE / product), FLT_MAX)
