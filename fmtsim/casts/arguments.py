@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 
-from fmtsim.casts.ops import Key, signed
+from fmtsim.casts.ops import Cast, Key, signed, spec_of
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, check_holds, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat
 from fmtsim.rounding.modes import Rounding, get_rounding
-from fmtsim.spec.cast import CastSpec, RandomKey, spec_from_json
+from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.support.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
 Generator = int | torch.Generator | RandomKey | None
+BlockOf = tuple[str, int | None, int | None] | None
+"""The name of a format and the extents of its block; None for an element format."""
 
 
 def check_dense(name: str, x: Any) -> None:
@@ -35,7 +37,7 @@ def check_dense(name: str, x: Any) -> None:
 
 
 def check_together(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors that no operation takes together: on different devices, or fake beside what is none."""
+    """Refuse tensors that no operation takes together: on different devices, or fake beside tensors that are not."""
     present = {name: t for name, t in tensors.items() if t is not None}
     first = next(iter(present))
     plain = True
@@ -78,12 +80,12 @@ def check_saved(verb: str, *tensors: torch.Tensor) -> None:
 
 
 def takes(function: Any, *arguments: Any) -> bool:
-    """Say whether something can be called with these arguments, as far as its signature tells."""
+    """Return True if something can be called with these arguments, as far as its signature tells."""
     if not callable(function):
         return False
     try:
         inspect.signature(function).bind(*arguments)
-    except ValueError:  # of what is written in C
+    except ValueError:  # functions written in C may have no signature
         return True
     except TypeError:
         return False
@@ -129,19 +131,26 @@ def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
 def prepare(
     x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
-) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
-    """Check the arguments and return the cast as text, the result dtype, the block, and the random bits it needs."""
+) -> tuple[Cast, torch.dtype, BlockOf, int]:  # fmt: skip
+    """Check the arguments and return the cast, the result dtype, the block, and the random bits it needs."""
     rank = max(x.dim(), 1)
     if type(dim) is not int or not -rank <= dim < rank:
         raise ArgumentError(
             f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
         )
     inner = dim - rank if dim >= 0 else dim
-    return resolve(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
+    run = _resolve_traced if torch.compiler.is_compiling() else _resolve
+    return run(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
 
 
 @constant_in_graphs
-def resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:
+def _resolve_traced(*arguments: Any) -> tuple[Cast, torch.dtype, BlockOf, int]:
+    """Do what ``_resolve`` does; compiled graphs hold a cast as text."""
+    spec, *results = _resolve(*arguments)
+    return spec.to_json(), *results  # type: ignore[return-value]  # mypy does not count what * takes
+
+
+def _resolve(*arguments: Any) -> tuple[CastSpec, torch.dtype, BlockOf, int]:
     """Return what ``prepare`` does, for the dtype of x; arguments that cannot be hashed are refused by name."""
     try:
         return _resolve_cached(*arguments)
@@ -163,21 +172,21 @@ def _is_hashable(arguments: tuple[Any, ...]) -> bool:
 def _resolve_cached(
     format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
-) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
+) -> tuple[CastSpec, torch.dtype, BlockOf, int]:  # fmt: skip
     fmt = with_block(get_format(format), block_size, scale_rule)
     mode = get_rounding(rounding, random_bits)
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
-        given = shown(overflow)
-        raise FormatError(f"unknown overflow {given}; choose 'saturate', 'ieee' or None for the format's default")
+        message = "choose 'saturate', 'ieee' or None for the format's default"
+        raise FormatError(f"unknown overflow {shown(overflow)}; {message}")
     spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
     result = check_out_dtype(out_dtype, fmt) or result_dtype(fmt, dtype)
     random = mode.bits if mode.mode == "stochastic" else 0
     block = (fmt.name, *fmt.block) if isinstance(fmt, BlockFormat | LogTileFormat) else None
-    return spec.to_json(), result, block, random
+    return spec, result, block, random
 
 
 def check_out_dtype(out_dtype: torch.dtype | None, fmt: Format) -> torch.dtype | None:
-    """Return the dtype, or raise DtypeError where results have no such, or a float8 one lacks a value of the format."""
+    """Return the dtype; raise DtypeError for one that results do not have, or a float8 one that lacks a value."""
     if out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in FLOAT_DTYPES):
         return out_dtype
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in FLOAT8_DTYPES:
@@ -192,7 +201,7 @@ def _dtype_message(name: str, dtype: torch.dtype, float8: bool) -> str:
     return f"{name} has dtype {dtype}; choose float16, bfloat16, {rest}"
 
 
-def check_blocks(x: torch.Tensor, block: tuple[str, int | None, int | None] | None, dim: int, pad: bool) -> None:
+def check_blocks(x: torch.Tensor, block: BlockOf, dim: int, pad: bool) -> None:
     """Refuse a tensor that whole blocks do not fill, unless it may be padded."""
     check_flags(pad=pad)
     if block is None or pad or x.dim() == 0:
@@ -246,12 +255,12 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
     """Return the numbers of a seed, or int64 [seed, offset] drawn from a generator, None being torch's default one.
 
     Args:
-        generator: What a verb was given.
+        generator: The argument of a verb.
         device: Where its tensors are.
         name: Of the first of them.
 
     Raises:
-        ArgumentError: The generator is none, or is on another device.
+        ArgumentError: The argument is not a generator, or it is on another device.
     """
     if generator is None or isinstance(generator, torch.Generator):
         draw = _drawn_seed(generator, device, name)
@@ -263,7 +272,7 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
 
 
 def drawn_numbers(generator: Generator, device: torch.device) -> RandomKey:
-    """Return what ``drawn_key`` does as numbers, sooner."""
+    """Return what ``drawn_key`` does, always as numbers and in less time."""
     if generator is None or isinstance(generator, torch.Generator):
         return RandomKey(int(_drawn_seed(generator, device, "x").item()))
     key = drawn_key(generator, device)
@@ -292,7 +301,7 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
         device: Where the operands are.
 
     Raises:
-        ArgumentError: The generator is none, is on another device, or nothing is drawn.
+        ArgumentError: The argument is not a generator, it is on another device, or nothing is drawn.
     """
     if not stochastic:
         if generator is not None:
@@ -334,23 +343,33 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype
 
 
 @constant_in_graphs
-def encoded_format(text: str) -> tuple[Format, int]:
-    """Return the format of a cast as text, and the dimension along which its blocks run."""
-    cast = spec_from_json(text)
-    return cast.format, cast.dim
+def encoded_format(cast: Cast) -> tuple[Format, int]:
+    """Return the format of a cast, and the dimension along which its blocks run."""
+    spec = spec_of(cast)
+    return spec.format, spec.dim
+
+
+def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[Cast, torch.dtype]:
+    """Return the cast whose codes a plain tensor of a dtype holds, and the dtype of its values."""
+    return (_decoding_traced if torch.compiler.is_compiling() else _decoding)(format, codes, out_dtype)
 
 
 @constant_in_graphs
-def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
-    """Return the cast whose codes a plain tensor of a dtype holds, as text, and the dtype of its values."""
+def _decoding_traced(*arguments: Any) -> tuple[Cast, torch.dtype]:
+    """Do what ``_decoding`` does; compiled graphs hold a cast as text."""
+    spec, dtype = _decoding(*arguments)
+    return spec.to_json(), dtype
+
+
+def _decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[CastSpec, torch.dtype]:
     fmt = get_format(format)
     if isinstance(fmt, BlockFormat | LogTileFormat):
         raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
     if codes.is_floating_point and codes.itemsize == 1:
-        held = get_format(codes)
-        if held != fmt:
+        stored = get_format(codes)
+        if stored != fmt:
             raise FormatError(
-                f"codes have dtype {codes}, which is {held.name}, not {fmt.name}; "
+                f"codes have dtype {codes}, which is {stored.name}, not {fmt.name}; "
                 "leave format out or pass codes.view(torch.uint8)"
             )
     elif codes not in _CODES:
@@ -363,15 +382,22 @@ _CODES = (
 )  # fmt: skip
 
 
-def decoding_cast(fmt: Format, dim: int) -> str:
-    """Return the cast whose codes are decoded, as text: its rounding plays no part."""
-    return CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim).to_json()
+@lru_cache(maxsize=4096)
+def decoding_cast(fmt: Format, dim: int) -> CastSpec:
+    """Return the cast whose codes are decoded: its rounding plays no part."""
+    return CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim)
 
 
 @constant_in_graphs
-def decoded(text: str, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
+def decoding_text(fmt: Format, dim: int) -> str:
+    """Return ``decoding_cast`` as compiled graphs hold it."""
+    return decoding_cast(fmt, dim).to_json()
+
+
+@constant_in_graphs
+def decoded(cast: Cast, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
     """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
-    fmt = spec_from_json(text).format
+    fmt = spec_of(cast).format
     return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
 
 
@@ -382,7 +408,7 @@ def short_codebook(fmt: Format) -> CodebookFormat | None:
 
 
 def _overlaps_itself(x: torch.Tensor) -> bool:
-    """Say whether two elements share memory; strides that interleave in a way which nobody writes count as well."""
+    """Return True if two elements share memory, or strides interleave in a way that no slice or view makes."""
     reach = 0  # of the dimensions seen so far, the finest first
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verbs take beside tensors of floats: numpy arrays and torch's float8 tensors."""
+"""Arguments and results of verbs that are not tensors of floats: numpy arrays and torch's float8 tensors."""
 
 import warnings
 from collections.abc import Callable
@@ -26,6 +26,7 @@ def bits_of(array: "numpy.ndarray[Any, Any]") -> Tensor:
     """Return the bits of an array as signed integers of its size, in its memory where torch can use that."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
+    # torch takes neither negative strides nor those that are not whole elements
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()
     with warnings.catch_warnings():
@@ -37,7 +38,7 @@ def tensor_of(array: "numpy.ndarray[Any, Any]", name: str = "x") -> Tensor:
     """Return an array of floats as a tensor of the same dtype, which is only to be read.
 
     Raises:
-        DtypeError: Its dtype is none of float16, bfloat16, float32, float64 and ml_dtypes' names for torch's float8.
+        DtypeError: Its dtype is not one of float16, bfloat16, float32, float64 and ml_dtypes' names for torch's float8.
         ArgumentError: It is a masked array.
     """
     _check_unmasked(array, name)
@@ -101,10 +102,10 @@ def _quantize_array(
     verb: Callable[..., Tensor], x: "numpy.ndarray[Any, Any]", format: Any, out_dtype: Any, out: Any,
     options: dict[str, Any],
 ) -> "numpy.ndarray[Any, Any]":  # fmt: skip
-    given = tensor_of(x)
+    tensor = tensor_of(x)
     wanted = _checked_dtype(out_dtype) if out is None else _checked_out(x, out, out_dtype)
     options = {**options, "random_words": words_of(options["random_words"])}
-    result = array_of(verb(given, format, out_dtype=wanted, **options))
+    result = array_of(verb(tensor, format, out_dtype=wanted, **options))
     if out is None:
         return result
     numpy.copyto(out, result)
@@ -148,12 +149,12 @@ def _check_unmasked(array: "numpy.ndarray[Any, Any]", name: str) -> None:
 
 def _torch_dtype(dtype: "numpy.dtype[Any]") -> torch.dtype | None:
     """Return torch's dtype of the same name, None where there is none."""
-    found = getattr(torch, dtype.name, None)
-    return found if isinstance(found, torch.dtype) else None
+    same_name = getattr(torch, dtype.name, None)
+    return same_name if isinstance(same_name, torch.dtype) else None
 
 
 @constant_in_graphs
-def _result_dtype(format: Any, block_size: Any, scale_rule: Any, given: torch.dtype, wanted: Any) -> Any:
+def _result_dtype(format: Any, block_size: Any, scale_rule: Any, x_dtype: torch.dtype, wanted: Any) -> Any:
     """Return the dtype of the result; a float8 one holds every value of the format."""
     fmt = with_block(get_format(format), block_size, scale_rule)
-    return result_dtype(fmt, given) if wanted is None else check_out_dtype(wanted, fmt)
+    return result_dtype(fmt, x_dtype) if wanted is None else check_out_dtype(wanted, fmt)

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from fmtsim.casts import ops
-from fmtsim.casts.arguments import check_dense, check_readable, check_together, decoded, decoding_cast, short_codebook
+from fmtsim.casts.arguments import (
+    check_dense,
+    check_readable,
+    check_together,
+    decoded,
+    decoding_cast,
+    decoding_text,
+    short_codebook,
+)
 from fmtsim.casts.stored import layout_of, restore, restore_traced, store
 from fmtsim.formats.block import Format
 from fmtsim.formats.serialization import format_from_json, format_to_json
@@ -46,8 +54,9 @@ class Encoded:
         validated: Codes and scales are known to be those of the format, which saves looking at them.
 
     Raises:
-        CodeError: A part has another dtype or shape than the format asks for, or a code that is none.
-        ArgumentError, FormatError: ``shape``, ``dim`` or ``format`` is none; parts are on different devices.
+        CodeError: A part has another dtype or shape than the format asks for, or a code outside the format.
+        ArgumentError, FormatError: ``shape`` is not a shape, ``dim`` not a dimension or ``format`` not a record; parts
+            are on different devices.
     """
 
     format: Format
@@ -87,15 +96,15 @@ class Encoded:
         if parts.codes.shape != shape:
             raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
         codes, scales = store(parts.codes, parts.scales, fmt, dim, validated=validated)
-        rest: dict[str, Any] = {"scales": scales, "tensor_scale": parts.tensor_scale, "offsets": parts.offsets}
-        return Encoded(format=fmt, shape=shape, dim=dim, codes=codes, **rest, validated=validated)
+        scale_parts = EncodedParts(codes, scales, parts.tensor_scale, parts.offsets)._asdict()
+        return Encoded(format=fmt, shape=shape, dim=dim, **scale_parts, validated=validated)
 
     def parts(self) -> EncodedParts:
         """Return unpacked codes and float32 scales, as engines take them."""
         if is_readable(self.codes):
             codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
         else:
-            codes, scales = restore_traced(self.codes, self.scales, self._text(), self.shape)
+            codes, scales = restore_traced(self.codes, self.scales, ops.text_of(self._cast()), self.shape)
         return EncodedParts(codes, scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
@@ -121,13 +130,14 @@ class Encoded:
             raise ArgumentError(f"out has shape {tuple(out.shape)}; pass a tensor of shape {tuple(self.shape)}")
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
-        text = self._text()
-        dtype, validated = decoded(text, out_dtype if out is None else out.dtype)
-        values = ops.decode(self.parts(), text, dtype, validated=validated)
+        cast = self._cast()
+        dtype, validated = decoded(cast, out_dtype if out is None else out.dtype)
+        values = ops.decode(self.parts(), cast, dtype, validated=validated)
         return values if out is None else out.copy_(values)
 
-    def _text(self) -> str:
-        return self.cast or decoding_cast(self.format, self.dim)
+    def _cast(self) -> ops.Cast:
+        traced = torch.compiler.is_compiling()
+        return self.cast or (decoding_text if traced else decoding_cast)(self.format, self.dim)
 
     @property
     def device(self) -> torch.device:
@@ -214,8 +224,8 @@ def _check_fields(encoded: Encoded) -> None:
     for name in ("codes", *_PARTS):
         tensor: torch.Tensor | None = getattr(encoded, name)
         if (tensor is None) != (name not in layout):
-            found, expected = ("none", "some") if tensor is None else ("some", "none")
-            raise CodeError(f"{fmt.name}: {name} expected {expected}, found {found}")
+            states = ("some", "none") if tensor is None else ("none", "some")
+            raise CodeError(f"{fmt.name}: {name} expected {states[0]}, found {states[1]}")
         if tensor is None:
             continue
         check_dense(name, tensor)
@@ -226,7 +236,7 @@ def _check_fields(encoded: Encoded) -> None:
 
 
 def _require_values(encoded: Encoded) -> None:
-    """Refuse codes beyond the end of a codebook that does not fill its bits, and scales that are none."""
+    """Refuse codes beyond the end of a codebook that does not fill its bits, and scales outside their format."""
     if not is_readable(encoded.codes):
         return
     codes, *_ = encoded.parts()  # which looks at the scales
@@ -243,13 +253,13 @@ def _of_file(stored: dict[str, StoredTensor], metadata: dict[str, str]) -> Encod
         raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
     tensors: dict[str, Any] = {}
     for name, (tag, elements, dtype, size) in layout.items():
-        found = stored[name]
-        if (found.tag, found.shape) != (tag, elements):
+        part = stored[name]
+        if (part.tag, part.shape) != (tag, elements):
             raise CodeError(
-                f"tensor {name!r} is {found.tag} {list(found.shape)}; "
+                f"tensor {name!r} is {part.tag} {list(part.shape)}; "
                 f"{fmt.name} of shape {tuple(shape)}, dim {dim} expects {tag} {list(elements)}"
             )
-        raw = torch.frombuffer(found.data, dtype=torch.uint8) if len(found.data) else torch.empty(0, dtype=torch.uint8)
+        raw = torch.frombuffer(part.data, dtype=torch.uint8) if len(part.data) else torch.empty(0, dtype=torch.uint8)
         tensors[name] = raw.view(dtype).reshape(size)
     return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
 

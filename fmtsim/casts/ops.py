@@ -15,11 +15,14 @@ from fmtsim.formats.spec import CodebookFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, spec_from_json
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, KernelEngine, TorchEngine
 from fmtsim.support.dispatch import is_plain
-from fmtsim.support.errors import ArgumentError, CodeError
+from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError
 from fmtsim.support.float64 import check_float64
 
 Key = RandomKey | torch.Tensor | None
 """Where random words come from, as verbs have it: numbers below 2**63, or int64 [seed, offset]; None draws none."""
+
+Cast = CastSpec | str
+"""A cast, or its JSON, which is what operators take and compiled graphs hold."""
 
 
 _library = torch.library.Library("fmtsim", "DEF")
@@ -42,31 +45,31 @@ def define_operator(
         keyed: It takes random keys: register an overload for calls with one as well (``with_keys``).
     """
     name, _, rest = schema.partition("(")
-    for own, more in ((name, ()), (f"{name}.keyed", READS_HOST))[: 1 + keyed]:
-        _library.define(f"{own}({rest}", tags=(*tags, *more))
-        _library.impl(own, function, dispatch)
+    for signature, more in ((name, ()), (f"{name}.keyed", READS_HOST))[: 1 + keyed]:
+        _library.define(f"{signature}({rest}", tags=(*tags, *more))
+        _library.impl(signature, function, dispatch)
         if shapes is not None:
-            torch.library.register_fake(f"fmtsim::{own}", shapes, lib=_library)
-            operator = getattr(getattr(torch.ops.fmtsim, name), own[len(name) + 1 :] or "default")
-            torch.library.register_vmap(f"fmtsim::{own}", partial(_each, operator), lib=_library)
+            torch.library.register_fake(f"fmtsim::{signature}", shapes, lib=_library)
+            operator = getattr(getattr(torch.ops.fmtsim, name), signature[len(name) + 1 :] or "default")
+            torch.library.register_vmap(f"fmtsim::{signature}", partial(_over_batch, operator), lib=_library)
 
 
-def _each(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+def _over_batch(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Run an operator for each tensor of a batch: blocks, and the places of random words, do not cross it."""
-    given = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
+    dims = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
     count = info.batch_size
-    rows = [_of_each(value, dim, count) for value, dim in zip(arguments, given, strict=True)]
+    rows = [_batch_of(value, dim, count) for value, dim in zip(arguments, dims, strict=True)]
     results = [operator(*row) for row in zip(*rows, strict=True)]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results)[:count], 0
-    parts = [torch.stack(each)[:count] for each in zip(*results, strict=True)]
+    parts = [torch.stack(part)[:count] for part in zip(*results, strict=True)]
     return type(results[0])(parts), type(results[0])(0 for _ in parts)
 
 
-def _of_each(value: Any, dim: Any, count: int) -> list[Any]:
+def _batch_of(value: Any, dim: Any, count: int) -> list[Any]:
     """Return an argument, or a list of them, for each tensor of a batch."""
     if isinstance(value, list) and isinstance(dim, list):
-        return [list(each) for each in zip(*map(_of_each, value, dim, [count] * len(value)), strict=True)]
+        return [list(values) for values in zip(*map(_batch_of, value, dim, [count] * len(value)), strict=True)]
     if not isinstance(value, torch.Tensor) or dim is None:
         return [value] * max(count, 1)
     if count:
@@ -79,39 +82,52 @@ def with_keys(operator: Any, *keys: Any) -> Any:
     return operator.default if all(key is None for key in keys) else operator.keyed
 
 
-def quantize(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
-    """Round x to the values of a format, a cast as JSON; the result has x's shape and device and the given dtype."""
+def text_of(cast: Cast) -> str:
+    """Return a cast as operators take it."""
+    return cast if isinstance(cast, str) else cast.to_json()
+
+
+def spec_of(cast: Cast) -> CastSpec:
+    """Return a cast as engines take it."""
+    return spec_from_json(cast) if isinstance(cast, str) else cast
+
+
+def quantize(x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
+    """Round x to the values of a format; the result has x's shape and device, and the dtype."""
     if _is_direct(words, x):
-        return quantize_plain(x, text, dtype, key)
-    result: torch.Tensor = with_keys(torch.ops.fmtsim.quantize, key)(x, text, dtype, key_tensor(key), words)
+        return quantize_plain(x, cast, dtype, key)
+    run = with_keys(torch.ops.fmtsim.quantize, key)
+    result: torch.Tensor = run(x, text_of(cast), dtype, key_tensor(key), words)
     return result
 
 
-def quantize_out(x: torch.Tensor, out: torch.Tensor, text: str, key: Key, words: torch.Tensor | None) -> None:
+def quantize_out(x: torch.Tensor, out: torch.Tensor, cast: Cast, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
     if not _is_direct(words, x, out):  # copy_ is what modes, transforms and lazy negation of out are made for
-        out.copy_(quantize(x, text, out.dtype, key, words))
+        out.copy_(quantize(x, cast, out.dtype, key, words))
         return
-    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, text, key)
+    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, cast, key)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)  # autograd must notice where out was saved for a backward
 
 
-def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> torch.Tensor:
+def quantize_plain(x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key) -> torch.Tensor:
     """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
     out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
-    _quantize_into(x.detach() if x.requires_grad else x, out, text, key)  # engines have threads, which record gradients
+    _quantize_into(x.detach() if x.requires_grad else x, out, cast, key)  # engines have threads, which record gradients
     return out
 
 
-def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> None:
+def _quantize_into(x: torch.Tensor, out: torch.Tensor, cast: Cast, key: Key) -> None:
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
     random = None if key is None else _random(key, None)
-    if x.is_cuda and load_engine("cuda").quantize_contiguous(x, text, out, random):
+    # 1. a GPU's fast dispatch looks a cast up by its JSON, whose hash strings keep
+    if x.is_cuda and load_engine("cuda").quantize_contiguous(x, text_of(cast), out, random):
         return
-    cast = spec_from_json(text)
-    _check_data(x, cast, None)
-    engine_for("quantize", cast, x, out).quantize(x, cast, random, out)
+    # 2. any engine
+    spec = cast if isinstance(cast, CastSpec) else spec_from_json(cast)
+    _check_data(x, spec, None)
+    engine_for("quantize", spec, x, out).quantize(x, spec, random, out)
 
 
 def key_tensor(key: Key) -> torch.Tensor | None:
@@ -130,47 +146,48 @@ def random_key(key: torch.Tensor | None) -> RandomKey | None:
 
 
 def _is_direct(words: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
-    """Say whether a call may go around the dispatcher; words of users may be tensors of any kind."""
+    """Return True if a call may go around the dispatcher; words of users may be tensors of any kind."""
     return words is None and not torch.compiler.is_compiling() and all(map(is_plain, tensors))
 
 
-def encode(x: torch.Tensor, spec: CastSpec | str, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
-    """Return the codes of x and what they need to be decoded; ``spec`` may be the JSON of one."""
-    text = spec if isinstance(spec, str) else spec.to_json()
-    direct = _is_direct(words, x)
-    operator = _encode if direct else with_keys(torch.ops.fmtsim.encode, key)
-    codes, scales, tensor_scale, offsets = operator(x, text, key if direct else key_tensor(key), words)
+def encode(x: torch.Tensor, cast: Cast, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
+    """Return the codes of x and what they need to be decoded."""
+    if _is_direct(words, x):
+        return _encode_parts(x, spec_of(cast), key, words)
+    operator = with_keys(torch.ops.fmtsim.encode, key)
+    codes, scales, tensor_scale, offsets = operator(x, text_of(cast), key_tensor(key), words)
     return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
 
 
-def encode_packed(x: torch.Tensor, text: str, key: Key) -> EncodedParts | None:
+def encode_packed(x: torch.Tensor, cast: Cast, key: Key) -> EncodedParts | None:
     """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
     if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
         return None
-    cast, engine = spec_from_json(text), load_engine("cuda")
-    if not engine.supports("encode_packed", cast, x):
+    spec, engine = spec_of(cast), load_engine("cuda")
+    if not engine.supports("encode_packed", spec, x):
         return None
-    _check_data(x, cast, None)
-    parts: EncodedParts = engine.encode_packed(x, cast, _random(key, None))
+    _check_data(x, spec, None)
+    parts: EncodedParts = engine.encode_packed(x, spec, _random(key, None))
     return parts
 
 
-def decode(parts: EncodedParts, spec: CastSpec | str, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
+def decode(parts: EncodedParts, cast: Cast, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
     """Return the values of codes; shape and device are those of ``parts.codes``.
 
-    ``spec`` may be the JSON of one; ``validated`` says that all codes are in ``code_dtype`` and lie in the format.
-    A float8 ``dtype`` holds every value of the format.
+    With ``validated`` all codes are known to be in ``code_dtype`` and to lie in the format. A float8 ``dtype`` holds
+    every value of the format.
     """
     if dtype in FLOAT8_DTYPES:
-        return narrowed(decode(parts, spec, torch.float32, validated=validated), dtype)
-    rest = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
-    text = spec if isinstance(spec, str) else spec.to_json()
-    return torch.ops.fmtsim.decode(parts.codes, *rest, text, dtype, validated)
+        return narrowed(decode(parts, cast, torch.float32, validated=validated), dtype)
+    others = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
+    return torch.ops.fmtsim.decode(parts.codes, *others, text_of(cast), dtype, validated)
 
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> Engine:
     """Return the engine for a verb on these tensors: kernels for their device where they cover it, else torch."""
-    engine = kernel_engine(tensors[0])
+    if tensors[0].is_cpu:
+        return load_engine("cpu")  # which hands on what its kernels do not cover
+    engine = fused_engine(tensors[0])
     if engine is not None and engine.supports(verb, spec, *tensors):
         return engine
     return load_engine("torch_engine")
@@ -233,7 +250,7 @@ def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> 
 
 
 def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Say whether writing out could change elements of x that are still to be read: one memory, but not one place."""
+    """Return True if writing out could change elements of x that are still to be read: one memory, two places."""
     if x is out:
         return False
     if (x.data_ptr(), x.stride(), x.dtype) == (out.data_ptr(), out.stride(), out.dtype):
@@ -258,10 +275,13 @@ def _quantize(x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-
     return out
 
 
+def _encode_parts(x: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> EncodedParts:
+    _check_data(x, spec, words)
+    return engine_for("encode", spec, x).encode(x.detach(), spec, _random(key, words))
+
+
 def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    _check_data(x, cast, words)
-    parts = engine_for("encode", cast, x).encode(x.detach(), cast, _random(key, words))
+    parts = _encode_parts(x, spec_from_json(spec), key, words)
     return tuple(x.new_empty(0, dtype=torch.float32) if part is None else part for part in parts)
 
 
@@ -282,7 +302,7 @@ def _empty_like(x: torch.Tensor, dtype: torch.dtype, **how: Any) -> torch.Tensor
 
 
 def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return codes as bit patterns in the format's code dtype, or say which one is outside."""
+    """Return codes as bit patterns in the format's code dtype; raise CodeError for one outside the format."""
     if codes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for them
         codes = codes.to(torch.int64)
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
@@ -300,6 +320,7 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     fmt = spec_from_json(spec).format
     codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
+    # an operator returns four tensors: empty ones of one dimension stand for what a format does not have
     nothing = [codes.new_empty(0, dtype=torch.float32) for _ in range(3)]
     if not isinstance(fmt, BlockFormat | LogTileFormat):
         return codes, *nothing
@@ -317,6 +338,28 @@ def _straight_through(ctx, grad):  # type: ignore[no-untyped-def]
 
 def _keep_dtype(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.dtype = inputs[0].dtype
+
+
+class OnceOnly(torch.autograd.Function):
+    """Pass a gradient through, and raise an error that explains itself when it is differentiated again.
+
+    ``OnceOnly.apply(gradient, message, *sources)``: sources are the tensors that the gradient depends on.
+    """
+
+    @staticmethod
+    def forward(grad: torch.Tensor, message: str, *sources: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient."""
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keep the message."""
+        ctx.message = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Refuse."""
+        raise FmtsimError(ctx.message)
 
 
 define_operator(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs: quantize, encode and decode."""
+"""The verbs quantize, encode and decode, and the gradient of a cast, which passes straight through."""
 
 from typing import Any, TypeVar, overload
 
 import numpy
 import torch
 
-from fmtsim.casts import arrays, autograd, ops
+from fmtsim.casts import arrays, ops
 from fmtsim.casts.arguments import (
     Generator,
     check_blocks,
@@ -19,7 +19,7 @@ from fmtsim.casts.arguments import (
     randomness,
 )
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.ops import Key
+from fmtsim.casts.ops import Cast, Key
 from fmtsim.casts.stored import store_traced
 from fmtsim.formats.block import Block, Format
 from fmtsim.formats.registry import get_format
@@ -28,7 +28,7 @@ from fmtsim.formats.scaling import ScaleRule
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.dispatch import is_readable
+from fmtsim.support.dispatch import is_bare, is_readable
 from fmtsim.support.errors import FormatError
 
 Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
@@ -107,21 +107,69 @@ def quantize(
             "random_words": random_words, "block_size": block_size, "scale_rule": scale_rule, "pad": pad,
         }  # fmt: skip
         return arrays.quantize(quantize, x, format, out_dtype, out, options)  # type: ignore[no-any-return]
+    # 1. arguments become a cast
     check_dense("x", x)
     result: Any = out_dtype if out is None else check_out(x, out, out_dtype)
-    text, dtype, block, random = prepare(
+    cast, dtype, block, random = prepare(
         x, format, rounding, overflow, dim, random_bits, block_size, scale_rule, result
     )
     if block is not None:
         check_blocks(x, block, dim, pad)
     key, words = randomness(x, random, generator, random_words) if random or random_words is not None else (None, None)
+    # 2. an engine runs it, directly or behind an operator
     if out is not None:
-        ops.quantize_out(x.detach() if x.requires_grad else x, out, text, key, words)
+        ops.quantize_out(x.detach() if x.requires_grad else x, out, cast, key, words)
         return out
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
         run = ops.with_keys(torch.ops.fmtsim.quantize, key)
-        return run(x, text, dtype, ops.key_tensor(key), words)
-    return autograd.quantize(x, text, dtype, key, words)
+        return run(x, cast, dtype, ops.key_tensor(key), words)
+    return _straight_through(x, cast, dtype, key, words)
+
+
+def _straight_through(
+    x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key, words: torch.Tensor | None
+) -> torch.Tensor:
+    """Do what ``ops.quantize`` does, with a derivative that passes straight through in every mode of torch."""
+    if words is not None or not is_bare(x):
+        return _StraightThrough.apply(x, cast, dtype, ops.key_tensor(key), words)  # type: ignore[no-any-return]
+    if x.requires_grad and torch.is_grad_enabled():
+        return _PlainStraightThrough.apply(x, cast, dtype, key)  # type: ignore[no-any-return]
+    return ops.quantize_plain(x, cast, dtype, key)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Quantise forwards, pass derivatives through: the operator's own rule, and the forward-mode one it cannot have."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, spec, dtype, key, words):  # type: ignore[no-untyped-def]
+        return ops.quantize(x, spec, dtype, key, words)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.dtypes = inputs[0].dtype, output.dtype
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad.to(ctx.dtypes[0]), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
+        return tangent.to(ctx.dtypes[1])
+
+
+class _PlainStraightThrough(torch.autograd.Function):
+    """Do the same where no transform looks on: torch asks far less of a Function that fills its context itself."""
+
+    @staticmethod
+    def forward(ctx, x, cast, dtype, key):  # type: ignore[no-untyped-def]
+        ctx.dtype = x.dtype
+        return ops.quantize_plain(x, cast, dtype, key)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad.to(ctx.dtype), None, None, None
 
 
 def quantize_(x: Numbers, format: str | Format | torch.dtype, **options: Any) -> Numbers:
@@ -156,32 +204,23 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
-    tensor, given = arrays.floats_of(x), arrays.words_of(random_words)
-    options = (rounding, overflow, dim, generator, random_bits, given, block_size, scale_rule, pad)
-    text, key, words = _encoding(tensor, format, *options)
-    packed = ops.encode_packed(tensor.detach(), text, key) if words is None else None
-    fmt, inner = encoded_format(text)
+    tensor, integers = arrays.floats_of(x), arrays.words_of(random_words)
+    check_input(tensor, float8=True)
+    cast, _, block, random = prepare(tensor, format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
+    if block is not None:
+        check_blocks(tensor, block, dim, pad)
+    key, words = randomness(tensor, random, generator, integers)
+    packed = ops.encode_packed(tensor.detach(), cast, key) if words is None else None
+    fmt, inner = encoded_format(cast)
     if packed is not None:
         return Encoded(format=fmt, shape=tensor.shape, dim=inner, validated=True, **packed._asdict())
-    parts = ops.encode(tensor.detach(), text, key, words)
+    parts = ops.encode(tensor.detach(), cast, key, words)
     if is_readable(tensor):
         return Encoded.from_parts(parts, fmt, tensor.shape, inner, validated=True)
+    text = ops.text_of(cast)
     codes, scales = store_traced(parts.codes, parts.scales, text)
     parts = parts._replace(codes=codes, scales=scales)
     return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=text, validated=True, **parts._asdict())
-
-
-def _encoding(
-    x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, generator: Generator, random_bits: Any,
-    random_words: Any, block_size: Any, scale_rule: Any, pad: bool,
-) -> tuple[str, Key, torch.Tensor | None]:  # fmt: skip
-    """Check the arguments and return the cast as text, the key and the words."""
-    check_input(x, float8=True)
-    spec_arguments = (format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
-    text, _, block, random = prepare(x, *spec_arguments)
-    if block is not None:
-        check_blocks(x, block, dim, pad)
-    return text, *randomness(x, random, generator, random_words)
 
 
 @overload
@@ -230,6 +269,6 @@ def decode(
         if not codes.dtype.is_floating_point:
             raise FormatError("a plain tensor of codes does not say its format; pass format=, for example 'e4m3'")
         format = codes.dtype
-    text, dtype = decoding(format, codes.dtype, out_dtype)
+    cast, dtype = decoding(format, codes.dtype, out_dtype)
     patterns = codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
-    return ops.decode(EncodedParts(patterns), text, dtype)
+    return ops.decode(EncodedParts(patterns), cast, dtype)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.casts.autograd import OnceOnly
+from fmtsim.casts.ops import OnceOnly
 from fmtsim.nn.forward import Substituted, unwrap_parts, wrap_parts
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes.build import SavedActivations

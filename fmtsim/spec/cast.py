@@ -4,7 +4,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from fmtsim.rounding.modes import Rounding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastSpec:
-    """Say everything about a cast except the data: what operators carry as one line of JSON.
+    """Say everything about a cast except the data: what verbs hand to engines, and operators carry as JSON.
 
     Args:
         format: The target format.
@@ -31,10 +31,13 @@ class CastSpec:
     rounding: Rounding
     overflow: Overflow
     dim: int = -1
+    _text: str = field(default="", init=False, repr=False, compare=False)
 
     def to_json(self) -> str:
-        """Return the cast as one line of JSON."""
-        return _spec_to_json(self)
+        """Return the cast as one line of JSON, written once."""
+        if not self._text:
+            object.__setattr__(self, "_text", _spec_to_json(self))
+        return self._text
 
 
 class RandomKey(NamedTuple):

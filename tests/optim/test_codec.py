@@ -6,7 +6,7 @@ import torch
 
 import fmtsim
 from fmtsim.engines.cpu.optim import elementary as cpu_elementary
-from fmtsim.engines.torch_engine import elementary as torch_elementary
+from fmtsim.engines.torch_engine import reals as torch_elementary
 from fmtsim.optim import StateFormat, codec
 from fmtsim.rounding import elementary
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 MODULES = {
     "compiled": ("compiles_casts",),
-    "elementary": ("exp", "ln"),
     "gemm": ("gemm",),
+    "reals": ("exp", "ln"),
     "verbs": ("decode", "encode", "quantize"),
 }
 __all__ = sorted(name for names in MODULES.values() for name in names)  # noqa: PLE0605  # a list, of the table

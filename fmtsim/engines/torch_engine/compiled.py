@@ -23,7 +23,7 @@ LEAST = 1 << 18
 
 
 def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> bool:
-    """Cast x into out by a compiled kernel, and say whether there is one; out takes codes where it holds integers."""
+    """Cast x into out by a compiled kernel, codes where out holds integers; return False where there is none."""
     if not (x.is_contiguous() and out.is_contiguous()) or not compiles_casts(x.device.type) or x.numel() < LEAST:
         return False
     stochastic = spec.rounding.mode == "stochastic"
@@ -34,15 +34,15 @@ def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> 
     run = compiled(spec, x.dtype, out.dtype, x.device)
     if run is None:
         return False
-    made: list[torch.Tensor] = []
+    words: list[torch.Tensor] = []
     if isinstance(random, RandomKey):
-        draw, made = drawn(x.device), _lanes(spec, x.numel(), x.device)
+        draw, words = drawn(x.device), _lanes(spec, x.numel(), x.device)
         if draw is None:
             return False
-        draw(torch.tensor(pieces_of(random)).to(x.device), *made)
+        draw(torch.tensor(pieces_of(random)).to(x.device), *words)
     # arguments that share memory would be a program of their own
     source = x.view(-1) if x.data_ptr() != out.data_ptr() else x.view(-1).clone()
-    run(source, out.view(-1).view(BIT_DTYPES.get(out.dtype, out.dtype)), *made)
+    run(source, out.view(-1).view(BIT_DTYPES.get(out.dtype, out.dtype)), *words)
     return True
 
 
@@ -55,9 +55,10 @@ def _lanes(spec: CastSpec, count: int, device: torch.device) -> list[torch.Tenso
 @lru_cache(maxsize=256)
 def compiled(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> Any:
     """Return a function of flat x, the bits of out and the words of a key, None where none can be made."""
-    x, out = (torch.empty(650, dtype=each, device=device) for each in (dtype, BIT_DTYPES.get(out_dtype, out_dtype)))
-    made = _lanes(spec, 650, device) if spec.rounding.mode == "stochastic" else []
-    return _program(f"casts to {spec.format.name}", device, _steps(spec, out_dtype), x, out, *made)
+    dtypes = dtype, BIT_DTYPES.get(out_dtype, out_dtype)
+    x, out = (torch.empty(650, dtype=of, device=device) for of in dtypes)
+    words = _lanes(spec, 650, device) if spec.rounding.mode == "stochastic" else []
+    return _program(f"casts to {spec.format.name}", device, _steps(spec, out_dtype), x, out, *words)
 
 
 @cache
@@ -92,8 +93,8 @@ def _program(what: str, device: torch.device, steps: Any, *like: torch.Tensor) -
 
 def _draw(key: torch.Tensor, *room: torch.Tensor) -> None:
     counter = torch.arange(room[0].numel(), dtype=torch.int64, device=key.device)
-    for lane, made in zip(room, lanes(counter, key.unbind(0)), strict=True):
-        lane.copy_(made)
+    for lane, words in zip(room, lanes(counter, key.unbind(0)), strict=True):
+        lane.copy_(words)
 
 
 def _steps(spec: CastSpec, dtype: torch.dtype) -> Any:
@@ -101,9 +102,10 @@ def _steps(spec: CastSpec, dtype: torch.dtype) -> Any:
     fmt, rounding = spec.format, spec.rounding
     assert isinstance(fmt, FloatFormat | IntFormat)
 
-    def steps(x: torch.Tensor, out: torch.Tensor, *made: torch.Tensor) -> None:
-        count = x.numel()
-        words = cut(in_order(made, -(-count // sharing(rounding))), rounding, count) if made else None
+    def steps(x: torch.Tensor, out: torch.Tensor, *drawn_words: torch.Tensor) -> None:
+        count, words = x.numel(), None
+        if drawn_words:
+            words = cut(in_order(drawn_words, -(-count // sharing(rounding))), rounding, count)
         codes = elements.encode(x, fmt, rounding, spec.overflow, words)
         out.copy_(elements.value_bits(codes, fmt, dtype) if dtype.is_floating_point else codes)
 
@@ -112,7 +114,7 @@ def _steps(spec: CastSpec, dtype: torch.dtype) -> Any:
 
 @cache
 def compiles_casts(kind: str) -> bool:
-    """Say whether torch.compile makes casts for a type of device: by Triton, on GPUs of NVIDIA, AMD and Intel."""
+    """Return True if torch.compile makes casts for a type of device: by Triton, on GPUs of NVIDIA, AMD and Intel."""
     if kind not in ("cuda", "xpu"):
         return False
     from torch.utils._triton import has_triton

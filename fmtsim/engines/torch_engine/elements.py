@@ -1,18 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element formats of every kind behind two verbs: round to codes, and codes to values."""
+"""Element formats of every kind behind two verbs, encode and decode; integers, codebooks and logarithms themselves.
+
+Floating-point formats are conversions of bit patterns (floats.py); docs/semantics.md, section 3 has the others.
+"""
 
 from functools import lru_cache
 
 import torch
 
-from fmtsim.engines.torch_engine import floats, integers
-from fmtsim.engines.torch_engine.floats import BIT_DTYPES, LAYOUTS, NEAREST, bits_of, by_threshold, from_bits
+from fmtsim.engines.torch_engine import floats
+from fmtsim.engines.torch_engine.floats import (
+    BIT_DTYPES,
+    LAYOUTS,
+    NEAREST,
+    bits_of,
+    by_threshold,
+    from_bits,
+    jam,
+    round_off,
+    unpack,
+)
 from fmtsim.engines.torch_engine.reals import narrow, tiny_kept, widen
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import Rounding
-from fmtsim.support.float64 import constants
+from fmtsim.support.float64 import constants, float64
 from fmtsim.support.float64 import from_bits as float64_of
+
+# Integer and half-offset grids.
+
+_FRACTION = 36  # binary places kept, the lowest of them sticky: more than the 33 that stochastic rounding reads
+_BEYOND = 25  # numbers of this exponent and above saturate every format
+
+
+def encode_integer(
+    x: torch.Tensor,
+    fmt: IntFormat,
+    rounding: Rounding,
+    words: torch.Tensor | None = None,
+    exponent: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Round ``x / 2**exponent`` to codes, as unsigned bit patterns in int64; arguments as in ``floats.convert``."""
+    numbers = to_integers(x, fmt, rounding, words, exponent).clamp(fmt.min_code, fmt.max_code)
+    return numbers & ((1 << fmt.bits) - 1)
+
+
+def to_integers(
+    x: torch.Tensor,
+    fmt: IntFormat,
+    rounding: Rounding,
+    words: torch.Tensor | None = None,
+    exponent: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Round as ``encode_integer`` does, but return signed integers that are not yet clamped to the format's range.
+
+    Inf is beyond every format; NaN is ``max_code``.
+    """
+    # 1. the significand in fixed point, _FRACTION places behind the binary point
+    parts = unpack(bits_of(x), LAYOUTS[x.dtype], torch.int64, normalise=True)
+    power = parts.exponent + fmt.fraction_bits
+    if exponent is not None:
+        power = power - exponent
+    power = torch.where(parts.infinite, _BEYOND, power.clamp(max=_BEYOND))
+    shift_left = power + (_FRACTION - parts.precision)
+    fixed = jam(parts.significand, -shift_left) << shift_left.clamp(min=0)
+    # 2. a half-offset grid is that of integers moved by a half
+    offset = torch.zeros_like(fixed)
+    if fmt.half_offset:
+        fixed = fixed + (1 << (_FRACTION - 1))
+        offset = 1 - parts.negative.to(torch.int64)  # codes n - 1 of positive and -n of negative numbers
+    # 3. rounded to an integer, then the sign
+    shift = torch.full((), _FRACTION, dtype=torch.int64, device=x.device)
+    quotient = round_off(fixed, shift, parts.negative, rounding, words, offset)
+    if fmt.half_offset and rounding.rule.ties_toward_zero:
+        quotient = quotient.clamp(min=1)  # around zero no neighbour lies toward zero: keep the sign of x
+    return torch.where(parts.nan, fmt.max_code, torch.where(parts.negative, -quotient, quotient - offset))
+
+
+def to_numbers(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
+    """Return unsigned bit patterns as the signed codes that they stand for, int64."""
+    codes = codes.to(torch.int64) & ((1 << fmt.bits) - 1)
+    if not fmt.signed:
+        return codes
+    top = 1 << (fmt.bits - 1)
+    return (codes ^ top) - top
+
+
+def decode_integer(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
+    """Return the values of codes in float64, exact."""
+    return (float64(to_numbers(codes, fmt)) + 0.5 * fmt.half_offset) * fmt.eps
+
+
+# Codebooks and logarithmic systems.
 
 
 def encode_codebook(
@@ -84,7 +163,7 @@ def moves_up(
         words: Random integers of stochastic rounding.
         flipped: Where y, lower and upper are magnitudes of negative numbers: up and down swap.
     """
-    inexact = y != lower
+    inexact = y != lower  # an exact number never moves
     odd = (rank & 1) == 1
     if rounding.mode == "stochastic":
         assert words is not None
@@ -107,13 +186,16 @@ def _by_magnitude(
     flipped: torch.Tensor | None,
 ) -> torch.Tensor:
     """Decide by the table of modes: a magnitude moves from the inner value, the candidate, to the outer one."""
+    # 1. which of the two values has the larger magnitude
     below, above = lower.abs(), upper.abs()
     same, crosses = below == above, (lower < 0) & (upper > 0)
     outward = torch.where(same, ~negative, above > below)  # the outer value is the upper one
+    # 2. whether the magnitude moves, by its threshold
     beyond = torch.where(outward, y > middle, y < middle)
     moved = (lambda: torch.zeros_like(beyond), lambda: beyond, lambda: beyond | (y == middle), lambda: y != lower)
     sign = ~outward if flipped is None else ~outward ^ flipped  # up and down go by the real line
     moves = by_threshold(rounding.mode, lambda threshold: moved[threshold](), lambda: odd == outward, sign)
+    # 3. moving outward is up on the positive side and down on the negative one
     up = moves == outward
     if rounding.rule.ties_toward_zero:  # where no value lies toward zero, the one of the number's sign
         up = torch.where(crosses & same & (y == middle) if rounding.rule.is_nearest else crosses, ~negative, up)
@@ -121,7 +203,7 @@ def _by_magnitude(
 
 
 def _stochastic(t: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
-    """Decide by the fraction t in [0, 1]; scaling by a power of two and cutting to an integer are exact."""
+    """Decide by the fraction t in [0, 1]; scaling by a power of two and truncating to an integer are exact."""
     t = torch.where(torch.isfinite(t), t, 0.0)
     bits = rounding.bits + (rounding.variant == "b")
     if rounding.variant == "b":
@@ -178,7 +260,7 @@ def encode(
     if isinstance(fmt, FloatFormat):
         return floats.encode(x, fmt, rounding, overflow, words, exponent)
     if isinstance(fmt, IntFormat):
-        return integers.encode(x, fmt, rounding, words, exponent)
+        return encode_integer(x, fmt, rounding, words, exponent)
     y = widen(x) if exponent is None else tiny_kept(x, exponent)
     if isinstance(fmt, CodebookFormat):
         return encode_codebook(y, fmt, rounding, words)
@@ -205,10 +287,10 @@ def value_bits(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> t
     if isinstance(fmt, FloatFormat):
         return floats.convert(codes, fmt, LAYOUTS[dtype], NEAREST, "ieee")
     if isinstance(fmt, IntFormat) and is_representable(fmt, torch.float32):
-        exact = (integers.to_numbers(codes, fmt).to(torch.float32) + 0.5 * fmt.half_offset) * fmt.eps
+        exact = (to_numbers(codes, fmt).to(torch.float32) + 0.5 * fmt.half_offset) * fmt.eps
         return bits_of(exact) if dtype == torch.float32 else floats.encode(exact, LAYOUTS[dtype], NEAREST, "ieee")
     if isinstance(fmt, IntFormat):
-        return bits_of(narrow(integers.decode(codes, fmt), dtype))
+        return bits_of(narrow(decode_integer(codes, fmt), dtype))
     if isinstance(fmt, CodebookFormat):
         return bits_of(narrow(decode_codebook(codes, fmt), dtype))
     return bits_of(narrow(decode_log(codes, fmt), dtype))

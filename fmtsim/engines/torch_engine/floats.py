@@ -36,8 +36,8 @@ def jam(significand: torch.Tensor, excess: torch.Tensor) -> torch.Tensor:
     No decision of ``round_off`` changes as long as the lowest bit stays below the last random bit and below the half.
     """
     excess = excess.clamp(0, 62)
-    kept = significand >> excess
-    return kept | ((kept << excess) != significand).to(significand.dtype)
+    shifted = significand >> excess
+    return shifted | ((shifted << excess) != significand).to(significand.dtype)
 
 
 def round_off(
@@ -89,8 +89,8 @@ def by_threshold(
     Args:
         mode: A deterministic mode.
         of: What is wanted for a threshold of ``Rule.threshold``: a tensor, or a number for all elements.
-        odd: Returns where the candidate is odd; called only for modes that look at it.
-        negative: Where numbers are negative; None will do for modes that do not look at it.
+        odd: Returns where the candidate is odd; called only for modes whose rule has parity.
+        negative: Where numbers are negative; None is enough for modes whose rule has no sign.
     """
     rule = RULES[mode]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float64 tensors as exact real numbers: into them, out of them, and float32 arithmetic inside them.
+"""Float64 tensors as exact real numbers: into them, out of them, float32 arithmetic inside them, and ln and exp.
 
 Every float32 number is normal in float64, so a float32 operation is the float64 one followed by ``round32``: products
 of two are exact, and quotients have more than twice the precision, so the second rounding changes nothing. Subnormal
@@ -11,6 +11,17 @@ import torch
 
 from fmtsim.engines.torch_engine import floats
 from fmtsim.engines.torch_engine.floats import FP64, LAYOUTS, NEAREST, bits_of, from_bits
+from fmtsim.rounding.elementary import (
+    EXP_COEFFICIENTS,
+    EXP_OVERFLOW,
+    EXP_UNDERFLOW,
+    INV_LN2,
+    LN2_HI,
+    LN2_LO,
+    LN_COEFFICIENTS,
+    ROUND_TO_INTEGER,
+    SQRT_HALF,
+)
 from fmtsim.support.float64 import float64, has_float64
 from fmtsim.support.float64 import from_bits as float64_of
 
@@ -91,11 +102,13 @@ def product(value: torch.Tensor, scale: torch.Tensor, significant_bits: int, dty
 
 def add_to_odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return ``x + y`` in float64, rounded to odd: an inexact sum has its lowest bit set."""
+    # 1. the rounded sum and its exact error (Knuth's TwoSum)
     total = x + y
     part = total - x
     error = (x - (total - part)) + (y - part)
+    # 2. an inexact even sum moves to its odd neighbour, on the side of the exact sum
     bits = bits_of(total)
-    toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact sum
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
     inexact = (error.abs() > 0) & ((bits & 1) == 0)  # the error of Inf is NaN
     return float64_of(torch.where(inexact, bits + toward, bits))
 
@@ -109,3 +122,57 @@ def tiny_kept(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     scaled = wide * power_of_two(-exponent)
     smallest = torch.copysign(torch.full_like(scaled, _TINY), wide)
     return torch.where((wide != 0) & (scaled.abs() < _TINY), smallest, scaled)
+
+
+# The logarithm and the exponential of fmtsim/rounding/elementary.py, step by step the same.
+
+
+def ln(x: torch.Tensor) -> torch.Tensor:
+    """Return the natural logarithm of positive, finite, normal float64 elements; others give some number."""
+    # 1. x = 2**k * (1 + f), sqrt(1/2) <= 1 + f < sqrt(2)
+    bits = x.view(torch.int64)
+    k = (bits >> 52) - 1022
+    m = float64_of((bits & ((1 << 52) - 1)) | (1022 << 52))
+    low = m < SQRT_HALF
+    m = torch.where(low, m + m, m)
+    power = float64(k - low.to(torch.int64))
+    f = m - 1.0
+    # 2. a polynomial of z = (f / (2 + f))**2
+    s = divide(f, f + 2.0)
+    z = s * s
+    p = torch.full_like(z, LN_COEFFICIENTS[0])
+    for coefficient in LN_COEFFICIENTS[1:]:
+        p = p * z
+        p = p + coefficient
+    p = p * z
+    # 3. ln(1 + f) + k ln 2, smallest terms first
+    t = s * (f - p)
+    t = t - power * LN2_LO
+    t = f - t
+    return power * LN2_HI + t
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """Return the exponential of float64 elements; NaN stays NaN, beyond the range it is Inf or 0."""
+    nan, over, under = torch.isnan(x), x > EXP_OVERFLOW, x < EXP_UNDERFLOW
+    safe = torch.where(nan | over | under, 0.0, x)
+    # 1. x = n ln 2 + r
+    n = safe * INV_LN2
+    n = n + ROUND_TO_INTEGER
+    n = n - ROUND_TO_INTEGER
+    r = safe - n * LN2_HI
+    r = r - n * LN2_LO
+    # 2. a polynomial of r
+    p = torch.full_like(r, EXP_COEFFICIENTS[0])
+    for coefficient in EXP_COEFFICIENTS[1:]:
+        p = p * r
+        p = p + coefficient
+    p = r * r * p
+    p = r + p
+    p = 1.0 + p
+    # 3. times 2**n in two factors, the first product exact: 2**n itself may lie outside the normal range
+    exponent = n.to(torch.int64)
+    half = exponent >> 1
+    result = p * power_of_two(half) * power_of_two(exponent - half)
+    result = torch.where(over, float("inf"), torch.where(under, 0.0, result))
+    return torch.where(nan, x, result)

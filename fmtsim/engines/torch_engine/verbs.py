@@ -3,7 +3,7 @@
 
 import torch
 
-from fmtsim.engines.torch_engine import blockcast, compiled, elements, logfmt
+from fmtsim.engines.torch_engine import compiled, elements, scaled
 from fmtsim.engines.torch_engine.philox import random_integers
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
@@ -51,9 +51,9 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
         if not x.numel():
             return _empty_parts(x, spec)
         words = _all_words(random, spec, x)
-        parts = (blockcast if isinstance(fmt, BlockFormat) else logfmt).encode(x, spec, words)
-        rest = (None if part is None else part.contiguous() for part in parts[1:])
-        return EncodedParts(parts.codes.contiguous(), *rest)  # compilers are told so
+        parts = (scaled.encode if isinstance(fmt, BlockFormat) else scaled.encode_tiles)(x, spec, words)
+        # contiguous, as the operator's shapes tell compilers
+        return EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # type: ignore[arg-type]
     source = x.reshape(-1)
     codes = torch.empty(source.shape, dtype=code_dtype(fmt.bits), device=x.device)
     if not x.is_cpu and compiled.cast(source, spec, random, codes):
@@ -71,7 +71,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         return
     fmt = spec.format
     if isinstance(fmt, BlockFormat | LogTileFormat):
-        (blockcast if isinstance(fmt, BlockFormat) else logfmt).decode(parts, spec, out.detach())
+        (scaled.decode if isinstance(fmt, BlockFormat) else scaled.decode_tiles)(parts, spec, out.detach())
         return
     codes = parts.codes.reshape(-1)
     values = torch.empty(codes.shape, dtype=out.dtype, device=out.device)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_dense, check_saved, takes
-from fmtsim.casts.autograd import OnceOnly
-from fmtsim.casts.ops import define_operator
+from fmtsim.casts.ops import OnceOnly, define_operator
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.operand import is_on_gpu

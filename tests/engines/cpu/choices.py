@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import fmtsim
-from fmtsim.engines.cpu.cast import matrices
+from fmtsim.engines.cpu.cast import scaled
 from fmtsim.engines.cpu.gemm import engine, tiles
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
@@ -73,14 +73,14 @@ def products() -> Iterator[str]:
 
 def layouts() -> Iterator[str]:
     """Yield under which scale exponents, and in which groups, a kernel takes each block format."""
-    noted, real = [], matrices._layout
+    noted, real = [], scaled._layout
 
-    def layout(job: Any, *given: Any) -> Any:
-        made = real(job, *given)
-        noted.append(said((job.block, *given, made)))
-        return made
+    def layout(job: Any, group: int, scale: Any) -> Any:
+        result = real(job, group, scale)
+        noted.append(said((job.block, group, job.cast.grid, scale, result)))
+        return result
 
-    with mock.patch.object(matrices, "_layout", layout):
+    with mock.patch.object(scaled, "_layout", layout):
         for name in fmtsim.list_formats():
             if isinstance(fmtsim.get_format(name), BlockFormat):
                 noted.clear()
@@ -96,11 +96,9 @@ def casts() -> Iterator[str]:
         fmt = fmtsim.get_format(name)
         for mode in ("nearest_even", "stochastic", "up") if isinstance(fmt, BlockFormat) else ():
             spec = CastSpec(format=fmt, rounding=Rounding(mode=mode), overflow="saturate")
-            words = object() if mode == "stochastic" else None
-            chosen = [choose(spec, words) for choose in (matrices.quantizer, matrices.encoder)]
-            yield " ".join(
-                [name, mode, *("none" if c is None else f"{c.run.__code__.co_names} {said(c.grid)}" for c in chosen)]
-            )
+            chosen = [choose(spec) for choose in (scaled._quantizing, scaled._encoding)]
+            names = ("none" if c is None else f"{c.run.__code__.co_names[1:]} {said(c.grid)}" for c in chosen)
+            yield " ".join([name, mode, *names])
 
 
 def shares() -> Iterator[str]:

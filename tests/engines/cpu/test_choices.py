@@ -12,5 +12,5 @@ def test_choices_are_those_that_were_recorded():
 
 def test_a_planted_error_is_seen(monkeypatch):
     before = list(choices.casts())
-    monkeypatch.setattr(choices.matrices, "_LOWEST_PLACE", -1)
+    monkeypatch.setattr(choices.scaled, "_LOWEST_PLACE", -1)
     assert list(choices.casts()) != before

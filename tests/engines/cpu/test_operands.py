@@ -8,7 +8,7 @@ import torch
 
 import fmtsim
 from fmtsim.engines import torch_engine
-from fmtsim.engines.cpu.cast import blockwise, rotation
+from fmtsim.engines.cpu.cast import blockwise, hadamard
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers import operand, product
@@ -119,10 +119,10 @@ def test_rotations(size, inverse, threads):
         ):
             for dim in (-1, -2):
                 wanted = transform(x, size, dim, base_matrix(1), flips, inverse)
-                found = rotation.hadamard(x, size, dim, flips, inverse)
+                found = hadamard.hadamard(x, size, dim, flips, inverse)
                 assert_same_bits(found, wanted)
                 assert found.is_contiguous()
-    assert rotation.hadamard(specials(24, 24), 12, -1, None, False) is None
+    assert hadamard.hadamard(specials(24, 24), 12, -1, None, False) is None
 
 
 @pytest.mark.parametrize("mode", ["nearest_even", "stochastic"])

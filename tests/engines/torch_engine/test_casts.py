@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fmtsim.engines import torch_engine
-from fmtsim.engines.torch_engine import elements, logfmt, reals, verbs
-from fmtsim.engines.torch_engine.elementary import exp, ln
+from fmtsim.engines.torch_engine import elements, reals, scaled, verbs
 from fmtsim.engines.torch_engine.floats import DEEPEST, jam, round_off
 from fmtsim.engines.torch_engine.philox import random_integers
+from fmtsim.engines.torch_engine.reals import exp, ln
 from fmtsim.formats.registry import get_format
 from fmtsim.rounding import elementary, philox
 from fmtsim.rounding.modes import MODES, Rounding
@@ -216,7 +216,7 @@ def test_the_size_of_a_piece_does_not_matter(name, size, monkeypatch):
         return results
 
     whole = done()
-    for module in (blocks, verbs, logfmt):
+    for module in (blocks, verbs, scaled):
         monkeypatch.setattr(module, "chunk_size", lambda device: size)
     for (parts, *rest), (expected, *others) in zip(done(), whole, strict=True):
         check_parts(name, parts, expected, x)
