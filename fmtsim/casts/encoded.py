@@ -22,7 +22,7 @@ from fmtsim.casts.arguments import (
 )
 from fmtsim.casts.stored import layout_of, restore, restore_traced, store
 from fmtsim.formats.block import Format
-from fmtsim.formats.serialization import format_from_json, format_to_json
+from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.support.dispatch import is_readable

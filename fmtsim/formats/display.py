@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fmtsim.support.errors import ArgumentError, FormatError
 from fmtsim.support.table import aligned, page_width
 
-_TABLE_BITS = 16  # 65536 rows: beyond that a table is of no use to anyone
+_TABLE_BITS = 16  # 65536 rows
 _HTML_BITS = 8
 _BAR = "  |  "  # between codes side by side
 

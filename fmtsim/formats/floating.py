@@ -1,15 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binary floating-point formats: sign, exponent and mantissa fields."""
+"""Binary floating-point formats: sign, exponent and mantissa fields; and what all element formats have in common."""
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from fmtsim.formats.display import Fields, short_number
-from fmtsim.formats.fields import Element, NanPolicy, Overflow, require, require_code
-from fmtsim.support.errors import FormatError
+from fmtsim.formats.display import Displayed, Fields, short_number
+from fmtsim.support.errors import FormatError, shown
 from fmtsim.support.records import check_types
+
+Overflow = Literal["saturate", "ieee"]
+NanPolicy = Literal["max", "error"]
+
+OVERFLOWS: tuple[Overflow, ...] = ("saturate", "ieee")
+
+
+class Element(Displayed):
+    """An element format: a grid of values that saturates and has no NaN, unless the record says otherwise."""
+
+    __slots__ = ()
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """The overflow rule that holds unless a verb names another."""
+        return "saturate"
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some code is NaN."""
+        return False
+
+    @property
+    @abstractmethod
+    def max(self) -> float:
+        """Largest finite value."""
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value: ``floor(log2(max))``."""
+        return math.frexp(self.max)[1] - 1
+
+
+def require(name: str, condition: bool, given: str, allowed: str) -> None:
+    """Raise FormatError unless the condition holds."""
+    if not condition:
+        raise FormatError(f"format {shown(name)}: {given} is not allowed; choose {allowed}")
+
+
+def require_code(name: str, bits: int, code: int) -> None:
+    """Raise FormatError unless a code of so many bits is one."""
+    if not 0 <= code < 1 << bits:
+        raise FormatError(f"code {code} is outside {name} (0 to {(1 << bits) - 1})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,6 @@ def _checked_codes(codes: torch.Tensor, bits: int, validated: bool) -> torch.Ten
     if looked_at and not (codes.dtype == torch.uint8 and bits >= 8):
         low, high = (int(bound) for bound in torch.aminmax(codes))
         if low < 0 or high >> bits:
-            found = low if low < 0 else high
-            raise CodeError(f"code {found} does not fit {bits} bits; expected 0 to {(1 << bits) - 1}")
+            wrong = low if low < 0 else high
+            raise CodeError(f"code {wrong} does not fit {bits} bits; expected 0 to {(1 << bits) - 1}")
     return codes

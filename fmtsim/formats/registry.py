@@ -1,22 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where formats are found: by name or alias, by dtype, or by a name that spells the format out."""
+"""Where formats are found: by name or alias, by dtype, or by a name that spells the format out; and as JSON."""
 
+import dataclasses
+import json
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from fmtsim.formats.block import BLOCK_NAMES, Block, Format, LogTileFormat, with_block
+from fmtsim.formats.block import BLOCK_NAMES, Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements, integer
-from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
-from fmtsim.formats.serialization import KINDS, format_from_dict
-from fmtsim.formats.spec import ElementFormat, FloatFormat, LogFormat
-from fmtsim.support.errors import FormatError, did_you_mean, shown
-from fmtsim.support.records import READERS, at, located
+from fmtsim.formats.floating import FP32
+from fmtsim.formats.scaling import SCALE_RULES, History, ScaleRule, Scaling, TensorScale
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.support.errors import ArgumentError, FormatError, did_you_mean, shown
+from fmtsim.support.records import READERS, at, located, parse_json, record_of
 
 if TYPE_CHECKING:
     import torch
 
 Kind = Literal["float", "int", "codebook", "log", "block", "log_tile"]
+KINDS: dict[str, type] = {
+    "float": FloatFormat,
+    "int": IntFormat,
+    "codebook": CodebookFormat,
+    "log": LogFormat,
+    "block": BlockFormat,
+    "log_tile": LogTileFormat,
+}
+_NAMES = {cls: kind for kind, cls in KINDS.items()}
+_RECORDS = (Scaling, TensorScale, History)
+_ALWAYS = ("name", "block")
 
 _SPELLINGS = "'e3m4', 'e3m4_finite', 'e3m4_1x64_amax', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8'"
 
@@ -62,8 +75,8 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
     61440.0
     """
     if isinstance(format, str):
-        found = _lookup.get(format)
-        return found if found is not None else _find(format)
+        fmt = _lookup.get(format)
+        return fmt if fmt is not None else _find(format)
     if isinstance(format, Format):
         return format
     name = _dtype_name(format)
@@ -71,10 +84,10 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
         raise FormatError(
             f"format={shown(format)} is not a name, a format record or a dtype; pass a name such as 'e4m3'"
         )
-    found = _lookup.get(name) or _parse(name)
-    if found is None:
+    fmt = _lookup.get(name) or _parse(name)
+    if fmt is None:
         raise FormatError(f"dtype {format} has no format; pass a name from fmtsim.list_formats()")
-    return found
+    return fmt
 
 
 def list_formats(kind: Kind | None = None) -> list[str]:
@@ -138,19 +151,19 @@ def register_format(record: Format, overwrite: bool = False) -> Format:
 
 def _forget(record: Format) -> None:
     del _formats[record.name]
-    for name in [name for name, held in _lookup.items() if held is record]:
+    for name in [name for name, fmt in _lookup.items() if fmt is record]:
         del _lookup[name]
 
 
 def _find(text: str) -> Format:
     """Look a name up in lower case, then read it as the spelling of a format."""
     name = text.strip().lower().removeprefix("torch.")
-    found = _lookup.get(name) or _parse(name) or _blocked(name)
-    if found is None and (match := _WITH_WIDTH.fullmatch(name)):
-        found = _lookup.get(match[2]) or _parse(match[2])
-        found = found if found is not None and found.bits == int(match[1]) else None
-    if found is not None:
-        return found
+    fmt = _lookup.get(name) or _parse(name) or _blocked(name)
+    if fmt is None and (match := _WITH_WIDTH.fullmatch(name)):
+        fmt = _lookup.get(match[2]) or _parse(match[2])
+        fmt = fmt if fmt is not None and fmt.bits == int(match[1]) else None
+    if fmt is not None:
+        return fmt
     several = " or ".join(map(repr, _WIDTHS.get(name.replace("float", "fp"), ())))
     hint = f"; did you mean {several}?" if several else did_you_mean(name, _lookup)
     raise FormatError(
@@ -185,10 +198,10 @@ def _blocked(name: str) -> Format | None:
         block = next((block for block, word in BLOCK_NAMES.items() if word == size), None)
         outer, inner = block or (None if part == "all" else int(part) for part in size.split("x"))
         changes.append(((outer, inner), cast(ScaleRule | None, rule)))
-        if found := _lookup.get(name) or _parse(name):
-            for own, scale_rule in reversed(changes):
-                found = with_block(found, own, scale_rule)
-            return found
+        if fmt := _lookup.get(name) or _parse(name):
+            for new_block, scale_rule in reversed(changes):
+                fmt = with_block(fmt, new_block, scale_rule)
+            return fmt
     return None
 
 
@@ -220,7 +233,7 @@ def _dtype_name(dtype: Any) -> str | None:
 
     try:
         return numpy.dtype(dtype).name if dtype is not None else None
-    except Exception:  # whatever numpy makes of an object that is none
+    except Exception:  # of numpy, for an object that is not a dtype
         return None
 
 
@@ -232,6 +245,79 @@ def read_format(value: Any, path: str) -> Format:
     if isinstance(value, dict):
         return format_from_dict(value, path)
     raise at(path, FormatError, f"{shown(value)} is not a format; write its name, or the fields of its record")
+
+
+def format_to_dict(fmt: Format) -> dict[str, Any]:
+    """Return a format as plain JSON types, defaults left out; ``format_from_dict`` reads it back."""
+    return {"kind": _NAMES[type(fmt)]} | _to_dict(fmt)
+
+
+def _to_dict(record: Any) -> dict[str, Any]:
+    values = {field.name: (getattr(record, field.name), field.default) for field in dataclasses.fields(record)}
+    return {
+        name: format_to_dict(value) if isinstance(value, Format)
+        else _to_dict(value) if isinstance(value, _RECORDS)
+        else value
+        for name, (value, default) in values.items() if name in _ALWAYS or value != default
+    }  # fmt: skip
+
+
+def format_from_dict(record: dict[str, Any], path: str = "") -> Format:
+    """Build a format from ``format_to_dict``'s record; raise FormatError where it is not one.
+
+    Args:
+        record: The record.
+        path: What errors call it, where it is a part of something.
+    """
+    if not isinstance(record, dict):
+        raise at(path, FormatError, f"{shown(record)} is not an object; write the fields of a format, {{...}}")
+    fields = dict(record)
+    kind = fields.pop("kind", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise at(path, FormatError, f"kind={shown(kind)} is not a kind of format; choose one of {', '.join(KINDS)}")
+    if kind == "block" and "scaling" not in fields:
+        fields["scaling"] = _scaling_of_old(fields)
+    try:
+        return record_of(KINDS[kind], fields, path)  # type: ignore[no-any-return]
+    except ArgumentError as error:  # an unknown field
+        raise FormatError(str(error)) from None
+
+
+def _scaling_of_old(fields: dict[str, Any]) -> dict[str, Any]:
+    """Take the scale's fields of a block format, as they were written before it had a Scaling, out of a record."""
+    taken = {name: fields.pop(name) for name in _OLD if name in fields}
+    rule = taken.pop("scale_rule", "amax")
+    scaling: dict[str, Any] = {"arithmetic": "reciprocal", "scale": format_to_dict(FP32)} | taken
+    scaling["exponent_rule"] = None if rule == "amax" else rule
+    scaling["tensor"] = {} if scaling.pop("tensor_scale", False) else None
+    return scaling
+
+
+_OLD = ("block", "scale", "scale_rule", "arithmetic", "tensor_scale", "zero_point")
+
+
+@lru_cache(maxsize=1024)
+def format_to_json(fmt: Format) -> str:
+    """Return a format as one line of JSON."""
+    return json.dumps(format_to_dict(fmt))
+
+
+def format_from_json(text: str) -> Format:
+    """Build a format from a line of JSON; raise FormatError where it is not one."""
+    if not isinstance(text, str):
+        raise FormatError(f"not the JSON of a format: {shown(text)}")
+    return _format_from_json(text)
+
+
+@lru_cache(maxsize=1024)
+def _format_from_json(text: str) -> Format:
+    try:
+        record = parse_json(text)
+    except ValueError as error:
+        raise FormatError(f"not the JSON of a format: {error}") from None
+    if not isinstance(record, dict):
+        raise FormatError(f"not the JSON of a format: {shown(text)}")
+    return format_from_dict(record)
 
 
 READERS.update(dict.fromkeys(KINDS.values(), read_format))

@@ -29,7 +29,7 @@ def result_dtype(fmt: Format, dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(maxsize=4096)
 def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
-    """Say whether a dtype holds every value of a format (of block formats: within the range of their scales)."""
+    """Return True if a dtype holds every value of a format (of block formats: within the range of their scales)."""
     if dtype in FLOAT8_DTYPES:
         return isinstance(fmt, ElementFormat) and missing_value(fmt, dtype) is None
     if isinstance(fmt, LogTileFormat):
@@ -45,9 +45,9 @@ def missing_value(fmt: ElementFormat, dtype: torch.dtype) -> float | None:
     """Return the largest value of a format that a float8 dtype lacks, infinities and -0 being values; None for none."""
     if fmt.bits > 8:  # more values than the dtype has codes
         return fmt.max
-    held = get_format(dtype)
-    assert isinstance(held, FloatFormat)
-    missing = _values(fmt) - _values(held)
+    dtype_format = get_format(dtype)
+    assert isinstance(dtype_format, FloatFormat)
+    missing = _values(fmt) - _values(dtype_format)
     return max(map(float, missing), key=lambda value: (abs(value), value)) if missing else None
 
 
@@ -87,7 +87,7 @@ def _element_fits(fmt: ElementFormat, dtype: torch.dtype) -> bool:
 
 
 def _is_multiple(value: float, dtype: torch.dtype, least: int) -> bool:
-    """Say whether a value is a multiple of the last place that it would have in a dtype."""
+    """Return True if a value is a multiple of the last place that it would have in a dtype."""
     exponent = max(math.frexp(value)[1] - _precision(dtype), least)
     return value == 0 or math.ldexp(value, -exponent).is_integer()
 
@@ -117,6 +117,7 @@ def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat, *, validated: bool =
     Raises:
         CodeError: A scale is not a value of the format.
     """
+    # finite values that are not negative rise with their codes: a search finds the code, a comparison what is no value
     scales = scales.to(torch.promote_types(scales.dtype, torch.float32)).contiguous()
     values = _ladder(fmt).to(scales.device, scales.dtype)
     codes = torch.searchsorted(values, scales).clamp_(max=fmt.max_code)

@@ -95,7 +95,7 @@ class Scaling:
             its variants; docs/semantics.md, section 5), e from -127 to 127; of a block of zeros -127. The fields of
             real scales then mean nothing. None makes a real scale.
         zero_point: An integer zero point shifts the grid to the block's range of values (section 7).
-        statistic: What is taken of a block: the largest magnitude, the standard deviation (population, mean removed),
+        statistic: The number of a block: the largest magnitude, the standard deviation (population, mean removed),
             the root mean square, the mean magnitude, or the number one (a scale that is fixed).
         factor: The scale is ``statistic * factor + offset``; None means that the statistic becomes ``top``.
         offset: Added to the scale before it is rounded.
@@ -172,9 +172,9 @@ class Scaling:
         of_tensor = self.block == (None, None)
         _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
         for field in () if self.tensor is None else fields(self):
-            given = getattr(self, field.name)
-            kept = field.name not in _ONE_LEVEL or given == field.default
-            _require(kept, f"tensor= with {field.name}={shown(given)}", f"{field.default!r}; its order says how")
+            value = getattr(self, field.name)
+            allowed = field.name not in _ONE_LEVEL or value == field.default
+            _require(allowed, f"tensor= with {field.name}={shown(value)}", f"{field.default!r}; its order says how")
 
     def __hash__(self) -> int:  # caches ask for it in every call: a few fields tell rules apart
         return hash((self.block, self.statistic, self.arithmetic, self.power_of_two, self.exponent_rule, self.factor))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from fmtsim.formats.display import Fields, short_number
-from fmtsim.formats.fields import OVERFLOWS as OVERFLOWS
-from fmtsim.formats.fields import Element, NanPolicy, require, require_code
-from fmtsim.formats.fields import Overflow as Overflow
+from fmtsim.formats.floating import OVERFLOWS as OVERFLOWS
+from fmtsim.formats.floating import Element, NanPolicy, require, require_code
 from fmtsim.formats.floating import FloatFormat as FloatFormat
+from fmtsim.formats.floating import Overflow as Overflow
 from fmtsim.support.errors import FormatError
 from fmtsim.support.records import check_types
 

@@ -66,18 +66,21 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor],
     Raises:
         DataError: The file is missing, truncated, not of this layout, or its checksum does not hold.
     """
+    # 1. header and payload, of sizes that agree
     content = bytearray(read_file(path, DataError))
     path = Path(path)
     header, payload = _split(path, content)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise DataError(f"{path}: the header has no metadata; expected a file that Encoded.save wrote")
+    # 2. the checksum over both
     expected = metadata.pop(_CHECKSUM, None)
     if expected is None:
         raise DataError(f"{path}: the metadata has no {_CHECKSUM!r}; expected a file that Encoded.save wrote")
-    found = _checksum(header, metadata, payload)
-    if found != expected:
-        raise DataError(f"{path}: the checksum is {found}, the file says {expected}; it is corrupt, write it again")
+    checksum = _checksum(header, metadata, payload)
+    if checksum != expected:
+        raise DataError(f"{path}: the checksum is {checksum}, the file says {expected}; it is corrupt, write it again")
+    # 3. tensors, which fill the payload
     tensors = {name: _tensor(path, name, entry, payload) for name, entry in header.items()}
     if sum(len(tensor.data) for tensor in tensors.values()) != len(payload):
         raise DataError(f"{path}: tensors of the header share bytes or leave some out; it is corrupt")
@@ -108,7 +111,7 @@ def _split(path: Path, content: bytearray) -> tuple[dict[str, Any], memoryview]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Say whether a header's entry has the shape of one."""
+    """Return True if a header's entry has dtype, shape and offsets of the right kinds."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         return False
     shape, offsets = entry["shape"], entry["data_offsets"]

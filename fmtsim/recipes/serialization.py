@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fmtsim.formats.block import Format
-from fmtsim.formats.registry import get_format
-from fmtsim.formats.serialization import format_to_dict
+from fmtsim.formats.registry import format_to_dict, get_format
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.datapath import Arithmetic

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
-from fmtsim.formats.serialization import format_from_dict, format_to_dict
+from fmtsim.formats.registry import format_from_dict, format_to_dict
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding
 

@@ -9,9 +9,15 @@ import re
 import pytest
 
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.registry import (
+    format_from_dict,
+    format_from_json,
+    format_to_dict,
+    format_to_json,
+    get_format,
+    list_formats,
+)
 from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
-from fmtsim.formats.serialization import format_from_dict, format_from_json, format_to_dict, format_to_json
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.support.errors import FormatError
 

@@ -13,7 +13,7 @@ from tools.mutants.seen import COMPILED, read_map
 from tools.mutants.sites import ROOT, Mutant, mutants_of
 from tools.mutants.trial import Trials
 
-PLACES = "fmtsim/formats/fields.py"
+PLACES = "fmtsim/formats/floating.py"
 
 
 def test_mutants_change_one_place_and_still_parse():

@@ -20,9 +20,8 @@ from torch import nn
 
 import fmtsim
 from fmtsim.casts.encoded import Encoded
-from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.registry import KINDS, format_from_json, format_to_dict, format_to_json, get_format, list_formats
 from fmtsim.formats.scaling import History, Scaling, TensorScale
-from fmtsim.formats.serialization import KINDS, format_from_json, format_to_dict, format_to_json
 from fmtsim.gemm.targets.book import Book, Family, book_bytes
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import PLANS, get_target, target_from_dict, target_to_dict

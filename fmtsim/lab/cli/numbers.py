@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import fmtsim
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.display import bit_fields, code_text, count_of, format_facts, text_table
-from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.registry import format_to_dict, get_format, list_formats
 from fmtsim.formats.scaling import block_text
-from fmtsim.formats.serialization import format_to_dict
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.lab.cli.arguments.numbers import ALL_BITS
 from fmtsim.lab.cli.options import parse_int, parse_numbers
