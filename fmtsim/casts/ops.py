@@ -305,10 +305,12 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return codes as bit patterns in the format's code dtype; raise CodeError for one outside the format."""
     if codes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for them
         codes = codes.to(torch.int64)
+    # 1. the range of codes: negative ones stand for signed integers
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     limit = len(element.values) if isinstance(element, CodebookFormat) else 1 << fmt.bits
     lowest = -(limit >> 1) if isinstance(element, IntFormat) and element.signed else 0
-    whole = codes.dtype == torch.uint8 and lowest == 0 and limit > 255  # a dtype without other codes
+    # 2. whether all lie in it, unless the dtype has no others
+    whole = codes.dtype == torch.uint8 and lowest == 0 and limit > 255
     if codes.numel() and fmt.bits < 63 and not whole:
         low, high = (int(bound) for bound in codes.aminmax())
         if low < lowest or high >= limit:

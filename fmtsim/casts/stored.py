@@ -25,12 +25,14 @@ def layout_of(fmt: Format, shape: torch.Size, dim: int) -> Layout:
     rows, bits = _rows(shape, dim), fmt.bits
     packed = (*rows[:-1], packed_size(rows[-1], bits))
     layout: Layout = {}
+    # 1. codes: in a dtype of their width, under a tag of safetensors, or as packed bytes
     if bits in _PLAIN:
         layout["codes"] = (tag or _PLAIN_TAGS[bits], tuple(shape), _PLAIN[bits], tuple(shape))
     elif tag is not None and rows[-1] * bits % 8 == 0:  # a tag below 8 bits counts elements, so rows end on bytes
         layout["codes"] = (tag, rows, torch.uint8, packed)
     else:
         layout["codes"] = ("U8", packed, torch.uint8, packed)
+    # 2. scales, zero points or lowest logarithms, and the tensor's scale
     if isinstance(fmt, BlockFormat | LogTileFormat):
         grid = block_counts(fmt, shape, dim)
         tag, dtype = _scale_type(fmt)

@@ -138,7 +138,7 @@ def takes_upper(
         t = _rn64(_rn64(x - lower) / _rn64(upper - lower))
         return _random_away(t.numerator, t.denominator, how, word)
     # A magnitude moves from the inner value to the outer one; of two equal magnitudes the one of x's sign is the outer.
-    same, crosses = lower == -upper, lower < 0 < upper
+    same, crosses = lower == -upper, lower < 0 < upper  # of one magnitude; on both sides of zero
     outward = not negative if same else abs(upper) > abs(lower)  # the outer value is the upper one
     if crosses and how.rule.ties_toward_zero and (not how.rule.is_nearest or (same and x == middle)):
         return not negative  # none of the two lies toward zero from x
@@ -155,9 +155,9 @@ def _random_away(rest: int, whole: int, how: Rounding, word: int | None) -> bool
         return rest * one // whole + word >= one
     if how.variant == "b":
         return rest * 2 * one // whole + 2 * word + 1 >= 2 * one
-    kept, lost = divmod(rest * one, whole)
-    kept += 2 * lost > whole or (2 * lost == whole and kept % 2 == 1)
-    return kept + word >= one
+    fraction, remainder = divmod(rest * one, whole)
+    fraction += 2 * remainder > whole or (2 * remainder == whole and fraction % 2 == 1)  # to nearest even
+    return fraction + word >= one
 
 
 # Floating-point formats: sections 1 and 2.
@@ -185,9 +185,10 @@ def _encode_float(x: Real, fmt: FloatFormat, how: Rounding, overflow: Overflow, 
 
 def _round_magnitude(magnitude: Fraction, fmt: FloatFormat, negative: bool, how: Rounding, word: int | None) -> int:
     """Round to a code without sign, in a format whose exponent field has no upper end."""
+    # 1. the last place 2**u, and the magnitude as n of them and a rest
     e = floor_log2(magnitude)
     flushed = e < fmt.min_exponent and not fmt.has_subnormals
-    u = fmt.min_exponent if flushed else max(e, fmt.min_exponent) - fmt.mantissa_bits  # the last place is 2**u
+    u = fmt.min_exponent if flushed else max(e, fmt.min_exponent) - fmt.mantissa_bits
     whole = magnitude.denominator << max(u, 0)
     n, rest = divmod(magnitude.numerator << max(-u, 0), whole)
 
@@ -196,6 +197,7 @@ def _round_magnitude(magnitude: Fraction, fmt: FloatFormat, negative: bool, how:
         first = 1 << fmt.mantissa_bits  # the smallest normal number has exponent field 1, or 0 without a zero
         return n * first if flushed else (u + fmt.mantissa_bits + fmt.exponent_bias) * first + n - first
 
+    # 2. n, or one more
     return code(n + rounds_away(rest, whole, code(n) % 2 == 1, negative, how, word))
 
 

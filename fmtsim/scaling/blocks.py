@@ -20,7 +20,7 @@ from fmtsim.support.float64 import float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Say how a tensor is cut into blocks.
+    """Describe how a tensor is cut into blocks.
 
     The operand is the matrix ``[outer, inner]`` with ``dim`` as its inner axis. Folded it is ``[rows * columns,
     height * width]``, a row for each block; blocks at the far edges are filled up with zeros.
@@ -45,10 +45,12 @@ class Blocks:
 
     def fold(self, x: Tensor) -> Tensor:
         """Return x with a row for each block, a view where strides allow it."""
+        # 1. the operand matrix, zeros up to whole blocks
         matrix = x.movedim(self.dim, -1).reshape(self.outer, self.inner) if self.shape else x.reshape(1, 1)
         below, right = self.rows * self.height - self.outer, self.columns * self.width - self.inner
         if below or right:
             matrix = torch.nn.functional.pad(matrix, (0, right, 0, below))
+        # 2. block rows and columns first, the elements of a block last
         blocks = matrix.reshape(self.rows, self.height, self.columns, self.width).transpose(1, 2)
         return blocks.reshape(self.rows * self.columns, self.height * self.width)
 
@@ -58,11 +60,11 @@ class Blocks:
             return folded[0, 0]
         blocks = folded.reshape(self.rows, self.columns, self.height, self.width).transpose(1, 2)
         matrix = blocks.reshape(self.rows * self.height, self.columns * self.width)[: self.outer, : self.inner]
-        rest = [size for axis, size in enumerate(self.shape) if axis != len(self.shape) + self.dim]
-        return matrix.reshape(*rest, self.inner).movedim(-1, self.dim)
+        outer = [size for axis, size in enumerate(self.shape) if axis != len(self.shape) + self.dim]
+        return matrix.reshape(*outer, self.inner).movedim(-1, self.dim)
 
     def per_block(self, row: Tensor) -> Tensor:
-        """Return what a reduction of each row left, one number a block, as ``[rows, columns]``."""
+        """Return one number a block, as a reduction of each row gives them, as ``[rows, columns]``."""
         return row.reshape(self.rows, self.columns)
 
 
@@ -93,20 +95,20 @@ def windows(folded: Tensor, limit: int | None = None) -> Iterator[tuple[slice, s
     width = min(columns, limit)
     height = max(1, limit // max(width, 1))
     for top in range(0, rows, height):
-        for left in range(0, columns, width):
-            yield slice(top, top + height), slice(left, left + width)
+        for start in range(0, columns, width):
+            yield slice(top, top + height), slice(start, start + width)
 
 
 def largest(folded: Tensor, measure: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the largest measure of each row."""
-    found: list[Tensor] = []
+    maxima: list[Tensor] = []
     for rows, columns in windows(folded):
         piece = measure(folded[rows, columns]).amax(1)
-        if columns.start:
-            found[-1] = torch.maximum(found[-1], piece)
+        if columns.start:  # more of the rows that came last
+            maxima[-1] = torch.maximum(maxima[-1], piece)
         else:
-            found.append(piece)
-    return torch.cat(found)
+            maxima.append(piece)
+    return torch.cat(maxima)
 
 
 def block_sizes(block: Block, shape: torch.Size) -> tuple[int, int]:
@@ -142,28 +144,31 @@ def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
     if kind == "one":
         counts = [-(-extent // size) for extent, size in zip(x.shape, sizes, strict=True)]
         return torch.ones(counts, device=x.device)
+    # 1. by a kernel
     engine = cpu_engine(x)
     if engine is not None and x.dtype != torch.float64 and x.numel():
         amax = kind == "amax"
-        made = engine.block_amax(x.float(), sizes) if amax else engine.block_means(x.float(), sizes, kind)
-        if made is not None:
-            return made
+        values = engine.block_amax(x.float(), sizes) if amax else engine.block_means(x.float(), sizes, kind)
+        if values is not None:
+            return values
+    # 2. by torch ops: zeros in the place of what is not finite
     finite = x.isfinite()
     if x.device.type != "cpu" or not bool(finite.all()):  # a GPU is not waited for
         x = torch.where(finite, x, 0)
     if kind == "amax":
-        found = blocked(x.abs(), sizes).amax(-1)
+        values = blocked(x.abs(), sizes).amax(-1)
     else:
-        found = _mean(blocked(float64(x), sizes), blocked(float64(finite), sizes), kind)
-    return found.float().clamp(max=FLT_MAX)
+        values = _mean(blocked(float64(x), sizes), blocked(float64(finite), sizes), kind)
+    return values.float().clamp(max=FLT_MAX)
 
 
-def _mean(x: Tensor, there: Tensor, kind: Statistic) -> Tensor:
-    count = there.sum(-1).clamp(min=1)  # whole numbers: exact in any order
+def _mean(x: Tensor, is_element: Tensor, kind: Statistic) -> Tensor:
+    """Return a mean of the last axis; ``is_element`` is 1 for finite elements, 0 for others and for padding."""
+    count = is_element.sum(-1).clamp(min=1)  # whole numbers: exact in any order
     if kind == "mean_abs":
         return folded_sum(x.abs()) / count
     if kind == "std":
-        x = torch.where(there > 0, x - (folded_sum(x) / count).unsqueeze(-1), 0)
+        x = torch.where(is_element > 0, x - (folded_sum(x) / count).unsqueeze(-1), 0)
     return (folded_sum(x * x) / count).sqrt()
 
 

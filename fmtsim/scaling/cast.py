@@ -35,7 +35,7 @@ from fmtsim.support.float64 import float64
 
 
 def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a matrix after a transform, and what was cut off it."""
+    """Return a matrix after a transform, and what clamping removed, or None."""
     if isinstance(transform, Clamp):
         return _clamped(x.float(), transform)
     if isinstance(transform, Sparsity):
@@ -68,25 +68,25 @@ def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Say which elements are the two largest of four neighbours in a row, the earlier of equal ones."""
+    """Return where elements are the two largest of four neighbours in a row, the earlier of equal ones."""
     fours = x.abs().reshape(x.shape[0], -1, 4)
     places = fours.sort(dim=-1, descending=True, stable=True).indices[..., :2]
     return torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, places, True).reshape(x.shape)
 
 
 def _in_tiles(x: Tensor) -> Tensor:
-    """Say which elements of tiles of 4 x 4 are kept, largest first, while their row and column have fewer than two."""
+    """Return the mask of tiles of 4 x 4: elements, largest first, while their row and column have fewer than two."""
     rows, columns = x.shape[0] // 4, x.shape[1] // 4
     tiles = x.abs().reshape(rows, 4, columns, 4).transpose(1, 2).reshape(-1, 16)
-    kept, each = torch.zeros_like(tiles, dtype=torch.bool), torch.arange(len(tiles), device=x.device)
+    mask, tile = torch.zeros_like(tiles, dtype=torch.bool), torch.arange(len(tiles), device=x.device)
     in_row, in_column = (torch.zeros(len(tiles), 4, dtype=torch.int64, device=x.device) for _ in range(2))
     for place in tiles.sort(dim=-1, descending=True, stable=True).indices.unbind(-1):
         row, column = place // 4, place % 4
-        room = (in_row[each, row] < 2) & (in_column[each, column] < 2)
-        kept[each, place] = room
-        in_row[each, row] += room
-        in_column[each, column] += room
-    return kept.reshape(rows, columns, 4, 4).transpose(1, 2).reshape(x.shape)
+        room = (in_row[tile, row] < 2) & (in_column[tile, column] < 2)
+        mask[tile, place] = room
+        in_row[tile, row] += room
+        in_column[tile, column] += room
+    return mask.reshape(rows, columns, 4, 4).transpose(1, 2).reshape(x.shape)
 
 
 Keys = tuple[RandomKey | None, RandomKey | None]
@@ -99,7 +99,7 @@ class Scaled(NamedTuple):
     Attributes:
         elements: [M, N], values of the element format: float32, or another dtype that holds them.
         scales: What they are multiplied with, block by block.
-        scaled: float32 [M, N]: what was rounded, ``x / scale``; [0, 0] where nobody asked for it.
+        scaled: float32 [M, N]: what was rounded, ``x / scale``; [0, 0] without ``keeps_scaled``.
     """
 
     elements: Tensor
@@ -136,22 +136,25 @@ def cast(
         dtype: Of the elements, one that holds them.
         keeps_scaled: ``Scaled.scaled`` is asked for.
     """
-    own, x = x.dtype, x.float()
-    scaling = scaling_for(scaling, own)
+    x_dtype, x = x.dtype, x.float()
+    scaling = scaling_for(scaling, x_dtype)
     spec = CastSpec(format=element, rounding=rounding, overflow=overflow)
     sizes = block_sizes(scaling.block, x.shape)
     if given is not None:
         return _rounded(x, given, sizes, spec, keys[0], dtype, keeps_scaled)
+    # 1. statistic
     rule = scaling if scaling.eden is None else replace(scaling, scale_rounding="nearest_even")  # before correction
     a = statistic(x, scaling.block, scaling.statistic)
-    top = float(element.max)
-    compares, kept = len(scaling.candidates) > 1 or scaling.eden is not None, (torch.float32, True)
+    # 2. scale and element, for each candidate; comparisons and corrections need both in float32
+    compares = len(scaling.candidates) > 1 or scaling.eden is not None
+    results = (torch.float32, True) if compares else (dtype, keeps_scaled)
     best: Scaled | None = None
     for times in scaling.candidates:
-        found = scales(a, rule, top, keys[1], times, own)
-        tried = _rounded(x, found, sizes, spec, keys[0], *(kept if compares else (dtype, keeps_scaled)))
+        candidate = scales(a, rule, float(element.max), keys[1], times, x_dtype)
+        tried = _rounded(x, candidate, sizes, spec, keys[0], *results)
         best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
     assert best is not None  # a rule has a candidate
+    # 3. EDEN's correction
     best = best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
     return best._replace(elements=best.elements.to(dtype))
 
@@ -178,10 +181,10 @@ def scales(
     store = partial(_in_format, fmt=scaling.scale, rounding=scaling.scale_rounding, key=key)
     if scaling.tensor is not None:
         return two_levels(a, scaling, top, store, times)
-    found = one_level(a, scaling, top, store, dtype)
+    block_scales = one_level(a, scaling, top, store, dtype)
     if times == 1:
-        return found
-    stored = store(found.scale * times)
+        return block_scales
+    stored = store(block_scales.scale * times)
     return Scales(stored, stored, divides=True)
 
 
@@ -191,28 +194,33 @@ def _in_format(s: Tensor, fmt: FloatFormat, rounding: str, key: RandomKey | None
 
 
 def _rounded(
-    x: Tensor, found: Scales, sizes: tuple[int, int], spec: CastSpec, key: RandomKey | None, dtype: torch.dtype,
+    x: Tensor, scales: Scales, sizes: tuple[int, int], spec: CastSpec, key: RandomKey | None, dtype: torch.dtype,
     keeps_scaled: bool,
 ) -> Scaled:  # fmt: skip
+    """Round the elements of a matrix under scales."""
     words = key if spec.rounding.mode == "stochastic" else None
     element: ElementFormat = spec.format  # type: ignore[assignment]
     refuses = not element.has_nan and element.nan_policy == "error"  # what ops.quantize looks at data for
     engine = None if refuses or not x.numel() else ops.cpu_engine(x)
-    turns = not x.is_contiguous() and x.mT.is_contiguous()
-    if engine is not None and turns and words is None:  # any order will do
-        turned = found._replace(factor=found.factor.mT) if found.factor.numel() > 1 else found
-        made = _rounded(x.mT, turned, sizes[::-1], spec, key, dtype, keeps_scaled)
-        return Scaled(made.elements.mT, found, made.scaled.mT)
+    is_transposed = not x.is_contiguous() and x.mT.is_contiguous()
+    # 1. a transposed matrix, in the order of its memory: only random words depend on the order
+    if engine is not None and is_transposed and words is None:
+        transposed = scales._replace(factor=scales.factor.mT) if scales.factor.numel() > 1 else scales
+        cast_t = _rounded(x.mT, transposed, sizes[::-1], spec, key, dtype, keeps_scaled)
+        return Scaled(cast_t.elements.mT, scales, cast_t.scaled.mT)
+    # 2. in one pass of a kernel
     if engine is not None:
         q, y = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if keeps_scaled else (0, 0))
-        factor, of = _of_matrix(found.factor, sizes, x)
+        factor, block = _of_matrix(scales.factor, sizes, x)
         if engine.round_blocks(
-            x, factor, of, spec, words, q, divides=found.divides, scaled=y if keeps_scaled else None
+            x, factor, block, spec, words, q, divides=scales.divides, scaled=y if keeps_scaled else None
         ):
-            return Scaled(q.mT.contiguous().mT if turns else q, found, y)  # on layouts a library's order depends
-    y = times_blocks(x, found.factor, sizes, divides=found.divides)
-    q = ops.quantize(y, spec.to_json(), torch.float32, words, None)
-    return Scaled(q.to(dtype), found, y)
+            # a library's order of sums depends on the layout: it stays x's
+            return Scaled(q.mT.contiguous().mT if is_transposed else q, scales, y)
+    # 3. scaled, then rounded
+    y = times_blocks(x, scales.factor, sizes, divides=scales.divides)
+    q = ops.quantize(y, spec, torch.float32, words, None)
+    return Scaled(q.to(dtype), scales, y)
 
 
 def times_blocks(
@@ -228,10 +236,10 @@ def times_blocks(
     if engine is not None and x.dtype in _OF_KERNELS and x.numel():
         s, sizes = _of_matrix(s, sizes, x)
         return engine.times_blocks(x, s, sizes, divides=divides, tensor_scale=tensor_scale, buffer=buffer)
-    each = spread(s, sizes, x.shape)
+    s = spread(s, sizes, x.shape)
     if tensor_scale is not None:
-        return (float64(x.float()) * each * tensor_scale).float()  # element times scale is exact in float64
-    return torch.div(x.float(), each) if divides else x.float() * each
+        return (float64(x.float()) * s * tensor_scale).float()  # element times scale is exact in float64
+    return torch.div(x.float(), s) if divides else x.float() * s
 
 
 def _of_matrix(s: Tensor, sizes: tuple[int, int], x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -256,19 +264,19 @@ def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, 
     return Scaled(torch.where(chosen, new.elements, old.elements), mixed, torch.where(chosen, new.scaled, old.scaled))
 
 
-def _corrected(found: Scaled, scaling: Scaling, sizes: tuple[int, int], key: RandomKey | None) -> Scaled:
+def _corrected(cast: Scaled, scaling: Scaling, sizes: tuple[int, int], key: RandomKey | None) -> Scaled:
     """Multiply each group's scales by ``<y, y> / <y, q>``, y being what was rounded to q, and round them again.
 
     Scales were rounded to nearest before; the rule's own rounding, often stochastic, is that of the corrected ones.
     """
     assert scaling.eden is not None
     group = (1, scaling.eden)
-    y, q = (blocked(float64(part), group) for part in (found.scaled, found.elements))
+    y, q = (blocked(float64(part), group) for part in (cast.scaled, cast.elements))
     over = folded_sum(y * q)
-    c = torch.where(over == 0, 1.0, folded_sum(y * y) / over).float()
-    each = spread(c, (1, scaling.eden // sizes[1]), found.scales.scale.shape)
-    stored = _in_format(found.scales.scale * each, scaling.scale, scaling.scale_rounding, key)
-    return found._replace(scales=found.scales._replace(scale=stored))
+    correction = torch.where(over == 0, 1.0, folded_sum(y * y) / over).float()
+    correction = spread(correction, (1, scaling.eden // sizes[1]), cast.scales.scale.shape)
+    stored = _in_format(cast.scales.scale * correction, scaling.scale, scaling.scale_rounding, key)
+    return cast._replace(scales=cast.scales._replace(scale=stored))
 
 
 def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | None:
@@ -285,7 +293,7 @@ def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | 
     if isinstance(rule, TrustMask):
         return (y - cast.elements).abs() <= rule.limit
     assert isinstance(rule, Differentiable)
-    low, high = (quantize(y, element, rounding=way, overflow="saturate") for way in ("down", "up"))
+    low, high = (quantize(y, element, rounding=mode, overflow="saturate") for mode in ("down", "up"))
     width = high - low
     u = torch.where(width > 0, 2 * (y - low) / width - 1, 1.0).abs()
     steep = (u.pow(1 / rule.k - 1) / rule.k).clamp(max=rule.cap)

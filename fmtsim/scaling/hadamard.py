@@ -42,7 +42,8 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
     factor = root(size)
     negated = None if flips is None else flips[:, None]
     for part in _parts(len(blocks), size, across, _MOST.get(x.device.type, _MOST_ELSEWHERE)):
-        chunk = blocks[part].float().transpose(0, 1).contiguous()  # a plane for each place: additions run along them
+        # a plane for each place of a group: additions run along planes (steps 1 to 4 of ``hadamard``)
+        chunk = blocks[part].float().transpose(0, 1).contiguous()
         y = chunk.view(size, -1)
         if negated is not None and not inverse:
             y = torch.where(negated, -y, y)
@@ -63,7 +64,7 @@ def root(size: int) -> float:
 
 
 def checked_base(matrix: Tensor) -> Tensor:
-    """Return a user's matrix as int8 on the host, or say why it is not a Hadamard matrix."""
+    """Return a user's matrix as int8 on the host; raise ArgumentError if it is not a Hadamard matrix."""
     values = matrix.detach().cpu()
     if not bool((values.abs() == 1).all()):
         raise ArgumentError("matrix has elements other than +1 and -1; pass it as it is before it is scaled")
@@ -75,7 +76,7 @@ def checked_base(matrix: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _orthogonal(data: bytes, order: int) -> bool:
-    """Say whether ``B B^T = b I``; sums of +-1 are exact in float32, whatever their order."""
+    """Return True if ``B B^T = b I``; sums of +-1 are exact in float32, whatever their order."""
     base = torch.frombuffer(bytearray(data), dtype=torch.int8).view(order, order).float()
     return bool((base @ base.T == order * torch.eye(order, device="cpu")).all())
 
@@ -118,9 +119,9 @@ def _base_sums(z: Tensor, plan: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
     """
     sums = torch.zeros_like(z)
     for (a, b, c, d), (index, sign) in zip(z.view(len(plan), 4, -1), plan, strict=True):
-        left = torch.stack((a + b, a - b))[:, None]
-        right = torch.stack((c + d, c - d))
-        eight = torch.stack((left + right, left - right)).view(8, -1)
+        first = torch.stack((a + b, a - b))[:, None]
+        second = torch.stack((c + d, c - d))
+        eight = torch.stack((first + second, first - second)).view(8, -1)
         sums.addcmul_(eight[index], sign)  # the product by +-1 is exact, fused or not
     return sums
 
@@ -130,8 +131,8 @@ def _parts(count: int, size: int, across: int, limit: int) -> Iterator[tuple[sli
     width = min(across, max(16, limit // size // 16 * 16))
     height = max(1, limit // (size * width))
     for top in range(0, count, height):
-        for left in range(0, across, width):
-            yield slice(top, top + height), slice(None), slice(left, left + width)
+        for start in range(0, across, width):
+            yield slice(top, top + height), slice(None), slice(start, start + width)
 
 
 __all__ = ["check_hadamard", "hadamard", "root", "sign_bits"]
@@ -203,9 +204,9 @@ def hadamard(
     if round_to not in (None, torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentError(f"round_to={shown(round_to)} is not allowed; choose torch.bfloat16, torch.float16 or None")
     mask = "" if signs is None or isinstance(signs, Tensor) else str(signs)
-    given = signs.detach() if isinstance(signs, Tensor) else None
+    signs_tensor = signs.detach() if isinstance(signs, Tensor) else None
     run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
-    y = run(x, length, dim, inverse, mask, given, None if matrix is None else matrix.detach())
+    y = run(x, length, dim, inverse, mask, signs_tensor, None if matrix is None else matrix.detach())
     return _rounded(y, round_to or torch.float32)
 
 
@@ -229,8 +230,8 @@ def check_hadamard(
 
 def _check_matrix(matrix: Tensor, size: Any) -> None:
     if not isinstance(matrix, Tensor) or matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) % 4:
-        given = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
-        raise ArgumentError(f"matrix is {given}; pass a tensor [b, b] of +1 and -1, b a multiple of 4")
+        kind = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
+        raise ArgumentError(f"matrix is {kind}; pass a tensor [b, b] of +1 and -1, b a multiple of 4")
     doublings, rest = divmod(size, len(matrix)) if type(size) is int and len(matrix) else (0, 1)
     if rest or doublings < 1 or doublings & (doublings - 1):
         raise ArgumentError(f"size={shown(size)} is not the order of matrix {tuple(matrix.shape)} times a power of two")
@@ -264,8 +265,8 @@ def _gradient(ctx, grad):  # type: ignore[no-untyped-def]
     """Return the inverse transform of a gradient, and nothing for the other arguments."""
     size, dim, inverse, mask = ctx.how
     run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
-    given = run(grad, size, dim, not inverse, mask, *ctx.saved_tensors)
-    return _rounded(given, ctx.dtype), *(None,) * 6
+    grad_x = run(grad, size, dim, not inverse, mask, *ctx.saved_tensors)
+    return _rounded(grad_x, ctx.dtype), *(None,) * 6
 
 
 class _Hadamard(torch.autograd.Function):
@@ -289,19 +290,20 @@ class _Hadamard(torch.autograd.Function):
 
 
 def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ignore[no-untyped-def]
+    # kernels take Sylvester's matrices of some sizes, torch ops the others
     flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
     if matrix is None and _has_kernels(x) and (engine := load_engine("cuda")).covers_hadamard(size, dim):
         return engine.hadamard(x.detach(), size, flips, inverse)
     if matrix is None and x.is_cpu and is_dense(x):
-        made = load_engine("cpu").hadamard(x, size, dim, flips, inverse)
-        if made is not None:
-            return made
+        y = load_engine("cpu").hadamard(x, size, dim, flips, inverse)
+        if y is not None:
+            return y
     base = base_matrix(base_of(size)) if matrix is None else checked_base(matrix)
     return transform(x.detach(), size, dim, base, flips, inverse)
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Say whether the CUDA engine runs on a tensor's device."""
+    """Return True if the CUDA engine runs on a tensor's device."""
     return x.is_cuda and bool(load_engine("cuda").serves(x.get_device()))
 
 

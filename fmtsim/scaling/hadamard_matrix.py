@@ -34,7 +34,7 @@ from fmtsim.support.errors import ArgumentError, shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Construction:
-    """Say how a base is made.
+    """Describe how a base is constructed.
 
     Args:
         kind: The construction.
@@ -213,9 +213,9 @@ def _square(a: list[int], p: int, modulus: tuple[int, ...]) -> int:
     """Return the number of the square of a polynomial."""
     degree = len(modulus) - 1
     product = [0] * (2 * degree - 1)
-    for i, left in enumerate(a):
-        for j, right in enumerate(a):
-            product[i + j] += left * right
+    for i, first in enumerate(a):
+        for j, second in enumerate(a):
+            product[i + j] += first * second
     for top in range(len(product) - 1, degree - 1, -1):  # subtract multiples of the modulus from the top down
         for k, coefficient in enumerate(modulus[:degree]):
             product[top - degree + k] -= product[top] * coefficient
@@ -276,7 +276,7 @@ def accumulate_signs(signs: Signs, more: Signs) -> Signs:
     if isinstance(signs, Tensor) and isinstance(more, Tensor) and signs.shape == more.shape:
         return torch.where(signs.signbit() ^ more.signbit(), -1.0, 1.0)
     if isinstance(signs, Tensor) or isinstance(more, Tensor):
-        both = " and ".join(_shown(given) for given in (signs, more))
+        both = " and ".join(map(_shown, (signs, more)))
         raise ArgumentError(f"signs are {both}; pass two masks or two tensors of one shape")
     return signs ^ more
 

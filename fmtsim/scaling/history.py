@@ -47,8 +47,8 @@ class StoredScale(RememberedScale):
 
     def __init__(self, scale: Tensor | None = None, tensor_scale: Tensor | None = None) -> None:
         super().__init__()
-        for name, given in (("scale", scale), ("tensor_scale", tensor_scale)):
-            self.register_buffer(name, torch.empty(0) if given is None else given, persistent=False)
+        for name, tensor in (("scale", scale), ("tensor_scale", tensor_scale)):
+            self.register_buffer(name, torch.empty(0) if tensor is None else tensor, persistent=False)
 
 
 class DelayedScale(RememberedScale):
@@ -125,8 +125,8 @@ class DelayedScale(RememberedScale):
             self.record(amax)
         if not history.immediate:
             return before
-        own = self.amaxes[0] if remember else amax.reshape(())  # of all ranks, or of this call
-        factor = torch.where(fresh & (own > 0), self._factor(own), before.factor)
+        current = self.amaxes[0] if remember else amax.reshape(())  # of all ranks, or of this call
+        factor = torch.where(fresh & (current > 0), self._factor(current), before.factor)
         return Scales(reciprocal(factor), factor)
 
     @torch.no_grad()
@@ -147,13 +147,15 @@ class DelayedScale(RememberedScale):
         amax = amax.reshape(()).float()
         if self.group is not None:
             amax = _largest(amax, self.group)
+        # 1. the history, latest first
         self.amaxes.copy_(torch.roll(self.amaxes, 1))
         self.amaxes[0] = amax
         self.calls += 1
-        found = self.amaxes.amax() if history.algorithm == "max" else self.amaxes[0]
-        due = self.calls % history.refresh_every == 0
-        without = self.factor if self.scaling.empty == "previous" else torch.ones_like(self.factor)
-        self.factor.copy_(torch.where(due, torch.where(found > 0, self._factor(found), without), self.factor))
+        # 2. the scale that follows from it, where an update is due
+        amax = self.amaxes.amax() if history.algorithm == "max" else self.amaxes[0]
+        is_due = self.calls % history.refresh_every == 0
+        of_zero = self.factor if self.scaling.empty == "previous" else torch.ones_like(self.factor)
+        self.factor.copy_(torch.where(is_due, torch.where(amax > 0, self._factor(amax), of_zero), self.factor))
 
     def _factor(self, amax: Tensor) -> Tensor:
         top = torch.full_like(amax, float32(self.top * 2.0**-self.scaling.margin))
@@ -186,8 +188,8 @@ class LearningScale(FrozenScale):
     def direct(self) -> DelayedScale | FrozenScale | None:
         """Return what a kernel may work on that reads and updates the memory itself, None where ``advance`` has to.
 
-        In compiled code a CUDA graph may hold the call, which leaves nothing to remember its scale by: what is computed
-        again in a backward pass then takes the scale in force there, and records nothing.
+        In compiled code a CUDA graph may hold the call, and Python cannot remember its scale: a call that the backward
+        pass computes again then takes the scale in force there, and records nothing.
         """
         if self._compiled:
             return FrozenScale(self.memory) if self.memory.repeated.in_backward() else self.memory
@@ -201,13 +203,13 @@ class LearningScale(FrozenScale):
 
 def _largest(amax: Tensor, group: ProcessGroup) -> Tensor:
     """Return the largest magnitude of all ranks."""
-    found = amax.clone()
+    largest = amax.clone()
     try:
-        all_reduce(found, ReduceOp.MAX, group=group)
+        all_reduce(largest, ReduceOp.MAX, group=group)
     except RuntimeError as error:
         raise CollectiveError(
             "a rank did not answer in the exchange of a delayed scale's largest magnitude; it has ended, hangs, or "
             "runs other layers. The scale is as it was; restart the ranks from a checkpoint. "
             f"torch says: {first_line(error)}"
         ) from error
-    return found
+    return largest

@@ -40,7 +40,7 @@ _USUAL: Final = Scaling()
 
 
 def covers(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
-    """Say whether ``inlined`` quantises a matrix.
+    """Return True if ``inlined`` quantises a matrix.
 
     It must be bfloat16 or float32, contiguous and of whole blocks, and the quantiser a cast to nearest even under
     scales of largest magnitudes.
@@ -75,20 +75,24 @@ def inlined(t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
     fmt = quantizer.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     assert isinstance(element, FloatFormat)
+    # 1. float32 by its bits, [outer blocks, rows, inner blocks, columns]
     bits = t.view(torch.int16).to(torch.int32) << 16 if t.dtype == torch.bfloat16 else t.view(torch.int32)
     bits = bits.reshape(t.shape[0] // rows, rows, t.shape[1] // columns, columns)
+    # 2. statistic and scale
     magnitude = bits & _MAGNITUDE
     amax = torch.where(magnitude < _INFINITY, magnitude, 0).amax((1, 3), keepdim=True)
-    found = _scales(amax, scaling, element)
-    x = _on_grid((magnitude.view(torch.float32) * found.factor).view(torch.int32), element)
-    largest = magnitude if element.has_nan else magnitude.amax((1, 3), keepdim=True)  # or the whole block is NaN
-    x = x * found.scale if folds(quantizer) else x
+    scales = _scales(amax, scaling, element)
+    # 3. elements, with their scale where it is folded into them; NaN stays, or makes its block NaN
+    x = _on_grid((magnitude.view(torch.float32) * scales.factor).view(torch.int32), element)
+    largest = magnitude if element.has_nan else magnitude.amax((1, 3), keepdim=True)
+    x = x * scales.scale if folds(quantizer) else x
     x = torch.where(largest > _INFINITY, _NAN, (x.view(torch.int32) | (bits & _SIGN)).view(torch.float32))
+    # 4. the operand, its inner axis last
     values = x.to(torch.bfloat16).reshape(t.shape)
-    scale = None if folds(quantizer) else found.scale.squeeze((1, 3))
+    scale = None if folds(quantizer) else scales.scale.squeeze((1, 3))
     if dim == 0:
         values, scale = values.mT, None if scale is None else scale.mT
-    return Operand(values, quantizer, scale, found.tensor, block=(rows, columns) if dim == -1 else (columns, rows))
+    return Operand(values, quantizer, scale, scales.tensor, block=(rows, columns) if dim == -1 else (columns, rows))
 
 
 def inlined_product(y: Tensor, columns: Tensor | None, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -127,7 +131,7 @@ def _scales(bits: Tensor, scaling: Scaling, element: FloatFormat) -> Scales:
         bits = torch.where(bits > _LEAST_SCALE, bits, 0)
     carry = {"floor": 0, "even": 1 << _PLACES - 1 - element.mantissa_bits}.get(rule, (1 << _PLACES) - 1)
     code = ((bits + carry >> _PLACES) - top).clamp(0, 254)
-    scale, inverse = ((each << _PLACES).clamp(min=_LEAST_SCALE).view(torch.float32) for each in (code, 254 - code))
+    scale, inverse = ((e << _PLACES).clamp(min=_LEAST_SCALE).view(torch.float32) for e in (code, 254 - code))
     return Scales(scale, inverse)
 
 
@@ -135,8 +139,9 @@ def _on_grid(bits: Tensor, fmt: FloatFormat) -> Tensor:
     """Round magnitudes, float32 by their bits, to a format: nearest even, saturating; NaN becomes the largest value."""
     top, least = (_bits(x) for x in (float(fmt.max), fmt.min_normal))
     bits = bits.clamp(max=top)
+    # a power of two whose last place is the format's: adding and subtracting it rounds (the magic addition)
     step = (bits & _INFINITY).clamp(min=least) + (_PLACES - fmt.mantissa_bits << _PLACES)
-    anchor = step.view(torch.float32)  # the last place of numbers from here on is the format's for this exponent
+    anchor = step.view(torch.float32)
     return (bits.view(torch.float32) + anchor) - anchor
 
 
@@ -167,7 +172,7 @@ def _scaling_of(quantizer: Quantizer) -> Scaling | None:
 
 
 def _is_usual(scaling: Scaling) -> bool:
-    """Say whether the steps of a scale rule are those that ``_scales`` may leave to a compiler."""
+    """Return True if the steps of a scale rule are those that ``_scales`` may leave to a compiler."""
     if scaling.tensor is not None:
         usual = replace(_USUAL, block=scaling.block, top=scaling.top, tensor=scaling.tensor, scale=scaling.scale)
         return scaling == usual and scaling.tensor.order == "te" and _has_grid(scaling.scale)
@@ -181,5 +186,5 @@ def _is_usual(scaling: Scaling) -> bool:
 
 
 def _has_grid(fmt: FloatFormat) -> bool:
-    """Say whether ``_on_grid`` rounds to a format: it has subnormals, and float32 the anchors that it needs."""
+    """Return True if ``_on_grid`` rounds to a format: it has subnormals, and float32 the anchors that it needs."""
     return fmt.has_zero and fmt.has_subnormals and fmt.max_exponent - fmt.mantissa_bits + _PLACES < 128

@@ -117,15 +117,18 @@ def quantize_matrix(
     how = get_rounding(rounding)
 
     def word(i: int, j: int) -> int | None:
-        found = None if words is None else words[i][j]
-        check_word(how, found)
-        return found
+        integer = None if words is None else words[i][j]
+        check_word(how, integer)
+        return integer
 
+    # 1. what all blocks share
     working = FP64 if input_dtype == "float64" else FP32
     cast = _Cast(how, overflow or fmt.default_overflow, working, out_format, word)
     tensor_scale = _tensor_scale(rows, fmt) if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
+    # 2. block by block
     blocks = _blocks(rows, fmt.block)
     results = [[_quantize_block(block, fmt, cast, tensor_scale) for block in row] for row in blocks]
+    # 3. back into a matrix
     codes: dict[tuple[int, int], int] = {}
     values: dict[tuple[int, int], float] = {}
     for block, result in zip(chain(*blocks), chain(*results), strict=True):
@@ -164,6 +167,7 @@ def _quantize_block(
         return _log_tile(block, fmt, cast)
     if fmt.zero_point:
         return _zero_point_block(block, fmt, cast)
+    # 1. the scale, and the factor that elements are multiplied with
     if tensor_scale is not None:
         scale, factor = _two_level_scale(block, fmt, tensor_scale)
     elif fmt.power_of_two:
@@ -176,11 +180,13 @@ def _quantize_block(
         exact = fmt.power_of_two and x != 0 and math.isfinite(x)
         return Fraction(x) * factor if exact else _times(x, factor, cast.working)
 
+    # 2. each element rounded once
     codes = [
         encode_value(scaled(x), fmt.element, cast.how, cast.overflow, cast.word(*place))
         for place, x in zip(block.places, block.elements, strict=True)
     ]
     elements = [decode_value(code, fmt.element) for code in codes]
+    # 3. values; a NaN that elements cannot express makes its block NaN
     if block.has_nan and not fmt.element.has_nan:
         return _Result(math.nan, codes, [math.nan] * len(codes), factor)
     if tensor_scale is not None:
@@ -207,8 +213,7 @@ def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
 
 
 def _real_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
-    top, a = _rounded(Fraction(fmt.element.max), FP32), _clamped32(block.amax)
-    m = Fraction(top) if math.isfinite(top) else _INFINITE
+    m, a = _rn32_or_infinite(Fraction(fmt.element.max)), _clamped32(block.amax)
     if a == 0:
         return _scale_value(Fraction(1), fmt), Fraction(1)
     if fmt.arithmetic == "encode":
@@ -232,9 +237,9 @@ def _reciprocal(scale: Fraction) -> Fraction:
 
 def _tensor_scale(rows: Matrix, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
     """Return ``S_enc`` and ``S_dec``."""
-    m, c = _rn32(Fraction(fmt.element.max)), _rn32(Fraction(fmt.scale.max))
+    m, c = _rn32_or_infinite(Fraction(fmt.element.max)), _rn32(Fraction(fmt.scale.max))
     amax = _clamped32(_Block([], [x for row in rows for x in row]).amax)
-    encode = _clamped32(_rn32(c * m) / amax) if amax else Fraction(1)
+    encode = _clamped32(_rn32_or_infinite(c * m) / amax) if amax else Fraction(1)
     encode = encode or Fraction(1)
     return encode, _rn32(1 / encode)
 
@@ -243,7 +248,7 @@ def _two_level_scale(
     block: _Block, fmt: BlockFormat, tensor_scale: tuple[Fraction, Fraction]
 ) -> tuple[Fraction, Fraction]:
     encode, decode = tensor_scale
-    m, a = _rn32(Fraction(fmt.element.max)), _clamped32(block.amax)
+    m, a = _rn32_or_infinite(Fraction(fmt.element.max)), _clamped32(block.amax)
     scale = _scale_value(_clamped32(a * _clamped32(encode * _rn32(1 / m))), fmt)
     return scale, _reciprocal(_rn32(scale * decode))
 
@@ -349,6 +354,12 @@ def _rounded(x: Real, fmt: FloatFormat) -> float:
 def _rn32(x: Fraction) -> Fraction:
     """Round to binary32 a number that stays within its range."""
     return Fraction(_rounded(x, FP32))
+
+
+def _rn32_or_infinite(x: Fraction) -> Fraction:
+    """Round a positive number to binary32; beyond its range it is ``_INFINITE``."""
+    rounded = _rounded(x, FP32)
+    return Fraction(rounded) if math.isfinite(rounded) else _INFINITE
 
 
 def _clamped32(x: Fraction) -> Fraction:

@@ -4,11 +4,11 @@
 torch's non-reentrant checkpoint runs a stretch of the forward pass again when the backward pass needs it. Meanwhile it
 switches on saved-tensor hooks of its own, of which the topmost tells a first run (it belongs to a frame, an object that
 lives as long as the graph) from a second one (which names the frame). These are internals (torch/utils/checkpoint.py of
-torch 2.11 and 2.13); tests compare what comes of them with runs without checkpointing. A saved-tensor hook of one's own
+torch 2.11 and 2.13); tests compare results with those of runs without checkpointing. A saved-tensor hook of a user
 inside a stretch hides them: its calls then count twice.
 
 The reentrant checkpoint runs the first time without gradients, when nothing learns, and the second time as usual; it
-draws twice from a generator of one's own.
+draws twice from a user's generator.
 """
 
 import inspect
@@ -42,7 +42,7 @@ class Calls(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._made: WeakKeyDictionary[Any, list[T]] = WeakKeyDictionary()  # by frame, in the order of the calls
+        self._results: WeakKeyDictionary[Any, list[T]] = WeakKeyDictionary()  # by frame, in the order of the calls
         self._done: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by run: calls repeated so far
         self._last: T | None = None
 
@@ -58,53 +58,53 @@ class Calls(Generic[T]):
                 a repetition of the last call.
         """
         place = _Place() if compiled else _place()
-        known = self._known(place, compiled)
-        if known is not None:
-            return known
-        made = make()
+        earlier = self._earlier(place, compiled)
+        if earlier is not None:
+            return earlier
+        result = make()
         if place.frame is not None and place.run is None:
-            self._made.setdefault(place.frame, []).append(made)
+            self._results.setdefault(place.frame, []).append(result)
         if place.frame is not None or compiled:
-            self._last = made
-        return made
+            self._last = result
+        return result
 
     @staticmethod
     def checkpointed() -> bool:
-        """Say whether activation checkpointing has a hand in this call of eager code."""
+        """Return True if this call of eager code is in a checkpointed stretch."""
         return _place() != _Place()
 
     @staticmethod
     def in_backward() -> bool:
-        """Say whether a backward pass is running."""
+        """Return True if a backward pass is running."""
         return torch._C._current_graph_task_id() != -1
 
-    def generator(self: "Calls[Tensor]", own: torch.Generator, *, compiled: bool = False) -> torch.Generator:
+    def generator(self: "Calls[Tensor]", first: torch.Generator, *, compiled: bool = False) -> torch.Generator:
         """Return the generator of a call, which in a repeated one draws what it drew in the first.
 
         Args:
-            own: The generator of first calls; a repeated one gets a copy as it was then.
+            first: The generator of first calls; a repeated one gets a copy as it was then.
             compiled: See ``run``.
         """
         place = _Place() if compiled else _place()
         if place.frame is None and not compiled:
-            return own
-        state = self._known(place, compiled)
+            return first
+        state = self._earlier(place, compiled)
         if state is None:
-            self.run(own.get_state, compiled=compiled)
-            return own
-        again = torch.Generator(own.device)
+            self.run(first.get_state, compiled=compiled)
+            return first
+        again = torch.Generator(first.device)
         again.set_state(state)
         return again
 
-    def _known(self, place: _Place, compiled: bool) -> T | None:
+    def _earlier(self, place: _Place, compiled: bool) -> T | None:
         """Return what a repeated call used, None for a first one."""
         if place.run is None:
             backward = self.in_backward()
-            nested = place.frame is not None and bool(self._made)  # a checkpoint within one that is run again
+            nested = place.frame is not None and bool(self._results)  # a checkpoint within one that is run again
             return self._last if backward and (compiled or nested) else None
-        made, number = self._made.get(place.frame, []), self._done.get(place.run, 0)
+        results, number = self._results.get(place.frame, []), self._done.get(place.run, 0)
         self._done[place.run] = number + 1
-        return made[number] if number < len(made) else self._last
+        return results[number] if number < len(results) else self._last
 
 
 def repeat_under(key: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -112,10 +112,10 @@ def repeat_under(key: Any, context: Callable[[], AbstractContextManager[Any]]) -
     place = _place()
     if place.frame is None or place.run is not None:
         return
-    known = place.frame.__dict__.setdefault("fmtsim_contexts", set())
-    if key in known:
+    contexts = place.frame.__dict__.setdefault("fmtsim_contexts", set())
+    if key in contexts:
         return
-    known.add(key)
+    contexts.add(key)
     again = place.frame.recompute_fn
 
     def under(*args: Any) -> None:
@@ -126,6 +126,7 @@ def repeat_under(key: Any, context: Callable[[], AbstractContextManager[Any]]) -
 
 
 def _place() -> _Place:
+    """Return where the current call is, by the topmost saved-tensor hooks."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if not hooks:
         return _Place()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a block's statistic to its scale, and to what its elements meet before they are rounded.
+"""From a block's statistic to its scale, and to the factor that its elements meet before they are rounded.
 
 Every operation on real scales is one of float32, rounded to nearest even, in the order written here (the tables are in
 docs/semantics.md, sections 5 to 7). What rounds a scale to the format that stores it is handed in: quantisers and the
@@ -60,10 +60,12 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
 
     A statistic of 0 gives scale 1 (in the format that stores it) and factor 1.
     """
+    # 1. the statistic, raised by eps, and what it becomes in the element format
     empty = a == 0
     a = _raised(a, scaling)
     empty = empty & (a == 0)
     top32 = float32(float32(top if scaling.top is None else scaling.top) * 2.0**-scaling.margin)
+    # 2. the scale as a real number, or the r = 1 / s that it is made of
     if scaling.arithmetic in ("encode", "double") and scaling.factor is None:
         s, r = _encoding(a, scaling, top32, empty, dtype)
     else:
@@ -71,8 +73,10 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
     if scaling.allowed:
         steps = torch.tensor(scaling.allowed, dtype=torch.float32, device=s.device)
         s = steps[torch.searchsorted(steps, s.contiguous()).clamp(max=len(steps) - 1)]
+    # 3. as it is stored
     is_fp32 = scaling.scale.name == "fp32"
     stored = s if is_fp32 else store(s)
+    # 4. what elements meet: the stored scale, r itself, or the reciprocal of the stored scale
     if scaling.arithmetic == "divide":
         return Scales(stored, torch.where(stored == 0, FLT_MIN, stored), divides=True)
     if r is not None and is_fp32 and not scaling.allowed:
@@ -120,13 +124,15 @@ def exponent_scales(amax: Tensor, rule: ExponentRule, element: ElementFormat) ->
     top = element.max_exponent
     if rule == "rceil":
         amax, top = (amax.float().clamp(max=FLT_MAX) * float32(1.0 / element.max)).clamp(max=FLT_MAX), 0
+    # 1. the exact exponent, and one more where the rule rounds up
     significand, exponent, places = _significands(amax)
     if rule in ("ceil", "rceil"):
         exponent = exponent + (significand != 1 << places).long()
     elif rule == "even":
-        kept = element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0
-        half = 1 << (places - 1 - kept) if kept < places else 0
+        mantissa_bits = element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0
+        half = 1 << (places - 1 - mantissa_bits) if mantissa_bits < places else 0
         exponent = exponent + (significand >= (2 << places) - half).long()
+    # 2. less the element's own, in the range of E8M0
     exponent = torch.where(amax == 0, -127, (exponent - top).clamp(-127, 127))
     code = torch.where(exponent == -127, 1 << 22, (exponent + 127) << 23)  # a subnormal number, and normal ones
     scale = code.to(torch.int32).view(torch.float32)
@@ -198,14 +204,14 @@ def _carries(dtype: torch.dtype, device: torch.device) -> Tensor:
         logarithm = math.log2(math.ldexp(significand, exponent - 23))
         return float(torch.tensor(logarithm, dtype=dtype, device="cpu")) >= exponent + 1
 
-    found = []
+    significands = []
     for exponent in range(-149, 129):
         low, high = 1 << 23, 1 << 24
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if carries(middle, exponent) else (middle + 1, high)
-        found.append(low)
-    return torch.tensor(found, device=device)
+        significands.append(low)
+    return torch.tensor(significands, device=device)
 
 
 @lru_cache(maxsize=256)

@@ -267,11 +267,11 @@ def test_graphs_that_are_gone_leave_nothing_behind():
     model = convert(Stack("not reentrant"), recipe="te_delayed")
     loss = model(batch(0).requires_grad_()).sum()
     calls = model.blocks[0][0].fmtsim_state.x_f.repeated
-    assert len(calls._made) == 1
+    assert len(calls._results) == 1
     loss.backward()
     del loss
     gc.collect()
-    assert len(calls._made) == len(calls._done) == 0
+    assert len(calls._results) == len(calls._done) == 0
 
 
 def test_a_graph_that_is_run_back_twice():

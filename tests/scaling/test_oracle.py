@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import numpy
 import pytest
+import torch
 
+from fmtsim.engines import cpu, torch_engine
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import block_scaling
+from fmtsim.formats.scaling import TensorScale, block_scaling
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import encode_value, round_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
+from fmtsim.spec.cast import CastSpec
 from fmtsim.support.errors import ArgumentError
 
 F32 = numpy.float32
@@ -210,6 +215,24 @@ def test_nvfp4_of_zeros_and_of_vanishing_blocks():
     result = row([1e30] * 16 + [1.0, -1.0], "nvfp4")  # the second block's scale underflows: largest codes, zero values
     assert result.scales[0][1] == 0.0 and result.codes[0][16:] == [7, 15]
     assert [math.copysign(1.0, v) * (v == 0.0) for v in result.values[0][16:]] == [1.0, -1.0]
+
+
+def test_two_levels_of_elements_beyond_float32():
+    """m and c m are Inf in float32: S_enc is FLT_MAX, block scales are 0; the engines say the same."""
+    for bias, matrix in ((-110, [[1.0, -3.0e38, 0.0, 2.0**-149]]), (-96, [[1.0, -5.0, 0.25, 0.0]]), (-110, [[0.0]])):
+        element = FloatFormat(name="far", exponent_bits=5, mantissa_bits=1, bias=bias, nan="none")
+        scaling = block_scaling((1, 2), "amax", arithmetic="encode", scale=get_format("e4m3"), tensor=TensorScale())
+        fmt = BlockFormat(name="far_two_level", element=element, scaling=scaling)
+        assert element.max * 448 > FLT_MAX
+        result = quantize_matrix(matrix, fmt)
+        spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
+        for engine in (torch_engine, cpu):
+            x, values = torch.tensor(matrix), torch.empty(len(matrix), len(matrix[0]))
+            parts = engine.encode(x, spec, None)
+            assert parts.codes.tolist() == result.codes and parts.scales.tolist() == result.scales
+            assert float(parts.tensor_scale) == result.tensor_scale
+            engine.quantize(x, spec, None, values)
+            assert values.tolist() == result.values
 
 
 # Zero points.

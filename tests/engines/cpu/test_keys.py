@@ -39,7 +39,7 @@ def keys_with(file, old, new):
     for prefix in ("fmtsim.", "fmtsim.engines."):
         sys.modules.pop(prefix + file.removesuffix(".py").replace("/", "."), None)
     loader.get_source = lambda self, name: get_data(self, self.path).decode()
-    import fmtsim.engines.cpu
+    import fmtsim.engines.cpu.cast.logarithmic, fmtsim.engines.cpu.cast.scaled
     assert all(getattr(fmtsim.engines.cpu, name) for name in fmtsim.engines.cpu.__all__)  # loads every module
     from fmtsim.engines.cpu.runtime import kernel_cache as keys
     from fmtsim.engines.cpu.runtime.kernel_cache import KernelCache

@@ -59,7 +59,7 @@ def scale_parameters(fmt: BlockFormat) -> ScaleParameters:
         rule=_RULES[fmt.scale_rule],
         arithmetic=TWO_LEVEL if fmt.tensor_scale else _ARITHMETIC[fmt.arithmetic],
         max=largest,
-        reciprocal_max=np.float32(1.0 / fmt.element.max),
+        reciprocal_max=np.float32(1.0 / float(largest if fmt.tensor_scale else fmt.element.max)),  # of RN32(m), or of m
         max_exponent=fmt.element.max_exponent,
         mantissa_bits=fmt.element.mantissa_bits if isinstance(fmt.element, FloatFormat | IntFormat) else 0,
         plain=fmt.scale.name == "fp32",
