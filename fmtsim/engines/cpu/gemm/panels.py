@@ -13,7 +13,7 @@ from fmtsim.engines.cpu.gemm.block_scaled import grouped, grouped_integers
 from fmtsim.engines.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel, Rows
 from fmtsim.engines.cpu.gemm.packing import pack_panel
 from fmtsim.engines.cpu.runtime.jit import device, kernel, overload
-from fmtsim.engines.cpu.runtime.scratch import scratch
+from fmtsim.engines.cpu.runtime.pool import scratch
 from fmtsim.engines.cpu.runtime.simd import LANES
 
 
