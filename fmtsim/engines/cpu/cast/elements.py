@@ -47,7 +47,8 @@ Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
 def quantizer(spec: CastSpec) -> Callable[[torch.Tensor, CastSpec, Random, torch.Tensor], None] | None:
     """Return what quantises x into out (dtypes of the four, any strides, out may be x); None where no kernel does."""
     if spec.rounding.mode == "stochastic":
-        return partial(_quantize, None) if grid_for(spec.format, spec) is not None else None
+        fmt: ElementFormat = spec.format  # type: ignore[assignment]
+        return partial(_quantize, None) if grid_for(fmt, spec) is not None else None
     cast = caster(spec, None, torch.Size())
     return None if cast is None else partial(_quantize, cast)
 
