@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fmtsim.engines import cpu, torch_engine
-from fmtsim.engines.cpu.cast import matrices as cpu_matrices
+from fmtsim.engines.cpu.cast import scaled as cpu_scaled
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat, LogTileFormat, ScaledFormat, scaled, with_block
 from fmtsim.formats.registry import get_format
@@ -263,7 +263,7 @@ def test_products_that_float32_would_round_to_the_middle():
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "mxfp8_e4m3", "nvfp4", "int8_channel", "int4_g128"])
 def test_common_formats_have_a_fast_kernel(name):
     for rounding in LARGE_ROUNDINGS[:2]:
-        assert cpu_matrices.encoder(cast_spec(name, rounding, overflow="saturate")) is not None
+        assert cpu_scaled.encoder(cast_spec(name, rounding, overflow="saturate")) is not None
 
 
 # LogFMT tiles.

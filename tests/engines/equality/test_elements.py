@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fmtsim.casts.ops import code_dtype
+from fmtsim.engines.cpu.cast import codes as cpu_codes
 from fmtsim.engines.cpu.cast import engine as cpu_cast
-from fmtsim.engines.cpu.cast import lookup
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
 from fmtsim.rounding.modes import Rounding
@@ -231,5 +231,5 @@ def test_common_formats_have_a_kernel():
 
 def test_formats_that_share_codes_within_a_bucket_have_no_table():
     crowded = CodebookFormat(name="crowded", values=(0.0, 1.0, 1.001, 1.002))
-    assert lookup.table_of(crowded, NEAREST, "saturate") is None
+    assert cpu_codes.table_of(crowded, NEAREST, "saturate") is None
     assert not cpu_cast.supports("encode", cast_spec(crowded), torch.zeros(1))
