@@ -28,6 +28,7 @@ from fmtsim.gemm.units.unit import list_units as list_units
 from fmtsim.gemm.units.unit import register_unit as register_unit
 
 # Models: training under a recipe, quantisation after training, checkpoints, optimizer states, memory.
+from fmtsim.machine.simulate import simulate as simulate
 from fmtsim.nn import convert as convert
 from fmtsim.ptq import ptq as ptq
 from fmtsim.nn import report as report

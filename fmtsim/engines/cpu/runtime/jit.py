@@ -116,6 +116,17 @@ float64_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 
 
 @intrinsic
+def fma32(typing_context, x, y, z):  # type: ignore[no-untyped-def]
+    """Return x y + z of float32, rounded once."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.fma", [ir.FloatType()], kind), args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
 def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
     """Ask for the cache line of array[index], which may lie behind the array's end."""
 

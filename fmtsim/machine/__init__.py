@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU computes between matrix products: special functions, CUDA's library functions, operators."""

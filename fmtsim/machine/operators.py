@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of torch's operators ``simulate`` computes, by what; it is imported when a simulation begins."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fmtsim.gemm.products.matmul import bmm, linear, mm
+from fmtsim.machine import attention, loss, norm, optimizer, pointwise, reduce, softmax
+from fmtsim.machine.arrays import canonical as canonical
+from fmtsim.machine.unknown import Guess, UnknownOrder
+from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
+
+_ATEN = torch.ops.aten
+
+# Operators that move data, compare, count, or round once what torch computes exactly or in float32 on both devices.
+_NAMES = """
+view _unsafe_view transpose t permute detach alias expand unsqueeze squeeze slice select split split_with_sizes chunk
+cat stack clone neg abs _to_copy embedding arange ne eq gt lt ge le all any _local_scalar_dense constant_pad_nd
+ones_like zeros_like full_like empty_like empty empty_strided zeros ones full scalar_tensor new_zeros new_empty
+new_full new_ones
+slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_ lift_fresh tril triu logical_not
+logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index index_select scatter
+_reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
+minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ rsub _foreach_add_
+_foreach_mul_ unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
+"""
+SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool, log: bool) -> torch.Tensor:
+    if dim % x.ndim != x.ndim - 1 or not x.is_contiguous():
+        raise UnknownOrder("softmax over another dimension than the last")
+    return softmax.forward(x, log, torch.float32 if half_to_float else x.dtype)
+
+
+def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, log: bool) -> torch.Tensor:
+    if dim % y.ndim != y.ndim - 1:
+        raise UnknownOrder("softmax over another dimension than the last")
+    return softmax.backward(g.contiguous(), y.contiguous(), log, dtype)
+
+
+def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> torch.Tensor:
+    if not x.is_floating_point():
+        return torch.sum(x, dims or list(range(x.ndim)), keepdim, dtype=dtype)
+    if dtype not in (None, x.dtype):
+        raise UnknownOrder("a sum that converts its input")
+    return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, x.dtype)
+
+
+def _index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    if accumulate:
+        raise UnknownOrder("index_put that accumulates")
+    return torch.index_put(x, indices, values)
+
+
+def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
+    if not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= 1 << (
+        8 if x.dtype == torch.bfloat16 else 11
+    ):
+        raise UnknownOrder("cumsum of numbers that are no small integers")
+    return torch.cumsum(x, dim, dtype=dtype)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Return _grouped_mm: a chain of wgmma steps for each group."""
+    if offs is None or bias is not None or a.dtype not in (torch.bfloat16, torch.float16):
+        raise UnknownOrder("_grouped_mm without offsets, with a bias, or in float32")
+    ends = [0, *offs.tolist()]
+    groups = list(zip(ends, ends[1:], strict=False))
+
+    def product(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        if p.numel() == 0 or q.numel() == 0:
+            return torch.zeros(p.shape[0], q.shape[1], dtype=p.dtype)
+        return mm(p.detach(), q.detach(), out_dtype=p.dtype, target="hopper.wgmma")
+
+    if b.ndim == 3:
+        return torch.cat([product(a[i:j], b[n]) for n, (i, j) in enumerate(groups)])
+    result = torch.stack([product(a[:, i:j], b[i:j]) for i, j in groups])
+    raise Guess("the gradient of grouped weights; a few elements differ in a Mixtral's", result)
+
+
+def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    # of equal elements the GPU takes the lower index first
+    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+def _stable_sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
+    return torch.sort(x, dim=dim, descending=descending, stable=True)
+
+
+KNOWN: dict[Any, Callable] = {
+    _ATEN._softmax: lambda x, dim, half: _softmax(x, dim, half, False),
+    _ATEN._safe_softmax: lambda x, dim, dtype=None: _softmax(x, dim, False, False),
+    _ATEN._log_softmax: lambda x, dim, half: _softmax(x, dim, half, True),
+    _ATEN._softmax_backward_data: lambda g, y, dim, dtype: _softmax_gradient(g, y, dim, dtype, False),
+    _ATEN._log_softmax_backward_data: lambda g, y, dim, dtype: _softmax_gradient(g, y, dim, dtype, True),
+    _ATEN.sum: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, False),
+    _ATEN.mean: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, True),
+    _ATEN.native_layer_norm: norm.layer_norm,
+    _ATEN.native_layer_norm_backward: lambda g, x, shape, mean, rstd, w, b, mask: norm.layer_norm_backward(
+        g, x, shape, mean, rstd, w, mask
+    ),
+    _ATEN.nll_loss_forward: loss.nll_loss,
+    _ATEN.nll_loss_backward: loss.nll_loss_backward,
+    _ATEN.embedding_dense_backward: lambda g, i, rows, padding, by_frequency: loss.embedding_backward(
+        g, i, rows, padding
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, dropout=0.0, causal=False, attn_mask=None, scale=None: attention.forward(
+            q, k, v, attn_mask, dropout, causal, scale
+        )
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda g, q, k, v, o, lse, dropout, causal, attn_mask=None, scale=None: attention.backward(
+            g, q, k, v, o, lse, attn_mask, dropout, causal, scale
+        )
+    ),
+    _ATEN._fused_adamw_: optimizer.fused_adamw_,
+    _ATEN._foreach_norm: lambda tensors, order=2, dtype=None: optimizer.foreach_norm(tensors, order),
+    _ATEN.gelu: pointwise.gelu,
+    _ATEN.gelu_backward: pointwise.gelu_backward,
+    _ATEN.silu_backward: pointwise.silu_backward,
+    _ATEN.tanh_backward: pointwise.tanh_backward,
+    _ATEN.add: pointwise.add,
+    _ATEN.sub: lambda a, b, *, alpha=1: pointwise.add(a, b, alpha=-alpha),
+    _ATEN.add_: lambda a, b, *, alpha=1: a.copy_(pointwise.add(a, b, alpha=alpha)),
+    _ATEN.sub_: lambda a, b, *, alpha=1: a.copy_(pointwise.add(a, b, alpha=-alpha)),
+    _ATEN.index_put: _index_put,
+    _ATEN.index_put_: lambda x, *rest: x.copy_(_index_put(x, *rest)),
+    _ATEN.div: pointwise.divide,
+    _ATEN.div_: lambda a, b, *, rounding_mode=None: a.copy_(pointwise.divide(a, b, rounding_mode=rounding_mode)),
+    _ATEN.sigmoid_backward: pointwise.sigmoid_backward,
+    _ATEN.pow: pointwise.power,
+    _ATEN.cumsum: _cumsum,
+    _ATEN._grouped_mm: _grouped_mm,
+    _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(
+        x, order, dim, keepdim, dtype or x.dtype
+    ),
+    _ATEN.topk: _stable_topk,
+    _ATEN.sort: _stable_sort,
+    **{
+        getattr(_ATEN, name): pointwise.unary(name)
+        for name in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "rsqrt",
+                     "sqrt", "reciprocal", "sigmoid", "silu")
+    },
+}  # fmt: skip
+
+
+def _known_product(verb: Callable, *operands: torch.Tensor, target: str) -> torch.Tensor:
+    """Return a product in the order of a target's plan.
+
+    Raises:
+        Guess: The plan is a guess; the result by it is what the exception holds.
+    """
+    tensors = [operand.detach() for operand in operands]
+    if tensors[0].shape[-1] == 1 and verb is not linear:
+        return tensors[0] * tensors[1] + 0.0  # one product, added to a zero
+    try:
+        return verb(*tensors, target=target, strict=True)
+    except ArgumentError as refusal:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlanUnknownWarning)
+            raise Guess(str(refusal).split(";")[0], verb(*tensors, target=target)) from None
+
+
+def _addmm(target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if beta != 1 or alpha != 1 or c.ndim != 1:
+        raise UnknownOrder("addmm with factors or a matrix as addend")
+    return _known_product(linear, a, b.t(), c, target=target)
+
+
+PRODUCTS: dict[Any, Callable] = {
+    _ATEN.mm: lambda target, a, b: _known_product(mm, a, b, target=target),
+    _ATEN.bmm: lambda target, a, b: _known_product(bmm, a, b, target=target),
+    _ATEN.addmm: _addmm,
+}

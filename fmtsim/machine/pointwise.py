@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators on elements: CUDA's functions in float32 with one rounding to the result's dtype, and their gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numpy import float32
+
+from fmtsim.engines.cpu.runtime.jit import device, fma32
+from fmtsim.machine import library
+from fmtsim.machine.arrays import apply, from_f32, to_f32
+from fmtsim.machine.unknown import UnknownOrder
+
+_ONE, _HALF = float32(1.0), float32(0.5)
+_INVERSE_SQRT_2PI = float32(0.3989422804014327)
+_KAPPA, _SQRT_2_OVER_PI = float32(0.044715), float32(0.7978845608028654)
+_SQRT_HALF = float32(0.7071067811865476)
+
+
+@device
+def _gelu_gradient(g, x):
+    cdf = _HALF * (_ONE + library.erf(x * _SQRT_HALF))
+    pdf = library.exp((x * x) * -_HALF) * _INVERSE_SQRT_2PI
+    return g * (cdf + x * pdf)
+
+
+@device
+def _gelu_tanh_gradient(g, x):
+    square = x * x
+    t = library.tanh(fma32(square * x, _KAPPA, x) * _SQRT_2_OVER_PI)
+    slope = _SQRT_2_OVER_PI * fma32(float32(3.0) * _KAPPA, square, _ONE)
+    right = ((x * _HALF) * fma32(-t, t, _ONE)) * slope
+    return g * (_HALF * (_ONE + t) + right)
+
+
+@device
+def _silu_gradient(g, x):
+    s = _ONE / (_ONE + library.exp(-x))
+    return (g * s) * fma32(x, _ONE - s, _ONE)
+
+
+@device
+def _tanh_gradient(g, y):
+    return g * fma32(-y, y, _ONE)
+
+
+@device
+def _sigmoid_gradient(g, y):
+    return (g * (_ONE - y)) * y
+
+
+@device
+def _add_scaled(a, b, alpha):
+    return fma32(alpha, b, a)
+
+
+def _elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
+    """Return a float32 function of tensors of one shape and dtype, in the layout of the first, rounded once."""
+    first = tensors[0]
+    if first.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnknownOrder(f"an operator on elements of {first.dtype}")
+    result = from_f32(apply(function, *map(to_f32, tensors)), first.dtype, first.shape)
+    return torch.empty_like(first, memory_format=torch.preserve_format).copy_(result)
+
+
+def unary(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the operator of a function of ``library``."""
+    function = library.UNARY[name]
+    return lambda x: _elementwise(function, x)
+
+
+def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """Return torch's gelu."""
+    return _elementwise(library.UNARY["gelu" if approximate == "none" else "gelu_tanh"], x)
+
+
+def gelu_backward(g: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """Return gelu's gradient."""
+    return _elementwise(_gelu_gradient if approximate == "none" else _gelu_tanh_gradient, g, x)
+
+
+def silu_backward(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return silu's gradient."""
+    return _elementwise(_silu_gradient, g, x)
+
+
+def sigmoid_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return sigmoid's gradient, which is known in float32."""
+    if y.dtype != torch.float32:
+        raise UnknownOrder(f"the gradient of sigmoid in {y.dtype}")
+    return _elementwise(_sigmoid_gradient, g, y)
+
+
+def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return tanh's gradient: fused in float32; in 16 bits every operation is rounded."""
+    return _elementwise(_tanh_gradient, g, y) if y.dtype == torch.float32 else g * (1.0 - y * y)
+
+
+def add(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
+    """Return a + alpha b, fused where alpha is not 1 or -1."""
+    if alpha in (1, -1) or not (torch.is_tensor(a) and torch.is_tensor(b)):
+        return torch.add(a, b) if alpha == 1 else torch.sub(a, b) if alpha == -1 else torch.add(a, b, alpha=alpha)
+    if a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnknownOrder(f"add of {a.dtype} and {b.dtype} with alpha")
+    return from_f32(
+        apply(_add_scaled, to_f32(a), to_f32(b), float(alpha)), a.dtype, torch.broadcast_shapes(a.shape, b.shape)
+    )
+
+
+def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+    """Return a / b; a number in the place of b is a factor: its float32 reciprocal."""
+    if rounding_mode is not None or torch.is_tensor(b) or not a.is_floating_point() or a.dtype == torch.float64:
+        return torch.div(a, b, rounding_mode=rounding_mode)
+    return a * float(float32(1.0) / float32(b))
+
+
+def power(x: Any, exponent: Any) -> torch.Tensor:
+    """Return x to the power of 1, 2 or 3."""
+    if torch.is_tensor(exponent) or not torch.is_tensor(x):
+        raise UnknownOrder("pow with a tensor as exponent")
+    if exponent == 2:
+        return x * x
+    if exponent == 3:
+        return (x * x) * x
+    if exponent == 1:
+        return x.clone()
+    raise UnknownOrder(f"pow with exponent {exponent}")

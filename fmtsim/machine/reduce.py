@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sum, mean and the Euclidean norm in the order of PyTorch 2.11's reductions (Reduce.cuh) on a GPU of 132 SMs."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy import float32
+
+from fmtsim.engines.cpu.runtime.jit import fma32, kernel
+from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.machine.arrays import chain, from_f32, to_f32, tree
+from fmtsim.machine.unknown import UnknownOrder
+
+_THREADS, _WARP, _MULTIPROCESSORS, _THREADS_A_MULTIPROCESSOR = 512, 32, 132, 2048
+_ACCUMULATORS = 4  # of a thread that loads single elements
+
+
+def _power_of_two_below(n: int) -> int:
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+class ReducePlan(NamedTuple):
+    """Who adds what: blocks of ``width`` x ``height`` threads, ``blocks`` of them for one result.
+
+    A thread has ``vector`` accumulators, which are added in order; then threads along x by halving, along y by halving,
+    then the blocks' results in the same way.
+    """
+
+    width: int
+    height: int
+    blocks: int
+    vector: int
+    loads: bool  # vectors of adjacent elements, up to the alignment and behind the last one by single elements
+
+
+def _block(dim0: int, dim1: int, threads: int) -> tuple[int, int]:
+    dim0, dim1 = (min(_power_of_two_below(n), threads) for n in (dim0, dim1))
+    width = min(dim0, _WARP)
+    height = min(dim1, threads // width)
+    return min(dim0, threads // height), height
+
+
+def _split(inputs: int, results: int, step: int, width: int, height: int, results_a_block: int) -> tuple[int, int]:
+    """Return (rows of a block that share a result, blocks that share it): by how many elements a thread would add."""
+    per_thread = math.ceil(inputs / step)
+    if per_thread < min(height * 16, 256):
+        return 1, 1
+    per_thread = math.ceil(inputs / (step * height))
+    grid = math.ceil(results / results_a_block)
+    resident = _MULTIPROCESSORS * (_THREADS_A_MULTIPROCESSOR // (width * height))
+    if per_thread < 256 or grid > resident:
+        return height, 1
+    return height, max(min(math.ceil(resident / grid), math.ceil(per_thread / 16)), math.ceil(per_thread / 256))
+
+
+def last_plan(inputs: int, results: int, element_bytes: int) -> ReducePlan:
+    """Return the order of sums over adjacent elements."""
+    vector = 1 if inputs < 128 else 4 if element_bytes == 4 else 8
+    width, height = _block(inputs // vector, results, _THREADS)
+    shared, blocks = _split(inputs, results, width, width, height, 1)
+    return ReducePlan(width, shared, blocks, vector if vector > 1 else _ACCUMULATORS, vector > 1)
+
+
+def first_plan(inputs: int, results: int) -> tuple[ReducePlan, int]:
+    """Return the order of sums over rows, and how many adjacent results a thread has."""
+    vector = next(v for v in (4, 2, 1) if results % v == 0)
+    width, height = _block(results // vector, inputs, _THREADS // vector)
+    shared, blocks = _split(inputs, results // vector, 1, width, height, width)
+    return ReducePlan(width, shared, blocks, _ACCUMULATORS, False), vector
+
+
+@kernel
+def _add_last(x, starts, partial, threads, vector, loads, squares, start, stop):
+    width = x.shape[1]
+    for row in range(start, stop):
+        # elements in front of the first vector
+        head = (vector - starts[row]) % vector if loads else 0
+        body = head + (width - head) // vector * vector if loads else width
+        for j in range(width):
+            if not loads:
+                thread, accumulator = j % threads, (j // threads) % vector
+            elif j < head:
+                thread, accumulator = starts[row] + j, 0
+            elif j < body:
+                thread, accumulator = ((j - head) // vector) % threads, (j - head) % vector
+            else:
+                thread, accumulator = j - body, 0
+            if squares:
+                partial[row, thread, accumulator] = fma32(x[row, j], x[row, j], partial[row, thread, accumulator])
+            else:
+                partial[row, thread, accumulator] += x[row, j]
+
+
+def _add_blocks(x_f32: np.ndarray, plan: ReducePlan, width: int, height: int) -> np.ndarray:
+    """Return the sums of [results, blocks] by one block of width x height threads."""
+    threads = width * height
+    steps = math.ceil(plan.blocks / threads)
+    padded = np.zeros((len(x_f32), steps * threads), np.float32)
+    padded[:, : plan.blocks] = x_f32
+    total = chain(np.moveaxis(padded.reshape(-1, steps, threads), 1, -1))
+    return tree(tree(total.reshape(-1, height, width)))
+
+
+def sum_last(x_f32: np.ndarray, starts: np.ndarray, element_bytes: int, squares: bool = False) -> np.ndarray:
+    """Return float32 sums (of squares) of [results, inputs]; ``starts`` are the rows' first elements in memory."""
+    results, inputs = x_f32.shape
+    plan = last_plan(inputs, results, element_bytes)
+    threads = plan.width * plan.height * plan.blocks
+    partial = np.zeros((results, threads, plan.vector), np.float32)
+    shifts = starts % plan.vector
+    run(
+        lambda i, j: _add_last(x_f32, shifts, partial, threads, plan.vector, plan.loads, squares, i, j),
+        results, 1, inputs,
+    )  # fmt: skip
+    total = tree(tree(chain(partial).reshape(results, plan.blocks, plan.height, plan.width)))
+    if plan.blocks == 1:
+        return total[:, 0]
+    return _add_blocks(total, plan, plan.width, plan.height)
+
+
+def sum_first(x_f32: np.ndarray) -> np.ndarray:
+    """Return float32 sums of [inputs, results] over the rows."""
+    inputs, results = x_f32.shape
+    plan, _ = first_plan(inputs, results)
+    step = plan.height * plan.blocks
+    steps = math.ceil(inputs / (plan.vector * step))
+    padded = np.zeros((steps * plan.vector * step, results), np.float32)
+    padded[:inputs] = x_f32
+    turns = padded.reshape(steps, plan.vector, plan.blocks, plan.height, results)
+    total = turns[0].copy()
+    for turn in turns[1:]:
+        total += turn
+    for accumulator in total[1:]:
+        total[0] += accumulator
+    total = tree(np.moveaxis(total[0], 1, -1))  # [blocks, results]
+    if plan.blocks == 1:
+        return total[0]
+    steps = math.ceil(plan.blocks / plan.height)
+    padded = np.zeros((steps * plan.height, results), np.float32)
+    padded[: plan.blocks] = total
+    rows = chain(np.moveaxis(padded.reshape(steps, plan.height, results), 0, -1))
+    return tree(np.moveaxis(rows, 0, -1))
+
+
+def _last(x: torch.Tensor, axes: list[int], squares: bool) -> np.ndarray | None:
+    """Return sums over innermost dimensions that lie one after the other in memory, None for another layout."""
+    kept = x.ndim - len(axes)
+    inner = 1
+    for d in reversed(range(x.ndim)):
+        if d in axes:
+            if d < kept or (x.shape[d] > 1 and x.stride(d) != inner):
+                return None
+            inner *= x.shape[d]
+    starts = torch.zeros(x.shape[:kept], dtype=torch.int64)
+    for d in range(kept):
+        positions = torch.arange(x.shape[d]).reshape([-1 if e == d else 1 for e in range(kept)])
+        starts = starts + positions * x.stride(d)
+    rows = to_f32(x).reshape(-1, inner)
+    return sum_last(rows, starts.reshape(-1).numpy() + x.storage_offset(), x.element_size(), squares)
+
+
+def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum or mean of a tensor over dimensions, rounded once to a dtype.
+
+    Raises:
+        UnknownOrder: Dimensions or layout whose order of sums is not known.
+    """
+    axes = sorted({d % x.ndim for d in (dims or range(x.ndim))}) if x.ndim else []
+    shape = [1 if d in axes else n for d, n in enumerate(x.shape) if keepdim or d not in axes]
+    if not x.numel():
+        raise UnknownOrder("a sum of no elements")
+    # dimensions of one element do not count
+    axes, x = [sum(n > 1 for n in x.shape[:d]) for d in axes if x.shape[d] > 1], x.squeeze()
+    count = math.prod(x.shape[d] for d in axes)
+    if not axes:
+        return from_f32(to_f32(x) + float32(0.0), dtype, shape)  # one element is added to a zero
+    leading = list(range(len(axes)))
+    total = _last(x, axes, False)
+    if total is None and axes == leading and len(axes) < x.ndim and (x.is_contiguous() or x.shape[-1] % 4 == 0):
+        # rows in the order in which they lie in memory
+        strides = x.stride()
+        order = sorted(leading, key=lambda d: -strides[d]) + list(range(len(axes), x.ndim))
+        total = sum_first(np.ascontiguousarray(to_f32(x).transpose(order)).reshape(count, -1))
+    elif total is None and count <= 4 and len(axes) == 1:
+        total = chain(np.moveaxis(to_f32(x), axes[0], -1))
+    if total is None:
+        raise UnknownOrder(f"a sum over dimensions {axes} of {tuple(x.shape)}, strides {x.stride()}")
+    if mean:
+        total = total * (float32(1.0) / float32(count))  # a factor, no division
+    return from_f32(total, dtype, shape)
+
+
+def vector_norm(
+    x: torch.Tensor, order: float, dims: list[int] | None, keepdim: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the Euclidean norm of a whole tensor.
+
+    Raises:
+        UnknownOrder: Another norm, some dimensions only, or a layout that is not contiguous.
+    """
+    if order != 2 or (dims is not None and len(dims) < x.ndim) or not x.is_contiguous() or not x.numel():
+        raise UnknownOrder("a norm of another order, or over some dimensions")
+    total = sum_last(to_f32(x).reshape(1, -1), np.array([x.storage_offset()]), x.element_size(), squares=True)
+    return from_f32(np.sqrt(total), dtype, [1] * x.ndim if keepdim else [])

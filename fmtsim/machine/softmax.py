@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""softmax and log_softmax over the last dimension, forward and backward, in the order of PyTorch 2.11's kernels."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy import float32, int64
+
+from fmtsim.engines.cpu.runtime.jit import fma32, kernel
+from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.machine import library
+from fmtsim.machine.arrays import SHIFTED, STRIDED, VECTORS, add_in_order, add_threads, from_f32, slot_of, to_f32
+
+_REGISTERS, _SHARED_BYTES = 9216, 49152  # widths of the kernel in registers; of a block's shared memory
+
+
+class RowPlan(NamedTuple):
+    """Which thread adds which element of a row: see ``arrays.slot_of``; ``add_threads`` adds the threads."""
+
+    mode: int
+    threads: int
+    vector: int
+    element_bytes: int  # a row's misalignment to 16 bytes is what SHIFTED starts with
+    in_order: bool = False  # partial sums one after the other instead of by halving
+
+
+def forward_plan(width: int, element_bytes: int) -> RowPlan:
+    """Return the order of a forward sum: a warp a row to 2048, registers of 1024 threads, then shifted vectors."""
+    vector = 16 // element_bytes
+    if width <= 2048:
+        return RowPlan(STRIDED, 32, 1, element_bytes)
+    if width <= _REGISTERS:
+        return RowPlan(STRIDED, 1024, 1, element_bytes)
+    if width % vector == 0 and width < (_SHARED_BYTES - 32 * 4) // element_bytes:
+        return RowPlan(VECTORS, 1024, vector, element_bytes)
+    return RowPlan(SHIFTED, 1024, vector, element_bytes)
+
+
+def backward_plan(width: int, element_bytes: int) -> RowPlan:
+    """Return the order of a backward sum: a warp a row to 1024, then vectors of a block."""
+    if width <= 1024:
+        return RowPlan(STRIDED, 32, 1, element_bytes)
+    vector = 16 // element_bytes
+    threads, half = 1, min(width // vector, 1024) // 2
+    while threads < half:
+        threads *= 2
+    threads = max(threads, 32)
+    if width % vector == 0 and width < (_SHARED_BYTES - threads // 32 * 4) // element_bytes:
+        return RowPlan(VECTORS, threads, vector, element_bytes)
+    return RowPlan(SHIFTED, threads, vector, element_bytes, in_order=True)
+
+
+@kernel
+def _forward(x, y, log, mode, threads, vector, element_bytes, in_order, start, stop):
+    width = x.shape[1]
+    partial = np.empty(1024, np.float32)
+    for row in range(start, stop):
+        # 1. the largest element: the kernels start at -FLT_MAX; a NaN is not larger
+        largest = float32(-np.inf)
+        for j in range(width):
+            largest = x[row, j] if x[row, j] > largest else largest
+        # 2. the sum of exp(x - largest), a thread after the other
+        shift = (row * width * element_bytes % 16) // element_bytes
+        partial[:threads] = float32(0.0)
+        for j in range(width):
+            term = library.exp(x[row, j] - largest)
+            y[row, j] = term
+            partial[slot_of(j, width, mode, threads, vector, shift)] += term
+        total = add_in_order(partial, threads) if in_order else add_threads(partial, int64(threads))
+        # 3. exp(x - largest) / total, or (x - largest) - log(total)
+        if log:
+            logarithm = library.log(total)
+            for j in range(width):
+                y[row, j] = (x[row, j] - largest) - logarithm
+        else:
+            for j in range(width):
+                y[row, j] = y[row, j] / total
+
+
+@kernel
+def _backward(g, y, dx, log, mode, threads, vector, element_bytes, in_order, start, stop):
+    width = g.shape[1]
+    partial = np.empty(1024, np.float32)
+    for row in range(start, stop):
+        shift = (row * width * element_bytes % 16) // element_bytes
+        partial[:threads] = float32(0.0)
+        for j in range(width):
+            partial[slot_of(j, width, mode, threads, vector, shift)] += g[row, j]
+        total = add_in_order(partial, threads) if in_order else add_threads(partial, int64(threads))
+        for j in range(width):
+            if log:
+                dx[row, j] = fma32(-library.exp(y[row, j]), total, g[row, j])
+            else:
+                dx[row, j] = fma32(-y[row, j], total, g[row, j])
+
+
+def forward(x: torch.Tensor, log: bool, dtype: torch.dtype, plan: RowPlan | None = None) -> torch.Tensor:
+    """Return softmax (log_softmax) of a contiguous tensor's last dimension, rounded once to a dtype."""
+    rows = to_f32(x).reshape(-1, x.shape[-1])
+    y = np.empty_like(rows)
+    order = plan or forward_plan(x.shape[-1], x.element_size())
+    run(lambda start, stop: _forward(rows, y, log, *order, start, stop), len(rows), 1, 8 * rows.shape[1])
+    return from_f32(y, dtype, x.shape)
+
+
+def backward(
+    g: torch.Tensor, y: torch.Tensor, log: bool, dtype: torch.dtype, plan: RowPlan | None = None
+) -> torch.Tensor:
+    """Return the gradient of softmax's (log_softmax's) input from that of its result y."""
+    # softmax: torch first multiplies g by y, rounded to their dtype
+    rows, results = (to_f32(t).reshape(-1, y.shape[-1]) for t in (g if log else g * y, y))
+    dx = np.empty_like(rows)
+    order = plan or backward_plan(y.shape[-1], g.element_size())
+    run(lambda start, stop: _backward(rows, results, dx, log, *order, start, stop), len(rows), 1, 8 * rows.shape[1])
+    return from_f32(dx, dtype, y.shape)

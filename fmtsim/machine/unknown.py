@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator raises whose arithmetic on the GPU is not known, or has no bits to reproduce."""
+
+
+class UnknownOrder(Exception):
+    """The GPU's order of operations is not known for this call; the message says what of it."""
+
+
+class Nondeterministic(Exception):
+    """The GPU's own results differ from run to run (atomics); the message names the operator."""
+
+
+class Guess(Exception):
+    """An order that is not certain: what of it, and the result by the best guess."""

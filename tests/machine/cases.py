@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that are made on a GPU, where their results are recorded, and inside ``simulate``: one function for both."""
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fmtsim.machine.arrays import canonical
+
+F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (F32, BF16, FP16)
+KINDS = ("normal", "wide", "cancelling", "subnormal", "special")
+ATEN = torch.ops.aten
+
+
+def numbers(seed: int, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers made of integers alone, so that every machine makes the same ones."""
+    random = np.random.Generator(np.random.Philox(seed))
+    integers = random.integers(-(1 << 20), 1 << 20, (4, *shape))
+    x = integers.sum(0) / float(1 << 20)  # a sum of four uniform numbers: standard deviation 1.15
+    if kind == "wide":
+        x = np.ldexp(x, random.integers(-6, 7, shape))
+    if kind == "cancelling":
+        x = np.where(random.integers(0, 2, shape) == 1, 64.0, -64.0) + x / 128
+    if kind == "subnormal":
+        x = x * 2.0 ** (-20 if dtype == FP16 else -130)
+    if kind == "special":
+        chosen = random.integers(0, 1000, shape)
+        for bound, value in ((8, -0.0), (2, math.nan), (1, math.inf)):
+            x = np.where(chosen < bound, value, x)
+    return torch.from_numpy(np.asarray(x, np.float64)).to(dtype)
+
+
+def digest(*tensors: torch.Tensor | None) -> str:
+    """Return a hash of all bits; NaN is the GPU's."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            x = canonical(tensor.detach().cpu().contiguous().clone())
+            total.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+class Case(NamedTuple):
+    """A call: its name, and a function of a device that returns tensors."""
+
+    name: str
+    call: Callable[[str], tuple[torch.Tensor | None, ...]]
+
+
+WIDTHS = (1, 5, 16, 33, 64, 77, 96, 100, 127, 128, 130, 256, 500, 768, 1000, 1003, 1024, 1025, 1536, 2047, 2048, 2050,
+          3072, 4096, 4099, 8192, 9217, 9224, 12256, 12288, 24512, 50257)  # fmt: skip
+ROWS = (1, 3, 8, 17, 64, 100, 300, 1000)
+
+
+def _softmax(log: bool) -> Callable:
+    def call(x, g):  # type: ignore[no-untyped-def]
+        y = (torch.log_softmax if log else torch.softmax)(x, -1)
+        backward = ATEN._log_softmax_backward_data if log else ATEN._softmax_backward_data
+        return y, backward(g, y, -1, x.dtype)
+
+    return call
+
+
+def _layer_norm(x, g):  # type: ignore[no-untyped-def]
+    width = [x.shape[-1]]
+    weight, bias = g[0].clone(), x[-1].clone()
+    y, mean, rstd = ATEN.native_layer_norm(x, width, weight, bias, 1e-5)
+    return y, mean, rstd, *ATEN.native_layer_norm_backward(g, x, width, mean, rstd, weight, bias, [True] * 3)
+
+
+def _loss(x, g):  # type: ignore[no-untyped-def]
+    target = (torch.arange(len(x), device=x.device) * 7) % x.shape[-1]
+    target[::5] = -100
+    y, total = ATEN.nll_loss_forward(x, target, None, 1, -100)
+    return y, total, ATEN.nll_loss_backward(torch.ones_like(y), x, target, None, 1, -100, total)
+
+
+def _embedding(x, g):  # type: ignore[no-untyped-def]
+    indices = (torch.arange(len(x), device=x.device) * 11) % 23
+    return (ATEN.embedding_dense_backward(g, indices, 30, -1, False),)
+
+
+OPERATORS: dict[str, Callable] = {
+    "softmax": _softmax(False),
+    "log_softmax": _softmax(True),
+    "layer_norm": _layer_norm,
+    "nll_loss": _loss,
+    "embedding_backward": _embedding,
+    "sum": lambda x, g: (x.sum(-1), x.sum(0), x.sum()),
+    "mean": lambda x, g: (x.mean(-1, keepdim=True), x.mean(0)),
+    "norm": lambda x, g: (torch.linalg.vector_norm(x), *torch._foreach_norm([x, g])),
+    "pow": lambda x, g: (x**2, x**3),
+    "divide": lambda x, g: (x / g, x / 30.0, x / 3),
+    "add": lambda x, g: (x + g, torch.add(x, g, alpha=0.3), x * 0.1, x - g),
+    "gelu": lambda x, g: (functional.gelu(x), ATEN.gelu_backward(g, x)),
+    "gelu_tanh": lambda x, g: (functional.gelu(x, approximate="tanh"), ATEN.gelu_backward(g, x, approximate="tanh")),
+    "silu": lambda x, g: (functional.silu(x), ATEN.silu_backward(g, x)),
+    "tanh": lambda x, g: (torch.tanh(x), ATEN.tanh_backward(g, torch.tanh(x))),
+}
+FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "rsqrt", "sqrt",
+             "reciprocal", "sigmoid")  # fmt: skip
+
+
+def operator_cases() -> Iterator[Case]:
+    """Yield 160 calls of each operator: widths, rows, kinds of numbers and dtypes in turn."""
+    for name, operator in OPERATORS.items():
+        for i in range(160):
+            width, kind, dtype = WIDTHS[i % len(WIDTHS)], KINDS[(i // 3 + i) % 5], DTYPES[(i // len(WIDTHS) + i) % 3]
+            rows = ROWS[(i // 5) % len(ROWS)]
+            rows = min(rows, max(1, 40_000 // width))
+            if name == "layer_norm" and width % 4:
+                width = 4 * width if width < 4000 else width // 4 * 4
+
+            def call(device, operator=operator, i=i, shape=(rows, width), kind=kind, dtype=dtype):  # type: ignore[no-untyped-def]
+                x = numbers(1000 + i, shape, kind, dtype).to(device)
+                return operator(x, numbers(5000 + i, shape, "normal", dtype).to(device))
+
+            yield Case(f"{name} {rows}x{width} {kind} {str(dtype)[6:]} {i}", call)
+
+
+def function_cases() -> Iterator[Case]:
+    """Yield every function for all numbers of 16 bits, and for 2^18 of float32."""
+    for name in FUNCTIONS:
+        for dtype in DTYPES:
+
+            def call(device, name=name, dtype=dtype):  # type: ignore[no-untyped-def]
+                if dtype == F32:
+                    x = (torch.arange(1 << 18) * 16381).to(torch.int32).view(F32)
+                else:
+                    x = torch.arange(1 << 16).to(torch.int16).view(dtype)
+                return (getattr(torch, name)(x.to(device)),)
+
+            yield Case(f"{name} {str(dtype)[6:]}", call)
+
+
+def attention_cases() -> Iterator[Case]:
+    """Yield forward and backward passes of attention: head sizes, lengths, groups, causal or not."""
+    for i in range(80):
+        dtype, d = (BF16, FP16)[i % 2], (32, 64, 96, 128, 256)[i % 5]
+        queries = (64, 100, 17, 128, 200, 96)[i % 6]
+        causal = i % 3 == 0
+        keys = queries if causal else (64, 130, 100, 200, 256)[i % 5]
+        heads, key_heads = ((2, 2), (4, 2), (2, 1), (4, 1), (8, 1))[i // 2 % 5]
+        scale = (None, 0.125, 0.3)[(i // 3) % 3]
+        kind = ("normal", "wide", "cancelling", "normal")[i % 4]
+
+        how = {"is_causal": causal, "scale": scale, "enable_gqa": heads != key_heads}
+
+        def call(device, i=i, q=(heads, queries, d), k=(key_heads, keys, d), kind=kind, dtype=dtype, how=how):  # type: ignore[no-untyped-def]
+            def made(seed, shape, kind="normal"):  # type: ignore[no-untyped-def]
+                x = numbers(seed + i, (1, shape[1], shape[0], shape[2]), kind, dtype).to(device)
+                return x.transpose(1, 2).requires_grad_()
+
+            inputs = made(100, q, kind), made(200, k), made(300, k)
+            y = functional.scaled_dot_product_attention(*inputs, **how)
+            return y, *torch.autograd.grad(y, inputs, made(400, q).detach())
+
+        yield Case(f"attention {heads}/{key_heads} {queries}x{keys} {d} {kind} {str(dtype)[6:]} {causal} {i}", call)
+
+
+class Norm(nn.Module):
+    """RMSNorm as transformers writes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x scaled in float32."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Block(nn.Module):
+    """A layer of a transformer: GPT-2's or Llama's."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, llama: bool) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.llama, self.d = heads, key_heads, llama, width // heads
+        norm = Norm if llama else nn.LayerNorm
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.q = nn.Linear(width, width, bias=not llama)
+        self.k, self.v = (nn.Linear(width, key_heads * self.d, bias=not llama) for _ in range(2))
+        self.out = nn.Linear(width, width, bias=not llama)
+        self.up, self.down = nn.Linear(width, 2 * width, bias=not llama), nn.Linear(2 * width, width, bias=not llama)
+        self.gate = nn.Linear(width, 2 * width, bias=False) if llama else None
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        h = self.norm1(x)
+        split = [p(h).view(*h.shape[:2], -1, self.d).transpose(1, 2) for p in (self.q, self.k, self.v)]
+        if self.llama:
+            for n in (0, 1):
+                a, b = split[n].chunk(2, -1)
+                split[n] = split[n] * cos + torch.cat((-b, a), -1) * sin
+            split[1:] = [t.repeat_interleave(self.heads // self.key_heads, 1) for t in split[1:]]
+        y = functional.scaled_dot_product_attention(*split, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        h = self.norm2(x)
+        if self.gate is None:
+            return x + self.down(functional.gelu(self.up(h), approximate="tanh"))
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """A small language model."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, llama: bool, tokens: int = 512) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(tokens, width), nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(Block(width, heads, key_heads, llama) for _ in range(2))
+        self.norm, self.head = (Norm if llama else nn.LayerNorm)(width), nn.Linear(width, tokens, bias=False)
+        self.llama, d = llama, width // heads
+        self.register_buffer("frequencies", torch.tensor([10000.0 ** (-2 * i / d) for i in range(d // 2)]))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.embedding(ids)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        if not self.llama:
+            x = x + self.position(places)
+        angle = places[:, None].float() * self.frequencies
+        angles = torch.cat((angle, angle), -1)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+def training_cases() -> Iterator[Case]:
+    """Yield three steps of AdamW of a small GPT and a small Llama: logits, losses, gradients and weights."""
+    for llama in (False, True):
+        for dtype in (BF16, FP16):
+            for batch, length in ((2, 64), (1, 130)):
+                start = Model(128, 4, 2 if llama else 4, llama)
+                for i, p in enumerate(start.parameters()):
+                    if p.ndim == 2:
+                        p.data = numbers(i, tuple(p.shape), "normal", F32) / 16
+                frequencies = start.frequencies
+                start = start.to(dtype)
+                start.frequencies = frequencies
+
+                def call(device, start=start, batch=batch, length=length):  # type: ignore[no-untyped-def]
+                    model = copy.deepcopy(start).to(device)
+                    ids = (torch.arange(batch * (length + 1)) * 37 % 511).view(batch, -1).to(device)
+                    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+                    seen: list[torch.Tensor] = []
+                    for _ in range(3):
+                        logits = model(ids[:, :-1])
+                        loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+                        loss.backward()
+                        seen += [logits, loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+                        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    return *seen, *model.parameters()
+
+                yield Case(f"{'llama' if llama else 'gpt'} {batch}x{length} {str(dtype)[6:]}", call)
+
+
+def all_cases() -> Iterator[Case]:
+    """Yield every case."""
+    yield from function_cases()
+    yield from operator_cases()
+    yield from attention_cases()
+    yield from training_cases()

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU computes between products, held to what an H200 returned (``tools/record_machine.py`` records it)."""
+
+import json
+import lzma
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fmtsim
+from fmtsim.machine import mufu, softmax
+from fmtsim.machine.arrays import STRIDED, apply
+from fmtsim.machine.simulate import simulate
+from tests.machine.cases import all_cases, digest, numbers
+
+RECORD = json.loads((Path(__file__).parent / "data" / "h200.json").read_text("utf-8"))["cases"]
+SAMPLE = 29  # of the calls of one operator, this many apart are compared by default
+UNIT = {"ex2": mufu.ex2, "lg2": mufu.lg2, "rcp": mufu.rcp, "rsqrt": mufu.rsqrt, "sqrt": mufu.sqrt, "sin": mufu.sin,
+        "cos": mufu.cos}  # fmt: skip
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "mufu_h200.npz"
+
+
+def differing(step: int) -> list[str]:
+    """Return the recorded cases whose bits differ, every ``step``-th of them."""
+    wrong = []
+    for number, case in enumerate(all_cases()):
+        if number % step == 0 or (step > 1 and case.name == "llama 2x64 bfloat16"):
+            with simulate(target="h200", strict=True):
+                if digest(*case.call("cpu")) != RECORD[case.name]:
+                    wrong.append(case.name)
+    return wrong
+
+
+def test_recorded_calls_have_the_bits_of_an_h200():
+    assert differing(SAMPLE) == []
+
+
+@pytest.mark.slow
+def test_all_recorded_calls_have_the_bits_of_an_h200():
+    assert differing(1) == []
+
+
+def test_every_case_is_recorded():
+    assert [case.name for case in all_cases()] == list(RECORD)
+
+
+def test_another_order_of_sums_is_seen():
+    # 1,024 threads a row in place of a warp
+    x = numbers(1, (4, 1000), "normal", torch.float32)
+    right = softmax.forward(x, False, x.dtype)
+    other = softmax.forward(x, False, x.dtype, softmax.RowPlan(STRIDED, 1024, 1, 4))
+    assert digest(right) != digest(other)
+    assert torch.allclose(right, other)
+
+
+# Step by step as the unit's multipliers: an oracle of Python's integers, from the file of coefficients alone.
+
+
+def interpolated(name: str, argument: int) -> int:
+    """Return c0 + c1 x + c2 x^2 in 2^-18 of a last place for 23 bits of an argument."""
+    low = 16 if name == "rcp" else 17
+    lines = (Path(mufu.__file__).parent / "mufu.csv").read_text("utf-8").splitlines()
+    row = next(line for line in lines if line.startswith(f"{name},{argument >> low},"))
+    c0, c1, c2 = map(int, row.split(",")[2:])
+    x = (argument & ((1 << low) - 1)) << (17 - low)
+    square = 0
+    for i in range(17):
+        for j in range(i + 1):
+            column = 2 * i if i == j else i + j + 1  # of the product of two bits, which is added once
+            if x >> i & 1 and x >> j & 1 and column >= 19:
+                square += 1 << column
+    scale = mufu._SCALES[name]
+    return (c0 << scale.log2_c0) + scale.bias + (c1 * x << scale.log2_c1) + ((c2 * (square >> 19)) << scale.log2_c2)
+
+
+@pytest.mark.parametrize("name", ["ex2", "rcp", "rsqrt", "sqrt"])
+def test_the_unit_is_its_coefficients(name):
+    table = {"rsqrt": "rsq0", "sqrt": "sqrt0"}.get(name, name)
+    arguments = np.array([1, 2, 3, 0x1FFFF, 0x20000, 0x3FFFFF, 0x400001, 0x7FFFFF, 0x123456, 0x654321])
+    x = (arguments / 2**23).astype(np.float32) + np.float32(0 if name == "ex2" else 1)
+    expected = [
+        math.ldexp(interpolated(table, int(a)) >> 18, -24 if name in ("rcp", "rsqrt") else -23) for a in arguments
+    ]
+    assert apply(UNIT[name], x).tolist() == expected
+
+
+def test_errors_of_the_unit_are_within_two_last_places():
+    x = np.linspace(1.001, 3.999, 20_001).astype(np.float32)
+    for name, exact in (("ex2", np.exp2), ("rcp", np.reciprocal), ("sqrt", np.sqrt), ("lg2", np.log2)):
+        y = exact(x.astype(np.float64))
+        # the unit's documentation promises 2 ulp, and an absolute error of 2^-22 for lg2
+        bound = 2.0**-22 if name == "lg2" else 2 * np.spacing(y.astype(np.float32)).astype(np.float64)
+        assert (np.abs(apply(UNIT[name], x) - y) <= bound).all(), name
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason=f"{GOLDEN} is not there: the whole tables of an H200")
+@pytest.mark.parametrize(("name", "scale"), [("ex2", 0), ("rcp", 1), ("lg2", 1)])
+def test_whole_tables_of_an_h200(name, scale):
+    with np.load(GOLDEN) as golden:
+        steps = np.frombuffer(lzma.decompress(golden[name].tobytes()), np.int32 if name == "lg2" else np.int8)
+        bits = golden[f"{name}0"] + np.concatenate([[0], np.cumsum(steps.astype(np.int64))])
+    x = (np.arange(1 << 23) / 2**23).astype(np.float32) + np.float32(scale)
+    assert int((apply(UNIT[name], x).view(np.int32) != bits).sum()) == 0
+
+
+def test_special_arguments():
+    x = np.array([0.0, -0.0, 1e-40, -1e-40, math.inf, -math.inf, math.nan, -1.0], np.float32)
+    expected = {
+        "ex2": ["3f800000"] * 4 + ["7f800000", "00000000", "7fffffff", "3f000000"],
+        "rcp": ["7f800000", "ff800000", "7f800000", "ff800000", "00000000", "80000000", "7fffffff", "bf800000"],
+        "rsqrt": ["7f800000", "ff800000", "7f800000", "ff800000", "00000000", "7fffffff", "7fffffff", "7fffffff"],
+        "sqrt": ["00000000", "80000000", "00000000", "80000000", "7f800000", "7fffffff", "7fffffff", "7fffffff"],
+        "lg2": ["ff800000"] * 4 + ["7f800000", "7fffffff", "7fffffff", "7fffffff"],
+        "sin": ["00000000", "80000000", "00000000", "80000000"] + ["7fffffff"] * 3 + ["bf576aa3"],
+        "cos": ["3f800000"] * 4 + ["7fffffff"] * 3 + ["3f0a5141"],
+    }
+    for name, bits in expected.items():
+        assert [f"{b:08x}" for b in apply(UNIT[name], x).view(np.uint32)] == bits, name
+
+
+# simulate
+
+
+def test_strict_refuses_by_name():
+    message = "convolution: its bits on h200 are not known; leave strict=False to compute it as the host does"
+    with pytest.raises(fmtsim.errors.ArgumentError, match=message), fmtsim.simulate(target="h200", strict=True):
+        nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2))
+
+
+def test_what_is_not_known_is_counted():
+    with fmtsim.simulate() as run:
+        nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2)).tanh()
+    assert dict(run.unknown) == {"convolution": 1}
+    assert run.exact["tanh"] == 1
+    assert "computed by torch on the host: convolution (1)" in run.summary
+
+
+def test_sums_by_atomics_have_no_bits():
+    q, k, v = (torch.randn(1, 1, n, 32).bfloat16().requires_grad_() for n in (64, 400, 400))
+    with fmtsim.simulate(target="h200") as run:
+        functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    (reason,) = run.nondeterministic
+    assert "the gradient of q for 400 keys, not causal: blocks of keys are added by atomics" in reason
+    assert "no bits to reproduce" in run.summary
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(fmtsim.errors.ArgumentError, match="target='h20' cannot be simulated; did you mean 'h200'"):
+        fmtsim.simulate(target="h20")
+
+
+def test_integers_and_float64_are_left_alone():
+    with fmtsim.simulate(target="h200") as run:
+        assert (torch.arange(4) + 1).tolist() == [1, 2, 3, 4]
+    assert not run.exact
+
+
+def test_the_mode_ends_with_its_block():
+    x = torch.linspace(-3, 3, 100)
+    with fmtsim.simulate(target="h200"):
+        inside = x.tanh()
+    assert not torch.equal(inside, x.tanh())
