@@ -8,7 +8,7 @@ import fmtsim
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.targets.kernel import Kernel, Rule
-from fmtsim.gemm.targets.target import target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import Target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import GemmPlan
@@ -100,9 +100,9 @@ def test_kernels_in_place():
 
 
 def with_rule(**fields):
-    record = target_to_dict(fmtsim.get_target("h200"))
+    record = fmtsim.get_target("h200").to_dict()
     rule = {"when": {"a": "tf32", "n": 1}, "kernel": "any", "basis": "rule", "reason": "a test", "split": 1}
-    return target_from_dict({**record, "rules": [rule | fields, *record["rules"]]})
+    return Target.from_dict({**record, "rules": [rule | fields, *record["rules"]]})
 
 
 def test_a_rule_may_name_a_unit_of_its_own():
@@ -110,7 +110,7 @@ def test_a_rule_may_name_a_unit_of_its_own():
     found = target.resolve(mm(64, 1, 128, "tf32"))
     assert (found.unit, found.a.name, found.datapath) == ("fp32_fma", "fp32", get_unit("fp32_fma").mode("fp32", "fp32"))
     assert resolve(mm(64, 64, 128, "tf32")).b.name == "tf32"
-    assert target_to_dict(target)["rules"][0]["operands"] == "fp32" and "unit" not in target_to_dict(target)["rules"][1]
+    assert target.to_dict()["rules"][0]["operands"] == "fp32" and "unit" not in target.to_dict()["rules"][1]
     a, b, _ = operands("fp32", m=64, n=1)
     y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
     assert_same_bits(y, fmtsim.mm(a, b.t(), target="fp32_fma"))

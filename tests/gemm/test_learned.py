@@ -9,7 +9,7 @@ import torch
 
 from fmtsim.gemm.targets.learned import FEATURES, Group, Learned, Tree, learned_bytes, write_learned
 from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
-from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused
 from tests.support.targets import linear, mm
@@ -114,12 +114,12 @@ def test_a_tree_that_does_not_end(tmp_path):
 def test_targets_follow_trees_between_rules_and_guesses(tmp_path):
     trees(tmp_path)
     h200 = get_target("h200")
-    record = target_to_dict(h200) | {"book": None, "trees": "a.trees", "rules": [
+    record = h200.to_dict() | {"book": None, "trees": "a.trees", "rules": [
         {"when": {"m": 1}, "kernel": "any", "split": 1, "basis": "rule", "reason": "One row."},
         {"when": {}, "kernel": "any", "split": 1, "basis": "guess", "reason": "Any."},
     ]}  # fmt: skip
-    target = target_from_dict(record, folder=tmp_path)
-    assert target_to_dict(target)["trees"] == "a.trees"
+    target = Target.from_dict(record, folder=tmp_path)
+    assert target.to_dict()["trees"] == "a.trees"
     sizes = ((1, 64, 4096), (64, 64, 2048), (64, 64, 4096))
     calls = [*(mm(*each, out=torch.bfloat16) for each in sizes), linear(64, 64, 4096)]
     found = [target.find(call) for call in calls]
@@ -130,14 +130,14 @@ def test_targets_follow_trees_between_rules_and_guesses(tmp_path):
     )
     assert "right about 90.0% of 100 others: the order of algorithm 66" in found[2].plan.source
     with pytest.raises(ArgumentError, match="trees='../a.trees' is not the name of a file beside the plan file"):
-        target_from_dict(record | {"trees": "../a.trees"}, folder=tmp_path)
+        Target.from_dict(record | {"trees": "../a.trees"}, folder=tmp_path)
 
 
 def found_by(folder, choices, ks):
     """Return what h200 finds for sums of some lengths where it has a tree of certain choices and no rule."""
     write_learned(folder / "a.trees", [(GROUP._replace(choices=choices), TREE._replace(certain=np.ones(4, bool)))])
-    record = target_to_dict(get_target("h200")) | {"book": None, "trees": "a.trees", "rules": []}
-    target = target_from_dict(record, folder=folder)
+    record = get_target("h200").to_dict() | {"book": None, "trees": "a.trees", "rules": []}
+    target = Target.from_dict(record, folder=folder)
     return [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in ks]
 
 

@@ -10,7 +10,7 @@ import torch
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Family, write_book
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, question_of
-from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused
 from tests.support.targets import mm
 
@@ -25,7 +25,7 @@ FAMILIES = [
 
 def with_book(folder, rules=(), **facts):
     """Return a target whose book has three families, read from files in a folder."""
-    record = target_to_dict(get_target("h200"))
+    record = get_target("h200").to_dict()
     kernels = {"nvjet": {"algorithm": 66}, "any": {}}
     record |= {
         "name": "mine",
@@ -119,9 +119,9 @@ def test_tables_and_recorded_calls_come_before_the_book(tmp_path):
 
 def test_books_of_plan_files(tmp_path):
     target = with_book(tmp_path)
-    record = target_to_dict(target)
+    record = target.to_dict()
     assert (record["architecture"], record["book"]) == ("sm_90", "a.book")
-    assert target_to_dict(target_from_dict(record, folder=tmp_path)) == record
+    assert Target.from_dict(record, folder=tmp_path).to_dict() == record
     path = tmp_path / "mine.json"
     for change, message in (
         ({"book": "b.book"}, "mine.json: plan: .*b.book: No such file; a plan book lies there, which fmtsim calibrate"),

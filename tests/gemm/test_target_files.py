@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fmtsim.gemm.targets.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import PLANS, Target, get_target, list_targets
 from tests.support.refusals import refused
 
 
@@ -28,8 +28,8 @@ def test_plan_files_round_trip(path):
     record = json.loads(path.read_text())
     target = get_target(path.stem)
     assert record["name"] == path.stem
-    assert target_to_dict(target) == record
-    assert target_to_dict(target_from_dict(record)) == record
+    assert target.to_dict() == record
+    assert Target.from_dict(record).to_dict() == record
     for rule in target.rules:
         assert rule.reason
         tables = rule.split.values() if isinstance(rule.split, dict) else []
@@ -73,7 +73,7 @@ def test_plan_files_round_trip(path):
     ],
 )  # fmt: skip
 def test_bad_plan_files(change, message, tmp_path):
-    record = target_to_dict(get_target("chain")) | change
+    record = get_target("chain").to_dict() | change
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(record))
     refused(message, get_target, path)
@@ -110,5 +110,5 @@ def test_a_folder_or_a_pipe_is_no_plan_file(tmp_path):
 
 def test_an_older_word_for_what_the_library_reported_still_reads():
     rule = {"when": {}, "kernel": "any", "split": 1, "basis": "logged", "reason": "a test"}
-    record = target_to_dict(get_target("chain")) | {"kernels": {"any": {}}, "rules": [rule]}
-    assert target_from_dict(record).rules[0].basis == "reported"
+    record = get_target("chain").to_dict() | {"kernels": {"any": {}}, "rules": [rule]}
+    assert Target.from_dict(record).rules[0].basis == "reported"

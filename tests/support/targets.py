@@ -41,7 +41,7 @@ def hopper(name, kernels, rules):
     """Return a target whose bfloat16 products run on kernels by rules."""
     units = [[["bf16"], "fp32", "hopper.wgmma"]]
     record = {"name": name, "library": "a test", "source": "a test", "units": units, "kernels": kernels, "splits": {}}
-    return target.target_from_dict(record | {"rules": rules})
+    return target.Target.from_dict(record | {"rules": rules})
 
 
 def install(monkeypatch) -> Notebook:

@@ -24,7 +24,7 @@ from fmtsim.formats.registry import KINDS, format_from_json, format_to_dict, for
 from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.gemm.targets.book import Book, Family, book_bytes
 from fmtsim.gemm.targets.question import Choice, Kind, Question
-from fmtsim.gemm.targets.target import PLANS, get_target, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import PLANS, get_target
 from fmtsim.gemm.targets.target import Target as Plan
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
@@ -98,7 +98,7 @@ def read_ptq(path: Path) -> None:
 
 
 def use_plan(target: Plan) -> None:
-    assert repr(target) and target_to_dict(target_from_dict(json.loads(json.dumps(target_to_dict(target)))))
+    assert repr(target) and Plan.from_dict(json.loads(json.dumps(target.to_dict()))).to_dict()
     for call in CALLS:
         with contextlib.suppress(FmtsimError):  # of a call, not of the file
             target.resolve(call)
@@ -239,7 +239,7 @@ BOOKS = books()
 TENSORS = tensor_files()
 LOOK_UPS: list[Callable[[Any], Any]] = [
     get_format, list_formats, fmtsim.register_format, get_recipe, get_target, get_unit, get_rounding,
-    recipe_from_dict, target_from_dict, load_recipe, Encoded.load,
+    recipe_from_dict, Plan.from_dict, load_recipe, Encoded.load,
     format_from_json,
 ]  # fmt: skip
 
@@ -258,7 +258,7 @@ TARGETS: list[Target] = [
     file_target("plan.file", "plan.file.json", lambda path: use_plan(get_target(path)),
                 lambda rng: json_file(rng, rng.choice(PLAN_FILES)), failed=(b"[" * 100000, b"\xff", b"[]", b"{}")),
     Target("plan.dict", seeded(lambda rng: mutated(rng, rng.choice(PLAN_FILES), anything)),
-           lambda record: use_plan(target_from_dict(record))),
+           lambda record: use_plan(Plan.from_dict(record))),
     file_target("book.file", "book.file.book", read_book, make_book, failed=(b"", BOOKS[0][:30], BOOKS[1][:-1])),
     file_target("encoded.file", "encoded.file.safetensors", read_encoded,
                 lambda rng: safetensors_file(rng, rng.choice(ENCODED), "format")),

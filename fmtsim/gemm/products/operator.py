@@ -76,7 +76,7 @@ def run_gemm(
         scale_b: float32 [N, ceil(K / g)] or [B, ...].
         row, column, bias, result_scale: As in ``finish``.
         random: A key, or int64 [2] or [B, 2] with seed and offset, where the unit rounds stochastically.
-        validated: Both operands are known to hold values of their formats alone, which saves looking.
+        validated: Both operands are known to hold values of their formats alone, which saves a check.
         tf32: Round float32 operands to TF32 first, to nearest even: a CPU rounds pieces of a matrix as it needs them.
         bare: All tensors are known to be ``fmtsim.support.dispatch.is_bare``, which need no dispatcher.
 
@@ -131,36 +131,36 @@ def _gemm(  # type: ignore[no-untyped-def]
         _product(a, b, definition, c, scale_a, scale_b, shared, key, out, tf32)
         return out
     out = torch.empty(a.shape[0], a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    given = (c, scale_a, scale_b)
-    for i in _small_products(a, b, definition, given, shared, key, out):
-        own_c, own_scale_a, own_scale_b, own_key = (None if t is None else t[i] for t in (*given, key))
-        _product(a[i], b[i], definition, own_c, own_scale_a, own_scale_b, shared, own_key, out[i])
+    batched = (c, scale_a, scale_b)
+    for i in _small_products(a, b, definition, batched, shared, key, out):
+        c_i, scale_a_i, scale_b_i, key_i = (None if t is None else t[i] for t in (*batched, key))
+        _product(a[i], b[i], definition, c_i, scale_a_i, scale_b_i, shared, key_i, out[i])
     return out
 
 
-def _small_products(a, b, spec, given, shared, key, out):  # type: ignore[no-untyped-def]
+def _small_products(a, b, spec, batched, shared, key, out):  # type: ignore[no-untyped-def]
     """Write the small products of a batch that the CPU's kernels take at once; return the numbers of the others."""
     (count, m, n), plan, row, bias = out.shape, spec.plan, shared["row"], shared["bias"]
     cpu = ops.load_engine("cpu") if a.is_cpu and out.numel() else None
     if cpu is None or gemm_engine(spec, a[0], b[0]) is not cpu:
         return range(count)
-    scaled = any(x is not None for x in given) or (row is not None and row.numel() > 1)
+    scaled = any(x is not None for x in batched) or (row is not None and row.numel() > 1)
     if scaled or plan.k_end is not None or (bias is not None and plan.reduce == "in_place"):
         return range(count)
-    left, step = [], max(1, _SUMS // (m * n))
+    remaining, step = [], max(1, _SUMS // (m * n))
     for start in range(0, count, step):
         few = slice(start, start + step)
         part, keys = out[few], None if key is None else key[few]
         sums = part if out.dtype == spec.sum_dtype else torch.empty(part.shape, dtype=spec.sum_dtype)
         rest = cpu.gemm_batch(a[few], b[few], spec, keys, sums)
-        left += [start + i for i in rest]
+        remaining += [start + i for i in rest]
         if len(rest) < len(part):
             finish(
                 sums.view(-1, n), out.dtype, rule=plan.epilogue, row=row, column=shared["column"], bias=bias,
                 bias_after_rounding=plan.bias_after_rounding, result_scale=shared["result_scale"],
                 out=part.view(-1, n),
             )  # fmt: skip
-    return left
+    return remaining
 
 
 def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # type: ignore[no-untyped-def]
@@ -181,20 +181,19 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
     step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
-        part, own_c, own_scale, row = out[rows], c, scale_a, shared["row"]
+        part, c_rows, scale_rows, row, bias = out[rows], c, scale_a, shared["row"], shared["bias"]
         if step < m:
-            own_c, own_scale = (None if t is None else t[rows] for t in (c, scale_a))
+            c_rows, scale_rows = (None if t is None else t[rows] for t in (c, scale_a))
             row = row if row is None or row.numel() == 1 else row.reshape(-1)[rows]
         sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
-        bias = shared["bias"]
         if bias is not None and spec.plan.reduce == "in_place":
-            if own_c is not None:
+            if c_rows is not None:
                 raise ArgumentError(
                     "parts that are added in place begin with c or with a bias, and both are given; pass one"
                 )
-            own_c, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # what an output begins with
+            c_rows, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # what an output begins with
         multiply = partial(multiply_in_pieces, engine) if tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
-        multiply(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
+        multiply(a[rows], b, c_rows, scale_rows, scale_b, spec, random, sums)
         if wide != torch.int32:
             finish(
                 sums, out.dtype, rule=spec.plan.epilogue, row=row, column=shared["column"], bias=bias,
@@ -344,18 +343,14 @@ def _multiply(y: Tensor, rule: Epilogue, row: Tensor, column: Tensor) -> None:
 def _store(y: Tensor, out: Tensor) -> None:
     """Write values rounded to out's dtype, NaN in the bits that units and libraries write."""
     fmt = output_format(out.dtype)
-    nan = _nan_of(y)
+    # Where NaN is; None where a sum shows that there is none, which a GPU would stop the stream for.
+    nan = None if y.device.type == "cpu" and not y.sum().isnan() else y.isnan()
     if out.data_ptr() != y.data_ptr():
         narrow = out.dtype not in (y.dtype, torch.float64)
         out.copy_(_rounded(y, fmt) if narrow else y)  # exact
     if nan is not None:
         code = fmt.sign_mask if fmt.nan == "negative_zero" else fmt.magnitude_mask
         out.view(_CODES[out.element_size()]).masked_fill_(nan, code)
-
-
-def _nan_of(y: Tensor) -> Tensor | None:
-    """Return where NaN is, None where a sum shows that there is none: asking a GPU for it would stop the stream."""
-    return None if y.device.type == "cpu" and not y.sum().isnan() else y.isnan()
 
 
 def _rounded(y: Tensor, fmt: FloatFormat) -> Tensor:

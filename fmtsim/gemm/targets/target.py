@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
-from fmtsim.gemm.targets.book import Book
-from fmtsim.gemm.targets.cublaslt import Architecture, order_of
+from fmtsim.gemm.targets.cublaslt import order_of
 from fmtsim.gemm.targets.doubts import warn_once
-from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, Kernel, Rule, Splits, matches
-from fmtsim.gemm.targets.learned import Learned
+from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
+from fmtsim.gemm.targets.planfile import PlanFile
 from fmtsim.gemm.targets.question import Choice, Question, question_of
 from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
@@ -21,7 +20,7 @@ from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import Basis, GemmSpec, datapath_from_dict
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
-from fmtsim.support.records import READERS, at, check_types, fields_of, load_record, located, parse_json, record_of
+from fmtsim.support.records import load_record, parse_json
 
 
 class Found(NamedTuple):
@@ -53,54 +52,9 @@ def _sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
     return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Target:
-    """Describe a GPU and its library: units by operand formats, kernels, and rules that say which one runs.
-
-    Args:
-        name: Name of the target.
-        library: GPU, library and versions.
-        source: Where the rules come from.
-        units: ``(inputs, accumulate, unit)``: the first that fits is the unit of a call; None stands for any unit
-            the caller names a format for (not used by GPUs).
-        kernels: By name, how each orders its sums.
-        splits: By name, rules for the number of parts.
-        rules: In order; the first that fits is taken.
-        architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
-        book: What the library chooses for runs of sizes: in a file, a path from the plan file's folder. A book that
-            comes with fmtsim is named alone.
-        trees: What the library most likely chooses for a call that it was not asked about, in a file like the book's.
-    """
-
-    name: str
-    library: str
-    source: str
-    units: tuple[tuple[tuple[str, ...], str, str], ...]
-    kernels: dict[str, Kernel]
-    splits: dict[str, Splits]
-    rules: tuple[Rule, ...]
-    architecture: Architecture | None = None
-    book: Book | None = None
-    trees: Learned | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.architecture is None and (self.book is not None or self.trees is not None):
-            raise ArgumentError(
-                "a book and trees name algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
-            )
-        for inputs, accumulate, unit in self.units:
-            for name in inputs:
-                get_unit(unit).find(name, name, accumulate)
-        for number, rule in enumerate(self.rules):
-            with located(f"rules[{number}]"):
-                self._check_names(rule)
-
-    def _check_names(self, rule: Rule) -> None:
-        if rule.kernel not in self.kernels:
-            raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(self.kernels)}")
-        if isinstance(rule.split, str) and rule.split not in self.splits:
-            raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(self.splits)}")
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Target(PlanFile):
+    """A GPU with its library, as a plan file describes it: ``resolve`` returns a call's unit and accumulation order."""
 
     def __repr__(self) -> str:
         return f"Target({self.name!r}: {self.library}, {len(self.rules)} rules)"
@@ -377,7 +331,7 @@ def _load(path: str, changed: int) -> Target | Arithmetic:
     def read(record: Any, name: str) -> Target | Arithmetic:
         if isinstance(record, dict) and "kind" in record:
             return datapath_from_dict(record, name)
-        return target_from_dict(record, f"{name}: plan", folder)
+        return Target.from_dict(record, f"{name}: plan", folder)
 
     return load_record(path, "plan file", read)
 
@@ -387,47 +341,6 @@ def _datapath_of(text: str) -> Arithmetic:
         return datapath_from_dict(parse_json(text), "target")
     except ValueError as error:
         raise error if isinstance(error, FmtsimError) else ArgumentError(f"target={shown(text)}: {error}") from None
-
-
-def target_from_dict(record: dict[str, Any], path: str = "", folder: Path = PLANS) -> Target:
-    """Build a Target from what ``target_to_dict`` gives; raise ArgumentError or FormatError where it is not one.
-
-    Args:
-        record: The record.
-        path: What errors call it.
-        folder: Where its book and trees lie, if they are none that come with fmtsim.
-    """
-    fields = fields_of(record, path, "a Target")
-    for what, opened in (("book", Book.open), ("trees", Learned.open)):
-        if (name := fields.get(what)) is None:
-            continue
-        if not isinstance(name, str) or Path(name).name != name:
-            raise at(path, ArgumentError, f"{what}={shown(name)} is not the name of a file beside the plan file")
-        with located(path):
-            fields[what] = opened(next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name))
-    return record_of(Target, fields, path)  # type: ignore[no-any-return]
-
-
-READERS[Kernel] = Kernel.from_dict
-
-
-def target_to_dict(target: Target) -> dict[str, Any]:
-    """Return a Target as plain JSON types."""
-    files = {what: file and Path(file.name).name for what, file in (("book", target.book), ("trees", target.trees))}
-    library = {"architecture": target.architecture, **files}
-    return {
-        "name": target.name,
-        "library": target.library,
-        "source": target.source,
-        **{name: value for name, value in library.items() if value is not None},
-        "units": [[list(inputs), accumulate, unit] for inputs, accumulate, unit in target.units],
-        "kernels": {name: kernel.to_dict() for name, kernel in target.kernels.items()},
-        "splits": {name: split.to_dict() for name, split in target.splits.items()},
-        "rules": [
-            {name: getattr(rule, name) for name in Rule.__dataclass_fields__ if getattr(rule, name) is not None}
-            for rule in target.rules
-        ],
-    }
 
 
 def _library(text: str) -> str:

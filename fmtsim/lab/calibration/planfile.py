@@ -13,7 +13,7 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets.kernel import Kernel
-from fmtsim.gemm.targets.target import Target, get_target, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.lab.calibration.arithmetic import Measured, bench_call
 from fmtsim.lab.calibration.campaign import Finding, Units, scalar_unit
 from fmtsim.spec.call import GemmCall
@@ -154,19 +154,19 @@ def plan_file(
         "name": name,
         "library": library,
         "source": f"{evidence}; fmtsim calibrate" if target is None else f"{target.source} {evidence}.",
-        **({} if target is None else {key: value for key, value in target_to_dict(target).items() if key in _ANSWERS}),
-        "units": _units(measured) if target is None else target_to_dict(target)["units"],
-        "kernels": {} if target is None else target_to_dict(target)["kernels"],
-        "splits": {} if target is None else target_to_dict(target)["splits"],
+        **({} if target is None else {key: value for key, value in target.to_dict().items() if key in _ANSWERS}),
+        "units": _units(measured) if target is None else target.to_dict()["units"],
+        "kernels": {} if target is None else target.to_dict()["kernels"],
+        "splits": {} if target is None else target.to_dict()["splits"],
     }
     unknown = [finding.call for finding in found if finding.status == "not found"] + beyond
-    record["rules"] = [] if target is None else target_to_dict(target)["rules"]
+    record["rules"] = [] if target is None else target.to_dict()["rules"]
     rules = [*_unknown_rules(unknown, record["kernels"]), *_tables(entries, record, learn=target is None)]
     record["rules"] = merged(rules) + record["rules"]
     if not any(rule["when"] == {"a": "int8"} for rule in record["rules"]):
         record["rules"].append(_rule({"a": "int8"}, _name(record["kernels"], Kernel()), 1, "rule",
                                      "Sums of integers modulo 2^32 are the same in every order."))  # fmt: skip
-    return target_from_dict(record)
+    return Target.from_dict(record)
 
 
 def _knows(base: Target | None, finding: Finding) -> bool:
@@ -308,7 +308,7 @@ def write_plan(target: Target, path: str | Path) -> None:
 
 def plan_text(target: Target) -> str:
     """Return a target as JSON, one line for each rule, kernel, and size of results."""
-    record = target_to_dict(target)
+    record = target.to_dict()
     texts = ("name", "library", "source", *_ANSWERS)
     lines = ["{", *(f" {json.dumps(key)}: {json.dumps(record[key])}," for key in texts if key in record)]
     lines += [' "units": [', ",\n".join(f"  {json.dumps(unit)}" for unit in record["units"]), " ],"]

@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 import fmtsim
-from fmtsim.gemm.targets.target import target_to_dict
 from fmtsim.lab.analysis import scan_gemm
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.output import MISMATCH, version_of
@@ -33,7 +32,7 @@ def target():
 def files(target, tmp_path, monkeypatch):
     """A plan file and a file of shapes in the working folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "drops.json").write_text(json.dumps(target_to_dict(target)))
+    (tmp_path / "drops.json").write_text(json.dumps(target.to_dict()))
     (tmp_path / "shapes.txt").write_text("64 1000 bias\n")
     (tmp_path / "model.py").write_text("import torch\n\n\ndef small():\n    return torch.nn.Linear(1000, 64)\n")
 

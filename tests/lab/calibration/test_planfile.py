@@ -10,7 +10,7 @@ import torch
 
 import fmtsim
 from fmtsim.gemm.targets.kernel import Kernel
-from fmtsim.gemm.targets.target import get_target, list_targets, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import Target, get_target, list_targets
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.calibration.arithmetic import Measured, measure
 from fmtsim.lab.calibration.campaign import Finding, calibrate, scalar_unit
@@ -64,7 +64,7 @@ def measured():
 def test_texts_of_plans_hold_all_of_a_target(name):
     """Trees as well as the book."""
     target = get_target(name)
-    assert json.loads(plan_text(target)) == target_to_dict(target)
+    assert json.loads(plan_text(target)) == target.to_dict()
 
 
 def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
@@ -184,7 +184,7 @@ def test_calls_that_run_without_the_matrix_unit():
     modes = [
         Measured(mode=mode, arithmetic=BF16, unit="hopper.wgmma", facts=(), outputs=1) for mode in ("bf16", "tf32")
     ]
-    target = target_from_dict(json.loads(plan_text(plan_file("t", "a test", found, units, measured=modes))))
+    target = Target.from_dict(json.loads(plan_text(plan_file("t", "a test", found, units, measured=modes))))
     resolved = [target.resolve(call, strict=True) for call in calls]
     assert [(x.unit, x.a.name) for x in resolved] == [
         ("fp32_fma", "fp32"),

@@ -12,7 +12,7 @@ import torch
 import fmtsim
 from fmtsim.gemm.targets.book import Family, write_book
 from fmtsim.gemm.targets.question import Choice, Kind
-from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.lab.analysis.native import compare_native
 from fmtsim.lab.calibration import recheck as module
 from fmtsim.lab.calibration.recheck import KINDS, chosen_calls, recheck, shown
@@ -26,8 +26,8 @@ CPU, WORK, H200 = torch.device("cpu"), 1 << 22, dataclasses.replace(get_target("
 
 def few(*numbers):
     """Return the H200 with some of its rules alone."""
-    record = target_to_dict(H200)
-    return target_from_dict({**record, "rules": [record["rules"][number] for number in numbers]})
+    record = H200.to_dict()
+    return Target.from_dict({**record, "rules": [record["rules"][number] for number in numbers]})
 
 
 def number_of(bases=("rule", "recorded"), **facts):
@@ -118,8 +118,8 @@ def test_every_algorithm_in_the_book_is_tried_where_its_runs_begin_and_end(tmp_p
     families = [Family(kind, 0, "m", (48, 512), runs), Family(kind, 1, "m", (1 << 16, 1 << 16), runs),
                 Family(kind._replace(bias=True), 0, "m", (64, 64), ((1, Choice(66)),))]  # fmt: skip
     write_book(tmp_path / "a.book", families, library="NVIDIA H200, cuBLASLt 13.1.0")
-    record = target_to_dict(get_target("h200")) | {"architecture": "sm_90", "book": "a.book", "rules": []}
-    target = target_from_dict(record, folder=tmp_path)
+    record = get_target("h200").to_dict() | {"architecture": "sm_90", "book": "a.book", "rules": []}
+    target = Target.from_dict(record, folder=tmp_path)
     found = {(name, when["layout"], when["bias"]): [call.m for call in calls]
              for name, when, calls in module.book_calls(target, 3, WORK, 0)}  # fmt: skip
     assert {key: set(sizes) for key, sizes in found.items()} == {
@@ -153,7 +153,7 @@ def test_one_call_in_words():
 
 def test_the_command(monkeypatch, tmp_path, capsys):
     path = tmp_path / "GPU.json"
-    path.write_text(json.dumps(target_to_dict(few(number_of(scaling="row"), number_of(a="int8")))))
+    path.write_text(json.dumps(few(number_of(scaling="row"), number_of(a="int8")).to_dict()))
     monkeypatch.setattr(calibration, "open_gpu", lambda device: None)
     own = module.recheck
     words = ["calibrate", "--check", str(path), "--calls", "1", "--device", "cpu"]

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan files: what they hold of a GPU with its library, read from JSON, checked, and written as JSON."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fmtsim.gemm.targets.book import Book
+from fmtsim.gemm.targets.cublaslt import Architecture
+from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits
+from fmtsim.gemm.targets.learned import Learned
+from fmtsim.gemm.units.unit import PLANS, get_unit
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.records import READERS, at, check_types, fields_of, located, record_of
+
+READERS[Kernel] = Kernel.from_dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanFile:
+    """Describe a GPU and its library: units by operand formats, kernels, and rules that say which one runs.
+
+    Args:
+        name: Name of the target.
+        library: GPU, library and versions.
+        source: Where the rules come from.
+        units: ``(inputs, accumulate, unit)``: the first that fits is the unit of a call; None stands for any unit
+            the caller names a format for (not used by GPUs).
+        kernels: By name, how each orders its sums.
+        splits: By name, rules for the number of parts.
+        rules: In order; the first that fits is taken.
+        architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
+        book: What the library chooses for runs of sizes: in a file, a path from the plan file's folder. A book that
+            comes with fmtsim is named alone.
+        trees: What the library most likely chooses for a call that it was not asked about, in a file like the book's.
+    """
+
+    name: str
+    library: str
+    source: str
+    units: tuple[tuple[tuple[str, ...], str, str], ...]
+    kernels: dict[str, Kernel]
+    splits: dict[str, Splits]
+    rules: tuple[Rule, ...]
+    architecture: Architecture | None = None
+    book: Book | None = None
+    trees: Learned | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.architecture is None and (self.book is not None or self.trees is not None):
+            raise ArgumentError(
+                "a book and trees name algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
+            )
+        for inputs, accumulate, unit in self.units:
+            for name in inputs:
+                get_unit(unit).find(name, name, accumulate)
+        for number, rule in enumerate(self.rules):
+            with located(f"rules[{number}]"):
+                self._check_names(rule)
+
+    def _check_names(self, rule: Rule) -> None:
+        if rule.kernel not in self.kernels:
+            raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(self.kernels)}")
+        if isinstance(rule.split, str) and rule.split not in self.splits:
+            raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(self.splits)}")
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any], path: str = "", folder: Path = PLANS) -> Self:
+        """Build a plan file from what ``to_dict`` returns; raise ArgumentError or FormatError where it is not one.
+
+        Args:
+            record: The record.
+            path: What errors call it.
+            folder: Where its book and trees lie, unless they come with fmtsim.
+        """
+        fields = fields_of(record, path, "a Target")
+        for what, opened in (("book", Book.open), ("trees", Learned.open)):
+            if (name := fields.get(what)) is None:
+                continue
+            if not isinstance(name, str) or Path(name).name != name:
+                raise at(path, ArgumentError, f"{what}={shown(name)} is not the name of a file beside the plan file")
+            with located(path):
+                fields[what] = opened(next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name))
+        return record_of(cls, fields, path)  # type: ignore[no-any-return]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan file as plain JSON types."""
+        files = {what: file and Path(file.name).name for what, file in (("book", self.book), ("trees", self.trees))}
+        library = {"architecture": self.architecture, **files}
+        return {
+            "name": self.name,
+            "library": self.library,
+            "source": self.source,
+            **{name: value for name, value in library.items() if value is not None},
+            "units": [[list(inputs), accumulate, unit] for inputs, accumulate, unit in self.units],
+            "kernels": {name: kernel.to_dict() for name, kernel in self.kernels.items()},
+            "splits": {name: split.to_dict() for name, split in self.splits.items()},
+            "rules": [
+                {name: getattr(rule, name) for name in Rule.__dataclass_fields__ if getattr(rule, name) is not None}
+                for rule in self.rules
+            ],
+        }
