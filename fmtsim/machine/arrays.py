@@ -78,12 +78,15 @@ _MAPS = {1: _map, 2: _map2, 3: _map3}
 
 def apply(function: Callable, *operands: np.ndarray | np.float32 | float) -> np.ndarray:
     """Return a compiled function of one to three float32 numbers over broadcast operands."""
-    arrays = np.broadcast_arrays(*(np.asarray(operand, np.float32) for operand in operands))
-    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    arrays = [np.asarray(operand, np.float32) for operand in operands]
+    shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    # kernels are compiled for contiguous arrays that can be written
+    usable = [array.shape == shape and array.flags.c_contiguous and array.flags.writeable for array in arrays]
+    flat = [(a if ok else np.broadcast_to(a, shape).copy()).reshape(-1) for a, ok in zip(arrays, usable, strict=True)]
     y = np.empty_like(flat[0])
     compiled = _MAPS[len(flat)](function)
     run(lambda start, stop: compiled(*flat, y, start, stop), y.size, 16, weight=8)
-    return y.reshape(arrays[0].shape)
+    return y.reshape(shape)
 
 
 def fma(a: np.ndarray | float, b: np.ndarray | np.float32, c: np.ndarray | float) -> np.ndarray:

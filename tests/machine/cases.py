@@ -243,7 +243,7 @@ def training_cases() -> Iterator[Case]:
             for batch, length in ((2, 64), (1, 130)):
                 start = Model(128, 4, 2 if llama else 4, llama)
                 for i, p in enumerate(start.parameters()):
-                    if p.ndim == 2:
+                    if p.ndim == 2 or not llama:
                         p.data = numbers(i, tuple(p.shape), "normal", F32) / 16
                 frequencies = start.frequencies
                 start = start.to(dtype)
