@@ -82,11 +82,11 @@ class Model:
             *([] if "a" in self.style else [q + 2 * kv]),
             *([2 * i] if "g" in self.style else []),
         ]
-        found = [(n, k) for n, k, _ in self.layers] + [(n, h) for n in columns]
+        shapes = [(n, k) for n, k, _ in self.layers] + [(n, h) for n in columns]
         for parts in SLICES:
-            found += [(n // parts, h) for n in columns if n % parts == 0]
-            found += [(h, k // parts) for k in (q, i) if k % parts == 0]
-        return tuple(dict.fromkeys(found))
+            shapes += [(n // parts, h) for n in columns if n % parts == 0]
+            shapes += [(h, k // parts) for k in (q, i) if k % parts == 0]
+        return tuple(dict.fromkeys(shapes))
 
 
 @cache
@@ -109,13 +109,13 @@ def find_models(names: Iterable[str]) -> list[Model]:
     Raises:
         ArgumentError: A name is unknown; the message has names that are close.
     """
-    known = models()
+    by_name = models()
     for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in by_name:
+            hint = did_you_mean(name, by_name)
             raise ArgumentError(f"unknown model {name!r}{hint} (fmtsim.lab.calibration.list_models() has all "
-                                f"{len(known)}; or pass --shapes)")  # fmt: skip
-    return [known[name] for name in names]
+                                f"{len(by_name)}; or pass --shapes)")  # fmt: skip
+    return [by_name[name] for name in names]
 
 
 def layer_shapes(names: Iterable[str]) -> list[Shape]:

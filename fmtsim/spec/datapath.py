@@ -240,12 +240,12 @@ def _power(i: int, entries: int, fraction_bits: int) -> int:
     return (twice + 1) >> 1
 
 
-def _float_format(name: str, given: object) -> FloatFormat | None:
-    fmt = get_format(given) if isinstance(given, str) else given
+def _float_format(name: str, value: object) -> FloatFormat | None:
+    fmt = get_format(value) if isinstance(value, str) else value
     if fmt is None and name != "accumulator":
         return None
     if not isinstance(fmt, FloatFormat):
-        raise FormatError(f"{name}={shown(given)} is not a floating-point format; pass its name or a FloatFormat")
+        raise FormatError(f"{name}={shown(value)} is not a floating-point format; pass its name or a FloatFormat")
     return fmt
 
 

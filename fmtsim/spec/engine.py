@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine protocol: what the packages that compute export, and all that is called of them from outside.
+"""The engine protocol: what the packages that compute export, and the only calls into them from outside.
 
-Any engine casts and multiplies; one with kernels says what they cover, and the torch engine does the rest; one with
-fused kernels takes whole operands of layers as well, and finishes their products. None is an engine's word for what it
-does not cover. ``fmtsim.casts.ops`` chooses.
+Every engine casts and multiplies. A KernelEngine says which calls its kernels cover; the torch engine computes the
+others. A FusedEngine also quantises whole operands of layers and finishes their products. A method that may return None
+returns it for a call that the engine does not cover. ``fmtsim.casts.ops`` chooses the engine of a call.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,20 +60,20 @@ class TorchEngine(Engine, Functions, Protocol):
     """``fmtsim.engines.torch_engine``: all casts and products on every device."""
 
     def compiles_casts(self, kind: str) -> bool:
-        """Say whether torch.compile makes casts for a type of device."""
+        """Return True if torch.compile compiles casts for a type of device."""
 
 
 class KernelEngine(Engine, Protocol):
     """An engine whose kernels cover some calls: ``fmtsim.engines.cpu`` and ``fmtsim.engines.cuda``."""
 
     def supports(self, verb: str, spec: CastSpec, *tensors: Tensor) -> bool:
-        """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has."""
+        """Return True if kernels cover a verb on these tensors: input and output of quantize, else the input alone."""
 
     def supports_gemm(self, spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
-        """Say whether the kernels cover a product."""
+        """Return True if kernels cover a product."""
 
     def supports_optimizer(self, rule: str, scheme: Scheme) -> bool:
-        """Say whether kernels know an optimizer's rule and the states of a scheme."""
+        """Return True if kernels cover an optimizer's rule and the states of a scheme."""
 
     def optimizer_steps(
         self, rule: str, steps: Sequence[ParameterStep], scheme: Scheme, counter: Counter
@@ -104,7 +104,7 @@ class CPUEngine(KernelEngine, Functions, Protocol):
         """Write the values of integer codes to out; all are contiguous and have one dimension."""
 
     def weighted_sums(self, words: Tensor, multipliers: Tensor, masks: tuple[int, int] = (0, 0)) -> tuple[Tensor, int]:
-        """Return sums of each row's words times multipliers, of as many as there are of these at once, and a largest.
+        """Return ``sum(word * multiplier)`` of each run of a row's words, as long as ``multipliers``, and a largest.
 
         That is the largest of all words under the first mask, and of their upper halves under the second.
         """
@@ -131,10 +131,10 @@ class CPUEngine(KernelEngine, Functions, Protocol):
         self, x: Tensor, factor: Tensor, block: tuple[int, int], spec: CastSpec, random: Random, out: Tensor, *,
         divides: bool = False, scaled: Tensor | None = None,
     ) -> bool:  # fmt: skip
-        """Cast a float32 matrix times the numbers of its blocks, or divided by them, and say whether a kernel did."""
+        """Cast a float32 matrix times its blocks' numbers, or divided by them; return False if no kernel covers it."""
 
     def finish_(self, y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None) -> bool:
-        """Make y ``(y * columns^T) * rows + bias``, one rounding a step, and say whether a kernel did."""
+        """Make y ``(y * columns^T) * rows + bias``, one rounding a step; return False if no kernel covers it."""
 
     def hadamard(self, x: Tensor, size: int, dim: int, flips: Tensor | None, inverse: bool) -> Tensor | None:
         """Return the transform of every group of a matrix by Sylvester's matrix."""
@@ -173,13 +173,13 @@ class FusedEngine(KernelEngine, Protocol):
     ReductionStages: Callable[..., Any]
 
     def serves(self, index: int) -> bool:
-        """Say whether the engine runs on a GPU; where it does not, one warning says why."""
+        """Return True if the engine runs on a GPU; otherwise one warning says why not."""
 
     def quantize_contiguous(self, x: Tensor, cast: CastSpec | str, out: Tensor, random: Random = None) -> bool:
-        """Do what quantize does where that takes one lookup and a launch, and say whether it did."""
+        """Do what ``quantize`` does by one lookup and one launch; return False if the call needs more than that."""
 
     def covers_hadamard(self, size: int, dim: int) -> bool:
-        """Say whether a kernel transforms groups of ``size`` neighbours along ``dim``, a negative number."""
+        """Return True if a kernel transforms groups of ``size`` neighbours along ``dim``, a negative number."""
 
     def hadamard(self, x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tensor:
         """Return the transform of every group along the last dimension, float32."""
@@ -188,7 +188,7 @@ class FusedEngine(KernelEngine, Protocol):
         """Return codes and scales as an encoded tensor keeps them."""
 
     def covers_reduction(self, spec: CastSpec, scaling: Scaling | None, x: Tensor, ranks: int, out: Tensor) -> bool:
-        """Say whether ``ReductionStages`` reduces x over so many ranks by a cast and a rule of scales into out."""
+        """Return True if ``ReductionStages`` covers the reduction of x over ``ranks`` into out."""
 
     def quantize_operand(
         self, t: Tensor, quantizer: Quantizer, keys: Keys, state: Any = None, dim: int = -1, folded: bool = False,
@@ -202,10 +202,10 @@ class FusedEngine(KernelEngine, Protocol):
         """Quantise a matrix for sums over its last and over its first dimension, from one read."""
 
     def has_both(self, x: Tensor, quantizer: Quantizer) -> bool:
-        """Say whether ``quantize_both`` takes a matrix under a quantiser with a scale rule; looks at no data."""
+        """Return True if ``quantize_both`` covers a matrix and a quantiser with a scale rule; reads no data."""
 
     def counts_keys(self, quantizer: Quantizer) -> bool:
-        """Say whether kernels add a counter on the device to the keys of a quantiser."""
+        """Return True if kernels add a counter on the device to the keys of a quantiser."""
 
     def count_cast(
         self, x: Tensor, q: Tensor, fmt: BlockFormat | None, block: tuple[int, int], limits: tuple[float, float]
@@ -216,7 +216,7 @@ class FusedEngine(KernelEngine, Protocol):
         """Add the fingerprint of a contiguous tensor with rows of ``width`` elements to numbers, if a kernel does."""
 
     def covers_groups(self, a: Operand, b: Operand) -> bool:
-        """Say whether ``multiply_groups`` takes two operands; looks at no data."""
+        """Return True if ``multiply_groups`` covers two operands; reads no data."""
 
     def multiply_groups(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Return ``a b^T + bias`` of operands whose groups along the sum have scales."""

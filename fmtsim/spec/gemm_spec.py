@@ -146,8 +146,8 @@ def record_from_dict(record: dict[str, Any], path: str = "") -> Any:
     fields = dict(record)
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:
-        known = ", ".join(_KINDS)
-        raise at(path, ArgumentError, f"kind={shown(kind)} is not a kind of unit or plan; choose one of {known}")
+        kinds = ", ".join(_KINDS)
+        raise at(path, ArgumentError, f"kind={shown(kind)} is not a kind of unit or plan; choose one of {kinds}")
     return record_of(_KINDS[kind], fields, path)
 
 

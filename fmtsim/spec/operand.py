@@ -120,7 +120,7 @@ def block_of(quantizer: Quantizer) -> Block:
 
 
 def folds(quantizer: Quantizer) -> bool:
-    """Say whether bfloat16 holds elements times the scales of their blocks, a rule's ``multiplier`` left out.
+    """Return True if bfloat16 holds elements times their block scales, without a rule's ``multiplier``.
 
     Products below 2**-133 are rounded to bfloat16's grid.
     """

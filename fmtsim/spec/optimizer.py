@@ -294,7 +294,7 @@ def key_of(seed: int, step: int, index: int, kind: str) -> RandomKey:
 
 
 def in_parameter(fmt: StateFormat, dtype: torch.dtype) -> bool:
-    """Say whether a parameter of a dtype holds its weights itself, so that no copy of them is kept."""
+    """Return True if a parameter's dtype holds weights of a format, so that the state needs no copy of them."""
     native = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     return fmt.format is not None and fmt.scaling is None and native.get(dtype) == fmt.format.name
 

@@ -78,9 +78,9 @@ class GemmPlan:
     verified: bool = False
 
     def __post_init__(self) -> None:
-        given: object = self.partial
-        if isinstance(given, str):
-            object.__setattr__(self, "partial", get_format(given))
+        partial: object = self.partial
+        if isinstance(partial, str):
+            object.__setattr__(self, "partial", get_format(partial))
         if self.partial is not None and not isinstance(self.partial, FloatFormat):
             raise FormatError(
                 f"partial={shown(self.partial)} is not a floating-point format; pass its name or a FloatFormat"

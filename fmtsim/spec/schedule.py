@@ -61,7 +61,7 @@ _kept = lru_cache(maxsize=256)(_schedule)
 
 
 def adds_in_order(plan: GemmPlan) -> bool:
-    """Say whether the sums of ``schedule`` are parts that ``plan.reduce`` adds; else ``combination`` has the order."""
+    """Return True if ``plan.reduce`` adds the sums of ``schedule`` as parts; else ``combination`` has the order."""
     return plan.lanes == 1 and plan.reduce != "folded"
 
 
@@ -130,12 +130,12 @@ def _folded(parts: list[Postfix]) -> Postfix:
 
 
 def _promotion(datapath: Arithmetic, plan: GemmPlan) -> int | None:
-    own = datapath.promote_every if isinstance(datapath, Datapath) else None
-    if own is not None and plan.promote_every is not None and own != plan.promote_every:
+    every = datapath.promote_every if isinstance(datapath, Datapath) else None
+    if every is not None and plan.promote_every is not None and every != plan.promote_every:
         raise ArgumentError(
-            f"the unit promotes every {own} products, the plan every {plan.promote_every}; leave one of them None"
+            f"the unit promotes every {every} products, the plan every {plan.promote_every}; leave one of them None"
         )
-    return own if plan.promote_every is None else plan.promote_every
+    return every if plan.promote_every is None else plan.promote_every
 
 
 def _parts(k: int, plan: GemmPlan) -> list[list[tuple[int, int]]]:
@@ -158,9 +158,9 @@ def _lanes(tiles: list[tuple[int, int]], plan: GemmPlan) -> Iterator[list[tuple[
     if plan.lanes == 1 or plan.k_tile is None:
         yield from [tiles] if tiles else []
         return
-    own = -(-plan.k_tile // plan.lanes)
-    for first in range(0, own * plan.lanes, own):
-        runs = [(a + first, min(a + first + own, b)) for a, b in tiles if a + first < b]
+    share = -(-plan.k_tile // plan.lanes)
+    for first in range(0, share * plan.lanes, share):
+        runs = [(a + first, min(a + first + share, b)) for a, b in tiles if a + first < b]
         if runs:
             yield runs
 
@@ -200,7 +200,7 @@ def _blocks(start: int, stop: int, datapath: Arithmetic, plan: GemmPlan) -> list
 
 
 def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:
-    """Say whether two plans add K products in the same order: tiles of different widths may be dealt alike."""
+    """Return True if two plans add K products in the same order; plans with different tile widths may."""
     ways = {first.reduce, second.reduce}
     if len(ways) == 2 and (max(first.split, second.split) > 2 or "in_place" in ways):
         return False

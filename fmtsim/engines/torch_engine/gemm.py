@@ -91,13 +91,13 @@ def _operands(
     finite: bool,
 ) -> tuple[Rows, tuple[torch.Tensor, torch.Tensor] | None]:
     """Return a tile's operands with K leading, and the scales of a scaled promotion."""
-    left, right = a.t()[:, :, None], b.t()[:, None, :]
+    a_t, b_t = a.t()[:, :, None], b.t()[:, None, :]
     if scale_a is None or scale_b is None:
-        return Rows(left, right, finite=finite), None
-    scale_left, scale_right = scale_a[m].t()[:, :, None], scale_b[n].t()[:, None, :]
+        return Rows(a_t, b_t, finite=finite), None
+    scale_a_t, scale_b_t = scale_a[m].t()[:, :, None], scale_b[n].t()[:, None, :]
     if isinstance(spec.datapath, Datapath) and spec.datapath.scale is not None:
-        return Rows(left, right, scale_left, scale_right, spec.datapath.scale_block, finite), None
-    return Rows(left, right, finite=finite), (exact(scale_left), exact(scale_right))
+        return Rows(a_t, b_t, scale_a_t, scale_b_t, spec.datapath.scale_block, finite), None
+    return Rows(a_t, b_t, finite=finite), (exact(scale_a_t), exact(scale_b_t))
 
 
 def _final(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -146,9 +146,9 @@ def _tiles(rows: int, columns: int, outputs: int, whole_rows: bool) -> Iterator[
         height = min(rows, max(1, math.isqrt(outputs)))
         width = min(columns, max(1, outputs // max(height, 1)))
         height = min(rows, max(1, outputs // max(width, 1)))
-    for top in range(0, rows, max(height, 1)):
-        for left in range(0, columns, max(width, 1)):
-            yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
+    for row in range(0, rows, max(height, 1)):
+        for column in range(0, columns, max(width, 1)):
+            yield slice(row, min(row + height, rows)), slice(column, min(column + width, columns))
 
 
 def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: GemmSpec, out: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ class AlignedUnit:
 
     @staticmethod
     def fits(datapath: Datapath, a: FloatFormat, b: FloatFormat, longest: int) -> bool:
-        """Say whether blocks of up to ``longest`` products stay exact and within the range of float64."""
+        """Return True if blocks of up to ``longest`` products stay exact and within the range of float64."""
         if datapath.fraction_bits is None:
             return False
         scale_bits = 2 * (datapath.scale.mantissa_bits + 1) if datapath.scale else 0
@@ -81,12 +81,12 @@ class AlignedUnit:
         sides, group, fmt = [], self.datapath.group, self.datapath.scale
         for x, scale, lowest in ((rows.a, rows.scale_a, self._lowest[0]), (rows.b, rows.scale_b, self._lowest[1])):
             value = cleaned(exact(x), rows.finite)
-            own = exponents(value, lowest) if group == 1 else torch.zeros_like(value[::group], dtype=torch.int32)
+            exponent = exponents(value, lowest) if group == 1 else torch.zeros_like(value[::group], dtype=torch.int32)
             if scale is not None and fmt is not None:
                 size = cleaned(exact(scale).abs(), rows.finite)
                 lifted = exponents(size, fmt.min_exponent) if group == 1 else group_exponents(size[::group], fmt)
-                value, own = value * size, own + lifted
-            sides.append(Factor(value, own))
+                value, exponent = value * size, exponent + lifted
+            sides.append(Factor(value, exponent))
         return sides[0], sides[1]
 
     def _terms(self, a: Factor, b: Factor, signs: Signs | None) -> torch.Tensor:
@@ -114,7 +114,7 @@ class FusedAddUnit:
 
     @staticmethod
     def fits(datapath: Datapath, a: FloatFormat, b: FloatFormat, longest: int) -> bool:
-        """Say whether the product is exact in float64, and a sum rounded to odd there can be rounded again."""
+        """Return True if float64 holds the product exactly, and a sum rounded to odd there may be rounded again."""
         fused = longest == 1 and datapath.fraction_bits is None and datapath.scale is None
         narrow = a.mantissa_bits + b.mantissa_bits + 2 <= 53 and datapath.accumulator.mantissa_bits <= ODD_BITS
         return fused and narrow and datapath.rounding.mode != "stochastic" and within_range(datapath, a, b)
@@ -168,7 +168,7 @@ def product_range(a: FloatFormat, b: FloatFormat) -> tuple[int, int]:
 
 
 def within_range(path: Datapath, a: FloatFormat, b: FloatFormat) -> bool:
-    """Say whether no exponent of products, running sum and alignment leaves +-SAFE."""
+    """Return True if the exponents of products, running sum and alignment stay within +-SAFE."""
     top, bottom = product_range(a, b)
     if path.scale is not None:
         more, less = product_range(path.scale, path.scale)

@@ -60,9 +60,9 @@ def multiply(x: Number, y: Number) -> Number:
     """Return exact products; shapes broadcast. Both factors have their signs apart, or both in their digits."""
     bits = x.bits + y.bits
     columns: list[torch.Tensor | None] = [None] * (len(x.digits) + len(y.digits))
-    for i, left in enumerate(x.digits):
-        for j, right in enumerate(y.digits):
-            column, piece = columns[i + j], left * right
+    for i, x_digit in enumerate(x.digits):
+        for j, y_digit in enumerate(y.digits):
+            column, piece = columns[i + j], x_digit * y_digit
             columns[i + j] = piece if column is None else column + piece
     digits: list[torch.Tensor] = []
     carry: torch.Tensor | None = None
@@ -79,7 +79,7 @@ def multiply(x: Number, y: Number) -> Number:
 
 
 def drop_bits(x: Number, bits: torch.Tensor, mode: Mode) -> tuple[Number, torch.Tensor | None]:
-    """Clear bits below a place and say by how many units of that position the magnitude grows.
+    """Clear the lowest bits; return by how many units of the lowest remaining bit the magnitude grows.
 
     Args:
         x: The numbers.
@@ -89,11 +89,11 @@ def drop_bits(x: Number, bits: torch.Tensor, mode: Mode) -> tuple[Number, torch.
     Returns:
         The numbers toward zero, and 0 or 1 each by which the mode moves them away from zero (None: nowhere).
     """
-    kept = []
+    high_digits = []
     for i, digit in enumerate(x.digits):
         drop = (bits - WIDTH * i).clamp(0, WIDTH)
-        kept.append(digit & (-1 << drop))
-    short = x._replace(digits=kept)
+        high_digits.append(digit & (-1 << drop))
+    short = x._replace(digits=high_digits)
     if mode == "toward_zero":
         return short, None
     half = _bit(x, bits - 1) == 1
@@ -109,19 +109,19 @@ def drop_bits(x: Number, bits: torch.Tensor, mode: Mode) -> tuple[Number, torch.
 
 def _bit(x: Number, position: torch.Tensor) -> torch.Tensor:
     """Return the bit at a position counted from the lowest; 0 outside the digits."""
-    found = torch.zeros_like(position)
+    bit = torch.zeros_like(position)
     for i, digit in enumerate(x.digits):
         inside = (position >= WIDTH * i) & (position < WIDTH * (i + 1))
-        found = torch.where(inside, (digit >> (position - WIDTH * i).clamp(0, WIDTH)) & 1, found)
-    return found
+        bit = torch.where(inside, (digit >> (position - WIDTH * i).clamp(0, WIDTH)) & 1, bit)
+    return bit
 
 
 def _any_below(x: Number, position: torch.Tensor) -> torch.Tensor:
-    """Say whether a bit below a position is set."""
-    found = torch.zeros_like(position, dtype=torch.bool)
+    """Return True where a bit below a position is set."""
+    any_set = torch.zeros_like(position, dtype=torch.bool)
     for i, digit in enumerate(x.digits):
-        found = found | ((digit & ((1 << (position - WIDTH * i).clamp(0, WIDTH)) - 1)) != 0)
-    return found
+        any_set = any_set | ((digit & ((1 << (position - WIDTH * i).clamp(0, WIDTH)) - 1)) != 0)
+    return any_set
 
 
 class Limbs:
@@ -183,7 +183,7 @@ class Magnitude(NamedTuple):
     lowest: torch.Tensor
 
     def is_zero(self) -> torch.Tensor:
-        """Say which sums are zero."""
+        """Return True where a sum is zero."""
         return self.lowest == self.digits.shape[0]
 
 
@@ -226,10 +226,10 @@ def _read(digits: torch.Tensor, position: torch.Tensor, count: int) -> torch.Ten
     limb = torch.div(position, WIDTH, rounding_mode="floor")
     shift = position - limb * WIDTH
     limbs = [digits.gather(0, (limb + i).clamp(0, digits.shape[0] - 1)[None])[0] for i in range(4)]
-    found = limbs[0] >> shift
+    bits = limbs[0] >> shift
     for i in (1, 2, 3):
-        found = found | (limbs[i] << (WIDTH * i - shift).clamp(max=62))  # bits above 61 are masked below
-    return found & ((1 << count) - 1)
+        bits = bits | (limbs[i] << (WIDTH * i - shift).clamp(max=62))  # bits above 61 are masked below
+    return bits & ((1 << count) - 1)
 
 
 def _below(x: Magnitude, position: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ ODD_BITS = 50
 
 @lru_cache(maxsize=256)
 def is_scalable(fmt: FloatFormat) -> bool:
-    """Say whether values of a format can be made by scaling: signed, with subnormals, exponents within SAFE."""
+    """Return True if scaling can build a format's values: signed, with subnormals, exponents within SAFE."""
     usual = fmt.signed and fmt.has_zero and fmt.has_subnormals and fmt.mantissa_bits >= 1
     return usual and fmt.min_exponent - fmt.mantissa_bits >= -SAFE and fmt.max_exponent <= SAFE
 
@@ -238,8 +238,8 @@ def exponents(value: torch.Tensor, lowest: int) -> torch.Tensor:
 
     Float64 subnormals count as -1023, which is below the lowest exponent of every format.
     """
-    found = exponent_of(value).clamp(min=lowest)
-    return torch.where(value == 0, ZERO_EXPONENT, found).to(torch.int32)
+    exponent = exponent_of(value).clamp(min=lowest)
+    return torch.where(value == 0, ZERO_EXPONENT, exponent).to(torch.int32)
 
 
 def cleaned(value: torch.Tensor, finite: bool) -> torch.Tensor:
@@ -261,7 +261,7 @@ def specials(pieces: Sequence[Rows], state: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(*tensors: torch.Tensor | None) -> bool:
-    """Say whether no element of matrices is NaN or Inf."""
+    """Return True if no element of the matrices is NaN or Inf."""
     for matrix in tensors:
         if matrix is None or not matrix.numel():
             continue

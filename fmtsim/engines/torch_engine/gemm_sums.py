@@ -146,10 +146,10 @@ class Summation:
 
     def _in_place(self, sums: list[torch.Tensor], total: torch.Tensor | None) -> torch.Tensor:
         """Add the parts to what an output holds, which is rounded to its format after each."""
-        kept = self._plan.partial
+        partial = self._plan.partial
         for term in sums:
             total = term if total is None else self._add(total, term)
-            total = total if kept is None else round_value(total, kept)
+            total = total if partial is None else round_value(total, partial)
         assert total is not None  # there are parts
         return total
 

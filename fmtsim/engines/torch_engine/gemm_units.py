@@ -27,15 +27,15 @@ def logarithmic_sums(a: Tensor, b: Tensor, spec: GemmSpec, out: Tensor) -> None:
     assert isinstance(path, LogDatapath) and isinstance(first, LogFormat) and isinstance(second, LogFormat)
     table = torch.tensor(_integers(path, first, second), device=a.device)
     signs = torch.cat([table, -table, table])  # of 0, 1 and 2 minus signs
-    left, right = _exponents(a, first, len(table)), _exponents(b, second, len(table))
+    a_logs, b_logs = _exponents(a, first, len(table)), _exponents(b, second, len(table))
     top, unit = 1 << (path.accumulator_bits - 1), 2.0 ** path.lowest_exponent(first, second)
     outputs = max(1, (_ON_GPUS if a.is_cuda else _AT_ONCE) // max(1, b.shape[0]))  # times products of each
     span = min(path.block, outputs)
     rows = outputs // span
     for start in range(0, a.shape[0], rows):
-        piece = left[start : start + rows, None]
+        piece = a_logs[start : start + rows, None]
         total = torch.zeros(len(piece), b.shape[0], dtype=torch.int64, device=a.device)
-        for x, y in zip(piece.split(path.block, -1), right.split(path.block, -1), strict=True):
+        for x, y in zip(piece.split(path.block, -1), b_logs.split(path.block, -1), strict=True):
             pieces = zip(x.split(span, -1), y.split(span, -1), strict=True)
             terms = sum((_looked_up(signs, u + v) for u, v in pieces), start=torch.zeros_like(total))
             total = (total + (terms >> path.fraction_bits)).clamp_(-top, top - 1)
@@ -59,13 +59,13 @@ def _integers(path: LogDatapath, a: LogFormat, b: LogFormat) -> list[int]:
     """Return what the unit makes of each sum of two exponents: a shifted term times its constant, all its bits."""
     gamma, lowest = a.gamma, path.lowest_exponent(a, b)
     share = gamma // path.entries
-    found, constants = [], path.constants
+    integers, constants = [], path.constants
     for k in range(a.max_code + b.max_code + 1):
         quotient, remainder = divmod(k, gamma)
         shift, line = quotient - lowest, gamma + remainder % share
         term = (line << shift) // gamma if shift >= 0 else line // (gamma << -shift)
-        found.append(constants[remainder // share] * term)
-    return found
+        integers.append(constants[remainder // share] * term)
+    return integers
 
 
 _ZERO = -126  # the exponent that zeros count with
@@ -118,12 +118,12 @@ class TwoStageUnit:
 
     def _with_addend(self, total: torch.Tensor, top: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         path = self.datapath
-        own = exponents(state, _ZERO).clamp(min=_ZERO).to(torch.int64)
-        both = torch.maximum(top, own)
+        addend_exponent = exponents(state, _ZERO).clamp(min=_ZERO).to(torch.int64)
+        both = torch.maximum(top, addend_exponent)
         gain = power_of_two(top - both + (path.sum_bits - path.fraction_bits))
         addend = torch.floor(state * power_of_two(path.fraction_bits - both))
         if path.parity:
-            addend = torch.where(own < both - path.fraction_bits - 1, 0.0, addend)
+            addend = torch.where(addend_exponent < both - path.fraction_bits - 1, 0.0, addend)
         products = torch.floor(total * gain) * power_of_two(both - path.sum_bits)
         return round_value(products + addend * power_of_two(both - path.fraction_bits), FP32) + 0.0
 

@@ -142,10 +142,10 @@ class WideUnit:
         return multiply(factor, number(parts_of(size), self.datapath.scale.mantissa_bits))
 
     def _terms(self, rows: Rows, signed: bool) -> Number:
-        left, right = self._number(rows, 0), self._number(rows, 1)
+        a_number, b_number = self._number(rows, 0), self._number(rows, 1)
         if signed and self.datapath.group == 1:
-            left, right = with_signs(left), with_signs(right)
-        products = multiply(left, right)
+            a_number, b_number = with_signs(a_number), with_signs(b_number)
+        products = multiply(a_number, b_number)
         return products if self.datapath.group == 1 else self._grouped(products)
 
     def _grouped(self, products: Number) -> Number:
@@ -169,8 +169,8 @@ class WideUnit:
 
     def _largest(self, rows: Rows, bounded: bool) -> torch.Tensor:
         """Return the largest exponent of the terms; not ``bounded``, subnormals count with their own."""
-        left, right = self._alignment(rows, 0, bounded), self._alignment(rows, 1, bounded)
-        return (left + right).amax(0)
+        a_exponent, b_exponent = self._alignment(rows, 0, bounded), self._alignment(rows, 1, bounded)
+        return (a_exponent + b_exponent).amax(0)
 
     def _alignment(self, rows: Rows, side: int, bounded: bool) -> torch.Tensor:
         """Return one side's share of the exponents of terms, int64."""

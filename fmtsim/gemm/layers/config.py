@@ -194,11 +194,11 @@ class LinearConfig:
         Raises:
             ArgumentError, FormatError: The machine does not multiply a product's operands; the message names it.
         """
-        found = {}
+        products = {}
         for name in PRODUCTS:
             with located(name):
-                found[name] = replace(getattr(self, name), **{**_NO_MACHINE, **machine})
-        return LinearConfig(**found)
+                products[name] = replace(getattr(self, name), **{**_NO_MACHINE, **machine})
+        return LinearConfig(**products)
 
     def __str__(self) -> str:
         shown: dict[str, str] = {}

@@ -132,13 +132,13 @@ class Layer:
 
     def counted_keys(self, name: str, device: torch.device) -> Keys:
         """Return the keys of an operand in the passes that are counted on a device."""
-        found = self._counted.get((name, device))
-        if found is None:
+        keys = self._counted.get((name, device))
+        if keys is None:
             index = OPERANDS.index(name)
             uses = index, SCALES + index, SIGNS + (name not in FORWARD)
             elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]
-            found = self._counted[name, device] = Keys(elements, scales, signs, self.counter(device))
-        return found
+            keys = self._counted[name, device] = Keys(elements, scales, signs, self.counter(device))
+        return keys
 
     def repeat(self, key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Result]) -> Result:
         """Return what a pass returns that reads some tensors, and what the layer remembers, on a GPU.

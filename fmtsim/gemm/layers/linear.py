@@ -185,8 +185,8 @@ class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Return y."""
-        y, *kept = _forward(*inputs, traced=False, shares=inputs[3].shares_x and inputs[0].grad_fn is not None)
-        _keep(ctx, inputs, tuple(kept))
+        y, *saved = _forward(*inputs, traced=False, shares=inputs[3].shares_x and inputs[0].grad_fn is not None)
+        _keep(ctx, inputs, tuple(saved))
         return y  # type: ignore[return-value]
 
     @staticmethod
@@ -203,28 +203,28 @@ def _forward(
     dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
     if autocast is not None:
         dtypes = tuple(d if d in (None, torch.float64) else autocast for d in dtypes)  # type: ignore[assignment]
-    left = shared(x, dtypes[0], layer) if shares else None
-    run = partial(forward_pass, x, w, bias, left, layer, watchers, dtypes, traced=traced, shares=shares)
+    x_q = shared(x, dtypes[0], layer) if shares else None
+    run = partial(forward_pass, x, w, bias, x_q, layer, watchers, dtypes, traced=traced, shares=shares)
     with nullcontext() if autocast is None else without_autocast(x.device):
         if traced or watchers or not is_on_gpu(x):
-            y, left, kept = run()
+            y, x_q, saved = run()
         else:
-            parts = () if left is None else (each for each in left if isinstance(each, Tensor))
+            parts = () if x_q is None else (part for part in x_q if isinstance(part, Tensor))
             tensors = x, w, bias, *parts
-            y, left, kept = layer.repeat(dtypes, tensors, run)
-    if left is not None:
-        share(x, dtypes[0], layer, left)
-    return y, *kept
+            y, x_q, saved = layer.repeat(dtypes, tensors, run)
+    if x_q is not None:
+        share(x, dtypes[0], layer, x_q)
+    return y, *saved
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], kept: Saved) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], saved: Saved) -> None:
     """Keep the originals, or what became of them, that the two backward products need."""
     x, w, bias, ctx.layer, ctx.watchers = inputs
     needs_x, needs_w, _ = ctx.needs_input_grad[:3]
     config = ctx.layer.config
     source = x if needs_w and config.wgrad.b.source == "original" else None
     weight = w if needs_x and config.dgrad.b.source == "original" else None
-    ctx.save_for_backward(source, weight, *kept)
+    ctx.save_for_backward(source, weight, *saved)
     ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
     ctx.x_shape = x.shape
 

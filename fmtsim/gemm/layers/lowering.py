@@ -25,7 +25,7 @@ _called: dict[Any, str] = {}
 
 
 def lower(operator: Any, steps: Callable[..., Steps]) -> None:
-    """Say what an operator stands for; inductor is told once it is loaded (``announce``).
+    """Register the steps that replace an operator in inductor, which ``announce`` tells once it is loaded.
 
     Args:
         operator: An overload. Its tensors come first.
@@ -70,12 +70,12 @@ def _call(lowering: Callable[..., Any], operator: Any, name: str, *arguments: An
     from torch._inductor.virtualized import V
 
     before = len(V.graph.operations)
-    made = lowering(*arguments)
-    made_of: list[Any] = V.graph.operations[before:]
-    for node in made_of:
+    result = lowering(*arguments)
+    operations: list[Any] = V.graph.operations[before:]
+    for node in operations:
         if getattr(node, "op_overload", None) is operator and not V.graph.cpp_wrapper:
             node.python_kernel_name = name
-    return made
+    return result
 
 
 def _lower(steps: Callable[..., Steps], *arguments: Any) -> Any:
@@ -102,9 +102,9 @@ def _graph_of(steps: Callable[..., Steps], facts: Facts, rest: tuple[Any, ...]) 
 
     run = steps(*rest)
 
-    def call(*given: Tensor) -> Any:
-        left = iter(given)
-        return run(*(None if each is None else next(left) for each in facts))
+    def call(*tensors: Tensor) -> Any:
+        remaining = iter(tensors)
+        return run(*(None if fact is None else next(remaining) for fact in facts))
 
     with torch.no_grad(), FakeTensorMode():
         empty = [torch.empty(f[0], dtype=f[1], device=f[2]) for f in facts if f is not None]
@@ -119,10 +119,10 @@ class _Inductor(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Return inductor's tensor for a node."""
-        found = super().run_node(n)
-        if _is_box(found) and any(_is_larger(user, n) for user in n.users) and found.get_read_names():
-            found.realize()
-        return found
+        result = super().run_node(n)
+        if _is_box(result) and any(_is_larger(user, n) for user in n.users) and result.get_read_names():
+            result.realize()
+        return result
 
     def call_function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the lowering of an operation."""

@@ -26,7 +26,7 @@ _HIGH = Quantizer()
 
 def multiply_on_machine(
     operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, route: Route, dtype: torch.dtype,
-    own: torch.dtype, generator: Generator, *, traced: bool = False,
+    layer_dtype: torch.dtype, generator: Generator, *, traced: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return ``a b^T + bias`` as a target or a unit computes it: the bits of fmtsim.mm, linear, scaled_mm or int_mm.
 
@@ -38,7 +38,7 @@ def multiply_on_machine(
         gemm: The product.
         route: What the machine is handed.
         dtype: Of the result.
-        own: That of the layer's tensors.
+        layer_dtype: That of the layer's tensors.
         generator: Random words of a unit that rounds stochastically.
         traced: The tensors have no numbers: a compiler wants to see operators.
 
@@ -51,20 +51,20 @@ def multiply_on_machine(
     """
     refuse()
     if 0 in (*a.elements.shape, b.elements.shape[0]):  # nothing is multiplied, and empty operands have no scales
-        y = a.elements.new_zeros(a.elements.shape[0], b.elements.shape[0], dtype=wide_dtype(own))
+        y = a.elements.new_zeros(a.elements.shape[0], b.elements.shape[0], dtype=wide_dtype(layer_dtype))
         return finish(y, None, None, None, bias, y.dtype if gemm.out.format is not None else dtype, traced)
     rest = _rest_on_machine(a, b, gemm)
-    after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, own))
+    after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, layer_dtype))
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
     if route.how == "integers":
         y = _multiply_integers(a.elements, b.elements, gemm)
     else:
         if route.how != "elements":
-            wide = torch.float32 if route.how == "numbers" else own
+            wide = torch.float32 if route.how == "numbers" else layer_dtype
             a, b = (Operand((x.elements if after else values_of(x, wide_dtype(wide))).to(wide), _HIGH) for x in (a, b))
         if columns is rows is rest is None:
             return _multiply_elements(operation, a, b, bias, gemm, route, dtype, generator)
-        y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(own), generator)
+        y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(layer_dtype), generator)
     y = y if y.dtype == torch.float64 else y.float()
     return finish(y, columns, rows, rest, bias, y.dtype if gemm.out.format is not None else dtype, traced)
 
@@ -109,9 +109,9 @@ def _padded(x: Tensor, rows: int, multiple: int) -> Tensor:
     """Return a matrix with rows of zeros up to so many, and columns of zeros up to a multiple."""
     if x.shape[0] == rows and not x.shape[1] % multiple:
         return x
-    made = x.new_zeros(rows, -(-x.shape[1] // multiple) * multiple)
-    made[: x.shape[0], : x.shape[1]] = x
-    return made
+    padded = x.new_zeros(rows, -(-x.shape[1] // multiple) * multiple)
+    padded[: x.shape[0], : x.shape[1]] = x
+    return padded
 
 
 def _multiply_elements(
@@ -122,21 +122,21 @@ def _multiply_elements(
     first, second = (fmt or operand_format("operand", x.elements)
                      for fmt, x in zip(route.formats, (a, b), strict=True))  # fmt: skip
     kind = route.kind if a.scale is not None or b.scale is not None else "none"
-    scaled, own = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
-    operation, asked, adds = _asked("scaled_mm" if scaled else operation, own, bias, gemm, dtype)
+    scaled, elements_dtype = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
+    operation, asked, adds = _asked("scaled_mm" if scaled else operation, elements_dtype, bias, gemm, dtype)
     scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
-    left, right, columns = a.elements, b.elements, b.elements.shape[0]
+    lhs, rhs, columns = a.elements, b.elements, b.elements.shape[0]
     if gemm.library is not None:
-        sums = sums or ("fp64" if own == torch.float64 else "fp32")
-        if scaled and (columns % SCALED_MULTIPLE or right.shape[1] % SCALED_MULTIPLE):
+        sums = sums or ("fp64" if elements_dtype == torch.float64 else "fp32")
+        if scaled and (columns % SCALED_MULTIPLE or rhs.shape[1] % SCALED_MULTIPLE):
             rows = -(-columns // SCALED_MULTIPLE) * SCALED_MULTIPLE
-            left, right = _padded(left, left.shape[0], SCALED_MULTIPLE), _padded(right, rows, SCALED_MULTIPLE)
+            lhs, rhs = _padded(lhs, lhs.shape[0], SCALED_MULTIPLE), _padded(rhs, rows, SCALED_MULTIPLE)
             scales, bias = (
                 scales.padded(columns, rows),
                 None if bias is None else _padded(bias[None], 1, SCALED_MULTIPLE)[0],
             )
     y = run_product(
-        operation, left, right, (first, second), asked, scales, bias=bias, adds_bias=adds,
+        operation, lhs, rhs, (first, second), asked, scales, bias=bias, adds_bias=adds,
         target=gemm.target, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
         native=gemm.native, generator=generator, layouts=("row", "row") if scaled else None, quantized=True,
     )  # fmt: skip
@@ -161,25 +161,25 @@ def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
 
 
 def _asked(
-    operation: Operation, own: torch.dtype, bias: Tensor | None, gemm: Gemm, dtype: torch.dtype
+    operation: Operation, elements_dtype: torch.dtype, bias: Tensor | None, gemm: Gemm, dtype: torch.dtype
 ) -> tuple[Operation, torch.dtype, bool]:
     """Return the function of a library, the dtype of its result, and whether it adds the bias.
 
     A unit alone gives every dtype and adds every bias.
     """
-    wide = torch.float64 if torch.float64 in (own, dtype) else torch.float32
+    wide = torch.float64 if torch.float64 in (elements_dtype, dtype) else torch.float32
     asked = dtype if gemm.out.format is None else unit_dtype(gemm.out) or wide
     if gemm.library is None:
         return operation, asked, bias is not None
-    wide = torch.float64 if own == torch.float64 else torch.float32
-    given = (torch.float32, *HALVES, *FP8_DTYPES) if operation == "scaled_mm" else (own, wide)
-    asked = asked if asked in given else wide
+    wide = torch.float64 if elements_dtype == torch.float64 else torch.float32
+    library_dtypes = (torch.float32, *HALVES, *FP8_DTYPES) if operation == "scaled_mm" else (elements_dtype, wide)
+    asked = asked if asked in library_dtypes else wide
     if bias is None:
-        return operation if operation == "scaled_mm" or asked == own else "mm", asked, False
+        return operation if operation == "scaled_mm" or asked == elements_dtype else "mm", asked, False
     if operation == "scaled_mm":
         adds = bias.dtype in HALVES and asked in (bias.dtype, *FP8_DTYPES)
     else:
-        adds = asked == bias.dtype == own
+        adds = asked == bias.dtype == elements_dtype
     if adds:
         return operation, asked, True
     return operation if operation == "scaled_mm" else "mm", wide, False

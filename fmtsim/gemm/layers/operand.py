@@ -68,16 +68,16 @@ def quantize_operand(
     engine = fused_engine(t) if on_gpu else None
     if engine is not None:
         usable, direct = _direct(state)
-        made = engine.quantize_operand(t, quantizer, keys, direct, dim, folded, factor) if usable else None
-        if made is not None:
-            return made  # type: ignore[no-any-return]
+        t_q = engine.quantize_operand(t, quantizer, keys, direct, dim, folded, factor) if usable else None
+        if t_q is not None:
+            return t_q  # type: ignore[no-any-return]
     cast = None
     if factor is None:
         key = id(quantizer), t.dtype, dim, folded, on_gpu  # hashing a quantiser takes longer than all else here
-        known = _casts.get(key)
-        cast = _cast_alone(key, quantizer) if known is None else known[1]
-    made = _transformed(t, quantizer, keys, state, dim, folded, factor) if cast is None else _cast(t, cast, keys, dim)
-    return _folded(made) if on_gpu and folded and made.scale is not None and folds(quantizer) else made
+        remembered = _casts.get(key)
+        cast = _cast_alone(key, quantizer) if remembered is None else remembered[1]
+    t_q = _transformed(t, quantizer, keys, state, dim, folded, factor) if cast is None else _cast(t, cast, keys, dim)
+    return _folded(t_q) if on_gpu and folded and t_q.scale is not None and folds(quantizer) else t_q
 
 
 def _needed(keys: Keys, quantizer: Quantizer) -> Keys:
@@ -96,8 +96,8 @@ def _direct(state: Memory) -> tuple[bool, Memory]:
     """Return whether kernels may work on a state themselves, and what they then work on."""
     if not isinstance(state, LearningScale):
         return True, state
-    found = state.direct()
-    return found is not None, found
+    direct = state.direct()
+    return direct is not None, direct
 
 
 def _transformed(
@@ -110,23 +110,23 @@ def _transformed(
         x, cut = transformed(x, transform, keys.signs)
         rest = cut if cut is not None else rest
     if quantizer.then is not None:
-        made = _cast_twice(x, quantizer, keys, state, folded)
+        operand = _cast_twice(x, quantizer, keys, state, folded)
     elif quantizer.scaling is not None:
-        made = _scaled(x, quantizer, keys, state, folded, on_gpu)
+        operand = _scaled(x, quantizer, keys, state, folded, on_gpu)
     else:
-        made = _cast(x, _cast_of(quantizer, x.dtype, -1, folded, on_gpu), keys, -1)
-    return made._replace(rest=rest)
+        operand = _cast(x, _cast_of(quantizer, x.dtype, -1, folded, on_gpu), keys, -1)
+    return operand._replace(rest=rest)
 
 
 def _cast_twice(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool) -> Operand:
     assert quantizer.then is not None
-    made = quantize_operand(x, _first(quantizer), keys, state, folded=folded)
-    bare = made.scale is made.tensor_scale is None and made.elements.dtype == torch.bfloat16  # values already
+    first = quantize_operand(x, _first(quantizer), keys, state, folded=folded)
+    bare = first.scale is first.tensor_scale is None and first.elements.dtype == torch.bfloat16  # values already
     elements, scales = (key and RandomKey(key.seed, key.offset + _AGAIN) for key in keys[:2])
     again = keys._replace(elements=elements, scales=scales)
-    values = made.elements if bare else values_of(made, torch.float32)
+    values = first.elements if bare else values_of(first, torch.float32)
     second = quantize_operand(values, quantizer.then, again, folded=folded)
-    return second._replace(quantizer=quantizer, slope=made.slope)
+    return second._replace(quantizer=quantizer, slope=first.slope)
 
 
 def _stored_operand(w: Tensor, quantizer: Quantizer, state: Memory) -> Operand:
@@ -139,11 +139,11 @@ def _stored_operand(w: Tensor, quantizer: Quantizer, state: Memory) -> Operand:
     element = element.element if isinstance(element, BlockFormat) else element  # type: ignore[assignment]
     tensor = state.tensor_scale if state.tensor_scale.numel() else None
     sizes = block_sizes(block_of(quantizer), w.shape)
-    each = spread(scale if tensor is None else scale * tensor, sizes, w.shape)
+    scales = spread(scale if tensor is None else scale * tensor, sizes, w.shape)
     text = _cast_text(Quantizer(format=element, overflow="saturate"), -1)
-    made = quantize(torch.div(w.float(), torch.where(each == 0, FLT_MIN, each)), text, torch.float32, None, None)
+    w_q = quantize(torch.div(w.float(), torch.where(scales == 0, FLT_MIN, scales)), text, torch.float32, None, None)
     dtype = elements_dtype(quantizer, w.dtype, is_on_gpu(w), False)
-    return Operand(made.to(dtype), quantizer, scale, tensor, sizes)
+    return Operand(w_q.to(dtype), quantizer, scale, tensor, sizes)
 
 
 @lru_cache(maxsize=256)
@@ -187,11 +187,11 @@ def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, o
     """Return what the cast of a quantiser without a scale rule comes to, of matrices of a dtype."""
     fmt = quantizer.format
     overflow = quantizer.overflow or (fmt and fmt.default_overflow)
-    own = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype and overflow == "ieee"
-    if fmt is None or (own and not folded):  # a cast to the tensor's own dtype, infinities included
+    is_own_dtype = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype and overflow == "ieee"
+    if fmt is None or (is_own_dtype and not folded):  # a cast to the tensor's own dtype, infinities included
         return _Cast(quantizer, "", dtype)
-    made = elements_dtype(quantizer, dtype, on_gpu, folded)
-    cast = _Cast(quantizer, _cast_text(quantizer, -1 if dim == -1 else -2), made)
+    cast_dtype = elements_dtype(quantizer, dtype, on_gpu, folded)
+    cast = _Cast(quantizer, _cast_text(quantizer, -1 if dim == -1 else -2), cast_dtype)
     if keeps_scales(quantizer, folded, on_gpu):
         assert isinstance(fmt, BlockFormat)
         cast = cast._replace(element=fmt.element, block=fmt.block)  # type: ignore[arg-type]
@@ -223,9 +223,9 @@ def _cast_text(quantizer: Quantizer, dim: int) -> str:
 
 def _elements(parts: EncodedParts, element: OperandFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of codes in a dtype that holds them."""
-    own = own_dtype(element)
-    if own is not None and own in FP8_DTYPES:
-        return parts.codes.view(own).to(dtype)
+    element_dtype = own_dtype(element)
+    if element_dtype is not None and element_dtype in FP8_DTYPES:
+        return parts.codes.view(element_dtype).to(dtype)
     spec = CastSpec(format=element, rounding=Rounding(), overflow=element.default_overflow)
     return decode(EncodedParts(parts.codes), spec, torch.float32).to(dtype)
 
@@ -235,9 +235,9 @@ def holder(fmt: Format) -> torch.dtype:
     """Return the smallest dtype of engines that holds a float format's values; float32 for others."""
     if not isinstance(fmt, FloatFormat):
         return torch.float32
-    own = own_dtype(fmt)
-    if own in (torch.bfloat16, torch.float16, torch.float64, *FP8_DTYPES):
-        return own
+    fmt_dtype = own_dtype(fmt)
+    if fmt_dtype in (torch.bfloat16, torch.float16, torch.float64, *FP8_DTYPES):
+        return fmt_dtype
     return torch.float8_e4m3fn if is_representable(fmt, torch.float8_e4m3fn) else torch.float32
 
 
@@ -273,21 +273,21 @@ def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
 def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool, on_gpu: bool) -> Operand:
     element, scaling = quantizer.format, quantizer.scaling
     assert scaling is not None and element is not None and not isinstance(element, BlockFormat | LogTileFormat)
-    given = None
+    scale = None
     if scaling.history is not None:
         if state is None or isinstance(state, StoredScale):
             raise ArgumentError(
                 "delayed scaling needs a state to remember in; run the layer inside a model that fmtsim.convert made"
             )
         nothing = torch.zeros((), device=x.device)  # an empty batch counts as one of zeros
-        given = state.advance(statistic(x, (None, None), "amax") if x.numel() else nothing)
+        scale = state.advance(statistic(x, (None, None), "amax") if x.numel() else nothing)
     overflow = quantizer.overflow or element.default_overflow
     sizes = block_sizes(scaling.block, x.shape)
     dtype = torch.bfloat16 if on_gpu and is_bfloat16(quantizer, folded) else holder(element)  # nothing is rounded
     straight = isinstance(quantizer.gradient, StraightThrough)
-    made = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], given, dtype, keeps_scaled=not straight)
-    slopes = None if straight else slope(quantizer.gradient, made, element)
-    return Operand(made.elements, quantizer, made.scales.scale, made.scales.tensor, sizes, slopes)
+    result = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], scale, dtype, keeps_scaled=not straight)
+    slopes = None if straight else slope(quantizer.gradient, result, element)
+    return Operand(result.elements, quantizer, result.scales.scale, result.scales.tensor, sizes, slopes)
 
 
 def values_of(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
@@ -306,27 +306,27 @@ def widened(x: Tensor, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
     return x.to(dtype) if engine is None else engine.widened(x, buffer)
 
 
-def _folded(made: Operand) -> Operand:
+def _folded(operand: Operand) -> Operand:
     """Return an operand with the scales of its blocks in its elements, which bfloat16 holds (``folds``).
 
     A rule's multiplier is left to ``tensor_scale``.
     """
-    made = multiplier_apart(made)
-    assert made.scale is not None
-    elements = made.elements.float() * spread(made.scale, made.block, made.elements.shape)
-    return made._replace(elements=elements.to(torch.bfloat16), scale=None)
+    operand = multiplier_apart(operand)
+    assert operand.scale is not None
+    elements = operand.elements.float() * spread(operand.scale, operand.block, operand.elements.shape)
+    return operand._replace(elements=elements.to(torch.bfloat16), scale=None)
 
 
-def multiplier_apart(made: Operand) -> Operand:
+def multiplier_apart(operand: Operand) -> Operand:
     """Return an operand whose rule's multiplier is its ``tensor_scale``: scales of blocks are then those of units."""
-    scaling = last_cast(made.quantizer).scaling
-    if made.scale is None or scaling is None or scaling.multiplier == 1:
-        return made
-    times, device = scaling.multiplier, made.scale.device
+    scaling = last_cast(operand.quantizer).scaling
+    if operand.scale is None or scaling is None or scaling.multiplier == 1:
+        return operand
+    times, device = scaling.multiplier, operand.scale.device
     factor = (
-        constant(times, device) if is_bare(made.scale) else torch.full((), times, dtype=torch.float32, device=device)
+        constant(times, device) if is_bare(operand.scale) else torch.full((), times, dtype=torch.float32, device=device)
     )
-    return made._replace(scale=made.scale / factor, tensor_scale=factor)  # a power of two times it: exact
+    return operand._replace(scale=operand.scale / factor, tensor_scale=factor)  # a power of two times it: exact
 
 
 def is_bfloat16(last: Quantizer, folded: bool) -> bool:

@@ -51,18 +51,18 @@ def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, 
     last, turns = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
     fmt, scaling = last.format, last.scaling
     keeps, folds_here = keeps_scales(last, folded, on_gpu), _folds_here(last, on_gpu, folded)
-    found = {"elements": (elements_dtype(quantizer, dtype, on_gpu, folded), turns)}
+    layout = {"elements": (elements_dtype(quantizer, dtype, on_gpu, folded), turns)}
     if (scaling is not None or keeps) and not folds_here:
-        found["scale"] = (torch.float32, turns)
+        layout["scale"] = (torch.float32, turns)
     two_level = fmt.tensor_scale if keeps and isinstance(fmt, BlockFormat) else scaling and scaling.tensor
     if two_level:
-        found["tensor_scale"] = (torch.float32, False)
+        layout["tensor_scale"] = (torch.float32, False)
     if not isinstance(quantizer.gradient, StraightThrough):
         smooth = isinstance(quantizer.gradient, Differentiable)
-        found["slope"] = (torch.float32 if smooth else torch.bool, turns)
+        layout["slope"] = (torch.float32 if smooth else torch.bool, turns)
     if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
-        found["rest"] = (torch.float32, turns)
-    return found
+        layout["rest"] = (torch.float32, turns)
+    return layout
 
 
 def _folds_here(last: Quantizer, on_gpu: bool, folded: bool) -> bool:
@@ -86,14 +86,14 @@ def traced_operand(
         source: The layer's name and the operand's, where scales are remembered; else empty.
         t, quantizer, dim, folded, factor: As there.
     """
-    given = [key_tensor(key) for key in keys]
-    if given == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
+    key_tensors = [key_tensor(key) for key in keys]
+    if key_tensors == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
         t, dim = t.mT, -1 - dim  # elements lie as the tensor does, on which a library's accumulation order depends
         factor = factor if factor is None or not factor.dim() else factor.mT
-    if folded and factor is None and given == [None] * 3 and not any(source) and _fuses(t, quantizer, dim):
+    if folded and factor is None and key_tensors == [None] * 3 and not any(source) and _fuses(t, quantizer, dim):
         return _fused(t, quantizer, dim)
-    run = with_keys(torch.ops.fmtsim.quantize_operand, *given)
-    return _made(t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *given))
+    run = with_keys(torch.ops.fmtsim.quantize_operand, *key_tensors)
+    return _made(t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *key_tensors))
 
 
 class Asked(NamedTuple):
@@ -109,14 +109,14 @@ def traced_draws(layer: Layer, asked: Sequence[Asked]) -> list[Operand]:
     """Quantise the operands of a pass that draw by its number, which the device counts, as one node of a graph."""
     with _disable_current_modes():
         layer.counter(asked[0].t.device)  # made here, outside of the memory of CUDA graphs
-    names, tensors, dims, factors = (list(each) for each in zip(*asked, strict=True))
+    names, tensors, dims, factors = (list(field) for field in zip(*asked, strict=True))
     texts = [text_of(layer.quantizers[name]) for name in names]
-    parts, made = iter(torch.ops.fmtsim.draw_operands(layer.name, tensors, factors, dims, names, texts)), []
+    parts, operands = iter(torch.ops.fmtsim.draw_operands(layer.name, tensors, factors, dims, names, texts)), []
     for name, t, dim, _ in asked:
         quantizer, folded = layer.quantizers[name], name in layer.folded
         layout = layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded)
-        made.append(_made(t, quantizer, dim, folded, [next(parts) for _ in layout]))
-    return made
+        operands.append(_made(t, quantizer, dim, folded, [next(parts) for _ in layout]))
+    return operands
 
 
 def _made(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors: list[Tensor]) -> Operand:
@@ -206,12 +206,12 @@ def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, s
 
 
 def _draws(layer, tensors, factors, dims, names, quantizers):  # type: ignore[no-untyped-def]
-    found, made = find_layer(layer), []
-    found.counter(tensors[0].device).add_(1)
+    named_layer, parts = find_layer(layer), []
+    named_layer.counter(tensors[0].device).add_(1)
     for t, factor, dim, name, text in zip(tensors, factors, dims, names, quantizers, strict=True):
-        keys, state = found.counted_keys(name, t.device), found.state.get(name)
-        made += _tensors(t, dim, text, name in found.folded, keys, state, factor)
-    return made
+        keys, state = named_layer.counted_keys(name, t.device), named_layer.state.get(name)
+        parts += _tensors(t, dim, text, name in named_layer.folded, keys, state, factor)
+    return parts
 
 
 def _tensors(
@@ -221,8 +221,8 @@ def _tensors(
     if state is not None:
         refuse()
     call = _call_of(text, t.dtype, is_on_gpu(t), dim, folded)
-    made = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
-    return [_own(getattr(made, part), turned, part in call.copied, t) for part, turned in call.layout]
+    operand = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
+    return [_own(getattr(operand, part), turned, part in call.copied, t) for part, turned in call.layout]
 
 
 def _own(x: Tensor, turned: bool, copied: bool, t: Tensor) -> Tensor:
@@ -240,18 +240,18 @@ def _fake_operand(t, dim, quantizer, folded, *_):  # type: ignore[no-untyped-def
     rows, columns = t.shape if dim == -1 else t.shape[::-1]
     outer, inner = block_of(q)
     blocks = (1 if outer is None else -(-rows // outer), 1 if inner is None else -(-columns // inner))
-    made = []
+    parts = []
     for field, part in layout_of(q, t.dtype, is_on_gpu(t), dim, folded).items():
         shape = {"scale": blocks, "tensor_scale": ()}.get(field, (rows, columns))
         x = t.new_empty(shape[::-1] if part[1] else shape, dtype=part[0])
-        made.append(x.mT if part[1] else x)
-    return made
+        parts.append(x.mT if part[1] else x)
+    return parts
 
 
 def _fake_draws(layer, tensors, factors, dims, names, quantizers):  # type: ignore[no-untyped-def]
     folded = find_layer(layer).folded
-    given = zip(tensors, dims, quantizers, names, strict=True)
-    return [x for t, dim, text, name in given for x in _fake_operand(t, dim, text, name in folded)]
+    operands = zip(tensors, dims, quantizers, names, strict=True)
+    return [x for t, dim, text, name in operands for x in _fake_operand(t, dim, text, name in folded)]
 
 
 def _fused_operand(t, dim, quantizer):  # type: ignore[no-untyped-def]
@@ -264,8 +264,8 @@ def _fake_fused(t, dim, quantizer):  # type: ignore[no-untyped-def]
 
 def _fused_steps(dim, quantizer):  # type: ignore[no-untyped-def]
     def run(t: Tensor) -> list[Tensor]:
-        made = inlined(t, _quantizers[quantizer], dim)
-        return [part for part in (made.elements, made.scale, made.tensor_scale) if part is not None]
+        operand = inlined(t, _quantizers[quantizer], dim)
+        return [part for part in (operand.elements, operand.scale, operand.tensor_scale) if part is not None]
 
     return run
 

@@ -65,20 +65,20 @@ class Pass:
         layer = self._layer
         quantizer, folded = layer.quantizers[name], name in layer.folded
         if name in layer.untouched and factor is None:
-            made, keys = Operand(t if dim == -1 else t.mT, quantizer), NO_KEYS
+            operand, keys = Operand(t if dim == -1 else t.mT, quantizer), NO_KEYS
         elif self._traced:
             return self._drawn.get(name) or self._traced_operand(name, t, dim, factor)
         else:
             keys = self._keys(name, quantizer, t) if name in layer.random else NO_KEYS
-            made = quantize_operand(t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor)
+            operand = quantize_operand(t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor)
         for watcher in self._watchers:
-            watcher.operand(Seen(name, t, made, keys, dim, factor))
-        return made
+            watcher.operand(Seen(name, t, operand, keys, dim, factor))
+        return operand
 
-    def show(self, name: str, t: Tensor, made: Operand) -> None:
+    def show(self, name: str, t: Tensor, operand: Operand) -> None:
         """Let watchers see an operand that another layer made of the same tensor."""
         for watcher in self._watchers:
-            watcher.operand(Seen(name, t, made, NO_KEYS, -1, None))
+            watcher.operand(Seen(name, t, operand, NO_KEYS, -1, None))
 
     def gradient_operands(self, g: Tensor) -> tuple[Operand, Operand] | None:
         """Return the gradient quantised for both its products from one read; None where that has no kernel."""
@@ -92,15 +92,15 @@ class Pass:
         keys = [self._key(use, g) if quantizer.is_stochastic else None for use in uses]
         both = (traced_both if self._traced else quantize_both)(g, quantizer, *keys)
         for watcher in self._watchers:
-            for name, made, key, dim in zip(("g_d", "g_w"), both, keys, (-1, 0), strict=True):
-                watcher.operand(Seen(name, g, made, Keys(key), dim))  # type: ignore[arg-type]
+            for name, operand, key, dim in zip(("g_d", "g_w"), both, keys, (-1, 0), strict=True):
+                watcher.operand(Seen(name, g, operand, Keys(key), dim))  # type: ignore[arg-type]
         return both
 
     def draw(self, *asked: Asked) -> None:
         """Quantise operands whose keys are counted, all as one node of the graph; ``operand`` returns them then."""
-        drawn = [each for each in asked if self.counted and each.name in self._layer.random]
+        drawn = [request for request in asked if self.counted and request.name in self._layer.random]
         if drawn:
-            self._drawn = dict(zip([each.name for each in drawn], traced_draws(self._layer, drawn), strict=True))
+            self._drawn = dict(zip([request.name for request in drawn], traced_draws(self._layer, drawn), strict=True))
 
     def draw_gradients(
         self, g: Tensor, w: Tensor | None, x: Tensor | None, saved: tuple[Saved, Saved], needs: tuple[bool, bool]
@@ -113,7 +113,7 @@ class Pass:
             asked += [Asked("g_d", g, -1)]
         if needs[1]:
             asked += [Asked("g_w", g, 0), self._second("x_w", x, saved[0])]
-        self.draw(*(each for each in asked if isinstance(each, Asked)))
+        self.draw(*(request for request in asked if isinstance(request, Asked)))
 
     def _second(self, name: str, original: Tensor | None, saved: Saved) -> Operand | Asked:
         """Return the second operand of a backward product, summed over the rows of the tensor, or what becomes it."""
@@ -155,32 +155,32 @@ class Pass:
         return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index))
 
     def gradient(
-        self, name: str, left: Operand, original: Tensor | None, saved: tuple[Saved, Saved], dtype: torch.dtype
+        self, name: str, grad: Operand, original: Tensor | None, saved: tuple[Saved, Saved], dtype: torch.dtype
     ) -> Tensor:
         """Return a backward product: the gradient of a tensor that was rotated and rounded in the forward pass.
 
         Args:
             name: Of the product, ``"dgrad"`` or ``"wgrad"``.
-            left: The incoming gradient.
+            grad: The incoming gradient, quantised.
             original: The other tensor, [rows, columns], where its quantiser takes that.
             saved: What there is of this tensor and of the other one from the forward pass.
             dtype: Of the result.
         """
         gemm, fprop, of_x = getattr(self._config, name), self._config.fprop, name == "dgrad"
         second = self._second("w_d" if of_x else "x_w", original, saved[1])
-        right = self.operand(*second) if isinstance(second, Asked) else second
+        other = self.operand(*second) if isinstance(second, Asked) else second
         first, before = gemm.a, fprop.a if of_x else fprop.b
         turned, slope = saved[0][0] is not None, saved[0][3]
         outer, inner = self._layer.rotations[name]
         inner = inner if turned else []
         if not outer and not inner and slope is None:
-            return self.product(name, left, right, None, dtype)
+            return self.product(name, grad, other, None, dtype)
         scales: tuple[Tensor | None, Tensor | None] = None, None
-        bare = left.scale is right.scale is left.rest is gemm.out.format is None
+        bare = grad.scale is other.scale is grad.rest is gemm.out.format is None
         if inner and bare and not (self._watchers or gemm.emulated):
-            scales = right.row_scales(), left.row_scales()  # part of the step that follows
-            left, right = (each._replace(tensor_scale=None) for each in (left, right))
-        y = self.product(name, left, right, None, wide_dtype(dtype))
+            scales = other.row_scales(), grad.row_scales()  # part of the step that follows
+            grad, other = (operand._replace(tensor_scale=None) for operand in (grad, other))
+        y = self.product(name, grad, other, None, wide_dtype(dtype))
         signs = self._sign_key(outer, y)
         return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced, scales=scales)
 
@@ -213,38 +213,38 @@ class Pass:
 
 
 def forward_pass(
-    x: Tensor, w: Tensor, bias: Tensor | None, left: Operand | None, layer: Layer, watchers: Watchers,
+    x: Tensor, w: Tensor, bias: Tensor | None, x_q: Operand | None, layer: Layer, watchers: Watchers,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], *, traced: bool, shares: bool,
 ) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Return y, what became of x where that is shared (``left`` if another layer made it), and what is kept."""
+    """Return y, x quantised where layers share it (``x_q`` if one did before), and what backward needs."""
     dtype = dtypes[0]
     w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
     _check(x, dtype, w, bias, traced)
     run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
-    if left is None:
+    if x_q is None:
         rows = as_matrix(x.to(dtype))
         if traced:
             run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
-        left = run.operand("x_f", rows, -1)
+        x_q = run.operand("x_f", rows, -1)
     elif watchers:
-        run.show("x_f", as_matrix(x.to(dtype)), left)
-    right = run.operand("w_f", w, -1)
-    y = run.product("fprop", left, right, bias, dtype)
+        run.show("x_f", as_matrix(x.to(dtype)), x_q)
+    w_q = run.operand("w_f", w, -1)
+    y = run.product("fprop", x_q, w_q, bias, dtype)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    return y, left if shares else None, (*saved_of(left, layer.config.wgrad.b), *saved_of(right, layer.config.dgrad.b))
+    return y, x_q if shares else None, (*saved_of(x_q, layer.config.wgrad.b), *saved_of(w_q, layer.config.dgrad.b))
 
 
 def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None, traced: bool) -> None:
     """Refuse what does not fit; ``dtype`` is x's under autocast."""
-    own = None if bias is None else bias.dtype
-    for name, found in (("x", dtype), ("w", w.dtype), ("bias", own)):
-        if found is not None and found not in FLOATS:
-            raise DtypeError(f"EmulatedGEMM: {name} has dtype {found}; pass float16, bfloat16, float32 or float64")
+    bias_dtype = None if bias is None else bias.dtype
+    for name, t_dtype in (("x", dtype), ("w", w.dtype), ("bias", bias_dtype)):
+        if t_dtype is not None and t_dtype not in FLOATS:
+            raise DtypeError(f"EmulatedGEMM: {name} has dtype {t_dtype}; pass float16, bfloat16, float32 or float64")
     plain = not traced and w.device == x.device  # x and w
     if not plain or (bias is not None and not (type(bias) in PLAIN_TYPES and bias.device == x.device)):
         check_together(x=x, w=w, bias=bias)
-    other = w.dtype if w.dtype != dtype else own
+    other = w.dtype if w.dtype != dtype else bias_dtype
     if other is not None and other != dtype:
         raise DtypeError(
             f"EmulatedGEMM: x has dtype {dtype}, w or bias {other}; cast them to one dtype, or use torch.autocast"
@@ -282,12 +282,12 @@ def backward_pass(
         dx = run.gradient("dgrad", first, w, saved, ctx.dtypes[0]).reshape(ctx.x_shape)
     if needs_w:
         if both is not None:
-            left = both[1]
+            grad = both[1]
         elif first is not None and wgrad.a.source == "forward":
-            left = first.transposed()
+            grad = first.transposed()
         else:
-            left = run.operand("g_w", rows, 0)
-        dw = run.gradient("wgrad", left, x, saved[::-1], ctx.dtypes[1])
+            grad = run.operand("g_w", rows, 0)
+        dw = run.gradient("wgrad", grad, x, saved[::-1], ctx.dtypes[1])
     if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
         dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
     return [dx, dw, dbias]
@@ -321,12 +321,12 @@ _last: _Made | None = None
 
 def shared(x: Tensor, dtype: torch.dtype, layer: Layer) -> Operand | None:
     """Return what the last layer made of the same input, cast to a dtype; None where it had another."""
-    made = _last
-    if made is None or made.x() is not x or made.version != x._version or made.dtype != dtype:
+    last = _last
+    if last is None or last.x() is not x or last.version != x._version or last.dtype != dtype:
         return None
-    same = made.quantizer is layer.quantizers["x_f"] and made.folded == ("x_f" in layer.folded)
-    same = same and made.stream == _stream(x)  # another stream would not wait for the elements
-    return made.operand if same else None
+    same = last.quantizer is layer.quantizers["x_f"] and last.folded == ("x_f" in layer.folded)
+    same = same and last.stream == _stream(x)  # another stream would not wait for the elements
+    return last.operand if same else None
 
 
 def share(x: Tensor, dtype: torch.dtype, layer: Layer, operand: Operand) -> None:

@@ -59,28 +59,28 @@ def multiply(
     if not plain and not (a.scales_rows and b.scales_rows):
         if wide == torch.float32 and (engine := fused_engine(a.elements)) is not None and engine.covers_groups(a, b):
             return _multiply_groups(a, b, rest, bias, dtype, traced)
-        left, right = values_of(a, wide, "left"), values_of(b, wide, "right").mT
+        lhs, rhs = values_of(a, wide, "left"), values_of(b, wide, "right").mT
     else:
         if not plain:
             columns, rows = b.row_scales(), a.row_scales()
-        left, right = a.elements, b.elements.mT
-        halves = left.dtype == right.dtype == torch.bfloat16 and not integers
+        lhs, rhs = a.elements, b.elements.mT
+        halves = lhs.dtype == rhs.dtype == torch.bfloat16 and not integers
         scaled = dtype != torch.bfloat16 or not (columns is rows is rest is None)
-        if halves and scaled and is_on_gpu(left):  # torch on a CPU has no such product
-            y = torch.mm(left, right, out_dtype=torch.float32)
+        if halves and scaled and is_on_gpu(lhs):  # torch on a CPU has no such product
+            y = torch.mm(lhs, rhs, out_dtype=torch.float32)
             return finish(y, columns, rows, rest, bias, dtype, traced)
-        if integers and not has_float64(left.device):
+        if integers and not has_float64(lhs.device):
             return finish(_integer_sums(a, b), columns, rows, rest, bias, dtype, traced)
         if scaled or not halves:
             exact = torch.float64 if integers else wide
-            left = left if left.dtype == exact else widened(left, exact, "left")
-            right = right if right.dtype == exact else widened(right, exact, "right")
+            lhs = lhs if lhs.dtype == exact else widened(lhs, exact, "left")
+            rhs = rhs if rhs.dtype == exact else widened(rhs, exact, "right")
     if columns is rows is rest is None and not integers:
         if bias is not None:
-            return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
-        if left.dtype == dtype:
-            return torch.mm(left, right)
-    y = torch.mm(left, right)
+            return torch.addmm(bias.to(lhs.dtype), lhs, rhs).to(dtype)
+        if lhs.dtype == dtype:
+            return torch.mm(lhs, rhs)
+    y = torch.mm(lhs, rhs)
     y = y if y.dtype == torch.bfloat16 else y.to(wide)
     return finish(y, columns, rows, rest, bias, dtype, traced)
 
@@ -108,8 +108,8 @@ def _integer_sums(a: Operand, b: Operand) -> Tensor:
         sides.append(digits)
         unit *= step
     total = torch.zeros(a.elements.shape[0], b.elements.shape[0], dtype=torch.int64, device=a.elements.device)
-    for (i, left), (j, right) in pairs(*map(enumerate, sides)):
-        for x, y in zip(left.split(1024, 1), right.split(1024, 1), strict=True):
+    for (i, lhs), (j, rhs) in pairs(*map(enumerate, sides)):
+        for x, y in zip(lhs.split(1024, 1), rhs.split(1024, 1), strict=True):
             total += torch.mm(x, y.mT).to(torch.int64) << 8 * (i + j)
     return total.to(torch.float32) * unit
 
@@ -143,9 +143,9 @@ def finish(
 
 def _finished(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untyped-def]
     engine = fused_engine(y) if rest is None else None
-    made = None if engine is None else engine.finish(y, columns, rows, bias, dtype)
-    if made is not None:
-        return made
+    fused = None if engine is None else engine.finish(y, columns, rows, bias, dtype)
+    if fused is not None:
+        return fused
     y = y if columns is None else y * columns.mT
     y = y if rows is None else y * rows
     y = y if rest is None else y + rest
@@ -188,9 +188,9 @@ def unrotated(
         y = rotated(y, transform, signs, inverse=True)
     if turned and before.transforms:
         engine = fused_engine(y) if is_on_gpu(y) else None
-        made = None if engine is None else engine.unrotate(y, before.transforms, slope, dtype, scales)
-        if made is not None:
-            return made  # type: ignore[no-any-return]
+        fused = None if engine is None else engine.unrotate(y, before.transforms, slope, dtype, scales)
+        if fused is not None:
+            return fused  # type: ignore[no-any-return]
     y = _scaled(y, scales)
     y = y if slope is None else y * slope
     for transform in reversed(inner if turned else []):
@@ -217,9 +217,9 @@ def round_output(y: Tensor, out: Quantizer, dtype: torch.dtype, generator: Gener
 
 
 def _multiply_group_parts(a, a_scale, a_block, b, b_scale, b_block, bias, dtype):  # type: ignore[no-untyped-def]
-    left = Operand(a, Quantizer(), a_scale, block=tuple(a_block))
-    right = Operand(b, Quantizer(), b_scale, block=tuple(b_block))
-    return fused_engine(a).multiply_groups(left, right, bias, dtype)  # type: ignore[union-attr]
+    lhs = Operand(a, Quantizer(), a_scale, block=tuple(a_block))
+    rhs = Operand(b, Quantizer(), b_scale, block=tuple(b_block))
+    return fused_engine(a).multiply_groups(lhs, rhs, bias, dtype)  # type: ignore[union-attr]
 
 
 def _fake_fused_finish(y, columns, rows, dtype):  # type: ignore[no-untyped-def]
@@ -229,8 +229,8 @@ def _fake_fused_finish(y, columns, rows, dtype):  # type: ignore[no-untyped-def]
 
 def _unrotated(y, first, before, slope, signs, dtype, turned, columns=None, rows=None):  # type: ignore[no-untyped-def]
     how = quantizer_of(first), quantizer_of(before), slope, random_key(signs), dtype
-    made = unrotated(y, *how, turned=turned, traced=False, scales=(columns, rows))
-    return made.contiguous()  # something is undone: never y itself
+    result = unrotated(y, *how, turned=turned, traced=False, scales=(columns, rows))
+    return result.contiguous()  # something is undone: never y itself
 
 
 define_operator(

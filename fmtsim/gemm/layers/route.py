@@ -51,24 +51,24 @@ def route_of(
         FormatError: No unit multiplies elements or blocks of that kind, or not together.
     """
     last = last_cast(a), last_cast(b)
-    high = [each.format is None for each in last]
+    high = [q.format is None for q in last]
     if all(high):
         return Route("elements")
-    elements = [element_of(each.format) for each in last]
-    bare = all(each.scaling is None and element is each.format for each, element in zip(last, elements, strict=True))
+    elements = [element_of(q.format) for q in last]
+    bare = all(q.scaling is None and element is q.format for q, element in zip(last, elements, strict=True))
     if logarithms and not dequantized and all(isinstance(element, LogFormat) for element in elements):
-        kinds = [_kind(each, flipped) for each, flipped in zip((a, b), turned, strict=True)]
+        kinds = [_kind(q, flipped) for q, flipped in zip((a, b), turned, strict=True)]
         return Route("elements", (elements[0], elements[1]), product_kind(*kinds))  # type: ignore[arg-type]
     if dequantized or (any(high) and not (declared and bare)):
         return Route("values")
     if declared and not all(isinstance(element, FloatFormat | IntFormat) for element in elements):
         return Route("numbers")
-    kinds = [kind_of(each, flipped) for each, flipped in zip((a, b), turned, strict=True)]
+    kinds = [kind_of(q, flipped) for q, flipped in zip((a, b), turned, strict=True)]
     kind = product_kind(*kinds)
     if all(isinstance(element, IntFormat) for element in elements):
         return Route("integers", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
     if any(isinstance(element, IntFormat) for element in elements):
-        names = " by ".join(each.format.name for each in last)  # type: ignore[union-attr]
+        names = " by ".join(q.format.name for q in last)  # type: ignore[union-attr]
         raise FormatError(f"no unit multiplies {names}: integers and floating point; {_HINT}")
     return Route("elements", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
 

@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     Attributes:
         name: ``x_f w_f g_d w_d g_w x_w``; of attention ``q k v p``, and ``dv.a`` ... ``dk.b``.
         original: The tensor as it came.
-        made: What is multiplied.
+        quantized: What is multiplied.
         keys: Of its random numbers.
         dim: Of the original, along which the product sums.
         factor: What the original is multiplied with first (``fmtsim.spec.operand.multiplied``), or None.
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
     name: str
     original: Tensor
-    made: Operand
+    quantized: Operand
     keys: Keys = Keys()
     dim: int = -1
     factor: Tensor | None = None
@@ -51,29 +51,29 @@ class Seen(NamedTuple):
 
         The second is in a dtype that holds it.
         """
-        x, made = self.original, self.made
-        scaled = made.scale is not None or made.tensor_scale is not None
-        plain = not scaled and made.elements.element_size() > 1 and x.dtype != torch.float64
-        values = made.elements if plain else made.values(wide_dtype(x.dtype))
-        if self.made.quantizer.is_cast and self.factor is None:
+        x, operand = self.original, self.quantized
+        scaled = operand.scale is not None or operand.tensor_scale is not None
+        plain = not scaled and operand.elements.element_size() > 1 and x.dtype != torch.float64
+        values = operand.elements if plain else operand.values(wide_dtype(x.dtype))
+        if self.quantized.quantizer.is_cast and self.factor is None:
             return x, values if self.dim == -1 else values.mT, self.dim
         x = multiplied(x, self.factor)
         x = x if self.dim == -1 else x.mT
-        for transform in self.made.quantizer.transforms:
+        for transform in self.quantized.quantizer.transforms:
             x, _ = transformed(x, transform, self.keys.signs)
         return x, values, -1
 
     def scales(self) -> Tensor | None:
         """Return what ``rounded``'s first tensor is divided by where a scale rule gave that: a number an element."""
-        made, quantizer = self.made, self.made.quantizer
+        operand, quantizer = self.quantized, self.quantized.quantizer
         if quantizer.scaling is None:
             return None
-        if made.scale is None and quantizer.scaling.history is None:  # kernels multiplied it in
-            made = quantize_operand(self.original, quantizer, self.keys, dim=self.dim, factor=self.factor)
-        if made.scale is None:
-            return made.tensor_scale
-        scale = spread(made.scale, made.block, made.elements.shape)
-        return scale if made.tensor_scale is None else scale * made.tensor_scale
+        if operand.scale is None and quantizer.scaling.history is None:  # kernels multiplied it in
+            operand = quantize_operand(self.original, quantizer, self.keys, dim=self.dim, factor=self.factor)
+        if operand.scale is None:
+            return operand.tensor_scale
+        scale = spread(operand.scale, operand.block, operand.elements.shape)
+        return scale if operand.tensor_scale is None else scale * operand.tensor_scale
 
 
 class Watcher:
@@ -104,7 +104,7 @@ class Told(Watcher):
     def operand(self, seen: Seen) -> None:
         """Tell the function."""
         x, q, dim = seen.rounded()
-        self._tell(seen.name, x, q, seen.made.quantizer, dim)
+        self._tell(seen.name, x, q, seen.quantized.quantizer, dim)
 
 
 Watchers = tuple[Watcher, ...]

@@ -154,10 +154,10 @@ class Asker:
         if status != _SUCCESS:
             raise DeviceError(f"cublasLtMatmulAlgoGetHeuristic fails with status {status} for {question}")
         algorithm = self._answer.raw[:_ALGORITHM]
-        known = self._choices.get(algorithm)
-        if known is None:
-            known = self._choices[algorithm] = self._read(self._answer)
-        return known
+        choice = self._choices.get(algorithm)
+        if choice is None:
+            choice = self._choices[algorithm] = self._read(self._answer)
+        return choice
 
     def _read(self, algorithm: "Array[Any]") -> Choice:
         """Return the attributes of an algorithm that decide the order."""
@@ -212,9 +212,9 @@ class _Functions:
 
     def made(self, name: str, *arguments: Any) -> c_void_p:
         """Return what a function makes."""
-        made = c_void_p()
-        self.call(name, byref(made), *arguments)
-        return made
+        handle = c_void_p()
+        self.call(name, byref(handle), *arguments)
+        return handle
 
 
 class _Matrix:
@@ -226,15 +226,15 @@ class _Matrix:
         self._known = {_ROWS: 8, _COLUMNS: 8, _LD: 8, _BATCH: 1, _STRIDE: 0}
 
     def resize(self, rows: int, columns: int, batch: int) -> None:
-        known = self._known
-        if known[_ROWS] != rows:
+        attributes = self._known
+        if attributes[_ROWS] != rows:
             self._change(_ROWS, c_uint64(rows))
             self._change(_LD, c_int64(rows))
-        if known[_COLUMNS] != columns:
+        if attributes[_COLUMNS] != columns:
             self._change(_COLUMNS, c_uint64(columns))
-        if known[_BATCH] != batch:
+        if attributes[_BATCH] != batch:
             self._change(_BATCH, c_int32(batch))
-        if known[_STRIDE] != (stride := rows * columns if batch > 1 else 0):
+        if attributes[_STRIDE] != (stride := rows * columns if batch > 1 else 0):
             self._change(_STRIDE, c_int64(stride))
 
     def _change(self, attribute: int, value: Any) -> None:
@@ -269,7 +269,7 @@ class _Product:
         self._matrices = [_Matrix(functions, dtype) for dtype in (_TYPES[kind.b], _TYPES[kind.a], _OUT[wide])]
         if narrow:
             self._matrices.append(_Matrix(functions, _OUT[kind.out]))
-        self.a, self.b, self.c, self.d = (each.pointer for each in (*self._matrices, self._matrices[-1])[:4])
+        self.a, self.b, self.c, self.d = (matrix.pointer for matrix in (*self._matrices, self._matrices[-1])[:4])
 
     def _set_scales(self, kind: Kind) -> None:
         self._set(_FAST_ACCUM, c_int8(kind.fast_accum))

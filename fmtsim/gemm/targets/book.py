@@ -355,7 +355,7 @@ class _Writer:
         runs = [[(start, numbers[choice]) for start, choice in group[key]] for key in keys]
         stride = -(-len(pack(runs)) // WINDOW)
         samples = pack(runs[::stride])
-        others = [each for rank, each in enumerate(runs) if rank % stride]
+        others = [key_runs for rank, key_runs in enumerate(runs) if rank % stride]
         blocks = [deflate(pack(others[i : i + _BLOCK]), samples) for i in range(0, len(others), _BLOCK)]
         firsts = np.diff([first for first, _ in keys], prepend=0)
         sizes, lengths = planes([*firsts, *(second for _, second in keys)], 4), planes([*map(len, blocks)], 3)
@@ -371,7 +371,7 @@ class _Writer:
 
 def _read(header: bytes, body: bytes) -> _Contents:
     record = json.loads(zlib.decompressobj().decompress(header, LARGEST))
-    choices: list[Choice | None] = [None, *(Choice(*map(index, each)) for each in record["choices"])]
+    choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
     sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
     for kind, layout, batch, along, step, count, stride, *pieces in record["sections"]:
         keys, samples, lengths, blocks = (
@@ -379,11 +379,11 @@ def _read(header: bytes, body: bytes) -> _Contents:
         )
         first, second = from_planes(inflate(keys), 4).reshape(2, count)
         ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]
-        found = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
+        packed_keys = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
         if along not in _FIXED or index(step) < 1 or index(stride) < 1:
             raise ValueError("a section is not possible")
         sections[kind_from_list(kind), index(layout), index(batch)].append(
-            _Section(along, step, stride, found, inflate(samples), ends, blocks)
+            _Section(along, step, stride, packed_keys, inflate(samples), ends, blocks)
         )
     aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
     return _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))

@@ -54,7 +54,7 @@ def plainest(choice: Choice, question: Question) -> Choice:
     algorithm, whole, kind = choice.algorithm, choice.split == 1, question.kind
     if algorithm in (21, 23, 24) and choice.stages in STAGES:
         tile = STAGES[choice.stages]
-        return choice._replace(algorithm=24, stages=next(each for each in STAGES if STAGES[each] == tile))
+        return choice._replace(algorithm=24, stages=next(stages for stages in STAGES if STAGES[stages] == tile))
     if whole and algorithm in (12, 20, 55, 56) and kind.compute != "16f":
         return Choice(12)
     if whole and algorithm in (39, 43, 63) and question.n > 1:
@@ -68,7 +68,7 @@ def same_order(choice: Choice, other: Choice, question: Question, architecture: 
     calls = [call]
     if 1 in (question.n, question.k) and call.operation == "mm":
         calls.append(replace(call, operation="linear", bias=True))
-    orders = [[order_of(each, one, architecture) for one in calls] for each in (choice, other)]
+    orders = [[order_of(candidate, one, architecture) for one in calls] for candidate in (choice, other)]
     return orders[0] == orders[1] and None not in orders[0]
 
 
@@ -142,10 +142,10 @@ STAGES: Final = {
 
 def _cutlass(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     """Parts are slices of K, and the residue of a slice comes first. TF32 instructions have 8 products throughout."""
-    known = STAGES.get(choice.stages)
-    if known is None or call.a not in ("bf16", "fp16", "tf32") or choice.split < 1:
+    stage = STAGES.get(choice.stages)
+    if stage is None or call.a not in ("bf16", "fp16", "tf32") or choice.split < 1:
         return None
-    tile, products = known
+    tile, products = stage
     fields: dict[str, Any] = {"k_tile": tile, "residue_first": True}
     if call.a != "tf32" and products < 16:
         fields["instruction_k"] = products
@@ -199,13 +199,13 @@ GEMM_SN: Final = {(11, 0): (2, 256), (11, 1): (4, 128), (16, 0): (1, None)}
 
 def _gemm_sn(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     """Every thread has one slice of K; on Hopper 16 threads take turns where K is contiguous in both operands."""
-    known = GEMM_SN.get((choice.algorithm, choice.custom))
-    if known is None or not _scalar(call) or choice.split != 1:
+    config = GEMM_SN.get((choice.algorithm, choice.custom))
+    if config is None or not _scalar(call) or choice.split != 1:
         return None
     question = question_of(call)
     if architecture == "sm_90" and choice[::3] == (11, 0) and question is not None and question.layout == 0:
         return _fma(call, **_dealt(16, 16, "serial"), promote_every=16)
-    threads, chain = known
+    threads, chain = config
     width = _ceil(call.k, threads)
     parts = _ceil(call.k, width)
     slices = {"k_tile": width, "part_k": width, "split": parts} if parts > 1 else {}
@@ -307,13 +307,13 @@ def _gemv(choice: Choice, call: GemmCall, architecture: Architecture) -> Order |
     lanes = table.get(architecture, {}).get(choice.custom)
     if lanes is None or (choice.custom == 10 and call.batch * call.m * call.n > _MOST_RESULTS[architecture]):
         return None
-    each = lanes.products if lanes.products > 0 else min(-lanes.products, _ceil(width, lanes.lanes))
-    fields: dict[str, Any] = {"promote_every": lanes.chunk and lanes.chunk * each}
-    fields |= _dealt(lanes.lanes * each, lanes.lanes, "tree" if lanes.tree else "serial")
+    lane_products = lanes.products if lanes.products > 0 else min(-lanes.products, _ceil(width, lanes.lanes))
+    fields: dict[str, Any] = {"promote_every": lanes.chunk and lanes.chunk * lane_products}
+    fields |= _dealt(lanes.lanes * lane_products, lanes.lanes, "tree" if lanes.tree else "serial")
     parts = _ceil(call.k, width)
     if parts > 1:
         after = call.bias and call.n > 1  # one column has its bias added to the sum
-        fields |= {"k_tile": lanes.lanes * each, "part_k": width, "split": parts, "bias_after_rounding": after}
+        fields |= {"k_tile": lanes.lanes * lane_products, "part_k": width, "split": parts, "bias_after_rounding": after}
     return _fma(call, **fields)
 
 
@@ -367,10 +367,10 @@ def _interleaved(choice: Choice, call: GemmCall, architecture: Architecture) -> 
     """Parts own tiles in turn, and nothing comes first."""
     if choice.split == 1:
         return _one_chain(choice, call, architecture)
-    known = STAGES.get(choice.stages)
-    if known is None or call.a != "tf32" or choice.split < 1 or choice.reduction != 2:
+    stage = STAGES.get(choice.stages)
+    if stage is None or call.a != "tf32" or choice.split < 1 or choice.reduction != 2:
         return None
-    return _plan(k_tile=known[0], split=min(choice.split, _ceil(call.k, known[0])), owner="interleaved")
+    return _plan(k_tile=stage[0], split=min(choice.split, _ceil(call.k, stage[0])), owner="interleaved")
 
 
 Family = Callable[[Choice, GemmCall, Architecture], Order | None]

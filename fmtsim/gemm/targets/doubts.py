@@ -51,9 +51,9 @@ def warn_once(category: type[Warning], target: str, call: GemmCall, text: Callab
         return
     with _lock:
         key = category, target, call
-        known = key in _warned
+        warned = key in _warned
         _warned.add(key)
-    if not known:
+    if not warned:
         warnings.warn(text(), category, stacklevel=caller_level())
 
 
@@ -81,8 +81,8 @@ def padded_k(target: Any, call: GemmCall) -> int | None:
     first = -(-call.k // _STEP) * _STEP
     for k in range(first, first + _STEP * _STEPS, _STEP):
         with without_doubts():
-            found = target.resolve(replace(call, k=k))
-        if not products_left_out(k, found.plan) and (found.basis != "guess" or k % _TILE == 0):
+            spec = target.resolve(replace(call, k=k))
+        if not products_left_out(k, spec.plan) and (spec.basis != "guess" or k % _TILE == 0):
             return k
     return None
 
@@ -117,8 +117,8 @@ def warn_of_native_bug(target: Any, call: GemmCall) -> None:
     """Warn where a library leaves products out of a call that runs natively; what is a guess is not a bug."""
     try:
         with without_doubts():
-            found = target.resolve(call)
+            spec = target.resolve(call)
     except FmtsimError:  # torch has the call, and the target says nothing of it
         return
-    if found.basis != "guess":
-        warn_of_bug(target, call, found.plan, guess=False)
+    if spec.basis != "guess":
+        warn_of_bug(target, call, spec.plan, guess=False)

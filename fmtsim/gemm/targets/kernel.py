@@ -80,17 +80,17 @@ class Kernel:
         There ``partial`` may be ``"out"``, and ``bias_after_rounding`` ``"unsplit"``.
         """
         fields = fields_of(record, path, "a Kernel")
-        own: dict[str, Any] = {name: fields.pop(name) for name in _OWN if name in fields}
+        kernel_fields: dict[str, Any] = {name: fields.pop(name) for name in _OWN if name in fields}
         after = fields.get("bias_after_rounding", False)
         if not isinstance(after, bool) and after != "unsplit":
             text = f"bias_after_rounding={shown(after)} is not possible; choose false, true or 'unsplit'"
             raise at(path, ArgumentError, text)
-        own |= {"partial_out": fields.get("partial") == "out", "bias_unsplit": after == "unsplit"}
-        if own["partial_out"]:
+        kernel_fields |= {"partial_out": fields.get("partial") == "out", "bias_unsplit": after == "unsplit"}
+        if kernel_fields["partial_out"]:
             fields["partial"] = FP32.name
         plan = record_of(GemmPlan, {**fields, "bias_after_rounding": after is True}, path)
         with located(path):
-            return cls(plan=plan, **own)
+            return cls(plan=plan, **kernel_fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``from_dict`` reads, without the fields that have their default."""
@@ -167,8 +167,8 @@ class Splits:
     def __post_init__(self) -> None:
         check_types(self)
         if self.tiles_per_part < 1 or self.room < 0:
-            given = f"tiles_per_part={self.tiles_per_part}, room={self.room}"
-            raise ArgumentError(f"{given} is not possible; choose tiles_per_part from 1, room from 0")
+            values = f"tiles_per_part={self.tiles_per_part}, room={self.room}"
+            raise ArgumentError(f"{values} is not possible; choose tiles_per_part from 1, room from 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not the default."""
@@ -213,8 +213,8 @@ class Rule:
     operands: str | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.basis
-        if isinstance(given, str) and given == "logged":  # the word of older plan files
+        basis: object = self.basis
+        if isinstance(basis, str) and basis == "logged":  # the word of older plan files
             object.__setattr__(self, "basis", "reported")
         if not isinstance(self.basis, str) or self.basis not in get_args(Basis):
             raise ArgumentError(

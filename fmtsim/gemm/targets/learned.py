@@ -205,11 +205,11 @@ class Learned:
             except _DAMAGED as error:
                 raise self._damaged(error) from None
         features, thresholds, rights = walk
-        node, known = 0, dict[int, Any]()
+        node, values = 0, dict[int, Any]()
         while (feature := features[node]) != LEAF:
-            value = known.get(feature)
+            value = values.get(feature)
             if value is None:
-                value = known[feature] = FEATURES[feature](number, layout, m, n, k, batch)
+                value = values[feature] = FEATURES[feature](number, layout, m, n, k, batch)
             node = node + 1 if value <= thresholds[node] else rights[node]
         return Guess(group.choices[rights[node]], bool(thresholds[node]), group)
 

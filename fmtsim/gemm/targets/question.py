@@ -89,7 +89,7 @@ _LAYOUTS: Final[dict[tuple[Layout, Layout], int]] = {
 
 
 def question_of(call: GemmCall) -> Question | None:
-    """Return what torch asks cuBLASLt about a call; None where it does not ask, or nobody knows how.
+    """Return what torch asks cuBLASLt about a call; None where it does not ask, or the question is not known.
 
     But in bmm, torch calls an operand with a single row or column contiguous in the way of [M, K] and [K, N]. A bias is
     the library's own where K and N are more than 1; else torch puts it into the result beforehand.
@@ -136,8 +136,8 @@ def unpack(packed: bytes, families: int, place: int) -> tuple[list[int], list[in
     Raises:
         ValueError: The bytes are others.
     """
-    runs, left = divmod(len(packed) - 2 * families, 5)
-    if left or runs < 0:
+    runs, remainder = divmod(len(packed) - 2 * families, 5)
+    if remainder or runs < 0:
         raise ValueError("a block has another size than its families")
     low, high = packed[:families], packed[families : 2 * families]
     begin = sum(low[:place]) + (sum(high[:place]) << 8)
@@ -168,10 +168,10 @@ def deflate(content: bytes, dictionary: bytes = b"") -> bytes:
 def inflate(content: bytes | memoryview, dictionary: bytes = b"") -> bytes:
     """Return what ``deflate`` was given; ValueError or zlib.error where it was not."""
     packer = zlib.decompressobj(-15, dictionary[-WINDOW:])
-    found = packer.decompress(content, LARGEST)
+    inflated = packer.decompress(content, LARGEST)
     if not packer.eof:
         raise ValueError("a block does not end")
-    return found
+    return inflated
 
 
 def kind_to_list(kind: Kind) -> list[Any]:

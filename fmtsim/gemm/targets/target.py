@@ -44,12 +44,12 @@ _UNCOVERED = GemmPlan(source="one chain, k in order: no rule covers this call")
 
 def _sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
     """Return a plan with where it comes from; unlike ``replace`` this checks nothing again, which takes longer."""
-    made = object.__new__(GemmPlan)
+    copy = object.__new__(GemmPlan)
     for name in GemmPlan.__dataclass_fields__:
-        object.__setattr__(made, name, getattr(plan, name))
-    object.__setattr__(made, "source", source)
-    object.__setattr__(made, "verified", verified)
-    return made
+        object.__setattr__(copy, name, getattr(plan, name))
+    object.__setattr__(copy, "source", source)
+    object.__setattr__(copy, "verified", verified)
+    return copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -79,10 +79,10 @@ class Target(PlanFile):
         Raises:
             ArgumentError: The target has no unit for these operands, or the plan is a guess and ``strict`` is set.
         """
-        found = _resolution(self, call)
-        if found.basis == "guess":
-            self.doubt(call, found.plan, strict)
-        return found
+        spec = _resolution(self, call)
+        if spec.basis == "guess":
+            self.doubt(call, spec.plan, strict)
+        return spec
 
     def takes(self, a: str, b: str, accumulate: str, scaling: ScaleKind) -> str:
         """Return the name of the unit for operands of two formats, sums in ``accumulate``, and a kind of scales.
@@ -90,9 +90,9 @@ class Target(PlanFile):
         Raises:
             ArgumentError: There is none.
         """
-        found = self._unit(a, b, accumulate, scaling)
-        if found is not None:
-            return found
+        fitting = self._unit(a, b, accumulate, scaling)
+        if fitting is not None:
+            return fitting
         taken = "; ".join(f"{' '.join(inputs)} -> {sums} ({unit})" for inputs, sums, unit in self.units)
         others = [name for name in list_targets() if get_target(name)._unit(a, b, accumulate, scaling) is not None]
         if others:
@@ -124,9 +124,9 @@ class Target(PlanFile):
             return Found(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
         recorded, others, tables = _rules_by_size(self)
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
-        found = self._ruled(call, first)
-        if found is not None:
-            return found
+        resolved = self._ruled(call, first)
+        if resolved is not None:
+            return resolved
         question = None if self.architecture is None else question_of(call)
         chosen = None if question is None else self._chosen(call, question)
         if chosen is not None:
@@ -141,8 +141,8 @@ class Target(PlanFile):
         if not numbers:
             return None
         calls = call.same_calls() if 1 in (call.m, call.n, call.k) else [call]
-        found = [each for each in (self._by_rule(one, numbers) for one in calls) if each is not None]
-        return next((each for each in found if each.basis != "guess"), found[0] if found else None)
+        answers = [answer for answer in (self._by_rule(one, numbers) for one in calls) if answer is not None]
+        return next((answer for answer in answers if answer.basis != "guess"), answers[0] if answers else None)
 
     def _by_rule(self, call: GemmCall, numbers: list[int]) -> Found | None:
         for number in numbers:
@@ -292,15 +292,15 @@ def _kinds() -> str:
 def _resolution(target: Target, call: GemmCall) -> GemmSpec:
     """Look a call up among the rules, which a training asks for the same products in every step."""
     unit = target.takes(call.a, call.b, call.accumulate, call.scaling)
-    found = target.find(call)
+    order = target.find(call)
     a, b, scale = call.a, call.b, _unit_scale(call.scaling)
-    if found.unit is not None:
-        unit, scale = found.unit, None
-        a, b = found.operands or a, found.operands or b
+    if order.unit is not None:
+        unit, scale = order.unit, None
+        a, b = order.operands or a, order.operands or b
     mode = get_unit(unit).find(a, b, call.accumulate, scale)
     formats: Any = {"a": get_format(a), "b": get_format(b)}
     return GemmSpec(
-        datapath=mode.datapath, plan=found.plan, unit=unit, accumulate=mode.accumulate, basis=found.basis, **formats
+        datapath=mode.datapath, plan=order.plan, unit=unit, accumulate=mode.accumulate, basis=order.basis, **formats
     )  # fmt: skip
 
 

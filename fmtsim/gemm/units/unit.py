@@ -58,9 +58,9 @@ class Mode:
     strength: Strength
 
     def __post_init__(self) -> None:
-        given: object = self.inputs
-        if isinstance(given, list | tuple):
-            names = tuple(get_format(name).name for name in given)
+        inputs: object = self.inputs
+        if isinstance(inputs, list | tuple):
+            names = tuple(get_format(name).name for name in inputs)
             if not names:
                 raise ArgumentError("inputs=() takes nothing; name formats, or pass None for every float format")
             object.__setattr__(self, "inputs", names)
@@ -110,10 +110,10 @@ class Unit:
             raise ArgumentError(
                 f"unit name {shown(self.name)} is not allowed; choose lower-case letters, digits and _ . + -"
             )
-        given: object = self.modes
-        if not isinstance(given, list | tuple) or not given or not all(isinstance(mode, Mode) for mode in given):
-            raise ArgumentError(f"unit {self.name}: modes={shown(given)} is not possible; pass one Mode or more")
-        object.__setattr__(self, "modes", tuple(given))
+        modes: object = self.modes
+        if not isinstance(modes, list | tuple) or not modes or not all(isinstance(mode, Mode) for mode in modes):
+            raise ArgumentError(f"unit {self.name}: modes={shown(modes)} is not possible; pass one Mode or more")
+        object.__setattr__(self, "modes", tuple(modes))
         check_types(self)
 
     def __hash__(self) -> int:
@@ -130,10 +130,10 @@ class Unit:
             wide = not all(is_representable(fmt, torch.float32) for fmt in (a, b))
             usual = "fp64" if wide else "fp32"
             accumulate = next((mode.accumulate for mode in taking if mode.accumulate == usual), None)
-        found = [mode for mode in taking if accumulate is None or mode.accumulate == accumulate]
-        if not found:
+        fitting = [mode for mode in taking if accumulate is None or mode.accumulate == accumulate]
+        if not fitting:
             self._refuse(a, b, accumulate, wanted)
-        return found[0]
+        return fitting[0]
 
     def mode(
         self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
@@ -189,12 +189,12 @@ def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | N
     )  # fmt: skip
     if names:
         return f"units that do: {', '.join(names)}"
-    own = (
+    example = (
         "LogDatapath(...)"
         if isinstance(a, LogFormat) and isinstance(b, LogFormat)
         else "Datapath(...), a unit of your own"
     )
-    return f"no unit does; pass target={own}(...), a unit of your own"
+    return f"no unit does; pass target={example}(...), a unit of your own"
 
 
 PLANS = Path(__file__).parents[1] / "targets" / "plans"
@@ -214,11 +214,11 @@ def get_unit(name: str | Unit) -> Unit:
     """
     if isinstance(name, Unit):
         return name
-    found = _units.get(name.strip().lower()) if isinstance(name, str) else None
-    if found is None:
+    unit = _units.get(name.strip().lower()) if isinstance(name, str) else None
+    if unit is None:
         hint = did_you_mean(name, _units)
         raise ArgumentError(f"unknown unit {shown(name)}{hint} (choose one of {', '.join(_units)})")
-    return found
+    return unit
 
 
 def list_units() -> list[str]:
@@ -245,8 +245,8 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
         raise ArgumentError(f"unit={shown(unit)} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
     if (PLANS / f"{unit.name}.json").is_file():
         raise ArgumentError(f"unit name {shown(unit.name)} is that of a GPU with its library; choose another")
-    known = _units.get(unit.name)
-    if known is not None and known != unit and not overwrite:
+    registered = _units.get(unit.name)
+    if registered is not None and registered != unit and not overwrite:
         raise ArgumentError(f"unit name {shown(unit.name)} is taken; choose another, or pass overwrite=True")
     global registrations
     registrations += 1
@@ -293,7 +293,7 @@ def describe(datapath: Arithmetic) -> str:
     blocks = "all of K at once" if datapath.block is None else f"blocks of {datapath.block}"
     if datapath.group > 1:
         blocks += f" in groups of {datapath.group}"
-    kept = "exact" if datapath.fraction_bits is None else f"F={datapath.fraction_bits}"
+    width = "exact" if datapath.fraction_bits is None else f"F={datapath.fraction_bits}"
     least = "" if datapath.min_exponent is None else f", E>={datapath.min_exponent}"
     late = "" if datapath.promote_every is None else f", addend after {datapath.promote_every}"
-    return f"{blocks}, {kept}{least}{late}, {datapath.rounding.mode} to {datapath.accumulator.name}"
+    return f"{blocks}, {width}{least}{late}, {datapath.rounding.mode} to {datapath.accumulator.name}"

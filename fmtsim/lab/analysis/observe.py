@@ -141,7 +141,7 @@ class ModelObservation(Observation):
     def see(self, step: int, layer: str, seen: Seen) -> None:
         """Count an operand of a layer in a step."""
         if self._active:
-            fmt, (x, q, dim) = seen.made.quantizer.format, seen.rounded()
+            fmt, (x, q, dim) = seen.quantized.quantizer.format, seen.rounded()
             self._unread.append((step, layer, seen.name, fmt, measure(x, q, fmt, dim, seen.scales())))
 
     def _read(self) -> None:

@@ -292,8 +292,8 @@ class Recorder(Watcher):
         if not self._active:
             return
         inputs = self.read([("input", seen.original)])
-        outputs = _parts("output", seen.made)
-        quantizer = seen.made.quantizer
+        outputs = _parts("output", seen.quantized)
+        quantizer = seen.quantized.quantizer
         _, text = self._quantizers.get(id(quantizer)) or (None, str(quantizer))
         self._quantizers[id(quantizer)] = quantizer, text  # kept, so that no other takes its identity
         facts = [("quantizer", text)]

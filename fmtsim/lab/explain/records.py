@@ -89,9 +89,9 @@ class Element:
         """Return plain types; exact numbers are Fractions."""
         decision = self.decision
         names = ("below", "below_distance", "above", "above_distance", "rule", "reason")
-        own = ("input", "block", "code", "hex", "bits", "value", "error", "relative_error")
+        fields = ("input", "block", "code", "hex", "bits", "value", "error", "relative_error")
         return {
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in fields},
             **{name: getattr(decision, name) for name in names},
             "fields": dict(split_code(self.code, self.format)),
             "rounded_number": decision.x,
@@ -168,10 +168,10 @@ def _paragraph(element: Element, explanation: Explanation) -> list[str]:
 
 
 def _scaled_text(element: Element, explanation: Explanation) -> str:
-    given, rounded = element.input, element.decision.x
-    if not isinstance(explanation.format, BlockFormat) or not math.isfinite(given) or rounded == given:
-        return number_text(given)
-    return f"{number_text(given)} / scale = {number_text(rounded)}"
+    value, rounded = element.input, element.decision.x
+    if not isinstance(explanation.format, BlockFormat) or not math.isfinite(value) or rounded == value:
+        return number_text(value)
+    return f"{number_text(value)} / scale = {number_text(rounded)}"
 
 
 def _table(explanation: Explanation) -> list[str]:

@@ -117,8 +117,8 @@ def _steps(
             f"{float(tensor_amax):g} / {top:g} = {tensor_scale:g}, kept in fp32",
             f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale = {scale:g}, in {fmt.scale.name}",
         )
-    kept = "fp32" if fmt.scale.bits == 32 else fmt.scale.name
-    return (f"{fmt.scale_rule}: {float(amax):g} / {fmt.element.max:g} = {scale:g}, kept in {kept} ({fmt.arithmetic})",)
+    name = "fp32" if fmt.scale.bits == 32 else fmt.scale.name
+    return (f"{fmt.scale_rule}: {float(amax):g} / {fmt.element.max:g} = {scale:g}, kept in {name} ({fmt.arithmetic})",)
 
 
 def _power_of_two_steps(amax: Fraction, scale: float, fmt: BlockFormat) -> tuple[str, ...]:

@@ -109,8 +109,8 @@ def _as_tensor(x: Any) -> torch.Tensor:
         except OverflowError:
             raise ArgumentError(f"x={shown(x)} has an integer beyond float64; pass numbers up to 1.797e308") from None
         except (TypeError, ValueError, RuntimeError, RecursionError):
-            given = f"x={shown(x)}"
-            raise DtypeError(f"{given} is not a number or a sequence of numbers; pass floats or a tensor") from None
+            argument = f"x={shown(x)}"
+            raise DtypeError(f"{argument} is not a number or a sequence of numbers; pass floats or a tensor") from None
     if tensor.dtype not in FLOAT_DTYPES:
         raise DtypeError(f"x has dtype {tensor.dtype}; choose float16, bfloat16, float32 or float64 (x.float())")
     if tensor.dim() > 1:

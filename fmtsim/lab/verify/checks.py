@@ -203,12 +203,12 @@ def _compare(
 
 
 def _compare_parts(tally: Tally, got: EncodedParts, expected: EncodedParts, x: torch.Tensor, what: str) -> None:
-    for field, found, right in zip(EncodedParts._fields, got, expected, strict=True):
-        if right is None or found is None:
-            present = torch.tensor([found is not None]), torch.tensor([right is not None])
+    for field, actual, right in zip(EncodedParts._fields, got, expected, strict=True):
+        if right is None or actual is None:
+            present = torch.tensor([actual is not None]), torch.tensor([right is not None])
             tally.compare(*present, present[1], f"{what}, presence of {field}")
         else:
-            tally.compare(found, right, x, f"{what}, {field}")
+            tally.compare(actual, right, x, f"{what}, {field}")
 
 
 def casts(fmt: Format, dtype: torch.dtype) -> Iterator[CastSpec]:

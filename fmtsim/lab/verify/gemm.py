@@ -97,7 +97,7 @@ def gemm_tasks(
     if limit is not None and limit < 1:
         raise ArgumentError(f"limit={limit} is not possible; choose 1 or more, or leave it out")
     tasks = []
-    for recording in (found for folder in folders for found in find_recordings(folder)):
+    for recording in (file for folder in folders for file in find_recordings(folder)):
         if recording.kind != "calls":
             tasks.append(replay_task(recording.name, partial(_replay_dots, recording, limit, device)))
             continue
@@ -124,10 +124,10 @@ def _replay_dots(recording: Recording, limit: int | None, device: torch.device |
     for start in range(0, rows, ROWS):
         results.append(_dot_products(dots, start, min(start + ROWS, rows)))
         advance(min(start + ROWS, rows) / rows)
-    found = compare(torch.cat(results).cpu(), dots.d[:rows].cpu())
+    comparison = compare(torch.cat(results).cpu(), dots.d[:rows].cpu())
     machine = f"{dots.machine}, {dots.unit}"
-    return Replay(set=recording.name, machine=machine, cases=rows, outputs=rows, mismatches=found.mismatches,
-                  skipped=count - rows, first="" if found.equal else str(found.first))  # fmt: skip
+    return Replay(set=recording.name, machine=machine, cases=rows, outputs=rows, mismatches=comparison.mismatches,
+                  skipped=count - rows, first="" if comparison.equal else str(comparison.first))  # fmt: skip
 
 
 def _moved(record: Record, device: torch.device | None) -> Record:
@@ -165,13 +165,13 @@ def _replay_calls(
     plans: Counter[str] = Counter()
     first = ""
     for done, call in enumerate(chosen):
-        found = compare(replay_call(_moved(call, device), target).cpu(), call.out)
-        outputs += found.count
-        mismatches += found.mismatches
+        comparison = compare(replay_call(_moved(call, device), target).cpu(), call.out)
+        outputs += comparison.count
+        mismatches += comparison.mismatches
         basis = plan_basis(call, target)
         plans[basis] += 1
-        in_guesses += found.mismatches if basis == "guess" else 0
-        first = first or ("" if found.equal else f"{call.label}, {found.first}")
+        in_guesses += comparison.mismatches if basis == "guess" else 0
+        first = first or ("" if comparison.equal else f"{call.label}, {comparison.first}")
         advance((done + 1) / len(chosen))
     return Replay(set=name, machine=target, cases=len(chosen), outputs=outputs, mismatches=mismatches,
                   in_guesses=in_guesses, skipped=len(calls) - len(chosen), plans=tuple(plans.most_common()),

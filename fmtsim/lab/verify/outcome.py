@@ -57,13 +57,13 @@ def task_of(name: str, check: Callable[[Advance], Found], failed: Callable[[str]
     def run(advance: Advance) -> Found:
         start = time.perf_counter()
         try:
-            found = check(advance)
+            result = check(advance)
         except DataError:
             raise
         except Exception as error:
-            found = failed(f"raised {type(error).__name__}: {error}")
+            result = failed(f"raised {type(error).__name__}: {error}")
         advance(1.0)
-        return replace(found, seconds=time.perf_counter() - start)  # type: ignore[type-var]  # a dataclass
+        return replace(result, seconds=time.perf_counter() - start)  # type: ignore[type-var]  # a dataclass
 
     return Task(name, run)
 
@@ -86,13 +86,13 @@ class Tally:
             return
         if torch.equal(bits_of(got), bits_of(right)):
             return
-        found = compare(got.reshape(-1), right.reshape(-1))
-        self._mismatches += found.mismatches
-        if not self._first and found.first is not None:
-            (index,) = found.first.index
-            given = f" of {inputs.reshape(-1)[index].item()!r}" if inputs.shape == right.shape else ""
-            actual, expected = (f"{x!r} ({code})" for x, code in zip(found.first.values, found.first.hex, strict=True))
-            self._first = f"{what}: element {index}{given} is {actual}, expected {expected}"
+        diff = compare(got.reshape(-1), right.reshape(-1))
+        self._mismatches += diff.mismatches
+        if not self._first and diff.first is not None:
+            (index,) = diff.first.index
+            input_text = f" of {inputs.reshape(-1)[index].item()!r}" if inputs.shape == right.shape else ""
+            actual, expected = (f"{x!r} ({code})" for x, code in zip(diff.first.values, diff.first.hex, strict=True))
+            self._first = f"{what}: element {index}{input_text} is {actual}, expected {expected}"
 
     def outcome(self) -> Outcome:
         """Return what was counted so far."""
@@ -109,16 +109,16 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def engines(device: torch.device | None = None) -> dict[str, Casts]:
     """Return the engines that run on this machine's CPU (the numba engine only where numba loads), and a device's."""
-    found: dict[str, Casts] = {"torch_engine": load_engine("torch_engine")}
+    by_name: dict[str, Casts] = {"torch_engine": load_engine("torch_engine")}
     with contextlib.suppress(ImportError):
-        found["cpu"] = load_engine("cpu")
+        by_name["cpu"] = load_engine("cpu")
     if device is not None:
-        found[str(device)] = OnDevice(device)
-    return found
+        by_name[str(device)] = OnDevice(device)
+    return by_name
 
 
 def covers(engine: Casts, verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
-    """Say whether an engine takes a cast; engines without ``supports`` take all."""
+    """Return True if an engine covers a cast; engines without ``supports`` cover all."""
     supports = getattr(engine, "supports", None)
     return supports is None or bool(supports(verb, spec, *tensors))
 

@@ -134,12 +134,12 @@ def exhaustive_tasks(engines: dict[str, Casts], names: list[str] | None = None) 
     Raises:
         FormatError: A name has no independent implementation to compare with.
     """
-    known = {name: get_format(name) for name in FORMATS}
-    chosen = [get_format(name) for name in names] if names else list(known.values())
+    formats = {name: get_format(name) for name in FORMATS}
+    chosen = [get_format(name) for name in names] if names else list(formats.values())
     for fmt in chosen:
-        if fmt not in known.values():
+        if fmt not in formats.values():
             raise FormatError(
-                f"{fmt.name} has no exhaustive check; choose {', '.join(known)}, or leave --exhaustive out"
+                f"{fmt.name} has no exhaustive check; choose {', '.join(formats)}, or leave --exhaustive out"
             )
     return [_task("exhaustive", fmt, partial(all_inputs, fmt, engines)) for fmt in chosen]  # type: ignore[arg-type]
 

@@ -126,14 +126,14 @@ def find_recordings(folder: str | Path) -> list[Recording]:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; pass one that holds mtc_*.npz, probe_*.npz or recorded calls")
-    found = []
+    recordings = []
     for path in sorted(folder.glob("*.npz")):
         kind = _kind(path)
         if kind is not None:
-            found.append(Recording(path=path, kind=kind))
-    if not found:
+            recordings.append(Recording(path=path, kind=kind))
+    if not recordings:
         raise DataError(f"{folder} holds no recording; expected mtc_*.npz, probe_*.npz or .npz files of recorded calls")
-    return found
+    return recordings
 
 
 def read_dots(recording: Recording) -> Dots:
@@ -153,8 +153,8 @@ def read_dots(recording: Recording) -> Dots:
             results = file[_confirmed(path, name, accumulate, file.files)]
         name = name.lower()
         if gpu not in _UNITS or name not in _OPERANDS or accumulate not in _RESULTS:
-            known = ", ".join(_UNITS)
-            raise DataError(f"{path}: no unit is known for {name} on {gpu}; GPUs are {known}")
+            gpus = ", ".join(_UNITS)
+            raise DataError(f"{path}: no unit is known for {name} on {gpu}; GPUs are {gpus}")
         a, b = (_tensor(path, file[key], _OPERANDS[name]) for key in ("a", "b"))
         d = _tensor(path, results, _RESULTS[accumulate])
         c = file["c"]
@@ -225,8 +225,8 @@ def _kind(path: Path) -> RecordingKind | None:
 def _confirmed(path: Path, name: str, accumulate: str, keys: list[str]) -> str:
     key = _CONFIRMED.get((name, accumulate))
     if key not in keys:
-        known = ", ".join(sorted(k for k in keys if k.startswith("expect_")))
-        raise DataError(f"{path}: no hypothesis for {name} -> {accumulate} is confirmed on hardware; it has {known}")
+        names = ", ".join(sorted(k for k in keys if k.startswith("expect_")))
+        raise DataError(f"{path}: no hypothesis for {name} -> {accumulate} is confirmed on hardware; it has {names}")
     return str(key)
 
 

@@ -81,10 +81,10 @@ def _check_unit(
         case = _case(*arguments)
         rest = {key: moved(x, device) if isinstance(x, Tensor) else x for key, x in case.rest.items()}
         got = product(moved(case.a, device), moved(case.b, device), case.spec, **rest).cpu()
-        found = compare(got, run_gemm(case.a, case.b, case.spec, **case.rest))  # type: ignore[arg-type]
-        outputs += found.count
-        mismatches += found.mismatches
-        first = first or ("" if found.equal else f"{case.label}, {found.first}")
+        comparison = compare(got, run_gemm(case.a, case.b, case.spec, **case.rest))  # type: ignore[arg-type]
+        outputs += comparison.count
+        mismatches += comparison.mismatches
+        first = first or ("" if comparison.equal else f"{case.label}, {comparison.first}")
         advance((done + 1) / len(chosen))
     return Replay(set=name, machine=str(device), cases=len(chosen), outputs=outputs, mismatches=mismatches, first=first)
 
@@ -115,7 +115,7 @@ def _case(mode: Mode, a: str, b: str, plan: GemmPlan, kind: str, seed: int) -> C
     spec = GemmSpec(datapath=mode.datapath, plan=plan, a=formats[0], b=formats[1])
     k = DEPTH * (mode.datapath.block or 32) + 3
     generator = torch.Generator().manual_seed(zlib.crc32(f"{mode} {a} {b} {kind} {seed}".encode()))
-    left, right = (_operand(fmt, rows, k, kind, generator) for fmt, rows in zip(formats, SHAPE, strict=True))
+    lhs, rhs = (_operand(fmt, rows, k, kind, generator) for fmt, rows in zip(formats, SHAPE, strict=True))
     rest: dict[str, Tensor | RandomKey] = {}
     every = plan.promote_every if plan.scaled_promotion else 0
     if isinstance(spec.datapath, Datapath) and spec.datapath.scale is not None:
@@ -129,7 +129,7 @@ def _case(mode: Mode, a: str, b: str, plan: GemmPlan, kind: str, seed: int) -> C
         rest["c"] = steps.to(dtype) if dtype == torch.int32 else steps.to(dtype) / 16
     if spec.stochastic:
         rest["random"] = RandomKey(seed, 5)
-    return Case(spec, left, right, rest, f"{a} x {b} -> {mode.accumulate}, {kind} numbers, split {plan.split}")
+    return Case(spec, lhs, rhs, rest, f"{a} x {b} -> {mode.accumulate}, {kind} numbers, split {plan.split}")
 
 
 def _element(name: str) -> FloatFormat | IntFormat:

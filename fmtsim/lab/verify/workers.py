@@ -77,13 +77,13 @@ def default_workers(device: torch.device | None) -> int:
 
 
 def run(
-    job: Job, made: Mapping[str, Sequence[Task]], workers: int, show: Callable[[str, float], None]
+    job: Job, parts: Mapping[str, Sequence[Task]], workers: int, show: Callable[[str, float], None]
 ) -> dict[str, list[Any]]:
     """Run the tasks of a job, in this process or in others.
 
     Args:
         job: Which tasks.
-        made: These tasks, as ``job.tasks()`` returned them.
+        parts: These tasks by part, as ``job.tasks()`` returned them.
         workers: Processes; 1 runs everything in this one.
         show: Called with a name and the number of tasks that are done, a whole one where there are several processes.
 
@@ -94,9 +94,9 @@ def run(
         DataError: A recording cannot be read.
         DeviceError: A process died.
     """
-    tasks = [task for part in made.values() for task in part]
-    found = iter(_alone(tasks, show) if workers == 1 else _shared(job, tasks, workers, show))
-    return {part: [next(found) for _ in members] for part, members in made.items()}
+    tasks = [task for part in parts.values() for task in part]
+    results = iter(_alone(tasks, show) if workers == 1 else _shared(job, tasks, workers, show))
+    return {part: [next(results) for _ in members] for part, members in parts.items()}
 
 
 def _alone(tasks: Sequence[Task], show: Callable[[str, float], None]) -> Iterator[Any]:
@@ -110,8 +110,8 @@ def _shared(job: Job, tasks: Sequence[Task], workers: int, show: Callable[[str, 
     died = "a process of the checks died, from lack of memory perhaps; --workers 1 shows at which check"
     results: dict[int, Any] = {}
     with pool_that_ends(min(workers, len(tasks)), _begin, job, workers, died=died) as pool:
-        for index, found in each_done(pool, _run, range(len(tasks))[::-1]):
-            results[index] = found
+        for index, result in each_done(pool, _run, range(len(tasks))[::-1]):
+            results[index] = result
             show(tasks[index].name, len(results))
     return [results[index] for index in range(len(tasks))]
 
@@ -126,7 +126,7 @@ def as_done(
     """
     died = "a process died, from lack of memory perhaps; pass fewer --workers"
     with pool_that_ends(min(workers, len(tasks)), begin, *arguments, died=died) as pool:
-        yield from (found for _, found in each_done(pool, run, tasks))
+        yield from (result for _, result in each_done(pool, run, tasks))
 
 
 def each_done(pool: ProcessPoolExecutor, run: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
