@@ -17,7 +17,7 @@ OperandFormat = FloatFormat | IntFormat | LogFormat
 
 
 class ScaleExtent(NamedTuple):
-    """What shares a scale, and in which formats scales of a kind come.
+    """The elements that share a scale of a kind, and the formats of such scales.
 
     rows: Rows that may share a scale; None is all of them.
     block: Products of a row that share a scale; None is all of K.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole GEMM definitions: what a call comes to, and its JSON, which operators carry and plan files hold parts of."""
+"""Whole GEMM definitions and their JSON, which operators carry and of which plan files hold parts."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operand of a product is after it was quantised: elements, and the scales that they lack."""
+"""A quantised operand of a product: elements, and the scales that multiply them."""
 
 import math
 from typing import Any, Final, NamedTuple
@@ -83,7 +83,7 @@ class Operand(NamedTuple):
 
 
 def spread(s: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """Give every element of a matrix its block's number."""
+    """Repeat the number of each block for all its elements."""
     if s.numel() == 1:
         return s.expand(shape)
     s = s if block[0] == 1 else s.repeat_interleave(block[0], 0)[: shape[0]]

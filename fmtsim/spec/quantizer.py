@@ -236,7 +236,7 @@ class Quantizer:
 
     @property
     def is_cast(self) -> bool:
-        """Whether a cast by ``fmtsim.quantize`` is all there is to it."""
+        """Whether the quantiser is a cast by ``fmtsim.quantize`` and nothing else."""
         return self.scaling is None and not self.transforms and self.then is None and self.source == "original"
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer is beside its tensors, and the random keys of its passes.
+"""A layer's definition and states, and the random keys of its passes.
 
 A key is a seed and an offset: numbers in eager code, an int64 tensor [2] on the CPU where a compiler looks on. Compiled
 layers whose random quantisers all have kernels count their passes on the GPU instead, so that a CUDA graph that is
@@ -54,7 +54,7 @@ _numbers = itertools.count()
 
 
 class Layer:
-    """Keep a layer's definition, and what it draws from and remembers in.
+    """Hold a layer's definition, its generators and its states.
 
     An operator takes tensors, numbers and text. It gets the name, and finds this object by it for as long as that
     lives. What a layer draws and remembers is as invisible to the compiler as a print would be.
@@ -203,7 +203,7 @@ class _Facts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _facts_of(config: LinearConfig) -> _Facts:
-    """Return what a layer knows, and Layer documents."""
+    """Return the derived facts of a layer, which Layer documents."""
     quantizers = config.operands
     random = frozenset(name for name, q in quantizers.items() if q.is_stochastic or q.has_random_signs)
     for_units = set()

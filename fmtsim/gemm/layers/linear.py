@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers
     ) -> tuple[Tensor | None, ...]:
-        """Return y, and what is kept of x and of w."""
+        """Return y and the saved tensors of x and of w."""
         return _forward(x, w, bias, layer, watchers, traced=not is_bare(x, w), shares=False)
 
     @staticmethod
@@ -198,7 +198,7 @@ class _PlainLinear(torch.autograd.Function):
 def _forward(
     x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool, shares: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return y, and what is kept of x and of w; ``shares``: other layers may take what becomes of x."""
+    """Return y and the saved tensors of x and of w; ``shares``: other layers may reuse the quantised x."""
     autocast = autocast_dtype(x.device.type)
     dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
     if autocast is not None:
@@ -218,7 +218,7 @@ def _forward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], saved: Saved) -> None:
-    """Keep the originals, or what became of them, that the two backward products need."""
+    """Save the original or quantised tensors that the two backward products need."""
     x, w, bias, ctx.layer, ctx.watchers = inputs
     needs_x, needs_w, _ = ctx.needs_input_grad[:3]
     config = ctx.layer.config
@@ -230,7 +230,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], saved: Saved) -> None:
 
 
 def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
-    """Return the gradients of what a layer's Function was given."""
+    """Return the gradients of the inputs of a layer's Function."""
     forget()
     tensors = g, *ctx.saved_tensors
     bare = is_bare(g)

@@ -93,7 +93,7 @@ def is_on_gpu(t: Tensor) -> bool:
 
 
 def _direct(state: Memory) -> tuple[bool, Memory]:
-    """Return whether kernels may work on a state themselves, and what they then work on."""
+    """Return whether kernels may update a state themselves, and the state that they update."""
     if not isinstance(state, LearningScale):
         return True, state
     direct = state.direct()
@@ -153,7 +153,7 @@ def _first(quantizer: Quantizer) -> Quantizer:
 
 
 class _Cast(NamedTuple):
-    """What a cast without a scale rule comes to, of matrices of one dtype.
+    """A cast without a scale rule, resolved for matrices of one dtype.
 
     Attributes:
         quantizer: The quantiser.
@@ -174,7 +174,7 @@ _casts: dict[tuple[Any, ...], tuple[Quantizer, _Cast | None]] = {}  # an entry k
 
 
 def _cast_alone(key: tuple[Any, ...], quantizer: Quantizer) -> _Cast | None:
-    """Return what ``_cast_of`` does where a cast is all that a quantiser does, else None; keep it by its key."""
+    """Return ``_cast_of`` of a quantiser that only casts, else None; cache the answer by its key."""
     if len(_casts) >= _MOST:
         _casts.clear()
     cast = _cast_of(quantizer, *key[1:]) if quantizer.is_cast else None
@@ -184,7 +184,7 @@ def _cast_alone(key: tuple[Any, ...], quantizer: Quantizer) -> _Cast | None:
 
 @lru_cache(maxsize=4096)
 def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, on_gpu: bool) -> _Cast:
-    """Return what the cast of a quantiser without a scale rule comes to, of matrices of a dtype."""
+    """Resolve the cast of a quantiser without a scale rule for matrices of a dtype."""
     fmt = quantizer.format
     overflow = quantizer.overflow or (fmt and fmt.default_overflow)
     is_own_dtype = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype and overflow == "ieee"
@@ -199,7 +199,7 @@ def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, o
 
 
 def _cast(t: Tensor, cast: _Cast, keys: Keys, dim: int) -> Operand:
-    """Cast a matrix without a scale rule, words drawn by the places of t."""
+    """Cast a matrix without a scale rule; random words follow the positions in t."""
     quantizer, text, dtype, element, block = cast
     if not text:
         return Operand(t if dim == -1 else t.mT, quantizer)
@@ -291,7 +291,7 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
 
 
 def values_of(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
-    """Do what ``x.values`` does, by a kernel where one serves, into memory by that name that the next call reuses."""
+    """Return ``x.values(dtype)``, by a CPU kernel if it covers x, in memory by the name ``buffer``, which is reused."""
     if dtype == torch.float64 or not x.elements.is_cpu:
         return x.values(dtype)
     if x.scale is not None:

@@ -175,7 +175,7 @@ def quantizer_of(text: str) -> Quantizer:
 
 
 class _Call(NamedTuple):
-    """What the text of a quantiser stands for in a call.
+    """The quantiser of a text, and the layout of its operands in a call.
 
     Attributes:
         quantizer: The quantiser.
@@ -190,7 +190,7 @@ class _Call(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _call_of(text: str, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> _Call:
-    """Return what a text stands for; a call hashes no quantiser."""
+    """Return the quantiser and the layout of a text, so that no call hashes a quantiser."""
     q = _quantizers[text]
     layout, copied = layout_of(q, dtype, on_gpu, dim, folded), ("scale", "tensor_scale") * (q.source == "stored")
     transposed = tuple((name, part[1]) for name, part in layout.items())
@@ -217,7 +217,7 @@ def _draws(layer, tensors, factors, dims, names, quantizers):  # type: ignore[no
 def _tensors(
     t: Tensor, dim: int, text: str, folded: bool, keys: Keys, state: Memory, factor: Tensor | None
 ) -> list[Tensor]:
-    """Return the tensors of an operand, as the compiler was told of them."""
+    """Quantise, and return the operand's tensors in the layout that the compiler knows (``layout_of``)."""
     if state is not None:
         refuse()
     call = _call_of(text, t.dtype, is_on_gpu(t), dim, folded)

@@ -41,10 +41,10 @@ class Pass:
     """Quantise and multiply in one pass, forward or backward, of a layer.
 
     Args:
-        layer: Its definition, and what it draws from and remembers in.
-        watchers: Who looks on.
+        layer: Its definition, random keys and states.
+        watchers: Observers of the pass.
         t: A tensor of the pass.
-        sizes: Those that its products have.
+        sizes: M, N and K of its products.
         backward: Which pass.
         traced: The tensors have no numbers: a compiler wants to see operators.
     """
@@ -105,7 +105,7 @@ class Pass:
     def draw_gradients(
         self, g: Tensor, w: Tensor | None, x: Tensor | None, saved: tuple[Saved, Saved], needs: tuple[bool, bool]
     ) -> None:
-        """Do so for a backward pass: the operands that the gradients of x and of w (``needs``) are made of."""
+        """Call ``draw`` for a backward pass: the operands of the gradients of x and of w (``needs``)."""
         asked: list[Asked | Operand] = []
         if needs[0]:
             asked += [Asked("g_d", g, -1), self._second("w_d", w, saved[1])]
@@ -236,7 +236,7 @@ def forward_pass(
 
 
 def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None, traced: bool) -> None:
-    """Refuse what does not fit; ``dtype`` is x's under autocast."""
+    """Raise an error for dtypes and shapes that do not fit; ``dtype`` is x's under autocast."""
     bias_dtype = None if bias is None else bias.dtype
     for name, t_dtype in (("x", dtype), ("w", w.dtype), ("bias", bias_dtype)):
         if t_dtype is not None and t_dtype not in FLOATS:
@@ -301,7 +301,7 @@ def as_matrix(t: Tensor) -> Tensor:
 
 
 class _Made(NamedTuple):
-    """What the last layer made of its input, which it keeps for the next one until a backward pass begins.
+    """The quantised input of the last layer, kept for the next layer until a backward pass begins.
 
     The projections of attention, or a gate beside its product, read one activation. The backward pass of each needs the
     same elements.
@@ -320,7 +320,7 @@ _last: _Made | None = None
 
 
 def shared(x: Tensor, dtype: torch.dtype, layer: Layer) -> Operand | None:
-    """Return what the last layer made of the same input, cast to a dtype; None where it had another."""
+    """Return the last layer's operand if its input, dtype and quantiser were the same, else None."""
     last = _last
     if last is None or last.x() is not x or last.version != x._version or last.dtype != dtype:
         return None
@@ -330,7 +330,7 @@ def shared(x: Tensor, dtype: torch.dtype, layer: Layer) -> Operand | None:
 
 
 def share(x: Tensor, dtype: torch.dtype, layer: Layer, operand: Operand) -> None:
-    """Keep what a layer made of its input, cast to a dtype."""
+    """Keep a layer's quantised input for ``shared``."""
     global _last
     quantizer, folded = layer.quantizers["x_f"], "x_f" in layer.folded
     _last = _Made(weakref.ref(x), x._version, _stream(x), dtype, quantizer, folded, operand)
@@ -342,6 +342,6 @@ def _stream(x: Tensor) -> int:
 
 
 def forget() -> None:
-    """Keep nothing."""
+    """Release the operand that ``share`` keeps."""
     global _last
     _last = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine is handed of a layer's operands: elements with scales, integers, or values. Follows from records."""
+"""What a machine gets of a layer's operands, by their quantisers: elements with scales, integers, or values."""
 
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple

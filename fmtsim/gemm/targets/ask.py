@@ -91,7 +91,7 @@ def _asker(device: int) -> "Asker":
 
 
 def open_asker(device: int = 0, *, cached: bool = True) -> "Asker":
-    """Return what asks torch's cuBLASLt for a device.
+    """Return the Asker of torch's cuBLASLt for a device.
 
     Args:
         device: Number of the device.
@@ -211,7 +211,7 @@ class _Functions:
             raise DeviceError(f"{name} fails with status {status}; see with nvidia-smi whether the GPU can be used")
 
     def made(self, name: str, *arguments: Any) -> c_void_p:
-        """Return what a function makes."""
+        """Call a function that creates an object, and return the object's handle."""
         handle = c_void_p()
         self.call(name, byref(handle), *arguments)
         return handle

@@ -20,7 +20,7 @@ Architecture = Literal["sm_90", "sm_100", "sm_103"]
 
 
 class Order(NamedTuple):
-    """What a choice comes to.
+    """The accumulation order of a choice.
 
     plan: The accumulation order.
     unit: Unit that runs, where it is not the target's for such operands.
@@ -47,7 +47,7 @@ def order_of(choice: Choice, call: GemmCall, architecture: Architecture) -> Orde
 
 
 def plainest(choice: Choice, question: Question) -> Choice:
-    """Return a choice with the same order, one for many: by the tiles of CUTLASS's kernels, of single chains the first.
+    """Return one representative choice of those with the same order, by CUTLASS's tiles; of single chains the first.
 
     Where N is 1, a bias tells chains on tensor cores apart.
     """
@@ -78,7 +78,7 @@ def tile_of(algorithm: int, call: GemmCall) -> int | None:
 
 
 def _plan(**fields: Any) -> Order:
-    """Return the order of a tensor-core kernel; of one part nothing is left that a reduction needs."""
+    """Return the order of a tensor-core kernel; a call with one part has no fields of a reduction."""
     if fields.get("split", 1) == 1:
         gone = ("split", "part_k", "partial", "round_trip", "reduce") + (
             () if "residue_first" in fields else ("k_tile",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How targets warn of a call: of an order that is a guess, and of products that a library leaves out of its sums.
+"""Warnings of targets about a call: its order is a guess, or the library leaves products out of its sums.
 
 Once a process, at the user's line, and not at all while calls are only looked at.
 """
@@ -30,7 +30,7 @@ _INNER = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Pat
 
 @contextmanager
 def without_doubts() -> Iterator[None]:
-    """Warn of no guess and no bug of a library in this thread, and count none as warned of."""
+    """Silence warnings of guesses and library bugs in this thread; a silenced warning still appears later."""
     token = _silent.set(True)
     try:
         yield
@@ -45,7 +45,7 @@ def warn_once(category: type[Warning], target: str, call: GemmCall, text: Callab
         category: What the warning is about.
         target: Name of the target.
         call: The facts of the call.
-        text: Returns what is said; it is asked only where it is.
+        text: Returns the message; called only if the warning is raised.
     """
     if _silent.get():
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuBLASLt is asked about a call, and what it answers, which decides the order of sums; how files have both."""
+"""Questions to cuBLASLt about a call and its answers, which decide the accumulation order; their form in files."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CUTLASS: Final = (21, 23, 24)  # ALGO_ID
 
 
 class Choice(NamedTuple):
-    """What cuBLASLt takes for a call: those of its nine config attributes that decide the order of sums.
+    """cuBLASLt's choice for a call: those of its nine config attributes that decide the accumulation order.
 
     algorithm: ALGO_ID, the family of kernels.
     split: SPLITK_NUM, parts of K; 1 where nothing is split, -1 for kernels that share tiles of the result (stream-K).
@@ -107,7 +107,7 @@ def question_of(call: GemmCall) -> Question | None:
 
 
 def call_of(question: Question) -> GemmCall:
-    """Return a call about which torch asks a question."""
+    """Return a call for which torch asks cuBLASLt this question."""
     kind, layout, m, n, k, batch = question
     operation: Operation = "linear" if kind.bias else "bmm" if batch > 1 else "mm"
     a_layout, b_layout = next(layouts for layouts, number in _LAYOUTS.items() if number == layout)

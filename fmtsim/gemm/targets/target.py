@@ -24,7 +24,7 @@ from fmtsim.support.records import load_record, parse_json
 
 
 class Found(NamedTuple):
-    """What a target makes of a call.
+    """The accumulation order that a target gives a call, with its evidence.
 
     plan: Its accumulation order.
     basis: The evidence for it.
@@ -43,7 +43,7 @@ _UNCOVERED = GemmPlan(source="one chain, k in order: no rule covers this call")
 
 
 def _sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
-    """Return a plan with where it comes from; unlike ``replace`` this checks nothing again, which takes longer."""
+    """Return a copy of a plan with another source; ``replace`` would check all fields again, which takes longer."""
     copy = object.__new__(GemmPlan)
     for name in GemmPlan.__dataclass_fields__:
         object.__setattr__(copy, name, getattr(plan, name))
@@ -68,7 +68,7 @@ class Target(PlanFile):
         return frozenset(unit.split(".")[0] for _, _, unit in self.units)
 
     def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
-        """Return what the target makes of a call: unit, plan, and the formats in which the unit takes operands.
+        """Return the unit of a call, its plan, and the formats in which the unit takes the operands.
 
         ``find`` says what comes first. A guess warns once a process for each call.
 
@@ -113,7 +113,7 @@ class Target(PlanFile):
         return None
 
     def find(self, call: GemmCall) -> Found:
-        """Return the plan of a call, and what stands behind it.
+        """Return the plan of a call and the evidence for it.
 
         First come tables of calls and recorded ones, then the library's own choice out of the book or asked here, then
         other rules, what the trees say, and rules that are guesses.
@@ -165,7 +165,7 @@ class Target(PlanFile):
         return None
 
     def _chosen(self, call: GemmCall, question: Question) -> Found | None:
-        """Return what the library's own choice comes to: out of the book, or asked here; None where neither has it."""
+        """Return the order of the library's own choice, from the book or asked on this machine; None without either."""
         run = None if self.book is None else self.book.run(question)
         certain = run is not None and run.certain(question)
         choice = None if certain else ask.choice(question, self)
@@ -179,7 +179,7 @@ class Target(PlanFile):
         return self._ordered(call, run.choice, f"{source}, {run.said(question)}:", basis)
 
     def _likely(self, call: GemmCall, question: Question) -> Found | None:
-        """Return what the library's most likely choice comes to, None without a tree for such calls."""
+        """Return the order of the library's most likely choice; None without a tree for such calls."""
         likely = None if self.trees is None else self.trees.find(question)
         if likely is None:
             return None
@@ -187,7 +187,7 @@ class Target(PlanFile):
         return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if likely.known else "guess")
 
     def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> Found:
-        """Return the order behind a choice; a guess where that is not known."""
+        """Return the order of a choice; a guess where no order is known for it."""
         assert self.architecture is not None
         source = f"{source} {choice.said()}"
         order = order_of(choice, call, self.architecture)
@@ -281,7 +281,7 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
 
 
 def _kinds() -> str:
-    """Return what an error says of the kinds of targets."""
+    """Return the kinds of targets, as error messages list them."""
     return (
         f"choose a GPU with its library ({', '.join(list_targets())}, a plan file or a Target), a matrix unit alone "
         f"({', '.join(list_units())}, or a Unit) or a datapath (a Datapath record or its JSON)"
@@ -290,7 +290,7 @@ def _kinds() -> str:
 
 @lru_cache(maxsize=4096)
 def _resolution(target: Target, call: GemmCall) -> GemmSpec:
-    """Look a call up among the rules, which a training asks for the same products in every step."""
+    """Resolve a call, cached: training asks for the same products in every step."""
     unit = target.takes(call.a, call.b, call.accumulate, call.scaling)
     order = target.find(call)
     a, b, scale = call.a, call.b, _unit_scale(call.scaling)
@@ -311,12 +311,12 @@ def _unit_scale(kind: ScaleKind) -> str | None:
 
 @cache
 def _shipped() -> tuple[str, ...]:
-    """Return the names of the first look: every product with a target asks, and a folder is slow to read."""
+    """Return ``list_targets()``, cached: every product with a target asks, and reading a folder is slow."""
     return tuple(list_targets())
 
 
 def _changed(path: str) -> int:
-    """Return when a file was changed, 0 where there is none, which reading it says."""
+    """Return a file's time of change; 0 for a file that cannot be read, which ``_load`` then reports."""
     try:
         return os.stat(path).st_mtime_ns
     except (OSError, ValueError):
@@ -325,7 +325,7 @@ def _changed(path: str) -> int:
 
 @lru_cache(maxsize=16)
 def _load(path: str, changed: int) -> Target | Arithmetic:
-    """Read a plan file or a datapath; ``changed`` keeps an edited file from being answered out of the cache."""
+    """Read a plan file or a datapath, cached by path and time of change: an edited file is read again."""
     folder = Path(path).parent
 
     def read(record: Any, name: str) -> Target | Arithmetic:

@@ -181,7 +181,7 @@ class Unit:
 
 
 def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | None) -> str:
-    """Return what an error says of units that multiply two formats so: their names, or what to do where none does."""
+    """Return an error's hint on units that multiply two formats: their names, or what to pass where none does."""
     modes = ((unit.name, mode) for unit in _units.values() for mode in unit.modes if mode.inputs)
     names = dict.fromkeys(
         name for name, mode in modes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check, ready to run, what it finds, and the engines, of this machine or of a device, that it looks at."""
+"""Checks as tasks, their outcomes, and the engines of this machine or of a device that they compare."""
 
 import contextlib
 import time
