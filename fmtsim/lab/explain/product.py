@@ -70,13 +70,13 @@ def explain_mm(
     >>> explain_mm(layer, 512).wgrad.order
     'a fresh chain every 128 products, each added to an outer sum rounded to nearest'
     """
-    given: Options = {
+    arguments: Options = {
         "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate,
         "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
         "a_format": a_format, "b_format": b_format, "native": native,
     }  # fmt: skip
     if isinstance(a, nn.Module):
-        named = [name for name, value in (given | {"use_fast_accum": use_fast_accum}).items() if value]
+        named = [name for name, value in (arguments | {"use_fast_accum": use_fast_accum}).items() if value]
         if named or native is not None:
             raise ArgumentError(
                 f"explain_mm of a layer takes no {named[0] if named else 'native'}=: convert gave the layer its machine"
@@ -87,7 +87,7 @@ def explain_mm(
     check_together(a=a, b=b)
     if a.dim() != b.dim() or a.dim() > 3:
         raise ArgumentError(f"a has {a.dim()} dimensions, b {b.dim()}; pass two matrices, or two stacks of them")
-    options = checked_options("explain_mm", {**given, "strict": False})
+    options = checked_options("explain_mm", {**arguments, "strict": False})
     operation = _operation(a, b, options["library"])
     if operation == "int_mm":
         options |= {"out_dtype": torch.int32, "accumulate": "int32"}
@@ -97,8 +97,8 @@ def explain_mm(
     sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": inner_length(a), "batch": a.shape[0] if a.dim() == 3 else 1}
     call, tf32 = replace(asked.call, **sizes), asked.tf32
     with recorded_calls():  # a guess is said in words here
-        found = resolve(call)
-    shown = explained(call, found, tf32)
+        spec = resolve(call)
+    shown = explained(call, spec, tf32)
     if not options["library"] or (native is None and a.device.type != "cuda"):
         return shown
     how = runs(call, (a.dtype, b.dtype), a.device, native, converted=bool(tf32))
