@@ -234,7 +234,7 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
     formats = element_formats(a.quantizer, b.quantizer)
     options: dict[str, Any] = {"target": unit, "out_dtype": torch.float32}
     if formats is not None:
-        options |= {"a_format": formats[0], "b_format": formats[1]}
+        options["formats"] = formats
         first, second = map(holder, formats)
         (a_elements, a_scale), (b_elements, b_scale) = a.row_scale(), b.row_scale()
     else:

@@ -178,7 +178,7 @@ class LogDatapath:
     >>> import torch, fmtsim
     >>> a = fmtsim.quantize(torch.tensor([[60000.0, -4096.0]]), "lns8_g8")
     >>> path = LogDatapath(entries=1)  # 2^31.75 is taken for 2^31 (1 + 3/4)
-    >>> fmtsim.mm(a, a.T, target=path, a_format="lns8_g8", b_format="lns8_g8").item() / 2**24
+    >>> fmtsim.mm(a, a.T, target=path, formats="lns8_g8").item() / 2**24
     225.0
     """
 

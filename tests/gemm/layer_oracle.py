@@ -29,7 +29,7 @@ def product(a, b, gemm, out_dtype, bias=None, generator=None):
     (a_codes, a_scales, a_format), (b_codes, b_scales, b_format) = _encoded(a, gemm.a), _encoded(b, gemm.b)
     return fmtsim.scaled_mm(
         a_codes, b_codes.mT, a_scales, _turned(b_scales, b.shape), bias, None, out_dtype, gemm.fast_accum, **machine,
-        **_recipes(gemm, kinds), a_format=a_format, b_format=b_format, generator=generator,
+        **_recipes(gemm, kinds), formats=(a_format, b_format), generator=generator,
     )  # fmt: skip
 
 
@@ -37,8 +37,8 @@ def _plain(a, b, bias, gemm, out_dtype, options):
     xs, ys = _rounded(a, gemm.a), _rounded(b, gemm.b)
     names = [None if q.format is None or q.format.name in _DTYPES else q.format.name for q in (gemm.a, gemm.b)]
     if gemm.target is not None and names == ["tf32", "tf32"]:
-        options, names = options | {"allow_tf32": True}, [None, None]
-    options |= {"out_dtype": out_dtype, "a_format": names[0], "b_format": names[1]}
+        options, names = options | {"allow": "tf32"}, [None, None]
+    options |= {"out_dtype": out_dtype, "formats": (names[0], names[1])}
     if bias is not None:
         return fmtsim.linear(xs, ys, bias, **options)
     return fmtsim.mm(xs, ys.mT, **options)
@@ -89,5 +89,5 @@ def _recipes(gemm, kinds):
         names = ["BlockWise128x128" if q.format.block[0] == 128 else "BlockWise1x128" for q in (gemm.a, gemm.b)]
     else:
         names = [_RECIPES[kind]] * 2
-    plain = {"swizzle_a": "NO_SWIZZLE", "swizzle_b": "NO_SWIZZLE"} if kind in ("mx", "nvfp4") else {}
-    return {"scale_recipe_a": names[0], "scale_recipe_b": names[1], **plain}
+    plain = {"swizzles": "NO_SWIZZLE"} if kind in ("mx", "nvfp4") else {}
+    return {"scale_recipes": (names[0], names[1]), **plain}

@@ -112,11 +112,11 @@ def test_a_rule_may_name_a_unit_of_its_own():
     assert resolve(mm(64, 64, 128, "tf32")).b.name == "tf32"
     assert target.to_dict()["rules"][0]["operands"] == "fp32" and "unit" not in target.to_dict()["rules"][1]
     a, b, _ = operands("fp32", m=64, n=1)
-    y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
+    y = fmtsim.mm(a, b.t(), target=target, allow="tf32")
     assert_same_bits(y, fmtsim.mm(a, b.t(), target="fp32_fma"))
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_bits(y, fmtsim.mm(a, b.t(), target="hopper.wgmma", allow_tf32=True))
-    compiled = torch.compile(lambda x: fmtsim.mm(x, b.t(), target=target, allow_tf32=True), backend="eager")
+        assert_same_bits(y, fmtsim.mm(a, b.t(), target="hopper.wgmma", allow="tf32"))
+    compiled = torch.compile(lambda x: fmtsim.mm(x, b.t(), target=target, allow="tf32"), backend="eager")
     assert_same_bits(compiled(a), y)
 
 

@@ -57,7 +57,7 @@ def test_mma_ignores_the_low_bits_of_tf32():
     cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
     expected = sums(*cut, spec("tf32"))
     assert_same_bits(fmtsim.mma(a, b, target=WGMMA), expected)
-    assert_same_bits(fmtsim.mma(a, b, target=WGMMA, a_format="tf32", b_format="tf32"), expected)
+    assert_same_bits(fmtsim.mma(a, b, target=WGMMA, formats="tf32"), expected)
     assert_same_bits(fmtsim.mma(a, b, target="fp32_fma"), sums(a, b, spec("fp32", unit="fp32_fma")))
 
 
@@ -75,7 +75,7 @@ def test_mma_scales(unit, scale, group):
     fmt = get_format("e2m1")
     definition = GemmSpec(datapath=path, plan=GemmPlan(), a=fmt, b=fmt)
     expected = sums(*values, definition, scale_a=scales[0], scale_b=scales[1])
-    formats = {"a_format": "e2m1", "b_format": "e2m1", "target": unit}
+    formats = {"formats": "e2m1", "target": unit}
     dtype = torch.float8_e8m0fnu if scale == "e8m0" else torch.float8_e4m3fn
     typed = [x.view(dtype) for x in marks]
     assert_same_bits(fmtsim.mma(*codes, scale_a=typed[0], scale_b=typed[1], **formats), expected)

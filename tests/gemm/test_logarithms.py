@@ -23,7 +23,7 @@ from tests.support.refusals import refused
 from tests.support.without_float64 import WithoutFloat64, without_kernels
 
 LNS8 = fmtsim.get_format("lns8_g8")
-FORMATS = {"a_format": LNS8, "b_format": LNS8}
+FORMATS = {"formats": LNS8}
 
 
 @cache
@@ -80,10 +80,10 @@ def test_a_product_has_the_bits_of_the_loop(path, formats, k):
     first, second = map(fmtsim.get_format, formats)
     top = 4 if path.guard_bits == 0 else 0
     a, b = codes(first, 5, k, top=top), codes(second, 6, k, seed=1, top=top)
-    y = fmtsim.mm(values(a, first), values(b, second).T, target=path, a_format=first, b_format=second)
+    y = fmtsim.mm(values(a, first), values(b, second).T, target=path, formats=(first, second))
     wide = path.accumulator_bits > 25
     assert y.dtype == torch.float32
-    sums = fmtsim.mma(values(a, first), values(b, second), target=path, a_format=first, b_format=second)
+    sums = fmtsim.mma(values(a, first), values(b, second), target=path, formats=(first, second))
     assert sums.dtype == (torch.float64 if wide else torch.float32)
     exact = [[dot(x, z, first, second, path) for z in b.tolist()] for x in a.tolist()]
     assert [[Fraction(v) for v in row] for row in sums.tolist()] == exact
@@ -180,17 +180,17 @@ def test_the_operand_of_a_layer_has_elements_and_a_scale_for_each_row():
 A = torch.ones(2, 4)
 REFUSED = (
     (lambda: fmtsim.mm(A, A.T, target=LogDatapath()), FormatError,
-     "LogDatapath does not multiply fp32 x fp32; choose logarithmic formats (a_format='lns8_g8', b_format='lns8_g8'; "
+     "LogDatapath does not multiply fp32 x fp32; choose logarithmic formats (formats='lns8_g8'; "
      "recipe='lns'), or another datapath"),
     (lambda: fmtsim.mm(0 * A, A.T, target=LogDatapath(), **FORMATS), ArgumentError,
      "a holds 0, which is not a value of lns8_g8; round it first with fmtsim.quantize(a, 'lns8_g8')"),
     (lambda: fmtsim.mm(A, torch.full((4, 2), float("nan")), target=LogDatapath(), **FORMATS), ArgumentError,
      "b holds nan, which is not a value of lns8_g8"),
-    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(), a_format="lns8_g8", b_format="lns8_g16"), FormatError,
+    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(), formats=("lns8_g8", "lns8_g16")), FormatError,
      "lns8_g8 has 8 steps an octave, lns8_g16 16; choose formats of one gamma"),
     (lambda: fmtsim.mm(A, A.T, target=LogDatapath(entries=16), **FORMATS), ArgumentError,
      "entries=16 is more than the 8 steps of lns8_g8; choose 8"),
-    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(entries=1), a_format="lns8_g1", b_format="lns8_g1"), FormatError,
+    (lambda: fmtsim.mm(A, A.T, target=LogDatapath(entries=1), formats="lns8_g1"), FormatError,
      "sums of products of lns8_g1 x lns8_g1 leave float32; choose formats of fewer octaves, or accumulator_bits=26"),
     (lambda: fmtsim.mm(A, A.T, target=LogDatapath(), plan=GemmPlan(promote_every=16), **FORMATS), ArgumentError,
      "a LogDatapath adds its blocks one after another; leave plan= out"),

@@ -98,21 +98,21 @@ def test_tf32_rounds_to_nearest_even():
     a, b = pair(dtype=torch.float32)
     a[0, 0], a[1, 0] = 1 + 2.0**-11, 1 + 3 * 2.0**-11  # ties
     rounded = [fmtsim.quantize(x, "tf32", overflow="ieee") for x in (a, b)]
-    got = fmtsim.mm(a, b, target=WGMMA, allow_tf32=True)
+    got = fmtsim.mm(a, b, target=WGMMA, allow="tf32")
     assert_same_bits(got, product(*rounded, torch.float32, "tf32"))
-    assert_same_bits(got, fmtsim.mm(*rounded, target=WGMMA, a_format="tf32", b_format="tf32"))
+    assert_same_bits(got, fmtsim.mm(*rounded, target=WGMMA, formats="tf32"))
 
 
 def test_plans_and_accumulators():
     a, b = pair(k=96, dtype=torch.float16)
     plan = GemmPlan(k_tile=32, split=2)
     assert_same_bits(fmtsim.mm(a, b, target=WGMMA, plan=plan), product(a, b, torch.float16, "fp16", plan=plan))
-    half = fmtsim.mm(a, b, target=WGMMA, allow_fp16_accumulation=True)
+    half = fmtsim.mm(a, b, target=WGMMA, allow="fp16_accumulation")
     assert_same_bits(half, product(a, b, torch.float16, "fp16", accumulate="fp16"))
     assert_same_bits(half, fmtsim.mm(a, b, target=WGMMA, accumulate="fp16"))
     assert not torch.equal(half, fmtsim.mm(a, b, target=WGMMA))
     brain = a.bfloat16(), b.bfloat16()  # torch's switch does not concern bfloat16
-    assert_same_bits(fmtsim.mm(*brain, target=WGMMA, allow_fp16_accumulation=True), fmtsim.mm(*brain, target=WGMMA))
+    assert_same_bits(fmtsim.mm(*brain, target=WGMMA, allow="fp16_accumulation"), fmtsim.mm(*brain, target=WGMMA))
 
 
 def test_float64():
@@ -148,7 +148,7 @@ def test_values_codes_and_torchs_own_dtypes_are_the_same_operand(name):
     codes = torch.randint(0, 1 << fmt.bits, (6, 32), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     values = fmtsim.decode(codes, name)
     expected = sums(values, values, spec(name, unit=unit))
-    formats = {"a_format": name, "b_format": name}
+    formats = {"formats": name}
     assert_same_bits(fmtsim.mm(codes, codes.mT, target=unit, **formats), expected)
     assert_same_bits(fmtsim.mm(values, values.mT, target=unit, **formats), expected)
     assert_same_bits(fmtsim.mm(codes, values.mT, target=unit, **formats), expected)
@@ -200,7 +200,7 @@ def test_gradients_are_products_on_the_same_machine(notebook, column_major, dtyp
     if column_major:
         a, b = a.mT.contiguous().mT, b.mT.contiguous().mT
     left, right = a.detach().requires_grad_(), b.detach().requires_grad_()
-    options = {"target": "notebook", "allow_tf32": True}
+    options = {"target": "notebook", "allow": "tf32"}
     fmtsim.mm(left, right, **options).backward(g)
     forward, first, second = notebook.calls
     assert_same_bits(left.grad, fmtsim.mm(g, b.mT, **options))
@@ -273,7 +273,7 @@ def test_operands_without_a_gradient_say_so():
     with pytest.raises(
         ArgumentError, match="mm has a gradient for float16.*not for torch.float32 x torch.float32 with"
     ):
-        fmtsim.mm(a, codes, target=WGMMA, a_format="e4m3", b_format="e4m3")
+        fmtsim.mm(a, codes, target=WGMMA, formats="e4m3")
     refused("mma has no gradient, but a requires one; pass a.detach", fmtsim.mma, a, codes.mT, target=WGMMA)
     assert fmtsim.mma(a.detach(), codes.mT, target=WGMMA).shape == (4, 4)
 
@@ -357,11 +357,11 @@ def test_calls_say_what_a_library_sees(notebook):
     assert (call.operation, call.m, call.bias, call.a_layout, call.b_layout) == ("linear", 8, True, "row", "row")
     fmtsim.bmm(a.expand(3, 8, 40), b.expand(3, 40, 6), target="h200")
     assert (notebook.calls[-1].operation, notebook.calls[-1].batch) == ("bmm", 3)
-    fmtsim.mm(a.half(), b.half(), target="h200", allow_fp16_accumulation=True)
+    fmtsim.mm(a.half(), b.half(), target="h200", allow="fp16_accumulation")
     assert notebook.calls[-1].accumulate == "fp16"
     fmtsim.mm(a.float(), b.float(), target="h200")
     assert (notebook.calls[-1].a, notebook.calls[-1].b) == ("fp32", "fp32")
-    fmtsim.mm(a.float(), b.float(), target="h200", allow_tf32=True)
+    fmtsim.mm(a.float(), b.float(), target="h200", allow="tf32")
     assert (notebook.calls[-1].a, notebook.calls[-1].out) == ("tf32", torch.float32)
     fmtsim.mm(a.double(), b.double(), target="h200")
     assert (notebook.calls[-1].a, notebook.calls[-1].accumulate) == ("fp64", "fp64")
@@ -384,5 +384,5 @@ def test_a_name_that_stands_for_another_format_is_looked_up_again(monkeypatch):
     codes, one = torch.full((1, 1), 60, dtype=torch.uint8), torch.full((1, 1), 56, dtype=torch.uint8)
     for name in ("e4m3", "e5m2"):
         fmtsim.register_format(replace(get_format(name), name="mine", aliases=()), overwrite=True)
-        y = fmtsim.mm(codes, one, target="exact", a_format="mine", b_format=get_format("e4m3"))
+        y = fmtsim.mm(codes, one, target="exact", formats=("mine", get_format("e4m3")))
         assert y.item() == fmtsim.decode(codes, name).item()

@@ -133,7 +133,7 @@ def test_values_that_a_format_lacks_are_refused(fmt, value):
     assert run_gemm(a, b, definition)[0, 0] == 8
     a[1, 5] = value
     refused(rf"a holds {value:g}, which is not a value of {fmt}; round it first with", run_gemm, a, b, definition)
-    refused(r"b holds .* or leave b_format out", run_gemm, b, a, spec(a="fp32", b=fmt))
+    refused(r"b holds .* or leave formats= out", run_gemm, b, a, spec(a="fp32", b=fmt))
 
 
 def test_values_that_a_format_has_are_not():
@@ -146,7 +146,7 @@ def test_values_that_a_format_has_are_not():
 @pytest.mark.parametrize("unit", ["blackwell.tcgen05.nvf4", "blackwell.tcgen05.mxf8f6f4"])
 def test_a_unit_with_scales_takes_ones_where_a_call_has_none(unit):
     a = torch.tensor([[0.5, -6.0, 3.0, 1.5] * 20])
-    y = fmtsim.mm(a, a.t(), target=unit, a_format="e2m1", b_format="e2m1")
+    y = fmtsim.mm(a, a.t(), target=unit, formats="e2m1")
     assert y.item() == 20 * (0.25 + 36 + 9 + 2.25)
 
 
@@ -218,12 +218,11 @@ def test_numbers_that_a_verb_rounded_are_not_looked_at(monkeypatch):
     looked = []
     monkeypatch.setattr(operator, "_require_values", lambda *operands: looked.append(operands))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    mm(x, x.mT, target="hopper.wgmma", allow_tf32=True)
-    mm(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), target="exact", a_format="e2m3",
-       b_format="e2m3")  # fmt: skip
+    mm(x, x.mT, target="hopper.wgmma", allow="tf32")
+    mm(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), target="exact", formats="e2m3")  # fmt: skip
     assert looked == []
     mm(x.bfloat16(), x.mT.bfloat16(), target="hopper.wgmma")
-    mm(x, torch.zeros(4, 2, dtype=torch.uint8), target="exact", b_format="e2m3")
+    mm(x, torch.zeros(4, 2, dtype=torch.uint8), target="exact", formats=(None, "e2m3"))
     assert len(looked) == 2
 
 

@@ -44,7 +44,7 @@ def test_tensor_and_row_scales(dtype, rule):
         recipe = "TensorWise" if scales[0].numel() == 1 else "RowWise"
         named = fmtsim.scaled_mm(
             a, b.t(), *scales, bias, torch.tensor(2.0), dtype, target=WGMMA, plan=plan,
-            scale_recipe_a=recipe, scale_recipe_b=[getattr(ScalingType, recipe)],
+            scale_recipes=(recipe, [getattr(ScalingType, recipe)]),
         )  # fmt: skip
         assert_same_bits(named, got)
 
@@ -52,7 +52,7 @@ def test_tensor_and_row_scales(dtype, rule):
 def test_default_outputs_are_those_of_torchs_two_functions():
     a, b = e4m3_pair()
     assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, target=WGMMA).dtype == E4M3
-    recipes = {"scale_recipe_a": ScalingType.TensorWise, "scale_recipe_b": ScalingType.TensorWise}
+    recipes = {"scale_recipes": ScalingType.TensorWise}
     assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, target=WGMMA, **recipes).dtype == torch.bfloat16
 
 
@@ -77,7 +77,7 @@ def test_blocks_of_128(recipes, k):
     options = {"out_dtype": torch.float32, "target": WGMMA}
     got = fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options)  # as torch._scaled_mm takes them
     assert_same_bits(got[few, some], expected)
-    options |= {"scale_recipe_a": names[0], "scale_recipe_b": getattr(ScalingType, names[1])}
+    options |= {"scale_recipes": (names[0], getattr(ScalingType, names[1]))}
     assert_same_bits(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b, **options), got)
     assert_same_bits(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options), got)
     padded = [s if name == "BlockWise1x128" else torch.nn.functional.pad(s.t(), (0, 0, 0, 4 - s.shape[1]), value=9.0)
@@ -105,11 +105,11 @@ def test_square_scales_have_the_order_of_the_function_that_is_meant():
     options = {"out_dtype": torch.bfloat16, "target": WGMMA, "plan": GemmPlan(promote_every=128, scaled_promotion=True)}
     expected = fmtsim.scaled_mm(a, b.t(), two, one.repeat_interleave(128, 0).t(), **options)
     assert_same_bits(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options), expected)
-    recipes = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
+    recipes = {"scale_recipes": ("BlockWise1x128", "BlockWise128x128")}
     assert_same_bits(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options, **recipes), expected)
     expected = fmtsim.scaled_mm(b, a.t(), one.repeat_interleave(128, 0), two.t(), **options)
     assert_same_bits(fmtsim.scaled_mm(b, a.t(), one, two.t(), **options), expected)
-    recipes = {"scale_recipe_a": "BlockWise128x128", "scale_recipe_b": "BlockWise1x128"}
+    recipes = {"scale_recipes": ("BlockWise128x128", "BlockWise1x128")}
     assert_same_bits(fmtsim.scaled_mm(b, a.t(), one.t(), two, **options, **recipes), expected)
 
 
@@ -154,15 +154,15 @@ def test_scales_inside_a_unit(kind):
     ordered = [swizzled(x).view(dtype) for x in marks]
     got = fmtsim.scaled_mm(left, right, *ordered, **options)
     assert_same_bits(got, finished(reduced, torch.bfloat16))
-    plain = {"swizzle_a": "NO_SWIZZLE", "swizzle_b": SwizzleType.NO_SWIZZLE}
+    plain = {"swizzles": ("NO_SWIZZLE", SwizzleType.NO_SWIZZLE)}
     assert_same_bits(fmtsim.scaled_mm(left, right, *(x.view(dtype) for x in marks), **options, **plain), got)
     recipe = "BlockWise1x16" if kind == "nvfp4" else "BlockWise1x32"
     swizzle = SwizzleType.SWIZZLE_32_4_4
-    named = {"scale_recipe_a": recipe, "scale_recipe_b": recipe, "swizzle_a": swizzle, "swizzle_b": [swizzle]}
+    named = {"scale_recipes": recipe, "swizzles": (swizzle, [swizzle])}
     assert_same_bits(fmtsim.scaled_mm(left, right, *ordered, **options, **named), got)
     if kind == "nvfp4":
         both = [recipe, "TensorWise"]
-        named |= {"scale_recipe_a": both, "scale_recipe_b": both}
+        named |= {"scale_recipes": both}
         whole = torch.tensor(0.37), torch.tensor([1.9])
         got = fmtsim.scaled_mm(left, right, [ordered[0], whole[0]], [ordered[1], whole[1]], **options, **named)
         assert_same_bits(got, finished(reduced, torch.bfloat16, "scale", *whole))
@@ -216,7 +216,7 @@ def test_explanations(notebook):
     for text in ("a fresh chain every 128 products", "times the product of both scales, rounded to float8_e4m3fn",
                  "saturating", "a guess: a test"):  # fmt: skip
         assert text in str(told)
-    told = fmtsim.explain_mm(a.float(), a.mT.float(), target=WGMMA, allow_tf32=True)
+    told = fmtsim.explain_mm(a.float(), a.mT.float(), target=WGMMA, allow="tf32")
     assert "float32 rounded to TF32, to nearest even" in str(told)
     told = fmtsim.explain_mm(a.to(torch.int8), a.mT.to(torch.int8), target="int8")
     assert "of no consequence" in str(told) and told.call.out == torch.int32
@@ -235,6 +235,6 @@ def test_scales_of_rows_are_no_blocks_where_shapes_coincide():
     sa, sb = torch.rand(32, 1, generator=g) + 0.5, torch.rand(1, 32, generator=g) + 0.5
     by_shape, by_name = (
         fmtsim.scaled_mm(a, b.t(), sa, sb, out_dtype=torch.float32, target="hopper.wgmma", **names)
-        for names in ({}, {"scale_recipe_a": "RowWise", "scale_recipe_b": "RowWise"})
+        for names in ({}, {"scale_recipes": "RowWise"})
     )
     assert torch.equal(by_shape, by_name)

@@ -84,7 +84,7 @@ def test_scales_of_rows_of_128():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
 def test_an_empty_product_is_zeros_or_the_bias(name, dtype):
     """Nothing is asked of the library's choices: their orders are learned from sizes that are divided by."""
-    options = {torch.float16: {"allow_fp16_accumulation": True}, torch.float32: {"allow_tf32": True}}.get(dtype, {})
+    options = {torch.float16: {"allow": "fp16_accumulation"}, torch.float32: {"allow": "tf32"}}.get(dtype, {})
     for m, n, k, batch in itertools.product((0, 1, 16), (0, 1, 16), (0, 1, 16), (0, 2)):
         if m and n and k and batch:
             continue

@@ -156,7 +156,7 @@ def one_head(q, k, v, g, config, unit):
 
     def mm(a, b, dtype):
         if dtype in ("e4m3", "e5m2"):
-            return fmtsim.mm(a, b.T, target=unit, a_format=dtype, b_format="e4m3", out_dtype=FP32)
+            return fmtsim.mm(a, b.T, target=unit, formats=(dtype, "e4m3"), out_dtype=FP32)
         return fmtsim.mm(a.to(dtype), b.T.to(dtype), target=unit, out_dtype=FP32)
 
     ones = [torch.ones(len(t), 1) for t in (q, k, v)]

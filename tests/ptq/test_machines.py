@@ -77,8 +77,8 @@ def test_nvfp4_is_multiplied_inside_the_unit():
     a, b = (fmtsim.encode(t, "nvfp4") for t in (X, w))
     codes = [t.codes.view(torch.float4_e2m1fn_x2) for t in (a, b)]
     scales = [[t.scales.view(torch.float8_e4m3fn), t.tensor_scale] for t in (a, b)]
-    kinds = {f"scale_recipe_{name}": ["BlockWise1x16", "TensorWise"] for name in "ab"}
-    flat = {f"swizzle_{name}": ["NO_SWIZZLE", "NO_SWIZZLE"] for name in "ab"}
+    kinds = {"scale_recipes": ["BlockWise1x16", "TensorWise"]}
+    flat = {"swizzles": ["NO_SWIZZLE", "NO_SWIZZLE"]}
     for machine in ({"target": "blackwell.tcgen05.nvf4"}, {"target": "b200"}):
         found = fmtsim.scaled_mm(
             codes[0], codes[1].mT, *scales, out_dtype=torch.float32, **machine, **kinds, **flat

@@ -174,8 +174,8 @@ def test_a_multiplier_of_scales_goes_to_the_result():
     e8m0 = [s.to(torch.float8_e8m0fnu) for s in scales]
     sums = fmtsim.scaled_mm(
         packed[0], packed[1].mT, e8m0[0], e8m0[1], out_dtype=torch.float32, target="b200",
-        scale_recipe_a="BlockWise1x32", scale_recipe_b="BlockWise1x32",
-        swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE",
+        scale_recipes="BlockWise1x32",
+        swizzles="NO_SWIZZLE",
     )  # fmt: skip
     assert_same_bits(found, sums * (third * third))  # one alpha
 

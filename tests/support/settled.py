@@ -35,6 +35,6 @@ def replayed(meta, tensors, **options):
     if meta["call"] == "linear":
         return linear(a, tensors["b"], tensors["bias"], **options)
     if meta["call"] == "mm":
-        return mm(a, b, out_dtype=out, allow_tf32=meta.get("tf32", False), **options)
+        return mm(a, b, out_dtype=out, allow="tf32" if meta.get("tf32", False) else None, **options)
     scale_b = tensors["scale_b"].t() if "scaling" in meta else tensors["scale_b"]
     return scaled_mm(a, b, tensors["scale_a"], scale_b, out_dtype=out, use_fast_accum=meta["use_fast_accum"], **options)

@@ -120,9 +120,9 @@ def _machine(r: Random, options: Values) -> Values:
         unit = fmtsim.get_unit("hopper.wgmma")
         options["target"] = either(r, unit.modes[0].datapath, 0.3)
     return maybe(
-        r, options, accumulate=("fp32", "fp16"), allow_tf32=(True, False), native=(False, None), strict=(False,),
+        r, options, accumulate=("fp32", "fp16"), native=(False, None), strict=(False,),
         out_dtype=(torch.float32, torch.bfloat16, torch.float8_e4m3fn), plan=(None, fmtsim.GemmPlan(k_tile=16)),
-        allow_fp16_accumulation=(True, False), wrong=0.02,
+        allow=("tf32", "fp16_accumulation", None), wrong=0.02,
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def _mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
     options = _machine(r, {})
     if r.random() < 0.1:
-        maybe(r, options, a_format=("e4m3", "e2m1", "int8"), b_format=("e4m3", "e2m1"))
+        maybe(r, options, formats=("e4m3", "e2m1", ("int8", "e4m3"), ("e2m1", None)))
     return fmtsim.mm, _operands(r, (m, k), (k, n)), options
 
 
@@ -183,13 +183,12 @@ def _scaled_mm(r: Random) -> tuple[Any, list[Any], Values]:
         scales = [torch.full((count,), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu) for count in counts]
         unit = "blackwell.tcgen05.mxf8f6f4"
     options = _machine(r, {"out_dtype": r.choice((torch.bfloat16, torch.float32, torch.float8_e4m3fn))})
-    for name in ("allow_tf32", "allow_fp16_accumulation"):
-        options.pop(name, None)
+    options.pop("allow", None)
     if isinstance(options.get("target"), str) and options["target"] in UNITS:
         options["target"] = unit
     maybe(r, options, bias=lambda r: tensors.tensor(r, dtypes=(torch.bfloat16,), of=(n,)), use_fast_accum=(True, False),
-          scale_result=lambda r: torch.tensor(2.0), scale_recipe_a=("TensorWise", "RowWise"),
-          scale_recipe_b=("TensorWise", "RowWise"), swizzle_a=("NO_SWIZZLE",))  # fmt: skip
+          scale_result=lambda r: torch.tensor(2.0), scale_recipes=("TensorWise", "RowWise"),
+          swizzles=("NO_SWIZZLE",))  # fmt: skip
     return fmtsim.scaled_mm, [either(r, value, 0.02) for value in (a, b, *scales)], options
 
 

@@ -13,11 +13,13 @@ from fmtsim.gemm.products.native import check_library
 from fmtsim.gemm.products.operands import (
     FLOATS,
     accumulation,
+    check_allowed,
     check_operands,
     inner_length,
     matrix_layout,
     operand_formats,
     output_dtype,
+    pair_of,
 )
 from fmtsim.gemm.products.resolver import NO_SCALES, check_target, gemm_call, run_product
 from fmtsim.gemm.units import unit as units
@@ -42,18 +44,14 @@ class Options(TypedDict, total=False):
     target: Any
     plan: GemmPlan | None
     accumulate: str | None
-    allow_tf32: bool
-    allow_fp16_accumulation: bool
+    allow: str | tuple[str, ...] | None
     strict: bool
     generator: Any
-    a_format: Any
-    b_format: Any
+    formats: Any
     native: bool | None
 
 
-_DEFAULTS: dict[str, Any] = dict.fromkeys(Options.__annotations__) | dict.fromkeys(
-    ("allow_tf32", "allow_fp16_accumulation", "strict"), False
-)
+_DEFAULTS: dict[str, Any] = dict.fromkeys(Options.__annotations__) | {"strict": False}
 
 
 def mm(
@@ -64,12 +62,10 @@ def mm(
     target: Any = None,
     plan: GemmPlan | None = None,
     accumulate: str | None = None,
-    allow_tf32: bool = False,
-    allow_fp16_accumulation: bool = False,
+    allow: str | tuple[str, ...] | None = None,
     strict: bool = False,
     generator: Any = None,
-    a_format: Any = None,
-    b_format: Any = None,
+    formats: Any = None,
     native: bool | None = None,
 ) -> Tensor:
     """Multiply two matrices with the bits of a target's torch.mm, or of a unit.
@@ -85,16 +81,14 @@ def mm(
             datapath (a ``Datapath`` record or its JSON).
         plan: Accumulation order instead of the target's or the single chain.
         accumulate: ``"fp32"``, ``"fp16"``, ``"fp64"`` or ``"int32"``: which mode of the unit.
-        allow_tf32: Round float32 operands to TF32, to nearest even, and multiply those
-            (``torch.backends.cuda.matmul.allow_tf32``).
-        allow_fp16_accumulation: Sum float16 products in float16 (the switch of that name in
-            ``torch.backends.cuda.matmul``); other dtypes do not look at it.
+        allow: Switches of ``torch.backends.cuda.matmul``, one or a tuple: ``"tf32"`` (``allow_tf32``) rounds float32
+            operands to TF32, to nearest even, and multiplies those; ``"fp16_accumulation"``
+            (``allow_fp16_accumulation``) sums float16 products in float16. Other dtypes ignore them.
         strict: Raise where the target's accumulation order is a guess, instead of warning.
         generator: Random words of a datapath that rounds stochastically: int seed, torch.Generator, RandomKey, or
             None for torch's default generator.
-        a_format: Format of a, where its dtype does not say it: float tensors must hold its values, integer tensors
-            hold its codes.
-        b_format: Format of b, likewise.
+        formats: Format of both operands, or a pair ``(a's, b's)``, where dtypes do not say it (None: they do): float
+            tensors must hold its values, integer tensors hold its codes.
         native: Whether a target runs natively. None lets the GPU do it itself where the operands are on the
             GPU that the target describes (``explain_mm`` says so), True insists on that, False emulates.
 
@@ -119,9 +113,8 @@ def mm(
             [ 0.2500, -1.0000]])
     """
     options = {
-        "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate,
-        "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
-        "strict": strict, "a_format": a_format, "b_format": b_format, "native": native,
+        "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate, "allow": allow,
+        "strict": strict, "formats": formats, "native": native,
     }  # fmt: skip
     return _multiply("mm", a, b, None, options, generator)
 
@@ -158,7 +151,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
         w: [N, K] of x's dtype.
         bias: [N] of x's dtype, added in float32 before the one rounding to the output (an H200 rounds twice where N is
             1 and K is not split); or None.
-        options: The keywords of ``mm``; ``a_format`` is x's, ``b_format`` is w's.
+        options: The keywords of ``mm``; a pair of ``formats`` is x's and w's.
 
     Returns:
         [..., N] in x's dtype, or ``out_dtype``.
@@ -240,7 +233,8 @@ def checked_options(verb: str, options: dict[str, Any]) -> dict[str, Any]:
     """
     target = check_target(verb, *(options[name] for name in ("target", "plan", "accumulate")))
     options = {**options, "target": target, "library": not units.is_unit(target)}
-    check_flags(**{name: options[name] for name in ("allow_tf32", "allow_fp16_accumulation", "strict", "native")})
+    check_allowed(options["allow"])
+    check_flags(**{name: options[name] for name in ("strict", "native")})
     return options
 
 
@@ -301,7 +295,7 @@ def _multiply(
             sizes = a.shape[-2], b.shape[-1], inner_length(a)
             check_library(verb, asked.formats, asked.dtype, sizes, NO_SCALES, False)
         # A format's name may stand for another one tomorrow.
-        if key is not None and not isinstance(options["a_format"], str) and not isinstance(options["b_format"], str):
+        if key is not None and not any(isinstance(fmt, str) for fmt in pair_of("formats", options["formats"])):
             if len(_asked) >= _MOST:
                 _asked.clear()
             _asked[key] = asked
@@ -326,7 +320,7 @@ def _product(
 
 
 def _check_gradient(verb: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> None:
-    plain = options["a_format"] is None and options["b_format"] is None
+    plain = all(fmt is None for fmt in pair_of("formats", options["formats"]))
     if not plain or a.dtype not in FLOATS or b.dtype not in FLOATS:
         raise ArgumentError(
             f"{verb} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "

@@ -224,7 +224,7 @@ def unsupported_reason(
         if operation == "scaled_mm" and (own not in (*FP8_DTYPES, _FP4) or not (converted or given == own)):
             return f"torch does not multiply {name} of dtype {given} with {fmt.name} numbers"
         if operation != "scaled_mm" and given != (torch.float32 if converted and fmt.name == "tf32" else own):
-            return f"torch does not multiply {given} tensors as {name}_format={fmt.name!r}"
+            return f"torch does not multiply {given} tensors as {fmt.name}"
     if operation == "scaled_mm":
         if accumulate not in (None, "fp32"):
             return f"torch does not sum FP8 products in {accumulate}"

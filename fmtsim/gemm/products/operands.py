@@ -114,12 +114,12 @@ def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
         if x.dtype not in _PLAIN:
             names = ", ".join(dtype_name(dtype) for dtype in _PLAIN)
             raise DtypeError(
-                f"{name} has dtype {x.dtype}; pass one of {names}, or say what its codes are with {name}_format="
+                f"{name} has dtype {x.dtype}; pass one of {names}, or say what its codes are with formats="
             )
         return _FORMATS[x.dtype]
     fmt = _known(name, get_format(given))
     if x.dtype not in FLOATS and x.dtype in _PLAIN and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
-        raise DtypeError(f"{name} has dtype {x.dtype}, which is not {fmt.name}; leave {name}_format out")
+        raise DtypeError(f"{name} has dtype {x.dtype}, which is not {fmt.name}; leave formats= out")
     if isinstance(fmt, IntFormat) and x.dtype not in (torch.int8, torch.uint8):
         raise DtypeError(f"{name} has dtype {x.dtype}; pass {fmt.name} as a torch.int8 tensor")
     if x.dtype == torch.int8 and not isinstance(fmt, IntFormat):
@@ -133,7 +133,7 @@ _FORMATS: dict[torch.dtype, OperandFormat] = {dtype: get_format(name) for dtype,
 def _known(name: str, fmt: Any) -> OperandFormat:
     if not isinstance(fmt, FloatFormat | IntFormat | LogFormat):
         raise FormatError(
-            f"{name}_format={shown(getattr(fmt, 'name', fmt))} is not a plain number format; "
+            f"formats= of {name}, {shown(getattr(fmt, 'name', fmt))}, is not a plain number format; "
             "multiply its decoded values, or pass scales to scaled_mm or mma"
         )
     return fmt
@@ -145,11 +145,42 @@ def own_dtype(fmt: OperandFormat) -> torch.dtype | None:
     return torch_dtype(fmt)
 
 
+def pair_of(name: str, value: Any) -> tuple[Any, Any]:
+    """Return a keyword's values for a and for b: a tuple is a pair, anything else serves both.
+
+    Raises:
+        ArgumentError: A tuple is not a pair.
+    """
+    if not isinstance(value, tuple):
+        return value, value
+    if len(value) != 2:
+        raise ArgumentError(f"{name}={shown(value)} is not a pair; pass one value for both operands, or (a's, b's)")
+    return value
+
+
+ALLOWED = ("tf32", "fp16_accumulation")  # switches of torch.backends.cuda.matmul
+
+
+def check_allowed(allow: Any) -> None:
+    """Refuse ``allow=`` that is not a switch, a tuple of switches, or None."""
+    for switch in allow if isinstance(allow, tuple) else () if allow is None else (allow,):
+        if not isinstance(switch, str) or switch not in ALLOWED:
+            raise ArgumentError(
+                f"allow={shown(allow)} is not possible; choose 'tf32', 'fp16_accumulation', or both as a tuple"
+            )
+
+
+def allows(options: dict[str, Any], switch: str) -> bool:
+    """Return True if ``allow=`` names a switch."""
+    allow = options["allow"]
+    return switch in allow if isinstance(allow, tuple) else bool(switch == allow)
+
+
 def operand_formats(
     operation: Operation, a: Tensor, columns: Tensor, options: dict[str, Any]
 ) -> tuple[tuple[OperandFormat, OperandFormat], str]:
     """Return the formats of both operands, and how float32 becomes TF32."""
-    given = options["a_format"], options["b_format"]
+    given = pair_of("formats", options["formats"])
     plain = all(each is None for each in given)  # an array compares by element
     if options["library"] and plain and operation != "scaled_mm":
         if a.dtype != columns.dtype:
@@ -160,7 +191,7 @@ def operand_formats(
             raise DtypeError(
                 f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or name a unit as target="
             )
-    tf32 = options["allow_tf32"] and plain and a.dtype == columns.dtype == torch.float32
+    tf32 = allows(options, "tf32") and plain and a.dtype == columns.dtype == torch.float32
     if tf32:
         given = ("tf32", "tf32")
     formats = operand_format("a", a, given[0]), operand_format("b", columns, given[1])
@@ -168,7 +199,7 @@ def operand_formats(
     single = not options["library"] and formats[0].name == formats[1].name == "fp32"
     if single and not unit_takes(unit, "fp32") and unit_takes(unit, "tf32"):
         raise ArgumentError(
-            f"unit {getattr(unit, 'name', unit)} multiplies TF32, not float32; pass allow_tf32=True to round the "
+            f"unit {getattr(unit, 'name', unit)} multiplies TF32, not float32; pass allow='tf32' to round the "
             "operands, or choose a unit that takes fp32 ('fp32_fma', 'exact')"
         )
     return formats, "round" if tf32 else ""
@@ -194,17 +225,17 @@ def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, 
 
 def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str | None:
     """Return the format in which a library is asked to sum, None for the usual one of a unit."""
-    given, half = options["accumulate"], options["allow_fp16_accumulation"]
+    given, half = options["accumulate"], allows(options, "fp16_accumulation")
     if not options["library"] and not half:
         return given  # type: ignore[no-any-return]
     if given is not None:
         if half and given != "fp16":
-            raise ArgumentError(f"accumulate={shown(given)} contradicts allow_fp16_accumulation=True; pass one of them")
+            raise ArgumentError(f"accumulate={shown(given)} contradicts allow='fp16_accumulation'; pass one of them")
         return str(given)
     if half and a.dtype == torch.float16:  # torch's switch concerns float16 alone
         if dtype not in (None, torch.float16):
             raise ArgumentError(
-                f"allow_fp16_accumulation with out_dtype={dtype} is not a product that cuBLAS has; "
+                f"allow='fp16_accumulation' with out_dtype={dtype} is not a product that cuBLAS has; "
                 "choose torch.float16, or leave one of them out"
             )
         return "fp16"

@@ -273,7 +273,7 @@ def _require_each(name: str, x: Tensor, fmt: OperandFormat) -> None:
             value = piece[lost][0].item()
             raise ArgumentError(
                 f"{name} holds {value:g}, which is not a value of {fmt.name}; round it first with "
-                f"fmtsim.quantize({name}, {fmt.name!r}), or leave {name}_format out"
+                f"fmtsim.quantize({name}, {fmt.name!r}), or leave formats= out"
             )
 
 

@@ -287,7 +287,7 @@ def _of_unit(call: GemmCall) -> GemmSpec:
 
 _TAKES: dict[type, tuple[type, str]] = {
     IntegerDatapath: (IntFormat, "integer formats"),
-    LogDatapath: (LogFormat, "logarithmic formats (a_format='lns8_g8', b_format='lns8_g8'; recipe='lns')"),
+    LogDatapath: (LogFormat, "logarithmic formats (formats='lns8_g8'; recipe='lns')"),
 }
 
 

@@ -2,7 +2,7 @@
 """The verbs of products with scales of their own: scaled_mm, and mma for one matrix instruction."""
 
 import math
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fmtsim.casts.arguments import check_flags, check_together, random_keys
 from fmtsim.casts.ops import define_operator, quantize
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.operands import check_tensor, inner_length, operand_format, read_operand
+from fmtsim.gemm.products.operands import check_tensor, inner_length, operand_format, pair_of, read_operand
 from fmtsim.gemm.products.operator import output_format, run_gemm
 from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, check_target, resolve_call, run_product
 from fmtsim.gemm.products.scales import (
@@ -35,6 +35,14 @@ from fmtsim.support.errors import ArgumentError, DtypeError, shown
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+class Sums(TypedDict, total=False):
+    """Further keywords of ``mm`` that ``scaled_mm`` takes."""
+
+    accumulate: str | None
+    strict: bool
+    generator: Any
+
+
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -47,16 +55,11 @@ def scaled_mm(
     *,
     target: Any = None,
     plan: GemmPlan | None = None,
-    accumulate: str | None = None,
-    scale_recipe_a: Any = None,
-    scale_recipe_b: Any = None,
-    swizzle_a: Any = None,
-    swizzle_b: Any = None,
-    strict: bool = False,
-    generator: Any = None,
-    a_format: Any = None,
-    b_format: Any = None,
+    scale_recipes: Any = None,
+    swizzles: Any = None,
+    formats: Any = None,
     native: bool | None = None,
+    **options: Unpack[Sums],
 ) -> Tensor:
     """Multiply scaled matrices with the bits of a target's torch._scaled_mm, or of a unit.
 
@@ -76,12 +79,12 @@ def scaled_mm(
             takes it, but an H200's results with and without it are equal (torch 2.11).
         out_dtype: None takes a's dtype, or bfloat16 where recipes are given, as the two functions of torch do.
         use_fast_accum: Which kernel of a target: False promotes sums to float32 on the way. A unit does not look at it.
-        target, plan, accumulate, strict, generator, a_format, b_format, native: As in ``mm``.
-        scale_recipe_a: ``torch.nn.functional.ScalingType`` or its name, or a list of those, instead of the shapes.
-        scale_recipe_b: Likewise.
-        swizzle_a: ``torch.nn.functional.SwizzleType`` or its name: order of block scales. None is the one that cuBLAS
-            takes (32x4x4); with ``"NO_SWIZZLE"`` they are [M, ceil(K / g)].
-        swizzle_b: Likewise, [N, ceil(K / g)].
+        target, plan, formats, native: As in ``mm``.
+        scale_recipes: ``torch.nn.functional.ScalingType`` or its name, or a list of those for two levels of scales,
+            instead of the shapes; a tuple is a pair ``(a's, b's)``, anything else serves both.
+        swizzles: ``torch.nn.functional.SwizzleType`` or its name, likewise: order of block scales. None is the one that
+            cuBLAS takes (32x4x4); with ``"NO_SWIZZLE"`` they are [M, ceil(K / g)] and [N, ceil(K / g)].
+        options: ``accumulate``, ``strict`` and ``generator`` of ``mm``.
 
     Returns:
         [M, N], contiguous. It has no gradient. NaN is 0x7FFFFFFF, 0x7FFF in 16 bits, 0x7F in FP8; FP8 outputs saturate.
@@ -96,26 +99,31 @@ def scaled_mm(
     >>> y[0, 0].item()
     64.0
     """
+    unknown = [name for name in options if name not in Sums.__annotations__]
+    if unknown:
+        raise TypeError(f"scaled_mm() got an unexpected keyword argument {unknown[0]!r}")
+    accumulate, strict = options.get("accumulate"), options.get("strict", False)
     target = check_target("scaled_mm", target, plan, accumulate)
     library = not is_unit(target)
     check_flags(use_fast_accum=use_fast_accum, strict=strict, native=native)
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     _check_tensors(a, b, bias, scale_result)
     columns = b.mT
-    formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
+    a_format, b_format = pair_of("formats", formats)
+    operand_formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
     m, k, n = a.shape[0], inner_length(a), b.shape[1]
     if k != inner_length(columns):
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
     check_together(a=a, **_by_name(scale_a=scale_a, scale_b=scale_b))
-    recipes = recipe_names("scale_recipe_a", scale_recipe_a), recipe_names("scale_recipe_b", scale_recipe_b)
-    swizzles = swizzle_names("swizzle_a", swizzle_a), swizzle_names("swizzle_b", swizzle_b)
-    scales = read_scales(scale_a, scale_b, (m, n, k), recipes, swizzles)
-    dtype = _output(a, recipes[0] is not None, out_dtype)
+    recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in pair_of("scale_recipes", scale_recipes))
+    swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in pair_of("swizzles", swizzles))
+    scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
+    dtype = _output(a, recipe_a is not None, out_dtype)
     _check_bias(bias, n, dtype, library)
     return run_product(
-        "scaled_mm", a, columns, formats, dtype, scales, bias=bias, scale_result=scale_result, target=target,
+        "scaled_mm", a, columns, operand_formats, dtype, scales, bias=bias, scale_result=scale_result, target=target,
         plan=plan, accumulate=accumulate or ("fp32" if library else None), fast_accum=use_fast_accum,
-        native=native, strict=strict, generator=generator,
+        native=native, strict=strict, generator=options.get("generator"),
     )  # fmt: skip
 
 
@@ -173,8 +181,7 @@ def mma(
     c: Tensor | None = None,
     *,
     target: Any,
-    a_format: Any = None,
-    b_format: Any = None,
+    formats: Any = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     accumulate: str | None = None,
@@ -183,13 +190,13 @@ def mma(
     """Compute ``a b^T + c`` as one matrix instruction of a unit does, for any number of matrices.
 
     Args:
-        a: [..., M, K]: floats, torch float8 or float4 tensors, int8, or codes with ``a_format``. K may be any length:
+        a: [..., M, K]: floats, torch float8 or float4 tensors, int8, or codes with ``formats``. K may be any length:
             a longer one is a chain of blocks, as when instructions follow each other. Of float32 words a unit that
             takes TF32 ignores the low 13 bits.
         b: [..., N, K], likewise; leading dimensions broadcast.
         c: [..., M, N], the addend, in the accumulator's dtype (float32, float16, float64 or int32); None is +0.
         target: A matrix unit alone, by name or record, or a datapath (a ``Datapath`` record or its JSON).
-        a_format, b_format: Formats of the operands, where their dtypes do not say them.
+        formats: Format of both operands, or a pair, where their dtypes do not say it, as in ``mm``.
         scale_a: [..., M, ceil(K / g)] scales inside the unit, one for g products: torch float8 tensors, uint8 codes, or
             floats on the unit's scale format. None is 1. Their signs are ignored, NaN makes NaN.
         scale_b: [..., N, ceil(K / g)].
@@ -225,9 +232,9 @@ def mma(
             f"unit ({', '.join(list_units())}) or a Datapath"
         )
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
-    formats, truncated = _formats(a, b, unit, a_format, b_format)
-    left = read_operand(a, formats[0], tf32="truncate" if truncated[0] else "")
-    right = read_operand(b, formats[1], tf32="truncate" if truncated[1] else "")
+    chosen, truncated = _formats(a, b, unit, *pair_of("formats", formats))
+    left = read_operand(a, chosen[0], tf32="truncate" if truncated[0] else "")
+    right = read_operand(b, chosen[1], tf32="truncate" if truncated[1] else "")
     if left.shape[-1] != right.shape[-1]:
         raise ArgumentError(
             f"mma: a of shape {tuple(left.shape)} and b of shape {tuple(right.shape)} differ in K; a is [..., M, K], "
@@ -235,7 +242,7 @@ def mma(
         )
     given = unit_scale_format(scale_a, scale_b)
     kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == given), "none")
-    spec = resolve_call("mm", *formats, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
+    spec = resolve_call("mm", *chosen, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
     batch = _batch(left, right, c, scale_a, scale_b)
     if c is not None and c.dtype != dtype:

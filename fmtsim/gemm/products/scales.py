@@ -222,8 +222,7 @@ def check_scales(**scales: Any) -> None:
         for member in given if isinstance(given, list | tuple) else [given]:
             if not isinstance(member, Tensor):
                 raise DtypeError(
-                    f"{name} is {type(member).__name__}, not a tensor; pass scales, and recipes as scale_recipe_a= and "
-                    "scale_recipe_b="
+                    f"{name} is {type(member).__name__}, not a tensor; pass scales, and recipes as scale_recipes="
                 )
             check_dense(name, member)
 
@@ -247,7 +246,7 @@ def read_scales(
     """
     lists = [list(s) if isinstance(s, list | tuple) else [s] for s in (scale_a, scale_b)]
     if (recipes[0] is None) != (recipes[1] is None):
-        raise ArgumentError("scale_recipe_a and scale_recipe_b belong together; pass both or none")
+        raise ArgumentError("scale_recipes of a and b belong together; pass both or none")
     named = recipes[0] is not None
     kinds: Any = recipes if named else _inferred(lists[0][0], lists[1][0], sizes)
     firsts = kinds[0][0], kinds[1][0]
@@ -294,7 +293,7 @@ def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[
         allowed = ", ".join(f"{x} and {y}" for (x, y), _ in fitting)
         raise ArgumentError(
             f"scale_a of shape {shapes[0]} and scale_b of shape {shapes[1]} fit no kind of scaling; pass one element "
-            f"each, {allowed}, or scale_recipe_a= and scale_recipe_b="
+            f"each, {allowed}, or scale_recipes="
         )
     return (found[0],), (found[1],)
 
@@ -393,6 +392,6 @@ def _codes(name: str, given: Tensor, rows: int, blocks: int, swizzle: str) -> Te
     if codes.numel() != wanted:
         raise ArgumentError(
             f"{name} has {codes.numel()} elements; pass {wanted}: [{rows}, {blocks}] padded to [128, 4] and "
-            "swizzled as cuBLAS takes them (scales in plain order: swizzle_a= and swizzle_b='NO_SWIZZLE')"
+            "swizzled as cuBLAS takes them (scales in plain order: swizzles='NO_SWIZZLE')"
         )
     return unswizzled(codes.contiguous(), rows, blocks)

@@ -122,11 +122,11 @@ def product_of(case: Case, shape: Shape, *, device: str = "cpu") -> Callable[[],
         return lambda: bmm(a.view(-1, m, k), w.view(-1, n, k).mT, out_dtype=case.out_dtype, **options)
     if case.scaling == "none":
         tf32 = case.operands == "tf32"
-        return lambda: mm(a, b, out_dtype=case.out_dtype, allow_tf32=tf32, **options)
+        return lambda: mm(a, b, out_dtype=case.out_dtype, allow="tf32" if tf32 else None, **options)
     scale_a, scale_b = (_scales(rows, k, case.scaling, generator).to(device) for rows in (m, n))
     recipe = {"mx": "BlockWise1x32", "nvfp4": "BlockWise1x16", "block_128": "BlockWise1x128"}[case.scaling]
     swizzle = None if case.scaling == "block_128" else "NO_SWIZZLE"
-    options |= {"scale_recipe_a": recipe, "scale_recipe_b": recipe, "swizzle_a": swizzle, "swizzle_b": swizzle}
+    options |= {"scale_recipes": recipe, "swizzles": swizzle}
     return lambda: scaled_mm(a, b, scale_a, scale_b, out_dtype=case.out_dtype, **options)
 
 

@@ -108,8 +108,7 @@ def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan)
             row = row.expand(call.m, -1)
             column = column.expand(-(-call.n // 128) if wide else call.n, -1)
             recipes = {
-                "scale_recipe_a": "BlockWise1x128",
-                "scale_recipe_b": "BlockWise128x128" if wide else "BlockWise1x128",
+                "scale_recipes": ("BlockWise1x128", "BlockWise128x128" if wide else "BlockWise1x128"),
             }
         return scaled_mm(
             a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, target=arithmetic, plan=plan, **recipes
@@ -117,7 +116,7 @@ def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan)
     if isinstance(arithmetic, IntegerDatapath):
         return int_mm(a, b.t(), target=arithmetic)
     tf32 = call.a == "tf32" and not is_scalar(arithmetic)
-    options = {"target": arithmetic, "plan": plan, "out_dtype": call.out, "allow_tf32": tf32}
+    options = {"target": arithmetic, "plan": plan, "out_dtype": call.out, "allow": "tf32" if tf32 else None}
     return linear(a, b, extras.bias, **options) if call.bias else mm(a, b.t(), **options)  # type: ignore[arg-type]
 
 

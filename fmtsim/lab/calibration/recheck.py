@@ -235,10 +235,9 @@ def _compared(
     bias = (draw(call.n) - 0.8).to(call.out) if call.bias else None
     if call.operation == "scaled_mm":
         scales = make_scales(call, draw)
-        recipes = _RECIPES.get(call.scaling, ())
-        options |= {f"scale_recipe_{name}": recipe for name, recipe in zip("ab", recipes, strict=False)}
+        options["scale_recipes"] = _RECIPES.get(call.scaling)
         return compare(scaled_mm, a, b.mT, *scales, bias=bias, use_fast_accum=call.fast_accum, **options)
-    options |= {"allow_tf32": call.a == "tf32", "allow_fp16_accumulation": call.accumulate == "fp16"}
+    options["allow"] = "tf32" if call.a == "tf32" else "fp16_accumulation" if call.accumulate == "fp16" else None
     if call.operation == "linear":
         return compare(linear, a, b, bias, **options)
     return compare(bmm if call.operation == "bmm" else mm, a, b.mT, **options)

@@ -159,7 +159,7 @@ def emulate(call: GemmCall, operands: Operands, unit: str | Arithmetic, plan: Ge
         return int_mm(a, b.mT, target=unit)
     if call.operation == "mm":
         return mm(a, b.mT, target=unit, plan=plan, out_dtype=call.out, accumulate=call.accumulate,
-                  allow_tf32=call.a == "tf32")  # fmt: skip
+                  allow="tf32" if call.a == "tf32" else None)  # fmt: skip
     assert scale_a is not None and scale_b is not None
     options: dict[str, Any] = {"target": unit, "plan": plan, "out_dtype": call.out}
     if call.scaling not in UNIT_SCALES:
@@ -167,9 +167,8 @@ def emulate(call: GemmCall, operands: Operands, unit: str | Arithmetic, plan: Ge
     extent = SCALE_KINDS[call.scaling]
     lists = [[scale.view(extent.dtype), *([] if whole is None else [whole])]
              for scale, whole in ((scale_a, tensor_a), (scale_b, tensor_b))]  # fmt: skip
-    for name, scales in zip("ab", lists, strict=True):
-        options[f"scale_recipe_{name}"] = [*extent.recipes, "TensorWise"][: len(scales)]
-        options[f"swizzle_{name}"] = ["NO_SWIZZLE"] * len(scales)
+    options["scale_recipes"] = tuple([*extent.recipes, "TensorWise"][: len(scales)] for scales in lists)
+    options["swizzles"] = tuple(["NO_SWIZZLE"] * len(scales) for scales in lists)
     return scaled_mm(a, b.mT, lists[0], lists[1], **options)
 
 

@@ -200,7 +200,7 @@ def exact_sums(operands: Operands) -> torch.Tensor:
     if rows.dtype == torch.int8:
         return rows.long() @ operands.b.long()
     return mm(rows, operands.b, target="exact", accumulate="fp64", out_dtype=torch.float64,
-              a_format=operands.a_format, b_format=operands.b_format)  # fmt: skip
+              formats=(operands.a_format, operands.b_format))  # fmt: skip
 
 
 def errors(y: torch.Tensor, exact: torch.Tensor) -> tuple[Comparison, torch.Tensor]:
@@ -272,13 +272,13 @@ def _out_dtype(operands: Operands, options: dict[str, Any], arguments: argparse.
 def _for_mm(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of mm; a target's accumulator is torch's switch."""
     machine = {
-        "out_dtype": _out_dtype(operands, options, arguments), "allow_tf32": operands.tf32,
-        "a_format": operands.a_format, "b_format": operands.b_format,
+        "out_dtype": _out_dtype(operands, options, arguments), "allow": "tf32" if operands.tf32 else None,
+        "formats": (operands.a_format, operands.b_format),
     }  # fmt: skip
     if is_unit(options["target"]) or options.get("accumulate") != "fp16":
         return machine | options
     rest = {name: value for name, value in options.items() if name != "accumulate"}
-    return {**machine, **rest, "allow_fp16_accumulation": True}
+    return {**machine, **rest, "allow": "fp16_accumulation"}
 
 
 SHOWN = 4

@@ -22,8 +22,8 @@ from fmtsim.support.errors import ArgumentError
 def explain_mm(a: nn.Module, b: Inputs) -> LayerExplanation: ...
 @overload
 def explain_mm(a: Tensor, b: Tensor, *, out_dtype: Any = ..., target: Any = ...,
-               plan: Any = ..., accumulate: Any = ..., allow_tf32: bool = ..., allow_fp16_accumulation: bool = ...,
-               use_fast_accum: bool = ..., a_format: Any = ..., b_format: Any = ..., native: bool | None = ...,
+               plan: Any = ..., accumulate: Any = ..., allow: Any = ...,
+               use_fast_accum: bool = ..., formats: Any = ..., native: bool | None = ...,
 ) -> MmExplanation: ...  # fmt: skip
 def explain_mm(
     a: Any,
@@ -33,11 +33,9 @@ def explain_mm(
     target: Any = None,
     plan: GemmPlan | None = None,
     accumulate: str | None = None,
-    allow_tf32: bool = False,
-    allow_fp16_accumulation: bool = False,
+    allow: str | tuple[str, ...] | None = None,
     use_fast_accum: bool = False,
-    a_format: Any = None,
-    b_format: Any = None,
+    formats: Any = None,
     native: bool | None = None,
 ) -> MmExplanation | LayerExplanation:
     """Explain what ``mm`` would compute, or the three products of a converted layer; nothing is multiplied.
@@ -50,7 +48,7 @@ def explain_mm(
             then has ``fprop``, ``dgrad`` and ``wgrad``, by part (``["out_proj"]``) where a layer has several weights,
             as if every tensor required a gradient. The layer names its machine: no keyword goes with it.
         use_fast_accum: As in ``scaled_mm``.
-        out_dtype, target, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format, native: As in
+        out_dtype, target, plan, accumulate, allow, formats, native: As in
             ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the GPU multiplies
             or is emulated, and why.
 
@@ -71,9 +69,8 @@ def explain_mm(
     'a fresh chain every 128 products, each added to an outer sum rounded to nearest'
     """
     arguments: Options = {
-        "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate,
-        "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
-        "a_format": a_format, "b_format": b_format, "native": native,
+        "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate, "allow": allow,
+        "formats": formats, "native": native,
     }  # fmt: skip
     if isinstance(a, nn.Module):
         named = [name for name, value in (arguments | {"use_fast_accum": use_fast_accum}).items() if value]

@@ -45,9 +45,7 @@ def accumulation(
 
 
 def _product(a: Tensor, b: Tensor, unit: str, format: str, plan: GemmPlan) -> Tensor:
-    y = mm(
-        a.bfloat16(), b.bfloat16().T, target=unit, plan=plan, a_format=format, b_format=format, out_dtype=torch.float32
-    )
+    y = mm(a.bfloat16(), b.bfloat16().T, target=unit, plan=plan, formats=format, out_dtype=torch.float32)
     return y.double()
 
 
@@ -94,7 +92,7 @@ def products(
     numbers = {"error of the format, %": error}
     for entries in told(tell, tables):
         path = LogDatapath(entries=entries, fraction_bits=fraction_bits)
-        y = mm(a, b.T, target=path, a_format=fmt, b_format=fmt)
+        y = mm(a, b.T, target=path, formats=fmt)
         numbers[f"error of {entries} constants, %"] = 100 * math.sqrt(relative_error(exact, y))
     for entries in tables:
         numbers[f"error of {entries} constants over the format's"] = numbers[f"error of {entries} constants, %"] / error

@@ -151,7 +151,7 @@ def _dot_products(dots: Dots, start: int, stop: int) -> Tensor:
             continue
         a, b = (x[first:last].unflatten(0, (-1, side)) for x in (dots.a, dots.b))
         c = None if dots.c is None else dots.c[first:last].reshape(-1, side, 1).expand(-1, side, side)
-        d = mma(a, b, c, target=dots.unit, a_format=dots.format, b_format=dots.format, accumulate=dots.accumulate)
+        d = mma(a, b, c, target=dots.unit, formats=dots.format, accumulate=dots.accumulate)
         results.append(d.diagonal(dim1=-2, dim2=-1).reshape(-1))
     return torch.cat(results)
 
@@ -200,8 +200,8 @@ def replay_call(call: Call, target: str) -> Tensor:
         match call.function:
             case "mm":
                 return mm(
-                    a, b, out_dtype=call.out.dtype, target=target, allow_tf32=flags.get("tf32", False),
-                    allow_fp16_accumulation=flags.get("fp16_accumulation", False),
+                    a, b, out_dtype=call.out.dtype, target=target,
+                    allow=tuple(name for name in ("tf32", "fp16_accumulation") if flags.get(name, False)),
                 )  # fmt: skip
             case "linear":
                 return linear(a, call.b, call.bias, target=target)

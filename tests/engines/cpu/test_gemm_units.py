@@ -196,8 +196,8 @@ import hashlib, torch, fmtsim
 codes = torch.arange(256, dtype=torch.uint8).repeat(6).roll(1).view(12, 128)
 a, b = codes.view(torch.float4_e2m1fn_x2), codes.roll(5, 1).view(torch.float4_e2m1fn_x2)
 scales = torch.full((12, 16), 56, dtype=torch.uint8).view(torch.float8_e4m3fn)
-y = fmtsim.scaled_mm(a, b.t(), scales, scales, target="blackwell.tcgen05.nvf4", scale_recipe_a="BlockWise1x16",
-                     scale_recipe_b="BlockWise1x16", swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE")
+y = fmtsim.scaled_mm(a, b.t(), scales, scales, target="blackwell.tcgen05.nvf4", scale_recipes="BlockWise1x16",
+                     swizzles="NO_SWIZZLE")
 print(hashlib.sha256(y.float().numpy().tobytes()).hexdigest())
 """
 

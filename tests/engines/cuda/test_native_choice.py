@@ -69,8 +69,8 @@ def test_every_verb(ran):
     fmtsim.mm(A16, B16, target="h200", out_dtype=FP32)
     fmtsim.bmm(A16[None], B16[None], target="h200")
     fmtsim.linear(A16.view(4, 4, 32), B16.mT, bias, target="h200")
-    fmtsim.mm(A16.float(), B16.float(), target="h200", allow_tf32=True)
-    fmtsim.mm(A16.half(), B16.half(), target="h200", allow_fp16_accumulation=True)
+    fmtsim.mm(A16.float(), B16.float(), target="h200", allow="tf32")
+    fmtsim.mm(A16.half(), B16.half(), target="h200", allow="fp16_accumulation")
     fmtsim.int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8), target="h200")
     fmtsim.scaled_mm(A16.to(F8), B16.to(F8), one, one, bias, out_dtype=BF16, target="h200", use_fast_accum=True)
     names = ["mm", "bmm", "linear", "mm", "mm", "int_mm", "scaled_mm"]
@@ -113,7 +113,7 @@ def test_gradients_are_native_too(ran):
 )  # fmt: skip
 def test_blocks_reach_the_call_once_each(ran, kind, scales, tall):
     a, b = matrix(16, 256), matrix(16, 256).t()
-    recipes = {"scale_recipe_a": f"BlockWise{tall[0]}x128", "scale_recipe_b": f"BlockWise{tall[1]}x128"}
+    recipes = {"scale_recipes": (f"BlockWise{tall[0]}x128", f"BlockWise{tall[1]}x128")}
     fmtsim.scaled_mm(a, b, *scales, target="h200", **recipes)
     call, *_, found = ran[0]
     assert (call.scaling, (call.rows_per_scale_a, call.rows_per_scale_b)) == (kind, tall)
@@ -134,31 +134,32 @@ REFUSED = [
     (lambda: fmtsim.mm(A16, B16, target="hopper.wgmma", native=True), "a unit or datapath alone is not a GPU"),
     (lambda: fmtsim.mm(A16, B16, target="h200", plan=fmtsim.GemmPlan(), native=True), "plan= replaces the library's"),
     (lambda: fmtsim.mm(A16, B16, target="b200", native=True), "the device is a NVIDIA H200, the target a NVIDIA B200"),
-    (lambda: fmtsim.mm(A16.float(), B16.float(), a_format="bf16", b_format="bf16", target="h200", native=True),
-     "torch does not multiply torch.float32 tensors as a_format='bf16'"),
+    (lambda: fmtsim.mm(A16.float(), B16.float(), formats="bf16", target="h200", native=True),
+     "torch does not multiply torch.float32 tensors as bf16"),
     (lambda: fmtsim.linear(A16, B16.mT, matrix(1, 16, BF16)[0], target="h200", out_dtype=FP32, native=True),
      "torch.nn.functional.linear gives torch.bfloat16, not torch.float32"),
     (lambda: fmtsim.mm(A16.half(), B16.half(), target="h200", accumulate="fp16", out_dtype=FP32, native=True),
      "torch does not sum torch.float16 products in fp16 for torch.float32 results"),
     (lambda: fmtsim.scaled_mm(matrix(16, 128), matrix(16, 128).t(), ones(16, 1), ones(1, 1), target="h200",
-                              scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128", use_fast_accum=True,
+                              scale_recipes=("BlockWise1x128", "BlockWise128x128"), use_fast_accum=True,
                               native=True), "torch has no use_fast_accum with 1x128 and 128x128 scales"),
     (lambda: fmtsim.scaled_mm(matrix(16, 32), matrix(16, 32).t(), ones(16, 1), ones(1, 16), target="h200", native=True),
      "cuBLASLt gives no torch.float8_e4m3fn results with row scales"),
-    (lambda: fmtsim.mm(A16.float(), B16.float(), a_format="tf32", b_format="tf32", target="h200", native=True),
-     "torch does not multiply torch.float32 tensors as a_format='tf32'"),
-    (lambda: fmtsim.scaled_mm(A16.float(), B16.to(F8), ones(), ones(), a_format="e4m3", out_dtype=BF16, target="h200",
+    (lambda: fmtsim.mm(A16.float(), B16.float(), formats="tf32", target="h200", native=True),
+     "torch does not multiply torch.float32 tensors as tf32"),
+    (lambda: fmtsim.scaled_mm(A16.float(), B16.to(F8), ones(), ones(), formats=("e4m3", None), out_dtype=BF16,
+                              target="h200",
                               native=True), "torch does not multiply a of dtype torch.float32 with e4m3 numbers"),
     (lambda: fmtsim.scaled_mm(A16.to(F8), B16.to(F8), ones(), ones(), accumulate="fp16", out_dtype=BF16, target="h200",
                               native=True), "torch does not sum FP8 products in fp16"),
     (lambda: fmtsim.scaled_mm(matrix(16, 128), matrix(16, 128).t(), ones(16, 1), ones(1, 1), None, ones(), BF16,
-                              target="h200", scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128",
+                              target="h200", scale_recipes=("BlockWise1x128", "BlockWise128x128"),
                               native=True), "torch.nn.functional.scaled_mm has no scale_result"),
     (lambda: fmtsim.scaled_mm(matrix(16, 128, F5), matrix(16, 128).t(), ones(16, 1), ones(1, 1), out_dtype=BF16,
-                              target="h200", scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128",
+                              target="h200", scale_recipes=("BlockWise1x128", "BlockWise128x128"),
                               native=True), "multiplies e4m3 alone with 1x128 and 128x128 scales"),
     (lambda: fmtsim.scaled_mm(matrix(16, 128), matrix(16, 128).t(), ones(16, 1), ones(1, 1), target="h200",
-                              scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128", native=True,
+                              scale_recipes=("BlockWise1x128", "BlockWise128x128"), native=True,
                               out_dtype=F8),
      "cuBLASLt gives no torch.float8_e4m3fn results with block_128 scales"),
 ]  # fmt: skip
@@ -185,7 +186,7 @@ def test_without_a_card():
 def test_what_torch_lacks_is_emulated_without_a_word(ran):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y = fmtsim.mm(A16.float(), B16.float(), a_format="bf16", b_format="bf16", target="h200", out_dtype=FP32)
+        y = fmtsim.mm(A16.float(), B16.float(), formats="bf16", target="h200", out_dtype=FP32)
     assert ran == [] and torch.equal(y, fmtsim.mm(A16, B16, target="h200", out_dtype=FP32, native=False))
 
 
@@ -317,8 +318,8 @@ def test_a_native_call_warns_of_products_that_the_library_leaves_out(ran, drops)
 
 VERBS = {
     "mm": lambda **o: fmtsim.mm(A16, B16.mT.contiguous().mT, **o),
-    "fp16 sums": lambda **o: fmtsim.mm(A16.half(), B16.half(), allow_fp16_accumulation=True, **o),
-    "tf32": lambda **o: fmtsim.mm(A16.float().mT.contiguous().mT, B16.float(), allow_tf32=True, **o),
+    "fp16 sums": lambda **o: fmtsim.mm(A16.half(), B16.half(), allow="fp16_accumulation", **o),
+    "tf32": lambda **o: fmtsim.mm(A16.float().mT.contiguous().mT, B16.float(), allow="tf32", **o),
     "fp64": lambda **o: fmtsim.mm(A16.double(), B16.double(), **o),
     "bmm": lambda **o: fmtsim.bmm(A16.repeat(3, 1, 1), B16.repeat(3, 1, 1), out_dtype=FP32, **o),
     "linear": lambda **o: fmtsim.linear(A16.view(4, 4, 32), B16.mT, A16[0, :16], **o),

@@ -194,11 +194,11 @@ def test_calls_that_run_without_the_matrix_unit():
     assert [x.plan.owner for x in resolved] == ["interleaved", "interleaved", "contiguous"]
     generator = torch.Generator().manual_seed(5)
     a, b = torch.randn(1, 1280, generator=generator), torch.randn(768, 1280, generator=generator)
-    y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
+    y = fmtsim.mm(a, b.t(), target=target, allow="tf32")
     assert torch.equal(y, gpu.ask(calls[0], a, b))  # float32, though TF32 is allowed
-    rounded = fmtsim.mm(a, b.t(), target=scalar_unit(calls[0]), plan=resolved[0].plan, allow_tf32=True)
+    rounded = fmtsim.mm(a, b.t(), target=scalar_unit(calls[0]), plan=resolved[0].plan, allow="tf32")
     assert not torch.equal(y, rounded)
-    rows = dict(fmtsim.explain_mm(a, b.t(), target=target, allow_tf32=True).rows)
+    rows = dict(fmtsim.explain_mm(a, b.t(), target=target, allow="tf32").rows)
     assert rows["operands"] == "float32 not rounded to TF32" and rows["unit"].startswith("fp32_fma")
 
 

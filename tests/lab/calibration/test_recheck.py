@@ -89,8 +89,8 @@ def test_all_kinds_of_calls_run():
     assert [x.number for x in found] == list(range(len(kinds)))
     assert all(x.calls == 1 and x.outputs and not x.mismatches and not x.note for x in found)
     assert {name for name, *_ in asked} == {"linear", "scaled_mm", "bmm", "int_mm"}
-    recipes = {options.get("scale_recipe_b") for _, _, options in asked}
-    assert recipes == {None, "BlockWise1x128", "BlockWise128x128"}
+    recipes = {options.get("scale_recipes") for _, _, options in asked}
+    assert recipes == {None, ("BlockWise1x128", "BlockWise1x128"), ("BlockWise1x128", "BlockWise128x128")}
     wide = next(x for _, (x, *_), _ in asked if x.dtype == torch.bfloat16)
     assert wide.isfinite().all()
     special = [x for name, (x, *_), _ in asked if name == "linear"][1].float()

@@ -79,7 +79,7 @@ def write_calls(folder, name="h200_small"):
         out = fmtsim.scaled_mm(x, y.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast, target="h200")
         add("scaled_mm", x, y, out, scale_a=one, scale_b=one, use_fast_accum=fast)
     f, g = data(128, 128, 128, torch.float32)
-    add("mm", f, g, fmtsim.mm(f, g.t(), allow_tf32=True, target="h200"), tf32=True)
+    add("mm", f, g, fmtsim.mm(f, g.t(), allow="tf32", target="h200"), tf32=True)
     i, j = (torch.randint(-128, 128, (32, 64), generator=torch.Generator().manual_seed(7)).to(torch.int8) for _ in "ab")
     add("int_mm", i, j, fmtsim.int_mm(i, j.t(), target="h200"))
     numpy.savez(folder / f"{name}.npz", meta=numpy.array(json.dumps(meta)), **arrays)
