@@ -28,9 +28,7 @@ def _product(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None, dtype: to
     operands = [torch.from_numpy(np.ascontiguousarray(x)).to(dtype) for x in (a, b)]
     acc = None if acc_f32 is None else torch.from_numpy(np.ascontiguousarray(acc_f32))
     name = _FORMATS[dtype]
-    return mma(
-        operands[0], operands[1], acc, target="hopper.wgmma", a_format=name, b_format=name, accumulate="fp32"
-    ).numpy()
+    return mma(operands[0], operands[1], acc, target="hopper.wgmma", formats=name, accumulate="fp32").numpy()
 
 
 def _heads(x: torch.Tensor, heads: int) -> np.ndarray:

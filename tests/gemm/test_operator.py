@@ -219,7 +219,7 @@ def test_numbers_that_a_verb_rounded_are_not_looked_at(monkeypatch):
     monkeypatch.setattr(operator, "_require_values", lambda *operands: looked.append(operands))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     mm(x, x.mT, target="hopper.wgmma", allow="tf32")
-    mm(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), target="exact", formats="e2m3")  # fmt: skip
+    mm(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), target="exact", formats="e2m3")
     assert looked == []
     mm(x.bfloat16(), x.mT.bfloat16(), target="hopper.wgmma")
     mm(x, torch.zeros(4, 2, dtype=torch.uint8), target="exact", formats=(None, "e2m3"))

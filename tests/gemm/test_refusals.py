@@ -337,4 +337,4 @@ def test_what_equals_a_flag_is_refused_after_a_call_with_the_flag():
 
 def test_scaled_mm_names_an_unknown_keyword():
     with pytest.raises(TypeError, match=r"scaled_mm\(\) got an unexpected keyword argument 'scale_recipe_a'"):
-        fmtsim.scaled_mm(P, PT, ONE, ONE, target=WGMMA, scale_recipe_a="RowWise")
+        scaled_mm(P, PT, ONE, ONE, target=WGMMA, scale_recipe_a="RowWise")
