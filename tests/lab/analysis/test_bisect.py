@@ -32,6 +32,11 @@ def emulated(**options):
     return fmtsim.convert(plain(), **({"format": "e4m3", "target": UNIT} | options))
 
 
+def stochastic():
+    config = fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic", target=UNIT)
+    return fmtsim.convert(plain(), recipe=config)
+
+
 BATCH = torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
@@ -60,7 +65,7 @@ def direction(product):
 @pytest.fixture(scope="module")
 def traces():
     """Traces of runs without anything planted."""
-    made = {"plain": plain(), "emulated": emulated(), "stochastic": emulated(rounding="stochastic")}
+    made = {"plain": plain(), "emulated": emulated(), "stochastic": stochastic()}
     torch.manual_seed(0)  # each trace leaves torch's generator as it was
     return {name: fmtsim.trace(model, BATCH, loss) for name, model in made.items()}
 
@@ -143,7 +148,7 @@ def test_one_kernel_that_rounds_otherwise(monkeypatch, traces, place):
 
     monkeypatch.setattr(passes, "quantize_operand", cast)
     operands = [one for one in traces["stochastic"].operations if one.operation in OPERANDS]
-    made = emulated(rounding="stochastic")
+    made = stochastic()
     torch.manual_seed(0)
     other = fmtsim.trace(made, BATCH, loss)
     found = fmtsim.bisect(traces["stochastic"], other)
@@ -169,7 +174,7 @@ def test_activation_checkpointing(reentrant):
 
 
 def test_random_keys_that_differ_are_said(traces):
-    made = emulated(rounding="stochastic")
+    made = stochastic()
     torch.manual_seed(1)
     found = fmtsim.bisect(traces["stochastic"], fmtsim.trace(made, BATCH, loss))
     named(found, "0.up forward: x_f")

@@ -205,7 +205,7 @@ def test_operands_of_quantised_attention_stand_between_modules_and_observe_sees_
 
 
 def test_a_trace_leaves_the_model_and_the_generators_alone():
-    made = model(recipe=fmtsim.linear_config("e4m3", rounding="stochastic", scaling=None))
+    made = model(recipe=fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling=None, rounding="stochastic"))
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first, second = fmtsim.trace(made, BATCH, loss), fmtsim.trace(made, BATCH, loss)
