@@ -94,12 +94,10 @@ def _truncate(sign, magnitude, exponent):
         return float32_of(sign)
     # 1. float64 has 53 bits for magnitudes below 2^44: exact; 2. keep the 24 upper bits of its significand
     wide = float64(magnitude)
-    kept = float32(wide)
-    if float64(kept) > wide:
-        kept = float32_of(bits32(kept) - int32(1))
-    return _compose(
-        sign, (bits32(kept) & FRACTION) | int32(0x800000), (bits32(kept) >> int32(23)) - int32(127) + exponent
-    )
+    y = float32(wide)
+    if float64(y) > wide:
+        y = float32_of(bits32(y) - int32(1))
+    return _compose(sign, (bits32(y) & FRACTION) | int32(0x800000), (bits32(y) >> int32(23)) - int32(127) + exponent)
 
 
 @device

@@ -146,16 +146,16 @@ def sum_first(x_f32: np.ndarray) -> np.ndarray:
 
 def _last(x: torch.Tensor, axes: list[int], squares: bool) -> np.ndarray | None:
     """Return sums over innermost dimensions that lie one after the other in memory, None for another layout."""
-    kept = x.ndim - len(axes)
+    outer = x.ndim - len(axes)
     inner = 1
     for d in reversed(range(x.ndim)):
         if d in axes:
-            if d < kept or (x.shape[d] > 1 and x.stride(d) != inner):
+            if d < outer or (x.shape[d] > 1 and x.stride(d) != inner):
                 return None
             inner *= x.shape[d]
-    starts = torch.zeros(x.shape[:kept], dtype=torch.int64)
-    for d in range(kept):
-        positions = torch.arange(x.shape[d]).reshape([-1 if e == d else 1 for e in range(kept)])
+    starts = torch.zeros(x.shape[:outer], dtype=torch.int64)
+    for d in range(outer):
+        positions = torch.arange(x.shape[d]).reshape([-1 if e == d else 1 for e in range(outer)])
         starts = starts + positions * x.stride(d)
     rows = to_f32(x).reshape(-1, inner)
     return sum_last(rows, starts.reshape(-1).numpy() + x.storage_offset(), x.element_size(), squares)
