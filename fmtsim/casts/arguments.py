@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.casts.ops import Cast, Key, signed, spec_of
+from fmtsim.casts.ops import Cast, Key, signed
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, check_holds, result_dtype
@@ -342,13 +342,6 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype
     return out.dtype
 
 
-@constant_in_graphs
-def encoded_format(cast: Cast) -> tuple[Format, int]:
-    """Return the format of a cast, and the dimension along which its blocks run."""
-    spec = spec_of(cast)
-    return spec.format, spec.dim
-
-
 def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[Cast, torch.dtype]:
     """Return the cast whose codes a plain tensor of a dtype holds, and the dtype of its values."""
     return (_decoding_traced if torch.compiler.is_compiling() else _decoding)(format, codes, out_dtype)
@@ -386,19 +379,6 @@ _CODES = (
 def decoding_cast(fmt: Format, dim: int) -> CastSpec:
     """Return the cast whose codes are decoded: its rounding plays no part."""
     return CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim)
-
-
-@constant_in_graphs
-def decoding_text(fmt: Format, dim: int) -> str:
-    """Return ``decoding_cast`` as compiled graphs hold it."""
-    return decoding_cast(fmt, dim).to_json()
-
-
-@constant_in_graphs
-def decoded(cast: Cast, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
-    """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
-    fmt = spec_of(cast).format
-    return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
 
 
 def short_codebook(fmt: Format) -> CodebookFormat | None:

@@ -13,19 +13,19 @@ import torch
 from fmtsim.casts import ops
 from fmtsim.casts.arguments import (
     check_dense,
+    check_out_dtype,
     check_readable,
     check_together,
-    decoded,
     decoding_cast,
-    decoding_text,
     short_codebook,
 )
 from fmtsim.casts.stored import layout_of, restore, restore_traced, store
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import format_from_json, format_to_json
+from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.dispatch import is_readable
+from fmtsim.support.dispatch import constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, CodeError, DataError, DtypeError, FormatError, shown
 from fmtsim.support.records import located, parse_json
 from fmtsim.support.table import facts_html
@@ -131,13 +131,13 @@ class Encoded:
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
         cast = self._cast()
-        dtype, validated = decoded(cast, out_dtype if out is None else out.dtype)
+        dtype, validated = _decoded(cast, out_dtype if out is None else out.dtype)
         values = ops.decode(self.parts(), cast, dtype, validated=validated)
         return values if out is None else out.copy_(values)
 
     def _cast(self) -> ops.Cast:
         traced = torch.compiler.is_compiling()
-        return self.cast or (decoding_text if traced else decoding_cast)(self.format, self.dim)
+        return self.cast or (_decoding_text if traced else decoding_cast)(self.format, self.dim)
 
     @property
     def device(self) -> torch.device:
@@ -209,6 +209,19 @@ class Encoded:
             f"Encoded({self.format.name}, shape {tuple(self.shape)}, dim {self.dim}, {self.nbytes} bytes, "
             f"{self.bits_per_element:.4g} bits an element, {self.device})"
         )
+
+
+@constant_in_graphs
+def _decoding_text(fmt: Format, dim: int) -> str:
+    """Return ``decoding_cast`` as compiled graphs hold it."""
+    return decoding_cast(fmt, dim).to_json()
+
+
+@constant_in_graphs
+def _decoded(cast: ops.Cast, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
+    """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
+    fmt = ops.spec_of(cast).format
+    return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
 
 
 def _check_fields(encoded: Encoded) -> None:

@@ -14,7 +14,6 @@ from fmtsim.casts.arguments import (
     check_input,
     check_out,
     decoding,
-    encoded_format,
     prepare,
     randomness,
 )
@@ -28,7 +27,7 @@ from fmtsim.formats.scaling import ScaleRule
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.dispatch import is_bare, is_readable
+from fmtsim.support.dispatch import constant_in_graphs, is_bare, is_readable
 from fmtsim.support.errors import FormatError
 
 Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
@@ -211,7 +210,7 @@ def encode(
         check_blocks(tensor, block, dim, pad)
     key, words = randomness(tensor, random, generator, integers)
     packed = ops.encode_packed(tensor.detach(), cast, key) if words is None else None
-    fmt, inner = encoded_format(cast)
+    fmt, inner = _encoded_format(cast)
     if packed is not None:
         return Encoded(format=fmt, shape=tensor.shape, dim=inner, validated=True, **packed._asdict())
     parts = ops.encode(tensor.detach(), cast, key, words)
@@ -221,6 +220,13 @@ def encode(
     codes, scales = store_traced(parts.codes, parts.scales, text)
     parts = parts._replace(codes=codes, scales=scales)
     return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=text, validated=True, **parts._asdict())
+
+
+@constant_in_graphs
+def _encoded_format(cast: Cast) -> tuple[Format, int]:
+    """Return the format of a cast, and the dimension along which its blocks run."""
+    spec = ops.spec_of(cast)
+    return spec.format, spec.dim
 
 
 @overload

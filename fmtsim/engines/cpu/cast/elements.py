@@ -54,7 +54,10 @@ def quantizer(spec: CastSpec) -> Callable[[torch.Tensor, CastSpec, Random, torch
 
 
 def _quantize(fixed: Cast | None, x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
-    source, target = in_one_order(x, out, ordered=random is not None)
+    if x.is_contiguous() and out.is_contiguous():
+        source, target = x.view(-1), out.view(-1)
+    else:
+        source, target = in_one_order(x, out, ordered=random is not None)
     cast = fixed or caster(spec, random, x.shape)
     assert cast is not None
 
