@@ -393,10 +393,5 @@ def softplus(x):
     return x if x > float32(20.0) else log1p(exp(x))
 
 
-UNARY: dict[str, Callable] = {
-    function.__name__: function
-    for function in (
-        exp, exp2, expm1, log, log2, log10, log1p, tanh, erf, sin, cos, rsqrt, sqrt, reciprocal,
-        sigmoid, silu, gelu, gelu_tanh, softplus,
-    )
-}  # fmt: skip
+_UNARY = (exp, exp2, expm1, log, log2, log10, log1p, tanh, erf, sin, cos, rsqrt, sqrt, reciprocal, sigmoid, silu, gelu)
+UNARY: dict[str, Callable] = {function.__name__: function for function in (*_UNARY, gelu_tanh, softplus)}
