@@ -36,6 +36,13 @@ def _softmax(x: torch.Tensor, dim: int, half_to_float: bool, log: bool) -> torch
     return softmax.forward(x, log, torch.float32 if half_to_float else x.dtype)
 
 
+def _safe_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
+    """Return softmax, and zeros for rows of -Inf."""
+    if dtype not in (None, x.dtype):
+        raise UnknownOrder("softmax that converts its input")
+    return _softmax(x, dim, False, False).masked_fill((x == -torch.inf).all(dim, keepdim=True), 0.0)
+
+
 def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, log: bool) -> torch.Tensor:
     if dim % y.ndim != y.ndim - 1:
         raise UnknownOrder("softmax over another dimension than the last")
@@ -94,7 +101,7 @@ def _stable_sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> An
 
 KNOWN: dict[Any, Callable] = {
     _ATEN._softmax: lambda x, dim, half: _softmax(x, dim, half, False),
-    _ATEN._safe_softmax: lambda x, dim, dtype=None: _softmax(x, dim, False, False),
+    _ATEN._safe_softmax: _safe_softmax,
     _ATEN._log_softmax: lambda x, dim, half: _softmax(x, dim, half, True),
     _ATEN._softmax_backward_data: lambda g, y, dim, dtype: _softmax_gradient(g, y, dim, dtype, False),
     _ATEN._log_softmax_backward_data: lambda g, y, dim, dtype: _softmax_gradient(g, y, dim, dtype, True),

@@ -12,6 +12,7 @@ from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, did_you_mean
 
 TARGETS = ("h200", "h100")
+_NO_DROPOUT = ("_scaled_dot_product_flash_attention_for_cpu",)  # tagged as random, and refused where it drops
 
 
 class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a context
@@ -63,6 +64,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         kwargs = kwargs or {}
         packet = func.overloadpacket
         name = str(packet).removeprefix("aten.")
+        if torch.Tag.nondeterministic_seeded in func.tags and name not in _NO_DROPOUT:
+            self._note(name, UnknownOrder("random numbers, which a GPU draws otherwise"))
+            return func(*args, **kwargs)
         tensors = [x for x in tree_flatten((args, kwargs))[0] if torch.is_tensor(x)]
         if not any(x.is_floating_point() for x in tensors):
             return func(*args, **kwargs)

@@ -155,6 +155,20 @@ def test_an_unknown_target_is_refused():
         fmtsim.simulate(target="h20")
 
 
+def test_random_numbers_are_the_hosts_and_said_so():
+    with fmtsim.simulate() as run:
+        torch.randn(3)
+        functional.dropout(torch.ones(8), 0.5)
+    assert run.unknown["randn: random numbers, which a GPU draws otherwise"] == 1
+    assert run.unknown.total() >= 2
+
+
+def test_rows_that_are_masked_whole_are_zero():
+    with fmtsim.simulate(strict=True):
+        y = torch.ops.aten._safe_softmax(torch.tensor([[-torch.inf, -torch.inf], [0.0, 0.0]]), -1)
+    assert y.tolist() == [[0.0, 0.0], [0.5, 0.5]]
+
+
 def test_integers_and_float64_are_left_alone():
     with fmtsim.simulate(target="h200") as run:
         assert (torch.arange(4) + 1).tolist() == [1, 2, 3, 4]
