@@ -102,6 +102,13 @@ def chain(x_f32: np.ndarray) -> np.ndarray:
     return total
 
 
+def add_strided(x_f32: np.ndarray, threads: int) -> np.ndarray:
+    """Return the sums of T threads, of which thread t adds elements t, t + T ... of the last axis."""
+    missing = -x_f32.shape[-1] % threads
+    padded = np.pad(x_f32, [*[(0, 0)] * (x_f32.ndim - 1), (0, missing)])
+    return chain(np.moveaxis(padded.reshape(*x_f32.shape[:-1], -1, threads), -2, -1))
+
+
 def tree(x_f32: np.ndarray) -> np.ndarray:
     """Return sums along the last axis, a power of two long: element i gets element i + n / 2, then i + n / 4 ..."""
     while x_f32.shape[-1] > 1:

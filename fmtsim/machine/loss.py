@@ -7,10 +7,15 @@ import numpy as np
 import torch
 from numpy import float32
 
-from fmtsim.machine.arrays import chain, from_f32, to_f32, tree
+from fmtsim.machine.arrays import add_strided, chain, from_f32, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder
 
 MEAN, SUM = 1, 2  # torch's numbers of reductions
+
+
+def _check(log_probabilities: torch.Tensor, weight: torch.Tensor | None, reduction: int) -> None:
+    if weight is not None or reduction not in (MEAN, SUM) or log_probabilities.ndim != 2:
+        raise UnknownOrder("nll_loss with class weights, without reduction, or of one row")
 
 
 def nll_loss(
@@ -21,8 +26,7 @@ def nll_loss(
     Raises:
         UnknownOrder: Class weights, or no reduction.
     """
-    if weight is not None or reduction not in (MEAN, SUM) or log_probabilities.ndim != 2:
-        raise UnknownOrder("nll_loss with class weights, without reduction, or of one row")
+    _check(log_probabilities, weight, reduction)
     labels = target.numpy()
     valid = labels != ignore
     rows = len(labels)
@@ -30,9 +34,7 @@ def nll_loss(
     losses[valid] = -to_f32(log_probabilities)[np.arange(rows)[valid], labels[valid]]
     # thread t adds rows t, t + T, ...; the threads by halving
     threads = min(max(1 << round(math.log2(max(rows // 16, 1))), 32), 1024)
-    padded = np.zeros(math.ceil(rows / threads) * threads, np.float32)
-    padded[:rows] = losses
-    total = tree(chain(padded.reshape(-1, threads).T)[None])[0]
+    total = tree(add_strided(losses, threads))
     count = float32(valid.sum())
     with np.errstate(invalid="ignore"):
         loss = total / count if reduction == MEAN else total
@@ -45,8 +47,7 @@ def nll_loss_backward(
     reduction: int, ignore: int, total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of the logarithms: -g / total at each target, rounded once."""
-    if weight is not None or reduction not in (MEAN, SUM) or log_probabilities.ndim != 2:
-        raise UnknownOrder("nll_loss with class weights, without reduction, or of one row")
+    _check(log_probabilities, weight, reduction)
     dx = torch.zeros_like(log_probabilities)
     valid = target != ignore
     share = g.float() / total_weight.float() if reduction == MEAN else g.float()

@@ -10,7 +10,7 @@ from numpy import float32
 from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.machine import library
-from fmtsim.machine.arrays import apply, canonical, chain, to_f32, tree
+from fmtsim.machine.arrays import add_strided, apply, canonical, chain, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder
 
 _ONE = float32(1.0)
@@ -96,9 +96,6 @@ def foreach_norm(tensors: list[torch.Tensor], order: float = 2.0) -> list[torch.
         sums = _add_block(chain(partial))
         if chunks > 1:
             # the chunks' sums are added in the same way, by one block
-            rows = math.ceil(chunks / _THREADS)
-            padded = np.zeros(rows * _THREADS, np.float32)
-            padded[:chunks] = sums
-            sums = _add_block(chain(padded.reshape(rows, _THREADS).T)[None])
+            sums = _add_block(add_strided(sums, _THREADS)[None])
         norms.append(canonical(torch.tensor(float(np.sqrt(sums[0]))).to(tensor.dtype)))
     return norms

@@ -10,7 +10,7 @@ from numpy import float32
 
 from fmtsim.engines.cpu.runtime.jit import fma32, kernel
 from fmtsim.engines.cpu.runtime.pool import run
-from fmtsim.machine.arrays import chain, from_f32, to_f32, tree
+from fmtsim.machine.arrays import add_strided, chain, from_f32, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder
 
 _THREADS, _WARP, _MULTIPROCESSORS, _THREADS_A_MULTIPROCESSOR = 512, 32, 132, 2048
@@ -93,14 +93,9 @@ def _add_last(x, starts, partial, threads, vector, loads, squares, start, stop):
                 partial[row, thread, accumulator] += x[row, j]
 
 
-def _add_blocks(x_f32: np.ndarray, plan: ReducePlan, width: int, height: int) -> np.ndarray:
+def _add_blocks(x_f32: np.ndarray, width: int, height: int) -> np.ndarray:
     """Return the sums of [results, blocks] by one block of width x height threads."""
-    threads = width * height
-    steps = math.ceil(plan.blocks / threads)
-    padded = np.zeros((len(x_f32), steps * threads), np.float32)
-    padded[:, : plan.blocks] = x_f32
-    total = chain(np.moveaxis(padded.reshape(-1, steps, threads), 1, -1))
-    return tree(tree(total.reshape(-1, height, width)))
+    return tree(tree(add_strided(x_f32, width * height).reshape(-1, height, width)))
 
 
 def sum_last(x_f32: np.ndarray, starts: np.ndarray, element_bytes: int, squares: bool = False) -> np.ndarray:
@@ -117,7 +112,7 @@ def sum_last(x_f32: np.ndarray, starts: np.ndarray, element_bytes: int, squares:
     total = tree(tree(chain(partial).reshape(results, plan.blocks, plan.height, plan.width)))
     if plan.blocks == 1:
         return total[:, 0]
-    return _add_blocks(total, plan, plan.width, plan.height)
+    return _add_blocks(total, plan.width, plan.height)
 
 
 def sum_first(x_f32: np.ndarray) -> np.ndarray:
