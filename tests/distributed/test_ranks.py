@@ -162,51 +162,58 @@ def start(rank, size, folder, seconds=60):
     )
 
 
-def worker(rank, folder):
+def pairs_agree(rank, size):
+    """Reduce, gather and dispatch among two of the processes."""
+    pair = dist.new_group([1, 3])
+    if rank in (1, 3):
+        for check in (reductions_agree, gathers_agree, tokens_arrive):
+            check(rank // 2, 2, pair)
+    else:
+        refused("this process is not part of the group", all_reduce, torch.ones(3), "msamp", group=pair)
+
+
+def verbs_agree(rank, size):
+    for check in (reductions_agree, factors_agree, edges_agree, gathers_agree, tokens_arrive):
+        check(rank, size, None)
+
+
+def hybrid_sharding_agrees(rank, size):
+    recipes_agree(rank, size, steps=2, recipes=("te_nvfp4",), replicas=2)
+
+
+def worker(rank, folder, checks):
     start(rank, 4, folder)
     try:
-        pair = dist.new_group([1, 3])
-        if rank in (1, 3):
-            for check in (reductions_agree, gathers_agree, tokens_arrive):
-                check(rank // 2, 2, pair)
-        else:
-            refused("this process is not part of the group", all_reduce, torch.ones(3), "msamp", group=pair)
-        for check in (reductions_agree, factors_agree, edges_agree, gathers_agree, tokens_arrive):
-            check(rank, 4, None)
-        for check in (
-            disagreement_has_a_name,
-            layers_agree,
-            ddp_agrees,
-            fsdp_agrees,
-            fsdp_refuses,
-            nan_is_refused_and_nothing_written,
-            scales_are_shared,
-            store_carries_words,
-        ):
+        for check in checks:
             check(rank, 4)
-        recipes_agree(rank, 4, steps=2, recipes=("te_delayed", "te_nvfp4"), replicas=2)
     finally:
         dist.destroy_process_group()
 
 
-def test_processes_and_the_simulation_give_the_same_bits(tmp_path):
-    mp.start_processes(worker, args=(str(tmp_path),), nprocs=4, start_method="forkserver")
+@pytest.mark.parametrize(
+    "checks",
+    [
+        (verbs_agree, pairs_agree, disagreement_has_a_name, store_carries_words),
+        (layers_agree, ddp_agrees, fsdp_agrees, fsdp_refuses, nan_is_refused_and_nothing_written, scales_are_shared),
+        (hybrid_sharding_agrees,),
+    ],
+    ids=["verbs", "models", "hybrid sharding"],
+)
+def test_processes_and_the_simulation_give_the_same_bits(checks, tmp_path):
+    mp.start_processes(worker, args=(str(tmp_path), checks), nprocs=4, start_method="forkserver")
 
 
-def one_of_eight(rank, folder, names):
+def one_of_eight(rank, folder):
     start(rank, 8, folder)
-    for name in names:
-        (VERBS | HOOKS | SHARDED)[name](rank, 8, "cpu")
+    for check in (VERBS | HOOKS | SHARDED).values():
+        check(rank, 8, "cpu")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "names", [("factors", "ddp", "fsdp"), pytest.param((*VERBS, *HOOKS, *SHARDED), marks=pytest.mark.slow)],
-    ids=["some", "all"],
-)  # fmt: skip
-def test_eight_processes(names, tmp_path):
-    """What test_gpu.py does with as many GPUs; all of it takes two minutes on two cores."""
-    mp.start_processes(one_of_eight, args=(str(tmp_path), names), nprocs=8, start_method="forkserver")
+@pytest.mark.slow
+def test_eight_processes(tmp_path):
+    """What test_gpu.py does with as many GPUs; two minutes on two cores."""
+    mp.start_processes(one_of_eight, args=(str(tmp_path),), nprocs=8, start_method="forkserver")
 
 
 @pytest.mark.slow

@@ -83,9 +83,9 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *arguments, **options: make(*arguments, **options).zero_()
 
 
-def launches() -> Iterator[str]:
+def launches(capabilities: Iterable[tuple[int, int]] | None = None) -> Iterator[str]:
     """Yield each launch with the part of the calls that it belongs to; those of products for several GPUs."""
-    for capability in CAPABILITIES:
+    for capability in CAPABILITIES if capabilities is None else capabilities:
         lines: list[str] = []
 
         def kernel(file: str, name: str, index: int, defines: Any = (), lines: list[str] = lines) -> Recorder:

@@ -98,11 +98,16 @@ def test_operands_are_those_of_kernels(recipe, name, dim, dtype, on_gpu):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compilers_change_no_bits(on_gpu):
+@pytest.mark.parametrize(
+    "cases",
+    [(CASES[0], CASES[4], CASES[11]), pytest.param(CASES[1:4] + CASES[5:11], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+def test_compilers_change_no_bits(cases, on_gpu):
     """Whatever computes a matrix is part of the same kernels, and what multiplies a product."""
     from torch._inductor.utils import run_and_get_code  # late: it imports much
 
-    texts = [text_of(quantizer_of(*case)) for case in CASES[:1] + CASES[4:5] + CASES[8:9] + CASES[-1:]]
+    texts = [text_of(quantizer_of(*case)) for case in cases]
     fused, finish = torch.ops.fmtsim.fused_operand, torch.ops.fmtsim.fused_finish
 
     def run(x, y, column, row):
