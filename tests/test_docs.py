@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pages say can be followed: links, headings, names and files exist, and the examples run."""
 
+import ast
 import contextlib
 import copy
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +58,17 @@ def unknown_names(text):
     return found
 
 
+def unknown_imports(code):
+    """Return what code imports from fmtsim and Python does not find."""
+    imports = [
+        node
+        for node in ast.walk(ast.parse(re.sub("^%.*$", "", code, flags=re.MULTILINE)))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    names = {f"{node.module}.{name.name}" for node in imports for name in node.names}
+    return unknown_names(" ".join(sorted(name for name in names if name.startswith("fmtsim"))))
+
+
 def missing_files(text):
     """Return the paths of this repository in backquotes that lead nowhere."""
     paths = set(re.findall(r"`((?:fmtsim|tests|docs|notebooks|benchmarks)/[\w/.\-]+)`", text))
@@ -66,6 +79,14 @@ def missing_files(text):
 def test_what_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     assert broken_links(text, page) == [] and unknown_names(text) == [] and missing_files(text) == []
+
+
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_what_a_notebook_names_exists(notebook):
+    """Of the notebooks that train models the default run sees no more than this (notebooks/conftest.py)."""
+    cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    assert unknown_imports(code) == [] and unknown_names(code) == []
 
 
 def not_on_the_site(nav):
@@ -100,6 +121,7 @@ def test_what_does_not_exist_is_found():
     assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.registry") == [
         "fmtsim.ptq.QuantisedCache", "fmtsim.quantise",
     ]  # fmt: skip
+    assert unknown_imports("from fmtsim.optim import AdamW, Adam; from torch import nn") == ["fmtsim.optim.Adam"]
     assert missing_files("`docs/ptq.md` and `tests/nothing.py`") == ["tests/nothing.py"]
 
 

@@ -5,7 +5,7 @@ import ctypes
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -146,12 +146,8 @@ def test_machine_code_is_kept_and_damage_is_compiled_again_with_one_warning(disk
 def test_a_cache_that_cannot_be_written_costs_one_warning(disk, fault):
     if fault == "file":
         disk().parent.write_text("in the way")
-    with (
-        pytest.warns(
-            UserWarning, match=r"cannot write its kernel cache .*cuda \(.*\); kernels are compiled anew"
-        ) as said,
-        largest_file(1000 if fault == "room" else 1 << 40),
-    ):
+    message = r"cannot write its kernel cache .*cuda \(.*\); kernels are compiled anew"
+    with pytest.warns(UserWarning, match=message) as said, largest_file(1000 if fault == "room" else 1 << 40):
         runtime.compiled("trial.cu", "sm_80"), runtime.compiled("trial.cu", "sm_90")
     assert len(said) == 1
     assert fault == "file" or list(disk().iterdir()) == []
@@ -170,19 +166,28 @@ def test_why_unavailable_names_the_next_step(monkeypatch):
     assert "sees no CUDA device; look at nvidia-smi" in runtime.why_unavailable()
 
 
-def test_old_devices_are_refused(monkeypatch):
+@pytest.fixture
+def capabilities(monkeypatch):
+    """Let torch see devices called T4 of the capabilities in the returned list; nothing of them is remembered."""
+    devices = []
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5) if index == 0 else (8, 9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", devices.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "T4")
-    for cached in (runtime.capability, runtime._why_not):
-        cached.cache_clear()
+    cached = (runtime.capability, runtime._why_not, runtime.serves)
+    for function in cached:
+        function.cache_clear()
+    yield devices
+    for function in cached:
+        function.cache_clear()
+
+
+def test_old_devices_are_refused(capabilities):
+    capabilities += [(7, 5), (8, 9)]
     assert runtime.why_unavailable(0) == "T4 has compute capability 7.5; kernels need 8.0 or later"
     assert runtime.why_unavailable(torch.device("cuda:1")) is None and runtime.available()
     assert not runtime.available(0)
-    for cached in (runtime.capability, runtime._why_not):
-        cached.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -190,30 +195,19 @@ def test_old_devices_are_refused(monkeypatch):
     [
         ("6.4.43482", (9, 4), "is built for ROCm 6.4.43482; kernels are CUDA C\\+\\+ for NVIDIA GPUs"),
         (None, (7, 5), "T4 has compute capability 7.5; kernels need 8.0 or later"),
-        (None, (7, 0), "T4 has compute capability 7.0; kernels need 8.0 or later"),
     ],
 )
-def test_torch_operations_serve_other_devices_with_one_warning(monkeypatch, build, capability, reason):
+def test_torch_operations_serve_other_devices_with_one_warning(capabilities, monkeypatch, build, capability, reason):
     """ROCm's devices are called cuda, too, and an MI300X has compute capability 9.4."""
-    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", build)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "T4")
-    cached = (runtime.capability, runtime._why_not, runtime.serves)
-    for function in cached:
-        function.cache_clear()
+    capabilities.append(capability)
     x = SimpleNamespace(is_cuda=True, is_cpu=False, get_device=lambda: 0, dtype=torch.float32)
     spec = cast_spec("e4m3")
-    with pytest.warns(
-        UserWarning, match=f"^tensors on cuda:0 are served by torch operations, not by kernels: .*{reason}$"
-    ):
+    message = f"^tensors on cuda:0 are served by torch operations, not by kernels: .*{reason}$"
+    with pytest.warns(UserWarning, match=message):
         assert ops.engine_for("quantize", spec, x, x) is fmtsim.engines.torch_engine
     assert ops.engine_for("quantize", spec, x, x) is fmtsim.engines.torch_engine and ops.fused_engine(x) is None
     assert re.search(reason, runtime.why_unavailable())
-    for function in cached:
-        function.cache_clear()
 
 
 def test_arguments_lie_as_c_has_them():
@@ -244,9 +238,12 @@ def test_memory_of_a_launch_is_not_shared_until_it_is_put_back():
     assert layout.fill((np.int32(3),)) is first
 
 
-def bare_kernel(sizes, launches):
-    """Return a kernel of these parameters on a device that does not exist, and record its launches."""
-    kernel = launch.Kernel.__new__(launch.Kernel)
+@pytest.fixture
+def trial(request, monkeypatch):
+    """Return a kernel on a device that does not exist, of parameters of these sizes, and the list of its launches."""
+    monkeypatch.setattr(launch, "current_gpu", lambda: 0)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 99)
+    kernel, sizes, launches = launch.Kernel.__new__(launch.Kernel), request.param, []
     kernel._name, kernel._index, kernel._function, kernel._sizes = "trial", 0, "function", sizes
     kernel._layouts, kernel._shared = {}, launch.USUAL_SHARED
 
@@ -256,14 +253,12 @@ def bare_kernel(sizes, launches):
         return (0,)
 
     kernel._launch = start
-    return kernel
+    return kernel, launches
 
 
-def test_bound_launches_are_whole_ones(monkeypatch):
-    monkeypatch.setattr(launch, "current_gpu", lambda: 0)
-    monkeypatch.setattr(launch, "current_stream", lambda index: 99)
-    launches = []
-    kernel = bare_kernel([8, 4], launches)
+@pytest.mark.parametrize("trial", [[8, 4]], indirect=True)
+def test_bound_launches_are_whole_ones(trial):
+    kernel, launches = trial
     kernel((3, 2), 64, np.uint64(5), np.int32(-7), shared=8)
     bound = kernel.bound((64, 2), 1, np.int32(-7))
     for grid, word in ((3, 5), (1, 2**64 - 1), (3, 6)):
@@ -281,11 +276,10 @@ def test_bound_launches_are_whole_ones(monkeypatch):
         kernel.bound(64, (8, 12))
 
 
-def test_bound_launches_take_structures(monkeypatch):
-    monkeypatch.setattr(launch, "current_gpu", lambda: 0)
-    monkeypatch.setattr(launch, "current_stream", lambda index: 99)
-    launches = []
-    bound = bare_kernel([8, 20], launches).bound(64, (8, 20))
+@pytest.mark.parametrize("trial", [[8, 20]], indirect=True)
+def test_bound_launches_take_structures(trial):
+    kernel, launches = trial
+    bound = kernel.bound(64, (8, 20))
     first, second = bytes(range(8)), bytes(range(20))
     bound((3, 2, 1), first, second)
     bound(4, second[:8], second[::-1])
@@ -296,9 +290,8 @@ def test_bound_launches_take_structures(monkeypatch):
 
 
 def on(device=0):
-    return SimpleNamespace(
-        x=torch.arange(1000.0, device=f"cuda:{device}"), y=torch.zeros(1000, device=f"cuda:{device}")
-    )
+    x = torch.arange(1000.0, device=f"cuda:{device}")
+    return SimpleNamespace(x=x, y=torch.zeros_like(x))
 
 
 def add(device=0, defines=()):
@@ -381,11 +374,8 @@ def test_threads_may_launch_at_once():
             if size % 20 == 0 and not bool((y == size + step).all()):
                 wrong.append((step, size))
 
-    threads = [threading.Thread(target=work, args=(step % 4,)) for step in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, [0, 1, 2, 3] * 2))
     assert not wrong
 
 
@@ -393,9 +383,8 @@ def test_threads_may_launch_at_once():
 def test_a_thread_that_has_not_used_cuda_launches():
     t = on()
     kernel = add()
-    thread = threading.Thread(target=lambda: kernel(4, 256, t.x, t.y, np.int64(1000)))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(kernel, 4, 256, t.x, t.y, np.int64(1000)).result()
     torch.cuda.synchronize()
     assert torch.equal(t.y, t.x + 1)
 
