@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.cublaslt import GEMV, order_of
+from fmtsim.gemm.targets.cublaslt import order_of
+from fmtsim.gemm.targets.cuda_cores import GEMV
 from fmtsim.gemm.targets.question import Choice
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.schedule import schedule

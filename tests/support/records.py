@@ -15,7 +15,7 @@ from typing import Any
 
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.gemm.layers.scalings import SCALINGS
-from fmtsim.gemm.targets import cublaslt
+from fmtsim.gemm.targets import cublaslt, cuda_cores
 from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.recipes.catalogue import RECIPES
@@ -48,10 +48,10 @@ CATALOGUES: dict[str, dict[str, Any]] = {
     "reduction": REDUCTIONS,
     "scaling": SCALINGS,
     "library": {
-        **{f"gemv_{name}": lanes for name, lanes in cublaslt.GEMV.items()},
-        **{f"gemv_float32_{name}": lanes for name, lanes in cublaslt.GEMV_FLOAT32.items()},
+        **{f"gemv_{name}": lanes for name, lanes in cuda_cores.GEMV.items()},
+        **{f"gemv_float32_{name}": lanes for name, lanes in cuda_cores.GEMV_FLOAT32.items()},
         "stages": cublaslt.STAGES,
-        "gemm_sn": cublaslt.GEMM_SN,
+        "gemm_sn": cuda_cores.GEMM_SN,
         "tiles": cublaslt.TILES,
     },
     "claim": {claim.name: (claim.settings, claim.expected) for claim in CLAIMS},

@@ -30,7 +30,7 @@ from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.spec.call import ScaleKind
 from fmtsim.support.errors import DeviceError
 
-_TYPES: Final = {"tf32": 0, "fp16": 2, "bf16": 14, "e4m3": 28, "e5m2": 29, "e2m1": 33}  # cudaDataType
+_TYPES: Final = {"tf32": 0, "fp32": 0, "fp16": 2, "bf16": 14, "e4m3": 28, "e5m2": 29, "e2m1": 33}  # cudaDataType
 _OUT: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE: Final = {"32f": (68, 0), "tf32": (77, 0), "16f": (64, 2)}  # cublasComputeType_t, and the dtype of alpha
 # cublasLtMatmulMatrixScale_t of the library's A and B, which are torch's second and first operand. Of large blocks
@@ -172,11 +172,12 @@ class Asker:
 def normalised(algorithm: int, tile: int, split: int, reduction: int, custom: int, stages: int) -> Choice:
     """Return a Choice of the library's attributes, 0 where one does not decide the order."""
     split = split or 1
+    has_option = algorithm in _WITHOUT_TENSOR_CORES or (algorithm == 55 and split > 1)
     return Choice(
         algorithm,
         split,
         reduction if split > 1 else 0,
-        tile if split == -1 else custom if algorithm in _WITHOUT_TENSOR_CORES else 0,
+        custom if has_option else tile if split == -1 else 0,
         0 if algorithm in _WITHOUT_STAGES else stages,
     )
 

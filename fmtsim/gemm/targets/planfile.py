@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from fmtsim.gemm.targets.book import Book
-from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits
 from fmtsim.gemm.targets.learned import Learned
+from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.units.unit import PLANS, get_unit
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import READERS, at, check_types, fields_of, located, record_of

@@ -22,8 +22,8 @@ class Choice(NamedTuple):
     algorithm: ALGO_ID, the family of kernels.
     split: SPLITK_NUM, parts of K; 1 where nothing is split, -1 for kernels that share tiles of the result (stream-K).
     reduction: REDUCTION_SCHEME, 0 where nothing is split.
-    custom: CUSTOM_OPTION of the kernels without tensor cores (algorithms 11, 13, 14 and 16), TILE_ID where split is -1,
-        else 0.
+    custom: CUSTOM_OPTION of the kernels without tensor cores (algorithms 11, 13, 14 and 16, and 55 where it splits),
+        TILE_ID of others where split is -1, else 0.
     stages: STAGES_ID, which names the tile of K, of all but algorithms 39 and 66, where it is 0.
     """
 
@@ -94,7 +94,7 @@ def question_of(call: GemmCall) -> Question | None:
     But in bmm, torch calls an operand with a single row or column contiguous in the way of [M, K] and [K, N]. A bias is
     the library's own where K and N are more than 1; else torch puts it into the result beforehand.
     """
-    if call.a in ("fp32", "fp64", "int8"):
+    if call.a in ("fp64", "int8"):
         return None
     bias = call.bias and (call.operation == "scaled_mm" or (call.k > 1 and call.n > 1))
     compute = "16f" if call.accumulate == "fp16" else "tf32" if call.a == "tf32" else "32f"

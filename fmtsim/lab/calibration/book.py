@@ -19,7 +19,7 @@ import torch
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs, write_book
-from fmtsim.gemm.targets.cublaslt import Architecture
+from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
 from fmtsim.lab.verify.workers import each_done, pool_that_ends
@@ -87,9 +87,10 @@ def _kinds() -> dict[str, Kind]:
     kinds |= {f"{name}_fp32": Kind(name, name, torch.float32) for name in half}
     kinds |= {
         "tf32": Kind("tf32", "tf32", torch.float32, "tf32"),
+        "fp32": Kind("fp32", "fp32", torch.float32),
         "fp16_sums": Kind("fp16", "fp16", torch.float16, "16f"),
     }
-    kinds |= {f"{name}_bias": kinds[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32", "fp16_sums")}
+    kinds |= {f"{name}_bias": kinds[name]._replace(bias=True) for name in ("bf16", "fp16", "tf32", "fp32", "fp16_sums")}
     fp8 = Kind("e4m3", "e4m3", torch.bfloat16, scaling="tensor", fast_accum=True)
     kinds["fp8"] = fp8
     outs = {**half, "fp32": torch.float32}

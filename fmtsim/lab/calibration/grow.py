@@ -7,8 +7,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fmtsim.gemm.targets.cublaslt import Architecture, plainest, same_order
+from fmtsim.gemm.targets.cublaslt import plainest, same_order
 from fmtsim.gemm.targets.learned import FEATURES, LEAF, Group, Tree
+from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 
 BRANCHED: Final = 2_500_000  # answers at most that decide where a tree branches; the others count on its leaves

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scaled_dot_product_attention of an H200 in float32: PyTorch's memory-efficient kernel, and its math path.
+
+The kernel is ``fmha_cutlassF_f32_aligned_{64x64,64x128,32x128}`` (aten/.../mem_eff_attention, kernel_forward.h); its
+order was read there and compared with an H200 (docs/evidence.md). A product is three of TF32 on ``hopper.mma``.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy import float32
+
+from fmtsim.engines.cpu.runtime.jit import kernel
+from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.gemm.products.scaled import mma
+from fmtsim.machine import library
+from fmtsim.machine.arrays import apply, fma, from_f32, to_f32
+from fmtsim.machine.unknown import UnknownOrder
+
+_LOG2E, _INF = float32(math.log2(math.e)), float32(np.inf)
+_STEP, _K_TILE, _WARP_KEYS = 8, 32, 32  # products of an instruction; of a tile of K; keys of a warp
+_BIG = np.uint32(0xFFFFE000)  # the bits of TF32
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a block; whether its output waits in registers, or in memory between tiles of keys."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+
+def tiles_of(head: int) -> Tiles:
+    """Return the tiles of the kernel that runs for heads of a length."""
+    return Tiles(64, 64, True) if head <= 64 else Tiles(64, 128, True) if head <= 128 else Tiles(32, 128, False)
+
+
+def _split(x_f32: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return TF32 numbers that x consists of: x truncated, and the rest rounded to nearest, ties away from zero."""
+    big = (x_f32.view(np.uint32) & _BIG).view(np.float32)
+    rest = x_f32 - big
+    small = ((rest.view(np.uint32) + np.uint32(0x1000)) & _BIG).view(np.float32)
+    return big, np.where(np.isfinite(rest), small, rest)
+
+
+def _triples(x_f32: np.ndarray, order: str, residue_first: bool) -> np.ndarray:
+    """Return [heads, rows, instructions, 8] operands: of 8 elements of K three times big or small, as ``order`` says.
+
+    The incomplete tile of K, filled up with zeros, is the first or the last.
+    """
+    residue = x_f32.shape[-1] % _K_TILE
+    if residue:
+        zeros = np.zeros((*x_f32.shape[:-1], _K_TILE - residue), np.float32)
+        place = residue if residue_first else x_f32.shape[-1]
+        x_f32 = np.concatenate([x_f32[..., :place], zeros, x_f32[..., place:]], -1)
+    big, small = (part.reshape(*x_f32.shape[:-1], -1, 1, _STEP) for part in _split(np.ascontiguousarray(x_f32)))
+    parts = [big if which == "b" else small for which in order]
+    return np.concatenate(parts, -2).reshape(*x_f32.shape[:-1], -1, _STEP)
+
+
+def product(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None = None, residue_first: bool = False) -> np.ndarray:
+    """Return a b^T + acc of [heads, M, K] and [heads, N, K].
+
+    Each 8 elements of K are three instructions: small times big, big times small, big times big. Their sum waits in
+    a register of its own: it is added to the accumulator, and begins anew, behind the first instructions of each tile
+    of 32, and at the end.
+    """
+    a_triples, b_triples = _triples(a, "sbb", residue_first), _triples(b, "bsb", residue_first)
+    acc = np.zeros((*a.shape[:2], b.shape[1]), np.float32) if acc_f32 is None else acc_f32
+    ends = [*range(3, a_triples.shape[2], 3 * _K_TILE // _STEP), a_triples.shape[2]]
+    for start, end in zip([0, *ends], ends, strict=False):
+        operands = [
+            torch.from_numpy(x[:, :, start:end].reshape(*x.shape[:2], -1).copy()) for x in (a_triples, b_triples)
+        ]
+        acc = acc + mma(*operands, target="hopper.mma", formats="tf32", accumulate="fp32").numpy()
+    return acc
+
+
+@kernel
+def _softmax_tile(scores, keys, largest, sums, factors, start, stop):
+    """Turn a tile's scores into 2^(x - max) in place; update each row's maximum and sum, and give its old factor."""
+    for row in range(start, stop):
+        # 1. the running maximum, in units of log2
+        old = largest[row]
+        new = old
+        for j in range(keys):
+            scores[row, j] = scores[row, j] * _LOG2E
+            new = scores[row, j] if scores[row, j] > new else new
+        # 2. what is there shrinks, where the maximum grows
+        factors[row] = library.exp2(old - new) if old < new else float32(1.0)
+        total = sums[row] * factors[row]
+        largest[row] = new
+        if new == -_INF:  # only masked keys so far
+            new = float32(0.0)
+        # 3. threads of a quad own columns 8 g + 2 t, 8 g + 2 t + 1 of a warp's 32; pairs of threads; then the warps
+        for first in range(0, scores.shape[1], _WARP_KEYS):
+            quad = np.zeros(4, np.float32)
+            for j in range(first, first + _WARP_KEYS):
+                p = library.exp2(scores[row, j] - new) if j < keys else float32(0.0)
+                scores[row, j] = p
+                quad[(j % 8) // 2] += p
+            total += (quad[0] + quad[1]) + (quad[2] + quad[3])
+        sums[row] = total
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
+    if dropout:
+        raise UnknownOrder("attention with dropout")
+    if q.shape[1] != k.shape[1]:
+        raise UnknownOrder("attention of grouped heads in float32")
+    if q.shape[-1] % 4 or q.shape[-1] != v.shape[-1]:
+        raise UnknownOrder(f"attention in float32 with heads of {q.shape[-1]} and {v.shape[-1]}")
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return (output, logsumexp) of attention of [batch, heads, length, D] by the memory-efficient kernel.
+
+    Raises:
+        UnknownOrder: Dropout, grouped heads, a mask, or heads of a length that the kernel does not take.
+    """
+    _check(q, k, v, dropout)
+    if mask is not None:
+        raise UnknownOrder("attention in float32 with a mask tensor")
+    batch, heads, queries, head = q.shape
+    keys, tiles = k.shape[2], tiles_of(head)
+    q_f32, k_f32, v_f32 = (to_f32(x).reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    factor = float32(head**-0.5 if scale is None else scale)
+    rows = q_f32.shape[:2]
+    largest, sums = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
+    factors, acc = np.empty(rows, np.float32), np.zeros((*rows, head), np.float32)
+    # keys that the block of a query goes through
+    ends = np.full(queries, keys)
+    if causal:
+        ends = np.minimum(keys, (np.arange(queries) // tiles.queries + 1) * tiles.queries)
+    for start in range(0, keys, tiles.keys):
+        first = int((ends <= start).sum())  # blocks of queries in front of it are through
+        if first == queries:
+            break
+        stop = min(start + tiles.keys, keys)
+        # 1. S = round(Q K^T scale)
+        scores = np.zeros((rows[0], queries - first, tiles.keys), np.float32)
+        scores[..., : stop - start] = product(q_f32[:, first:], k_f32[:, start:stop], residue_first=True) * factor
+        if causal:
+            later = np.arange(start, start + tiles.keys) > np.arange(first, queries)[:, None]
+            scores[:, later] = -np.inf
+        # 2. P, the maxima and the sums
+        flat = scores.reshape(-1, tiles.keys)
+        states = [np.ascontiguousarray(x[:, first:]).reshape(-1) for x in (largest, sums, factors)]
+        run(lambda i, j: _softmax_tile(flat, stop - start, *states, i, j), len(flat), 1, 8 * tiles.keys)  # noqa: B023
+        for x, state in zip((largest, sums, factors), states, strict=True):
+            x[:, first:] = state.reshape(rows[0], -1)
+        # 3. acc = acc factor + P V
+        v_tile, old = v_f32[:, start:stop].swapaxes(1, 2), factors[:, first:, None]
+        p, before = scores[..., : stop - start], acc[:, first:]
+        if tiles.in_registers:
+            acc[:, first:] = product(p, v_tile, before * old)
+        else:
+            alpha = np.where(ends[first:] <= stop, float32(1.0) / _denominators(sums[:, first:]), float32(1.0))[
+                ..., None
+            ]
+            acc[:, first:] = fma(alpha, product(p, v_tile), (alpha * old) * before)
+    if tiles.in_registers:
+        acc *= (float32(1.0) / _denominators(sums))[..., None]
+    # 4. logsumexp = m / log2 e + ln(l)
+    logsumexp = largest / _LOG2E + apply(library.log, sums)
+    output = from_f32(acc.reshape(batch, heads, queries, head).swapaxes(1, 2), q.dtype).transpose(1, 2)
+    return output, from_f32(logsumexp.reshape(batch, heads, queries), q.dtype)
+
+
+def _denominators(sums: np.ndarray) -> np.ndarray:
+    """Return sums, and one for rows that are masked whole."""
+    return np.where(sums == 0, float32(1.0), sums)
