@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmtsim.gemm.products.matmul import bmm, linear, mm
-from fmtsim.machine import attention, loss, norm, optimizer, pointwise, reduce, softmax
+from fmtsim.machine import attention, attention_f32, loss, norm, optimizer, pointwise, reduce, softmax
 from fmtsim.machine.arrays import canonical as canonical
 from fmtsim.machine.unknown import Guess, UnknownOrder
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
@@ -55,6 +55,10 @@ def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> t
     if dtype not in (None, x.dtype):
         raise UnknownOrder("a sum that converts its input")
     return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, x.dtype)
+
+
+def _attention(q: torch.Tensor) -> Any:
+    return attention_f32 if q.dtype == torch.float32 else attention
 
 
 def _index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
@@ -117,7 +121,7 @@ KNOWN: dict[Any, Callable] = {
         g, i, rows, padding
     ),
     _ATEN._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, dropout=0.0, causal=False, attn_mask=None, scale=None: attention.forward(
+        lambda q, k, v, dropout=0.0, causal=False, attn_mask=None, scale=None: _attention(q).forward(
             q, k, v, attn_mask, dropout, causal, scale
         )
     ),
