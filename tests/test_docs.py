@@ -59,14 +59,11 @@ def unknown_names(text):
 
 
 def unknown_imports(code):
-    """Return what code imports from fmtsim and Python does not find."""
-    imports = [
-        node
-        for node in ast.walk(ast.parse(re.sub("^%.*$", "", code, flags=re.MULTILINE)))
-        if isinstance(node, ast.ImportFrom)
-    ]
-    names = {f"{node.module}.{name.name}" for node in imports for name in node.names}
-    return unknown_names(" ".join(sorted(name for name in names if name.startswith("fmtsim"))))
+    """Return what code imports from modules of fmtsim and Python does not find."""
+    nodes = ast.walk(ast.parse(re.sub("^%.*$", "", code, flags=re.MULTILINE)))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module.startswith("fmtsim")]
+    names = [(importlib.import_module(node.module), name.name) for node in imports for name in node.names]
+    return [f"{module.__name__}.{name}" for module, name in names if not hasattr(module, name)]
 
 
 def missing_files(text):
