@@ -118,7 +118,7 @@ def test_what_does_not_exist_is_found():
     assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.registry") == [
         "fmtsim.ptq.QuantisedCache", "fmtsim.quantise",
     ]  # fmt: skip
-    assert unknown_imports("from fmtsim.optim import AdamW, Adam; from torch import nn") == ["fmtsim.optim.Adam"]
+    assert unknown_imports("from fmtsim.optim import AdamW, Adagrad; from torch import nn") == ["fmtsim.optim.Adagrad"]
     assert missing_files("`docs/ptq.md` and `tests/nothing.py`") == ["tests/nothing.py"]
 
 
