@@ -9,6 +9,7 @@ import torch
 
 from fmtsim.gemm.products.matmul import bmm, linear, mm
 from fmtsim.machine import attention, attention_f32, loss, norm, optimizer, pointwise, reduce, softmax
+from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
 from fmtsim.machine.unknown import Guess, UnknownOrder
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
@@ -24,8 +25,8 @@ new_full new_ones
 slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_ lift_fresh tril triu logical_not
 logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index index_select scatter
 _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
-minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ rsub _foreach_add_
-_foreach_mul_ unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
+minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ rsub _foreach_neg
+unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
@@ -61,12 +62,6 @@ def _attention(q: torch.Tensor) -> Any:
     return attention_f32 if q.dtype == torch.float32 else attention
 
 
-def _index_put(x: torch.Tensor, indices: Any, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-    if accumulate:
-        raise UnknownOrder("index_put that accumulates")
-    return torch.index_put(x, indices, values)
-
-
 def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
     if not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= 1 << (
         8 if x.dtype == torch.bfloat16 else 11
@@ -89,8 +84,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = 
 
     if b.ndim == 3:
         return torch.cat([product(a[i:j], b[n]) for n, (i, j) in enumerate(groups)])
-    result = torch.stack([product(a[:, i:j], b[i:j]) for i, j in groups])
-    raise Guess("the gradient of grouped weights; a few elements differ in a Mixtral's", result)
+    return torch.stack([product(a[:, i:j], b[i:j]) for i, j in groups])
 
 
 def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -99,8 +93,11 @@ def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, s
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
-def _stable_sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
+def _stable_sort(x: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: Any = None) -> Any:
     return torch.sort(x, dim=dim, descending=descending, stable=True)
+
+
+STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too: the host's order of equal elements is another
 
 
 KNOWN: dict[Any, Callable] = {
@@ -117,9 +114,7 @@ KNOWN: dict[Any, Callable] = {
     ),
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
-    _ATEN.embedding_dense_backward: lambda g, i, rows, padding, by_frequency: loss.embedding_backward(
-        g, i, rows, padding
-    ),
+    _ATEN.embedding_dense_backward: loss.embedding_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: (
         lambda q, k, v, dropout=0.0, causal=False, attn_mask=None, scale=None: _attention(q).forward(
             q, k, v, attn_mask, dropout, causal, scale
@@ -132,6 +127,19 @@ KNOWN: dict[Any, Callable] = {
     ),
     _ATEN._fused_adamw_: optimizer.fused_adamw_,
     _ATEN._foreach_norm: lambda tensors, order=2, dtype=None: optimizer.foreach_norm(tensors, order),
+    _ATEN._foreach_add_: optimizer.foreach(pointwise.add),
+    _ATEN._foreach_add: optimizer.foreach(pointwise.add, in_place=False),
+    _ATEN._foreach_mul_: optimizer.foreach(torch.mul),  # the host's own rounds the factor to 16 bits
+    _ATEN._foreach_mul: optimizer.foreach(torch.mul, in_place=False),
+    _ATEN._foreach_div_: optimizer.foreach(torch.div),
+    _ATEN._foreach_lerp_: optimizer.foreach(optimizer.lerp),
+    _ATEN._foreach_addcmul_: optimizer.foreach(optimizer.addcmul),
+    _ATEN._foreach_addcdiv_: optimizer.foreach(optimizer.addcdiv),
+    _ATEN._foreach_sqrt: optimizer.foreach(pointwise.unary("sqrt"), in_place=False),
+    _ATEN.lerp: optimizer.lerp,
+    _ATEN.addcmul: lambda x, a, b, *, value=1: optimizer.addcmul(x, a, b, value),
+    _ATEN.addcdiv: lambda x, a, b, *, value=1: optimizer.addcdiv(x, a, b, value),
+    _ATEN.native_dropout_backward: random.dropout_backward,
     _ATEN.gelu: pointwise.gelu,
     _ATEN.gelu_backward: pointwise.gelu_backward,
     _ATEN.silu_backward: pointwise.silu_backward,
@@ -140,8 +148,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.sub: lambda a, b, *, alpha=1: pointwise.add(a, b, alpha=-alpha),
     _ATEN.add_: lambda a, b, *, alpha=1: a.copy_(pointwise.add(a, b, alpha=alpha)),
     _ATEN.sub_: lambda a, b, *, alpha=1: a.copy_(pointwise.add(a, b, alpha=-alpha)),
-    _ATEN.index_put: _index_put,
-    _ATEN.index_put_: lambda x, *rest: x.copy_(_index_put(x, *rest)),
+    _ATEN.index_put: loss.index_put,
+    _ATEN.index_put_: lambda x, *rest: x.copy_(loss.index_put(x, *rest)),
     _ATEN.div: pointwise.divide,
     _ATEN.div_: lambda a, b, *, rounding_mode=None: a.copy_(pointwise.divide(a, b, rounding_mode=rounding_mode)),
     _ATEN.sigmoid_backward: pointwise.sigmoid_backward,

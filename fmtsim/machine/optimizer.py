@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused AdamW and the norms of clip_grad_norm_, in the order of PyTorch 2.11's kernels."""
+"""Fused AdamW, foreach operators, and the norms of clip_grad_norm_, in the order of PyTorch 2.11's kernels."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +12,10 @@ from numpy import float32
 from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.machine import library
-from fmtsim.machine.arrays import add_strided, apply, canonical, chain, to_f32, tree
+from fmtsim.machine.arrays import add_strided, apply, canonical, chain, fma, from_f32, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder
 
-_ONE = float32(1.0)
+_ONE, _HALF = float32(1.0), float32(0.5)
 
 
 @device
@@ -55,6 +57,38 @@ def fused_adamw_(
         run(lambda i, j: _adamw(*arrays, *numbers, *corrections, i, j), p.numel(), 16, 4)  # noqa: B023
         for tensor, array in zip((p, m, v), (arrays[0], arrays[2], arrays[3]), strict=True):
             canonical(tensor.copy_(torch.from_numpy(array).reshape(tensor.shape)))
+
+
+def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return start + weight (end - start), fused, from the nearer end."""
+    a, b, difference, w = to_f32(start), to_f32(end), to_f32(end.float() - start.float()), float32(weight)
+    total = fma(difference, w, a) if abs(w) < _HALF else fma(-difference, _ONE - w, b)
+    return from_f32(total, start.dtype)
+
+
+def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, value: float = 1) -> torch.Tensor:
+    """Return x + value (a b): the product rounded, then fused; fused itself where value is 1."""
+    if value == 1:
+        return from_f32(fma(to_f32(a), to_f32(b), to_f32(x)), x.dtype)
+    return from_f32(fma(value, to_f32(a.float() * b.float()), to_f32(x)), x.dtype)
+
+
+def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, value: float = 1) -> torch.Tensor:
+    """Return x + value (a / b): the quotient rounded, then fused."""
+    return from_f32(fma(value, to_f32(a.float() / b.float()), to_f32(x)), x.dtype)
+
+
+def foreach(function: Callable, in_place: bool = True) -> Callable:
+    """Return the foreach operator of a function of one tensor and operands that are shared or one for each tensor."""
+
+    def call(tensors: list[torch.Tensor], *operands: Any, **factors: Any) -> list[torch.Tensor] | None:
+        results = []
+        for i, tensor in enumerate(tensors):
+            result = function(tensor, *(o[i] if isinstance(o, list | tuple) else o for o in operands), **factors)
+            results.append(canonical(tensor.copy_(result)) if in_place else result)
+        return None if in_place else results
+
+    return call
 
 
 _CHUNK, _THREADS, _UNROLL = 65536, 512, 4

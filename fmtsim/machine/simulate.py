@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fmtsim.simulate``: an unchanged model, forward, backward and optimizer, with the bits of a GPU."""
 
+import sys
 from collections import Counter
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
+from unittest import mock
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -12,7 +16,15 @@ from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, did_you_mean
 
 TARGETS = ("h200", "h100")
+_HOST_DROPOUT = functional.dropout
 _NO_DROPOUT = ("_scaled_dot_product_flash_attention_for_cpu",)  # tagged as random, and refused where it drops
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Return functional.dropout by one operator, as on a GPU; on a CPU torch takes three."""
+    if training and 0 < p < 1 and not inplace and x.numel():
+        return torch.native_dropout(x, p, True)[0]
+    return _HOST_DROPOUT(x, p, training, inplace)
 
 
 class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a context
@@ -44,9 +56,29 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         from fmtsim.machine import operators  # with numba, which takes a second
 
         self.target, self.strict, self._operators = target, strict, operators
+        self._generator = operators.random.Generator()
+        self._entered: list[ExitStack] = []
         self.exact: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
         self.nondeterministic: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        """Begin, and take the ways that torch takes on a GPU: one kernel for dropout, foreach optimizers."""
+        optimizers = sys.modules[torch.optim.Optimizer.__module__]
+        devices = [*optimizers._get_foreach_kernels_supported_devices(), "cpu"]
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(functional, "dropout", _dropout))
+            stack.enter_context(
+                mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
+            )
+            super().__enter__()
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """End."""
+        super().__exit__(*exception)
+        self._entered.pop().close()
 
     @property
     def summary(self) -> str:
@@ -64,13 +96,16 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         kwargs = kwargs or {}
         packet = func.overloadpacket
         name = str(packet).removeprefix("aten.")
+        if name == "native_dropout":
+            self.exact[name] += 1
+            return self._operators.random.dropout(self._generator, *args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and name not in _NO_DROPOUT:
             self._note(name, UnknownOrder("random numbers, which a GPU draws otherwise"))
             return func(*args, **kwargs)
         tensors = [x for x in tree_flatten((args, kwargs))[0] if torch.is_tensor(x)]
-        if not any(x.is_floating_point() for x in tensors):
-            return func(*args, **kwargs)
         operators = self._operators
+        if packet not in operators.STABLE and not any(x.is_floating_point() for x in tensors):
+            return func(*args, **kwargs)
         handler = operators.PRODUCTS.get(packet) or operators.KNOWN.get(packet)
         try:
             if handler is not None:

@@ -88,6 +88,50 @@ def _embedding(x, g):  # type: ignore[no-untyped-def]
     return (ATEN.embedding_dense_backward(g, indices, 30, -1, False),)
 
 
+def _sorted_embedding(x, g):  # type: ignore[no-untyped-def]
+    # more than 3,072 indices, one of them often
+    count = 3073 + 3 * len(x)
+    places = torch.arange(count, device=x.device)
+    indices = torch.where(places % 3 == 0, 5, places * 7919 % 211)
+    gradients = g.reshape(-1)[torch.arange(8 * count, device=x.device) % g.numel()].view(-1, 8)
+    return (ATEN.embedding_dense_backward(gradients, indices, 300, 7, False),)
+
+
+def _index_put(x, g):  # type: ignore[no-untyped-def]
+    def at(count, factor, modulus):  # type: ignore[no-untyped-def]
+        return torch.arange(count, device=x.device) * factor % modulus
+
+    rows, width = x.shape
+    narrow = min(width, 24)
+    return (
+        ATEN.index_put(x, [at(rows, 11, min(rows, 7))], g, True),
+        ATEN.index_put(x[:, :narrow].contiguous(), [at(rows, 5, min(rows, 3))], g[:, :narrow], True),
+        ATEN.index_put(x.reshape(-1), [at(x.numel(), 7, min(x.numel(), 97))], g.reshape(-1), True),
+        ATEN.index_put(x, [None, at(width, 3, min(width, 5))], g, True),
+    )
+
+
+def _dropout(x, g):  # type: ignore[no-untyped-def]
+    torch.manual_seed(len(x))
+    x = x.clone().requires_grad_()
+    first, second = functional.dropout(x, 0.1), functional.dropout(x.t(), 0.5)
+    return first, second, *torch.autograd.grad((first, second), x, (g, g.t()))
+
+
+def _foreach(x, g):  # type: ignore[no-untyped-def]
+    results = [torch.lerp(x, g, 0.3), torch.lerp(x, g, 0.7), torch.addcmul(x, g, x, value=0.3)]
+    results += [torch.addcmul(x, g, x), torch.addcdiv(x, g, x, value=0.3), torch.addcdiv(x, g, x)]
+    for kind, how in ((torch.optim.AdamW, {}), (torch.optim.Adam, {"weight_decay": 0.1}),
+                      (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01})):  # fmt: skip
+        weight = nn.Parameter(x.clone())
+        optimizer = kind([weight], lr=0.01, **how)
+        for scale in (1.0, 0.25, -2.0):
+            weight.grad = g * scale
+            optimizer.step()
+            results.append(weight.detach().clone())
+    return tuple(results)
+
+
 OPERATORS: dict[str, Callable] = {
     "softmax": _softmax(False),
     "log_softmax": _softmax(True),
@@ -104,6 +148,10 @@ OPERATORS: dict[str, Callable] = {
     "gelu_tanh": lambda x, g: (functional.gelu(x, approximate="tanh"), ATEN.gelu_backward(g, x, approximate="tanh")),
     "silu": lambda x, g: (functional.silu(x), ATEN.silu_backward(g, x)),
     "tanh": lambda x, g: (torch.tanh(x), ATEN.tanh_backward(g, torch.tanh(x))),
+    "sorted_embedding": _sorted_embedding,
+    "index_put": _index_put,
+    "dropout": _dropout,
+    "foreach": _foreach,
 }
 FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "rsqrt", "sqrt",
              "reciprocal", "sigmoid")  # fmt: skip

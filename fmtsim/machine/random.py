@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout with a GPU's random numbers: curand's Philox4x32-10, drawn as PyTorch 2.11's kernels of 132 SMs draw it."""
+
+import numpy as np
+import torch
+from numpy import float32, uint32, uint64
+
+from fmtsim.engines.cpu.runtime.jit import device, kernel
+from fmtsim.engines.cpu.runtime.pool import run
+
+_ROUNDS = 10
+_MULTIPLIER0, _MULTIPLIER1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
+_KEY0, _KEY1 = uint32(0x9E3779B9), uint32(0xBB67AE85)
+_BLOCK, _BLOCKS, _UNROLL = 256, 132 * (2048 // 256), 4  # threads; blocks at most; numbers of one draw
+
+
+@device
+def _philox(key0, key1, draw, thread, words):
+    """Write the four words of Philox4x32-10 for a 64-bit draw and a 64-bit thread."""
+    low, high = uint64(0xFFFFFFFF), uint64(32)
+    c0, c1 = uint32(draw & low), uint32(draw >> high)
+    c2, c3 = uint32(thread & low), uint32(thread >> high)
+    for _ in range(_ROUNDS):
+        product0, product1 = uint64(c0) * _MULTIPLIER0, uint64(c2) * _MULTIPLIER1
+        c0, c2 = uint32(product1 >> high) ^ c1 ^ key0, uint32(product0 >> high) ^ c3 ^ key1
+        c1, c3 = uint32(product1 & low), uint32(product0 & low)
+        key0, key1 = uint32(key0 + _KEY0), uint32(key1 + _KEY1)
+    words[0], words[1], words[2], words[3] = c0, c1, c2, c3
+
+
+@kernel
+def _keep(mask, seed, offset, probability, threads, vector, start, stop):
+    """Draw the mask of elements: thread t has vectors t, t + T ... of V elements, or single ones, 4 T apart."""
+    words = np.empty(4, np.uint32)
+    key0, key1 = uint32(seed & uint64(0xFFFFFFFF)), uint32(seed >> uint64(32))
+    for thread in range(start, stop):
+        draw = uint64(offset // uint64(4))
+        first = thread * vector
+        while first < mask.size:
+            # a vector of 8 takes two draws, of 4 one, single elements one for four of them
+            for i in range(max(vector, _UNROLL)):
+                if i % _UNROLL == 0:
+                    _philox(key0, key1, draw, uint64(thread), words)
+                    draw += uint64(1)
+                # a uniform number in (0, 1]
+                u = float32(words[i % _UNROLL]) * float32(2.0**-32) + float32(2.0**-33)
+                at = first + i * (threads if vector == 1 else 1)
+                if at < mask.size:
+                    mask[at] = u < probability
+            first += threads * max(vector, _UNROLL)
+
+
+def _vector(x: torch.Tensor) -> int:
+    """Return how many adjacent elements a thread takes at once."""
+    if not (x.is_contiguous() or x.transpose(0, -1).is_contiguous()):
+        return 1
+    vector = 16 // x.element_size()
+    while vector > 1 and (x.numel() % vector or x.storage_offset() % vector):
+        vector //= 2
+    return vector
+
+
+class Generator:
+    """The state of a GPU's default generator: the seed of torch.manual_seed, and how many numbers were drawn since.
+
+    The host's generator stands for it: a draw moves both, so that a seed that is set anew, and states that are saved
+    and set again (activation checkpointing), are seen.
+    """
+
+    def __init__(self) -> None:
+        self._offsets: dict[bytes, int] = {}
+
+    def draw(self, numbers: int) -> tuple[int, int]:
+        """Return (seed, offset), and move on by the numbers that each thread draws."""
+        offset = self._offsets.get(torch.get_rng_state().numpy().tobytes(), 0)
+        torch.rand(1)
+        self._offsets[torch.get_rng_state().numpy().tobytes()] = offset + numbers
+        return torch.initial_seed(), offset
+
+
+def dropout(
+    generator: Generator, x: torch.Tensor, probability: float, training: bool | None = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (x mask / (1 - p), mask) of native_dropout."""
+    if training is False or x.numel() == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if probability == 1:
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    count, keep = x.numel(), float32(1 - probability)
+    blocks = min(-(-count // _BLOCK), _BLOCKS)
+    threads = blocks * _BLOCK
+    seed, offset = generator.draw(((count - 1) // (threads * _UNROLL) + 1) * _UNROLL)
+    flat = np.empty(count, np.bool_)
+    vector = _vector(x)
+    run(lambda i, j: _keep(flat, uint64(seed % 2**64), uint64(offset), keep, threads, vector, i, j), threads, 1, 64)
+    # in the order in which the elements lie in memory, or in which they are counted
+    mask, drawn = torch.empty_like(x, dtype=torch.bool), torch.from_numpy(flat)
+    if vector > 1:
+        mask.as_strided((count,), (1,)).copy_(drawn)
+    else:
+        mask.copy_(drawn.reshape(x.shape))
+    return dropout_backward(x, mask, float(float32(1.0) / keep)), mask
+
+
+def dropout_backward(g: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return g mask scale, rounded once: 0 g is a zero with g's sign, or NaN."""
+    return ((g.float() * mask) * float(float32(scale))).to(g.dtype)
