@@ -25,8 +25,9 @@ new_full new_ones
 slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_ lift_fresh tril triu logical_not
 logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index index_select scatter
 _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
-minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ rsub _foreach_neg
-unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
+minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ rsub eye _foreach_neg _foreach_sub_
+unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_ _amp_update_scale_
+_amp_foreach_non_finite_check_and_unscale_
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
@@ -58,10 +59,6 @@ def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> t
     return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, x.dtype)
 
 
-def _attention(q: torch.Tensor) -> Any:
-    return attention_f32 if q.dtype == torch.float32 else attention
-
-
 def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
     if not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= 1 << (
         8 if x.dtype == torch.bfloat16 else 11
@@ -85,6 +82,22 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = 
     if b.ndim == 3:
         return torch.cat([product(a[i:j], b[n]) for n, (i, j) in enumerate(groups)])
     return torch.stack([product(a[:, i:j], b[i:j]) for i, j in groups])
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False, *,
+    attn_mask: torch.Tensor | None = None, scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    backends = torch.backends.cuda
+    if q.dtype == torch.float32:
+        if not backends.mem_efficient_sdp_enabled():
+            raise UnknownOrder("float32 attention without the memory-efficient kernel, which sdpa_kernel switched off")
+        return attention_f32.forward(q, k, v, attn_mask, dropout, causal, scale)
+    if not backends.cudnn_sdp_enabled():
+        raise UnknownOrder("attention without cuDNN, which sdpa_kernel switched off")
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise UnknownOrder("attention under use_deterministic_algorithms, for which PyTorch takes another kernel")
+    return attention.forward(q, k, v, attn_mask, dropout, causal, scale)
 
 
 def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -115,11 +128,7 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
     _ATEN.embedding_dense_backward: loss.embedding_backward,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, dropout=0.0, causal=False, attn_mask=None, scale=None: _attention(q).forward(
-            q, k, v, attn_mask, dropout, causal, scale
-        )
-    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda g, q, k, v, o, lse, dropout, causal, attn_mask=None, scale=None: attention.backward(
             g, q, k, v, o, lse, attn_mask, dropout, causal, scale
@@ -146,12 +155,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.tanh_backward: pointwise.tanh_backward,
     _ATEN.add: pointwise.add,
     _ATEN.sub: lambda a, b, *, alpha=1: pointwise.add(a, b, alpha=-alpha),
-    _ATEN.add_: lambda a, b, *, alpha=1: a.copy_(pointwise.add(a, b, alpha=alpha)),
-    _ATEN.sub_: lambda a, b, *, alpha=1: a.copy_(pointwise.add(a, b, alpha=-alpha)),
     _ATEN.index_put: loss.index_put,
-    _ATEN.index_put_: lambda x, *rest: x.copy_(loss.index_put(x, *rest)),
     _ATEN.div: pointwise.divide,
-    _ATEN.div_: lambda a, b, *, rounding_mode=None: a.copy_(pointwise.divide(a, b, rounding_mode=rounding_mode)),
     _ATEN.sigmoid_backward: pointwise.sigmoid_backward,
     _ATEN.pow: pointwise.power,
     _ATEN.cumsum: _cumsum,
@@ -164,13 +169,23 @@ KNOWN: dict[Any, Callable] = {
     **{
         getattr(_ATEN, name): pointwise.unary(name)
         for name in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "rsqrt",
-                     "sqrt", "reciprocal", "sigmoid", "silu")
+                     "sqrt", "sigmoid", "silu")
     },
+    _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
 
 
+def _in_place(operator: Callable) -> Callable:
+    return lambda x, *rest, **options: x.copy_(operator(x, *rest, **options))
+
+
+# An operator of KNOWN in place: its result, rounded once more where x's dtype is narrower than the result's.
+_WRITERS = {f"{packet.__name__}_": operator for packet, operator in KNOWN.items() if "_foreach" not in packet.__name__}
+KNOWN |= {getattr(_ATEN, name): _in_place(operator) for name, operator in _WRITERS.items() if hasattr(_ATEN, name)}
+
+
 def _known_product(verb: Callable, *operands: torch.Tensor, target: str) -> torch.Tensor:
-    """Return a product in the order of a target's plan.
+    """Return a product in the order of a target's plan, with the switches of torch.backends.cuda.matmul.
 
     Raises:
         Guess: The plan is a guess; the result by it is what the exception holds.
@@ -178,12 +193,20 @@ def _known_product(verb: Callable, *operands: torch.Tensor, target: str) -> torc
     tensors = [operand.detach() for operand in operands]
     if tensors[0].shape[-1] == 1 and verb is not linear:
         return tensors[0] * tensors[1] + 0.0  # one product, added to a zero
+    switches = torch.backends.cuda.matmul
+    allow = ("tf32",) * (switches.fp32_precision == "tf32") + ("fp16_accumulation",) * switches.allow_fp16_accumulation
+    options = {"target": target, "allow": allow or None}
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(tensors[0].dtype)
+    switch = f"allow_{name}_reduced_precision_reduction"
     try:
-        return verb(*tensors, target=target, strict=True)
+        result = verb(*tensors, **options, strict=True)
     except ArgumentError as refusal:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanUnknownWarning)
-            raise Guess(str(refusal).split(";")[0], verb(*tensors, target=target)) from None
+            raise Guess(str(refusal).split(";")[0], verb(*tensors, **options)) from None
+    if name is not None and not getattr(switches, switch):
+        raise Guess(f"{switch}=False, with which no product was recorded", result)
+    return result
 
 
 def _addmm(target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:

@@ -45,15 +45,22 @@ def fused_adamw_(
 ) -> None:  # fmt: skip
     """Do a step of fused AdamW in place: float32 throughout, each of p, m and v rounded once where it is stored.
 
+    ``grad_scale`` divides the gradients, which are stored; nothing changes where ``found_inf`` is 1 (GradScaler).
+
     Raises:
-        UnknownOrder: amsgrad, maximize, or a gradient scale.
+        UnknownOrder: amsgrad or maximize.
     """
-    if amsgrad or maximize or grad_scale is not None or found_inf is not None:
-        raise UnknownOrder("fused AdamW with amsgrad, maximize or a gradient scale")
+    if amsgrad or maximize:
+        raise UnknownOrder("fused AdamW with amsgrad or maximize")
+    if found_inf is not None and float(found_inf) == 1:
+        return
     numbers = [float32(float(n)) for n in (lr, beta1, beta2, weight_decay, eps)]
     for p, g, m, v, step in zip(parameters, gradients, first, second, steps, strict=True):
         corrections = [float32(apply(_correction, float(beta), float(step))) for beta in (beta1, beta2)]
         arrays = [to_f32(t).reshape(-1).copy() for t in (p, g, m, v)]
+        if grad_scale is not None:
+            arrays[1] /= float32(float(grad_scale))
+            g.copy_(torch.from_numpy(arrays[1]).reshape(g.shape))
         run(lambda i, j: _adamw(*arrays, *numbers, *corrections, i, j), p.numel(), 16, 4)  # noqa: B023
         for tensor, array in zip((p, m, v), (arrays[0], arrays[2], arrays[3]), strict=True):
             canonical(tensor.copy_(torch.from_numpy(array).reshape(tensor.shape)))

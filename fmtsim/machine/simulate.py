@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fmtsim.simulate``: an unchanged model, forward, backward and optimizer, with the bits of a GPU."""
 
+import inspect
 import sys
+import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
+from types import FrameType
 from typing import Any, Self
 from unittest import mock
 
 import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
-from fmtsim.support.errors import ArgumentError, did_you_mean
+from fmtsim.support.errors import ArgumentError, CoverageWarning, did_you_mean
+from fmtsim.support.table import aligned
 
 TARGETS = ("h200", "h100")
+RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded
+_HOSTS = ("2.11", "2.13")  # versions of torch whose operators are those of the record
 _HOST_DROPOUT = functional.dropout
 _NO_DROPOUT = ("_scaled_dot_product_flash_attention_for_cpu",)  # tagged as random, and refused where it drops
+_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "quantized", "fmtsim")
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -30,14 +41,19 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a context
     """Compute what runs inside as a GPU does: forward, backward and optimizer steps of an eager model on a CPU.
 
+    The switches of ``torch.backends.cuda.matmul``, ``sdpa_kernel`` and ``use_deterministic_algorithms`` act as on the
+    GPU, or the operators that they change are unknown. ``torch.autocast`` casts other operators on a CPU than on a GPU
+    and is refused; so are compiled code, custom operators (Triton's and CUDA's kernels), and tensors on other devices.
+
     Args:
         target: ``"h200"`` or ``"h100"``, as PyTorch 2.11 with CUDA 13.0 runs there.
-        strict: Raise at the first operator whose bits are not known, instead of computing it as the host does.
+        strict: Raise at the first operator whose bits are not known, instead of computing it as the host does, or on a
+            torch whose operators were not compared with the record: 2.11 and 2.13 were. One warning names others.
 
-    ``exact``, ``unknown`` and ``nondeterministic`` count operators; ``summary`` is a table of them.
+    ``exact``, ``guess``, ``unknown`` and ``nondeterministic`` count operators; ``summary`` is a table of them.
 
     Raises:
-        ArgumentError: An unknown target; with ``strict`` an operator whose bits are not known.
+        ArgumentError: An unknown target; with ``strict`` an operator whose bits are not known; what is refused above.
 
     >>> import torch, fmtsim
     >>> x = torch.linspace(-4, 4, 64)
@@ -46,6 +62,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
     >>> run.exact["silu"], (y != torch.nn.functional.silu(x)).any().item()
     (1, True)
     """
+
+    supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(self, *, target: str = "h200", strict: bool = False) -> None:
         super().__init__()
@@ -59,11 +77,17 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         self._generator = operators.random.Generator()
         self._entered: list[ExitStack] = []
         self.exact: Counter[str] = Counter()
+        self.guess: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
         self.nondeterministic: Counter[str] = Counter()
+        self._places: dict[str, str] = {}  # where an operator that is not exact ran first
+        _check_host(torch.__version__, strict)
 
     def __enter__(self) -> Self:
         """Begin, and take the ways that torch takes on a GPU: one kernel for dropout, foreach optimizers."""
+        if any(isinstance(mode, simulate) for mode in _get_current_dispatch_mode_stack()):
+            raise ArgumentError("simulate runs inside another simulate; leave one of them out")
+        _refuse_autocast()
         optimizers = sys.modules[torch.optim.Optimizer.__module__]
         devices = [*optimizers._get_foreach_kernels_supported_devices(), "cpu"]
         with ExitStack() as stack:
@@ -71,6 +95,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             stack.enter_context(
                 mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
             )
+            # operators see no autocast, modules do
+            hook = nn.modules.module.register_module_forward_pre_hook(_refuse_autocast)
+            stack.callback(hook.remove)
             super().__enter__()
             self._entered.append(stack.pop_all())
         return self
@@ -82,19 +109,34 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
     @property
     def summary(self) -> str:
-        """What was computed how, a line for each operator."""
-        lines = [f"{self.target}: {self.exact.total()} operators exact"]
-        for title, counts in (
-            ("computed by torch on the host", self.unknown),
-            ("no bits to reproduce", self.nondeterministic),
-        ):
-            lines += [f"  {title}: {what} ({count})" for what, count in counts.most_common()]
-        return "\n".join(lines)
+        """Operators that are not exact, worst first, with where they ran first; then the exact ones."""
+        groups = (
+            (self.nondeterministic, f"no bits to reproduce: the {self.target}'s own differ from run to run"),
+            (self.unknown, "computed by torch on the host"),
+            (self.guess, "by the target's guess"),
+        )
+        calls = self.exact.total() + sum(counts.total() for counts, _ in groups)
+        lines = [f"{self.target}: {self.exact.total()} of {calls} operators exact"]
+        for counts, title in groups:
+            rows = [(f"{n:,}", f"{what}{self._places[what]}") for what, n in counts.most_common()]
+            lines += [f"{title} ({counts.total():,})", *(f"  {row}" for row in aligned(rows))] if rows else []
+        same = {str(packet).removeprefix("aten.") for packet in self._operators.SAME}
+        exact = [f"{name} {n:,}" for name, n in self.exact.most_common() if name not in same]
+        others = sum(self.exact[name] for name in same)
+        exact += [f"{others:,} others (views, copies, comparisons ...)"] * bool(others)
+        return "\n".join([*lines, f"exact: {', '.join(exact)}"])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one operator."""
         kwargs = kwargs or {}
-        packet = func.overloadpacket
+        if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass says what its operators are, which come back here
+        packet = func if isinstance(func, HigherOrderOperator) else func.overloadpacket
+        if packet is func or func.namespace not in _NAMESPACES:
+            raise ArgumentError(
+                f"{packet}{_place()} is not an operator of PyTorch, and its kernel on {self.target} is not known; run "
+                "the model without it (eager attention, or the operator's own formula in torch)"
+            )
         name = str(packet).removeprefix("aten.")
         if name == "native_dropout":
             self.exact[name] += 1
@@ -102,32 +144,111 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         if torch.Tag.nondeterministic_seeded in func.tags and name not in _NO_DROPOUT:
             self._note(name, UnknownOrder("random numbers, which a GPU draws otherwise"))
             return func(*args, **kwargs)
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if torch.is_tensor(x)]
         operators = self._operators
+        handler: Callable | None = operators.PRODUCTS.get(packet) or operators.KNOWN.get(packet)
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if torch.is_tensor(x)]
         if packet not in operators.STABLE and not any(x.is_floating_point() for x in tensors):
-            return func(*args, **kwargs)
-        handler = operators.PRODUCTS.get(packet) or operators.KNOWN.get(packet)
+            result = func(*args, **kwargs)
+            if packet not in operators.SAME and torch.is_tensor(result) and result.is_floating_point():
+                self._note(name, UnknownOrder("numbers that it makes of integers"))
+            return result
+        self._refuse(name, tensors)
         try:
-            if handler is not None:
-                target = (self.target,) if packet in operators.PRODUCTS else ()
-                result = handler(*target, *args, **kwargs)
-            elif packet in operators.SAME:
+            if packet in operators.SAME or func.namespace == "fmtsim":  # whose bits are one on all devices
                 result = func(*args, **kwargs)
+            elif handler is None or func._schema.is_mutable is not name.endswith("_"):
+                raise UnknownOrder(name if handler is None else f"written to {func._overloadname}=")
             else:
-                raise UnknownOrder(name)
+                target = (self.target,) if packet in operators.PRODUCTS else ()
+                result = _called(handler, *target, *args, **kwargs)
         except (UnknownOrder, Nondeterministic, Guess) as reason:
             self._note(name, reason)
             return reason.args[1] if isinstance(reason, Guess) else func(*args, **kwargs)
         self.exact[name] += 1
         written = any(returned.alias_info is not None for returned in func._schema.returns)
-        return result if written else tree_map(lambda x: operators.canonical(x) if torch.is_tensor(x) else x, result)
+        canonical = lambda x: operators.canonical(x) if torch.is_tensor(x) and x.is_cpu else x  # noqa: E731
+        return result if written else tree_map(canonical, result)
+
+    def _refuse(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Refuse an operator of compiled code, or on another device."""
+        device = next((x.device for x in tensors if x.device.type != "cpu"), None)
+        if device is not None and name != "_to_copy":
+            raise ArgumentError(
+                f"{name}{_place()} has a tensor on {device}; simulate computes on the CPU: move model and batch there"
+            )
+        if any(frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename
+               for frame in _frames()):  # fmt: skip
+            raise ArgumentError(
+                f"{name}{_place()} runs in compiled code, whose kernels on {self.target} are the compiler's own; "
+                "simulate the model that was given to torch.compile (model._orig_mod)"
+            )
 
     def _note(self, name: str, reason: Exception) -> None:
         """Count an operator that is not exact; with ``strict`` refuse it."""
-        counts = self.nondeterministic if isinstance(reason, Nondeterministic) else self.unknown
         detail = name if reason.args[0] == name else f"{name}: {reason.args[0]}"
+        kinds = {Nondeterministic: self.nondeterministic, Guess: self.guess}
+        counts, place = kinds.get(type(reason), self.unknown), self._places.get(detail) or _place()
         if self.strict:
+            next_step = "use what the target has a plan for (fmtsim.explain_mm)" if counts is self.guess else (
+                "put another operator in its place")  # fmt: skip
             raise ArgumentError(
-                f"{detail}: its bits on {self.target} are not known; leave strict=False to compute it as the host does"
+                f"{detail}{place}: its bits on {self.target} are not known; {next_step}, or leave strict=False to "
+                f"compute it {'by the guess' if counts is self.guess else 'as the host does'}"
             ) from None
         counts[detail] += 1
+        self._places[detail] = place
+
+
+def _called(handler: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return an operator's result.
+
+    Raises:
+        UnknownOrder: It takes other arguments.
+    """
+    try:
+        return handler(*args, **kwargs)
+    except TypeError:
+        try:
+            inspect.signature(handler).bind(*args, **kwargs)
+        except TypeError as refusal:
+            raise UnknownOrder(f"with other arguments ({refusal})") from None
+        raise
+
+
+@cache
+def _check_host(version: str, strict: bool) -> None:
+    """Warn of a torch whose operators were not compared with the record; with ``strict`` refuse it."""
+    if ".".join(version.split(".")[:2]) in _HOSTS:
+        return
+    text = (
+        f"torch {version} may call other operators than torch {RECORDED}, whose bits were recorded; torch "
+        f"{' and '.join(_HOSTS)} call the same"
+    )
+    if strict:
+        raise ArgumentError(f"{text}; install one of these, or leave strict=False")
+    warnings.warn(text, CoverageWarning, stacklevel=3)
+
+
+def _refuse_autocast(*_: Any) -> None:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ArgumentError(
+            "torch.autocast is on, which casts other operators on a CPU than on a GPU; convert the model instead "
+            "(model.bfloat16()), or leave autocast"
+        )
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _place() -> str:
+    """Return `` in MODULE``, the one that runs by its name in the outermost one; in a backward pass its node."""
+    modules = [frame.f_locals["self"] for frame in _frames() if frame.f_code is nn.Module._call_impl.__code__]
+    if modules:
+        name = next((name for name, module in modules[-1].named_modules() if module is modules[0]), "")
+        return f" in {name or 'the model'} ({type(modules[0]).__name__})"
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return "" if node is None else f" in {node.name()}"

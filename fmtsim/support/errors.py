@@ -47,7 +47,7 @@ class LibraryBugWarning(UserWarning):
 
 
 class CoverageWarning(UserWarning):
-    """Say that less of a converted model is simulated than one would think, or that its schedule stands still."""
+    """Say that less of a model is simulated than one would think, or that its schedule stands still."""
 
 
 class NativeWarning(UserWarning):

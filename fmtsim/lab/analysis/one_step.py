@@ -128,7 +128,8 @@ def _differentiate(outputs: list[Tensor]) -> Tensor | None:
         torch.autograd.backward(outputs, [torch.ones_like(outputs[0])])
         return outputs[0].detach()
     generator = torch.Generator().manual_seed(0)
-    seeds = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in outputs]
+    with torch._C._DisableTorchDispatch():  # a CPU draws them for every device
+        seeds = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in outputs]
     if outputs:
         torch.autograd.backward(outputs, seeds)
     return None

@@ -75,7 +75,7 @@ class Recorder(Watcher):
         self._outside: dict[Any, list[tuple[Any, int, Any]]] = {}
         self._quantizers: dict[int, tuple[Quantizer, str]] = {}
         self._hooks: list[Any] = []
-        self._active, self.busy = False, False
+        self._active = False
         self._loss: Tensor | None = None
         self._fresh: set[nn.Parameter] = set()  # that had no gradient before the first call
 
@@ -163,15 +163,13 @@ class Recorder(Watcher):
         self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
 
     def read(self, tensors: Iterable[tuple[str, Any]]) -> Named:
-        """Take the fingerprints of those that are tensors with bits, unseen by torch function modes."""
-        add, busy, self.busy = self._prints.add, self.busy, True
-        named_tensors = []
-        with torch._C.DisableTorchFunction():
+        """Take the fingerprints of those that are tensors with bits, unseen by modes of torch."""
+        add, named_tensors = self._prints.add, []
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             for name, x in tensors:
                 if (fingerprint := add(x)) is not None:
                     place, kind = fingerprint
                     named_tensors.append((name, place, kind.shape, kind.dtype))
-        self.busy = busy
         return named_tensors
 
     # Modules.

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``simulate`` says of what it does not know, and what it refuses."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import fmtsim
+from fmtsim.machine import operators
+from fmtsim.machine import simulate as module
+from fmtsim.support.errors import ArgumentError, CoverageWarning
+
+BF16 = torch.bfloat16
+
+
+def linear() -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(64, 64).bfloat16()
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(BF16)
+
+
+class Net(nn.Module):
+    """A convolution inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv1d(1, 1, 3), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's output."""
+        return self.block(x)
+
+
+@torch.library.custom_op("fmtsim_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Return 2 x."""
+    return x * 2
+
+
+def autocast() -> torch.Tensor:
+    with torch.autocast("cpu", dtype=BF16):
+        return nn.Linear(4, 4)(torch.ones(2, 4))
+
+
+def nested() -> None:
+    with fmtsim.simulate():
+        pass
+
+
+REFUSED = {
+    "custom operator": (lambda: double(torch.ones(3)), r"fmtsim_tests\.double is not an operator of PyTorch, and its"),
+    "higher-order operator": (
+        lambda: flex_attention.flex_attention(*[torch.ones(1, 1, 64, 32)] * 3),
+        "flex_attention is not an operator of PyTorch, and its kernel on h200 is not known; run the model without it",
+    ),
+    "compiled": (
+        lambda: torch.compile(nn.Sequential(linear()), backend="eager")(numbers(4, 64)),
+        r"runs in compiled code, whose kernels on h200 are the compiler's own; simulate .*\(model\._orig_mod\)",
+    ),
+    "autocast": (autocast, r"torch\.autocast is on, which casts other operators on a CPU than on a GPU; convert"),
+    "meta": (
+        lambda: linear().to("meta")(torch.ones(2, 64, dtype=BF16, device="meta")),
+        r"in the model \(Linear\) has a tensor on meta; simulate computes on the CPU: move model and batch there",
+    ),
+    "nested": (nested, "simulate runs inside another simulate; leave one of them out"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:Using `torch.compile")
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    call, message = REFUSED[what]
+    with pytest.raises(ArgumentError, match=message), fmtsim.simulate():
+        call()
+
+
+def test_autocast_around_it_is_refused():
+    with torch.autocast("cpu"), pytest.raises(ArgumentError, match="autocast is on"), fmtsim.simulate():
+        pass
+
+
+def test_strict_names_the_module_and_the_next_step():
+    message = r"convolution in block\.0 \(Conv1d\): its bits on h200 are not known; put another operator in its place"
+    net = Net()
+    with pytest.raises(ArgumentError, match=message), fmtsim.simulate(strict=True):
+        net(torch.ones(1, 1, 8))
+
+
+def test_strict_names_the_node_of_a_backward_pass():
+    x = torch.ones(1, 1, 8, requires_grad=True)
+    y = Net()(x).sum()
+    with (
+        pytest.raises(ArgumentError, match="convolution_backward in ConvolutionBackward0: its bits"),
+        fmtsim.simulate(strict=True),
+    ):
+        y.backward()
+
+
+def test_the_summary_shows_the_worst_first():
+    q, k, v = (numbers(1, 1, n, 32).requires_grad_() for n in (64, 400, 400))
+    net, a, b = Net(), numbers(7, 64), numbers(64, 3)
+    with fmtsim.simulate(target="h100") as run:
+        net(torch.ones(1, 1, 8))
+        a @ b
+        functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    total = sum(c.total() for c in (run.exact, run.guess, run.unknown, run.nondeterministic))
+    first, *lines = run.summary.splitlines()
+    assert first == f"h100: {run.exact.total()} of {total} operators exact"
+    assert lines[0] == "no bits to reproduce: the h100's own differ from run to run (1)"
+    assert lines[2:4] == ["computed by torch on the host (1)", "  1  convolution in block.0 (Conv1d)"]
+    assert lines[4] == "by the target's guess (1)"
+    assert lines[5].startswith("  1  mm: target h100 has no recorded accumulation order for mm M=7 N=3 K=64")
+    assert lines[6].startswith("exact: ")
+    assert len(lines) == 7
+
+
+def test_another_torch_is_named_once(monkeypatch):
+    module._check_host.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    text = (
+        r"torch 2\.12\.1 may call other operators than torch 2\.11\.0\+cu130, whose bits were recorded; torch 2\.11 and"
+    )
+    with pytest.warns(CoverageWarning, match=text):
+        fmtsim.simulate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fmtsim.simulate()
+    with pytest.raises(ArgumentError, match=text + ".*; install one of these, or leave strict=False"):
+        fmtsim.simulate(strict=True)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_a_backend_of_attention_is_not_taken_for_cudnn(backend):
+    q = numbers(1, 2, 64, 32)
+    with sdpa_kernel(backend), fmtsim.simulate() as run:
+        functional.scaled_dot_product_attention(q, q, q)
+    unknown = " ".join(run.unknown)
+    assert ("attention without cuDNN" in unknown) == (backend == SDPBackend.FLASH_ATTENTION)
+    assert (run.exact["bmm"] + run.guess.total() > 0) == (backend == SDPBackend.MATH)
+
+
+def test_deterministic_algorithms_take_another_attention():
+    q = numbers(1, 2, 64, 32)
+    try:
+        torch.use_deterministic_algorithms(True)
+        with (
+            pytest.raises(ArgumentError, match="attention under use_deterministic_algorithms"),
+            fmtsim.simulate(strict=True),
+        ):
+            functional.scaled_dot_product_attention(q, q, q)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_switches_of_products_act_as_on_the_gpu():
+    a, b = torch.linspace(1, 2, 64 * 64).view(2, 32, 64)[0], torch.linspace(1, 3, 64 * 64).view(64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = fmtsim.mm(a, b, target="h200", allow="tf32")
+        plain = fmtsim.mm(a, b, target="h200")
+    try:
+        torch.set_float32_matmul_precision("high")
+        with fmtsim.simulate():
+            y = a @ b
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert y.equal(expected) and not y.equal(plain)
+    switches, x = torch.backends.cuda.matmul, numbers(64, 64)
+    try:
+        switches.allow_bf16_reduced_precision_reduction = False
+        with (
+            pytest.raises(ArgumentError, match="allow_bf16_reduced_precision_reduction=False, with which no product"),
+            fmtsim.simulate(strict=True),
+        ):
+            x @ x
+    finally:
+        switches.allow_bf16_reduced_precision_reduction = True
+
+
+def test_a_number_where_another_argument_is_known():
+    with fmtsim.simulate() as run:
+        y = torch.empty(4)
+        torch.tanh(torch.linspace(0, 1, 4), out=y)
+        torch.arange(4).exp()
+    assert set(run.unknown) == {
+        "tanh: written to out=", "exp: numbers that it makes of integers", "linspace: numbers that it makes of integers"
+    }  # fmt: skip
+
+
+def test_operators_in_place_have_the_bits_of_their_results():
+    x = torch.linspace(0.1, 3, 1000).to(BF16)
+    for name in ("exp", "tanh", "sigmoid", "rsqrt", "silu", "add", "sub", "div", "pow"):
+        arguments = {"add": (x.float(),), "sub": (x,), "div": (3.0,), "pow": (2,)}.get(name, ())
+        packet, writer = (getattr(torch.ops.aten, text) for text in (name, f"{name}_"))
+        with fmtsim.simulate(strict=True):
+            expected, y = packet(x, *arguments), x.clone()
+            assert writer(y, *arguments) is y
+        assert y.equal(expected.to(BF16)), name
+        assert writer in operators.KNOWN
+
+
+def test_checkpointing_changes_no_bit():
+    layer, x = linear(), numbers(32, 64)
+    gradients = []
+    for reentrant in (None, True, False):
+        leaf, model = x.clone().requires_grad_(), copy.deepcopy(layer)
+
+        def call(x, model=model):
+            return functional.silu(model(x))
+
+        with fmtsim.simulate(strict=True):
+            y = call(leaf) if reentrant is None else checkpoint(call, leaf, use_reentrant=reentrant)
+            y.sum().backward()
+        gradients.append((leaf.grad, model.weight.grad))
+    for dx, dw in gradients[1:]:
+        assert dx.equal(gradients[0][0]) and dw.equal(gradients[0][1])
+
+
+def test_a_power_of_two_scales_no_bit_of_a_step():
+    weights = []
+    for scale in (1.0, 1024.0):
+        model, x = nn.Sequential(linear().float()), numbers(32, 64).float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with fmtsim.simulate() as run:
+            for factor in (1.0, float("inf"), 1.0):  # the second step is skipped
+                scaler.scale(model(x * factor).square().sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert not run.unknown
+        weights.append([p.detach() for p in model.parameters()])
+    assert all(a.equal(b) and a.isfinite().all() for a, b in zip(*weights, strict=True))
+
+
+def test_a_converted_model_multiplies_on_its_own_target():
+    model = nn.Sequential(linear(), nn.GELU(), linear())
+    converted = fmtsim.convert(model, recipe="te_current", target="h200")
+    x = numbers(128, 64)
+    plain = converted[0](x)
+    with fmtsim.simulate(strict=True) as run:
+        y = converted[0](x)
+        converted(x)
+    assert y.equal(plain)
+    assert run.exact["fmtsim.gemm"] == 3 and run.exact["gelu"] == 1
