@@ -17,8 +17,7 @@ import torch
 import fmtsim
 from fmtsim.distributed import REDUCTIONS, get_reduction
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
-from fmtsim.formats.scaling import SCALE_RULES
-from fmtsim.gemm.layers.scalings import SCALINGS
+from fmtsim.formats.scaling import SCALE_RULES, SCALINGS
 from fmtsim.gemm.models import find_models, list_models
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.reproduce.run import CLAIMS, get_claims

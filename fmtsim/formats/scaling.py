@@ -16,6 +16,7 @@ from fmtsim.support.records import as_int, check_types
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
 ExponentRule = Literal["floor", "ceil", "rceil", "even"]
+ScalingName = Literal["none", "tensor", "channel", "block32", "tile128", "mx"]
 Statistic = Literal["amax", "std", "rms", "mean_abs", "one"]
 Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double", "decode_divides"]
 PowerOfTwo = Literal["floor", "ceil", "log2"]
@@ -293,3 +294,14 @@ def _require(condition: bool, given: str, allowed: str) -> None:
 def _positive(name: str, value: float | None) -> None:
     good = value is None or (math.isfinite(value) and value > 0)
     _require(good, f"{name}={shown(value)}", "a finite number above 0")
+
+
+SCALINGS: dict[ScalingName, tuple[Block, Block, ScaleRule] | None] = {
+    "none": None,
+    "tensor": ((None, None), (None, None), "amax"),
+    "channel": ((1, None), (1, None), "amax"),
+    "block32": ((1, 32), (1, 32), "amax"),
+    "tile128": ((1, 128), (128, 128), "amax"),
+    "mx": ((1, 32), (1, 32), "floor"),
+}
+"""``scaling=`` of linear_config: block of x and g (outer, inner along the contraction axis), block of w, scale rule."""

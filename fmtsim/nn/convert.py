@@ -233,7 +233,7 @@ def _remind(model: nn.Module, inputs: Any) -> None:
 
 
 def _forget(model: nn.Module) -> None:
-    """Count no training forwards any more."""
+    """Stop counting training forwards."""
     model.__dict__.pop(_FORWARDS, None)
     for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _remind]:
         del model._forward_pre_hooks[key]
@@ -251,7 +251,7 @@ def _emulate(module: nn.Module, name: str, layer_plan: LayerPlan, keys: Generato
 def _note(
     model: nn.Module, recipe: Recipe | None, total_steps: int | None, reasons: dict[str, str], swaps: Swaps | None
 ) -> None:
-    """Write on the root what was done."""
+    """Record on the root what was converted, under which recipe, and what was left alone."""
     model.__dict__[TOTAL] = total_steps
     model.__dict__[RECIPE] = None if recipe is None else recipe.name
     for module in model.modules():
@@ -320,6 +320,7 @@ def set_step(model: nn.Module, step: int) -> None:
 
 
 def _pause_fused(model: nn.Module) -> None:
+    """Switch off inference kernels that would read converted layers' weights without calling the layers."""
     for module in model.modules():
         for cls, attribute, off in _FUSED:
             if isinstance(module, cls) and is_converted(module):
@@ -328,6 +329,7 @@ def _pause_fused(model: nn.Module) -> None:
 
 
 def _nothing(model: nn.Module, reasons: dict[str, str]) -> str:
+    """Return the error text for a model without anything to convert, with the reasons of four layers."""
     modules = dict(model.named_modules())
     leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]
     shown = [f"{name or type(model).__name__}: {reasons[name]}" for name in leaves]

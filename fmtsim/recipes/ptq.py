@@ -108,7 +108,7 @@ class Gptq:
 
     Args:
         damping: Share of the mean of the Hessian's diagonal that is added to it.
-        act_order: Take the columns of the largest inputs first.
+        act_order: Round the columns with the largest inputs first.
         groups: When the scales of a group of columns are made: ``"static"`` before the first column, of the original
             weight; ``"dynamic"`` when the group is reached, of the weight as the errors so far have changed it, which
             is what the paper describes; ``"lazy"`` then, too, but without the errors of the block of 128 columns that
@@ -176,7 +176,7 @@ class PtqRecipe:
         calibration: How a static scale of x is found, for an x with one scale a tensor; None makes scales from the
             tensor at hand.
         smooth, equalise: What is done to weights and inputs before.
-        weights: How weights are rounded; None rounds each to nearest.
+        weights: How weights are rounded; None rounds every element to nearest.
         bias_correction: Add the mean error of the layer's outputs on the calibration data to the bias (Nagel et al.,
             arXiv:1906.04721, section 4.2, measured instead of derived).
         batch_norm: Measure the statistics of batch normalisation anew in the quantised model.
@@ -258,7 +258,7 @@ class PtqRecipe:
                     _ = self.serving_attention
 
     def _check_machine(self, x: Quantizer, w: Quantizer) -> None:
-        """Refuse operands that the machine does not multiply, and a weight whose scales it would not be handed."""
+        """Refuse operands that the target does not multiply, and weights whose scales are not stored for it."""
         self.product(x, w)
         moving = isinstance(self.weights, Gptq) and self.weights.groups != "static" and w.format is not None
         if moving and x.format is not None:
@@ -315,8 +315,8 @@ class PtqRecipe:
     def served(self, x: Quantizer, w: Quantizer) -> Gemm:
         """Return the forward product of a quantised layer: a stored weight, and the scale of x as calibrated.
 
-        A machine is handed the weight's elements with the scales that they were rounded with. Where nothing keeps those
-        apart (no machine, formats that hide them, scales that moved with GPTQ) it is the number that is stored.
+        A target multiplies the weight's elements, with the scales under which they were rounded. Without a target, or
+        without such scales (a format that keeps none, scales that moved with GPTQ), the stored values are multiplied.
         """
         x = fixed(x) if self.calibration is not None and is_static(x) else x
         apart = w.scaling is not None or keeps_scales(w, folded=False, on_gpu=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a codebook's rounding turns: thresholds that give the bits of the libraries that the schemes come from."""
+"""Rounding thresholds of codebooks, which give the bits of the libraries that the schemes come from."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -70,18 +70,18 @@ def table_of(fmt: CodebookFormat, ties: str) -> Table:
     Raises:
         ArgumentError: The codebook has more than 256 values, or several thresholds in one bucket.
     """
-    turning = thresholds_of(fmt, ties)
+    thresholds = thresholds_of(fmt, ties)
     if len(fmt.values) > 256 or fmt.max > 1:
         raise ArgumentError(f"{fmt.name} has {len(fmt.values)} values up to {fmt.max:g}; kernels take 256 up to 1")
     keys = np.arange(BUCKETS, dtype=np.int64) + LOWEST_KEY
     first = np.where(keys == LOWEST_KEY, 0, keys << KEY_SHIFT).astype(np.uint32).view(np.float32)
     last = (((keys + 1) << KEY_SHIFT) - 1).astype(np.uint32).view(np.float32)
     low, high = np.concatenate([first, -last]), np.concatenate([last, -first])
-    codes, ends = (np.searchsorted(turning, x, side="right") for x in (low, high))
+    codes, ends = (np.searchsorted(thresholds, x, side="right") for x in (low, high))
     inside = ends - codes
     if inside.max() > 1 or inside[0] or inside[BUCKETS]:
         raise ArgumentError(f"{fmt.name} has values closer than kernels tell apart; its state has no fast path")
-    offsets = turning[np.minimum(codes, len(turning) - 1)].view(np.int32) & (NO_THRESHOLD - 1)
+    offsets = thresholds[np.minimum(codes, len(thresholds) - 1)].view(np.int32) & (NO_THRESHOLD - 1)
     offsets = np.where(np.arange(2 * BUCKETS) < BUCKETS, offsets, NO_THRESHOLD - 1 - offsets)
     words = (codes << (KEY_SHIFT + 1)) | np.where(inside == 1, offsets, NO_THRESHOLD)
     return Table(np.array(fmt.values, np.float32), words.astype(np.int32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a matrix product: the facts of one call, and the kinds of scales that a call may have."""
+"""The facts of one call of a matrix product, and the kinds of scales that a call may have."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -63,7 +63,7 @@ def scale_kind(rows: int | None, block: int | None, scale: str) -> ScaleKind | N
 class GemmCall:
     """Describe a call by all that its result may depend on, except the numbers.
 
-    The first fields are what a library looks at, the last ones say who is asked.
+    The fields up to ``batch`` are what a library sees; the others say what computes the call, and how.
 
     Args:
         operation: Name of the torch function.
@@ -104,7 +104,7 @@ class GemmCall:
     strict: bool = False
 
     def facts(self) -> "GemmCall":
-        """Return the call without who is asked: what a library sees."""
+        """Return the call as a library sees it: without formats, target, plan and strict."""
         return replace(self, formats=None, target=None, plan=None, strict=False)
 
     def same_calls(self) -> list["GemmCall"]:

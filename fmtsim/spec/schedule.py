@@ -29,7 +29,7 @@ Postfix = list[tuple[int, int]]
 
 ZERO = -1  # in a Postfix: +0, a sum without products
 _NOTHING: Postfix = [(ZERO, 0)]
-_LONG = 1 << 15  # products of a sum whose schedule, 100 bytes each, is not kept
+_LONG = 1 << 15  # products above which a schedule, 100 bytes each, is not cached
 
 
 def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
@@ -41,7 +41,7 @@ def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     Raises:
         ArgumentError: promotions of plan and unit disagree with each other.
     """
-    return _kept(k, datapath, plan) if k <= _LONG else _schedule(k, datapath, plan)
+    return _cached_schedule(k, datapath, plan) if k <= _LONG else _schedule(k, datapath, plan)
 
 
 def _schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
@@ -57,7 +57,7 @@ def _schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-_kept = lru_cache(maxsize=256)(_schedule)
+_cached_schedule = lru_cache(maxsize=256)(_schedule)
 
 
 def adds_in_order(plan: GemmPlan) -> bool:
@@ -201,8 +201,8 @@ def _blocks(start: int, stop: int, datapath: Arithmetic, plan: GemmPlan) -> list
 
 def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:
     """Return True if two plans add K products in the same order; plans with different tile widths may."""
-    ways = {first.reduce, second.reduce}
-    if len(ways) == 2 and (max(first.split, second.split) > 2 or "in_place" in ways):
+    reductions = {first.reduce, second.reduce}
+    if len(reductions) == 2 and (max(first.split, second.split) > 2 or "in_place" in reductions):
         return False
     if not (adds_in_order(first) and adds_in_order(second)):
         same = schedule(k, arithmetic, first) == schedule(k, arithmetic, second)

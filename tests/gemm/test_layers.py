@@ -10,7 +10,7 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import product
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.machine import _asked
+from fmtsim.gemm.layers.machine import _library_call
 from fmtsim.gemm.layers.operand import elements_dtype
 from fmtsim.gemm.layers.passes import Pass
 from fmtsim.gemm.layers.product import multiply
@@ -74,7 +74,7 @@ SCALED = [
 
 def asked(operation, own, dtype, out, bias, **machine):
     rounded = Quantizer() if out is None else Quantizer(format=get_format(out))
-    return _asked(
+    return _library_call(
         operation, own, None if bias is None else torch.ones(2, dtype=bias), Gemm(out=rounded, **machine), dtype
     )
 

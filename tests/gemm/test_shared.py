@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_layers_alone(recipe, monkeypatch, cast):
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(passes._Made, "quantizer", None)  # never the same one
+            monkeypatch.setattr(passes._SharedInput, "quantizer", None)  # never the same one
         cast.clear()
         model = fmtsim.convert(Projections(), recipe=recipe)
         x = X.clone().requires_grad_()
@@ -138,7 +138,7 @@ def test_those_who_look_on_see_every_operand(cast, monkeypatch):
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(passes._Made, "quantizer", None)  # never the same one
+            monkeypatch.setattr(passes._SharedInput, "quantizer", None)  # never the same one
         model = fmtsim.convert(Projections(), recipe="te_mxfp8")
         with fmtsim.observe(model) as seen:
             forward(model)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.distributed import REDUCTIONS
-from fmtsim.gemm.layers.scalings import SCALINGS
+from fmtsim.formats.scaling import SCALINGS
 from fmtsim.gemm.targets import cublaslt, cuda_cores
 from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.optim import get_scheme, list_schemes

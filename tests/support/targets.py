@@ -8,6 +8,7 @@ import torch
 
 from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.gemm.targets import target
+from fmtsim.gemm.units.unit import is_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.errors import PlanUnknownWarning
@@ -46,9 +47,9 @@ def hopper(name, kernels, rules):
 
 def install(monkeypatch) -> Notebook:
     """Make every target= of the verbs a fresh notebook."""
-    notebook = Notebook()
+    notebook, find_target = Notebook(), target.find_target
     monkeypatch.setattr(target, "get_target", lambda name: notebook)
-    monkeypatch.setattr(target, "find_target", lambda name: notebook)
+    monkeypatch.setattr(target, "find_target", lambda name: find_target(name) if is_unit(name) else notebook)
     return notebook
 
 

@@ -9,7 +9,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 
 GROUP = 256
-"""Streams must start at a multiple of this: 64 elements share 16 counters, and 4 elements a word of ``cvt_rs``."""
+"""Streams start at multiples of this: 64 elements share 16 counters, and 4 elements a word of ``cvt_rs``."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

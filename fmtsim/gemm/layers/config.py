@@ -8,9 +8,9 @@ import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import SCALINGS, ScalingName
 from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.layers.route import INT8, Route, route_of
-from fmtsim.gemm.layers.scalings import SCALINGS, ScalingName
 from fmtsim.gemm.products.resolver import call_name, check_target, resolve_call
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
@@ -82,15 +82,15 @@ class Gemm:
         if not self.emulated and (self.plan is not None or self.accumulate is not None):
             raise ArgumentError("Gemm plan= and accumulate= belong to a target; pass target= as well")
 
-    def route(self, a: Quantizer, b: Quantizer, turned: tuple[bool, bool] = (False, False)) -> Route:
-        """Return what the machine is handed of two operands; arguments and errors are those of ``route_of``."""
+    def route(self, a: Quantizer, b: Quantizer, transposed: tuple[bool, bool] = (False, False)) -> Route:
+        """Return what the target multiplies of two operands; arguments and errors are those of ``route_of``."""
         return route_of(
-            a, b, turned, dequantized=self.dequantized, declared=isinstance(self.target, Arithmetic),
+            a, b, transposed, dequantized=self.dequantized, declared=isinstance(self.target, Arithmetic),
             logarithms=self.library is None and takes_logarithms(self.target),
         )  # fmt: skip
 
     def check_route(self, route: Route) -> None:
-        """Raise ArgumentError or FormatError where the machine does not multiply what it is handed."""
+        """Raise ArgumentError or FormatError where the target does not multiply a route's operands."""
         a, b = (INT8, INT8) if route.how == "integers" else route.formats
         if a is None or b is None:
             return
@@ -173,17 +173,17 @@ class LinearConfig:
         }
 
     def route(self, name: str) -> Route:
-        """Return what the machine of a product is handed.
+        """Return what the target of a product multiplies.
 
         Raises:
             FormatError: No unit multiplies its operands.
         """
         gemm, forward = getattr(self, name), {"dgrad": self.fprop.b, "wgrad": self.fprop.a}
-        turned = gemm.a.source == "forward", gemm.b.source == "forward"
-        a = self.dgrad.a if turned[0] else gemm.a
-        b = forward[name] if turned[1] else gemm.b
+        transposed = gemm.a.source == "forward", gemm.b.source == "forward"
+        a = self.dgrad.a if transposed[0] else gemm.a
+        b = forward[name] if transposed[1] else gemm.b
         with located(name):
-            return gemm.route(a, b, turned)  # type: ignore[no-any-return]
+            return gemm.route(a, b, transposed)  # type: ignore[no-any-return]
 
     def on(self, **machine: Any) -> "LinearConfig":
         """Return the same layer on another machine, or on none.

@@ -56,8 +56,8 @@ _numbers = itertools.count()
 class Layer:
     """Hold a layer's definition, its generators and its states.
 
-    An operator takes tensors, numbers and text. It gets the name, and finds this object by it for as long as that
-    lives. What a layer draws and remembers is as invisible to the compiler as a print would be.
+    An operator takes tensors, numbers and text: it gets the layer's name and finds the layer by it. Random draws and
+    remembered scales are side effects that a compiler does not see.
 
     Args:
         config: The quantisers, and the machine of each product.
@@ -68,11 +68,11 @@ class Layer:
         name: By which ``find_layer`` finds it.
         quantizers: Of its operands, by name.
         random: Names of the operands that are rounded or rotated at random.
-        folded: Names of those whose scales of blocks may be multiplied in: no unit takes them, now or later.
-        sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
-        rows: What rows of x come in multiples of: the size that those of these groups share that run along rows.
-        routes: What the machine of each product is handed, where it has one.
-        untouched: Names of the operands that their quantisers leave as they are.
+        folded: Names of the operands whose block scales may be folded into elements, because no unit takes them.
+        sized: Whether operands are rotated or corrected in groups, which the layer's sizes have to be multiples of.
+        rows: The rows of x have to be a multiple of this, the least common multiple of the groups along rows.
+        routes: What the target of each product multiplies, of the products that have one.
+        untouched: Names of the operands whose quantisers change nothing.
         rotations: Of the products of the backward pass, what ``unrotated`` undoes: rotations of the outer axis, and of
             the inner axis where the product takes an operand of the forward pass as it was rotated.
         shares_x: Whether the quantised x depends on x alone: it takes no random numbers and no remembered scale.
@@ -96,13 +96,13 @@ class Layer:
         return self.generator if isinstance(self.generator, int) else int(drawn_key(self.generator, _HOST)[0])
 
     def counter(self, device: torch.device) -> Tensor:
-        """Return the number of passes over the layer that keys were counted for on a device: int64, 0-d."""
+        """Return the count of passes with counted keys on a device: int64, 0-d."""
         if device not in self._counters:
             self._counters[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._counters[device]
 
     def key(self, use: int, like: Tensor, *, traced: bool = False) -> Key:
-        """Return a key for a use of random numbers (``stream_of``) in a call.
+        """Return the key of one use of random numbers (``stream_of``) in a call.
 
         In traced code the operator that draws the key takes a tensor of the pass: a compiler may move an operator
         without inputs, or run it again in the backward pass, and rotations with two sets of signs would not cancel.
@@ -115,9 +115,9 @@ class Layer:
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
 
     def memory(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        """Return what passes decide by of what the layer remembers, and the tensors that hold that.
+        """Return what a pass depends on of the remembered scales: a key, and their tensors.
 
-        None where a pass asks Python, or other ranks.
+        None where a pass runs Python code of a state, or communicates with other ranks.
         """
         changes: list[bool] = []
         tensors: list[Tensor] = []
@@ -141,11 +141,11 @@ class Layer:
         return keys
 
     def repeat(self, key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Result]) -> Result:
-        """Return what a pass returns that reads some tensors, and what the layer remembers, on a GPU.
+        """Run a pass on a GPU, or replay its recording; a pass reads tensors and the remembered scales.
 
         Args:
-            key: What else it decides by.
-            tensors: Those that it is given.
+            key: Everything else that the pass depends on.
+            tensors: The arguments of the pass.
             run: The pass.
         """
         memory = self.memory()
@@ -249,12 +249,12 @@ def _groups_of_rows(name: str, quantizer: Quantizer) -> Iterator[int]:
 
 
 def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
-    """Return True if kernels do all that a compiled layer does at random, its keys counted on the device.
+    """Return True if kernels do every random step of a compiled layer, with keys counted on the device.
 
     Args:
         layer: Its definition.
-        x: One of its tensors.
-        sizes: Those that its products have.
+        x: A tensor of the pass.
+        sizes: M, N and K of its products.
     """
     random = [layer.quantizers[name] for name in layer.random]
     if not random or isinstance(layer.generator, int) or any(size % _GROUP for size in sizes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product of two quantised operands as a target or a unit computes it, in the calls that a library takes."""
+"""The product of two quantised operands on a target: which torch call it is, padded as the library needs it."""
 
 import torch
 from torch import Tensor
@@ -36,11 +36,11 @@ def multiply_on_machine(
         b: [N, K].
         bias: [N]. Where the library does not add it in such a call it is added to the float32 result.
         gemm: The product.
-        route: What the machine is handed.
+        route: What the target multiplies.
         dtype: Of the result.
         layer_dtype: That of the layer's tensors.
         generator: Random words of a unit that rounds stochastically.
-        traced: The tensors have no numbers: a compiler wants to see operators.
+        traced: The tensors are a compiler's, without values: call operators.
 
     Returns:
         [M, N]: the output format's own dtype where the unit writes that, else ``dtype``, or float32 where the library
@@ -87,26 +87,26 @@ def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
     target = gemm.target if gemm.library is not None or unit_takes(gemm.target, "fp32") else "fp32_fma"
     values = values_of(b, torch.float32)
     return run_product(
-        "mm", a.rest, values, (FP32, FP32), torch.float32, target=target, native=gemm.native,
-        accumulate="fp32", quantized=True,
+        "mm", a.rest, values, (FP32, FP32), torch.float32, target=target, library=gemm.library is not None,
+        native=gemm.native, accumulate="fp32", quantized=True,
     )  # fmt: skip
 
 
 def _multiply_integers(a: Tensor, b: Tensor, gemm: Gemm) -> Tensor:
-    """Return the exact sums of products of integers, int32 [M, N], of elements [M, K] and [N, K]."""
+    """Return the exact product of integer elements [M, K] and [N, K]: int32 [M, N]."""
     rows, columns = a.shape[0], b.shape[0]
     a, b = a.to(torch.int8), b.to(torch.int8)
     if gemm.library is not None:  # libraries take such sizes alone; zeros add nothing
         a, b = _padded(a, max(rows, 17), 8), _padded(b, -(-columns // 8) * 8, 8)
     y = run_product(
-        "int_mm", a, b, (INT8, INT8), torch.int32, target=gemm.target, plan=gemm.plan,
-        accumulate="int32", native=gemm.native, quantized=True,
+        "int_mm", a, b, (INT8, INT8), torch.int32, target=gemm.target, library=gemm.library is not None,
+        plan=gemm.plan, accumulate="int32", native=gemm.native, quantized=True,
     )  # fmt: skip
     return y[:rows, :columns]
 
 
 def _padded(x: Tensor, rows: int, multiple: int) -> Tensor:
-    """Return a matrix with rows of zeros up to so many, and columns of zeros up to a multiple."""
+    """Pad a matrix with zeros to ``rows`` rows and to a multiple of ``multiple`` columns."""
     if x.shape[0] == rows and not x.shape[1] % multiple:
         return x
     padded = x.new_zeros(rows, -(-x.shape[1] // multiple) * multiple)
@@ -123,7 +123,7 @@ def _multiply_elements(
                      for fmt, x in zip(route.formats, (a, b), strict=True))  # fmt: skip
     kind = route.kind if a.scale is not None or b.scale is not None else "none"
     scaled, elements_dtype = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
-    operation, asked, adds = _asked("scaled_mm" if scaled else operation, elements_dtype, bias, gemm, dtype)
+    operation, y_dtype, adds = _library_call("scaled_mm" if scaled else operation, elements_dtype, bias, gemm, dtype)
     scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
     lhs, rhs, columns = a.elements, b.elements, b.elements.shape[0]
     if gemm.library is not None:
@@ -136,9 +136,10 @@ def _multiply_elements(
                 None if bias is None else _padded(bias[None], 1, SCALED_MULTIPLE)[0],
             )
     y = run_product(
-        operation, lhs, rhs, (first, second), asked, scales, bias=bias, adds_bias=adds,
-        target=gemm.target, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
-        native=gemm.native, generator=generator, layouts=("row", "row") if scaled else None, quantized=True,
+        operation, lhs, rhs, (first, second), y_dtype, scales, bias=bias, adds_bias=adds,
+        target=gemm.target, library=gemm.library is not None, plan=gemm.plan, accumulate=sums,
+        fast_accum=gemm.fast_accum, native=gemm.native, generator=generator,
+        layouts=("row", "row") if scaled else None, quantized=True,
     )  # fmt: skip
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
@@ -160,7 +161,7 @@ def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
     return Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows)
 
 
-def _asked(
+def _library_call(
     operation: Operation, elements_dtype: torch.dtype, bias: Tensor | None, gemm: Gemm, dtype: torch.dtype
 ) -> tuple[Operation, torch.dtype, bool]:
     """Return the function of a library, the dtype of its result, and whether it adds the bias.
@@ -168,18 +169,18 @@ def _asked(
     A unit alone gives every dtype and adds every bias.
     """
     wide = torch.float64 if torch.float64 in (elements_dtype, dtype) else torch.float32
-    asked = dtype if gemm.out.format is None else unit_dtype(gemm.out) or wide
+    out_dtype = dtype if gemm.out.format is None else unit_dtype(gemm.out) or wide
     if gemm.library is None:
-        return operation, asked, bias is not None
+        return operation, out_dtype, bias is not None
     wide = torch.float64 if elements_dtype == torch.float64 else torch.float32
     library_dtypes = (torch.float32, *HALVES, *FP8_DTYPES) if operation == "scaled_mm" else (elements_dtype, wide)
-    asked = asked if asked in library_dtypes else wide
+    out_dtype = out_dtype if out_dtype in library_dtypes else wide
     if bias is None:
-        return operation if operation == "scaled_mm" or asked == elements_dtype else "mm", asked, False
+        return operation if operation == "scaled_mm" or out_dtype == elements_dtype else "mm", out_dtype, False
     if operation == "scaled_mm":
-        adds = bias.dtype in HALVES and asked in (bias.dtype, *FP8_DTYPES)
+        adds = bias.dtype in HALVES and out_dtype in (bias.dtype, *FP8_DTYPES)
     else:
-        adds = asked == bias.dtype == elements_dtype
+        adds = out_dtype == bias.dtype == elements_dtype
     if adds:
-        return operation, asked, True
+        return operation, out_dtype, True
     return operation if operation == "scaled_mm" else "mm", wide, False

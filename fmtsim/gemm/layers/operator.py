@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch operators of operands: what a compiler sees of ``quantize_operand``.
+"""The torch operators that a compiler sees of ``quantize_operand``.
 
-One node is never looked into, so that nothing is fused into steps whose roundings count. What it returns follows from
-records (``layout_of``). A quantiser goes by the digest of its text, a layer by its name. On a GPU some quantisers are
-no such node, but steps that no compiler can change (``fmtsim.scaling.inlined``).
+An operator is opaque: a compiler fuses nothing into steps whose roundings matter. Its result's dtypes and shapes
+follow from records (``layout_of``). A graph names a quantiser by the digest of its text and a layer by its name. On a
+GPU some quantisers are inlined instead, in steps that no compiler can change (``fmtsim.scaling.inlined``).
 """
 
 import hashlib
@@ -39,29 +39,29 @@ from fmtsim.support.replay.hooks import refuse
 _quantizers: dict[str, Quantizer] = {}
 
 
-Part = tuple[torch.dtype, bool]  # of a tensor of an operand: whether it is the transpose of a contiguous matrix
+Part = tuple[torch.dtype, bool]  # dtype of an operand's tensor, and whether its transpose is contiguous
 
 
 @lru_cache(maxsize=4096)
 def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> dict[str, Part]:
-    """Return the tensors that ``quantize_operand`` makes of one of a dtype, by their names in Operand.
+    """Return the tensors of ``quantize_operand``'s result for a dtype, by their fields in Operand.
 
-    A rule's ``multiplier`` is none of them where it is all that ``tensor_scale`` stands for.
+    ``tensor_scale`` is missing where it is only the rule's ``multiplier``, a constant.
     """
-    last, turns = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
+    last, transposed = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
     fmt, scaling = last.format, last.scaling
     keeps, folds_here = keeps_scales(last, folded, on_gpu), _folds_here(last, on_gpu, folded)
-    layout = {"elements": (elements_dtype(quantizer, dtype, on_gpu, folded), turns)}
+    layout = {"elements": (elements_dtype(quantizer, dtype, on_gpu, folded), transposed)}
     if (scaling is not None or keeps) and not folds_here:
-        layout["scale"] = (torch.float32, turns)
+        layout["scale"] = (torch.float32, transposed)
     two_level = fmt.tensor_scale if keeps and isinstance(fmt, BlockFormat) else scaling and scaling.tensor
     if two_level:
         layout["tensor_scale"] = (torch.float32, False)
     if not isinstance(quantizer.gradient, StraightThrough):
         smooth = isinstance(quantizer.gradient, Differentiable)
-        layout["slope"] = (torch.float32 if smooth else torch.bool, turns)
+        layout["slope"] = (torch.float32 if smooth else torch.bool, transposed)
     if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
-        layout["rest"] = (torch.float32, turns)
+        layout["rest"] = (torch.float32, transposed)
     return layout
 
 
@@ -93,11 +93,13 @@ def traced_operand(
     if folded and factor is None and key_tensors == [None] * 3 and not any(source) and _fuses(t, quantizer, dim):
         return _fused(t, quantizer, dim)
     run = with_keys(torch.ops.fmtsim.quantize_operand, *key_tensors)
-    return _made(t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *key_tensors))
+    return _operand_of(
+        t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *key_tensors)
+    )
 
 
-class Asked(NamedTuple):
-    """An operand that is asked for: its name, a tensor, the dimension that products sum over, the tensor's factor."""
+class OperandRequest(NamedTuple):
+    """An operand to quantise: its name, its tensor, the dimension that products sum over, a factor of the tensor."""
 
     name: str
     t: Tensor
@@ -105,22 +107,22 @@ class Asked(NamedTuple):
     factor: Tensor | None = None
 
 
-def traced_draws(layer: Layer, asked: Sequence[Asked]) -> list[Operand]:
-    """Quantise the operands of a pass that draw by its number, which the device counts, as one node of a graph."""
+def traced_draws(layer: Layer, requests: Sequence[OperandRequest]) -> list[Operand]:
+    """Quantise the operands of a pass whose keys the device counts, as one node of a graph."""
     with _disable_current_modes():
-        layer.counter(asked[0].t.device)  # made here, outside of the memory of CUDA graphs
-    names, tensors, dims, factors = (list(field) for field in zip(*asked, strict=True))
+        layer.counter(requests[0].t.device)  # made here, outside of the memory of CUDA graphs
+    names, tensors, dims, factors = (list(field) for field in zip(*requests, strict=True))
     texts = [text_of(layer.quantizers[name]) for name in names]
     parts, operands = iter(torch.ops.fmtsim.draw_operands(layer.name, tensors, factors, dims, names, texts)), []
-    for name, t, dim, _ in asked:
+    for name, t, dim, _ in requests:
         quantizer, folded = layer.quantizers[name], name in layer.folded
         layout = layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded)
-        operands.append(_made(t, quantizer, dim, folded, [next(parts) for _ in layout]))
+        operands.append(_operand_of(t, quantizer, dim, folded, [next(parts) for _ in layout]))
     return operands
 
 
-def _made(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors: list[Tensor]) -> Operand:
-    """Return the operand that consists of an operator's tensors, and of what follows from the quantiser alone."""
+def _operand_of(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors: list[Tensor]) -> Operand:
+    """Return the operand of an operator's tensors; block sizes and a multiplier follow from the quantiser."""
     parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), tensors, strict=True))
     last = last_cast(quantizer)
     times = 1.0 if last.scaling is None else last.scaling.multiplier
@@ -152,7 +154,7 @@ def _fuses(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
 
 
 def _fused(t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
-    return _made(t, quantizer, dim, True, torch.ops.fmtsim.fused_operand(t, dim, text_of(quantizer)))
+    return _operand_of(t, quantizer, dim, True, torch.ops.fmtsim.fused_operand(t, dim, text_of(quantizer)))
 
 
 @lru_cache(maxsize=4096)
@@ -222,12 +224,12 @@ def _tensors(
         refuse()
     call = _call_of(text, t.dtype, is_on_gpu(t), dim, folded)
     operand = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
-    return [_own(getattr(operand, part), turned, part in call.copied, t) for part, turned in call.layout]
+    return [_in_layout(getattr(operand, part), transposed, part in call.copied, t) for part, transposed in call.layout]
 
 
-def _own(x: Tensor, turned: bool, copied: bool, t: Tensor) -> Tensor:
-    """Return a tensor in the layout that the compiler was told, and never the operand itself."""
-    if turned:
+def _in_layout(x: Tensor, transposed: bool, copied: bool, t: Tensor) -> Tensor:
+    """Return a tensor in the layout that the fake operator promises, never the operator's input itself."""
+    if transposed:
         whole = x if x.stride() == (1, x.shape[0]) else x.mT.contiguous().mT
     else:
         whole = x if x.is_contiguous() else x.contiguous()

@@ -16,7 +16,7 @@ from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, counts_passes, stream_of
 from fmtsim.gemm.layers.machine import multiply_on_machine
 from fmtsim.gemm.layers.operand import NO_KEYS, has_both, quantize_both, quantize_operand, values_of
-from fmtsim.gemm.layers.operator import Asked, traced_both, traced_draws, traced_operand
+from fmtsim.gemm.layers.operator import OperandRequest, traced_both, traced_draws, traced_operand
 from fmtsim.gemm.layers.product import multiply, round_output, unrotated, wide_dtype
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.gemm.products.operands import FLOATS
@@ -46,7 +46,7 @@ class Pass:
         t: A tensor of the pass.
         sizes: M, N and K of its products.
         backward: Which pass.
-        traced: The tensors have no numbers: a compiler wants to see operators.
+        traced: The tensors are a compiler's, without values: call operators.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pass:
         return operand
 
     def show(self, name: str, t: Tensor, operand: Operand) -> None:
-        """Let watchers see an operand that another layer made of the same tensor."""
+        """Show watchers an operand that another layer quantised from the same tensor."""
         for watcher in self._watchers:
             watcher.operand(Seen(name, t, operand, NO_KEYS, -1, None))
 
@@ -96,31 +96,31 @@ class Pass:
                 watcher.operand(Seen(name, g, operand, Keys(key), dim))  # type: ignore[arg-type]
         return both
 
-    def draw(self, *asked: Asked) -> None:
-        """Quantise operands whose keys are counted, all as one node of the graph; ``operand`` returns them then."""
-        drawn = [request for request in asked if self.counted and request.name in self._layer.random]
+    def draw(self, *requests: OperandRequest) -> None:
+        """Quantise the operands with counted keys as one node of the graph, for ``operand`` to return."""
+        drawn = [request for request in requests if self.counted and request.name in self._layer.random]
         if drawn:
             self._drawn = dict(zip([request.name for request in drawn], traced_draws(self._layer, drawn), strict=True))
 
     def draw_gradients(
         self, g: Tensor, w: Tensor | None, x: Tensor | None, saved: tuple[Saved, Saved], needs: tuple[bool, bool]
     ) -> None:
-        """Call ``draw`` for a backward pass: the operands of the gradients of x and of w (``needs``)."""
-        asked: list[Asked | Operand] = []
+        """Call ``draw`` for the operands of a backward pass; ``needs``: whether x and w need gradients."""
+        requests: list[OperandRequest | Operand] = []
         if needs[0]:
-            asked += [Asked("g_d", g, -1), self._second("w_d", w, saved[1])]
+            requests += [OperandRequest("g_d", g, -1), self._second("w_d", w, saved[1])]
         elif self._layer.quantizers["g_w"].source == "forward":
-            asked += [Asked("g_d", g, -1)]
+            requests += [OperandRequest("g_d", g, -1)]
         if needs[1]:
-            asked += [Asked("g_w", g, 0), self._second("x_w", x, saved[0])]
-        self.draw(*(request for request in asked if isinstance(request, Asked)))
+            requests += [OperandRequest("g_w", g, 0), self._second("x_w", x, saved[0])]
+        self.draw(*(request for request in requests if isinstance(request, OperandRequest)))
 
-    def _second(self, name: str, original: Tensor | None, saved: Saved) -> Operand | Asked:
-        """Return the second operand of a backward product, summed over the rows of the tensor, or what becomes it."""
+    def _second(self, name: str, original: Tensor | None, saved: Saved) -> Operand | OperandRequest:
+        """Return the second operand of a backward product, or the request to quantise it; sums run over its rows."""
         quantizer = self._layer.quantizers[name]
         if quantizer.source == "original":
             assert original is not None
-            return Asked(name, original, 0)
+            return OperandRequest(name, original, 0)
         before = self._config.fprop.b if name == "w_d" else self._config.fprop.a
         elements, scale, tensor_scale, _ = saved
         assert elements is not None
@@ -131,8 +131,8 @@ class Pass:
         blocks = scale is not None and tensor_scale is None and quantizer.scaling is not None
         whole = blocks and not any(n % size for n, size in zip(elements.shape, forward.block, strict=True))
         if elements.dtype == torch.bfloat16 and (scale is None or whole):
-            return Asked(name, elements, 0, factor)
-        return Asked(name, values_of(forward, torch.float32), 0)
+            return OperandRequest(name, elements, 0, factor)
+        return OperandRequest(name, values_of(forward, torch.float32), 0)
 
     def product(
         self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, *, watched: bool = False
@@ -163,16 +163,16 @@ class Pass:
             name: Of the product, ``"dgrad"`` or ``"wgrad"``.
             grad: The incoming gradient, quantised.
             original: The other tensor, [rows, columns], where its quantiser takes that.
-            saved: What there is of this tensor and of the other one from the forward pass.
+            saved: What the forward pass saved of this tensor and of the other one.
             dtype: Of the result.
         """
         gemm, fprop, of_x = getattr(self._config, name), self._config.fprop, name == "dgrad"
         second = self._second("w_d" if of_x else "x_w", original, saved[1])
-        other = self.operand(*second) if isinstance(second, Asked) else second
+        other = self.operand(*second) if isinstance(second, OperandRequest) else second
         first, before = gemm.a, fprop.a if of_x else fprop.b
-        turned, slope = saved[0][0] is not None, saved[0][3]
+        was_rotated, slope = saved[0][0] is not None, saved[0][3]
         outer, inner = self._layer.rotations[name]
-        inner = inner if turned else []
+        inner = inner if was_rotated else []
         if not outer and not inner and slope is None:
             return self.product(name, grad, other, None, dtype)
         scales: tuple[Tensor | None, Tensor | None] = None, None
@@ -182,7 +182,9 @@ class Pass:
             grad, other = (operand._replace(tensor_scale=None) for operand in (grad, other))
         y = self.product(name, grad, other, None, wide_dtype(dtype))
         signs = self._sign_key(outer, y)
-        return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced, scales=scales)
+        return unrotated(
+            y, first, before, slope, signs, dtype, was_rotated=was_rotated, traced=self._traced, scales=scales
+        )
 
     def _key(self, use: int, t: Tensor) -> Key:
         return self._layer.key(use, t, traced=self._traced)
@@ -198,7 +200,7 @@ class Pass:
 
     def _sign_key(self, transforms: Iterable[Transform], t: Tensor) -> Key:
         """Return the key of this pass's random signs, the same for all operands; None where no transform has any."""
-        if not any(isinstance(turn, Hadamard) and turn.signs == "random" for turn in transforms):
+        if not any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in transforms):
             return None
         if self._signs is None:
             self._signs = self._key(SIGNS + self._backward, t)
@@ -216,7 +218,7 @@ def forward_pass(
     x: Tensor, w: Tensor, bias: Tensor | None, x_q: Operand | None, layer: Layer, watchers: Watchers,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], *, traced: bool, shares: bool,
 ) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Return y, x quantised where layers share it (``x_q`` if one did before), and what backward needs."""
+    """Return y, the quantised x if layers share it (``x_q`` if a layer did so before), and the saved tensors."""
     dtype = dtypes[0]
     w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
     _check(x, dtype, w, bias, traced)
@@ -224,7 +226,7 @@ def forward_pass(
     if x_q is None:
         rows = as_matrix(x.to(dtype))
         if traced:
-            run.draw(Asked("x_f", rows, -1), Asked("w_f", w, -1))
+            run.draw(OperandRequest("x_f", rows, -1), OperandRequest("w_f", w, -1))
         x_q = run.operand("x_f", rows, -1)
     elif watchers:
         run.show("x_f", as_matrix(x.to(dtype)), x_q)
@@ -300,7 +302,7 @@ def as_matrix(t: Tensor) -> Tensor:
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
-class _Made(NamedTuple):
+class _SharedInput(NamedTuple):
     """The quantised input of the last layer, kept for the next layer until a backward pass begins.
 
     The projections of attention, or a gate beside its product, read one activation. The backward pass of each needs the
@@ -316,7 +318,7 @@ class _Made(NamedTuple):
     operand: Operand
 
 
-_last: _Made | None = None
+_last: _SharedInput | None = None
 
 
 def shared(x: Tensor, dtype: torch.dtype, layer: Layer) -> Operand | None:
@@ -333,7 +335,7 @@ def share(x: Tensor, dtype: torch.dtype, layer: Layer, operand: Operand) -> None
     """Keep a layer's quantised input for ``shared``."""
     global _last
     quantizer, folded = layer.quantizers["x_f"], "x_f" in layer.folded
-    _last = _Made(weakref.ref(x), x._version, _stream(x), dtype, quantizer, folded, operand)
+    _last = _SharedInput(weakref.ref(x), x._version, _stream(x), dtype, quantizer, folded, operand)
 
 
 def _stream(x: Tensor) -> int:

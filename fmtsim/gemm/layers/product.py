@@ -50,7 +50,7 @@ def multiply(
         bias: [N], or None.
         dtype: Of the result.
         wide: Of the steps.
-        traced: The tensors have no numbers: a compiler wants to see operators.
+        traced: The tensors are a compiler's, without values: call operators.
     """
     rest = None if a.rest is None else torch.mm(a.rest, values_of(b, torch.float32).mT)
     integers = is_integer(a) and is_integer(b)
@@ -163,7 +163,7 @@ def unit_dtype(out: Quantizer) -> torch.dtype | None:
 
 def unrotated(
     y: Tensor, first: Quantizer, before: Quantizer, slope: Tensor | None, signs: Key, dtype: torch.dtype, *,
-    turned: bool, traced: bool, scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    was_rotated: bool, traced: bool, scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """Turn the gradient of a rounded, rotated operand into that of the tensor itself.
 
@@ -173,27 +173,27 @@ def unrotated(
         before: Quantiser of the operand of the forward pass that this is the gradient of.
         slope: What the gradient is multiplied with, or None.
         signs: Key of the pass's random signs.
-        turned: The product was one of that operand as it was rotated.
+        was_rotated: The product took that operand as the forward pass rotated it.
         traced: As in ``multiply``.
         scales: What y is multiplied with first, [1, 1] each: the scales that ``_finish`` calls columns and rows.
     """
     if traced:
         texts = text_of(first), text_of(before)
         run = with_keys(torch.ops.fmtsim.unrotate, signs)
-        return run(y, *texts, slope, key_tensor(signs), dtype, turned, *scales)  # type: ignore[no-any-return]
+        return run(y, *texts, slope, key_tensor(signs), dtype, was_rotated, *scales)  # type: ignore[no-any-return]
     outer, inner = rotations_to_undo(first, before)
     if outer:
         y, scales = _scaled(y, scales), (None, None)
     for transform in reversed(outer):
         y = rotated(y, transform, signs, inverse=True)
-    if turned and before.transforms:
+    if was_rotated and before.transforms:
         engine = fused_engine(y) if is_on_gpu(y) else None
         fused = None if engine is None else engine.unrotate(y, before.transforms, slope, dtype, scales)
         if fused is not None:
             return fused  # type: ignore[no-any-return]
     y = _scaled(y, scales)
     y = y if slope is None else y * slope
-    for transform in reversed(inner if turned else []):
+    for transform in reversed(inner if was_rotated else []):
         y = rotated(y, transform, None, inverse=True)
     return y.to(dtype)
 
@@ -227,9 +227,9 @@ def _fake_fused_finish(y, columns, rows, dtype):  # type: ignore[no-untyped-def]
     return y.new_empty(y.shape, dtype=dtype)
 
 
-def _unrotated(y, first, before, slope, signs, dtype, turned, columns=None, rows=None):  # type: ignore[no-untyped-def]
+def _unrotated(y, first, before, slope, signs, dtype, was_rotated, columns=None, rows=None):  # type: ignore[no-untyped-def]
     how = quantizer_of(first), quantizer_of(before), slope, random_key(signs), dtype
-    result = unrotated(y, *how, turned=turned, traced=False, scales=(columns, rows))
+    result = unrotated(y, *how, was_rotated=was_rotated, traced=False, scales=(columns, rows))
     return result.contiguous()  # something is undone: never y itself
 
 
@@ -254,10 +254,10 @@ lower(
     lambda dtype: lambda y, columns, rows: inlined_product(y, columns, rows, dtype),
 )
 define_operator(
-    "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool turned, "
+    "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool was_rotated, "
     "Tensor? columns=None, Tensor? rows=None) -> Tensor",
     _unrotated,
-    lambda y, first, before, slope, signs, dtype, turned, *_: y.new_empty(y.shape, dtype=dtype),
+    lambda y, first, before, slope, signs, dtype, was_rotated, *_: y.new_empty(y.shape, dtype=dtype),
     keyed=True,
 )
 call(torch.ops.fmtsim.finish.default, _finished)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine gets of a layer's operands, by their quantisers: elements with scales, integers, or values."""
+"""What a target multiplies of two quantised operands: elements with scales, integers, or values."""
 
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -18,7 +18,7 @@ _HINT = "pass target=Datapath(...), a unit of your own, which takes the values, 
 
 
 class Route(NamedTuple):
-    """Say what a machine multiplies for two quantised operands.
+    """Say what a target multiplies for two quantised operands.
 
     Attributes:
         how: ``"elements"``: elements with their scales, as libraries take them, and tensors in high precision.
@@ -35,17 +35,17 @@ class Route(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def route_of(
-    a: Quantizer, b: Quantizer, turned: tuple[bool, bool] = (False, False), *, dequantized: bool = False,
+    a: Quantizer, b: Quantizer, transposed: tuple[bool, bool] = (False, False), *, dequantized: bool = False,
     declared: bool = False, logarithms: bool = False,
 ) -> Route:  # fmt: skip
-    """Return what a machine is handed of two operands.
+    """Return what a target multiplies of two operands.
 
     Args:
         a, b: Their quantisers.
-        turned: Which of them is the transpose of what its quantiser made.
+        transposed: Whether each is the transpose of its quantiser's result.
         dequantized: As in Gemm.
-        declared: The machine is a Datapath of the caller's own, which takes any numbers.
-        logarithms: It multiplies logarithms.
+        declared: The target is a Datapath of the caller, which takes any values.
+        logarithms: The target multiplies logarithms.
 
     Raises:
         FormatError: No unit multiplies elements or blocks of that kind, or not together.
@@ -57,13 +57,13 @@ def route_of(
     elements = [element_of(q.format) for q in last]
     bare = all(q.scaling is None and element is q.format for q, element in zip(last, elements, strict=True))
     if logarithms and not dequantized and all(isinstance(element, LogFormat) for element in elements):
-        kinds = [_kind(q, flipped) for q, flipped in zip((a, b), turned, strict=True)]
+        kinds = [_kind(q, is_transposed) for q, is_transposed in zip((a, b), transposed, strict=True)]
         return Route("elements", (elements[0], elements[1]), product_kind(*kinds))  # type: ignore[arg-type]
     if dequantized or (any(high) and not (declared and bare)):
         return Route("values")
     if declared and not all(isinstance(element, FloatFormat | IntFormat) for element in elements):
         return Route("numbers")
-    kinds = [kind_of(q, flipped) for q, flipped in zip((a, b), turned, strict=True)]
+    kinds = [kind_of(q, is_transposed) for q, is_transposed in zip((a, b), transposed, strict=True)]
     kind = product_kind(*kinds)
     if all(isinstance(element, IntFormat) for element in elements):
         return Route("integers", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
@@ -73,8 +73,8 @@ def route_of(
     return Route("elements", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
 
 
-def kind_of(quantizer: Quantizer, turned: bool = False) -> ScaleKind:
-    """Return how libraries name the scales that a quantiser makes, or those of the transposed matrix.
+def kind_of(quantizer: Quantizer, transposed: bool = False) -> ScaleKind:
+    """Return the kind of a quantiser's scales, or of the scales of the transposed matrix.
 
     Raises:
         FormatError: No unit multiplies its elements (codebooks, logarithms, zero points) or takes such scales.
@@ -82,10 +82,10 @@ def kind_of(quantizer: Quantizer, turned: bool = False) -> ScaleKind:
     fmt = last_cast(quantizer).format
     if fmt is not None and not isinstance(element_of(fmt), FloatFormat) and not _is_plain(fmt):
         raise FormatError(f"no unit multiplies {fmt.name}; {_HINT}")
-    return _kind(quantizer, turned)
+    return _kind(quantizer, transposed)
 
 
-def _kind(quantizer: Quantizer, turned: bool) -> ScaleKind:
+def _kind(quantizer: Quantizer, transposed: bool) -> ScaleKind:
     last = last_cast(quantizer)
     fmt = last.format
     if fmt is None:
@@ -94,7 +94,7 @@ def _kind(quantizer: Quantizer, turned: bool) -> ScaleKind:
     scaling = last.scaling or (fmt.scaling if isinstance(fmt, BlockFormat) else None)
     if scaling is None:
         return "none"
-    outer, inner = scaling.block[::-1] if turned else scaling.block
+    outer, inner = scaling.block[::-1] if transposed else scaling.block
     kind = scale_kind(outer, inner, "e8m0" if scaling.power_of_two else scaling.scale.name)
     if kind is None or (not isinstance(element, FloatFormat) and kind not in ("tensor", "row")):
         raise FormatError(

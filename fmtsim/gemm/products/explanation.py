@@ -69,10 +69,10 @@ class MmExplanation(Result):
         return (Facts(self.rows),)
 
 
-def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
+def explained(call: GemmCall, spec: GemmSpec, tf32: str = "") -> MmExplanation:
     """Return a resolved call in words; ``tf32`` says how float32 operands became TF32."""
-    plan, path, target = found.plan, found.datapath, None if is_unit(call.target) else call.target
-    machine = str(getattr(target, "name", target)) if target is not None else found.unit or "datapath"
+    plan, path, target = spec.plan, spec.datapath, None if is_unit(call.target) else call.target
+    machine = str(getattr(target, "name", target)) if target is not None else spec.unit or "datapath"
     batch = f"{call.batch} of " if call.operation == "bmm" else ""
     out = dtype_name(call.out)
     rows = [("call", f"{call.operation}: {batch}{factors(call.m, call.n, call.k, call.a, call.b)} -> {out}")]
@@ -80,19 +80,19 @@ def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
         layouts = f"a {call.a_layout}-major, b {call.b_layout}-major along K"
         rows.append(("target", f"{machine}, {layouts}"))
     if tf32:
-        rounded = "rounded to TF32, to nearest even" if found.a.name == "tf32" else "not rounded to TF32"
+        rounded = "rounded to TF32, to nearest even" if spec.a.name == "tf32" else "not rounded to TF32"
         rows.append(("operands", f"float32 {rounded}"))
-    rows.append(("unit", f"{found.unit or 'own datapath'}: {describe(path)}"))
-    if found.unit is not None:
-        mode = _mode(found, path)
+    rows.append(("unit", f"{spec.unit or 'own datapath'}: {describe(path)}"))
+    if spec.unit is not None:
+        mode = _mode(spec, path)
         rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
-    rows.append(("order", _order(call.k, found)))
+    rows.append(("order", _order(call.k, spec)))
     if target is not None and call.plan is None and products_left_out(call.k, plan):
-        said = bug_in_words(get_target(target), call.facts(), plan, guess=found.basis == "guess")
-        rows.append(("left out", said))
+        left_out = bug_in_words(get_target(target), call.facts(), plan, guess=spec.basis == "guess")
+        rows.append(("left out", left_out))
     rows.append(("epilogue", _epilogue(call, plan, out)))
-    rows.append(("source", _source(call, found)))
-    return MmExplanation(call=call, machine=machine, unit=found.unit, plan=plan, basis=found.basis, rows=tuple(rows))
+    rows.append(("source", _source(call, spec)))
+    return MmExplanation(call=call, machine=machine, unit=spec.unit, plan=plan, basis=spec.basis, rows=tuple(rows))
 
 
 def factors(m: int, n: int, k: int, a: str, b: str) -> str:
@@ -100,16 +100,16 @@ def factors(m: int, n: int, k: int, a: str, b: str) -> str:
     return f"[{m}, {k}] {a} x [{k}, {n}] {b}"
 
 
-def _mode(found: GemmSpec, path: Any) -> Any:
+def _mode(spec: GemmSpec, path: Any) -> Any:
     """Return the unit's mode whose arithmetic is used, None where a target changes it."""
-    assert found.unit is not None
-    names = call_name(found.a), call_name(found.b)
-    modes = get_unit(found.unit).modes
+    assert spec.unit is not None
+    names = call_name(spec.a), call_name(spec.b)
+    modes = get_unit(spec.unit).modes
     return next((mode for mode in modes if mode.datapath == path and mode.takes(*names)), None)
 
 
-def _order(k: int, found: GemmSpec) -> str:
-    plan, path = found.plan, found.datapath
+def _order(k: int, spec: GemmSpec) -> str:
+    plan, path = spec.plan, spec.datapath
     if isinstance(path, IntegerDatapath) and not path.saturate:
         return "of no consequence: sums are exact modulo 2^32"
     promote = plan.promote_every or (path.promote_every if isinstance(path, Datapath) else None)
@@ -119,8 +119,10 @@ def _order(k: int, found: GemmSpec) -> str:
     if plan.instruction_k is not None:
         chain += f", blocks of at most {plan.instruction_k}"
     if plan.lanes > 1 and plan.k_tile is not None:
-        own = -(-plan.k_tile // plan.lanes)
-        chain = f"{plan.lanes} lanes of {own} products of every tile, each {chain}; {_LANES[plan.lane_reduce]}"
+        lane_products = -(-plan.k_tile // plan.lanes)
+        chain = (
+            f"{plan.lanes} lanes of {lane_products} products of every tile, each {chain}; {_LANES[plan.lane_reduce]}"
+        )
     end = f"products from {plan.k_end} on are left out; " if plan.k_end is not None and plan.k_end < k else ""
     return end + _parts(min(k, plan.k_end or k), chain, plan)
 
@@ -144,9 +146,9 @@ def _parts(k: int, chain: str, plan: GemmPlan) -> str:
     if plan.reduce == "in_place":
         rounded = "" if plan.partial is None else f", rounded to {plan.partial.name} after every addition"
         return f"{text}, each {chain}; parts are added to the output in place{rounded}"
-    kept = "" if plan.partial is None else f" rounded to {plan.partial.name} and"
+    partials = "" if plan.partial is None else f" rounded to {plan.partial.name} and"
     trip = " with a round trip" if plan.round_trip else ""
-    return f"{text}, each {chain}; parts are{kept} added {_REDUCTIONS[plan.reduce]}{trip}"
+    return f"{text}, each {chain}; parts are{partials} added {_REDUCTIONS[plan.reduce]}{trip}"
 
 
 def _promotion(plan: GemmPlan) -> str:
@@ -168,11 +170,11 @@ def _epilogue(call: GemmCall, plan: GemmPlan, out: str) -> str:
     return ", ".join([*steps, f"rounded to {out}, to nearest even{saturating}"])
 
 
-def _source(call: GemmCall, found: GemmSpec) -> str:
+def _source(call: GemmCall, spec: GemmSpec) -> str:
     if call.plan is not None:
         return "the caller's plan"
-    source = found.plan.source or "not said"
-    return source if is_unit(call.target) else f"{BASES[found.basis]}: {source}"
+    source = spec.plan.source or "not said"
+    return source if is_unit(call.target) else f"{BASES[spec.basis]}: {source}"
 
 
 def runs(
@@ -181,11 +183,11 @@ def runs(
 ) -> str:  # fmt: skip
     """Return whether a target's product of operands in these dtypes runs natively on a device, and why not."""
     assert call.formats is not None
-    found = unsupported_reason(
+    unsupported = unsupported_reason(
         call.operation, dtypes, call.formats, call.out, call.scaling, call.accumulate, bias=call.bias,
         fast_accum=call.fast_accum, converted=converted,
     )  # fmt: skip
-    reason = "native=False" if native is False else emulation_reason(call.target, call.plan, device, found)
+    reason = "native=False" if native is False else emulation_reason(call.target, call.plan, device, unsupported)
     if reason is None:
         function = {"scaled_mm": "_scaled_mm", "int_mm": "_int_mm"}.get(call.operation, call.operation)
         return f"natively, by torch.{function} on this GPU"

@@ -192,16 +192,16 @@ def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = 
     return _multiply("int_mm", a, b, None, *_options("int_mm", options))
 
 
-class Asked(NamedTuple):
-    """What a call of a verb asks for, checked: nothing of it is asked again for tensors alike.
+class ProductRequest(NamedTuple):
+    """The arguments of a verb after all checks, cached for tensors of the same dtypes, shapes, strides and devices.
 
     Attributes:
-        formats: Of both operands.
-        dtype: Of the result, None for that of the accumulator.
-        accumulate: Format of the sums, None for the unit's usual one.
-        tf32: How float32 operands become TF32: ``"round"``, or ``""``.
-        options: What ``checked_options`` gives.
-        call: The call; None for code that torch.compile traces, which asks for it as for a constant.
+        formats: Formats of both operands.
+        dtype: Dtype of the result, None for that of the accumulator.
+        accumulate: Format of the sums, None for the unit's default.
+        tf32: ``"round"`` where float32 operands are rounded to TF32, else ``""``.
+        options: The result of ``checked_options``.
+        call: The GemmCall; None while torch.compile traces, which resolves it as a constant.
     """
 
     formats: tuple[OperandFormat, OperandFormat]
@@ -212,16 +212,16 @@ class Asked(NamedTuple):
     call: GemmCall | None
 
 
-_asked: dict[Any, Asked] = {}
-_MOST = 4096  # calls that are remembered
+_requests: dict[Any, ProductRequest] = {}
+_MOST = 4096  # cached requests
 
 
-def _options(verb: str, given: Any) -> tuple[dict[str, Any], Any]:
+def _options(verb: str, keywords: Any) -> tuple[dict[str, Any], Any]:
     """Return all keywords of mm but the generator, with their defaults, and the generator."""
-    unknown = [name for name in given if name not in _DEFAULTS]
+    unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
         raise ArgumentError(f"{verb} has no argument {shown(unknown[0])}; it takes {', '.join(_DEFAULTS)}")
-    options = {**_DEFAULTS, **given}
+    options = {**_DEFAULTS, **keywords}
     return options, options.pop("generator")
 
 
@@ -238,18 +238,18 @@ def checked_options(verb: str, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def ask(
+def check_call(
     verb: Operation, a: Tensor, columns: Tensor, bias: Tensor | None, options: dict[str, Any], **facts: Any
-) -> Asked:  # fmt: skip
-    """Return what a product ``a b^T`` asks for: whose formats, dtypes and machine go together.
+) -> ProductRequest:  # fmt: skip
+    """Check the formats and dtypes of a product ``a b^T`` against its target, and make its GemmCall.
 
     Args:
-        verb: Which function of torch the product is.
+        verb: The torch function whose bits the product has.
         a: [..., M, K].
         columns: b as [..., N, K].
         bias: [N], or None.
-        options: What ``checked_options`` gives.
-        facts: Further fields of the call.
+        options: The result of ``checked_options``.
+        facts: Further fields of the GemmCall.
 
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
@@ -266,55 +266,56 @@ def ask(
             verb, *formats, sizes, dtype or a.dtype, target=target, plan=plan, batch=batch, accumulate=accumulate,
             strict=options["strict"], bias=bias is not None, **facts,
         )  # fmt: skip
-    return Asked(formats, dtype, accumulate, tf32, options, call)
+    return ProductRequest(formats, dtype, accumulate, tf32, options, call)
 
 
 def _multiply(
     verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any], generator: Any = None
 ) -> Tensor:  # fmt: skip
-    """Return the product of a verb, with its gradient; the tensors are the verb's: of linear x, w and bias."""
-    key = asked = None
+    """Return the differentiable product of a verb, whose tensors a and b are: for linear x [..., K] and w [N, K]."""
+    key = request = None
     bare = not torch.compiler.is_compiling() and (is_bare(a, b) if bias is None else is_bare(a, b, bias))
     if bare:
         added = None if bias is None else (bias.dtype, bias.shape, bias.device)
         key = (verb, a.dtype, a.shape, a.stride(), a.device, b.dtype, b.shape, b.stride(), b.device, added,
                units.registrations, *options.values(), *map(type, options.values()))  # fmt: skip  # 0 is not False
         try:
-            asked = _asked.get(key)
+            request = _requests.get(key)
         except TypeError:  # a keyword that cannot be hashed, which the checks will name
             key = None
-    if asked is None:
+    if request is None:
         checked = checked_options(verb, options)
         check_operands(verb, a, b, bias, checked["library"])
     if verb == "linear":
         shape, b = (*a.shape[:-1], b.shape[0]), b.mT
         a = a if a.dim() == 2 else a.reshape(-1, a.shape[-1]) if a.shape[-1] else a.new_empty(a.shape[:-1].numel(), 0)
-    if asked is None:
-        asked = ask(verb, a, b.mT, bias, checked)
+    if request is None:
+        request = check_call(verb, a, b.mT, bias, checked)
         if checked["library"]:
             sizes = a.shape[-2], b.shape[-1], inner_length(a)
-            check_library(verb, asked.formats, asked.dtype, sizes, NO_SCALES, False)
-        # A format's name may stand for another one tomorrow.
+            check_library(verb, request.formats, request.dtype, sizes, NO_SCALES, False)
+        # A name is not cached: register_format may give it another format later.
         if key is not None and not any(isinstance(fmt, str) for fmt in pair_of("formats", options["formats"])):
-            if len(_asked) >= _MOST:
-                _asked.clear()
-            _asked[key] = asked
+            if len(_requests) >= _MOST:
+                _requests.clear()
+            _requests[key] = request
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        _check_gradient(verb, a, b, asked.options)
-        y = _Product.apply(a, b, bias, verb, asked, options, generator)
+        _check_gradient(verb, a, b, request.options)
+        y = _Product.apply(a, b, bias, verb, request, options, generator)
     else:
-        y = _product(verb, a, b, bias, asked, generator, bare)
+        y = _product(verb, a, b, bias, request, generator, bare)
     return y.reshape(shape) if verb == "linear" and len(shape) != 2 else y
 
 
 def _product(
-    verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, asked: Asked, generator: Any, bare: bool = False
+    verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, request: ProductRequest, generator: Any,
+    bare: bool = False,
 ) -> Tensor:  # fmt: skip
-    options = asked.options
+    options = request.options
     return run_product(
-        verb, a, b.mT, asked.formats, asked.dtype, bias=None if bias is None else bias.detach(),
-        target=options["target"], plan=options["plan"], accumulate=asked.accumulate,
-        native=options["native"], strict=options["strict"], generator=generator, tf32=asked.tf32, call=asked.call,
+        verb, a, b.mT, request.formats, request.dtype, bias=None if bias is None else bias.detach(),
+        target=options["target"], library=options["library"], plan=options["plan"], accumulate=request.accumulate,
+        native=options["native"], strict=options["strict"], generator=generator, tf32=request.tf32, call=request.call,
         bare=bare,
     )  # fmt: skip
 
@@ -334,9 +335,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, verb: Operation, asked: Asked, options: Any, generator: Any
+        a: Tensor, b: Tensor, bias: Tensor | None, verb: Operation, request: ProductRequest, options: Any,
+        generator: Any,
     ) -> Tensor:  # fmt: skip
-        return _product(verb, a, b, bias, asked, generator)
+        return _product(verb, a, b, bias, request, generator)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -367,10 +369,10 @@ def _gradient(g: Tensor, other: Tensor, ctx: Any, index: int, like: Tensor) -> T
     g = _cast(g, other.dtype)
     # torch multiplies the other way round for a column-major operand, so that its gradient is column-major as well.
     flipped = g.dim() == 2 and like.stride(0) == 1 and like.stride(1) == like.shape[0]
-    left, right = (g, other.mT) if index == 0 else (other.mT, g)
+    lhs, rhs = (g, other.mT) if index == 0 else (other.mT, g)
     if flipped:
-        return _multiply(verb, right.mT, left.mT, None, options, generator).mT
-    return _multiply(verb, left, right, None, options, generator)
+        return _multiply(verb, rhs.mT, lhs.mT, None, options, generator).mT
+    return _multiply(verb, lhs, rhs, None, options, generator)
 
 
 def _at_offset(generator: Any, offset: int) -> Any:

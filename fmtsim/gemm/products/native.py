@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a product with a target runs on the GPU's own unit, and how it gets there.
+"""Run a product natively, by torch and its library, where the GPU is the target.
 
-With ``native=None`` a verb runs natively where the tensors are on the GPU that the target describes and torch has the
-call; with ``True`` it does or says why not; with ``False`` it emulates. The kernels are torch's and its library's.
+With ``native=None`` a verb runs natively if the tensors are on the GPU that the target describes and torch has the
+call; with ``True`` it does, or raises an error that says why not; with ``False`` it emulates.
 """
 
 import warnings
@@ -106,7 +106,7 @@ def runs_natively(
 
 
 def card_description(device: torch.device | str) -> dict[str, str]:
-    """Return a CUDA device's name and the versions of its libraries for a record; nothing for other devices."""
+    """Return the name of a CUDA device and the version of its cuBLASLt for a record, {} for other devices."""
     index = _index_of(torch.device(device))
     if index is None:
         return {}
@@ -116,11 +116,11 @@ def card_description(device: torch.device | str) -> dict[str, str]:
 
 @constant_in_graphs  # torch.compile cannot see through what asks the GPU
 def _decided(target: Any, planned: bool, kind: str, index: int | None, reason: str | None) -> tuple[str | None, bool]:
-    """Return why not, and whether a setting of the process is to blame."""
+    """Return why a product is emulated (None: it is native), and whether a setting of the process is the reason."""
     device = torch.device(kind) if index is None else torch.device(kind, index)
     reason = emulation_reason(target, GemmPlan() if planned else None, device, reason)
     if reason is None:
-        _machines[index] = target
+        _last_targets[index] = target
         return None, False
     number = _index_of(device)
     if target is None or number is None:
@@ -136,7 +136,7 @@ def _index_of(device: torch.device) -> int | None:
 
 
 def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
-    """Return why a GPU is not a target's, and whether a setting is to blame; warn once of other versions."""
+    """Return why a GPU is not that of a target, and whether a setting is the reason; warn once of other versions."""
     other = _other_gpu(target, index)
     if other is not None:
         return other, False
@@ -217,28 +217,30 @@ def unsupported_reason(
         operation, formats, dtype, kind, accumulate, bias, fast_accum: What is asked (``run_product``).
         dtypes: Of the operands.
         scale_result: FP8 results are scaled.
-        converted: Operands lie on their formats, float32 ones on TF32, and become torch's own dtypes where needed.
+        converted: Operands hold values of their formats (float32 ones: of TF32) and are cast where needed.
     """
-    for name, given, fmt in zip("ab", dtypes, formats, strict=True):
-        own = own_dtype(fmt)
-        if operation == "scaled_mm" and (own not in (*FP8_DTYPES, _FP4) or not (converted or given == own)):
-            return f"torch does not multiply {name} of dtype {given} with {fmt.name} numbers"
-        if operation != "scaled_mm" and given != (torch.float32 if converted and fmt.name == "tf32" else own):
-            return f"torch does not multiply {given} tensors as {fmt.name}"
+    for name, dtype_in, fmt in zip("ab", dtypes, formats, strict=True):
+        fmt_dtype = own_dtype(fmt)
+        if operation == "scaled_mm" and (
+            fmt_dtype not in (*FP8_DTYPES, _FP4) or not (converted or dtype_in == fmt_dtype)
+        ):
+            return f"torch does not multiply {name} of dtype {dtype_in} with {fmt.name} numbers"
+        if operation != "scaled_mm" and dtype_in != (torch.float32 if converted and fmt.name == "tf32" else fmt_dtype):
+            return f"torch does not multiply {dtype_in} tensors as {fmt.name}"
     if operation == "scaled_mm":
         if accumulate not in (None, "fp32"):
             return f"torch does not sum FP8 products in {accumulate}"
         if scale_result and kind not in ("tensor", "row"):
             return "torch.nn.functional.scaled_mm has no scale_result"
         return _unsupported_scales([own_dtype(fmt) for fmt in formats], kind, dtype, fast_accum)
-    own = dtypes[0]
-    if own != dtypes[1]:
-        return f"torch does not multiply {own} by {dtypes[1]}"
+    a_dtype, b_dtype = dtypes
+    if a_dtype != b_dtype:
+        return f"torch does not multiply {a_dtype} by {b_dtype}"
     sums = accumulate or "fp32"
-    if own not in _LIBRARY_SUMS[sums] or (sums == "fp16" and dtype != torch.float16):
-        return f"torch does not sum {own} products in {sums} for {dtype} results"
-    if bias and dtype != own:
-        return f"torch.nn.functional.linear gives {own}, not {dtype}"
+    if a_dtype not in _LIBRARY_SUMS[sums] or (sums == "fp16" and dtype != torch.float16):
+        return f"torch does not sum {a_dtype} products in {sums} for {dtype} results"
+    if bias and dtype != a_dtype:
+        return f"torch.nn.functional.linear gives {a_dtype}, not {dtype}"
     return None
 
 
@@ -277,11 +279,11 @@ def multiply_natively(
     )  # fmt: skip
 
 
-def _in_dtype(x: Tensor, own: torch.dtype | None) -> Tensor:
-    """Return values in their format's own dtype, which holds them."""
-    if x.dtype == own:
+def _in_dtype(x: Tensor, fmt_dtype: torch.dtype | None) -> Tensor:
+    """Cast values of a format to the format's dtype: exact."""
+    if x.dtype == fmt_dtype:
         return x
-    return fp4_of_fp8(x) if own == _FP4 else x.to(own)
+    return fp4_of_fp8(x) if fmt_dtype == _FP4 else x.to(fmt_dtype)
 
 
 def _codes(scales: Tensor | None, kind: ScaleKind) -> Tensor | None:
@@ -294,14 +296,14 @@ def _codes(scales: Tensor | None, kind: ScaleKind) -> Tensor | None:
     return (scales.contiguous().view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
-_machines: dict[int | None, Any] = {}  # by number of a GPU, the target for which it last multiplied
-_seen: set[tuple[Any, ...]] = set()  # native calls of which it is known whether the library leaves products out
-_MOST_SEEN = 1 << 16
+_last_targets: dict[int | None, Any] = {}  # by CUDA device, the target for which it last multiplied natively
+_inspected: set[tuple[Any, ...]] = set()  # native calls that were checked for a dropped end of K
+_MOST_INSPECTED = 1 << 16
 
 
-def _look_at(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple[Any, ...]) -> None:
-    """Warn once where the library leaves products out of a native call; a call like one before costs a look."""
-    target = _machines.get(a.device.index)
+def _warn_of_dropped_k(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple[Any, ...]) -> None:
+    """Warn once for each native call of which the library drops the end of K; a repeated call costs one lookup."""
+    target = _last_targets.get(a.device.index)
     key = (
         target,
         call.function,
@@ -315,16 +317,16 @@ def _look_at(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple[Any, ...]
         bias,
         facts,
     )
-    if target is None or key in _seen:
+    if target is None or key in _inspected:
         return
-    if len(_seen) == _MOST_SEEN:
-        _seen.clear()
-    _seen.add(key)
+    if len(_inspected) == _MOST_INSPECTED:
+        _inspected.clear()
+    _inspected.add(key)
     warn_of_native_bug(get_target(target), _call_of(a, b, bias, call))
 
 
 def _call_of(a: Tensor, b: Tensor, bias: bool, call: Any) -> GemmCall:
-    """Return a native call as the library sees it."""
+    """Return the GemmCall of a native call."""
     names = ["tf32" if call.tf32 else get_format(x.dtype).name for x in (a, b)]
     sums = {torch.int8: "int32", torch.float64: "fp64"}.get(a.dtype, "fp16" if call.fp16_accumulation else "fp32")
     batch = a.shape[0] if call.function == "bmm" else 1
@@ -339,7 +341,7 @@ def _native_gemm(a, b, function, dtype, bias=None, *rest):  # type: ignore[no-un
     engine = load_engine("cuda")
     scales, facts = engine.NativeScales(*rest[:5]), dict(zip(_FACTS, rest[5:], strict=False))
     call = engine.NativeCall(function=function, out_dtype=dtype, **facts)
-    _look_at(a, b, bias is not None, call, rest[5:])
+    _warn_of_dropped_k(a, b, bias is not None, call, rest[5:])
     a, b, bias = (None if t is None else t.detach() for t in (a, b, bias))
     return engine.run_native(call, a, b, bias, scales).contiguous()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a verb is given, made into what an engine takes: values, their format, and how they lie in memory."""
+"""Operands of matrix products: check them, find their formats and layouts, and convert them to dtypes of engines."""
 
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.dispatch import constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
-_PLAIN = {
+_FORMAT_NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
@@ -58,7 +58,7 @@ def check_operands(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, l
         verb: The verb.
         a, b: [..., M, K] and [..., K, N]; of linear x [..., K] and w [N, K].
         bias: [N], or None.
-        library: A target computes, which takes a bias of x's dtype alone.
+        library: Whether a GPU with its library computes, which takes only a bias of x's dtype.
     """
     if verb == "linear":
         _check_linear(a, b, bias, library)
@@ -71,11 +71,11 @@ def check_operands(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, l
             hint = f"; {other[x.dim()]}" if x.dim() in other else ""
             raise ArgumentError(f"{verb}: {name} has shape {tuple(x.shape)}; pass a and b of shape {shape}{hint}")
     check_together(a=a, b=b)
-    mine, k = inner_length(a), inner_length(b.mT)
-    if mine != k:
+    a_k, b_k = inner_length(a), inner_length(b.mT)
+    if a_k != b_k:
         raise ArgumentError(
             f"{verb}: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; a is [..., M, K], "
-            f"b is [..., K, N], but K is {mine} and {k}; transpose one, for example b.mT"
+            f"b is [..., K, N], but K is {a_k} and {b_k}; transpose one, for example b.mT"
         )
     if verb == "bmm" and a.shape[0] != b.shape[0]:
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
@@ -103,22 +103,27 @@ def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, library: bool) -> N
         raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
 
 
-def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
-    """Return the format of an operand: the one given, else that of its dtype.
+def operand_format(name: str, x: Tensor, declared: Any = None) -> OperandFormat:
+    """Return the format of an operand: ``declared`` (``formats=`` of a verb), else that of its dtype.
 
     Raises:
-        DtypeError: The dtype does not say a format, or says another than the one given.
+        DtypeError: No format has the dtype, or another than the declared one.
         FormatError: The format is unknown, or cannot be multiplied.
     """
-    if given is None:
-        if x.dtype not in _PLAIN:
-            names = ", ".join(dtype_name(dtype) for dtype in _PLAIN)
+    if declared is None:
+        if x.dtype not in _FORMAT_NAMES:
+            names = ", ".join(dtype_name(dtype) for dtype in _FORMAT_NAMES)
             raise DtypeError(
                 f"{name} has dtype {x.dtype}; pass one of {names}, or say what its codes are with formats="
             )
         return _FORMATS[x.dtype]
-    fmt = _known(name, get_format(given))
-    if x.dtype not in FLOATS and x.dtype in _PLAIN and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
+    fmt = get_format(declared)
+    if not isinstance(fmt, FloatFormat | IntFormat | LogFormat):
+        raise FormatError(
+            f"formats= of {name}, {shown(getattr(fmt, 'name', fmt))}, is not a plain number format; "
+            "multiply its decoded values, or pass scales to scaled_mm or mma"
+        )
+    if x.dtype not in FLOATS and x.dtype in _FORMAT_NAMES and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
         raise DtypeError(f"{name} has dtype {x.dtype}, which is not {fmt.name}; leave formats= out")
     if isinstance(fmt, IntFormat) and x.dtype not in (torch.int8, torch.uint8):
         raise DtypeError(f"{name} has dtype {x.dtype}; pass {fmt.name} as a torch.int8 tensor")
@@ -127,16 +132,7 @@ def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
     return fmt
 
 
-_FORMATS: dict[torch.dtype, OperandFormat] = {dtype: get_format(name) for dtype, name in _PLAIN.items()}  # type: ignore[misc]
-
-
-def _known(name: str, fmt: Any) -> OperandFormat:
-    if not isinstance(fmt, FloatFormat | IntFormat | LogFormat):
-        raise FormatError(
-            f"formats= of {name}, {shown(getattr(fmt, 'name', fmt))}, is not a plain number format; "
-            "multiply its decoded values, or pass scales to scaled_mm or mma"
-        )
-    return fmt
+_FORMATS: dict[torch.dtype, OperandFormat] = {dtype: get_format(name) for dtype, name in _FORMAT_NAMES.items()}  # type: ignore[misc]
 
 
 @constant_in_graphs  # torch.compile cannot see through the cache in there
@@ -180,8 +176,8 @@ def operand_formats(
     operation: Operation, a: Tensor, columns: Tensor, options: dict[str, Any]
 ) -> tuple[tuple[OperandFormat, OperandFormat], str]:
     """Return the formats of both operands, and how float32 becomes TF32."""
-    given = pair_of("formats", options["formats"])
-    plain = all(each is None for each in given)  # an array compares by element
+    declared = pair_of("formats", options["formats"])
+    plain = all(fmt is None for fmt in declared)  # an array compares by element
     if options["library"] and plain and operation != "scaled_mm":
         if a.dtype != columns.dtype:
             raise DtypeError(
@@ -193,8 +189,8 @@ def operand_formats(
             )
     tf32 = allows(options, "tf32") and plain and a.dtype == columns.dtype == torch.float32
     if tf32:
-        given = ("tf32", "tf32")
-    formats = operand_format("a", a, given[0]), operand_format("b", columns, given[1])
+        declared = ("tf32", "tf32")
+    formats = operand_format("a", a, declared[0]), operand_format("b", columns, declared[1])
     unit = options["target"]
     single = not options["library"] and formats[0].name == formats[1].name == "fp32"
     if single and not unit_takes(unit, "fp32") and unit_takes(unit, "tf32"):
@@ -224,14 +220,16 @@ def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, 
 
 
 def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str | None:
-    """Return the format in which a library is asked to sum, None for the usual one of a unit."""
-    given, half = options["accumulate"], allows(options, "fp16_accumulation")
+    """Return the format of the accumulator that the call asks for, None for the unit's default."""
+    accumulate, half = options["accumulate"], allows(options, "fp16_accumulation")
     if not options["library"] and not half:
-        return given  # type: ignore[no-any-return]
-    if given is not None:
-        if half and given != "fp16":
-            raise ArgumentError(f"accumulate={shown(given)} contradicts allow='fp16_accumulation'; pass one of them")
-        return str(given)
+        return accumulate  # type: ignore[no-any-return]
+    if accumulate is not None:
+        if half and accumulate != "fp16":
+            raise ArgumentError(
+                f"accumulate={shown(accumulate)} contradicts allow='fp16_accumulation'; pass one of them"
+            )
+        return str(accumulate)
     if half and a.dtype == torch.float16:  # torch's switch concerns float16 alone
         if dtype not in (None, torch.float16):
             raise ArgumentError(
@@ -264,13 +262,13 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
     return decode(x, fmt, out_dtype=result_dtype(fmt, torch.bfloat16))
 
 
-# E4M3 codes of the values of the 16 E2M1 codes, and for every byte of two such codes those of both.
+# The E4M3 code of each E2M1 code, and for each byte of two E2M1 codes both E4M3 codes.
 _FP8_OF_FP4 = torch.tensor([sign | code for sign in (0, 0x80) for code in (0, 48, 56, 60, 64, 68, 72, 76)])
 _FP8_PAIRS = (_FP8_OF_FP4 | _FP8_OF_FP4[:, None] << 8).flatten().to(torch.int16)
 
 
 def _fp8_of_fp4(x: Tensor) -> Tensor:
-    """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
+    """Unpack a float4 tensor (two codes in each byte, the even one in the low nibble) to float8_e4m3fn."""
     if not is_readable(x):
         unpacked: Tensor = torch.ops.fmtsim.fp8_of_fp4(x)
         return unpacked
@@ -280,7 +278,7 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
 
 
 def unpack_fp4(x: Tensor, out: Tensor) -> None:
-    """Write the numbers of an FP4 tensor to a contiguous float8_e4m3fn one."""
+    """Unpack a float4 tensor into a contiguous float8_e4m3fn tensor."""
     codes, pairs = x.view(torch.uint8).reshape(-1), out.view(-1).view(torch.int16)
     if x.is_cpu:
         ops.load_engine("cpu").look_up(codes, _FP8_PAIRS, pairs)
@@ -297,12 +295,12 @@ define_operator("fp8_of_fp4(Tensor x) -> Tensor", _fp8_of_fp4, _fp8_of_fp4_shape
 
 @lru_cache(maxsize=16)
 def _fp8_pairs(device: torch.device) -> Tensor:
-    """Return the table on a device, where it stays: a copy would wait, and a graph could not capture it."""
+    """Return the table on a device, cached there: a copy from the host blocks, and CUDA graphs cannot capture it."""
     return _FP8_PAIRS.to(device)
 
 
 def fp4_of_fp8(x: Tensor) -> Tensor:
-    """Return E2M1 numbers that float8_e4m3fn holds as a tensor with two in each byte, the even in the low nibble."""
+    """Pack E2M1 values held in float8_e4m3fn to a float4 tensor, the even one of a pair in the low nibble."""
     table = torch.zeros(256, dtype=torch.uint8)
     table[_FP8_OF_FP4] = torch.arange(16, dtype=torch.uint8)
     nibbles = table.to(x.device)[x.view(torch.uint8).int()]
@@ -315,15 +313,15 @@ def stays_packed(x: Tensor) -> bool:
 
 
 def inner_length(x: Tensor) -> int:
-    """Return how many numbers a row [..., K] has: float4 tensors hold two in an element."""
+    """Return K of a tensor [..., K]: an element of a float4 tensor holds two values."""
     return x.shape[-1] * (2 if x.dtype == FP4 else 1)
 
 
 def matrix_layout(x: Tensor, *, transposed: bool = False) -> Layout:
-    """Return how a library sees a matrix: ``"row"`` where K is contiguous.
+    """Return the layout of a matrix as a library sees it: ``"row"`` where K is contiguous.
 
     Args:
-        x: As the verb was given it: a [..., M, K], or b [..., K, N] with ``transposed``.
+        x: An argument of the verb: a [..., M, K], or b [..., K, N] with ``transposed``.
         transposed: K is the first of the two dimensions.
 
     A contiguous tensor counts as row-major, then a transposed one as column-major; anything else is copied to
@@ -334,52 +332,58 @@ def matrix_layout(x: Tensor, *, transposed: bool = False) -> Layout:
     return "column" if row_major == transposed else "row"
 
 
-_NUMBERS = 1 << 21  # of each operand that are made ready at a time: 8 MB of TF32, 2 MB of FP4
+_SLICE_ELEMENTS = 1 << 21  # elements of an operand that are converted at a time: 8 MB of TF32, 2 MB of FP4
 
 
 def to_tf32(x: Tensor) -> Tensor:
-    """Return float32 numbers rounded."""
-    return ops.quantize(x, _cast(), torch.float32, None, None)
+    """Round float32 values to TF32, to nearest even."""
+    return ops.quantize(x, _tf32_cast(), torch.float32, None, None)
 
 
-def multiply_in_pieces(
+def gemm_converting_slices(
     engine: Engine, a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None,
     spec: GemmSpec, _: RandomKey | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Do what ``engine.gemm`` does with float32 operands rounded to TF32 and FP4 unpacked; nothing is drawn."""
+    """Call ``engine.gemm`` on slices of rows, each converted just before: float32 to TF32, FP4 unpacked to E4M3.
+
+    For units without stochastic rounding: a slice would draw other random words than the whole product.
+    """
     m, n = out.shape
-    (x_buffer, rows), (y_buffer, columns) = _buffer(a), _buffer(b)
-    for first in range(0, n, columns):
-        across = slice(first, min(first + columns, n))
-        y, scales = _ready(b[across], y_buffer), None if scale_b is None else scale_b[across]
-        for start in range(0, m, rows):
-            down = slice(start, min(start + rows, m))
-            x, own = _ready(a[down], x_buffer), None if c is None else c[down, across]
-            engine.gemm(x, y, own, None if scale_a is None else scale_a[down], scales, spec, None, out[down, across])
+    (a_buffer, a_rows), (b_buffer, b_rows) = _slice_buffer(a), _slice_buffer(b)
+    for n_start in range(0, n, b_rows):
+        n_slice = slice(n_start, min(n_start + b_rows, n))
+        b_ready, scale_b_slice = _converted(b[n_slice], b_buffer), None if scale_b is None else scale_b[n_slice]
+        for m_start in range(0, m, a_rows):
+            m_slice = slice(m_start, min(m_start + a_rows, m))
+            a_ready, c_slice = _converted(a[m_slice], a_buffer), None if c is None else c[m_slice, n_slice]
+            scale_a_slice = None if scale_a is None else scale_a[m_slice]
+            engine.gemm(
+                a_ready, b_ready, c_slice, scale_a_slice, scale_b_slice, spec, None, out[m_slice, n_slice]
+            )  # fmt: skip
 
 
-def _buffer(x: Tensor) -> tuple[Tensor, int]:
-    """Return memory for a piece of an operand, used again and again, and how many of its rows a piece has."""
+def _slice_buffer(x: Tensor) -> tuple[Tensor, int]:
+    """Return a reusable buffer for a converted slice of an operand, and the rows of a slice."""
     dtype = torch.float8_e4m3fn if x.dtype == FP4 else torch.float32
     k = inner_length(x)
-    rows = min(max(_NUMBERS // max(k, 1), 64), x.shape[0])
+    rows = min(max(_SLICE_ELEMENTS // max(k, 1), 64), x.shape[0])
     return torch.empty(rows, k, dtype=dtype), rows
 
 
-def _ready(x: Tensor, buffer: Tensor) -> Tensor:
-    """Return rows of an operand as engines take them, in the buffer."""
+def _converted(x: Tensor, buffer: Tensor) -> Tensor:
+    """Return a slice of an operand in a dtype that engines take, in the buffer if it needs a conversion."""
     out = buffer[: x.shape[0]]
     if x.dtype == FP4:
         unpack_fp4(x, out)
     elif x.dtype == torch.float32:
-        ops.quantize_out(x, out, _cast(), None, None)
+        ops.quantize_out(x, out, _tf32_cast(), None, None)
     else:
         return x
     return out
 
 
 @lru_cache
-def _cast() -> str:
+def _tf32_cast() -> str:
     fmt = get_format("tf32")
     assert isinstance(fmt, FloatFormat)
     return CastSpec(format=fmt, rounding=Rounding(), overflow="ieee").to_json()

@@ -13,7 +13,7 @@ from fmtsim.casts import ops
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.operands import FP4, inner_length, multiply_in_pieces, to_tf32
+from fmtsim.gemm.products.operands import FP4, gemm_converting_slices, inner_length, to_tf32
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -107,7 +107,7 @@ def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
 
 
 def _unpacked(x: Tensor) -> Tensor:
-    """Return a stand-in for an FP4 matrix that multiply_in_pieces unpacks, without memory; others as they are."""
+    """Return an E4M3 tensor of an FP4 matrix's unpacked shape, without memory; other tensors as they are."""
     return torch.empty(1, 1, dtype=torch.float8_e4m3fn).expand(x.shape[0], inner_length(x)) if x.dtype == FP4 else x
 
 
@@ -139,7 +139,7 @@ def _gemm(  # type: ignore[no-untyped-def]
 
 
 def _small_products(a, b, spec, batched, shared, key, out):  # type: ignore[no-untyped-def]
-    """Write the small products of a batch that the CPU's kernels take at once; return the numbers of the others."""
+    """Compute the small products of a batch in one call of the CPU engine; return the indices of the others."""
     (count, m, n), plan, row, bias = out.shape, spec.plan, shared["row"], shared["bias"]
     cpu = ops.load_engine("cpu") if a.is_cpu and out.numel() else None
     if cpu is None or gemm_engine(spec, a[0], b[0]) is not cpu:
@@ -164,21 +164,21 @@ def _small_products(a, b, spec, batched, shared, key, out):  # type: ignore[no-u
 
 
 def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # type: ignore[no-untyped-def]
-    """Write one product into out, a group of rows at a time where its sums take another dtype than out."""
+    """Compute one product into out, by groups of rows if the sums have another dtype than out."""
     m, n = out.shape
     if not out.numel():
         return
     path, wide = spec.datapath, spec.sum_dtype
-    if spec.plan.k_end is not None:  # the library never multiplies the products from there on
-        a, b, scale_a, scale_b = _ended(a, b, scale_a, scale_b, spec)
+    if spec.plan.k_end is not None:  # the library drops the end of K
+        a, b, scale_a, scale_b = _cut_at_k_end(a, b, scale_a, scale_b, spec)
         spec = _without_end(spec)
-    if isinstance(path, Datapath) and path.scale is not None:  # a unit with scales of its own, and a call without: ones
+    if isinstance(path, Datapath) and path.scale is not None:  # a call without scales on a unit with scales: ones
         blocks = -(-inner_length(a) // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
         scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b
     random = None if key is None else ops.random_key(key)
-    engine = gemm_engine(spec, a, b)
     step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
+    engine = gemm_engine(spec, a, b)
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
         part, c_rows, scale_rows, row, bias = out[rows], c, scale_a, shared["row"], shared["bias"]
@@ -191,8 +191,8 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
                 raise ArgumentError(
                     "parts that are added in place begin with c or with a bias, and both are given; pass one"
                 )
-            c_rows, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # what an output begins with
-        multiply = partial(multiply_in_pieces, engine) if tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
+            c_rows, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # the initial value of the output
+        multiply = partial(gemm_converting_slices, engine) if tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
         multiply(a[rows], b, c_rows, scale_rows, scale_b, spec, random, sums)
         if wide != torch.int32:
             finish(
@@ -201,8 +201,8 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
             )  # fmt: skip
 
 
-def _ended(a, b, scale_a, scale_b, spec):  # type: ignore[no-untyped-def]
-    """Return operands and their scales along K up to the end that a plan gives."""
+def _cut_at_k_end(a, b, scale_a, scale_b, spec):  # type: ignore[no-untyped-def]
+    """Return operands and their scales cut along K at ``plan.k_end``."""
     path, plan = spec.datapath, spec.plan
     every = path.scale_block if isinstance(path, Datapath) and path.scale is not None else plan.promote_every
     groups = -(-plan.k_end // (every or 1))
@@ -220,30 +220,30 @@ def _is_on_gpu(x: Tensor) -> bool:
 
 
 def _at_once(x: Tensor, few: int) -> int:
-    """Return how many numbers are worked on at once: ``few``, or many on a GPU."""
+    """Return how many elements to process at a time: ``few`` on a CPU, many on a GPU."""
     return _ON_GPUS if _is_on_gpu(x) else few
 
 
 def _require_values(*operands: tuple[str, Tensor, OperandFormat]) -> None:
-    """Refuse numbers that an operand's format lacks.
+    """Refuse operands with values outside their formats.
 
-    A tensor in the format's own dtype cannot hold any; neither can one of 8 bits in another dtype, which verbs make of
-    a narrower format's codes and never take. A GPU is asked once for all; it is not asked while a graph is captured,
-    which cannot wait for an answer.
+    Operands in the format's own dtype cannot hold such values, and 8-bit operands in other dtypes were decoded here
+    from codes of a narrower format. On a GPU one synchronisation covers all operands; while a CUDA graph is captured,
+    which allows none, nothing is checked.
     """
-    loose = [
+    unproven = [
         (name, x, fmt) for name, x, fmt in operands
         if x.dtype.is_floating_point and x.dtype.itemsize > 1 and _own_dtype(fmt) != x.dtype and x.numel()
     ]  # fmt: skip
-    if not loose:
+    if not unproven:
         return
-    if _is_on_gpu(loose[0][1]):
+    if _is_on_gpu(unproven[0][1]):
         if captures():
             return
-        equal = [(rounded == piece).all() for _, x, fmt in loose for piece, rounded in _pieces(x, fmt)]
+        equal = [(rounded == piece).all() for _, x, fmt in unproven for piece, rounded in _pieces(x, fmt)]
         if bool(torch.stack(equal).all()):
             return
-    for name, x, fmt in loose:
+    for name, x, fmt in unproven:
         _require_each(name, x, fmt)
 
 
@@ -251,7 +251,7 @@ _own_dtype = lru_cache(maxsize=256)(torch_dtype)
 
 
 def _pieces(x: Tensor, fmt: OperandFormat) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield an operand by groups of rows, each with what it becomes in a format."""
+    """Yield an operand by groups of rows, each group with its values rounded to a format."""
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow="ieee")
     rows = x.reshape(-1, x.shape[-1])
     step = min(max(1, _at_once(x, _VALUES) // rows.shape[1]), rows.shape[0])

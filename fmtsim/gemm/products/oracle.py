@@ -47,7 +47,7 @@ def gemm_oracle(
     scale_b: Sequence[Sequence[float]] | None = None,
     random: Sequence[int] | None = None,
 ) -> list[list[Any]]:
-    """Return the reduced sums of ``a b^T``, before the epilogue.
+    """Return the reduced sums of ``a b^T``, without the epilogue.
 
     Args:
         a: [M][K] floats that lie on ``spec.a``, or integers for an IntegerDatapath.
@@ -75,17 +75,17 @@ def gemm_oracle(
         words = _words(spec.datapath, random, m * len(b) + n, len(a) * len(b))
         scales = None if scale_a is None else scale_a[m], None if scale_b is None else scale_b[n]
         products = _products(a[m], b[n], *scales, spec)
-        given = None if c is None else c[m][n]
-        begins = zero if given is None or spec.plan.reduce == "in_place" else given
+        addend = None if c is None else c[m][n]
+        start_of_first = zero if addend is None or spec.plan.reduce == "in_place" else addend
         if not order:  # rule 6
-            return zero if given is None else given
-        starts = [begins, *[zero] * len(order)]
+            return zero if addend is None else addend
+        starts = [start_of_first, *[zero] * len(order)]
         lanes: dict[int, dict[int, Any]] = defaultdict(dict)
         for ((part, lane), chains), start in zip(order.items(), starts, strict=False):
             lanes[part][lane] = _part_sum(chains, start, products, words, spec)
         sums = [_lane_sum([of_part.get(lane, zero) for lane in range(spec.plan.lanes)], spec)
                 for of_part in lanes.values()]  # fmt: skip
-        return _in_place(sums, given, spec) if spec.plan.reduce == "in_place" else _reduced(sums, spec)
+        return _in_place(sums, addend, spec) if spec.plan.reduce == "in_place" else _reduced(sums, spec)
 
     return [[output(m, n) for n in range(len(b))] for m in range(len(a))]
 
@@ -233,7 +233,7 @@ def _lane_sum(sums: list[Any], spec: GemmSpec) -> Any:
 
 
 def _folded(parts: list[Any], spec: GemmSpec) -> Any:
-    """Return the sum of parts in 128 places: by 64, by 32, then every fourth, then four (rule 5)."""
+    """Add parts in 128 places: those 64 apart, those 32 apart, every fourth, then the four sums (rule 5)."""
     zero = _zero(spec.datapath)
     q = [*parts[:128], *[zero] * (128 - len(parts))]
     for i, part in enumerate(parts[128:]):
@@ -265,13 +265,13 @@ def _reduced(sums: list[Any], spec: GemmSpec) -> Any:
     return result
 
 
-def _in_place(sums: list[Any], given: Any, spec: GemmSpec) -> Any:
+def _in_place(sums: list[Any], addend: Any, spec: GemmSpec) -> Any:
     """Return the output after every part was added to it, and rounded to its format (rule 5)."""
-    kept = spec.plan.partial
-    result = given
+    output = spec.plan.partial
+    result = addend
     for p in sums:
         result = p if result is None else _plus(result, p, spec)
-        result = result if kept is None else add(kept, result, -0.0)  # adding -0 changes nothing, so this rounds
+        result = result if output is None else add(output, result, -0.0)  # adding -0 changes nothing, so this rounds
     return result
 
 
@@ -293,7 +293,7 @@ def _wider_than_fp32(fmt: FloatFormat) -> bool:
 
 
 def order_of_products(k: int, datapath: Arithmetic, plan: GemmPlan) -> list[Part]:
-    """Return which products are added when: parts, or where a plan has lanes lanes, of chains of blocks of indices.
+    """Return the accumulation order: the chains of each part (of each lane, if a plan has lanes), as blocks of indices.
 
     Args:
         k: Products in a sum; 0 gives no parts.

@@ -127,10 +127,10 @@ def _limit(p: Product) -> float:
 
 def _special(terms: Iterable[float]) -> float | None:
     """Return the NaN or Inf that a sum with such terms is, None for a sum of finite terms (step 1)."""
-    found = {t for t in terms if not math.isfinite(t)}
-    if not found:
+    specials = {t for t in terms if not math.isfinite(t)}
+    if not specials:
         return None
-    return math.nan if len(found) > 1 else found.pop()  # a NaN, or both infinities, or one
+    return math.nan if len(specials) > 1 else specials.pop()  # a NaN, or both infinities, or one
 
 
 # Section 2: the fused unit.

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way of matrix products: what a GemmCall comes to on a target, a unit or a datapath, and who computes it."""
+"""Resolve and run matrix products: from a GemmCall to a GemmSpec, then to the GPU's library or to an engine.
+
+``run_product`` is the only way from verbs and layers to a product; ``resolve`` is the only way from a call to its
+unit and accumulation order.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +40,7 @@ from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
 NO_SCALES = Scales()
-_asked: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("asked", default=None)
+_recording: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("recording", default=None)
 
 
 def check_target(verb: str, target: Any, plan: Any = None, accumulate: Any = None) -> Any:
@@ -70,15 +74,15 @@ def _known_target(verb: str, target: Any) -> Any:
 def run_product(
     operation: Operation, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat],
     dtype: torch.dtype | None, scales: Scales = NO_SCALES, *, bias: Tensor | None = None, adds_bias: bool = True,
-    scale_result: Tensor | None = None, target: Any, plan: GemmPlan | None = None,
+    scale_result: Tensor | None = None, target: Any, library: bool, plan: GemmPlan | None = None,
     accumulate: str | None = None, fast_accum: bool = True, native: bool | None = None, strict: bool = False,
     generator: Any = None, tf32: str = "", layouts: tuple[Layout, Layout] | None = None, quantized: bool = False,
     call: GemmCall | None = None, bare: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return ``a b^T + bias``: what every verb and every layer on a unit or target comes to.
+    """Return ``a b^T + bias`` on a target: every verb, and every layer with a target, calls this.
 
     Args:
-        operation: Which function of torch this is.
+        operation: The torch function whose bits these are.
         a: [..., M, K], as ``read_operand`` takes it.
         b: [..., N, K], likewise.
         formats: Of both operands.
@@ -88,20 +92,20 @@ def run_product(
         adds_bias: False where the library adds none in such a call: it is then added to the result.
         scale_result: As in ``scaled_mm``.
         target, plan, accumulate, native, strict: As in ``mm``.
+        library: Whether the target is a GPU with its library, not a unit or datapath alone.
         fast_accum: As in GemmCall.
         generator: Random words of a unit that rounds stochastically.
         tf32: ``"round"`` where float32 operands become TF32, to nearest even, else ``""``.
-        layouts: How a library sees the operands; None says what they are.
-        quantized: A layer quantised both: they are values of their formats in any dtype of engines, their scales
-            those of their kind, nothing is looked at again, and the generator may be one that nothing draws from.
-        call: The call that all this is, where that was made before.
+        layouts: How a library sees the operands; None reads them off a and b.
+        quantized: A layer quantised both operands: each holds values of its format in a dtype that engines take, the
+            scales are of their kind, nothing is validated again, and the generator may go unused.
+        call: The GemmCall of these arguments, checked, if the caller has it.
         bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
-    library = None if is_unit(target) else target
-    if call is None and library is not None:
+    if call is None and library:
         check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
-    if (library is not None or native is not None) and runs_natively(
-        native, library, plan, a.device,
+    if (native or (native is None and a.is_cuda)) and runs_natively(
+        native, target if library else None, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
             fast_accum=fast_accum, scale_result=scale_result is not None, converted=quantized or bool(tf32),
@@ -115,7 +119,7 @@ def run_product(
     if call is not None:
         spec = resolve(call)
     else:
-        if layouts is None and (library is not None or plan is not None):
+        if layouts is None and (library or plan is not None):
             layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
         sizes = a.shape[-2], b.shape[-2], inner_length(a)
         spec = resolve_call(
@@ -127,24 +131,24 @@ def run_product(
     if spec.accumulate == "int32" and dtype != torch.int32:
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
     if spec.accumulate != "int32" and dtype not in OUT_DTYPES:
-        output_format(dtype)  # which names those that are
-    left, right = a, b
+        output_format(dtype)  # raises an error that lists the output dtypes
+    a_values, b_values = a, b
     if a.dtype not in DIRECT or b.dtype not in DIRECT:
-        pieces = spec.plan.k_end is None and not spec.stochastic
-        left, right = (
-            x if pieces and stays_packed(x) else read_operand(x, fmt) for x, fmt in zip((a, b), formats, strict=True)
+        in_slices = spec.plan.k_end is None and not spec.stochastic  # FP4 may stay packed until then
+        a_values, b_values = (
+            x if in_slices and stays_packed(x) else read_operand(x, fmt) for x, fmt in zip((a, b), formats, strict=True)
         )
     scale_a, scale_b = scales.a, scales.b
     if scale_a is not None or scale_b is not None:
-        scale_a, scale_b = _block_scales(scales, left, right, spec, quantized)
+        scale_a, scale_b = _block_scales(scales, a_values, b_values, spec, quantized)
     key = None
     if spec.stochastic or (generator is not None and not quantized):
         key = random_keys(spec.stochastic, generator, a.shape[0] if a.dim() == 3 else None, a.device)
-    made = left is not a and right is not b  # of codes
+    decoded = a_values is not a and b_values is not b  # values of their formats by construction
     return run_gemm(
-        left, right, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,
-        bias=bias, result_scale=scale_result if library is None else None, random=key,
-        validated=made or (quantized and formats == (spec.a, spec.b)),
+        a_values, b_values, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,
+        bias=bias, result_scale=None if library else scale_result, random=key,
+        validated=decoded or (quantized and formats == (spec.a, spec.b)),
         tf32=bool(tf32) and spec.a.name == "tf32",  # the unit may take another format than was asked for
         bare=bare and key is None,
     )  # fmt: skip
@@ -154,55 +158,56 @@ def _block_scales(
     scales: Scales, a: Tensor, b: Tensor, spec: GemmSpec, quantized: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return scales inside the unit, or those of the promotion, for every row."""
-    each = scales.each_row(a.shape[-2], b.shape[-2])
+    row_scales = scales.each_row(a.shape[-2], b.shape[-2])
     if quantized:
         check_unit_scales(spec.datapath, scales.kind)
     if quantized or scales.kind in LARGE_BLOCKS:
-        return each
-    return unit_scales(*each, a, b, spec.text)
+        return row_scales
+    return unit_scales(*row_scales, a, b, spec.text)
 
 
 def resolve(call: GemmCall) -> GemmSpec:
-    """Return what a call comes to, out of a cache where it was asked before.
+    """Return the datapath, accumulation order and formats of a call, cached.
 
-    A plan that is a guess warns once a process for each call, and so does one that leaves products out.
+    Warns once a process for each call whose plan is a guess, and for each whose library drops the end of K.
 
     Raises:
         ArgumentError: The target or unit does not take the call, its plan makes no sense for it, or it is a guess and
             ``strict`` is set.
     """
-    record = None if is_unit(call.target) else targets.get_target(call.target)
-    # Another record may be registered under a unit's name.
-    found = _resolved(call, units.registrations if record is None else record)
-    asked = _asked.get()
-    if asked is not None:
-        asked[call] = found
-    if record is not None and found.basis == "guess":
-        record.doubt(call.facts(), found.plan, call.strict)
-    if found.plan.k_end is not None and record is not None and call.plan is None:
-        warn_of_bug(record, call.facts(), found.plan, guess=found.basis == "guess")
-    return found
+    record = targets.find_target(call.target)
+    target = None if isinstance(record, units.Unit | Arithmetic) else record
+    # A unit's name may be registered for another record later.
+    spec = _resolved(call, units.registrations if target is None else target)
+    calls = _recording.get()
+    if calls is not None:
+        calls[call] = spec
+    if target is not None and spec.basis == "guess":
+        target.doubt(call.facts(), spec.plan, call.strict)
+    if target is not None and spec.plan.k_end is not None and call.plan is None:
+        warn_of_bug(target, call.facts(), spec.plan, guess=spec.basis == "guess")
+    return spec
 
 
 @contextmanager
 def recorded_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
-    """Collect the calls that this thread resolves, each once and in order, with what they come to.
+    """Collect the calls that this thread resolves, each once and in order, with their specs.
 
-    Guesses do not warn meanwhile: the caller reports their basis in words.
+    Silences warnings of guesses and library bugs: the caller reports the basis of each plan.
     """
-    with without_doubts(), seen_calls() as found:
-        yield found
+    with without_doubts(), seen_calls() as calls:
+        yield calls
 
 
 @contextmanager
 def seen_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
-    """Collect the calls that this thread resolves, as ``recorded_calls``; warnings are given as ever."""
-    found: dict[GemmCall, GemmSpec] = {}
-    token = _asked.set(found)
+    """Collect calls as ``recorded_calls`` does, without silencing warnings."""
+    calls: dict[GemmCall, GemmSpec] = {}
+    token = _recording.set(calls)
     try:
-        yield found
+        yield calls
     finally:
-        _asked.reset(token)
+        _recording.reset(token)
 
 
 def resolve_call(
@@ -210,9 +215,9 @@ def resolve_call(
     target: Any, plan: GemmPlan | None = None, accumulate: str | None = None,
     layouts: tuple[Layout, Layout] | None = None, batch: int = 1, **facts: Any,
 ) -> GemmSpec:  # fmt: skip
-    """Return what the GemmCall of these fields comes to; for verbs and layers, which torch.compile may trace.
+    """Return ``resolve`` of the GemmCall of these fields; torch.compile may trace the caller.
 
-    torch.compile makes a program for every shape on which a plan can depend, and one for all where none does.
+    Sizes are specialised (one compiled program for each) only where a plan can depend on them.
     """
     m = n = k = count = 0
     if plan is not None or not is_unit(target):
@@ -226,7 +231,7 @@ def resolve_call(
 
 @constant_in_graphs
 def _resolve_fields(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmSpec:
-    """Take every record by itself: torch.compile finds those in a tuple or in another record only while it traces."""
+    # Every record is an argument of its own: torch.compile guards on none inside a tuple or another record.
     return resolve(_named_call(a, b, target=target, plan=plan, **facts))
 
 
@@ -234,7 +239,7 @@ def gemm_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
     target: Any, plan: GemmPlan | None = None, batch: int = 1, accumulate: str | None = None, **facts: Any,
 ) -> GemmCall:  # fmt: skip
-    """Return the GemmCall of these fields, sizes left out where neither a library nor a plan looks at them."""
+    """Return the GemmCall of these fields; sizes are 0 where neither a library nor a plan depends on them."""
     if plan is None and is_unit(target):
         sizes, batch = (0, 0, 0), 0
     m, n, k = map(index, sizes)
@@ -250,8 +255,8 @@ def _named_call(a: OperandFormat, b: OperandFormat, **facts: Any) -> GemmCall:
 
 @lru_cache(maxsize=4096)
 def _resolved(call: GemmCall, record: Any) -> GemmSpec:
-    """Resolve a call; the target's record, or the state of the registry of units, is part of what is cached."""
-    if not is_unit(call.target):
+    """Resolve a call; ``record``, part of the cache's key, is the Target, or how often units were registered."""
+    if not isinstance(record, int):
         spec = record.resolve(call.facts(), strict=call.strict)
         if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
             spec = replace(spec, a=call.formats[0], b=call.formats[1])

@@ -122,7 +122,7 @@ def scaled_mm(
     _check_bias(bias, n, dtype, library)
     return run_product(
         "scaled_mm", a, columns, operand_formats, dtype, scales, bias=bias, scale_result=scale_result, target=target,
-        plan=plan, accumulate=accumulate or ("fp32" if library else None), fast_accum=use_fast_accum,
+        library=library, plan=plan, accumulate=accumulate or ("fp32" if library else None), fast_accum=use_fast_accum,
         native=native, strict=strict, generator=options.get("generator"),
     )  # fmt: skip
 
@@ -146,15 +146,15 @@ def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
 
 def _by_name(**scales: Any) -> dict[str, Tensor]:
     """Return scales by the names that errors call them."""
-    found: dict[str, Any] = {}
-    for name, given in scales.items():
-        several = isinstance(given, list | tuple)
-        found |= {f"{name}[{i}]": member for i, member in enumerate(given)} if several else {name: given}
-    return found
+    by_name: dict[str, Any] = {}
+    for name, scale in scales.items():
+        levels = {f"{name}[{i}]": level for i, level in enumerate(scale)} if isinstance(scale, list | tuple) else None
+        by_name |= levels or {name: scale}
+    return by_name
 
 
-def _output(a: Tensor, recipes: bool, given: torch.dtype | None) -> torch.dtype:
-    dtype = given if given is not None else torch.bfloat16 if recipes else a.dtype
+def _output(a: Tensor, recipes: bool, out_dtype: torch.dtype | None) -> torch.dtype:
+    dtype = out_dtype if out_dtype is not None else torch.bfloat16 if recipes else a.dtype
     if not isinstance(dtype, torch.dtype) or dtype == torch.float4_e2m1fn_x2:
         raise DtypeError(f"out_dtype={shown(dtype)} is not the dtype of a product; pass for example torch.bfloat16")
     output_format(dtype)
@@ -233,24 +233,24 @@ def mma(
         )
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
     chosen, truncated = _formats(a, b, unit, *pair_of("formats", formats))
-    left = read_operand(a, chosen[0], tf32="truncate" if truncated[0] else "")
-    right = read_operand(b, chosen[1], tf32="truncate" if truncated[1] else "")
-    if left.shape[-1] != right.shape[-1]:
+    a_values = read_operand(a, chosen[0], tf32="truncate" if truncated[0] else "")
+    b_values = read_operand(b, chosen[1], tf32="truncate" if truncated[1] else "")
+    if a_values.shape[-1] != b_values.shape[-1]:
         raise ArgumentError(
-            f"mma: a of shape {tuple(left.shape)} and b of shape {tuple(right.shape)} differ in K; a is [..., M, K], "
-            "b is [..., N, K]"
+            f"mma: a of shape {tuple(a_values.shape)} and b of shape {tuple(b_values.shape)} differ in K; "
+            "a is [..., M, K], b is [..., N, K]"
         )
-    given = unit_scale_format(scale_a, scale_b)
-    kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == given), "none")
+    scale_fmt = unit_scale_format(scale_a, scale_b)
+    kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == scale_fmt), "none")
     spec = resolve_call("mm", *chosen, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
-    batch = _batch(left, right, c, scale_a, scale_b)
+    batch = _batch(a_values, b_values, c, scale_a, scale_b)
     if c is not None and c.dtype != dtype:
         raise DtypeError(f"c has dtype {c.dtype}, but the unit sums in {dtype}; pass c.to({dtype})")
     addend = c if c is None else (_addend if is_readable(c) else torch.ops.fmtsim.addend)(c, spec.text)
-    scales = unit_scales(scale_a, scale_b, left, right, spec.text)
-    validated = left is not a and right is not b  # made of codes, or truncated
-    return _run(left, right, addend, scales, spec, dtype, batch, generator, validated)
+    scales = unit_scales(scale_a, scale_b, a_values, b_values, spec.text)
+    validated = a_values is not a and b_values is not b  # made of codes, or truncated
+    return _run(a_values, b_values, addend, scales, spec, dtype, batch, generator, validated)
 
 
 def _run(
@@ -266,10 +266,10 @@ def _run(
         operands: Any = (rows[0], b, rows[1], rows[2], scales[1])
     else:
         operands = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (a, b, c, *scales)]
-    left, right, addend, scale_a, scale_b = operands
+    a_stack, b_stack, addend, scale_a, scale_b = operands
     key = random_keys(spec.stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
     out = run_gemm(
-        left, right, spec, dtype=dtype, c=addend, scale_a=scale_a, scale_b=scale_b, random=key, validated=validated
+        a_stack, b_stack, spec, dtype=dtype, c=addend, scale_a=scale_a, scale_b=scale_b, random=key, validated=validated
     )  # fmt: skip
     return out.reshape(*batch, m, n)
 
@@ -283,10 +283,10 @@ def _refuse_gradient(**tensors: Tensor | None) -> None:
 def _accumulate(c: Tensor | None, accumulate: str | None) -> str | None:
     if c is None:
         return accumulate
-    own = accumulate_name(c.dtype)
-    if accumulate not in (None, own):
+    of_c = accumulate_name(c.dtype)
+    if accumulate not in (None, of_c):
         raise DtypeError(f"c has dtype {c.dtype}, but accumulate={shown(accumulate)}; leave one of them out")
-    return own
+    return of_c
 
 
 def _formats(
@@ -295,11 +295,11 @@ def _formats(
     """Return both formats, and which operands are float32 words whose low bits a TF32 unit ignores."""
     formats, truncated = [], []
     only_tf32 = not unit_takes(unit, "fp32") and unit_takes(unit, "tf32")
-    for name, x, given in (("a", a, a_format), ("b", b, b_format)):
-        word = x.dtype == torch.float32
-        given = "tf32" if given is None and word and only_tf32 else given
-        formats.append(operand_format(name, x, given))
-        truncated.append(word and formats[-1].name == "tf32")
+    for name, x, declared in (("a", a, a_format), ("b", b, b_format)):
+        is_fp32 = x.dtype == torch.float32
+        declared = "tf32" if declared is None and is_fp32 and only_tf32 else declared
+        formats.append(operand_format(name, x, declared))
+        truncated.append(is_fp32 and formats[-1].name == "tf32")
     return (formats[0], formats[1]), (truncated[0], truncated[1])
 
 
@@ -331,20 +331,20 @@ def _addend(c: Tensor, text: str) -> Tensor:
     dropped = path.fraction_bits is not None and path.fraction_bits <= path.accumulator.mantissa_bits
     rounding = Rounding(mode="toward_zero") if dropped and path.term_rounding == "toward_zero" else Rounding()
     spec = CastSpec(format=path.accumulator, rounding=rounding, overflow="ieee")
-    kept = quantize(wide, spec.to_json(), wide.dtype, None, None)
-    if rounding.mode != "toward_zero" and bool(((kept != wide) & ~(kept.isnan() & wide.isnan())).any()):
+    rounded = quantize(wide, spec.to_json(), wide.dtype, None, None)
+    if rounding.mode != "toward_zero" and bool(((rounded != wide) & ~(rounded.isnan() & wide.isnan())).any()):
         raise ArgumentError(
             f"c holds numbers that the accumulator {path.accumulator.name} lacks; round it first with fmtsim.quantize"
         )
-    return kept
+    return rounded
 
 
 def is_exactly(fmt: FloatFormat, dtype: torch.dtype) -> bool:
     """Return True if every number of a dtype is a value of a format."""
-    own = get_format(dtype)
-    assert isinstance(own, FloatFormat)
-    fits = own.max <= fmt.max and own.min_subnormal >= fmt.min_subnormal
-    return fits and own.mantissa_bits <= fmt.mantissa_bits
+    dtype_fmt = get_format(dtype)
+    assert isinstance(dtype_fmt, FloatFormat)
+    in_range = dtype_fmt.max <= fmt.max and dtype_fmt.min_subnormal >= fmt.min_subnormal
+    return in_range and dtype_fmt.mantissa_bits <= fmt.mantissa_bits
 
 
 def _addend_shape(c, text):  # type: ignore[no-untyped-def]

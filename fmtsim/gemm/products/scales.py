@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales as callers hold them, made into what engines and epilogues take."""
+"""Scales of operands: check them, read torch's layouts and swizzles, and convert them for engines and epilogues."""
 
 from typing import Any, NamedTuple
 
@@ -35,12 +35,12 @@ _SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
 
 
 class Scales(NamedTuple):
-    """Scales of a call.
+    """The scales of a product's operands.
 
     kind: What shares a scale, as in GemmCall.
-    row, column: Those of the epilogue: one element, or one for each row of a, and each row of b.
-    a, b: Those of blocks, [row blocks, blocks along K]: float32, or codes of scales inside a unit.
-    rows_per_scale: How many rows of a, and of b, share the scales of a block.
+    row, column: Scales of the epilogue: one element, or one for each row of a and of b.
+    a, b: Block scales, [row blocks, blocks along K]: float32, or codes of scales inside a unit.
+    rows_per_scale: Rows of a block of a and of b.
     """
 
     kind: ScaleKind = "none"
@@ -51,7 +51,7 @@ class Scales(NamedTuple):
     rows_per_scale: tuple[int, int] = (1, 1)
 
     def each_row(self, m: int, n: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scales of blocks, one for every row of a [m, K] and b [n, K]."""
+        """Return the block scales with one row for each row of a [m, K] and of b [n, K]."""
         a, b = (
             s if s is None or rows == 1 else s.repeat_interleave(rows, 0)[:size]
             for s, rows, size in zip((self.a, self.b), self.rows_per_scale, (m, n), strict=True)
@@ -59,14 +59,14 @@ class Scales(NamedTuple):
         return a, b
 
     def padded(self, n: int, rows: int) -> "Scales":
-        """Return the scales of b with rows of zeros below its n: up to so many rows, whose scales count nowhere."""
+        """Return the scales for b padded with zero rows from n to ``rows``: the padding repeats the last scale."""
         column = self.column if self.column is None or self.column.numel() == 1 else _repeated(self.column, rows - n)
         b = self.b if self.b is None or self.rows_per_scale[1] > 1 else _repeated(self.b, rows - n)
         return self._replace(column=column, b=b)
 
 
 def _repeated(scales: Tensor, more: int) -> Tensor:
-    """Return scales with the last row so many times more."""
+    """Append ``more`` copies of the last row."""
     return torch.cat([scales, scales[-1:].expand(more, *scales.shape[1:])])
 
 
@@ -87,9 +87,9 @@ def check_unit_scales(path: Arithmetic, kind: ScaleKind) -> None:
     scale, block = (path.scale, path.scale_block) if isinstance(path, Datapath) else (None, 0)
     if scale is not None and (scale.name, block) == (name, every):
         return
-    own = "has no scales of its own" if scale is None else f"has {scale.name} scales every {block}"
+    unit_has = "has no scales of its own" if scale is None else f"has {scale.name} scales every {block}"
     raise FormatError(
-        f"the operands have {name} scales every {every} products, the unit {own}; choose another unit "
+        f"the operands have {name} scales every {every} products, the unit {unit_has}; choose another unit "
         "(fmtsim.list_units()), or Datapath(scale=, scale_block=)"
     )
 
@@ -117,11 +117,11 @@ def unit_scales(
         if scale_a is not None or scale_b is not None:
             raise ArgumentError("the unit has no scales of its own; leave scale_a and scale_b out, or call scaled_mm")
         return None, None
-    found: list[Tensor | None] = []
+    values: list[Tensor | None] = []
     for name, scale, x in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
         blocks = -(-inner_length(x) // block)
         if scale is None:
-            found.append(None)
+            values.append(None)
             continue
         if scale.shape[-2:] != (x.shape[-2], blocks):
             raise ArgumentError(
@@ -131,8 +131,8 @@ def unit_scales(
         if scale.dtype in _FORMATS:
             _require_own(scale.dtype, name, spec)
             scale = scale.view(torch.uint8)
-        found.append((_unit_values if is_readable(scale) else torch.ops.fmtsim.unit_scales)(scale, name, spec))
-    return found[0], found[1]
+        values.append((_unit_values if is_readable(scale) else torch.ops.fmtsim.unit_scales)(scale, name, spec))
+    return values[0], values[1]
 
 
 @constant_in_graphs
@@ -145,9 +145,9 @@ def _scale_block(spec: str) -> int | None:
 @constant_in_graphs
 def _require_own(dtype: torch.dtype, name: str, spec: str) -> None:
     """Refuse scales whose dtype is that of another format than the unit's."""
-    own = _scale_format(spec).name
-    if _FORMATS[dtype] != own:
-        raise DtypeError(f"{name} has dtype {dtype}; the unit's scales are {own}")
+    scale_fmt = _scale_format(spec)
+    if _FORMATS[dtype] != scale_fmt.name:
+        raise DtypeError(f"{name} has dtype {dtype}; the unit's scales are {scale_fmt.name}")
 
 
 def _scale_format(spec: str) -> FloatFormat:
@@ -166,13 +166,13 @@ def _unit_values(scale: Tensor, name: str, spec: str) -> Tensor:
     if scale.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
     wide = scale.abs().to(torch.float32)
-    kept = ops.quantize(wide, rule.to_json(), torch.float32, None, None)
-    lost = (kept != wide) & ~wide.isnan()
+    rounded = ops.quantize(wide, rule.to_json(), torch.float32, None, None)
+    lost = (rounded != wide) & ~wide.isnan()
     if bool(lost.any()):
         raise ArgumentError(
             f"{name} holds {wide[lost][0].item():g}, which is not a value of {fmt.name}; round it first"
         )
-    return kept
+    return rounded
 
 
 ops.define_operator(
@@ -192,14 +192,14 @@ def swizzle_names(name: str, swizzle: Any) -> tuple[str, ...] | None:
     return _enum_names(name, swizzle, _SWIZZLES, "SwizzleType")
 
 
-def _enum_names(name: str, given: Any, allowed: tuple[str, ...], kind: str) -> tuple[str, ...] | None:
-    if given is None:
+def _enum_names(name: str, value: Any, allowed: tuple[str, ...], kind: str) -> tuple[str, ...] | None:
+    if value is None:
         return None
-    members = given if isinstance(given, list | tuple) else [given]
+    members = value if isinstance(value, list | tuple) else [value]
     names = tuple(member if isinstance(member, str) else getattr(member, "name", shown(member)) for member in members)
     wrong = [member for member in names if member not in allowed]
     if wrong or not names:
-        raise ArgumentError(f"{name}={shown(given)} is not a {kind}; choose one of {', '.join(allowed)}")
+        raise ArgumentError(f"{name}={shown(value)} is not a {kind}; choose one of {', '.join(allowed)}")
     return names
 
 
@@ -216,15 +216,15 @@ def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
 
 def check_scales(**scales: Any) -> None:
     """Refuse scales that are neither tensors nor lists of tensors."""
-    for name, given in scales.items():
-        if isinstance(given, list | tuple) and not given:
-            raise ArgumentError(f"{name}={given} has no scales; pass a tensor, or a list that begins with one")
-        for member in given if isinstance(given, list | tuple) else [given]:
-            if not isinstance(member, Tensor):
+    for name, scale in scales.items():
+        if isinstance(scale, list | tuple) and not scale:
+            raise ArgumentError(f"{name}={scale} has no scales; pass a tensor, or a list that begins with one")
+        for level in scale if isinstance(scale, list | tuple) else [scale]:
+            if not isinstance(level, Tensor):
                 raise DtypeError(
-                    f"{name} is {type(member).__name__}, not a tensor; pass scales, and recipes as scale_recipes="
+                    f"{name} is {type(level).__name__}, not a tensor; pass scales, and recipes as scale_recipes="
                 )
-            check_dense(name, member)
+            check_dense(name, level)
 
 
 def read_scales(
@@ -265,8 +265,8 @@ def read_scales(
         return _small_blocks(kind, lists, sizes, kinds, swizzles)
     tall = [name == "BlockWise128x128" for name in firsts]
     a, b = (
-        _large_blocks(name, given[0], rows, k, recipe, large if named else name == "scale_b")
-        for name, given, rows, recipe, large in zip(("scale_a", "scale_b"), lists, (m, n), firsts, tall, strict=True)
+        _large_blocks(name, levels[0], rows, k, recipe, large if named else name == "scale_b")
+        for name, levels, rows, recipe, large in zip(("scale_a", "scale_b"), lists, (m, n), firsts, tall, strict=True)
     )
     return Scales(kind, a=a, b=b, rows_per_scale=(_BLOCK if tall[0] else 1, _BLOCK if tall[1] else 1))
 
@@ -287,22 +287,23 @@ def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[
         (((m, kb), (kb, n)), ("BlockWise1x128", "BlockWise1x128")),
         (((mb, kb), (kb, n)), ("BlockWise128x128", "BlockWise1x128")),
     ]
-    found = ("TensorWise", "TensorWise") if a.numel() == b.numel() == 1 else None
-    found = found or next((kinds for wanted, kinds in fitting if wanted == shapes), None)
-    if found is None:
+    if a.numel() == b.numel() == 1:
+        return ("TensorWise",), ("TensorWise",)
+    kinds = next((kinds for expected, kinds in fitting if expected == shapes), None)
+    if kinds is None:
         allowed = ", ".join(f"{x} and {y}" for (x, y), _ in fitting)
         raise ArgumentError(
             f"scale_a of shape {shapes[0]} and scale_b of shape {shapes[1]} fit no kind of scaling; pass one element "
             f"each, {allowed}, or scale_recipes="
         )
-    return (found[0],), (found[1],)
+    return (kinds[0],), (kinds[1],)
 
 
 def _finite(name: str, scale: Tensor) -> Tensor:
     if scale.dtype != torch.float32:
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass torch.float32")
     if captures(scale.device):
-        return scale.detach()  # a graph cannot wait for an answer
+        return scale.detach()  # reading the values would synchronise, which a CUDA graph cannot capture
     if not is_readable(scale):
         checked: Tensor = torch.ops.fmtsim.finite_scales(scale.detach(), name)
         return checked
@@ -365,12 +366,12 @@ def _small_blocks(
 ) -> Scales:  # fmt: skip
     """Return the scales inside a unit: MX (E8M0 every 32) or NVFP4 (E4M3 every 16, and a scale of the tensor)."""
     extent, recipe = SCALE_KINDS[kind], kinds[0][0]
-    blocks, found, alpha = -(-sizes[2] // (extent.block or 1)), [], []
+    blocks, codes, alpha = -(-sizes[2] // (extent.block or 1)), [], []
     for i, (name, rows) in enumerate((("scale_a", sizes[0]), ("scale_b", sizes[1]))):
-        given, extra = lists[i][0], lists[i][1:]
-        if given.dtype != extent.dtype:
-            raise DtypeError(f"{name} has dtype {given.dtype}; {recipe} scales are {extent.dtype}")
-        found.append(_codes(name, given, rows, blocks, (swizzles[i] or ("SWIZZLE_32_4_4",))[0]))
+        block_scales, extra = lists[i][0], lists[i][1:]
+        if block_scales.dtype != extent.dtype:
+            raise DtypeError(f"{name} has dtype {block_scales.dtype}; {recipe} scales are {extent.dtype}")
+        codes.append(_codes(name, block_scales, rows, blocks, (swizzles[i] or ("SWIZZLE_32_4_4",))[0]))
         if extra and kinds[i][1:] not in ((), ("TensorWise",)):
             raise ArgumentError(f"{name} comes with {kinds[i][1:]}; the second scale is TensorWise")
         if len(extra) > (kind == "nvfp4"):
@@ -378,20 +379,20 @@ def _small_blocks(
         alpha += [_single(name, extra[0])] if extra else []
     if len(alpha) == 1:
         raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
-    return Scales(kind, *(alpha or (None, None)), *found)
+    return Scales(kind, *(alpha or (None, None)), *codes)
 
 
-def _codes(name: str, given: Tensor, rows: int, blocks: int, swizzle: str) -> Tensor:
+def _codes(name: str, scale: Tensor, rows: int, blocks: int, swizzle: str) -> Tensor:
     """Return codes [rows, blocks] as uint8."""
-    codes = given.view(torch.uint8)
+    codes = scale.view(torch.uint8)
     if swizzle == "NO_SWIZZLE":
         if tuple(codes.shape) != (rows, blocks):
             raise ArgumentError(f"{name} has shape {tuple(codes.shape)}; without swizzle pass {(rows, blocks)}")
         return codes
-    wanted = -(-rows // 128) * 128 * -(-blocks // 4) * 4
-    if codes.numel() != wanted:
+    padded = -(-rows // 128) * 128 * -(-blocks // 4) * 4
+    if codes.numel() != padded:
         raise ArgumentError(
-            f"{name} has {codes.numel()} elements; pass {wanted}: [{rows}, {blocks}] padded to [128, 4] and "
+            f"{name} has {codes.numel()} elements; pass {padded}: [{rows}, {blocks}] padded to [128, 4] and "
             "swizzled as cuBLAS takes them (scales in plain order: swizzles='NO_SWIZZLE')"
         )
     return unswizzled(codes.contiguous(), rows, blocks)

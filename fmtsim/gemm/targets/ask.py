@@ -211,7 +211,7 @@ class _Functions:
         if status != _SUCCESS:
             raise DeviceError(f"{name} fails with status {status}; see with nvidia-smi whether the GPU can be used")
 
-    def made(self, name: str, *arguments: Any) -> c_void_p:
+    def create(self, name: str, *arguments: Any) -> c_void_p:
         """Call a function that creates an object, and return the object's handle."""
         handle = c_void_p()
         self.call(name, byref(handle), *arguments)
@@ -223,11 +223,13 @@ class _Matrix:
 
     def __init__(self, functions: _Functions, dtype: int) -> None:
         self._set = functions.layout
-        self.pointer = functions.made("cublasLtMatrixLayoutCreate", c_int(dtype), c_uint64(8), c_uint64(8), c_int64(8))
-        self._known = {_ROWS: 8, _COLUMNS: 8, _LD: 8, _BATCH: 1, _STRIDE: 0}
+        self.pointer = functions.create(
+            "cublasLtMatrixLayoutCreate", c_int(dtype), c_uint64(8), c_uint64(8), c_int64(8)
+        )
+        self._current = {_ROWS: 8, _COLUMNS: 8, _LD: 8, _BATCH: 1, _STRIDE: 0}
 
     def resize(self, rows: int, columns: int, batch: int) -> None:
-        attributes = self._known
+        attributes = self._current
         if attributes[_ROWS] != rows:
             self._change(_ROWS, c_uint64(rows))
             self._change(_LD, c_int64(rows))
@@ -242,7 +244,7 @@ class _Matrix:
         status = self._set(self.pointer, attribute, byref(value), sizeof(value))
         if status != _SUCCESS:
             raise DeviceError(f"cublasLtMatrixLayoutSetAttribute {attribute}={value.value} fails with status {status}")
-        self._known[attribute] = value.value
+        self._current[attribute] = value.value
 
 
 class _Product:
@@ -251,7 +253,7 @@ class _Product:
     def __init__(self, functions: _Functions, kind: Kind, layout: int) -> None:
         compute, alpha = _COMPUTE[kind.compute]
         self._functions = functions
-        self.call = functions.made("cublasLtMatmulDescCreate", c_int(compute), c_int(alpha))
+        self.call = functions.create("cublasLtMatmulDescCreate", c_int(compute), c_int(alpha))
         self._transposed = layout in (0, 3), layout in (2, 3)
         self._set(_TRANSA, c_int32(self._transposed[0]))
         self._set(_TRANSB, c_int32(self._transposed[1]))
@@ -263,7 +265,7 @@ class _Product:
             self._set(_BIAS_TYPE, c_int32(_OUT[wide]))
         if kind.scaling != "none":
             self._set_scales(kind)
-        self.preference = functions.made("cublasLtMatmulPreferenceCreate")
+        self.preference = functions.create("cublasLtMatmulPreferenceCreate")
         workspace = c_uint64(kind.workspace)
         functions.call("cublasLtMatmulPreferenceSetAttribute", self.preference, c_int(_MAX_WORKSPACE),
                        byref(workspace), c_size_t(sizeof(workspace)))  # fmt: skip

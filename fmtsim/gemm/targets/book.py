@@ -96,7 +96,7 @@ class Run(NamedTuple):
         last_asked = low + self.step * (_apart(low) > self.step)
         return m in (low, last_asked) or (self.first <= last_asked and (self.last or m + apart) >= low + apart)
 
-    def said(self, question: Question) -> str:
+    def describe(self, question: Question) -> str:
         """Return the sizes that the entry of a question is about, in words."""
         kind, m, n, k = question.kind, question.m, question.n, question.k
         sizes = f"[*, {k}] x [{k}, {n}]" if self.along == "m" else f"[{m}, *] x [*, {n}]"

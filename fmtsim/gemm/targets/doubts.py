@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings of targets about a call: its order is a guess, or the library leaves products out of its sums.
+"""Warnings about a call on a target: its order is a guess, or the library drops products at the end of K.
 
-Once a process, at the user's line, and not at all while calls are only looked at.
+Each warns once a process, at the line of the user's code, and not inside ``without_doubts``.
 """
 
 import os
@@ -74,9 +74,9 @@ def products_left_out(k: int, plan: GemmPlan) -> int:
 
 
 def padded_k(target: Any, call: GemmCall) -> int | None:
-    """Return the next K, filled up with zeros, of which the target leaves nothing out; None where none is known.
+    """Return the next K to pad to with zeros so that the target multiplies every product; None where none is known.
 
-    What is a guess counts where K is whole tiles, of which no library is known to leave any out.
+    A plan that is a guess counts only where K is whole tiles, which no library is known to drop.
     """
     first = -(-call.k // _STEP) * _STEP
     for k in range(first, first + _STEP * _STEPS, _STEP):

@@ -20,7 +20,7 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import at, check_types, fields_of, hints_of, located, record_of
 
-_OWN = ("algorithm", "stages", "slices", "align", "line")
+_KERNEL_FIELDS = ("algorithm", "stages", "slices", "align", "line")
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
 _BITS = {"fp16": 16, "bf16": 16, "tf32": 32, "fp32": 32, "fp64": 64}
 
@@ -81,7 +81,7 @@ class Kernel:
         There ``partial`` may be ``"out"``, and ``bias_after_rounding`` ``"unsplit"``.
         """
         fields = fields_of(record, path, "a Kernel")
-        kernel_fields: dict[str, Any] = {name: fields.pop(name) for name in _OWN if name in fields}
+        kernel_fields: dict[str, Any] = {name: fields.pop(name) for name in _KERNEL_FIELDS if name in fields}
         after = fields.get("bias_after_rounding", False)
         if not isinstance(after, bool) and after != "unsplit":
             text = f"bias_after_rounding={shown(after)} is not possible; choose false, true or 'unsplit'"
@@ -102,22 +102,22 @@ class Kernel:
             fields["partial"] = "out" if self.partial_out else self.plan.partial.name
         if self.bias_unsplit:
             fields["bias_after_rounding"] = "unsplit"
-        order = ("k_tile", *_OWN, *GemmPlan.__dataclass_fields__)
+        order = ("k_tile", *_KERNEL_FIELDS, *GemmPlan.__dataclass_fields__)
         return {name: fields[name] for name in sorted(fields, key=order.index)}
 
     def order_of(self, call: GemmCall, split: int, architecture: Architecture | None) -> Order | None:
-        """Return the order of a call in so many parts; None where it is not known."""
+        """Return the order of a call that is split into ``split`` parts; None where it is not known."""
         if self.algorithm is None:
             return Order(self.plan_of(call, split))
         choice = Choice(self.algorithm, split, 2 if split > 1 else 0, 0, self.stages)
         return None if architecture is None else order_of(choice, call, architecture)
 
     def tile_of(self, call: GemmCall) -> int:
-        """Return the products of a tile, in which ``Splits`` counts."""
+        """Return the products of a tile, the unit in which ``Splits`` counts."""
         return (self.plan.k_tile if self.algorithm is None else tile_of(self.algorithm, call)) or 1
 
     def plan_of(self, call: GemmCall, split: int) -> GemmPlan:
-        """Return the plan of a call in so many parts, of a kernel without an algorithm."""
+        """Return the plan of a call split into ``split`` parts, for a kernel without an algorithm."""
         tile = self.plan.k_tile
         after = self.plan.bias_after_rounding or (self.bias_unsplit and split == 1)
         cut: dict[str, Any] = {"k_tile": None, "bias_after_rounding": after}
@@ -241,7 +241,7 @@ def matches(when: dict[str, Any], call: GemmCall) -> bool:
 
 
 def check_conditions(when: dict[str, Any]) -> None:
-    """Raise ArgumentError where a condition says nothing about a call.
+    """Raise ArgumentError where a condition is not one on a GemmCall.
 
     Each key is a field of GemmCall, or ``"aligned"``: rows of both operands and of the result are multiples of 16
     bytes of the operand (a result with one column needs that of its rows). A value is compared; a list allows its
@@ -265,9 +265,9 @@ def check_conditions(when: dict[str, Any]) -> None:
 
 _COMPARED = {int: "whole numbers", bool: "True or False", str: "names"}
 _RANGE = ("min", "max", "multiple_of")
-_WHO = ("formats", "target", "plan", "strict")
-CONDITIONS = tuple(name for name in GemmCall.__dataclass_fields__ if name not in _WHO)
-"""What a rule may ask of a call, beside ``"aligned"``: all but who is asked."""
+_CALLER_FIELDS = ("formats", "target", "plan", "strict")
+CONDITIONS = tuple(name for name in GemmCall.__dataclass_fields__ if name not in _CALLER_FIELDS)
+"""What a rule may test of a call, beside ``"aligned"``."""
 
 
 def _fulfils(name: str, wanted: Any, call: GemmCall) -> bool:

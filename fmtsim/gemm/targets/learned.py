@@ -142,7 +142,7 @@ class Guess(NamedTuple):
         """Whether the order is known: also a certain split of a CUTLASS kernel is not, whose parts jump with sizes."""
         return self.certain and not (self.choice.split > 1 and self.choice.algorithm in CUTLASS)
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return how often the tree was right."""
         group = self.group
         right, held = (group.certain_right, group.certain) if self.certain else (group.right, group.held_out)

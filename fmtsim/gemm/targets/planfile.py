@@ -24,15 +24,13 @@ class PlanFile:
         name: Name of the target.
         library: GPU, library and versions.
         source: Where the rules come from.
-        units: ``(inputs, accumulate, unit)``: the first that fits is the unit of a call; None stands for any unit
-            the caller names a format for (not used by GPUs).
+        units: ``(inputs, accumulate, unit)``: the first that fits is the unit of a call.
         kernels: By name, how each orders its sums.
-        splits: By name, rules for the number of parts.
-        rules: In order; the first that fits is taken.
+        splits: By name, rules for the number of parts of K.
+        rules: Which kernel runs for which calls; the first rule that fits counts.
         architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
-        book: What the library chooses for runs of sizes: in a file, a path from the plan file's folder. A book that
-            comes with fmtsim is named alone.
-        trees: What the library most likely chooses for a call that it was not asked about, in a file like the book's.
+        book: The library's recorded choices: a file beside the plan file, or one that comes with fmtsim.
+        trees: Decision trees for calls that the book lacks: a file likewise.
     """
 
     name: str

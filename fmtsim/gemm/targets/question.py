@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     custom: int = 0
     stages: int = 0
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return the choice in words."""
         parts = {-1: ", stream-K", 1: ""}.get(self.split, f", {self.split} parts")
         facts = (("reduction scheme", self.reduction), ("custom option", self.custom), ("stages", self.stages))

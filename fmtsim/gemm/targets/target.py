@@ -23,12 +23,12 @@ from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning
 from fmtsim.support.records import load_record, parse_json
 
 
-class Found(NamedTuple):
-    """The accumulation order that a target gives a call, with its evidence.
+class TargetPlan(NamedTuple):
+    """The accumulation order that a target gives a call, and its evidence.
 
-    plan: Its accumulation order.
+    plan: The accumulation order.
     basis: The evidence for it.
-    rule: Number of the rule that it falls under, None where none was needed.
+    rule: Index of the rule that matched the call, None if it came from elsewhere.
     unit, operands: As in Rule.
     """
 
@@ -112,16 +112,15 @@ class Target(PlanFile):
                 return unit
         return None
 
-    def find(self, call: GemmCall) -> Found:
+    def find(self, call: GemmCall) -> TargetPlan:
         """Return the plan of a call and the evidence for it.
 
-        First come tables of calls and recorded ones, then the library's own choice out of the book or asked here, then
-        other rules, what the trees say, and rules that are guesses.
-        A single row or column has no layout: what a rule knows of either serves. Of a product without elements every
-        order is the same.
+        In order of precedence: (1) tables of sizes and recorded calls; (2) the library's choice, from the book or asked
+        on this machine; (3) other rules; (4) the decision trees; (5) rules that are guesses. A single row or column
+        has both layouts, so a rule for either matches. A product of no elements has the plan of one chain.
         """
         if 0 in (call.m, call.n, call.k, call.batch):
-            return Found(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
+            return TargetPlan(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
         recorded, others, tables = _rules_by_size(self)
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
         resolved = self._ruled(call, first)
@@ -135,16 +134,16 @@ class Target(PlanFile):
         if ruled is not None and ruled.basis != "guess":
             return ruled
         likely = None if question is None else self._likely(call, question)
-        return likely or ruled or Found(_UNCOVERED, "guess")
+        return likely or ruled or TargetPlan(_UNCOVERED, "guess")
 
-    def _ruled(self, call: GemmCall, numbers: list[int]) -> Found | None:
+    def _ruled(self, call: GemmCall, numbers: list[int]) -> TargetPlan | None:
         if not numbers:
             return None
         calls = call.same_calls() if 1 in (call.m, call.n, call.k) else [call]
         answers = [answer for answer in (self._by_rule(one, numbers) for one in calls) if answer is not None]
         return next((answer for answer in answers if answer.basis != "guess"), answers[0] if answers else None)
 
-    def _by_rule(self, call: GemmCall, numbers: list[int]) -> Found | None:
+    def _by_rule(self, call: GemmCall, numbers: list[int]) -> TargetPlan | None:
         for number in numbers:
             rule = self.rules[number]
             if not matches(rule.when, call):
@@ -161,10 +160,10 @@ class Target(PlanFile):
             if order is None:
                 continue
             plan = _sourced(order.plan, rule.reason, verified=basis == "recorded")
-            return Found(plan, basis, number, rule.unit or order.unit, rule.operands or order.operands)
+            return TargetPlan(plan, basis, number, rule.unit or order.unit, rule.operands or order.operands)
         return None
 
-    def _chosen(self, call: GemmCall, question: Question) -> Found | None:
+    def _chosen(self, call: GemmCall, question: Question) -> TargetPlan | None:
         """Return the order of the library's own choice, from the book or asked on this machine; None without either."""
         run = None if self.book is None else self.book.run(question)
         certain = run is not None and run.certain(question)
@@ -176,25 +175,29 @@ class Target(PlanFile):
             return None
         source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
         basis: Basis = "reported" if certain else "guess"
-        return self._ordered(call, run.choice, f"{source}, {run.said(question)}:", basis)
+        return self._ordered(call, run.choice, f"{source}, {run.describe(question)}:", basis)
 
-    def _likely(self, call: GemmCall, question: Question) -> Found | None:
+    def _likely(self, call: GemmCall, question: Question) -> TargetPlan | None:
         """Return the order of the library's most likely choice; None without a tree for such calls."""
         likely = None if self.trees is None else self.trees.find(question)
         if likely is None:
             return None
-        source = f"a tree learned from {likely.group.learned:,} of {_library(self.library)}'s answers, {likely.said()}"
+        source = (
+            f"a tree learned from {likely.group.learned:,} of {_library(self.library)}'s answers, {likely.describe()}"
+        )
         return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if likely.known else "guess")
 
-    def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> Found:
+    def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> TargetPlan:
         """Return the order of a choice; a guess where no order is known for it."""
         assert self.architecture is not None
-        source = f"{source} {choice.said()}"
+        source = f"{source} {choice.describe()}"
         order = order_of(choice, call, self.architecture)
         if order is None:
-            return Found(_sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess")
+            return TargetPlan(
+                _sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess"
+            )
         basis = basis if order.certain else "guess"
-        return Found(_sourced(order.plan, source), basis, None, order.unit, order.operands)
+        return TargetPlan(_sourced(order.plan, source), basis, None, order.unit, order.operands)
 
     def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
         """Warn of a plan that is a guess, once a process for each call, or refuse it."""
@@ -265,12 +268,14 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     """
     if isinstance(target, Target | Unit | Arithmetic):
         return target
+    if isinstance(target, str) and target.lower() in _shipped():
+        return _load(str(PLANS / f"{target.lower()}.json"), 0)
     if is_unit(target):
         return get_unit(target)
     if not isinstance(target, str | os.PathLike):
         raise ArgumentError(f"target={shown(target)} is neither a name, nor a path, nor a record; {_kinds()}")
     text = os.fspath(target)
-    if text.lower() in _shipped() or text.lower() in list_targets():
+    if text.lower() in list_targets():
         return _load(str(PLANS / f"{text.lower()}.json"), 0)
     if text.endswith(".json"):
         return _load(text, _changed(text))

@@ -189,12 +189,8 @@ def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | N
     )  # fmt: skip
     if names:
         return f"units that do: {', '.join(names)}"
-    example = (
-        "LogDatapath(...)"
-        if isinstance(a, LogFormat) and isinstance(b, LogFormat)
-        else "Datapath(...), a unit of your own"
-    )
-    return f"no unit does; pass target={example}(...), a unit of your own"
+    record = "LogDatapath" if isinstance(a, LogFormat) and isinstance(b, LogFormat) else "Datapath"
+    return f"no unit does; pass target={record}(...), a unit of your own"
 
 
 PLANS = Path(__file__).parents[1] / "targets" / "plans"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_together
 from fmtsim.gemm.products.explanation import MmExplanation, explained, runs
-from fmtsim.gemm.products.matmul import Options, ask, checked_options
+from fmtsim.gemm.products.matmul import Options, check_call, checked_options
 from fmtsim.gemm.products.operands import check_tensor, inner_length
 from fmtsim.gemm.products.resolver import recorded_calls, resolve
 from fmtsim.nn.explain_layer import Inputs, LayerExplanation, explain_layer
@@ -89,10 +89,10 @@ def explain_mm(
     if operation == "int_mm":
         options |= {"out_dtype": torch.int32, "accumulate": "int32"}
     scaling = "tensor" if operation == "scaled_mm" else "none"
-    asked = ask(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
-    assert asked.call is not None
+    request = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
+    assert request.call is not None
     sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": inner_length(a), "batch": a.shape[0] if a.dim() == 3 else 1}
-    call, tf32 = replace(asked.call, **sizes), asked.tf32
+    call, tf32 = replace(request.call, **sizes), request.tf32
     with recorded_calls():  # a guess is said in words here
         spec = resolve(call)
     shown = explained(call, spec, tf32)

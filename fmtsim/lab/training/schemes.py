@@ -8,8 +8,8 @@ from typing import Any
 
 from fmtsim.distributed.reduction import get_reduction
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import ScalingName
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config, usual_scaling
-from fmtsim.gemm.layers.scalings import ScalingName
 from fmtsim.lab.training.decoders import GPTConfig, check_size
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.recipes.serialization import recipe_to_dict

@@ -109,7 +109,7 @@ class CodedWeight:
         return (fmt.element if isinstance(fmt, BlockFormat) else fmt) == get_format(name)
 
     def refuse(self, what: str, hint: str) -> ArgumentError:
-        """Return the error that a layout has no place for a layer."""
+        """Return the error for a layer that an export layout cannot store."""
         return ArgumentError(f"layer {self.layer!r}: {what}; {hint}")
 
 
@@ -172,8 +172,9 @@ def _or_one(scale: Tensor | None, tensor_scale: Tensor | None) -> Tensor:
 
 
 def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
-    turned = [t for t in quantizer.transforms if not isinstance(t, Sparsity)]
-    if turned or quantizer.then is not None or quantizer.is_random:
+    """Round the weight of a model in training, as its forward pass would."""
+    rotates = any(not isinstance(t, Sparsity) for t in quantizer.transforms)
+    if rotates or quantizer.then is not None or quantizer.is_random:
         raise ArgumentError(
             f"layer {name!r}: its weight is {quantizer}, not one set of codes; choose a recipe that casts weights alone"
         )
@@ -181,6 +182,7 @@ def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
 
 
 def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
+    """Return the elements and scales of a weight that ``fmtsim.ptq`` rounded, if they still give the weight."""
     quantizer = replace(rounded.w, source="stored", transforms=())
     if rounded.scale is None:
         operand = quantize_operand(w, replace(rounded.w, transforms=()))
@@ -196,6 +198,7 @@ def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
 
 
 def _with_codes(name: str, operand: Operand) -> Operand:
+    """Refuse an operand whose elements have no codes, or whose scales are multiplied in."""
     fmt = operand.quantizer.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     hidden = isinstance(fmt, BlockFormat) and operand.scale is None

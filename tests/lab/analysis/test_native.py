@@ -69,8 +69,9 @@ def gpu(monkeypatch):
     def multiply(operation, operands, formats, dtype, scales, *, bias, accumulate, fast_accum, scale_result):
         calls.append((operation, operands[0].shape[0], dtype))
         layouts = ("row", "row") if operation == "scaled_mm" else None
-        return run(operation, *operands, formats, dtype, scales, bias=bias, target="h200", accumulate=accumulate,
-                   fast_accum=fast_accum, native=False, layouts=layouts, quantized=True)  # fmt: skip
+        return run(operation, *operands, formats, dtype, scales, bias=bias, target="h200", library=True,
+                   accumulate=accumulate, fast_accum=fast_accum, native=False, layouts=layouts,
+                   quantized=True)  # fmt: skip
 
     monkeypatch.setattr(native_module, "why_not_native", lambda target, device: None)
     monkeypatch.setattr(resolver, "runs_natively", lambda native, *rest: native is True)

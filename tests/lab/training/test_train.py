@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from fmtsim.gemm.layers.scalings import SCALINGS
+from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training import learner, loop

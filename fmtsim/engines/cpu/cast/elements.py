@@ -41,11 +41,11 @@ from fmtsim.spec.cast import CastSpec, EncodedParts, Random, in_one_order
 
 _AT_ONCE = 1 << 16  # elements that pass through a float32 scratch at once
 Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
-"""Writes the values or codes of float32 elements, the first of which has an index in the tensor."""
+"""``cast(x, out, start)`` writes values or codes of float32 elements; ``start`` is the first one's index."""
 
 
 def quantizer(spec: CastSpec) -> Callable[[torch.Tensor, CastSpec, Random, torch.Tensor], None] | None:
-    """Return what quantises x into out (dtypes of the four, any strides, out may be x); None where no kernel does."""
+    """Return the function that quantises x into out (any float dtypes and strides; out may be x), or None."""
     if spec.rounding.mode == "stochastic":
         fmt: ElementFormat = spec.format  # type: ignore[assignment]
         return partial(_quantize, None) if grid_for(fmt, spec) is not None else None
@@ -77,7 +77,7 @@ def _quantize(fixed: Cast | None, x: torch.Tensor, spec: CastSpec, random: Rando
 
 
 def encoder(spec: CastSpec) -> Callable[[torch.Tensor, CastSpec, Random], EncodedParts] | None:
-    """Return what returns the codes of x; None where no kernel does."""
+    """Return the function that encodes x, None without a kernel."""
     fmt: ElementFormat = spec.format  # type: ignore[assignment]
     coded = grid_for(fmt, spec) is not None and coding_of(fmt) is not None
     return _encode if coded or table_of(fmt, spec.rounding, spec.overflow) is not None else None
@@ -100,7 +100,7 @@ def _encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
 def grid_for(fmt: ElementFormat, spec: CastSpec) -> Grid | None:
     """Return the grid of an element format, None where kernels do not round to it as a cast asks.
 
-    Of stochastic rounding they do variant a.
+    Kernels have only variant ``"a"`` of stochastic rounding.
     """
     if (isinstance(fmt, IntFormat) and fmt.bits > 20) or (
         spec.rounding.mode == "stochastic" and spec.rounding.variant != "a"

@@ -39,13 +39,15 @@ _NO_CODES = torch.empty((0, 0), dtype=torch.uint8)
 
 
 class Prepared(NamedTuple):
-    """What is looked up once for each cast to a block format.
+    """The kernel of a cast to a block format and its parameters, made once.
 
     Attributes:
         spec: The cast.
         fmt: Its format.
         grid: The element's.
-        scale: How kernels make a scale; ``scales_tensor`` if the tensor has one, too, and ``whole`` if only that one.
+        scale: How kernels make a scale.
+        scales_tensor: The tensor has a scale beside those of its blocks.
+        whole: One scale covers the tensor.
         stochastic: Elements are rounded stochastically.
         run: ``run(x, values, codes, scales, words, scale, layout, start, stop)`` is a kernel of scaled_kernels.py.
     """
@@ -61,19 +63,19 @@ class Prepared(NamedTuple):
 
 
 def quantizer(spec: CastSpec) -> Callable[[torch.Tensor, CastSpec, Random, torch.Tensor], None] | None:
-    """Return what quantises x into out (not float64; any strides, out may be x); None where no kernel does."""
+    """Return the function that quantises x into out (not float64; any strides; out may be x), None without a kernel."""
     prepared = _quantizing(spec)
     return None if prepared is None else partial(_quantize, prepared)
 
 
 def encoder(spec: CastSpec) -> Callable[[torch.Tensor, CastSpec, Random], EncodedParts] | None:
-    """Return what returns the codes of x with their scales; None where no kernel does."""
+    """Return the function that encodes x to codes and scales, None without a kernel."""
     prepared = _encoding(spec)
     return None if prepared is None else partial(_encode, prepared)
 
 
 def _quantizing(spec: CastSpec) -> Prepared | None:
-    """Return what is known of a cast to values, None where no kernel serves."""
+    """Return the kernel of a cast to values, None where there is none."""
     grids = _grids(spec)
     if grids is None:
         return None
@@ -88,7 +90,7 @@ def _quantizing(spec: CastSpec) -> Prepared | None:
 
 
 def _encoding(spec: CastSpec) -> Prepared | None:
-    """Return what is known of a cast to codes and scales, None where no kernel serves."""
+    """Return the kernel of a cast to codes and scales, None where there is none."""
     fmt = _format(spec)
     grids, c = _grids(spec), coding_of(fmt.element)
     if grids is not None and c is not None:
@@ -129,7 +131,7 @@ def _format(spec: CastSpec) -> BlockFormat:
 
 
 def _grids(spec: CastSpec) -> tuple[Grid, Grid] | None:
-    """Return the grids of element and scale for the kernels that compute, None where they do not serve."""
+    """Return the grids of element and scale for kernels that round by arithmetic, None where those do not apply."""
     fmt = _format(spec)
     if fmt.zero_point or spec.rounding.mode not in ("nearest_even", "stochastic"):
         return None
@@ -140,7 +142,7 @@ def _grids(spec: CastSpec) -> tuple[Grid, Grid] | None:
 
 
 def _scale_grid(fmt: BlockFormat) -> Grid | None:
-    """Return the grid to which kernels round real scales, None where they do not make a format's scales."""
+    """Return the grid to which kernels round real scales, None where no kernel makes a format's scales."""
     if fmt.power_of_two or (fmt.scale == FP32 and fmt.arithmetic != "divide"):
         return _NO_GRID
     grid = grid_of(fmt.scale, "saturate", "nearest_even")
@@ -148,10 +150,10 @@ def _scale_grid(fmt: BlockFormat) -> Grid | None:
 
 
 class _Job(NamedTuple):
-    """A cast of a matrix: what it is, and what it fills: values, or codes with the scales of the blocks.
+    """A cast of a matrix, with its outputs: values, or codes with the scales of the blocks.
 
     Attributes:
-        cast: What is known of the cast.
+        cast: The kernel and its parameters.
         x: The operand matrix, float32, contiguous.
         random, shape: The random key or words, and the shape of the tensor, whose order they have.
         amax: The largest finite magnitude of the matrix, where its scales need that.
@@ -232,7 +234,7 @@ def _unfold(matrix: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
 
 
 def _job(cast: Prepared, matrix: torch.Tensor, random: Random, shape: torch.Size) -> _Job | None:
-    """Return a cast of a matrix, not empty, that fills nothing yet; None if its one scale is left for NaN or Inf."""
+    """Return the cast of a matrix, not empty, without outputs; None if one scale covers it and it holds NaN or Inf."""
     (outer, inner), (rows, columns) = cast.fmt.block, matrix.shape
     if not (cast.whole or cast.scales_tensor):
         return _Job(cast, matrix, random, shape, None, (min(outer or rows, rows), min(inner or columns, columns)))
@@ -251,7 +253,7 @@ def _scale_of(job: _Job) -> ScaleParameters:
 
 
 def _run(job: _Job) -> bool:
-    """Cast a matrix by a kernel, and by torch ops what that leaves; return False where that is all of it."""
+    """Cast a matrix by a kernel, and the groups that it refuses by the torch engine; return False if it refuses all."""
     cast, (outer, inner), words = job.cast, job.block, None
     if cast.stochastic:
         words = words_of(cast.spec.rounding, job.random, job.shape, cast.spec.dim)
@@ -304,9 +306,9 @@ def _layout(job: _Job, group: int, scale: ScaleParameters) -> Layout:
 
 
 def _recast(job: _Job, shape: tuple[int, int], places: list[tuple[int, int]]) -> None:
-    """Cast groups of one shape that a kernel left, one below the other, with torch ops.
+    """Cast groups of one shape that a kernel refused, one below the other, by the torch engine.
 
-    Where the whole tensor has a scale a group with its largest magnitude goes along, from which that scale follows.
+    A further group holds the tensor's largest magnitude, from which the scale of the tensor follows.
     """
     cast, block, random = job.cast, job.block, None
     slices = [(slice(row, row + shape[0]), slice(column, column + shape[1])) for row, column in places]

@@ -224,25 +224,17 @@ def _add(total, chain, scaled, row_scale, column_scales, promotion):  # type: ig
     return nearest(fadd(total, chain), promotion.grid)
 
 
+@overload
 def _wide(vector):  # type: ignore[no-untyped-def]
     """Return lanes as float64."""
-    raise NotImplementedError
-
-
-@overload(_wide)
-def _wide_of(vector):  # type: ignore[no-untyped-def]
     if vector.dtype == types.float32:
         return lambda vector: to_f64(vector)
     return lambda vector: vector
 
 
+@overload
 def _clear(sums, at):  # type: ignore[no-untyped-def]
     """Write 64 zeros of the array's dtype."""
-    raise NotImplementedError
-
-
-@overload(_clear)
-def _clear_of(sums, at):  # type: ignore[no-untyped-def]
     if sums.dtype == types.float32:
         return lambda sums, at: store(sums, at, splat(np.float32(0)))
     return lambda sums, at: store(sums, at, splat(np.float64(0)))

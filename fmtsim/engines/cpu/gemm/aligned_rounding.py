@@ -2,8 +2,8 @@
 """Fused products of any datapath that float64 lanes can hold: every rounding, accumulator and exponent.
 
 A block runs in two steps. First the aligned terms are added: toward zero and down as in aligned_truncate.py, nearest by
-adding and taking away the constant M at every product. (With the operand enlarged by ``1 + eps`` no product lies
-halfway, and the nearest multiple is that away from zero.) Then the sums are rounded to the accumulator by
+adding and taking away the constant M at every product. (With the operand enlarged by ``1 + eps`` a product that was
+halfway lies beyond the middle, so that ties round away from zero.) Then the sums are rounded to the accumulator by
 accumulate.round_lanes. Nothing overflows float64 on the way, and an accumulator that has become Inf stays so.
 """
 
@@ -52,7 +52,7 @@ class Unit(NamedTuple):
 
     terms: int  # TRUNCATE, FLOOR or NEAREST
     fraction_bits: int
-    lowest: np.int32  # of the alignment exponent
+    lowest: np.int32  # bound of the alignment exponent
     mode: int  # code of rounding to the accumulator
     grid: Grid  # of the accumulator
     factor: np.float64  # 1 + eps, or 1
@@ -125,8 +125,10 @@ def _nearests(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-de
     for m in range(rows):
         p = place + m * step
         c = load(acc, m * LANES)
+        # 1. M, of which adding and taking away rounds to the grid: first the addend
         constant = join_words(splat(np.int32(0)), constant_of(c, _exponents(a, b, p, first, block), unit))
         s = fsub(fma(c, eps, constant), constant)
+        # 2. then every product, one fused multiply-add each
         for j in range(block):
             v = load(b.values, first + j * LANES)
             s = fadd(s, fsub(fma(broadcast(a.values, p + j), v, constant), constant))
@@ -135,13 +137,13 @@ def _nearests(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-de
 
 @device
 def words_of(rows, unit):  # type: ignore[no-untyped-def]
-    """Return memory for the words that the outputs of a block draw."""
+    """Return a buffer for the random words of a block's outputs."""
     return np.empty((rows + 2) * LANES if unit.mode == STOCHASTIC else 0, np.int32)
 
 
 @device
 def round_rows(sums, index, acc, unit, draw, column, drawn):  # type: ignore[no-untyped-def]
-    """Round the sums of all rows to the accumulator; Inf stays what it is. ``drawn`` is memory of ``words_of``."""
+    """Round the sums of all rows to the accumulator; Inf stays Inf. ``drawn`` is a buffer of ``words_of``."""
     words, infinity, rows = splat(np.int64(0)), splat(np.float64(np.inf)), sums.size // LANES
     if unit.mode == STOCHASTIC:
         draw_words(draw, index, rows, column, drawn)

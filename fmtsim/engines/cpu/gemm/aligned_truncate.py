@@ -104,13 +104,9 @@ def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
     return slot // group * rows * group + slot % group, group
 
 
+@overload
 def _end64(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
     """Take M away and round to the accumulator's bits, which ``mask`` keeps: toward zero, or as ``rounding`` says."""
-    raise NotImplementedError
-
-
-@overload(_end64)
-def _end64_as(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
     if isinstance(rounding, types.NoneType):
         return lambda s, mask, rounding, words, at: finish64(s, mask)
 
@@ -127,13 +123,9 @@ def _end64_as(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
     return end
 
 
+@overload
 def _draw(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
     """Write the words of a block where ``rounding`` takes any."""
-    raise NotImplementedError
-
-
-@overload(_draw)
-def _draw_where(rounding, draw, index, rows, column, words):  # type: ignore[no-untyped-def]
     if isinstance(rounding, types.NoneType):
         return lambda rounding, draw, index, rows, column, words: None
 

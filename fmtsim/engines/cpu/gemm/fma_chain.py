@@ -65,8 +65,8 @@ def each_tile(
 ) -> None:  # fmt: skip
     """Call ``compute`` for every tile of ``a b^T``, on the threads of the pool, with the operands as ``dtype``.
 
-    ``weight`` is the cost of a product, in elements of a cast; ``slots`` puts products into another order, -1 standing
-    for one of zeros.
+    ``weight`` is the cost of a product, in elements of a cast; ``slots`` permutes the products, and -1 is a
+    product of zeros.
     """
     (m, k), n = a.shape, b.shape[0]
     (a_array, a_table), (b_array, b_table) = read_array(a, wide=True), read_array(b, wide=True)
@@ -104,13 +104,9 @@ def _in_slots(tile: Tile, slots: np.ndarray) -> Tile:
     return tile._replace(rows=rows_in_slots.reshape(-1), panel=panel_in_slots.reshape(-1))
 
 
+@overload
 def lane(raw, like, table):  # type: ignore[no-untyped-def]
-    """Return a raw number (operands.number, or an integer, or a float64) as a number of the type of ``like``."""
-    raise NotImplementedError
-
-
-@overload(lane)
-def _lane_of(raw, like, table):  # type: ignore[no-untyped-def]
+    """Convert an element (as ``operands.number`` takes it, int8 or float64) to the type of ``like``."""
     kind = np.float64 if like == types.float64 else np.float32
     if raw in (types.float64, types.int8):
         return lambda raw, like, table: kind(raw)
@@ -148,7 +144,7 @@ def convert_panel(source, table, out):  # type: ignore[no-untyped-def]
                 column[i * LANES] = lane(source[row, start + i], out[0], table)
 
 
-# Chains of any unit: what a plan does with them.
+# Chains of any unit, accumulated, promoted and reduced in the order of a plan.
 
 
 class Chains(NamedTuple):
@@ -170,7 +166,7 @@ def run_chains(
     a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, out: Tensor, dtype: type, step: Callable,
     weight: float = 1 / 16,
 ) -> None:  # fmt: skip
-    """Write a product to out: ``step(slabs)`` returns what adds the blocks of a tile to its running sums of dtype."""
+    """Write a product to out: ``step(slabs)`` returns the function that adds a tile's blocks to its running sums."""
     slabs = slabs_of(a.shape[1], spec.datapath, spec.plan)
     addend = None if c is None else c.detach().numpy()
     order = slabs.whole.order
@@ -261,7 +257,7 @@ def _stacked(a: Tensor, b: Tensor, c: Tensor | None, spec: GemmSpec, out: Tensor
 
 
 def _runs(slots: np.ndarray, ends: np.ndarray, additions: np.ndarray, length: int) -> np.ndarray:
-    """Return runs of neighbours in which no chain ends: first, behind the last, the last one's block and additions."""
+    """Return runs of adjacent slots in which no chain ends: first slot, end, the last slot's block and additions."""
     breaks = np.flatnonzero((np.diff(slots) != 1) | (ends[:-1] != 0)) + 1
     first = np.union1d(breaks, np.arange(0, slots.size, length))
     last = np.append(first[1:], slots.size) - 1

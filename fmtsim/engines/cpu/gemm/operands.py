@@ -42,13 +42,13 @@ class Source(NamedTuple):
     scale_emin: int
 
     def part(self, first: int, count: int) -> "Source":
-        """Return some rows, contiguous along K."""
+        """Return ``count`` rows from ``first`` on, contiguous along K."""
         rows = slice(first, first + count)
         return self._replace(array=np.ascontiguousarray(self.array[rows]), scales=self.scales[rows])
 
 
 def is_fixed(source: Source) -> bool:
-    """Return True if bytes can hold the exponents of whatever an operand's format has."""
+    """Return True if bytes hold the exponents of all values of an operand's format."""
     return source.top - source.emin <= TOP_BYTE // 2 and source.scales.size == 0
 
 
@@ -65,7 +65,7 @@ def limits_of(unit: Datapath, head: int, k: int) -> tuple[int, int]:
 
 
 def without_scales(source: Source) -> Source:
-    """Return an operand that the unit does not scale number by number."""
+    """Return an operand without its scales."""
     return source._replace(scales=_NO_SCALES)
 
 
@@ -75,7 +75,7 @@ _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 
 def source_of(fmt: FloatFormat, unit: Datapath, scaled: bool) -> Source:
-    """Return an operand of a format without its data, for which small arrays stand in."""
+    """Return the Source of a format before its data are known: small arrays stand in for them."""
     lowest = fmt if unit.operand is None else unit.operand
     emin, bits, nothing = max(lowest.min_exponent, -126), fmt.mantissa_bits + 1, np.zeros((1, 1), np.float32)
     if unit.scale is None or not scaled:
@@ -85,9 +85,9 @@ def source_of(fmt: FloatFormat, unit: Datapath, scaled: bool) -> Source:
 
 
 def read_array(tensor: torch.Tensor, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return a tensor as kernels read it (``Source.array``), and the values of its codes.
+    """Return a tensor as kernels read it (``Source.array``), and the table of its codes' values.
 
-    With ``wide`` float64 and int8 stay as they are; else they are values that float32 holds.
+    With ``wide`` float64 and int8 stay as they are; else they become float32, which holds their values.
     """
     tensor = tensor.detach()
     if tensor.dtype in _CODES:
@@ -130,13 +130,9 @@ class Panel(NamedTuple):
     top: np.int32  # the largest exponent
 
 
+@overload
 def number(raw, table):  # type: ignore[no-untyped-def]
     """Return the float32 of a raw number: float32, uint8 code by table, bfloat16 as int16, binary16 as uint16."""
-    raise NotImplementedError
-
-
-@overload(number)
-def _number_of(raw, table):  # type: ignore[no-untyped-def]
     if raw == types.float32:
         return lambda raw, table: raw
     if raw == types.uint8:

@@ -100,13 +100,9 @@ def _range(raw, raw_scales, start, count, emin, scale_emin, seen):  # type: igno
     return largest(tops), smallest(lows), seen
 
 
+@overload
 def _put_values(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
     """Store numbers times a factor as float32 or integers, or times scales as float64; zeros are TINY, or zero."""
-    raise NotImplementedError
-
-
-@overload(_put_values)
-def _put_values_as(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
     sign = -(1 << 31)
     tiny32, tiny64 = int(np.float32(TINY32).view(np.int32)), int(np.float64(TINY64).view(np.int64))
     if values.dtype == types.float32:
@@ -137,13 +133,9 @@ def _put_values_as(values, at, numbers, scale, e, factor, tiny):  # type: ignore
     return put_wide
 
 
+@overload
 def _join_lanes(values, at):  # type: ignore[no-untyped-def]
     """Put integers of neighbouring lanes together as halves, in the even lanes."""
-    raise NotImplementedError
-
-
-@overload(_join_lanes)
-def _join_lanes_of(values, at):  # type: ignore[no-untyped-def]
     if values.dtype != types.int32:
         return lambda values, at: None
 
@@ -154,13 +146,9 @@ def _join_lanes_of(values, at):  # type: ignore[no-untyped-def]
     return join
 
 
+@overload
 def _join_slots(values, at):  # type: ignore[no-untyped-def]
     """Put integers of the vectors at ``at`` and behind it together as halves, in the first."""
-    raise NotImplementedError
-
-
-@overload(_join_slots)
-def _join_slots_of(values, at):  # type: ignore[no-untyped-def]
     if values.dtype != types.int32:
         return lambda values, at: None
     return lambda values, at: store(values, at, _halves(load(values, at), load(values, at + LANES)))
@@ -171,13 +159,9 @@ def _halves(low, high):  # type: ignore[no-untyped-def]
     return or_(and_(low, splat(np.int32(0xFFFF))), shl(high, splat(np.int32(16))))
 
 
+@overload
 def _put_exponents(exponents, at, e, top):  # type: ignore[no-untyped-def]
     """Store exponents as bytes below TOP_BYTE where the array holds int8, else as they are in int16."""
-    raise NotImplementedError
-
-
-@overload(_put_exponents)
-def _put_exponents_as(exponents, at, e, top):  # type: ignore[no-untyped-def]
     if exponents.dtype == types.int8:
 
         def put(exponents, at, e, top):  # type: ignore[no-untyped-def]
@@ -236,13 +220,9 @@ def _half_copies(e):  # type: ignore[no-untyped-def]
     return or_(and_(e, splat(np.int32(0xFFFF))), shl(e, splat(np.int32(16))))
 
 
+@overload
 def _copy_run(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
     """Write ``count`` neighbours of a line as float32 to out[at:]."""
-    raise NotImplementedError
-
-
-@overload(_copy_run)
-def _copy_run_of(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
     if line.dtype == types.int16:  # bfloat16: the upper half of a float32
 
         def copy(line, first, table, out, at, count):  # type: ignore[no-untyped-def]

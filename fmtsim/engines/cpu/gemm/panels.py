@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slab of a product through all panels of a group: pack 64 columns, add their products, go on to the next."""
+"""Multiply a slab of K by a group of panels: pack 64 columns, add their products to the sums, take the next panel."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from fmtsim.engines.cpu.runtime.simd import LANES
 
 
 class State(NamedTuple):
-    """The sums of a group of panels for some rows, kept from slab to slab; the first axis is the panel."""
+    """The running sums of some rows and a group of panels, from slab to slab; the first axis is the panel."""
 
     acc: np.ndarray  # float64 or float32 [panels][rows * 64]: running chains
     total: np.ndarray  # float64 [panels][rows * 64]: outer sums of running parts
@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Where a thread packs a panel."""
+    """The buffers in which a thread packs a panel."""
 
     raw: np.ndarray  # float32 [slots][64]
     scales: np.ndarray  # float32 [slots][64], empty without scales
@@ -45,7 +45,7 @@ class Buffers(NamedTuple):
 def buffers_of(
     slots: int, words: int, dtype: type, exponents: type, *, scaled: bool = False, drawing_rows: int = 0
 ) -> Buffers:
-    """Return this thread's memory for a panel of so many slots and words of signs; ``drawing_rows`` draw words."""
+    """Return this thread's buffers for a panel of ``slots`` slots, ``words`` words of signs, and rows that draw."""
     return Buffers(
         scratch("panel numbers", slots * LANES, np.float32),
         scratch("panel scales", slots * LANES if scaled else 0, np.float32),
@@ -57,7 +57,7 @@ def buffers_of(
 
 
 def rows_of(name: str, slots: int, words: int, count: int, dtype: type) -> Rows:
-    """Return this thread's memory for ``count`` rows of so many slots, filled up to whole vectors."""
+    """Return this thread's buffers for ``count`` rows of ``slots`` slots, padded to whole vectors."""
     size = (slots + LANES) * count
     return Rows(
         scratch(f"{name} values", size, dtype),
@@ -68,7 +68,7 @@ def rows_of(name: str, slots: int, words: int, count: int, dtype: type) -> Rows:
 
 
 class Constants(NamedTuple):
-    """What a truncating kernel takes beside its operands, and the product exponents that it allows."""
+    """The constants of a truncating kernel, and the product exponents for which it is exact."""
 
     block: int
     factor: np.floating
@@ -81,13 +81,9 @@ class Constants(NamedTuple):
     rounding: Nearby | None = None  # of float64 sums; None truncates
 
 
+@overload
 def _truncate(acc, a, b, order, sums, how, draw, column, words):  # type: ignore[no-untyped-def]
     """Run the truncating kernel whose sums have acc's dtype."""
-    raise NotImplementedError
-
-
-@overload(_truncate)
-def _truncate_of(acc, a, b, order, sums, how, draw, column, words):  # type: ignore[no-untyped-def]
     if acc.dtype == types.float32:
         return lambda acc, a, b, order, sums, how, draw, column, words: truncate32(
             a, b, order, sums, acc, how.block, how.factor, how.fraction_bits, how.mask, how.floor_byte
@@ -154,13 +150,9 @@ def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, u
         round_blocks(a, b, order, sums, state.acc[p], block, unit, draw, first)
 
 
+@overload
 def _add_groups(a, b, order, sums, acc, how, draw, column):  # type: ignore[no-untyped-def]
-    """Run the kernel of grouped products that values have the dtype of."""
-    raise NotImplementedError
-
-
-@overload(_add_groups)
-def _add_groups_of(a, b, order, sums, acc, how, draw, column):  # type: ignore[no-untyped-def]
+    """Run the kernel of grouped products for the dtype of the values."""
     if a.types[0].dtype == types.int32:
         return lambda a, b, order, sums, acc, how, draw, column: grouped_integers(
             a, b, order, sums, acc, how.block, how.size, how.factor, how.base, how.unit.fraction_bits, how.mask
@@ -171,7 +163,7 @@ def _add_groups_of(a, b, order, sums, acc, how, draw, column):  # type: ignore[n
 
 
 class Grouping(NamedTuple):
-    """What the kernels of grouped products take beside their operands: those of block_scaled.py say what it means."""
+    """The constants of the kernels of grouped products, which block_scaled.py explains."""
 
     block: int
     size: int

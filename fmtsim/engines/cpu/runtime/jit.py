@@ -87,15 +87,19 @@ def subroutine(function: Callable) -> Callable:
     return numba.njit(nogil=True, error_model="numpy", pipeline_class=Inlined)(function)
 
 
-def overload(stub: Callable) -> Callable:
-    """Name what stands for a function in compiled code; keys of the cache find it by the function's ``overload``."""
+def overload(choose: Callable) -> Callable:
+    """Return a function for compiled code whose body ``choose`` returns, given the types of the arguments.
 
-    def register(function: Callable) -> Callable:
-        stub.overload = function  # type: ignore[attr-defined]
-        options = {"error_model": "numpy", "pipeline_class": Inlined}
-        return extending.overload(stub, jit_options=options)(function)  # type: ignore[arg-type]
+    Keys of the cache find ``choose`` by the function's attribute ``overload``.
+    """
 
-    return register
+    @functools.wraps(choose)
+    def stub(*arguments):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    stub.overload = choose  # type: ignore[attr-defined]
+    extending.overload(stub, jit_options={"error_model": "numpy", "pipeline_class": Inlined})(choose)
+    return stub
 
 
 def _bitcast(source: types.Type, target: types.Type, llvm: ir.Type) -> Callable:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Casts to element formats (E4M3, INT8, ...), codes: float16, bfloat16 or float32 to codes, in slots of whole bytes or
-// packed (docs/semantics.md, section 11).
+// Encode float16, bfloat16 or float32 to codes of an element format (E4M3, INT8, ...), each in 1, 2 or 4 bytes, or
+// packed (docs/semantics.md, section 11): fmtsim.encode, and what casts to codes in layers and states.
 //
 // Macros: INPUT (dtype of vectors.cuh); those of grid.cuh; CODE: bits of a code, at most 32; SLOT: bits from one
 // code to the next, CODE where they are packed; INTEGER: two's complement codes; MANTISSA: bits of it, where RANDOM and
@@ -10,14 +10,14 @@
 
 typedef Stored<INPUT>::type Input;
 
-// Codes that fit one word.
+// Codes that are joined in one word before they are placed in the output.
 #define PART (SLOT > 16 ? 1 : SLOT > 8 ? 2 : SLOT > 4 ? 4 : SLOT > 2 ? 8 : SLOT > 1 ? 16 : 32)
 #define WORDS (RUN * SLOT / 32)
 
 // Codes of stochastic rounding are the low bits of the sum with the magic number and the binade's number.
 #define SUMS (RANDOM && METHOD == MAGIC && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
 
-// The code of a clamped magnitude in the low bits of a word, others above them (SUMS).
+// (SUMS) The code of a clamped magnitude, in the low bits of a word; the bits above it are undefined.
 DEVICE u32 low_code(float a, u32 rest, const Grid& g) {
   float binade = binade_of<false>(a, g);
   u32 sum = as_bits(stochastic_sum<false, RANDOM == 1>(a, binade, g.code_base, rest, g));
@@ -49,7 +49,7 @@ DEVICE u32 code_at(const Input* x, i64 i, const Grid& g, const Draw& d) {
   return (value != value ? g.nan_code : code) >> (32 - CODE);
 }
 
-// Codes from one on into bytes, the last filled with zeros.
+// Encode elements first ... last - 1 one by one; the last byte is padded with zeros.
 DEVICE void encode_slowly(const Input* x, u8* to, i64 first, i64 last, const Grid& g, const Draw& d) {
   u64 pending = 0;
   int bits = 0;
@@ -61,15 +61,15 @@ DEVICE void encode_slowly(const Input* x, u8* to, i64 first, i64 last, const Gri
   if (bits) *to = (u8)pending;
 }
 
-// The part of the codes from the i-th on.
+// Place `part`, the codes i ... i + PART - 1 of a run, in the run's words.
 DEVICE void put_part(u32 (&out)[WORDS], u32 part, int i) {
   int bit = i * SLOT, end = bit % 32 + PART * SLOT;
   out[bit / 32] = bit % 32 ? out[bit / 32] | part << (bit % 32) : part;
   if (end > 32) out[bit / 32 + 1] = part >> (32 - bit % 32);
 }
 
-// Codes side by side: first those that fit a word, then these parts. Low: codes are low bits with others above them,
-// else top bits with zeros below.
+// Pack the codes of a run: PART codes into a word, then these words into the output. Low: a code is the low bits of its
+// word, and the bits above are undefined; else it is the top bits, and the bits below are zero.
 template <bool Low>
 DEVICE void pack(u32 (&out)[WORDS], const u32 (&codes)[RUN]) {
   UNROLLED for (int i = 0; i < RUN; i += PART) {
@@ -90,9 +90,9 @@ DEVICE void pack(u32 (&out)[WORDS], const u32 (&codes)[RUN]) {
   }
 }
 
-// The same from signs and magnitudes apart: codes of other widths than bytes, of which both are on top of a word. The
-// products keep work off the units for shifts and logic, which philox keeps busy; hence factors unknown to the
-// compiler.
+// Pack the codes of a run from their signs and magnitudes, for codes of other widths than 8 bits: the sign is the top
+// bit of the input's word, the magnitude the top bits of `top`. Multiplications do the shifts, because philox keeps the
+// units for shifts and logic busy; their factors are arguments, or the compiler would make them shifts again.
 DEVICE void pack_signed(
     u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const float (&a)[RUN], const u32 (&rests)[RUN], const Grid& g) {
   const bool wide = BYTES_OF(INPUT) == 4;
@@ -176,8 +176,8 @@ DEVICE bool encode_run(u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const
   }
 }
 
-// A warp takes SPAN elements: with random words a tile of them, else a run a lane. What does not fill one is encoded
-// slowly.
+// A warp takes SPAN elements: with random words a tile, else one run a lane. Elements beyond the last whole SPAN are
+// encoded one by one.
 #define SPAN (RANDOM ? TILE : 32 * RUN)
 #define RUNS (SPAN / (32 * RUN))
 

@@ -48,7 +48,7 @@ struct alignas(8) Floor {
   i32 lowest, highest;  // products with exponents in this range give sums in the accumulator's normal range
 };
 
-// What blocks need of it in registers: constants from elsewhere would be copied at every use.
+// The fields of Floor that every block needs, in registers: from constant memory they would be copied at every use.
 struct Constants {
   double enlarged;
   i32 base;
@@ -56,10 +56,10 @@ struct Constants {
   i32 low;
 };
 
-DEVICE u32 kept(u32 word) { return __shfl_sync(0xFFFFFFFFu, word, 0); }  // a register, as far as the compiler knows
+DEVICE u32 in_register(u32 word) { return __shfl_sync(0xFFFFFFFFu, word, 0); }  // the compiler cannot see through it
 
 DEVICE Constants constants_of(const Floor& f) {
-  return {f.enlarged, (i32)kept((u32)f.base), kept(f.factor), (i32)kept(0x80000000u)};
+  return {f.enlarged, (i32)in_register((u32)f.base), in_register(f.factor), (i32)in_register(0x80000000u)};
 }
 
 struct Sums {
@@ -150,7 +150,7 @@ DEVICE void chain_tile(double (&sum)[4], const Left& left, const u8* b, int grou
   }
 }
 
-// Copy `most` bytes or, where there are fewer, `count`.
+// Copy min(most, count) bytes, whole units of 16, by all threads of the block.
 template <int most>
 DEVICE void copy_bytes(u8* to, const u8* from, i32 count) {
   UNROLLED for (int i = 0; i < (most / 16 + THREADS - 1) / THREADS; ++i) {
@@ -160,7 +160,7 @@ DEVICE void copy_bytes(u8* to, const u8* from, i32 count) {
   }
 }
 
-// A block in a stage of the ring, from the place of a warp's lane.
+// Pointers of a warp's lane into the record of a block in a stage of the ring.
 struct Stage {
   const u8 *a, *b, *a_powers, *b_powers;
   const u32 *a_bits, *b_bits;
@@ -177,7 +177,7 @@ DEVICE Stage stage_at(const u8* slot, int record, int lane, int a_group, int b_g
 struct Ring {
   u8* shared;
   const u8 *a, *b;  // the next records to copy
-  i32 left;         // how many there are
+  i32 remaining;    // records to copy
   int slot;         // of the stage that is worked on
 };
 
@@ -186,16 +186,16 @@ DEVICE u8* slot_of(const Ring& ring, int ahead) {
   return ring.shared + (slot < STAGES ? slot : slot - STAGES) * STAGE_BYTES;
 }
 
-// Copy the next records into the slot `ahead` of the one that is worked on, which everyone has left.
+// Copy the next records into the slot `ahead` of the current one, which no warp reads any more.
 DEVICE void refill(Ring& ring, int ahead) {
   u8* slot = slot_of(ring, ahead);
-  if (ring.left > 0) {
-    const i32 count = min(ring.left, RECORDS);
+  if (ring.remaining > 0) {
+    const i32 count = min(ring.remaining, RECORDS);
     copy_bytes<RECORDS * BYTES_A>(slot, ring.a, count * BYTES_A);
     copy_bytes<RECORDS * BYTES_B>(slot + RECORDS * BYTES_A, ring.b, count * BYTES_B);
   }
   commit_copies();
-  ring.a += RECORDS * BYTES_A, ring.b += RECORDS * BYTES_B, ring.left -= RECORDS;
+  ring.a += RECORDS * BYTES_A, ring.b += RECORDS * BYTES_B, ring.remaining -= RECORDS;
 }
 
 // Work on a block: the sums of the one before are finished here, its own are left to the next. While the tensor core

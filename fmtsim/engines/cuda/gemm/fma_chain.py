@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums to nearest even in order: fused multiply-adds one after another, and blocks of exact sums.
 
-fma_chain.cu has the method. Here is which units it takes and in which arithmetic. Sums in float16, bfloat16, float32
-and float64 are what the device's own instructions compute; other accumulators take float32 where the formats alone
-prove that right, else float64, with marks for the tiles whose numbers do not fit.
+fma_chain.cu explains the method; this file says which units it takes, and in which arithmetic. Sums in float16,
+bfloat16, float32 and float64 are what the device's own instructions compute; other accumulators take float32 where the
+formats alone prove that right, else float64, with marks for the tiles whose numbers do not fit.
 """
 
 import math
@@ -45,7 +45,7 @@ _NARROW: Final = -60  # lowest exponent above which sums are expected to become 
 
 
 class _Shape(NamedTuple):
-    """How the kernels run a unit: the macros of fma_chain.cu but those of speed, and the numbers of ``Limits``."""
+    """The specialisation for a unit: the macros of fma_chain.cu that decide bits, and the fields of ``Limits``."""
 
     numbers: int
     acc_mantissa: int
@@ -176,6 +176,6 @@ def _instruction(spec: GemmSpec) -> int | None:
 
 
 def _short(a: Range, b: Range, acc: FloatFormat) -> bool:
-    """Return True if float32, rounded once more, gives an accumulator's sums: no number is longer than it or finer."""
+    """Return True if float32, rounded once more, gives the accumulator's sums: it holds all products exactly."""
     fits = a.bits + b.bits <= acc.mantissa_bits + 1 <= 11
     return fits and a.lsb + b.lsb >= max(acc.min_exponent - acc.mantissa_bits, -126) and a.top + b.top <= 126

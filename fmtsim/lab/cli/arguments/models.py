@@ -4,7 +4,7 @@
 import argparse
 from pathlib import Path
 
-from fmtsim.gemm.layers.scalings import SCALINGS
+from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet
 from fmtsim.lab.cli.options import add_device, add_json, add_target, count, flag, one_of, option, repeated
