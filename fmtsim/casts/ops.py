@@ -13,7 +13,7 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
 from fmtsim.formats.spec import CodebookFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, spec_from_json
-from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, KernelEngine, TorchEngine
+from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, TorchEngine
 from fmtsim.support.dispatch import is_plain
 from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError
 from fmtsim.support.float64 import check_float64
@@ -191,11 +191,6 @@ def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> Engine:
     if engine is not None and engine.supports(verb, spec, *tensors):
         return engine
     return load_engine("torch_engine")
-
-
-def kernel_engine(x: torch.Tensor) -> KernelEngine | None:
-    """Return the engine with kernels for a tensor's device, None where there is none."""
-    return load_engine("cpu") if x.is_cpu else fused_engine(x)
 
 
 def fused_engine(x: torch.Tensor) -> FusedEngine | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.products.resolver import check_target
-from fmtsim.nn.forward import ATTENTION, forward_names, unwrap, wrap
+from fmtsim.nn.forward import ATTENTION, forward_names, unwrap_marked, wrap
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
 from fmtsim.nn.sdpa import AttentionCall, attend, call_of
@@ -267,12 +267,7 @@ def attach(
 
 def detach(model: nn.Module, *, recipe: bool | None = None) -> int:
     """Take quantised attention out again, of recipes, of others or all (None); return how many modules had it."""
-    attached = [module for module in model.modules() if ATTENTION in module.__dict__]
-    attached = [module for module in attached if recipe in (None, module.__dict__[ATTENTION].recipe)]
-    for module in attached:
-        del module.__dict__[ATTENTION]
-        unwrap(module, _FORWARD)
-    return len(attached)
+    return unwrap_marked(model, ATTENTION, _FORWARD, recipe)
 
 
 def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.forward import running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, LOOK_UPS, OperatorMode
-from fmtsim.nn.planning import FILTERED, NO_CONFIG, NO_MATRIX, why_not
+from fmtsim.nn.planning import FILTERED, NO_CONFIG, NO_MATRIX, projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, raw_matrices, raw_products
 from fmtsim.nn.scaled_model import is_untraced
 from fmtsim.recipes.plan import HIGH
@@ -377,11 +377,6 @@ def _changes(gemm: Gemm, before: tuple[Quantizer | None, ...]) -> bool:
     sources = [source for quantizer, source in operands if quantizer.source in ("forward", "requantised")]
     reused = [source for source in sources if source is not None]
     return gemm.emulated or gemm.out.format is not None or not all(map(is_untouched, (gemm.a, gemm.b, *reused)))
-
-
-def projections(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
-    """Return the layers whose weights an attention module multiplies with itself, with that module and its name."""
-    return {m.out_proj: (name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
 
 
 def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:

@@ -53,6 +53,22 @@ def unwrap(module: nn.Module, mark: str) -> None:
         module.__dict__["forward"] = wrapped.args[1]
 
 
+def unwrap_marked(model: nn.Module, mark: str, forward_mark: str, recipe: bool | None) -> int:
+    """Undo ``wrap`` in the modules whose attribute ``mark`` holds a rule; return how many that was.
+
+    Args:
+        model: The model.
+        mark: Name of the attribute of the rule, which says whether a recipe put it there.
+        forward_mark: As in ``wrap``.
+        recipe: Undo rules of recipes (True), others (False), or all (None).
+    """
+    marked = [m for m in model.modules() if mark in m.__dict__ and recipe in (None, m.__dict__[mark].recipe)]
+    for module in marked:
+        del module.__dict__[mark]
+        unwrap(module, forward_mark)
+    return len(marked)
+
+
 def wrap_parts(
     model: nn.Module, parts: Iterable[nn.Module], how: Any, marks: tuple[str, str], run_part: Callable[..., Any],
     run: Callable[..., Any],

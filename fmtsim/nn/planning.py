@@ -7,7 +7,7 @@ Rules of a recipe choose layers by name, kind, block (``find_blocks``) and step 
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,15 @@ def plan_layers(
     """Decide for every module without touching any: what to convert, and why not the others."""
     plan: list[tuple[nn.Module, str, LayerPlan]] = []
     reasons: dict[str, str] = {}
-    inside = dict(_projections(model))
+    attention = projections(model)
     for name, module in model.named_modules():
         if isinstance(module, EmulatedModule):
             raise ArgumentError(
                 f"layer {shown(name)} is converted already; call fmtsim.revert(model) before converting again"
             )
-        reason = why_not(module) or inside.get(name)
+        reason = why_not(module)
+        if reason is None and module in attention:
+            reason = f"belongs to the attention {attention[module][0]!r}, which uses its weights"
         if reason is None and filter_fn is not None and not filter_fn(module, name):
             reason = FILTERED
         layer_plan = planner(name) if reason is None else None
@@ -232,14 +234,9 @@ def why_not(module: nn.Module) -> str | None:
     return f"its parameters have dtype {weights[0].dtype}" if weights else emulated.why_left(module)
 
 
-def _projections(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the name of each linear layer that an attention module uses without calling it, with that reason."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            yield (
-                f"{name}.out_proj" if name else "out_proj",
-                f"belongs to the attention {name!r}, which uses its weights",
-            )
+def projections(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
+    """Return the layers whose weights an attention module multiplies with itself, with that module and its name."""
+    return {m.out_proj: (name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
 
 
 class Selector:

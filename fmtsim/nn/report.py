@@ -16,7 +16,7 @@ from fmtsim.nn.convert import NOTES, REASONS, summary_of
 from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, together
 from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.modules import EmulatedModule, emulated_types
-from fmtsim.nn.planning import FILTERED, why_not
+from fmtsim.nn.planning import FILTERED, projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, raw_products
 from fmtsim.nn.state import PTQ, RECIPE
 from fmtsim.nn.swaps import swap_details
@@ -181,11 +181,7 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         )
     reasons = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
-    inside = {  # an attention module multiplies with this layer's weights itself
-        module.out_proj: name
-        for name, module in model.named_modules()
-        if isinstance(module, EmulatedMultiheadAttention)
-    }
+    attention = projections(model)
     shapes = estimated(model, reasons)
     coverage = shapes if batch is None else measured(model, batch, reasons)  # first: it sees products
     raw = {weight.layer for weight in (*coverage.raw, *shapes.raw)}
@@ -202,8 +198,9 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         ):
             continue
         row = _row(name or "(model)", module, reasons.get(name), run)
-        if module in inside:
-            detail = f"as a part of {inside[module] or '(model)'}"
+        owner, around = attention.get(module, ("", None))
+        if isinstance(around, EmulatedMultiheadAttention):
+            detail = f"as a part of {owner or '(model)'}"
             row = dataclasses.replace(row, converted=True, detail=detail)
         if module in first:
             row = dataclasses.replace(row, detail=f"same module as {first[module]}")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
-from fmtsim.nn.forward import forward_names, undisturbed, unwrap, wrap
+from fmtsim.nn.forward import forward_names, undisturbed, unwrap_marked, wrap
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
@@ -243,12 +243,7 @@ def smoothen(module: nn.Module, rule: Smoothing) -> None:
 
 def unsmooth(model: nn.Module, *, recipe: bool | None = None) -> int:
     """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed."""
-    smoothed = [module for module in model.modules() if SMOOTH in module.__dict__]
-    smoothed = [module for module in smoothed if recipe in (None, module.__dict__[SMOOTH].recipe)]
-    for module in smoothed:
-        del module.__dict__[SMOOTH]
-        unwrap(module, _FORWARD)
-    return len(smoothed)
+    return unwrap_marked(model, SMOOTH, _FORWARD, recipe)
 
 
 def _smooth_forward(module: nn.Module, forward: Any, x: Tensor) -> Tensor:

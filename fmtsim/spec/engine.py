@@ -212,8 +212,8 @@ class FusedEngine(KernelEngine, Protocol):
     ) -> Tensor | None:
         """Return what ``lab.analysis.measure`` does of contiguous matrices, blocks under the scales of a format."""
 
-    def fingerprint(self, x: Tensor, width: int, members: int, multipliers: Tensor, found: Tensor, place: int) -> bool:
-        """Add the fingerprint of a contiguous tensor with rows of ``width`` elements to numbers, if a kernel does."""
+    def fingerprint(self, x: Tensor, width: int, members: int, address: int) -> Callable[[int, int, int], None] | None:
+        """Return the launch that adds a contiguous tensor's fingerprint to numbers on its device."""
 
     def covers_groups(self, a: Operand, b: Operand) -> bool:
         """Return True if ``multiply_groups`` covers two operands; reads no data."""

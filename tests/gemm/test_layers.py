@@ -14,7 +14,7 @@ from fmtsim.gemm.layers.machine import _library_call
 from fmtsim.gemm.layers.operand import elements_dtype
 from fmtsim.gemm.layers.passes import Pass
 from fmtsim.gemm.layers.product import multiply
-from fmtsim.gemm.layers.watch import Told
+from fmtsim.gemm.layers.watch import CallObserver
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Hadamard
 from tests.support.bits import assert_same_bits
@@ -162,7 +162,7 @@ def test_an_observer_sees_what_is_rounded_and_what_became_of_it(quantizer, dim, 
     """The tensor itself where it is only cast, else what the scales are measured on; blocks run along ``dim``."""
     seen, t = [], small(8, 12, BF16, 1).to(dtype)
     layer = Layer(LinearConfig(fprop=Gemm(a=quantizer)))
-    watchers = (Told(lambda *given: seen.append(given)),)
+    watchers = (CallObserver(lambda *given: seen.append(given)),)
     made = Pass(layer, watchers, t, (8, 12, 12)).operand("x_f", t, dim, factor)
     ((name, x, values, own, along),) = seen
     assert (name, own) == ("x_f", quantizer)

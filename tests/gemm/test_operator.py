@@ -237,22 +237,22 @@ def test_a_compiled_product_of_fp4_has_the_bits_of_a_plain_one():
 
 
 @pytest.mark.parametrize("plan", [None, GemmPlan(k_tile=16, split=2, reduce="in_place")])
-def test_operands_rounded_to_tf32_in_pieces_give_the_same_bits(monkeypatch, plan):
+def test_operands_rounded_to_tf32_in_slices_give_the_same_bits(monkeypatch, plan):
     x, w, c = normal(130, 40, seed=1), normal(150, 40, seed=2), normal(130, 150, seed=3)
     x[1, 2], x[128, 3], w[149, 0] = torch.inf, 3.4028e38, torch.nan  # the second becomes Inf
     asked = spec(plan=plan, a="tf32", b="tf32")
     expected = run_gemm(*(fmtsim.quantize(t, "tf32", overflow="ieee") for t in (x, w)), asked, c=c)
-    monkeypatch.setattr(operands_module, "_NUMBERS", 64 * 40)
+    monkeypatch.setattr(operands_module, "_SLICE_ELEMENTS", 64 * 40)
     assert_same_bits(run_gemm(x, w, asked, c=c, tf32=True), expected)
 
 
 @pytest.mark.parametrize("packed", ["both", "one"])
-def test_packed_operands_unpacked_in_pieces_give_the_same_bits(monkeypatch, packed):
+def test_packed_operands_unpacked_in_slices_give_the_same_bits(monkeypatch, packed):
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randint(0, 256, (rows, 20), generator=generator, dtype=torch.uint8) for rows in (130, 150))
     a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     asked, unpacked = spec(a="e2m1", b="e2m1"), [read_operand(x, E2M1) for x in (a, b)]
-    monkeypatch.setattr(operands_module, "_NUMBERS", 64 * 40)
+    monkeypatch.setattr(operands_module, "_SLICE_ELEMENTS", 64 * 40)
     expected = run_gemm(*unpacked, asked)
     assert_same_bits(run_gemm(a, b if packed == "both" else unpacked[1], asked), expected)
     assert stays_packed(a) and not stays_packed(a[None]) and not stays_packed(unpacked[0])

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.compile's inductor does with operators of layers: fuse them into kernels, or call them as functions.
+"""How torch.compile's inductor compiles operators of layers: fused into its kernels, or called as functions.
 
-A node that is fused stands for a few dozen ordinary operations (``fmtsim.scaling.inlined``), of which a graph of a
-model would hold tens of thousands. Inductor is given them when it comes to the node, by a lowering of its own kind. A
-call of any other operator goes through torch's dispatcher, which takes the host as long as half of what follows;
-inductor's code calls the function below it. Other compilers run operators, and so does an inductor that takes no such
-lowering.
+A fused operator (``lower``) stands for a few dozen ordinary operations (``fmtsim.scaling.inlined``). Inductor inserts
+these when it lowers the graph, because a traced graph of a model would hold tens of thousands of them. Any other
+operator (``call``) is called as a Python function, which saves the time of torch's dispatcher. Other compilers, and
+versions of inductor without these hooks, run the operators themselves.
 """
 
 import sys
@@ -25,7 +24,7 @@ _called: dict[Any, str] = {}
 
 
 def lower(operator: Any, steps: Callable[..., Steps]) -> None:
-    """Register the steps that replace an operator in inductor, which ``announce`` tells once it is loaded.
+    """Register the steps that replace an operator in inductor; ``announce`` installs them.
 
     Args:
         operator: An overload. Its tensors come first.
@@ -35,11 +34,11 @@ def lower(operator: Any, steps: Callable[..., Steps]) -> None:
 
 
 def call(operator: Any, function: Callable[..., Any]) -> None:
-    """Let code of inductor's call a function instead of an operator, one that looks at no mode, key or transform.
+    """Let inductor's code call a function instead of an operator, without dispatch to modes, keys or transforms.
 
     Args:
         operator: An overload.
-        function: What computes it; what it asks of a GPU is repeated.
+        function: Computes the operator; its GPU work is recorded and replayed.
     """
     name = "call_" + operator.name().partition("::")[2].replace(".", "_")
     setattr(torch.ops.fmtsim, name, repeated(function))
@@ -52,7 +51,7 @@ def has_known_sizes(t: Tensor) -> bool:
 
 
 def announce() -> None:
-    """Tell inductor, where it is loaded, of the operators."""
+    """Install lowerings and calls of the registered operators in inductor, if it is loaded."""
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or not hasattr(inductor, "lowerings"):
         return
@@ -66,7 +65,7 @@ def announce() -> None:
 
 
 def _call(lowering: Callable[..., Any], operator: Any, name: str, *arguments: Any) -> Any:
-    """Return what inductor makes of an operator, whose call is one of the function by a name."""
+    """Lower an operator as inductor does, and name the function that its code calls instead."""
     from torch._inductor.virtualized import V
 
     before = len(V.graph.operations)
@@ -79,7 +78,7 @@ def _call(lowering: Callable[..., Any], operator: Any, name: str, *arguments: An
 
 
 def _lower(steps: Callable[..., Steps], *arguments: Any) -> Any:
-    """Return what inductor makes of an operator's steps."""
+    """Lower the steps of an operator."""
     count = next((i for i, x in enumerate(arguments) if x is not None and not _is_box(x)), len(arguments))
     boxes, rest = arguments[:count], arguments[count:]
     for box in boxes:

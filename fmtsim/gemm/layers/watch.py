@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observers of the products of layers and attention, and what they are shown.
 
-Each is a ``Watcher``: statistics, calibration and users' functions (``Told``) take operands before and after
+Each is a ``Watcher``: statistics, calibration and users' functions (``CallObserver``) take operands before and after
 quantisation, traces these and the products, ``attribute`` and the count of multiply-adds the calls. A watcher of a
 forward call sees its backward pass, too, in whatever thread that runs. Compiled code shows nothing.
 
@@ -47,9 +47,9 @@ class Seen(NamedTuple):
     factor: Tensor | None = None
 
     def rounded(self) -> tuple[Tensor, Tensor, int]:
-        """Return what was rounded, what became of it, and the dimension along which both lie in blocks.
+        """Return the tensor that was rounded, its quantised values, and the dimension of both along which blocks run.
 
-        The second is in a dtype that holds it.
+        The values are in a dtype that holds them.
         """
         x, operand = self.original, self.quantized
         scaled = operand.scale is not None or operand.tensor_scale is not None
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
         return x, values, -1
 
     def scales(self) -> Tensor | None:
-        """Return what ``rounded``'s first tensor is divided by where a scale rule gave that: a number an element."""
+        """Return the scale of each element of ``rounded``'s first tensor, None without a scale rule."""
         operand, quantizer = self.quantized, self.quantized.quantizer
         if quantizer.scaling is None:
             return None
@@ -95,16 +95,16 @@ class Watcher:
         return run()
 
 
-class Told(Watcher):
+class CallObserver(Watcher):
     """Call a function with each operand's name, original and quantised values, quantiser and dimension."""
 
-    def __init__(self, tell: Observer) -> None:
-        self._tell = tell
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
 
     def operand(self, seen: Seen) -> None:
-        """Tell the function."""
+        """Call the function."""
         x, q, dim = seen.rounded()
-        self._tell(seen.name, x, q, seen.quantized.quantizer, dim)
+        self._observer(seen.name, x, q, seen.quantized.quantizer, dim)
 
 
 Watchers = tuple[Watcher, ...]
@@ -113,7 +113,7 @@ WATCHING: ContextVar[Watchers] = ContextVar("watching", default=())
 
 @contextmanager
 def watching(watcher: Watcher | None) -> Iterator[None]:
-    """Let a watcher see all that this thread runs eagerly, beside those that do so already; None lets none of them."""
+    """Add a watcher of everything that this thread runs eagerly; None removes all watchers meanwhile."""
     token = WATCHING.set(() if watcher is None else (*WATCHING.get(), watcher))
     try:
         yield
@@ -125,4 +125,4 @@ def watchers_with(observer: Observer | Watcher | None) -> Watchers:
     """Return the watchers of this thread, and a layer's observer beside them."""
     if observer is None:
         return WATCHING.get()
-    return *WATCHING.get(), observer if isinstance(observer, Watcher) else Told(observer)
+    return *WATCHING.get(), observer if isinstance(observer, Watcher) else CallObserver(observer)

@@ -345,11 +345,11 @@ def _checked(family: Family) -> Runs:
 
 
 class _Writer:
-    """Collect the body of a file: pieces that are equal lie there once."""
+    """Collect the body of a file, in which equal pieces are stored once."""
 
     def __init__(self) -> None:
         self.body = b""
-        self._known: dict[bytes, int] = {}
+        self._offsets: dict[bytes, int] = {}
 
     def section(self, group: dict[tuple[int, int], Runs], numbers: dict[Choice | None, int]) -> list[int]:
         """Add a section; return count, stride, and begin and size of its keys, samples, ends of blocks and blocks."""
@@ -365,10 +365,10 @@ class _Writer:
         return [len(keys), stride, *(number for piece in pieces for number in (self._add(piece), len(piece)))]
 
     def _add(self, piece: bytes) -> int:
-        if piece not in self._known:
-            self._known[piece] = len(self.body)
+        if piece not in self._offsets:
+            self._offsets[piece] = len(self.body)
             self.body += piece
-        return self._known[piece]
+        return self._offsets[piece]
 
 
 def _read(header: bytes, body: bytes) -> _Contents:

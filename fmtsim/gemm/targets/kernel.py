@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a library's kernel turns a number of parts into a plan, which number it takes, and the rules that choose both."""
+"""Kernels and rules of plan files: how a kernel cuts K, into how many parts, and which kernel a call runs."""
 
 import dataclasses
 from dataclasses import dataclass, replace

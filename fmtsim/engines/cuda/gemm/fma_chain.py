@@ -176,6 +176,6 @@ def _instruction(spec: GemmSpec) -> int | None:
 
 
 def _short(a: Range, b: Range, acc: FloatFormat) -> bool:
-    """Return True if float32, rounded once more, gives the accumulator's sums: it holds all products exactly."""
+    """Return True if float32, rounded once more, gives the accumulator's sums: the accumulator holds every product."""
     fits = a.bits + b.bits <= acc.mantissa_bits + 1 <= 11
     return fits and a.lsb + b.lsb >= max(acc.min_exponent - acc.mantissa_bits, -126) and a.top + b.top <= 126
