@@ -4,7 +4,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from fmtsim.engines import LazyEngine
+from fmtsim.support.lazy import LazyEngine
 
 if TYPE_CHECKING:
     from fmtsim.engines.cpu.runtime.pool import get_num_threads as get_num_threads

@@ -4,7 +4,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.engines import LazyEngine
+from fmtsim.support.lazy import LazyEngine
 
 if TYPE_CHECKING:
 
