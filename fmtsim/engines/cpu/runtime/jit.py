@@ -97,8 +97,9 @@ def overload(choose: Callable) -> Callable:
     def stub(*arguments):  # type: ignore[no-untyped-def]
         raise NotImplementedError
 
+    options: Any = {"error_model": "numpy", "pipeline_class": Inlined}
     stub.overload = choose  # type: ignore[attr-defined]
-    extending.overload(stub, jit_options={"error_model": "numpy", "pipeline_class": Inlined})(choose)
+    extending.overload(stub, jit_options=options)(choose)
     return stub
 
 
