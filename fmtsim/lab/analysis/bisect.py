@@ -188,24 +188,29 @@ def bisect(run_a: Run, run_b: Run) -> Bisection:
     return result
 
 
-def assert_same_bits(model_a: nn.Module, model_b: nn.Module, batch: Any, loss: Any = None) -> None:
-    """Fail where two models have not the same bits in a step, forward and backward; the message is the ``Bisection``.
+def assert_same_bits(a: Any, b: Any, batch: Any = None, loss: Any = None) -> None:
+    """Fail where two tensors, or a step of two models, have not the same bits; the message shows the first difference.
+
+    Of tensors it is the ``Comparison``: how many differ, the first index with both codes, distances in ulp; -0 is not
+    +0, and a NaN has its own bits. Of models it is the ``Bisection`` of a step, forward and backward.
 
     Args:
-        model_a, model_b: Two configurations of one model; copies run.
-        batch, loss: As in ``fmtsim.trace``.
+        a, b: Two tensors or arrays, or two configurations of one model, of which copies run.
+        batch, loss: Of models, as in ``fmtsim.trace``.
 
     Raises:
         AssertionError: Some bit differs.
-        ArgumentError: As ``fmtsim.bisect``.
+        ArgumentError: As ``fmtsim.compare`` or ``fmtsim.bisect``.
 
     >>> import torch
     >>> layer = nn.Linear(4, 2)
     >>> assert_same_bits(layer, layer, torch.ones(1, 4))
+    >>> assert_same_bits(layer.weight, layer.weight.clone())
     """
-    result = bisect((model_a, batch, loss), (model_b, batch, loss))
+    models = isinstance(a, nn.Module) and isinstance(b, nn.Module)
+    result = bisect((a, batch, loss), (b, batch, loss)) if models else compare(a, b)
     if not result.equal:
-        raise AssertionError(f"the models' bits differ\n{result}")
+        raise AssertionError(f"the {'models' if models else 'tensors'}' bits differ\n{result}")
 
 
 class _Traced(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import fmtsim
 from fmtsim.casts.ops import Key
@@ -24,6 +25,7 @@ from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.lab.analysis.fingerprint import Fingerprint, Fingerprints, has_bits
 from fmtsim.lab.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace
+from fmtsim.machine.simulate import simulate
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.cast import RandomKey
@@ -159,7 +161,8 @@ class Recorder(Watcher):
         wanted = self._wanted
         index = len(self._events)
         if wanted is True or (wanted and (index in wanted or layer in wanted)):  # type: ignore[operator]
-            self._kept[index] = {name: x.detach().clone() for name, x in outputs if has_bits(x)}
+            with torch._C._DisableTorchDispatch():
+                self._kept[index] = {name: x.detach().clone() for name, x in outputs if has_bits(x)}
         self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
 
     def read(self, tensors: Iterable[tuple[str, Any]]) -> Named:
@@ -377,6 +380,9 @@ _name_of = lru_cache(maxsize=64)(dtype_name)
 
 
 def _device(model: nn.Module) -> str:
+    simulated = [mode.target for mode in _get_current_dispatch_mode_stack() if isinstance(mode, simulate)]
+    if simulated:
+        return f"simulated {simulated[0]}"
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 

@@ -2,6 +2,7 @@
 """What subcommands share that run a model: which model, on which data, in which formats."""
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,18 @@ def add_formats(parser: Parser) -> None:
     option(parser, "--format", "one format of all operands", metavar="NAME", known=names.formats)
     rules = "exceptions for layers, ahead of the recipe's: JSON, as attribute --out and search --out write it"
     option(parser, "--rules", rules, metavar="FILE")
+
+
+def add_simulate(parser: Parser) -> None:
+    """Add ``--simulate``."""
+    option(parser, "--simulate", "compute operators with the bits of this GPU: h200 or h100", metavar="GPU")
+
+
+def simulated(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Return ``fmtsim.simulate`` of ``--simulate``, or a context without effect."""
+    from fmtsim.machine.simulate import simulate
+
+    return contextlib.nullcontext() if arguments.simulate is None else simulate(target=arguments.simulate)
 
 
 def add_quiet(parser: Parser) -> None:

@@ -15,7 +15,7 @@ import fmtsim
 from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.tracing import trace
 from fmtsim.lab.cli.arguments.results import SUFFIXES
-from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given
+from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given, simulated
 from fmtsim.lab.cli.options import check_positive
 from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
 from fmtsim.lab.training.models import told
@@ -41,11 +41,12 @@ def run_trace(arguments: argparse.Namespace) -> int:
     model, (batch, loss) = loaded.model, loaded.samples[0]
     if formats:
         convert(model, generator=arguments.seed, **formats, **machine_given(arguments))
-    with told(arguments.model):
+    with told(arguments.model), simulated(arguments) as run:
         recorded = trace(model, batch, loss, tensors=_tensors(arguments.tensors), level=arguments.level)
     if out is not None:
         recorded.save(out)
-    answer(arguments, recorded.to_dict(), lambda: str(recorded) if out is None else f"{recorded.summary}; wrote {out}")
+    text = str(recorded) if out is None else f"{recorded.summary}; wrote {out}"
+    answer(arguments, recorded.to_dict(), lambda: text if run is None else f"{text}\n{run.summary}")
     return 0
 
 
@@ -62,7 +63,8 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
     runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
     try:
-        result = bisect(*runs)
+        with simulated(arguments):
+            result = bisect(*runs)
     except FmtsimError:
         raise
     except Exception as error:

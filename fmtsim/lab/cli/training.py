@@ -17,6 +17,7 @@ from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
 from fmtsim.lab.bench.timing import bounded_threads
 from fmtsim.lab.cli.arguments.models import EVERY
+from fmtsim.lab.cli.model_options import simulated
 from fmtsim.lab.cli.options import check_device, check_threads, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, json_text, print_text
 from fmtsim.lab.training.artifacts import (
@@ -60,6 +61,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     check_folder(out)
     if arguments.minutes is not None and not (arguments.check and arguments.minutes > 0):
         raise ArgumentError(f"--minutes {arguments.minutes:g} limits --check native; pass both, and a number above 0")
+    if arguments.simulate is not None and (arguments.check or arguments.device != "cpu"):
+        raise ArgumentError("--simulate computes on the CPU; leave --check and --device out")
     if arguments.check:
         if arguments.resume or arguments.checkpoint_every is not None:
             raise ArgumentError("--check native has no checkpoints; leave --resume and --checkpoint-every out")
@@ -67,11 +70,12 @@ def run_train(arguments: argparse.Namespace) -> int:
     corpus = load_corpus(arguments.data, config.model.context)
     with _training(arguments, out) as progress:
         checkpoint = _checkpoint(arguments, config, corpus, out)
-        with _reported(config, corpus, checkpoint, out):
-            baseline, simulated = compare_schemes(config, corpus, progress, checkpoint)
-        record = make_record(config, corpus, baseline, simulated)
-        paths = write_artifacts(out, record, baseline, simulated)
-    _answer(arguments, record, lambda: summary(record, baseline, simulated), paths)
+        with _reported(config, corpus, checkpoint, out), simulated(arguments) as run:
+            baseline, emulated = compare_schemes(config, corpus, progress, checkpoint)
+        record = make_record(config, corpus, baseline, emulated)
+        paths = write_artifacts(out, record, baseline, emulated)
+    parts = [summary(record, baseline, emulated), *([] if run is None else [run.summary])]
+    _answer(arguments, record, lambda: "\n\n".join(parts), paths)
     return 0
 
 

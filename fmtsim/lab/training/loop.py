@@ -95,7 +95,8 @@ def train(
         checkpoint.restore(parts)
     if run.report is not None:
         progress.say(run.report.summary)
-    looks = observed_steps(config.steps) if scheme.simulated else set()
+    beneath_modes = torch._C._len_torch_dispatch_stack() > 0  # as simulate is one: layers then show no operands
+    looks = observed_steps(config.steps) if scheme.simulated and not beneath_modes else set()
     progress.stage(run.label, config.steps)
     watch = lambda step: observe(learner.model) if step in looks else contextlib.nullcontext()  # noqa: E731
     for step, seen in training_steps(parts, scheme, config, corpus, watch):

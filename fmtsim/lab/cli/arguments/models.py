@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli import names
-from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet
+from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet, add_simulate
 from fmtsim.lab.cli.options import add_device, add_json, add_target, count, flag, one_of, option, repeated
 
 
@@ -109,6 +109,7 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     option(how, "--data", data, metavar="PATH")
     add_device(how)
     count(how, "--threads", "CPU threads (default: torch's choice)")
+    add_simulate(how)
     output = parser.add_argument_group("output")
     option(output, "--out", "folder for the HTML report (report.html), record and table", "fmtsim-train", "DIR")
     every = f"write a checkpoint to DIR after every N steps; 0: none (default {EVERY})"

@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 
 from fmtsim.lab.cli import names
-from fmtsim.lab.cli.model_options import MODEL, add_data, add_formats, add_model
+from fmtsim.lab.cli.model_options import MODEL, add_data, add_formats, add_model, add_simulate
 from fmtsim.lab.cli.options import add_json, add_target, count, flag, option, repeated
 
 
@@ -18,6 +18,7 @@ def declare_trace(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("conversion of the model (default: none)")
     add_formats(group)
     add_target(group)
+    add_simulate(parser)
     add_json(parser)
 
 
@@ -26,6 +27,7 @@ def declare_bisect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help=f"a trace (.safetensors); or {MODEL}")
     parser.add_argument("b", metavar="B", help="the run to compare with, in the same forms")
     add_data(parser)
+    add_simulate(parser)
     add_json(parser)
 
 
