@@ -193,11 +193,12 @@ def worker(rank, folder, checks):
 @pytest.mark.parametrize(
     "checks",
     [
-        (verbs_agree, pairs_agree, disagreement_has_a_name, store_carries_words),
+        (verbs_agree, pairs_agree),
+        (disagreement_has_a_name, store_carries_words),
         (layers_agree, ddp_agrees, fsdp_agrees, fsdp_refuses, nan_is_refused_and_nothing_written, scales_are_shared),
         (hybrid_sharding_agrees,),
     ],
-    ids=["verbs", "models", "hybrid sharding"],
+    ids=["verbs", "words", "models", "hybrid sharding"],
 )
 def test_processes_and_the_simulation_give_the_same_bits(checks, tmp_path):
     mp.start_processes(worker, args=(str(tmp_path), checks), nprocs=4, start_method="forkserver")

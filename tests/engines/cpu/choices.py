@@ -155,19 +155,22 @@ def shares() -> Iterator[str]:
     pool.set_num_threads(before)
 
 
-def lines() -> list[str]:
-    """Return all lines, each with a digest of what was chosen."""
+PARTS = {"products": (products,), "casts": (casts, layouts), "shares": (shares,)}
+
+
+def lines(part: str) -> list[str]:
+    """Return the lines of a part, each with a digest of what was chosen."""
     found: dict[str, list[str]] = {}
-    for line in [*products(), *casts(), *layouts(), *shares()]:
+    for line in (line for lines_of in PARTS[part] for line in lines_of()):
         words = line.split(" ")
         key = " ".join(words[:5]) if "K=" in line else words[0]
         found.setdefault(key, []).append(line)
     return [
-        f"{key} {len(all_)} {hashlib.sha256(chr(10).join(sorted(all_)).encode()).hexdigest()[:12]}"
+        f"{part} {key} {len(all_)} {hashlib.sha256(chr(10).join(sorted(all_)).encode()).hexdigest()[:12]}"
         for key, all_ in sorted(found.items())
     ]
 
 
 if __name__ == "__main__":
     FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text("\n".join(lines()) + "\n")
+    FILE.write_text("\n".join(line for part in PARTS for line in lines(part)) + "\n")

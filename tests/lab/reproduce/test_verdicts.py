@@ -149,7 +149,7 @@ def test_zeros_are_drawn_on_a_logarithmic_axis():
 
 
 def test_claims_in_processes_are_those_of_one(one_thread):
-    claims = get_claims(["dge", "lns_adder_tree", "clip"])
+    claims = get_claims(["dge", "lns_adder_tree"])
     found = {result.claim.name: result for result in run_claims(claims, 2, seeds=2)}
-    assert len(found) == 3 and not any(result.error for result in found.values())
+    assert len(found) == 2 and not any(result.error for result in found.values())
     assert all(found[claim.name].runs == run_claim(claim, seeds=2).runs for claim in claims)
