@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm, forward and backward, in the order of PyTorch 2.11's vectorised kernels (widths that 4 divides)."""
+"""layer_norm and rms_norm, forward and backward, in the order of PyTorch 2.11's vectorised kernels."""
 
 import math
 
@@ -63,7 +63,23 @@ def _forward(x, weight, bias, eps, y, means, rstds, start, stop):
 
 
 @kernel
-def _backward_input(g, x, mean, rstd, weight, dx, start, stop):
+def _rms_forward(x, weight, eps, y, rstds, start, stop):
+    width = x.shape[1]
+    squares = np.empty(_THREADS, np.float32)
+    for row in range(start, stop):
+        # 1. sums of squares, element 4 (t + 128 i) + j by thread t; the threads by halving
+        squares[:] = float32(0.0)
+        for j in range(width):
+            squares[(j // 4) % _THREADS] = fma32(x[row, j], x[row, j], squares[(j // 4) % _THREADS])
+        # 2. y = w (rstd x)
+        rstd = library.rsqrt(add_threads(squares, int64(_THREADS)) / float32(width) + eps)
+        rstds[row] = rstd
+        for j in range(width):
+            y[row, j] = weight[j] * (rstd * x[row, j])
+
+
+@kernel
+def _backward_input(g, x, mean, rstd, weight, centre, dx, start, stop):
     width = x.shape[1]
     sums, products = np.empty(_THREADS, np.float32), np.empty(_THREADS, np.float32)
     for row in range(start, stop):
@@ -75,7 +91,8 @@ def _backward_input(g, x, mean, rstd, weight, dx, start, stop):
             sums[thread] += weighted
             products[thread] = fma32(weighted * (x[row, j] - mean[row]), rstd[row], products[thread])
         total, product = add_threads(sums, int64(_THREADS)), add_threads(products, int64(_THREADS))
-        # 2. dx = (n w g - (x - mean) rstd product - total) (rstd / n)
+        # 2. dx = (n w g - (x - mean) rstd product - total) (rstd / n); rms_norm has no mean, and no total
+        total = total if centre else float32(0.0)
         factor = (_ONE / float32(width)) * rstd[row]
         for j in range(width):
             centred = -(((x[row, j] - mean[row]) * rstd[row]) * product)
@@ -97,7 +114,7 @@ def _backward_weight(g, x, mean, rstd, height, dweight, dbias, start, stop):
 def _flat(x: torch.Tensor, shape: list[int]) -> np.ndarray:
     width = math.prod(shape)
     if width % 4:
-        raise UnknownOrder(f"layer_norm over {width} elements, no multiple of 4")
+        raise UnknownOrder(f"a norm over {width} elements, no multiple of 4")
     return to_f32(x).reshape(-1, width)
 
 
@@ -123,17 +140,35 @@ def layer_norm(
     )
 
 
+def rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (y, rstd) of _fused_rms_norm.
+
+    Raises:
+        UnknownOrder: A width that 4 does not divide.
+    """
+    rows = _flat(x, shape)
+    width = rows.shape[1]
+    w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)
+    y, rstd = np.empty_like(rows), np.empty(len(rows), np.float32)
+    run(lambda i, j: _rms_forward(rows, w, float32(eps), y, rstd, i, j), len(rows), 1, 8 * width)
+    statistics = [*x.shape[: x.ndim - len(shape)], *[1] * len(shape)]
+    return from_f32(y, x.dtype, x.shape), from_f32(rstd, torch.float32, statistics)
+
+
 def layer_norm_backward(
-    g: torch.Tensor, x: torch.Tensor, shape: list[int], mean: torch.Tensor, rstd: torch.Tensor,
+    g: torch.Tensor, x: torch.Tensor, shape: list[int], mean: torch.Tensor | None, rstd: torch.Tensor,
     weight: torch.Tensor | None, mask: list[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Return the gradients of (x, weight, bias) of native_layer_norm."""
+    """Return the gradients of (x, weight, bias) of native_layer_norm; without a mean, of rms_norm."""
     gradients, rows = _flat(g, shape), _flat(x, shape)
     count, width = rows.shape
-    means, rstds = to_f32(mean).reshape(-1), to_f32(rstd).reshape(-1)
+    rstds = to_f32(rstd).reshape(-1)
+    means = np.zeros_like(rstds) if mean is None else to_f32(mean).reshape(-1)
     w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)
     dx = np.empty_like(rows)
-    run(lambda i, j: _backward_input(gradients, rows, means, rstds, w, dx, i, j), count, 1, 8 * width)
+    run(lambda i, j: _backward_input(gradients, rows, means, rstds, w, mean is not None, dx, i, j), count, 1, 8 * width)
     height = 1 if count < 64 else 8 if count < 128 else 16 if count < 256 else 32
     dweight, dbias = np.zeros((width, height), np.float32), np.zeros((width, height), np.float32)
     run(

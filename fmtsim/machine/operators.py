@@ -25,8 +25,8 @@ new_full new_ones
 slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_ lift_fresh tril triu logical_not
 logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index index_select scatter
 _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
-minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ rsub eye _foreach_neg _foreach_sub_
-unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_ _amp_update_scale_
+minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ eye _foreach_neg _foreach_sub_
+leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_ _amp_update_scale_
 _amp_foreach_non_finite_check_and_unscale_
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
@@ -113,7 +113,54 @@ def _stable_sort(x: torch.Tensor, dim: int = -1, descending: bool = False, *, st
 STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too: the host's order of equal elements is another
 
 
+# On a GPU rms_norm is one kernel with a gradient of its own; a CPU has no such operator.
+_TYPES = "Tensor x, int[] shape, Tensor? weight"
+_LIBRARY = torch.library.Library("fmtsim", "FRAGMENT")
+_LIBRARY.define(f"rms_norm({_TYPES}, float eps) -> (Tensor, Tensor)")
+_LIBRARY.define(f"rms_norm_backward(Tensor g, {_TYPES}, Tensor rstd, bool[2] mask) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(_LIBRARY, "rms_norm", "CompositeExplicitAutograd")
+def _host_rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float) -> Any:
+    """Return (y, rstd) in the host's order of sums."""
+    dims = list(range(-len(shape), 0))
+    rstd = torch.rsqrt(x.float().square().mean(dims, keepdim=True) + eps)
+    return (x * rstd if weight is None else x * rstd * weight).to(x.dtype), rstd
+
+
+@torch.library.impl(_LIBRARY, "rms_norm_backward", "CompositeExplicitAutograd")
+def _host_rms_norm_backward(
+    g: torch.Tensor, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, rstd: torch.Tensor, mask: Any
+) -> Any:
+    """Return the gradients of (x, weight) in the host's order of sums."""
+    dims = list(range(-len(shape), 0))
+    weighted, normal = g.float() if weight is None else g.float() * weight, x * rstd
+    dx = (weighted - normal * (weighted * normal).mean(dims, keepdim=True)) * rstd
+    return dx.to(x.dtype), (g * normal).reshape(-1, *shape).sum(0).to(x.dtype)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    x, ctx.shape, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _rms_norm_gradient(ctx: Any, g: torch.Tensor, _: Any) -> Any:
+    x, weight, rstd = ctx.saved_tensors
+    mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+    dx, dweight = torch.ops.fmtsim.rms_norm_backward(g, x, ctx.shape, weight, rstd, mask)
+    return dx, None, dweight if mask[1] else None, None
+
+
+torch.library.register_autograd("fmtsim::rms_norm", _rms_norm_gradient, setup_context=_save, lib=_LIBRARY)
+
+
+def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any, rstd: torch.Tensor, mask: Any) -> Any:
+    return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
+
+
 KNOWN: dict[Any, Callable] = {
+    torch.ops.fmtsim.rms_norm: norm.rms_norm,
+    torch.ops.fmtsim.rms_norm_backward: _rms_norm_backward,
     _ATEN._softmax: lambda x, dim, half: _softmax(x, dim, half, False),
     _ATEN._safe_softmax: _safe_softmax,
     _ATEN._log_softmax: lambda x, dim, half: _softmax(x, dim, half, True),
@@ -154,11 +201,14 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.silu_backward: pointwise.silu_backward,
     _ATEN.tanh_backward: pointwise.tanh_backward,
     _ATEN.add: pointwise.add,
+    _ATEN.rsub: pointwise.subtract_from,
     _ATEN.sub: lambda a, b, *, alpha=1: pointwise.add(a, b, alpha=-alpha),
     _ATEN.index_put: loss.index_put,
     _ATEN.div: pointwise.divide,
     _ATEN.sigmoid_backward: pointwise.sigmoid_backward,
     _ATEN.pow: pointwise.power,
+    _ATEN.softplus: pointwise.softplus,
+    _ATEN.softplus_backward: pointwise.softplus_backward,
     _ATEN.cumsum: _cumsum,
     _ATEN._grouped_mm: _grouped_mm,
     _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(

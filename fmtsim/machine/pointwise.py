@@ -98,7 +98,9 @@ def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def add(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
-    """Return a + alpha b, fused where alpha is not 1 or -1."""
+    """Return a + alpha b, fused where alpha is not 1 or -1; a number is float32, which the host rounds to 16 bits."""
+    if torch.is_tensor(a) and not torch.is_tensor(b) and a.dtype in (torch.bfloat16, torch.float16):
+        return (a.float() + float(float32(alpha) * float32(b))).to(a.dtype)
     if alpha in (1, -1) or not (torch.is_tensor(a) and torch.is_tensor(b)):
         return torch.add(a, b) if alpha == 1 else torch.sub(a, b) if alpha == -1 else torch.add(a, b, alpha=alpha)
     if a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -108,6 +110,11 @@ def add(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
     )
 
 
+def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
+    """Return b - alpha a."""
+    return add(b, a, alpha=-alpha) if torch.is_tensor(b) else add(-a if alpha == 1 else a * -alpha, b)
+
+
 def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Return a / b; a number in the place of b is a factor: its float32 reciprocal."""
     if rounding_mode is not None or torch.is_tensor(b) or not a.is_floating_point() or a.dtype == torch.float64:
@@ -115,14 +122,45 @@ def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     return a * float(float32(1.0) / float32(b))
 
 
+_POWERS: dict[float, Callable] = {
+    0.5: library.UNARY["sqrt"], -0.5: library.UNARY["rsqrt"], -1: library.UNARY["reciprocal"],
+}  # fmt: skip
+
+
 def power(x: Any, exponent: Any) -> torch.Tensor:
-    """Return x to the power of 1, 2 or 3."""
+    """Return x to the power of a number: products in x's dtype for 2, 3, -2; roots for halves; else powf."""
     if torch.is_tensor(exponent) or not torch.is_tensor(x):
         raise UnknownOrder("pow with a tensor as exponent")
-    if exponent == 2:
-        return x * x
+    if exponent in _POWERS:
+        return _elementwise(_POWERS[exponent], x)
+    if exponent in (2, -2):
+        return x * x if exponent == 2 else reciprocal(x * x)
     if exponent == 3:
         return (x * x) * x
     if exponent == 1:
         return x.clone()
-    raise UnknownOrder(f"pow with exponent {exponent}")
+    rounded = float(torch.tensor(float(exponent)).to(x.dtype))
+    return from_f32(apply(library.pow, to_f32(x), rounded), x.dtype, x.shape)
+
+
+reciprocal = unary("reciprocal")
+
+
+def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    """Return softplus of beta 1 and threshold 20."""
+    if beta != 1 or threshold != 20:
+        raise UnknownOrder("softplus of another beta or threshold")
+    return _elementwise(library.UNARY["softplus"], x)
+
+
+@device
+def _softplus_gradient(g, x):
+    z = library.exp(x)
+    return g if x > float32(20.0) else (g * z) / (z + _ONE)
+
+
+def softplus_backward(g: torch.Tensor, x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    """Return softplus's gradient."""
+    if beta != 1 or threshold != 20:
+        raise UnknownOrder("softplus of another beta or threshold")
+    return _elementwise(_softplus_gradient, g, x)

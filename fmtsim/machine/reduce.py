@@ -190,12 +190,18 @@ def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, d
 def vector_norm(
     x: torch.Tensor, order: float, dims: list[int] | None, keepdim: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the Euclidean norm of a whole tensor.
+    """Return the Euclidean norm over the last dimensions.
 
     Raises:
-        UnknownOrder: Another norm, some dimensions only, or a layout that is not contiguous.
+        UnknownOrder: Another norm, other dimensions, or a layout that is not contiguous.
     """
-    if order != 2 or (dims is not None and len(dims) < x.ndim) or not x.is_contiguous() or not x.numel():
-        raise UnknownOrder("a norm of another order, or over some dimensions")
-    total = sum_last(to_f32(x).reshape(1, -1), np.array([x.storage_offset()]), x.element_size(), squares=True)
-    return from_f32(np.sqrt(total), dtype, [1] * x.ndim if keepdim else [])
+    if order != 2 or not x.numel():
+        raise UnknownOrder("a norm of another order")
+    axes = sorted({d % x.ndim for d in (dims or range(x.ndim))}) if x.ndim else []
+    if math.prod(x.shape[d] for d in axes) == 1:
+        return x.abs().reshape(x.shape if keepdim else [n for d, n in enumerate(x.shape) if d not in axes]).to(dtype)
+    total = _last(x, axes, True)
+    if total is None or (len(axes) == x.ndim and not x.is_contiguous()):
+        raise UnknownOrder(f"a norm over dimensions {axes} of {tuple(x.shape)}, strides {x.stride()}")
+    shape = [1 if d in axes else n for d, n in enumerate(x.shape) if keepdim or d not in axes]
+    return from_f32(np.sqrt(total), dtype, shape)

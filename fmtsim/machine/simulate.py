@@ -26,7 +26,7 @@ from fmtsim.support.table import aligned
 TARGETS = ("h200", "h100")
 RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded
 _HOSTS = ("2.11", "2.13")  # versions of torch whose operators are those of the record
-_HOST_DROPOUT = functional.dropout
+_HOST_DROPOUT, _HOST_RMS_NORM = functional.dropout, torch.rms_norm
 _NO_DROPOUT = ("_scaled_dot_product_flash_attention_for_cpu",)  # tagged as random, and refused where it drops
 _NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "quantized", "fmtsim")
 
@@ -36,6 +36,15 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     if training and 0 < p < 1 and not inplace and x.numel():
         return torch.native_dropout(x, p, True)[0]
     return _HOST_DROPOUT(x, p, training, inplace)
+
+
+def _rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """Return torch.rms_norm by one operator, as on a GPU; on a CPU torch takes six, as it does with mixed dtypes."""
+    if weight is not None and weight.dtype != x.dtype:
+        return _HOST_RMS_NORM(x, shape, weight, eps)
+    return torch.ops.fmtsim.rms_norm(x, list(shape), weight, torch.finfo(torch.float32).eps if eps is None else eps)[0]
 
 
 class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a context
@@ -84,7 +93,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         _check_host(torch.__version__, strict)
 
     def __enter__(self) -> Self:
-        """Begin, and take the ways that torch takes on a GPU: one kernel for dropout, foreach optimizers."""
+        """Begin, and fork as torch does on a GPU: one kernel for dropout and rms_norm, foreach optimizers."""
         if any(isinstance(mode, simulate) for mode in _get_current_dispatch_mode_stack()):
             raise ArgumentError("simulate runs inside another simulate; leave one of them out")
         _refuse_autocast()
@@ -92,6 +101,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         devices = [*optimizers._get_foreach_kernels_supported_devices(), "cpu"]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(functional, "dropout", _dropout))
+            stack.enter_context(mock.patch.object(torch, "rms_norm", _rms_norm))
             stack.enter_context(
                 mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
             )

@@ -118,6 +118,19 @@ def _dropout(x, g):  # type: ignore[no-untyped-def]
     return first, second, *torch.autograd.grad((first, second), x, (g, g.t()))
 
 
+def _with_gradient(function, x, g):  # type: ignore[no-untyped-def]
+    x = x.clone().requires_grad_()
+    y = function(x)
+    return y, *torch.autograd.grad(y, x, g)
+
+
+def _rms_norm(x, g):  # type: ignore[no-untyped-def]
+    x, weight = x.clone().requires_grad_(), g[0].clone().requires_grad_()
+    y = functional.rms_norm(x, [x.shape[-1]], weight, 1e-6)
+    plain = functional.rms_norm(x, [x.shape[-1]])
+    return y, plain, *torch.autograd.grad((y, plain), (x, weight), (g, g * 2))
+
+
 def _foreach(x, g):  # type: ignore[no-untyped-def]
     results = [torch.lerp(x, g, 0.3), torch.lerp(x, g, 0.7), torch.addcmul(x, g, x, value=0.3)]
     results += [torch.addcmul(x, g, x), torch.addcdiv(x, g, x, value=0.3), torch.addcdiv(x, g, x)]
@@ -152,6 +165,11 @@ OPERATORS: dict[str, Callable] = {
     "index_put": _index_put,
     "dropout": _dropout,
     "foreach": _foreach,
+    "rms_norm": _rms_norm,
+    "powers": lambda x, g: tuple(x**e for e in (0.5, -0.5, -1, -2, 4, 1.7, 0, -1.5)),
+    "normalize": lambda x, g: (torch.linalg.vector_norm(x, dim=-1), functional.normalize(x, dim=-1)),
+    "softplus": lambda x, g: _with_gradient(functional.softplus, x, g),
+    "leaky_relu": lambda x, g: _with_gradient(functional.leaky_relu, x, g),
 }
 FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "rsqrt", "sqrt",
              "reciprocal", "sigmoid")  # fmt: skip
@@ -164,7 +182,7 @@ def operator_cases() -> Iterator[Case]:
             width, kind, dtype = WIDTHS[i % len(WIDTHS)], KINDS[(i // 3 + i) % 5], DTYPES[(i // len(WIDTHS) + i) % 3]
             rows = ROWS[(i // 5) % len(ROWS)]
             rows = min(rows, max(1, 40_000 // width))
-            if name == "layer_norm" and width % 4:
+            if name in ("layer_norm", "rms_norm") and width % 4:
                 width = 4 * width if width < 4000 else width // 4 * 4
 
             def call(device, operator=operator, i=i, shape=(rows, width), kind=kind, dtype=dtype):  # type: ignore[no-untyped-def]
