@@ -26,8 +26,8 @@ slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_ 
 logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index index_select scatter
 _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
 minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ eye _foreach_neg _foreach_sub_
-leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_ _amp_update_scale_
-_amp_foreach_non_finite_check_and_unscale_
+leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
+_amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 

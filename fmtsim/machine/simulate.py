@@ -164,7 +164,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             return result
         self._refuse(name, tensors)
         try:
-            if packet in operators.SAME or func.namespace == "fmtsim":  # whose bits are one on all devices
+            # fmtsim's own operators have the same bits on all devices
+            if packet in operators.SAME or (func.namespace == "fmtsim" and handler is None):
                 result = func(*args, **kwargs)
             elif handler is None or func._schema.is_mutable is not name.endswith("_"):
                 raise UnknownOrder(name if handler is None else f"written to {func._overloadname}=")

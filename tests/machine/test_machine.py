@@ -21,7 +21,7 @@ from fmtsim.machine.simulate import simulate
 from tests.machine.cases import all_cases, digest, numbers
 
 RECORD = json.loads((Path(__file__).parent / "data" / "h200.json").read_text("utf-8"))["cases"]
-SAMPLE = 29  # of the calls of one operator, this many apart are compared by default
+SAMPLE = 101  # of the calls of one operator, this many apart are compared by default
 UNIT = {"ex2": mufu.ex2, "lg2": mufu.lg2, "rcp": mufu.rcp, "rsqrt": mufu.rsqrt, "sqrt": mufu.sqrt, "sin": mufu.sin,
         "cos": mufu.cos}  # fmt: skip
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "mufu_h200.npz"
