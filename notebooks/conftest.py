@@ -3,7 +3,7 @@
 
 import pytest
 
-SLOW = ("03_underflow", "06_recipes", "07_optimizers_and_wire", "08_ptq", "09_debugging")
+SLOW = ("03_underflow", "06_recipes", "07_optimizers_and_wire", "08_ptq", "09_debugging", "10_whole_model")
 
 
 def pytest_collection_modifyitems(items):
