@@ -6,18 +6,21 @@ order was read there and compared with an H200 (docs/evidence.md). A product is 
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy import float32
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import enable_reentrant_dispatch
 
 from fmtsim.engines.cpu.runtime.jit import kernel
 from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.gemm.products.scaled import mma
-from fmtsim.machine import library
+from fmtsim.machine import library, reduce
 from fmtsim.machine.arrays import apply, fma, from_f32, to_f32
-from fmtsim.machine.unknown import UnknownOrder
+from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 
 _LOG2E, _INF = float32(math.log2(math.e)), float32(np.inf)
 _STEP, _K_TILE, _WARP_KEYS = 8, 32, 32  # products of an instruction; of a tile of K; keys of a warp
@@ -105,12 +108,44 @@ def _softmax_tile(scores, keys, largest, sums, factors, start, stop):
         sums[row] = total
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
-    if dropout:
-        raise UnknownOrder("attention with dropout")
-    if q.shape[1] != k.shape[1]:
-        raise UnknownOrder("attention of grouped heads in float32")
-    if q.shape[-1] % 4 or q.shape[-1] != v.shape[-1]:
+def takes_math_path(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Return True if PyTorch has no fused kernel on a GPU: grouped heads, or rows that are not aligned to 16 bytes."""
+    return q.shape[1] != k.shape[1] or q.shape[-1] % 4 > 0
+
+
+def _math(run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+    mask, dropout, causal, scale = options
+    grouped = q.shape[1] != k.shape[1]
+    with run, sdpa_kernel(SDPBackend.MATH):
+        return functional.scaled_dot_product_attention(
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )
+
+
+def math_forward(
+    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention by the operators of PyTorch's math path, each simulated by ``run``, and no logsumexp: zeros.
+
+    Options are mask, dropout, causal and scale.
+    """
+    with enable_reentrant_dispatch(), torch.no_grad():
+        return _math(run, q, k, v, *options), torch.zeros(q.shape[:3])
+
+
+def math_backward(run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
+    """Return the gradients of (q, k, v) by the same operators; the first pass is made again."""
+    with enable_reentrant_dispatch(), torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        y = _math(run, *inputs, *options)
+        with run:
+            return torch.autograd.grad(y, inputs, g)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> None:
+    if mask is not None or dropout:
+        raise UnknownOrder("attention in float32 with a mask tensor or dropout")
+    if q.shape[-1] != v.shape[-1]:
         raise UnknownOrder(f"attention in float32 with heads of {q.shape[-1]} and {v.shape[-1]}")
 
 
@@ -121,11 +156,9 @@ def forward(
     """Return (output, logsumexp) of attention of [batch, heads, length, D] by the memory-efficient kernel.
 
     Raises:
-        UnknownOrder: Dropout, grouped heads, a mask, or heads of a length that the kernel does not take.
+        UnknownOrder: Dropout, a mask, or heads of two lengths.
     """
-    _check(q, k, v, dropout)
-    if mask is not None:
-        raise UnknownOrder("attention in float32 with a mask tensor")
+    _check(q, k, v, mask, dropout)
     batch, heads, queries, head = q.shape
     keys, tiles = k.shape[2], tiles_of(head)
     q_f32, k_f32, v_f32 = (to_f32(x).reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -168,8 +201,68 @@ def forward(
         acc *= (float32(1.0) / _denominators(sums))[..., None]
     # 4. logsumexp = m / log2 e + ln(l)
     logsumexp = largest / _LOG2E + apply(library.log, sums)
-    output = from_f32(acc.reshape(batch, heads, queries, head).swapaxes(1, 2), q.dtype).transpose(1, 2)
-    return output, from_f32(logsumexp.reshape(batch, heads, queries), q.dtype)
+    return _tensor(acc, q), from_f32(logsumexp.reshape(batch, heads, queries), q.dtype)
+
+
+def backward(
+    g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor,
+    mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of (q, k, v).
+
+    Raises:
+        UnknownOrder: As ``forward``.
+        Nondeterministic: Blocks of keys add to the gradient of a query as they take a lock. It holds the gradients:
+            those of k and v are exact.
+    """
+    _check(q, k, v, mask, dropout)
+    batch, heads, queries, head = q.shape
+    keys, rows, columns = k.shape[2], 64 if head <= 64 else 128, 64  # queries and keys of a block
+    blocks, single = math.ceil(keys / columns), batch * heads >= 256 and keys <= 2 * columns
+    g_f32, q_f32, k_f32, v_f32 = (to_f32(x).reshape(-1, *x.shape[2:]) for x in (g, q, k, v))
+    factor = float32(head**-0.5 if scale is None else scale)
+    # 1. D = sum of dO O, by the operators of sums
+    delta = reduce.reduce((g * output).transpose(1, 2), [-1], False, False, q.dtype).transpose(1, 2)
+    # 2. P^T = exp(S^T scale - logsumexp), with S^T = K Q^T
+    scores = product(k_f32, q_f32, residue_first=True) * factor - to_f32(logsumexp).reshape(-1, 1, queries)
+    if causal:
+        scores[:, np.tril(np.ones(scores.shape[1:], bool), -1)] = -np.inf
+    p = apply(library.exp, scores)
+    # 3. dS = round(round((dP - D) P) scale), with dP = dO V^T
+    dp = product(g_f32, v_f32, residue_first=True) - to_f32(delta).reshape(-1, queries, 1)
+    ds = dp * p.swapaxes(1, 2) * factor
+    # 4. dV = P^T dO and dK = dS^T Q: a product for each block of queries, added in memory
+    starts = range(0, queries, rows)
+    dk, dv = (np.zeros_like(x) for x in (k_f32, v_f32))
+    for total, left, right in ((dv, p, g_f32), (dk, ds.swapaxes(1, 2), q_f32)):
+        right = right.swapaxes(1, 2)
+        parts = [product(left[..., i : i + rows], right[..., i : i + rows]) for i in starts]
+        for j in range(blocks):
+            block = slice(j * columns, (j + 1) * columns)
+            # the first block of queries: where the mask lets any through, else each block of keys has its own
+            first = j * columns // rows if causal else 0 if single else j % len(parts)
+            order = parts[first:] if causal else parts[first:] + parts[:first]
+            for n, part in enumerate(order):
+                total[:, block] = total[:, block] + part[:, block] if n else part[:, block]
+    # 5. dQ = dS K: through the blocks of keys, the last first, which begins with the block of queries
+    dq = np.zeros_like(q_f32)
+    for j in range(blocks) if single else reversed(range(blocks)):
+        first = j * columns // rows * rows if causal else 0
+        if first >= queries:
+            continue
+        block = slice(j * columns, (j + 1) * columns)
+        dq[:, first:] = product(ds[:, first:, block], k_f32[:, block].swapaxes(1, 2), dq[:, first:])
+    gradients = _tensor(dq, q), _tensor(dk, k), _tensor(dv, v)
+    if blocks > 1 and not single and (not causal or head > 64):
+        locked = f"the gradient of q for {keys} keys: blocks of keys are added as they take a lock"
+        raise Nondeterministic(locked, gradients)
+    return gradients
+
+
+def _tensor(x_f32: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Return [batch, heads, length, D], stored as [batch, length, heads, D]."""
+    x = x_f32.reshape(*like.shape[:2], *x_f32.shape[1:]).swapaxes(1, 2)
+    return from_f32(x, like.dtype).transpose(1, 2)
 
 
 def _denominators(sums: np.ndarray) -> np.ndarray:

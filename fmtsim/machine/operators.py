@@ -85,19 +85,33 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = 
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False, *,
+    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False, *,
     attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    backends = torch.backends.cuda
+    backends, options = torch.backends.cuda, (attn_mask, dropout, causal, scale)
+    if q.dtype == torch.float32 and attention_f32.takes_math_path(q, k):
+        return attention_f32.math_forward(run, q, k, v, *options)
     if q.dtype == torch.float32:
         if not backends.mem_efficient_sdp_enabled():
             raise UnknownOrder("float32 attention without the memory-efficient kernel, which sdpa_kernel switched off")
-        return attention_f32.forward(q, k, v, attn_mask, dropout, causal, scale)
+        return attention_f32.forward(q, k, v, *options)
     if not backends.cudnn_sdp_enabled():
         raise UnknownOrder("attention without cuDNN, which sdpa_kernel switched off")
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         raise UnknownOrder("attention under use_deterministic_algorithms, for which PyTorch takes another kernel")
-    return attention.forward(q, k, v, attn_mask, dropout, causal, scale)
+    return attention.forward(q, k, v, *options)
+
+
+def _attention_gradient(
+    run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
+    logsumexp: torch.Tensor, dropout: float, causal: bool, *, attn_mask: Any = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    options = attn_mask, dropout, causal, scale
+    if q.dtype != torch.float32:
+        return attention.backward(g, q, k, v, output, logsumexp, *options)
+    if attention_f32.takes_math_path(q, k):
+        return attention_f32.math_backward(run, g, q, k, v, *options)
+    return attention_f32.backward(g, q, k, v, output, logsumexp, *options)
 
 
 def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -176,11 +190,7 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
     _ATEN.embedding_dense_backward: loss.embedding_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda g, q, k, v, o, lse, dropout, causal, attn_mask=None, scale=None: attention.backward(
-            g, q, k, v, o, lse, attn_mask, dropout, causal, scale
-        )
-    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_gradient,
     _ATEN._fused_adamw_: optimizer.fused_adamw_,
     _ATEN._foreach_norm: lambda tensors, order=2, dtype=None: optimizer.foreach_norm(tensors, order),
     _ATEN._foreach_add_: optimizer.foreach(pointwise.add),
@@ -270,3 +280,7 @@ PRODUCTS: dict[Any, Callable] = {
     _ATEN.bmm: lambda target, a, b: _known_product(bmm, a, b, target=target),
     _ATEN.addmm: _addmm,
 }
+
+COMPOSED = frozenset((_ATEN._scaled_dot_product_flash_attention_for_cpu,
+                      _ATEN._scaled_dot_product_flash_attention_for_cpu_backward))  # fmt: skip
+"""Operators that may come to others, which the simulation then gets: it is their first argument."""

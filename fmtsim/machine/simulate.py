@@ -170,11 +170,12 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             elif handler is None or func._schema.is_mutable is not name.endswith("_"):
                 raise UnknownOrder(name if handler is None else f"written to {func._overloadname}=")
             else:
-                target = (self.target,) if packet in operators.PRODUCTS else ()
-                result = _called(handler, *target, *args, **kwargs)
+                composed, product = packet in operators.COMPOSED, packet in operators.PRODUCTS
+                first = (self,) if composed else (self.target,) if product else ()
+                result = _called(handler, *first, *args, **kwargs)
         except (UnknownOrder, Nondeterministic, Guess) as reason:
             self._note(name, reason)
-            return reason.args[1] if isinstance(reason, Guess) else func(*args, **kwargs)
+            return reason.args[1] if len(reason.args) > 1 else func(*args, **kwargs)
         self.exact[name] += 1
         written = any(returned.alias_info is not None for returned in func._schema.returns)
         canonical = lambda x: operators.canonical(x) if torch.is_tensor(x) and x.is_cpu else x  # noqa: E731

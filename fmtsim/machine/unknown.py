@@ -7,7 +7,7 @@ class UnknownOrder(Exception):
 
 
 class Nondeterministic(Exception):
-    """The GPU's own results differ from run to run (atomics); the message names the operator."""
+    """The GPU's own results differ from run to run (atomics, locks): what of them, and perhaps one possible result."""
 
 
 class Guess(Exception):
