@@ -302,10 +302,10 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def training_cases() -> Iterator[Case]:
+def training_cases(dtypes: tuple[torch.dtype, ...] = (BF16, FP16)) -> Iterator[Case]:
     """Yield three steps of AdamW of a small GPT and a small Llama: logits, losses, gradients and weights."""
     for llama in (False, True):
-        for dtype in (BF16, FP16):
+        for dtype in dtypes:
             for batch, length in ((2, 64), (1, 130)):
                 start = Model(128, 4, 2 if llama else 4, llama)
                 for i, p in enumerate(start.parameters()):
@@ -333,9 +333,52 @@ def training_cases() -> Iterator[Case]:
                 yield Case(f"{'llama' if llama else 'gpt'} {batch}x{length} {str(dtype)[6:]}", call)
 
 
+def float32_cases() -> Iterator[Case]:
+    """Yield products, attention and training in float32: slices of K, batches, the math path of grouped heads."""
+    for i in range(48):
+        m, n, k = (1, 3, 8, 40, 100, 256)[i % 6], (64, 768, 256, 1024)[i // 2 % 4], (128, 768, 64, 1024, 96)[i % 5]
+        form, kind = ("mm", "linear", "addmm", "dgrad", "wgrad", "bmm")[i % 6 if i < 24 else i // 4 % 6], KINDS[i % 3]
+
+        def product(device, i=i, m=m, n=n, k=k, form=form, kind=kind):  # type: ignore[no-untyped-def]
+            x, w, bias = (
+                numbers(700 + 100 * j + i, s, kind, F32).to(device) for j, s in enumerate(((m, k), (n, k), (n,)))
+            )
+            g = numbers(1000 + i, (m, n), "normal", F32).to(device)
+            if form == "linear":
+                return (functional.linear(x, w, bias),)
+            if form == "addmm":
+                return (torch.addmm(bias, x, w.t().contiguous()),)
+            if form == "bmm":
+                return (torch.bmm(x.expand(5, m, k).contiguous(), w.t().expand(5, k, n)),)
+            return ({"mm": lambda: x @ w.t(), "dgrad": lambda: g @ w, "wgrad": lambda: g.t() @ x}[form](),)
+
+        yield Case(f"{form} {m}x{n}x{k} {kind} float32 {i}", product)
+    for i in range(30):
+        d, queries, causal = (32, 64, 48, 128, 256, 80)[i % 6], (64, 100, 17, 130, 200)[i % 5], i % 3 < 2
+        keys, kind = queries if causal else (64, 130, 33, 300)[i % 4], ("normal", "wide", "cancelling")[i // 2 % 3]
+        heads, key_heads = (4, 2) if i % 7 == 0 else (2, 2)
+        exact = heads != key_heads or keys <= 64 or (causal and d <= 64)  # else the gradient of q has no bits
+
+        def attention(
+            device, i=i, q=(queries, heads, d), k=(keys, key_heads, d), kind=kind, causal=causal, exact=exact
+        ):  # type: ignore[no-untyped-def]
+            inputs = [
+                numbers(300 * j + i, (1, *shape), kind if j < 3 else "normal", F32).to(device).transpose(1, 2)
+                for j, shape in ((1, q), (2, k), (3, k), (4, q))
+            ]
+            leaves = [x.detach().requires_grad_(exact) for x in inputs[:3]]
+            grouped = q[1] != k[1]
+            y = functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=grouped)
+            return y, *(torch.autograd.grad(y, leaves, inputs[3]) if exact else ())
+
+        yield Case(f"attention {heads}/{key_heads} {queries}x{keys} {d} {kind} float32 {causal} {i}", attention)
+    yield from training_cases((F32,))
+
+
 def all_cases() -> Iterator[Case]:
     """Yield every case."""
     yield from function_cases()
     yield from operator_cases()
     yield from attention_cases()
     yield from training_cases()
+    yield from float32_cases()
