@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.cublaslt import order_of
+from fmtsim.gemm.targets.cublaslt import order_of, plainest, same_order
 from fmtsim.gemm.targets.cuda_cores import GEMV
-from fmtsim.gemm.targets.question import Choice
+from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.schedule import schedule
 from tests.support.recorded import SHARED
@@ -24,7 +24,8 @@ MERGES = {
     "each": ("out", "serial"),
     "one": (None, "serial"),
 }
-WGMMA = get_unit("hopper.wgmma")
+WGMMA, F32 = get_unit("hopper.wgmma"), torch.float32
+ROWS, COLUMNS = ({"a_layout": layout, "b_layout": layout} for layout in ("row", "column"))
 
 
 @cache
@@ -220,6 +221,52 @@ def test_kernels_without_tensor_cores_on_hopper():
     assert not order_of(Choice(13, 2, 2, 11), linear(64, 1, 3000), "sm_90").plan.bias_after_rounding
     parts = order(Choice(63, 4, 2, 0, 9), 6743, 16, 1944, "tf32").plan
     assert (parts.k_tile, parts.split, parts.owner, parts.residue_first) == (32, 4, "interleaved", False)
+
+
+def test_float32_kernels_on_hopper():
+    def order(algorithm, split, k, reduction=2, custom=0, **more):
+        found = order_of(Choice(algorithm, split, reduction, custom), mm(64, 96, k, "fp32", F32, **more), "sm_90")
+        return None if found is None else found.plan
+
+    # slices start at whole lines where K lies along rows, else at multiples of 4 products; largek's at 8
+    assert (order(20, 3, 2048).part_k, order(20, 3, 2044).part_k, order(20, 3, 2048, **COLUMNS).part_k) == (
+        704,
+        684,
+        684,
+    )
+    assert (order(10, 3, 2044).part_k, order(10, 3, 2044).split, order(10, 600, 768).split) == (688, 3, 96)
+    # parts own tiles of 8 products in turn
+    turns = order(55, 4, 100)
+    assert (turns.k_tile, turns.split, turns.owner, turns.part_k) == (8, 4, "interleaved", None)
+    assert order(55, 264, 100).split == 13 and order(55, 1, 100) == order(20, 1, 100) == fmtsim.GemmPlan()
+    # with option 1 more than two parts of more than one tile meet in an order that depends on the place in the result
+    assert [order(55, split, 100, 2, 1) is None for split in (2, 4, 12, 13)] == [False, True, True, False]
+    # a reduction in place begins with the bias
+    assert [order(20, 3, 2048, r, bias=True).reduce for r in (1, 2)] == ["in_place", "serial"]
+    assert order(20, 3, 2048, 1).reduce == "serial" and order(20, 3, 2048, 4) is not None
+    # split -1 of the small kernels changes nothing; TF32 has no splits of these kernels
+    small = [order_of(Choice(11, split), mm(2, 96, 64, "fp32", F32, **ROWS), "sm_90") for split in (1, -1)]
+    assert small[0] == small[1] and small[0].plan.lanes == 16
+    assert [order_of(Choice(a, 3, 2), mm(64, 96, 768, "tf32"), "sm_90") for a in (10, 20, 55)] == [None] * 3
+    for algorithm, split, k in (
+        (20, 3, 2044),
+        (55, 4, 2044),
+        (10, 5, 2044),
+    ):  # each order shows in sums of random numbers
+        a, b = torch.randn(8, k), torch.randn(k, 8)
+        plans = [order(algorithm, split, k), order(algorithm, 1, k), order(55 if algorithm == 20 else 20, split, k)]
+        bits = [fmtsim.mm(a, b, target="fp32_fma", plan=plan).view(torch.int32) for plan in plans]
+        assert all((bits[0] != other).any() for other in bits[1:])
+
+
+def test_representative_choices_of_float32_keep_the_order():
+    for bias in (False, True):
+        kind = Kind("fp32", "fp32", F32, bias=bias)
+        for question in (Question(kind, layout, 40, 96, 2044) for layout in range(4)):
+            for choice in (Choice(20, 1), Choice(55, 1, stages=31), Choice(20, 3, 1, 0, 26), Choice(20, 3, 2, 0, 28),
+                           Choice(55, 3, 2, 2, 31), Choice(11, -1), Choice(10, 3, 1)):  # fmt: skip
+                assert same_order(choice, plainest(choice, question), question, "sm_90"), (choice, question)
+    assert not same_order(Choice(20, 3, 1), Choice(20, 3, 2), question, "sm_90")  # with a bias
 
 
 def test_tables_hold_what_was_measured_alone():

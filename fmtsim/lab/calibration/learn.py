@@ -51,6 +51,7 @@ def _topics() -> tuple[Topic, ...]:
         fp8(("tensor",), 30_000, 4.0),
         half("bf16 bf16_fp32 fp16 fp16_fp32", 60_000, True, 1.5), half("tf32", 30_000, True),
         half("bf16 bf16_fp32", 35_000), half("fp16 fp16_fp32", 35_000), half("tf32", 30_000), half("fp16_sums", 30_000),
+        half("fp32", 50_000), half("fp32_bias", 20_000), half("fp32", 10_000, True),
         half("bf16_bias", 25_000), half("fp16_bias", 25_000),
         fp8(LARGE_BLOCKS, 15_000, 2.5),
         half("tf32_bias", 15_000), half("fp16_sums_bias", 15_000), half("fp16_sums", 10_000, True, 0.5),
