@@ -228,11 +228,14 @@ def backward(
         UnknownOrder: As ``forward``.
         Nondeterministic: Blocks of keys add to the gradient of a query as they take a lock. It holds the gradients:
             those of k and v are exact.
+        Guess: Under ``torch.use_deterministic_algorithms`` and with several blocks of keys.
     """
     _check(q, k, v, mask, dropout)
     batch, heads, queries, head = q.shape
     keys, rows, columns = k.shape[2], 64 if head <= 64 else 128, 64  # queries and keys of a block
-    blocks, single = math.ceil(keys / columns), batch * heads >= 256 and keys <= 2 * columns
+    blocks = math.ceil(keys / columns)
+    # one block of threads goes through all keys of a head
+    single = (batch * heads >= 256 and keys <= 2 * columns) or torch.are_deterministic_algorithms_enabled()
     g_f32, q_f32, k_f32, v_f32 = (to_f32(x).reshape(-1, *x.shape[2:]) for x in (g, q, k, v))
     factor = float32(head**-0.5 if scale is None else scale)
     # 1. D = sum of dO O, by the operators of sums
@@ -267,6 +270,8 @@ def backward(
         block = slice(j * columns, (j + 1) * columns)
         dq[:, first:] = product(ds[:, first:, block], k_f32[:, block].swapaxes(1, 2), dq[:, first:])
     gradients = _tensor(dq, q), _tensor(dk, k), _tensor(dv, v)
+    if torch.are_deterministic_algorithms_enabled() and blocks > 1:
+        raise Guess("the gradients of attention under use_deterministic_algorithms, which were not compared", gradients)
     # observed: with few blocks of threads, each starts on its diagonal, and they pass the lock in this order
     few = 512 if keys <= 256 else 132 if keys <= 512 else 0
     settled = causal and head <= 64 and batch * heads * blocks <= few

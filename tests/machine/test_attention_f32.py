@@ -148,7 +148,7 @@ def test_grouped_heads_and_ragged_ones_take_the_math_path():
     for run in (grouped, *others):
         assert run.exact["_safe_softmax"] == 2 and run.exact["bmm"] == 8  # the backward pass makes the first pass again
         assert not run.nondeterministic
-    assert not grouped.unknown and [run.unknown.total() for run in others] == [2, 2]
+    assert not grouped.guess and [run.guess.total() for run in others] == [2, 2]
     assert attend().exact["bmm"] == 0
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
-from fmtsim.gemm.targets.cublaslt import Architecture
 from fmtsim.gemm.targets.learned import Group, write_learned
+from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.lab.calibration.book import KINDS, asker, processes, shared, similar_kinds
 from fmtsim.lab.calibration.grow import Numbers, Topic, grow
