@@ -47,6 +47,7 @@ def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
 def _schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
     promote = _promotion(datapath, plan)
     parts = []
+    # K -> parts of tiles -> lanes of runs -> chains of pieces -> blocks of indices
     for runs in (lane for tiles in _parts(k, plan) for lane in _lanes(tiles, plan)):
         chains: list[Chain] = []
         for pieces in _chains(runs, promote):

@@ -273,6 +273,7 @@ def _multiply(
     verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any], generator: Any = None
 ) -> Tensor:  # fmt: skip
     """Return the differentiable product of a verb, whose tensors a and b are: for linear x [..., K] and w [N, K]."""
+    # 1. a request of the same dtypes, shapes, strides and keywords was checked before
     key = request = None
     bare = not torch.compiler.is_compiling() and (is_bare(a, b) if bias is None else is_bare(a, b, bias))
     if bare:
@@ -283,6 +284,7 @@ def _multiply(
             request = _requests.get(key)
         except TypeError:  # a keyword that cannot be hashed, which the checks will name
             key = None
+    # 2. check the operands as the caller passed them, then as matrices
     if request is None:
         checked = checked_options(verb, options)
         check_operands(verb, a, b, bias, checked["library"])
@@ -299,6 +301,7 @@ def _multiply(
             if len(_requests) >= _MOST:
                 _requests.clear()
             _requests[key] = request
+    # 3. multiply
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
         _check_gradient(verb, a, b, request.options)
         y = _Product.apply(a, b, bias, verb, request, options, generator)

@@ -250,7 +250,7 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
         tf32: How float32 becomes TF32: ``"truncate"`` as in a unit that ignores the low 13 bits of a word, or ``""``
             where the values lie on the format already, or ``run_gemm`` rounds them.
     """
-    if tf32 == "truncate":
+    if tf32 == "truncate":  # sign, 8 exponent bits and 10 of 23 mantissa bits stay
         return (x.resolve_neg().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
     if x.dtype in DIRECT:
         return x

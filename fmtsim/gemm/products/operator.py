@@ -169,6 +169,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
     if not out.numel():
         return
     path, wide = spec.datapath, spec.sum_dtype
+    # 1. K ends where the plan says, and scales that are missing are ones
     if spec.plan.k_end is not None:  # the library drops the end of K
         a, b, scale_a, scale_b = _cut_at_k_end(a, b, scale_a, scale_b, spec)
         spec = _without_end(spec)
@@ -176,6 +177,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
         blocks = -(-inner_length(a) // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
         scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b
+    # 2. groups of rows; random words are drawn for the whole product
     random = None if key is None else ops.random_key(key)
     step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
     engine = gemm_engine(spec, a, b)
@@ -185,6 +187,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
         if step < m:
             c_rows, scale_rows = (None if t is None else t[rows] for t in (c, scale_a))
             row = row if row is None or row.numel() == 1 else row.reshape(-1)[rows]
+        # 3. sums, which begin with the bias where parts are added in place
         sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
         if bias is not None and spec.plan.reduce == "in_place":
             if c_rows is not None:
@@ -194,6 +197,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
             c_rows, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # the initial value of the output
         multiply = partial(gemm_converting_slices, engine) if tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
         multiply(a[rows], b, c_rows, scale_rows, scale_b, spec, random, sums)
+        # 4. the epilogue
         if wide != torch.int32:
             finish(
                 sums, out.dtype, rule=spec.plan.epilogue, row=row, column=shared["column"], bias=bias,

@@ -79,14 +79,17 @@ def round_exact(x: Exact, fmt: FloatFormat, how: Rounding = NEAREST, word: int |
 
     The sign of a zero result is that of x. A format without Inf follows its own overflow rule.
     """
+    # 1. u: the exponent of the last place that the format keeps
     e = x.digits.bit_length() - 1 + x.place
     flushed = e < fmt.min_exponent and not fmt.has_subnormals
     u = fmt.min_exponent if flushed else max(e, fmt.min_exponent) - fmt.mantissa_bits
+    # 2. n: whole last places; rest / whole: the fraction of one that is dropped
     whole = 1 << max(u - x.place, 0)
     n, rest = divmod(x.digits << max(x.place - u, 0), whole)
     odd = n % 2 == 1 and not flushed
     if fmt.mantissa_bits == 0 and not flushed:  # codes count exponents, so that n = 1 is odd every second time
         odd = n == 1 and (e - fmt.min_exponent + fmt.has_zero) % 2 == 1
+    # 3. round, then check the range
     n += rounds_away(rest, whole, odd, x.negative, how, word)
     if n.bit_length() + u <= 1024 and math.ldexp(n, u) <= fmt.max:
         return math.copysign(math.ldexp(n, u), -1 if x.negative else 1)

@@ -102,6 +102,7 @@ def run_product(
         call: The GemmCall of these arguments, checked, if the caller has it.
         bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
+    # 1. natively, where the GPU is the target
     if call is None and library:
         check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
     if (native or (native is None and a.is_cuda)) and runs_natively(
@@ -116,6 +117,7 @@ def run_product(
             accumulate=accumulate, fast_accum=fast_accum, scale_result=scale_result,
         )  # fmt: skip
         return y if bias is None or adds_bias else finish(y, y.dtype, bias=bias)
+    # 2. the datapath, accumulation order and formats of the call
     if call is not None:
         spec = resolve(call)
     else:
@@ -132,6 +134,7 @@ def run_product(
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
     if spec.accumulate != "int32" and dtype not in OUT_DTYPES:
         output_format(dtype)  # raises an error that lists the output dtypes
+    # 3. operands, scales and random key as engines take them
     a_values, b_values = a, b
     if a.dtype not in DIRECT or b.dtype not in DIRECT:
         in_slices = spec.plan.k_end is None and not spec.stochastic  # FP4 may stay packed until then
@@ -144,6 +147,7 @@ def run_product(
     key = None
     if spec.stochastic or (generator is not None and not quantized):
         key = random_keys(spec.stochastic, generator, a.shape[0] if a.dim() == 3 else None, a.device)
+    # 4. the product, which is validated only if its operands may lie outside their formats
     decoded = a_values is not a and b_values is not b  # values of their formats by construction
     return run_gemm(
         a_values, b_values, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,

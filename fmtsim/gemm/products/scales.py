@@ -244,6 +244,7 @@ def read_scales(
         ArgumentError: Shapes that fit no kind, numbers that are negative, NaN or Inf.
         DtypeError: Scales of another dtype.
     """
+    # 1. the kind of scales
     lists = [list(s) if isinstance(s, list | tuple) else [s] for s in (scale_a, scale_b)]
     if (recipes[0] is None) != (recipes[1] is None):
         raise ArgumentError("scale_recipes of a and b belong together; pass both or none")
@@ -256,6 +257,7 @@ def read_scales(
             f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 "
             "for both operands, and 1x128 with 1x128 or 128x128"
         )
+    # 2. the scales of that kind
     m, n, k = sizes
     if kind == "tensor":
         return Scales(kind, _single("scale_a", lists[0][0]), _single("scale_b", lists[1][0]))
