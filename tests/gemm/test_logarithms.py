@@ -14,10 +14,12 @@ from torch import nn
 import fmtsim
 from fmtsim import GemmPlan
 from fmtsim.formats.spec import LogFormat
+from fmtsim.gemm.layers.route import route_of
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import Mode, Unit
 from fmtsim.spec.datapath import LogDatapath
 from fmtsim.spec.operand import Operand
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
 from tests.support.without_float64 import WithoutFloat64, without_kernels
@@ -222,6 +224,12 @@ def test_a_registered_unit_is_the_same_by_its_name(monkeypatch):
     for layer, unit in zip(layers, ("test.logarithms", LogDatapath()), strict=True):
         fmtsim.convert(layer, recipe="lns", target=unit)
     assert torch.equal(layers[0](x), layers[1](x))
+
+
+def test_a_route_keeps_the_format_of_each_operand():
+    narrow = LogFormat(name="lns6_g8", bits=6, gamma=8)
+    route = route_of(Quantizer(format=LNS8), Quantizer(format=narrow), logarithms=True)
+    assert (route.how, route.formats) == ("elements", (LNS8, narrow))
 
 
 def test_the_unit_is_described_and_explained():
