@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's definition and states, and the random keys of its passes.
 
-A key is a seed and an offset: numbers in eager code, an int64 tensor [2] on the CPU where a compiler looks on. Compiled
-layers whose random quantisers all have kernels count their passes on the GPU instead, so that a CUDA graph that is
-replayed draws anew. An int seed fixes the keys of every pass, eager or compiled.
+A key is a seed and an offset: numbers in eager code, an int64 tensor [2] on the CPU while a compiler traces. Compiled
+layers whose random quantisers all have kernels count their passes on the GPU instead, so that each replay of a CUDA
+graph draws new words. An int seed fixes the keys of every pass, eager or compiled.
 """
 
 import itertools

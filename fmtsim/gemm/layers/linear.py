@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EmulatedGEMM: a linear layer whose three matrix products see quantised operands.
 
-Each product is ``quantize_operand`` twice, ``multiply`` (or a unit's product), and what is to be undone or rounded
-after it; the same in eager code and below a compiler's tracer, where each of these is one operator.
+Each product is ``quantize_operand`` twice, ``multiply`` (or ``multiply_on_machine``), then rotations that are undone and
+the rounding of the output: the same functions in eager code, and one operator each while a compiler traces.
 """
 
 from collections.abc import Callable, Mapping
@@ -155,9 +155,9 @@ def _name_of(config: LinearConfig, generator: Generator) -> str:
 
 
 class _Linear(torch.autograd.Function):
-    """The three products; what the backward pass keeps of the forward one are outputs beside the result.
+    """The three products, with the tensors saved for the backward pass as outputs beside the result.
 
-    So torch.func, compilers and modes want it. ``_PlainLinear`` is for calls that none of them sees.
+    torch.func, compilers and modes need them as outputs. ``_PlainLinear`` is for calls that none of them sees.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _PlainLinear(torch.autograd.Function):
-    """Do what ``_Linear`` does for plain tensors, in a fraction of the host's time: y is the one output."""
+    """Do what ``_Linear`` does for plain tensors, in a fraction of the host's time: y is the only output."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

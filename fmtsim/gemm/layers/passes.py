@@ -303,7 +303,7 @@ def as_matrix(t: Tensor) -> Tensor:
 
 
 class _SharedInput(NamedTuple):
-    """The quantised input of the last layer, kept for the next layer until a backward pass begins.
+    """The quantised input of the last layer, cached for the next layer until a backward pass begins.
 
     The projections of attention, or a gate beside its product, read one activation. The backward pass of each needs the
     same elements.
