@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EmulatedGEMM: a linear layer whose three matrix products see quantised operands.
 
-Each product is ``quantize_operand`` twice, ``multiply`` (or ``multiply_on_machine``), then rotations that are undone and
+Each product is ``quantize_operand`` twice, ``multiply`` (or ``multiply_on_machine``), then the undoing of rotations and
 the rounding of the output: the same functions in eager code, and one operator each while a compiler traces.
 """
 
