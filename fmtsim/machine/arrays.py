@@ -6,12 +6,16 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy import float32, int64
+from numba import types
+from numpy import float32, int32, int64
 
-from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel
+from fmtsim.engines.cpu.gemm.operands import number
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, fma32, kernel, overload
 from fmtsim.engines.cpu.runtime.pool import run
 
 NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}  # the one NaN of a GPU's results
+
+_INF_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
 def to_f32(x: torch.Tensor) -> np.ndarray:
@@ -26,13 +30,81 @@ def from_f32(x_f32: np.ndarray, dtype: torch.dtype, shape: Sequence[int] | None 
     return canonical(x)
 
 
+_WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16, torch.float32: torch.float32}
+
+
+def words_of(x: torch.Tensor) -> np.ndarray:
+    """Return a tensor's memory as ``read`` and ``put`` take it: float32, bfloat16 as int16, float16 as uint16."""
+    return x.detach().view(_WORDS[x.dtype]).numpy()
+
+
+@device
+def read(word):
+    """Return the float32 of an element of ``words_of``."""
+    return number(word, float32(0.0))
+
+
+def put(y, i, value):  # type: ignore[no-untyped-def]
+    """Round a float32 once and write it to y[i], an array of ``words_of``; every NaN is the GPU's."""
+    raise NotImplementedError
+
+
+@overload(put)
+def _put_as(y, i, value):  # type: ignore[no-untyped-def]
+    if y.dtype == types.float32:
+
+        def put_single(y, i, value):  # type: ignore[no-untyped-def]
+            y[i] = value if value == value else float32_of(int32(0x7FFFFFFF))
+
+        return put_single
+    if y.dtype == types.int16:
+
+        def put_bfloat16(y, i, value):  # type: ignore[no-untyped-def]
+            bits = bits32(value)
+            rounded = (bits + int32(0x7FFF) + ((bits >> int32(16)) & int32(1))) >> int32(16)
+            y[i] = np.int16(rounded if value == value else int32(0x7FFF))
+
+        return put_bfloat16
+
+    def put_half(y, i, value):  # type: ignore[no-untyped-def]
+        bits = bits32(value)
+        magnitude = abs(value)
+        # 1. normal numbers: 13 bits less, to nearest even; 2. subnormal ones are multiples of 2^-24
+        code = (
+            (bits & int32(0x7FFFFFFF)) + int32(0xFFF) + ((bits >> int32(13)) & int32(1)) - int32(112 << 23)
+        ) >> int32(13)
+        if magnitude < float32(2.0**-14):
+            code = int32(np.rint(magnitude * float32(2.0**24)))
+        elif magnitude >= float32(65520.0):
+            code = int32(0x7C00)
+        code |= (bits >> int32(16)) & int32(0x8000)
+        y[i] = np.uint16(code if value == value else int32(0x7FFF))
+
+    return put_half
+
+
+@kernel
+def _has_nan(words, infinity, start, stop):
+    """Return whether integers hold a NaN: a magnitude above that of Inf."""
+    mask = np.int32(0x7FFFFFFF if words.itemsize == 4 else 0x7FFF)
+    count = 0
+    for i in range(start, stop):
+        count += (np.int32(words[i]) & mask) > np.int32(infinity)
+    return count > 0
+
+
 def canonical(x: torch.Tensor) -> torch.Tensor:
     """Replace every NaN of a result by the GPU's, in place."""
     bits = NAN_BITS.get(x.dtype)
-    if bits is not None:
-        nan = x.isnan()
-        if bool(nan.any()):
-            x.view(torch.int32 if x.dtype == torch.float32 else torch.int16).masked_fill_(nan, bits)
+    if bits is None or not x.numel():
+        return x
+    integers = x.detach().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+    if x.is_contiguous():
+        flat, found = integers.reshape(-1).numpy(), []
+        run(lambda i, j: found.append(_has_nan(flat, _INF_BITS[x.dtype], i, j)), flat.size, 64)
+        if not any(found):
+            return x
+    integers.masked_fill_(x.isnan(), bits)
     return x
 
 
@@ -43,7 +115,7 @@ def _map(function: Callable) -> Callable:
     @kernel
     def over(x, y, start, stop):  # type: ignore[no-untyped-def]
         for i in range(start, stop):
-            y[i] = function(x[i])
+            put(y, i, function(read(x[i])))
 
     return over
 
@@ -53,7 +125,7 @@ def _map2(function: Callable) -> Callable:
     @kernel
     def over(a, b, y, start, stop):  # type: ignore[no-untyped-def]
         for i in range(start, stop):
-            y[i] = function(a[i], b[i])
+            put(y, i, function(read(a[i]), read(b[i])))
 
     return over
 
@@ -63,9 +135,44 @@ def _map3(function: Callable) -> Callable:
     @kernel
     def over(a, b, c, y, start, stop):  # type: ignore[no-untyped-def]
         for i in range(start, stop):
-            y[i] = function(a[i], b[i], c[i])
+            put(y, i, function(read(a[i]), read(b[i]), read(c[i])))
 
     return over
+
+
+@kernel
+def _look_up(codes, table, y, start, stop):
+    for i in range(start, stop):
+        y[i] = table[codes[i]]
+
+
+@cache
+def _table(function: Callable, dtype: torch.dtype) -> np.ndarray:
+    """Return a function's results, as words, for all 2^16 words of a dtype."""
+    words = np.arange(1 << 16, dtype=np.uint16).view(words_of(torch.empty(0, dtype=dtype)).dtype)
+    return _mapped(function, [words], np.empty_like(words)).view(np.uint16)
+
+
+def _mapped(function: Callable, words: list[np.ndarray], y: np.ndarray) -> np.ndarray:
+    compiled = _MAPS[len(words)](function)
+    run(lambda start, stop: compiled(*words, y, start, stop), y.size, 16, weight=8)
+    return y
+
+
+def elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
+    """Return a compiled float32 function of tensors of one shape and dtype, rounded once, in the first one's layout."""
+    first = tensors[0]
+    y = torch.empty(first.shape, dtype=first.dtype)
+    words = [words_of(x.contiguous()).reshape(-1) for x in tensors]
+    target = words_of(y).reshape(-1)
+    if len(tensors) == 1 and first.dtype != torch.float32:
+        table, codes, results = _table(function, first.dtype), words[0].view(np.uint16), target.view(np.uint16)
+        run(lambda start, stop: _look_up(codes, table, results, start, stop), y.numel(), 64)
+    else:
+        _mapped(function, words, target)
+    if first.is_contiguous():
+        return y
+    return torch.empty_like(first, memory_format=torch.preserve_format).copy_(y)
 
 
 @device
@@ -83,10 +190,7 @@ def apply(function: Callable, *operands: np.ndarray | np.float32 | float) -> np.
     # kernels are compiled for contiguous arrays that can be written
     usable = [array.shape == shape and array.flags.c_contiguous and array.flags.writeable for array in arrays]
     flat = [(a if ok else np.broadcast_to(a, shape).copy()).reshape(-1) for a, ok in zip(arrays, usable, strict=True)]
-    y = np.empty_like(flat[0])
-    compiled = _MAPS[len(flat)](function)
-    run(lambda start, stop: compiled(*flat, y, start, stop), y.size, 16, weight=8)
-    return y.reshape(shape)
+    return _mapped(function, flat, np.empty_like(flat[0])).reshape(shape)
 
 
 def fma(a: np.ndarray | float, b: np.ndarray | np.float32, c: np.ndarray | float) -> np.ndarray:

@@ -10,61 +10,58 @@ import math
 import numpy as np
 import torch
 from numpy import float32
+from torch.nn.functional import pad
 
-from fmtsim.engines.cpu.runtime.jit import fma32, kernel
+from fmtsim.engines.cpu.gemm.engine import gemm, gemm_batch
+from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.engines.cpu.runtime.pool import run
-from fmtsim.gemm.products.scaled import mma
+from fmtsim.gemm.products.operands import operand_format
+from fmtsim.gemm.products.resolver import check_target, resolve_call
 from fmtsim.machine import mufu
-from fmtsim.machine.arrays import apply, canonical, chain, fma, to_f32, tree
+from fmtsim.machine.arrays import put, read, words_of
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
+from fmtsim.spec.gemm_spec import GemmSpec
 
-_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_16_BITS = (torch.bfloat16, torch.float16)
 _LOG2E, _LN2 = float32(math.log2(math.e)), float32(math.log(2.0))
-_QUERIES, _KEYS = 64, 128  # a tile
+_QUERIES, _KEYS = 128, 128  # a tile; rows of scores do not depend on how many queries are computed at once
+_HEADS = 128  # at once
+_TAME = 2.0**50  # magnitudes below which no score, and no gradient of one, is Inf or NaN
+_SMALLEST = float32(2.0**-126)
 
 
-def _product(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None, dtype: torch.dtype) -> np.ndarray:
-    """Return a b^T + acc of [heads, M, K] and [heads, N, K]: one chain of wgmma steps."""
-    operands = [torch.from_numpy(np.ascontiguousarray(x)).to(dtype) for x in (a, b)]
-    acc = None if acc_f32 is None else torch.from_numpy(np.ascontiguousarray(acc_f32))
-    name = _FORMATS[dtype]
-    return mma(operands[0], operands[1], acc, target="hopper.wgmma", formats=name, accumulate="fp32").numpy()
+def _unit(dtype: torch.dtype) -> GemmSpec:
+    """Return the chain of wgmma steps that products run on."""
+    fmt = operand_format("q", torch.empty(1, 1, dtype=dtype), None)
+    unit = check_target("mma", "hopper.wgmma", accumulate="fp32")
+    return resolve_call("mm", fmt, fmt, (0, 0, 0), torch.float32, target=unit, accumulate="fp32")
 
 
-def _heads(x: torch.Tensor, heads: int) -> np.ndarray:
+def _product(a: torch.Tensor, b: torch.Tensor, spec: GemmSpec, c: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a b^T + c of [heads, M, K] and [heads, N, K]."""
+    out = torch.empty(a.shape[0], a.shape[1], b.shape[1])
+    for i in gemm_batch(a, b, spec, None, out, c):
+        gemm(a[i], b[i], None if c is None else c[i], None, None, spec, None, out[i])
+    return out
+
+
+def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Return [batch * heads, length, D]: each key head repeated for the query heads of its group."""
-    return to_f32(x.repeat_interleave(heads // x.shape[1], 1).reshape(-1, *x.shape[2:]))
+    return x.detach().repeat_interleave(heads // x.shape[1], 1).reshape(-1, *x.shape[2:])
 
 
-def _padded(x: np.ndarray, length: int) -> np.ndarray:
-    return np.pad(x, [(0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
-
-
-def _tensor(x_f32: np.ndarray, batch: int, dtype: torch.dtype) -> torch.Tensor:
+def _stored(x: torch.Tensor) -> torch.Tensor:
     """Return [batch, heads, length, D], stored as [batch, length, heads, D] as cuDNN does."""
-    x = torch.from_numpy(np.ascontiguousarray(x_f32.reshape(batch, -1, *x_f32.shape[1:]).swapaxes(1, 2)))
-    return canonical(x.to(dtype)).transpose(1, 2)
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _flush(x_f32: np.ndarray) -> np.ndarray:
-    """Return values with zeros of their sign for subnormal ones: the kernels are compiled so."""
-    return np.where(np.abs(x_f32) < float32(2.0**-126), x_f32 * float32(0.0), x_f32)
-
-
-def _sum_heads(x_f32: np.ndarray) -> np.ndarray:
-    """Return the sums over the heads of groups, [groups, heads, length, D]."""
-    total = np.zeros_like(x_f32[:, 0])
-    for head in range(x_f32.shape[1]):
-        total = _flush(total + x_f32[:, head])
-    return total
-
-
-def _rounded(x_f32: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    return torch.from_numpy(np.ascontiguousarray(x_f32)).to(dtype).float().numpy()
+def _is_tame(*tensors: torch.Tensor) -> bool:
+    """Return True if products of these with zeros are zeros, and no sum of their products overflows."""
+    return all(bool(x.abs().amax() < _TAME) for x in tensors if x.numel())
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, dropout: float) -> None:
-    if q.dtype not in _FORMATS:
+    if q.dtype not in _16_BITS:
         raise UnknownOrder(f"attention in {q.dtype}")
     if mask is not None or dropout:
         raise UnknownOrder("attention with a mask tensor or dropout")
@@ -74,26 +71,64 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, drop
         raise UnknownOrder(f"attention with heads of {q.shape[-1]}")
 
 
+@device
+def _flush(x):
+    """Return a zero of x's sign for a subnormal x: the kernels are compiled so."""
+    return x * float32(0.0) if abs(x) < _SMALLEST else x
+
+
 @kernel
-def _probabilities(x, largest, sums, alphas, first, start, stop):
-    """Turn a tile's scores into 2^(score - max) in place; update each row's maximum and its four running sums."""
-    keys = x.shape[1]
-    for row in range(start, stop):
-        # 1. the running maximum
-        new = largest[row]
-        for j in range(keys):
-            new = x[row, j] if x[row, j] > new else new
-        # 2. thread t of 4 holds columns 8 g + 2 t and 8 g + 2 t + 1, and adds them upward
-        tile = np.zeros(4, np.float32)
-        for j in range(keys):
-            p = mufu.ex2(x[row, j] - new)
-            x[row, j] = p
-            tile[(j % 8) // 2] += p
-        # 3. l = l alpha + tile sum, fused
-        alpha = mufu.ex2(largest[row] - new)
-        for t in range(4):
-            sums[row, t] = tile[t] if first else fma32(sums[row, t], alpha, tile[t])
-        alphas[row], largest[row] = alpha, new
+def _probabilities(scores, factor, row, column, causal, first, largest, sums, acc, p, start, stop):
+    """Turn a tile of scores [heads, queries, keys] into P = 2^(score - max), for some heads.
+
+    Each row's maximum and its four running sums are updated, acc [heads, queries, D] is multiplied by alpha. ``row``
+    and ``column`` are the places of the tile's first score.
+    """
+    keys = scores.shape[2]
+    x = np.empty(keys, np.float32)
+    for head in range(start, stop):
+        for i in range(scores.shape[1]):
+            # 1. scores in units of log2: X = round(S c); the running maximum
+            last = min(keys, row + i - column + 1) if causal else keys
+            old = float32(-np.inf) if first else largest[head, i]
+            new = old
+            for j in range(keys):
+                x[j] = scores[head, i, j] * factor if j < last else float32(-np.inf)
+                new = x[j] if x[j] > new else new
+            # 2. thread t of 4 holds columns 8 g + 2 t and 8 g + 2 t + 1, and adds them upward
+            for j in range(keys):
+                x[j] = mufu.ex2(x[j] - new)
+                put(p, (head, i, j), x[j])
+            for t in range(4):
+                total = float32(0.0)
+                for j in range(2 * t, keys, 8):
+                    total += x[j]
+                    if j + 1 < keys:
+                        total += x[j + 1]
+                # 3. l = l alpha + tile sum, fused
+                alpha = mufu.ex2(old - new)
+                sums[head, i, t] = total if first else fma32(sums[head, i, t], alpha, total)
+            largest[head, i] = new
+            # 4. acc = acc alpha
+            if not first:
+                for j in range(acc.shape[2]):
+                    acc[head, i, j] = _flush(acc[head, i, j] * alpha)
+
+
+@kernel
+def _finish(acc, largest, sums, skipped, row, output, logsumexp, start, stop):
+    """Write O = acc rcp(L) to output [heads, D, queries], and the logarithms of L, for some heads."""
+    for head in range(start, stop):
+        for i in range(acc.shape[1]):
+            l4 = sums[head, i]
+            total = (l4[0] + l4[1]) + (l4[2] + l4[3])
+            inverse = mufu.rcp(total)
+            for j in range(acc.shape[2]):
+                y = acc[head, i, j]
+                if skipped:  # what a tile of zeros adds: no subnormal number and no -0 stays
+                    y = _flush(y) + float32(0.0)
+                put(output, (head, row + i, j), _flush(y * inverse))
+            logsumexp[head, row + i] = fma32(largest[head, i], _LN2, mufu.lg2(total) * _LN2)
 
 
 def forward(
@@ -105,36 +140,90 @@ def forward(
         UnknownOrder: What the module's header names.
     """
     _check(q, k, v, mask, dropout)
-    dtype, batch, heads = q.dtype, q.shape[0], q.shape[1]
-    factor = float32((scale or q.shape[-1] ** -0.5) * math.log2(math.e))
-    queries, keys = q.shape[2], k.shape[2]
-    padded_queries, padded_keys = (math.ceil(n / t) * t for n, t in ((queries, _QUERIES), (keys, _KEYS)))
-    q_f32 = _padded(_heads(q, heads), padded_queries)
-    k_f32, v_f32 = (_padded(_heads(x, heads), padded_keys) for x in (k, v))
-    # 1. scores in units of log2: X = round(S c)
-    scores = _product(q_f32, k_f32, None, dtype) * factor
-    scores[:, :, keys:] = -np.inf
-    if causal:
-        scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
-    rows = scores.shape[0] * padded_queries
-    largest, alphas = np.full(rows, -np.inf, np.float32), np.empty(rows, np.float32)
-    sums, acc = np.empty((rows, 4), np.float32), np.empty(0, np.float32)
-    # 2. tiles of 128 keys: p = 2^(X - m), l, and acc = acc alpha + P V
-    for start in range(0, padded_keys, _KEYS):
-        tile = np.ascontiguousarray(scores[:, :, start : start + _KEYS]).reshape(rows, _KEYS)
-        first = start == 0
-        run(lambda i, j: _probabilities(tile, largest, sums, alphas, first, i, j), rows, 1, 8 * _KEYS)  # noqa: B023
-        v_tile = v_f32[:, start : start + _KEYS].swapaxes(1, 2)
-        p = tile.reshape(scores.shape[0], padded_queries, _KEYS)
-        if first:
-            acc = _product(p, v_tile, None, dtype)
-        else:
-            acc = _product(p, v_tile, _flush(acc * alphas.reshape(*acc.shape[:2], 1)), dtype)
-    # 3. O = acc rcp(L); logsumexp = fma(m, ln 2, round(lg2(L) ln 2))
-    total = (sums[:, 0] + sums[:, 1]) + (sums[:, 2] + sums[:, 3])
-    output = _flush(acc * apply(mufu.rcp, total).reshape(*acc.shape[:2], 1))
-    logsumexp = fma(largest, _LN2, apply(mufu.lg2, total) * _LN2).reshape(batch, heads, padded_queries)
-    return _tensor(output[:, :queries], batch, dtype), torch.from_numpy(logsumexp[:, :, :queries].copy())
+    (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], _unit(q.dtype)
+    factor = float32((scale or d**-0.5) * math.log2(math.e))
+    # tiles above the diagonal add zeros, unless v holds NaN or Inf
+    skips = causal and _is_tame(v)
+    q, k, v = _heads(q, heads), _heads(k, heads), _heads(v, heads)
+    output, logsumexp = torch.empty_like(q), torch.empty(batch * heads, queries)
+    for head in range(0, len(q), _HEADS):
+        some = slice(head, head + _HEADS)
+        for row in range(0, queries, _QUERIES):
+            rows = q[some, row : row + _QUERIES]
+            ends = min(keys, row + rows.shape[1]) if skips else keys
+            _forward_rows(rows, k[some], v[some], row, ends, causal, factor, spec, output[some], logsumexp[some])
+    output = _stored(output.view(batch, heads, queries, d))
+    return output, logsumexp.view(batch, heads, queries)
+
+
+def _forward_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: int, ends: int, causal: bool, factor: float32,
+    spec: GemmSpec, output: torch.Tensor, logsumexp: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the output of a tile of queries, which see keys before ``ends`` alone, of some heads."""
+    heads, queries, d = q.shape
+    largest, sums = np.empty((heads, queries), np.float32), np.empty((heads, queries, 4), np.float32)
+    acc, work = torch.zeros(0, 0, 0), 16 * queries * _KEYS
+    for column in range(0, ends, _KEYS):
+        first, tile = column == 0, slice(column, column + _KEYS)
+        scores = _product(q, k[:, tile], spec)
+        p = torch.empty(scores.shape, dtype=q.dtype)
+        arrays = scores.numpy(), factor, row, column, causal, first, largest, sums, acc.numpy(), words_of(p)
+        run(lambda i, j: _probabilities(*arrays, i, j), heads, 1, work)  # noqa: B023
+        acc = _product(p, v[:, tile].mT, spec, None if first else acc)
+    skipped = -(-ends // _KEYS) < -(-k.shape[1] // _KEYS)
+    done = acc.numpy(), largest, sums, skipped, row, words_of(output), logsumexp.numpy()
+    run(lambda i, j: _finish(*done, i, j), heads, 1, queries * d)
+
+
+@kernel
+def _score_gradients(scores, dp, lse, delta, factor, row, column, causal, ends, p, ds, start, stop):
+    """Write P and dS of a tile [heads, queries, keys], for some heads; ``ends`` are queries and keys in all."""
+    for head in range(start, stop):
+        for i in range(scores.shape[1]):
+            last = min(ends[1], row + i + 1) if causal else ends[1]
+            last = last - column if row + i < ends[0] else 0
+            for j in range(scores.shape[2]):
+                # 1. P = 2^(fma(S, scale, -logsumexp) log2 e)
+                x = fma32(scores[head, i, j], factor, -lse[head, row + i]) * _LOG2E
+                y = mufu.ex2(x if j < last else float32(-np.inf))
+                # 2. dS = round((P (dP - D)) scale)
+                put(p, (head, i, j), y)
+                put(ds, (head, i, j), _flush(_flush(y * (dp[head, i, j] - delta[head, row + i])) * factor))
+
+
+@kernel
+def _dot_products(g, output, delta, start, stop):
+    """Write D = sum of dO O of each row: pairs, four pairs in order, then the chunks of 8 by halving."""
+    chunks = np.empty(32, np.float32)
+    for head in range(start, stop):
+        for i in range(g.shape[1]):
+            chunks[:] = float32(0.0)
+            for c in range(g.shape[2] // 8):
+                for pair in range(4):
+                    j = 8 * c + 2 * pair
+                    total = read(g[head, i, j]) * read(output[head, i, j])
+                    total += read(g[head, i, j + 1]) * read(output[head, i, j + 1])
+                    chunks[c] = total if pair == 0 else chunks[c] + total
+            n = 1
+            while n < g.shape[2] // 8:
+                n *= 2
+            while n > 1:
+                n //= 2
+                for c in range(n):
+                    chunks[c] += chunks[c + n]
+            delta[head, i] = chunks[0]
+
+
+@kernel
+def _sum_groups(x, y, start, stop):
+    """Write sums over the heads of groups, from zero: x [groups, heads, elements], rounded to 16 bits."""
+    for group in range(start, stop):
+        for j in range(x.shape[2]):
+            total = float32(0.0)
+            for head in range(x.shape[1]):
+                total = _flush(total + _flush(read(x[group, head, j])))
+            put(y, (group, j), total)
 
 
 def backward(
@@ -148,39 +237,61 @@ def backward(
         Nondeterministic: More than two blocks of 128 keys, not causal: dQ is added by atomics.
     """
     _check(q, k, v, mask, dropout)
-    dtype, batch, heads, key_heads = q.dtype, q.shape[0], q.shape[1], k.shape[1]
+    batch, heads, key_heads = q.shape[0], q.shape[1], k.shape[1]
     queries, keys, d = q.shape[2], k.shape[2], q.shape[3]
     if keys > 2 * _KEYS and not causal:
         raise Nondeterministic(f"the gradient of q for {keys} keys, not causal: blocks of keys are added by atomics")
-    factor = float32(scale or d**-0.5)
-    padded_queries, padded_keys = (math.ceil(n / 64) * 64 for n in (queries, keys))
-    g_f32, q_f32, o_f32 = (_padded(_heads(x, heads), padded_queries) for x in (g, q, output))
-    k_f32, v_f32 = (_padded(_heads(x, heads), padded_keys) for x in (k, v))
-    lse = _padded(logsumexp.reshape(batch * heads, queries, 1).numpy(), padded_queries)
-    # 1. D = sum of dO O: pairs, four pairs in order, then the chunks of 8 by halving
-    pairs = (g_f32 * o_f32).reshape(*o_f32.shape[:2], d // 8, 4, 2)
-    chunks = chain(pairs[..., 0] + pairs[..., 1])
-    width = 1 << (d // 8 - 1).bit_length()
-    delta = tree(np.pad(chunks, [(0, 0), (0, 0), (0, width - chunks.shape[-1])]))[..., None]
-    # 2. P = 2^(fma(S, scale, -logsumexp) log2 e)
-    scores = fma(_product(q_f32, k_f32, None, dtype), factor, -lse) * _LOG2E
-    scores[:, :, keys:] = -np.inf
-    scores[:, queries:] = -np.inf
-    if causal:
-        scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
-    p = apply(mufu.ex2, scores)
-    # 3. dV = P^T dO; dS = round((P (dP - D)) scale); dK = dS^T Q
-    dv = _product(_rounded(p, dtype).swapaxes(1, 2), g_f32.swapaxes(1, 2), None, dtype)[:, :keys]
-    dp = _flush(p * (_product(g_f32, v_f32, None, dtype) - delta))
-    ds = _rounded(_flush(dp * factor), dtype)
-    dk = _product(ds.swapaxes(1, 2), q_f32.swapaxes(1, 2), None, dtype)[:, :keys]
-    # 4. dQ = dS K, a chain for each 128 keys; the last block first
-    k_columns = k_f32.swapaxes(1, 2)
-    blocks = [slice(start, start + _KEYS) for start in reversed(range(0, padded_keys, _KEYS))]
-    parts = [_product(ds[:, :, block], k_columns[:, :, block], None, dtype) for block in blocks]
-    dq = chain(np.stack(parts, -1))
-    # 5. groups: the gradients of each head, rounded, are added in float32, from zero
+    factor, spec = float32(scale or d**-0.5), _unit(q.dtype)
+    skips = causal and _is_tame(g, q, k, v, output)
+    to_tile = lambda x: pad(_heads(x, heads), (0, 0, 0, -x.shape[2] % 64))  # noqa: E731
+    g, q, k, v, output = map(to_tile, (g, q, k, v, output))
+    lse = pad(logsumexp.reshape(batch * heads, queries), (0, -queries % 64)).numpy()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for head in range(0, len(q), _HEADS // 4):
+        some = slice(head, head + _HEADS // 4)
+        operands = [x[some] for x in (g, q, k, v, output)]
+        gradients = [x[some] for x in (dq, dk, dv)]
+        _backward_heads(*operands, lse[some], factor, causal, skips, (queries, keys), spec, *gradients)  # type: ignore[arg-type]
+    dq, dk, dv = dq[:, :queries], dk[:, :keys], dv[:, :keys]
+    # groups: the gradients of each head, rounded, are added in float32
     if key_heads < heads:
-        groups = (batch * key_heads, heads // key_heads, keys, d)
-        dk, dv = (_sum_heads(_flush(_rounded(x, dtype)).reshape(groups)) for x in (dk, dv))
-    return tuple(_tensor(x, batch, dtype) for x in (dq[:, :queries], dk, dv))  # type: ignore[return-value]
+        dk, dv = (_grouped(x.reshape(batch * key_heads, heads // key_heads, -1)) for x in (dk, dv))
+    shapes = (heads, queries), (key_heads, keys), (key_heads, keys)
+    dq, dk, dv = (_stored(x.reshape(batch, h, n, d)) for x, (h, n) in zip((dq, dk, dv), shapes, strict=True))
+    return dq, dk, dv
+
+
+def _grouped(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype)
+    run(lambda i, j: _sum_groups(words_of(x), words_of(y), i, j), len(x), 1, x[0].numel())
+    return y
+
+
+def _backward_heads(
+    g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: np.ndarray,
+    factor: float32, causal: bool, skips: bool, ends: tuple[int, int], spec: GemmSpec, dq: torch.Tensor,
+    dk: torch.Tensor, dv: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients of some heads, a tile of keys after the other: the last one first, as dQ is added."""
+    heads, queries, d = q.shape
+    delta, total = np.empty((heads, queries), np.float32), torch.zeros(heads, queries, d)
+    run(lambda i, j: _dot_products(words_of(g), words_of(output), delta, i, j), heads, 1, queries * d)
+    keys = k.shape[1]
+    last = (keys - 1) // _KEYS * _KEYS
+    for column in range(last, -1, -_KEYS):
+        # 1. scores, and dP = dO V^T; above the diagonal P and dS are zeros
+        tile, row = slice(column, column + _KEYS), min(column, queries) if skips else 0
+        if row == queries:
+            dk[:, tile] = dv[:, tile] = 0
+            continue
+        scores, dp = _product(q[:, row:], k[:, tile], spec), _product(g[:, row:], v[:, tile], spec)
+        p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
+        arrays = scores.numpy(), dp.numpy(), lse, delta, factor, row, column, causal, ends, words_of(p), words_of(ds)
+        run(lambda i, j: _score_gradients(*arrays, i, j), heads, 1, 32 * scores[0].numel())  # noqa: B023
+        # 2. dV = P^T dO; dK = dS^T Q
+        dv[:, tile] = _product(p.mT, g[:, row:].mT, spec)
+        dk[:, tile] = _product(ds.mT, q[:, row:].mT, spec)
+        # 3. dQ = dS K, a chain for each 128 keys
+        part = _product(ds, k[:, tile].mT, spec)
+        total[:, row:] = part if column == last else total[:, row:] + part
+    dq.copy_(total)

@@ -9,7 +9,7 @@ from numpy import float32
 
 from fmtsim.engines.cpu.runtime.jit import device, fma32
 from fmtsim.machine import library
-from fmtsim.machine.arrays import apply, from_f32, to_f32
+from fmtsim.machine.arrays import NAN_BITS, apply, elementwise, from_f32, to_f32
 from fmtsim.machine.unknown import UnknownOrder
 
 _ONE, _HALF = float32(1.0), float32(0.5)
@@ -56,12 +56,9 @@ def _add_scaled(a, b, alpha):
 
 
 def _elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
-    """Return a float32 function of tensors of one shape and dtype, in the layout of the first, rounded once."""
-    first = tensors[0]
-    if first.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnknownOrder(f"an operator on elements of {first.dtype}")
-    result = from_f32(apply(function, *map(to_f32, tensors)), first.dtype, first.shape)
-    return torch.empty_like(first, memory_format=torch.preserve_format).copy_(result)
+    if tensors[0].dtype not in NAN_BITS:
+        raise UnknownOrder(f"an operator on elements of {tensors[0].dtype}")
+    return elementwise(function, *tensors)
 
 
 def unary(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -78,7 +78,16 @@ def _add_last(x, starts, partial, threads, vector, loads, squares, start, stop):
         # elements in front of the first vector
         head = (vector - starts[row]) % vector if loads else 0
         body = head + (width - head) // vector * vector if loads else width
-        for j in range(width):
+        turn, done = threads * vector, 0
+        if loads and head == 0:
+            # whole turns of all threads, whose accumulators lie as the elements do
+            sums = partial[row].reshape(turn)
+            while done + turn <= body:
+                for j in range(turn):
+                    y = x[row, done + j]
+                    sums[j] = fma32(y, y, sums[j]) if squares else sums[j] + y
+                done += turn
+        for j in range(done, width):
             if not loads:
                 thread, accumulator = j % threads, (j // threads) % vector
             elif j < head:

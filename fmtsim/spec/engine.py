@@ -93,11 +93,13 @@ class CPUEngine(KernelEngine, Functions, Protocol):
     get_num_threads: Callable[[], int]
     set_num_threads: Callable[[int], None]
 
-    def gemm_batch(self, a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: Tensor) -> list[int]:
+    def gemm_batch(
+        self, a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> list[int]:
         """Write the products of a batch that are small and that kernels take at once; return the numbers of the others.
 
-        a: [products, M, K]; b: [products, N, K]; keys: int64 [products, 2], seed and offset of each, or None; out:
-        [products, M, N]. Each has the bits that ``gemm`` gives it.
+        a: [products, M, K]; b: [products, N, K]; keys: int64 [products, 2], seed and offset of each, or None; out and
+        the addends c: [products, M, N]. Each has the bits that ``gemm`` gives it.
         """
 
     def look_up(self, codes: Tensor, values: Tensor, out: Tensor) -> None:

@@ -144,7 +144,8 @@ def _small_products(a, b, spec, batched, shared, key, out):  # type: ignore[no-u
     cpu = ops.load_engine("cpu") if a.is_cpu and out.numel() else None
     if cpu is None or gemm_engine(spec, a[0], b[0]) is not cpu:
         return range(count)
-    scaled = any(x is not None for x in batched) or (row is not None and row.numel() > 1)
+    c, *scales = batched
+    scaled = any(x is not None for x in scales) or (row is not None and row.numel() > 1)
     if scaled or plan.k_end is not None or (bias is not None and plan.reduce == "in_place"):
         return range(count)
     remaining, step = [], max(1, _SUMS // (m * n))
@@ -152,7 +153,7 @@ def _small_products(a, b, spec, batched, shared, key, out):  # type: ignore[no-u
         few = slice(start, start + step)
         part, keys = out[few], None if key is None else key[few]
         sums = part if out.dtype == spec.sum_dtype else torch.empty(part.shape, dtype=spec.sum_dtype)
-        rest = cpu.gemm_batch(a[few], b[few], spec, keys, sums)
+        rest = cpu.gemm_batch(a[few], b[few], spec, keys, sums, None if c is None else c[few])
         remaining += [start + i for i in rest]
         if len(rest) < len(part):
             finish(

@@ -9,17 +9,18 @@ from fmtsim.engines.cpu.gemm.accumulate import Order, Promotion, Reduction, redu
 from fmtsim.engines.cpu.gemm.aligned_rounding import TRUNCATE, Unit
 from fmtsim.engines.cpu.gemm.aligned_truncate import Draw
 from fmtsim.engines.cpu.gemm.operands import EMPTY, Rows, Source
-from fmtsim.engines.cpu.gemm.packing import pack_rows
+from fmtsim.engines.cpu.gemm.packing import HAS_INF, pack_rows
 from fmtsim.engines.cpu.gemm.panels import Buffers, Constants, State, buffers_of, round_panels, rows_of, truncate_panels
 from fmtsim.engines.cpu.gemm.slabs import Slabs
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.jit import device, kernel, subroutine
+from fmtsim.engines.cpu.runtime.jit import bits32, device, kernel, subroutine
 from fmtsim.engines.cpu.runtime.pool import scratch
 from fmtsim.engines.cpu.runtime.simd import LANES
 
 _STATE = 4 << 20  # bytes of the sums of a product that is small: as many as a second-level cache may hold
 _SLOTS = 2048  # of a small product
 _WORK = 1 << 22  # its multiply-adds: above, the call of a product by itself costs little, and threads share panels
+_MANY = 4  # products for each thread, with which threads are busy whatever the products' size
 DONE, LEFT, NONFINITE = 0, 1, 2  # what has become of a product; the last has NaN or Inf among its operands
 
 
@@ -46,10 +47,11 @@ class Sequence(NamedTuple):
     reduction: Reduction
 
 
-def is_small(m: int, n: int, k: int, slabs: Slabs) -> bool:
-    """Return True if the kernels here take a product [M, N] of K terms."""
+def is_small(count: int, m: int, n: int, k: int, slabs: Slabs) -> bool:
+    """Return True if the kernels here take so many products [M, N] of K terms."""
     state = 8 * LANES * -(-n // LANES) * (m + 3) * (slabs.parts + 2)
-    return state <= _STATE and slabs.whole.slots.size <= _SLOTS and m * n * k <= _WORK
+    light = m * n * k <= _WORK or count >= _MANY * pool.get_num_threads()
+    return state <= _STATE and slabs.whole.slots.size <= _SLOTS and light
 
 
 # Compiled into the kernels below: to call the kernels as they are would compile each of them by itself as well.
@@ -81,6 +83,28 @@ def _pack(source, sequence, given, factor, narrow, work):  # type: ignore[no-unt
     for row in range(1, work.low.size):
         low = min(low, np.int64(work.low[row]))
     return fits, low
+
+
+@subroutine
+def _begin(c, work):  # type: ignore[no-untyped-def]
+    """Write an addend [M, N] where sums begin, and its exponents where those of carried sums are noted."""
+    for p in range(work.done.size):
+        lowest, highest, first = np.int64(-EMPTY), np.int64(EMPTY), p * LANES
+        for row in range(c.shape[0]):
+            for column in range(min(LANES, c.shape[1] - first)):
+                number = c[row, first + column]
+                place = row * LANES + column
+                if work.state.promotion.active:
+                    work.state.total[p, place] = number
+                else:
+                    work.state.acc[p, place] = number
+                magnitude = bits32(number) & np.int32(0x7FFFFFFF)
+                if magnitude:
+                    exponent = np.int64(magnitude >> np.int32(23)) - 127
+                    lowest, highest = min(lowest, exponent), max(highest, exponent)
+        work.state.lowest[p], work.state.highest[p] = lowest, highest
+        if highest > 127:  # NaN or Inf, which no other operand may have
+            work.state.marks[p, 0] |= HAS_INF
 
 
 @subroutine
@@ -116,15 +140,18 @@ def _draw_of(draw, keys, i):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def truncate_batch(a, b, sequence, how, draw, keys, work, out, outcome):  # type: ignore[no-untyped-def]
+def truncate_batch(a, b, c, sequence, how, draw, keys, work, out, outcome):  # type: ignore[no-untyped-def]
     """Write products of a batch by the truncating kernel; ``outcome`` (int8 [products]) says which are DONE.
 
-    a: Source whose array is [products, M, K]; b: likewise [products, N, K]; out: [products, M, N]. ``how``: Constants.
+    a: Source whose array is [products, M, K]; b: likewise [products, N, K]; c: float32 [products, M, N] or empty; out:
+    [products, M, N]. ``how``: Constants.
     A product is LEFT where they exclude its exponents. ``keys`` (uint32 [products, 4]) are their own.
     """
     for i in range(outcome.size):
         fits, low = _pack(_product_of(a, i), sequence, how.tops[0], how.factor, True, work)
         if fits:
+            if c.size:
+                _begin(c[i], work)
             _truncate_panels(
                 work.rows, low, _product_of(b, i), 0, 0, work.done.size, sequence.slots, sequence.order, how,
                 _draw_of(draw, keys, i), work.state, work.buffers, work.done,
@@ -133,13 +160,15 @@ def truncate_batch(a, b, sequence, how, draw, keys, work, out, outcome):  # type
 
 
 @kernel
-def round_batch(a, b, sequence, unit, draw, keys, work, out, outcome):  # type: ignore[no-untyped-def]
+def round_batch(a, b, c, sequence, unit, draw, keys, work, out, outcome):  # type: ignore[no-untyped-def]
     """Write those that are LEFT by the rounding kernel; arguments are those of ``truncate_batch``."""
     for i in range(outcome.size):
         if outcome[i] != LEFT:
             continue
         _, low = _pack(_product_of(a, i), sequence, EMPTY, unit.factor, False, work)
         work.done[:] = False
+        if c.size:
+            _begin(c[i], work)
         _round_panels(
             work.rows, low, _product_of(b, i), 0, 0, work.done.size, sequence.slots, sequence.order,
             unit.terms == TRUNCATE, sequence.block, unit, _draw_of(draw, keys, i), work.state, work.buffers, work.done,
@@ -149,7 +178,7 @@ def round_batch(a, b, sequence, unit, draw, keys, work, out, outcome):  # type: 
 
 
 def run_batch(
-    a: Source, b: Source, slabs: Slabs, fast: Constants | None, unit: Unit, promotion: Promotion, reduction: Reduction,
+    a: Source, b: Source, c: np.ndarray, slabs: Slabs, fast: Constants | None, unit: Unit, promotion: Promotion, reduction: Reduction,
     draw: Draw, keys: np.ndarray, out: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Write the products of a batch to out [products, M, N]; return which are DONE, bool [products].
@@ -157,6 +186,7 @@ def run_batch(
     Args:
         a: Its array is [products, M, K].
         b: [products, N, K].
+        c: float32 [products, M, N], where sums begin, or empty.
         slabs: The order of a product that ``is_small``.
         fast, unit, promotion, reduction, draw: As in Job.
         keys: uint32 [products, 4], the words of each product's key.
@@ -172,7 +202,8 @@ def run_batch(
         for run, how in ((truncate_batch, fast), (round_batch, unit)):
             if how is not None and (outcome[part] == LEFT).any():
                 work = _work(m, n, sequence, how, promotion)
-                run(rows, columns, sequence, how, draw, keys[part], work, out[part], outcome[part])
+                addend = c[part] if c.size else c
+                run(rows, columns, addend, sequence, how, draw, keys[part], work, out[part], outcome[part])
 
     pool.run(task, count, 1, m * -(-n // LANES) * LANES * sequence.slots.size >> 4)
     return outcome == DONE

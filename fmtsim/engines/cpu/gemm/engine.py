@@ -38,6 +38,7 @@ from fmtsim.support.errors import ArgumentError
 
 NAN32, NAN64 = 0x7FFFFFFF, 0x7FFFFFFFFFFFFFFF
 _NO_KEY = RandomKey(0)
+_NO_ADDEND = np.zeros((0, 0, 0), np.float32)
 _NO_CHAINS = (np.zeros(0, np.float32), np.zeros(0, np.float32))
 Scales = tuple[Tensor | None, Tensor | None]
 Method = Callable[[Tensor, Tensor, Tensor | None, Scales, GemmSpec, RandomKey, Tensor], None]
@@ -74,7 +75,9 @@ def gemm(
     _write_nan(out)
 
 
-def gemm_batch(a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: Tensor) -> list[int]:
+def gemm_batch(
+    a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: Tensor, c: Tensor | None = None
+) -> list[int]:
     """Write the products of a batch that are small and that kernels take at once; return the numbers of the others.
 
     Each has the bits that ``gemm`` gives it.
@@ -85,6 +88,7 @@ def gemm_batch(a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: T
         spec: Of every product.
         keys: int64 [products, 2], seed and offset of each, or None.
         out: [products, M, N], contiguous, in the dtype of the sums.
+        c: [products, M, N] in the dtype of the sums, the addends, or None.
     """
     count, m, n, k = *out.shape, a.shape[2]
     unit, others = spec.datapath, list(range(count))
@@ -94,17 +98,26 @@ def gemm_batch(a: Tensor, b: Tensor, spec: GemmSpec, keys: Tensor | None, out: T
     if not isinstance(_method(spec.text, k), partial):  # of ``_fused``
         return others
     product = prepared(spec.text, k, (False, False), out.dtype == torch.float64)
-    if product.groups is not None or product.unit is None or not is_small(m, n, k, product.slabs):
+    if product.groups is not None or product.unit is None or not is_small(count, m, n, k, product.slabs):
         return others
+    if c is not None and (out.dtype != torch.float32 or product.reduction.in_place):
+        return others
+    addend = _NO_ADDEND if c is None else c.contiguous().numpy()
+    fast = product.fast if c is None or not _is_single(product.fast) else None
     draw = product.draw._replace(rows=m, columns=n)
     words = np.zeros((count, 4), np.uint32) if keys is None else keys.numpy()[:, ::-1].astype("<i8").view("<u4")
     (x, x_table), (y, y_table) = read_array(a), read_array(b)
     done = run_batch(
-        product.a._replace(array=x, table=x_table), product.b._replace(array=y, table=y_table), product.slabs,
-        product.fast, product.unit, product.promotion, product.reduction, draw, words, out.numpy(),
+        product.a._replace(array=x, table=x_table), product.b._replace(array=y, table=y_table), addend, product.slabs,
+        fast, product.unit, product.promotion, product.reduction, draw, words, out.numpy(),
     )  # fmt: skip
     _write_nan(out)
     return np.flatnonzero(~done).tolist()
+
+
+def _is_single(fast: Constants | None) -> bool:
+    """Return True if the truncating kernel sums in float32, on whose grid an addend need not be."""
+    return fast is not None and fast.mask.itemsize == 4
 
 
 def _write_nan(out: Tensor) -> None:
