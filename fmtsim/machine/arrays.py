@@ -44,13 +44,9 @@ def read(word):
     return number(word, float32(0.0))
 
 
+@overload
 def put(y, i, value):  # type: ignore[no-untyped-def]
     """Round a float32 once and write it to y[i], an array of ``words_of``; every NaN is the GPU's."""
-    raise NotImplementedError
-
-
-@overload(put)
-def _put_as(y, i, value):  # type: ignore[no-untyped-def]
     if y.dtype == types.float32:
 
         def put_single(y, i, value):  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import check_target, resolve_call
 from fmtsim.machine import mufu
-from fmtsim.machine.arrays import put, read, words_of
+from fmtsim.machine.arrays import canonical, put, read, words_of
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 from fmtsim.spec.gemm_spec import GemmSpec
 
@@ -52,7 +52,7 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _stored(x: torch.Tensor) -> torch.Tensor:
     """Return [batch, heads, length, D], stored as [batch, length, heads, D] as cuDNN does."""
-    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return canonical(x.transpose(1, 2).clone(memory_format=torch.contiguous_format)).transpose(1, 2)
 
 
 def _is_tame(*tensors: torch.Tensor) -> bool:
@@ -249,9 +249,10 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for head in range(0, len(q), _HEADS // 4):
         some = slice(head, head + _HEADS // 4)
-        operands = [x[some] for x in (g, q, k, v, output)]
-        gradients = [x[some] for x in (dq, dk, dv)]
-        _backward_heads(*operands, lse[some], factor, causal, skips, (queries, keys), spec, *gradients)  # type: ignore[arg-type]
+        _backward_heads(
+            g[some], q[some], k[some], v[some], output[some], lse[some], factor, causal, skips, (queries, keys), spec,
+            dq[some], dk[some], dv[some],
+        )  # fmt: skip
     dq, dk, dv = dq[:, :queries], dk[:, :keys], dv[:, :keys]
     # groups: the gradients of each head, rounded, are added in float32
     if key_heads < heads:

@@ -66,6 +66,22 @@ def test_operands_of_any_strides():
         check_batch(left, right, gemm_spec(HALF, "bf16"))
 
 
+@pytest.mark.parametrize("unit", ["float32 sums", "float64 sums", "codes of 16 bits", "rounded"])
+@pytest.mark.parametrize("plan", ["one chain", "promoted", "pairs of parts"])
+def test_products_begin_with_addends(unit, plan):
+    path, fmt, kind = SMALL[unit]
+    spec = gemm_spec(path, fmt, plan=PLANS[plan])
+    a, b = batch(fmt, kind, 7, 6, 66, 40)
+    c = operand("tf32", 7 * 6, 66, "normal", 3).view(7, 6, 66)
+    c[1:5] *= torch.tensor([2.0**-30, 2.0**30, 2.0**-140, 2.0**100]).view(4, 1, 1)
+    c[5, 0, 0], c[6, 5, 65] = NAN, INF
+    out = torch.full(c.shape, 7.0)
+    assert gemm_batch(a, b, spec, None, out, c) == [5, 6]
+    for i in range(5):
+        assert_same_bits(out[i], product(a[i], b[i], spec, c=c[i]))
+    assert gemm_batch(a, b, gemm_spec(path, fmt, plan=PLANS["in place"]), None, out, c) == list(range(7))
+
+
 @pytest.mark.parametrize("unit", ["float64 sums", "stochastic"])
 def test_threads_share_a_batch(unit):
     path, fmt, kind = SMALL[unit]

@@ -178,8 +178,8 @@ def round_batch(a, b, c, sequence, unit, draw, keys, work, out, outcome):  # typ
 
 
 def run_batch(
-    a: Source, b: Source, c: np.ndarray, slabs: Slabs, fast: Constants | None, unit: Unit, promotion: Promotion, reduction: Reduction,
-    draw: Draw, keys: np.ndarray, out: np.ndarray,
+    a: Source, b: Source, c: np.ndarray, slabs: Slabs, fast: Constants | None, unit: Unit, promotion: Promotion,
+    reduction: Reduction, draw: Draw, keys: np.ndarray, out: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Write the products of a batch to out [products, M, N]; return which are DONE, bool [products].
 
