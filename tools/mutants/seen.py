@@ -37,7 +37,8 @@ APART = {
     "cuda": (
         "tests/engines/cuda/test_launches.py::test_definitions_are_those_that_were_recorded",
         "tests/engines/cuda/test_launches.py::test_launches_are_those_that_were_recorded",
-    )
+    ),
+    "distributed": ("tests/distributed/test_ranks.py::test_processes_and_the_simulation_give_the_same_bits",),
 }
 
 _notes: dict[str, Any] = {"seconds": defaultdict(float), "kernels": defaultdict(set)}
