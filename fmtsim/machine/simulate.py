@@ -27,6 +27,7 @@ TARGETS = ("h200", "h100")
 RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded
 _HOSTS = ("2.11", "2.13")  # versions of torch whose operators are those of the record
 _HOST_DROPOUT, _HOST_RMS_NORM = functional.dropout, torch.rms_norm
+_HOST_ATTENTION = functional.scaled_dot_product_attention
 _NO_DROPOUT = ("_scaled_dot_product_flash_attention_for_cpu",)  # tagged as random, and refused where it drops
 _NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "quantized", "fmtsim")
 
@@ -102,6 +103,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(functional, "dropout", _dropout))
             stack.enter_context(mock.patch.object(torch, "rms_norm", _rms_norm))
+            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", self._attention))
             stack.enter_context(
                 mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
             )
@@ -116,6 +118,23 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         """End."""
         super().__exit__(*exception)
         self._entered.pop().close()
+
+    def _attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, *options: Any, **named: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return attention; unknown where the host takes the math path and a GPU one kernel."""
+        backends = torch.backends.cuda
+        kernels = backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled
+        reasons = {
+            "dropout": dropout_p > 0,
+            "values of another head size": query.shape[-1] != value.shape[-1],
+            "a mask that takes a gradient": attn_mask is not None and attn_mask.requires_grad,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None and query.ndim == 4 and any(enabled() for enabled in kernels):
+            self._note("scaled_dot_product_attention", UnknownOrder(f"attention with {reason}"))
+        return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, *options, **named)
 
     @property
     def summary(self) -> str:

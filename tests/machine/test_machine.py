@@ -151,6 +151,26 @@ def test_sums_by_atomics_have_no_bits():
     assert "no bits to reproduce" in run.summary
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "a mask that takes a gradient"),
+        ({"value": torch.ones(1, 2, 8, 16)}, "values of another head size"),
+    ],
+)
+def test_attention_by_another_kernel_than_the_hosts_is_unknown(arguments, reason):
+    x = torch.ones(1, 2, 8, 32)
+    arguments = {"query": x, "key": x, "value": x} | arguments
+    with fmtsim.simulate() as run:
+        functional.scaled_dot_product_attention(**arguments)
+    assert f"scaled_dot_product_attention: attention with {reason}" in run.unknown
+    # both take the math path where it alone is allowed
+    with fmtsim.simulate() as run, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        functional.scaled_dot_product_attention(**arguments)
+    assert "scaled_dot_product_attention" not in str(run.unknown)
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(fmtsim.errors.ArgumentError, match="target='h20' cannot be simulated; did you mean 'h200'"):
         fmtsim.simulate(target="h20")
