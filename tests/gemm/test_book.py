@@ -74,6 +74,14 @@ def test_rows_between_two_that_were_asked_are_certain_where_both_have_the_choice
             assert known.run(question(m)).certain(question(m)) == (m == low or not changes), m
 
 
+def test_splits_between_values_of_k_that_lie_apart_are_not_certain():
+    f32 = Kind("fp32", "fp32", torch.float32)
+    for kind, choice, certain in ((BF16, SPLIT, False), (BF16, Choice(66, 3, 2), True), (f32, Choice(55, 3, 2), False),
+                                  (f32, Choice(20, 3, 2), False), (f32, Choice(12), True)):  # fmt: skip
+        run = Run(choice, "k", 500, 2000)
+        assert [run.certain(Question(kind, 2, 64, 64, k)) for k in (512, 513)] == [True, certain], (kind, choice)
+
+
 @pytest.mark.parametrize(
     "other",
     [question(70, n=4095), question(70, k=1 << 33), question(70, k=(4096 << 32) + 14336), question(70, layout=1),
