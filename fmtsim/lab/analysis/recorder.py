@@ -65,7 +65,7 @@ class Recorder(Watcher):
     """Collect events; hashes are computed at once and read at the end."""
 
     def __init__(self, model: nn.Module, tensors: bool | Collection[int | str]) -> None:
-        self._model, self._wanted = model, tensors
+        self._model, self._wanted, self.stores_all = model, tensors, tensors is True
         self._names = {module: name for name, module in model.named_modules()}
         self._prints = Fingerprints()
         self._events: list[_Event] = []
@@ -152,7 +152,7 @@ class Recorder(Watcher):
 
     def record(
         self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: Sequence[tuple[str, Any]],
-        facts: Callable[[], Any] = tuple, call: int | None = None,
+        facts: Callable[[], Any] = tuple, call: int | None = None, stored: dict[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Add an event; ``call`` counts itself where it is None."""
         key = (layer, direction, operation)
@@ -162,7 +162,7 @@ class Recorder(Watcher):
         index = len(self._events)
         if wanted is True or (wanted and (index in wanted or layer in wanted)):  # type: ignore[operator]
             with torch._C._DisableTorchDispatch():
-                self._kept[index] = {name: x.detach().clone() for name, x in outputs if has_bits(x)}
+                self._kept[index] = {name: x.detach().clone() for name, x in outputs if has_bits(x)} | (stored or {})
         self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
 
     def read(self, tensors: Iterable[tuple[str, Any]]) -> Named:

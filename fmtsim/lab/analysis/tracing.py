@@ -17,6 +17,7 @@ from fmtsim.gemm.units.unit import describe
 from fmtsim.lab.analysis.fingerprint import has_bits
 from fmtsim.lab.analysis.one_step import batch_of, check_loss, run_step, unchanged
 from fmtsim.lab.analysis.recorder import Recorder, inputs_of, named
+from fmtsim.lab.analysis.stored_call import stored_call
 from fmtsim.lab.analysis.trace import Level, Trace
 from fmtsim.nn.operations import OperatorMode
 from fmtsim.spec.gemm_spec import gemm_spec_from_json
@@ -64,7 +65,7 @@ def trace(
             number or one that is called loss, and else the sum of the outputs' elements, each times a random number of
             its own, from a fixed seed. In a ``with`` block, set ``run.loss`` instead where the model returns no loss.
         tensors: Operations whose outputs are stored as well: True stores all, a collection those of operations by index
-            and of layers by name.
+            and of layers by name. At level ``"aten"``, True stores operators' arguments, too, for ``fmtsim audit``.
         level: ``"modules"``, or ``"aten"`` for every operator that torch runs, which costs several times a step;
             layers then take the route that compilers take, whose random keys on a GPU are others.
 
@@ -175,11 +176,12 @@ class _Operators(OperatorMode):
         if func.is_view or name in _NOTHING:
             return func(*args, **kwargs)
         inputs = self._recorder.read(inputs_of(args, kwargs))
+        stored, facts = ({}, tuple) if not self._recorder.stores_all else stored_call(func, args, kwargs)
         y = func(*args, **kwargs)
         outputs = [output for output in named("output", y) if has_bits(output[1])]
         if outputs:
-            facts = partial(_gemm_facts, args[2]) if name == "fmtsim::gemm" else tuple
-            self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts)
+            facts = partial(_gemm_facts, args[2]) if name == "fmtsim::gemm" else facts
+            self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts, stored=stored)
         return y
 
 

@@ -41,6 +41,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Results": {
         "trace": "record every operation of a step of a model, with hashes of all bits, in a file",
         "bisect": "name the first operation whose bits differ between two traces or models",
+        "audit": "recompute operators of a trace that a GPU left, and say per layer whether the bits are the GPU's",
         "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
         "verify": "check the engines against the oracle and against each other",
     },
@@ -58,7 +59,7 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 RUNS = {
     "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "invariance"),
     "models": ("observe", "attribute", "ptq", "search"), "training": ("train",),
-    "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "compare", "verify"),
+    "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "audit", "compare", "verify"),
     "machine": ("info", "completion", "doctor", "warmup"), "calibration": ("calibrate",), "benchmarks": ("bench",),
 }  # fmt: skip
 ARGUMENTS = {

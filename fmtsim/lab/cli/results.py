@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fmtsim
+from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.bisect import bisect
+from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.analysis.tracing import trace
 from fmtsim.lab.cli.arguments.results import SUFFIXES
 from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given, simulated
@@ -78,6 +80,14 @@ def run_bisect(arguments: argparse.Namespace) -> int:
 def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:
     loaded = load_model(arguments, model=name, count=1, random_text=True)
     return loaded.model, *loaded.samples[0]
+
+
+def run_audit(arguments: argparse.Namespace) -> int:
+    """Audit and print; 0 where all compared bits agree, 1 where some do not."""
+    trace = Trace.load(arguments.trace)
+    result = audit(trace, target=arguments.target, rows=arguments.rows, seed=arguments.seed)
+    answer(arguments, {"equal": result.equal, **result.to_dict()}, lambda: str(result))
+    return 0 if result.equal else MISMATCH
 
 
 ALONE = "array"  # the name of what a .npy file holds

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces and bisections of models that ``simulate`` computes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.lab.analysis.audit import _attention_heads, audit
+from fmtsim.lab.analysis.fingerprint import Fingerprints
+from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.cli.main import main
+from fmtsim.support.errors import ArgumentError
 
 MODELS = """
 import torch
@@ -93,3 +98,89 @@ def test_assert_same_bits_of_tensors():
     other.view(torch.int32)[2] += 1  # another NaN
     with pytest.raises(AssertionError, match="different           1"):
         fmtsim.assert_same_bits(x, other)
+
+
+def recorded(batch: torch.Tensor, target: str = "h200") -> Trace:
+    model, _ = model_and_batch()
+    with fmtsim.simulate(target=target):
+        return fmtsim.trace(model, batch, level="aten", tensors=True)
+
+
+def test_an_audit_of_what_simulate_computed_agrees(tmp_path):
+    trace = recorded(model_and_batch()[1])
+    trace.save(tmp_path / "t.safetensors")
+    result = audit(Trace.load(tmp_path / "t.safetensors"), rows=8)
+    assert result.equal and result.target == "h200"
+    assert {layer.layer for layer in result.layers if layer.operators} >= {"0", "1", "2", "3"}
+    assert sum(layer.operators for layer in result.layers) >= 10
+
+
+def test_an_audit_sees_one_bit():
+    trace = recorded(model_and_batch()[1])
+    for name in ("aten::addmm", "aten::native_layer_norm", "aten::gelu", "aten::mm"):
+        one = next(one for one in trace.operations if one.operation == name)
+        x = trace.tensors[one.index][one.outputs[0].name].view(torch.int16)
+        x.view(-1)[5] ^= 1
+        result = audit(trace)
+        x.view(-1)[5] ^= 1
+        (bad,) = (layer for layer in result.layers if layer.different)
+        assert (bad.layer, bad.direction, bad.first) == (one.layer, one.direction, name[6:])
+
+
+def test_an_audit_sees_what_this_cpu_computed():
+    model, batch = model_and_batch()
+    plain = fmtsim.trace(model, batch, level="aten", tensors=True)
+    result = audit(plain, target="h200", rows=64)
+    assert not result.equal and any(layer.first for layer in result.layers)
+
+
+def test_an_audit_sees_rows_of_another_batch(tmp_path, capsys):
+    # 32 rows have K = 3072 in two parts, 256 rows in one chain
+    torch.manual_seed(0)
+    layer = nn.Linear(3072, 768, bias=False).bfloat16()
+    x = torch.randn(256, 3072).bfloat16()
+    with fmtsim.simulate(), torch.no_grad():
+        with fmtsim.trace(layer, level="aten", tensors=True) as whole:
+            layer(x)
+        with fmtsim.trace(layer, level="aten", tensors=True) as part:
+            layer(x[:32])
+    trace, other = whole.trace, part.trace
+    (one,) = (one for one in trace.operations if one.operation == "aten::mm")
+    assert audit(trace, rows=256).equal and audit(other).equal
+    y = trace.tensors[one.index]["output"]
+    y[:32] = other.tensors[one.index]["output"]
+    prints = Fingerprints()  # a forger writes a hash that fits
+    prints.batch = trace.batch
+    place, _ = prints.add(y)
+    bits = dataclasses.replace(one.outputs[0], hash=prints.finish()[place].hash)
+    operations = [dataclasses.replace(o, outputs=(bits,)) if o is one else o for o in trace.operations]
+    forged = dataclasses.replace(trace, operations=tuple(operations))
+    forged.tensors.update(trace.tensors)
+    assert not audit(forged, rows=256).equal
+    forged.save(tmp_path / "forged.safetensors")
+    assert main(["audit", str(tmp_path / "forged.safetensors"), "--rows", "256", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["equal"] is False
+    assert main(["audit", str(tmp_path / "none.safetensors")]) == 2
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_heads_of_attention(cudnn):
+    q, k, v = (torch.randn(2, heads, 64, 32).bfloat16() for heads in (4, 2, 2))
+    with fmtsim.simulate():
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    rest = [None, True, 0.0, True, False] if cudnn else [0.0, True]
+    name = f"aten::_scaled_dot_product_{'cudnn_attention' if cudnn else 'flash_attention_for_cpu'}"
+    with fmtsim.simulate(strict=True):
+        pairs = _attention_heads(name, [q, k, v, *rest], {"scale": 0.3}, [y], [0, 3, 6])
+    assert len(pairs) == 3 and all(a.equal(b) for a, b in pairs)
+
+
+def test_an_audit_refuses_what_it_cannot_read():
+    model, batch = model_and_batch()
+    with pytest.raises(ArgumentError, match="holds no operators' arguments; record it with fmtsim trace --level aten"):
+        audit(fmtsim.trace(model, batch))
+    plain = fmtsim.trace(model, batch, level="aten", tensors=True)
+    with pytest.raises(ArgumentError, match="the trace is of 'cpu', which is no target; pass target= one of"):
+        audit(plain)
+    with pytest.raises(ArgumentError, match="rows=0 is not possible; choose 1 or more"):
+        audit(plain, rows=0)

@@ -31,6 +31,15 @@ def declare_bisect(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def declare_audit(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("trace", metavar="TRACE", help="a file of fmtsim trace --level aten --tensors all")
+    option(parser, "--target", "hold it to this GPU, h200 or h100 (default: the trace's own)", metavar="GPU")
+    option(parser, "--rows", "rows of each matrix product that are recomputed", 32)
+    option(parser, "--seed", "which rows", 0)
+    add_json(parser)
+
+
 SUFFIXES = (".npy", ".npz", ".safetensors")
 
 

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""audit: recompute operators of a trace that a GPU left, each from its recorded inputs, and compare bits."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.gemm.products.matmul import linear, mm
+from fmtsim.gemm.products.resolver import seen_calls
+from fmtsim.lab.analysis.fingerprint import Fingerprints
+from fmtsim.lab.analysis.stored_call import CALL, read_call
+from fmtsim.lab.analysis.trace import Operation, Trace
+from fmtsim.machine.simulate import TARGETS, simulate
+from fmtsim.support import table
+from fmtsim.support.errors import ArgumentError
+
+_ATEN = torch.ops.aten
+_HEADS = 4  # heads of attention that are recomputed
+_CUDNN = "aten::_scaled_dot_product_cudnn_attention"
+_ATTENTION = (_CUDNN, "aten::_scaled_dot_product_flash_attention_for_cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditedLayer:
+    """Say how one layer's operators compare.
+
+    Args:
+        layer, direction: Which layer, of which pass.
+        operators: How many were recomputed with the GPU's bits.
+        elements, different: Elements compared, and how many have other bits; a whole tensor counts where its stored
+            bits are not those of its hash.
+        unchecked: Operators whose bits are not known, by name.
+        first: The first operator that differs, empty where none does.
+    """
+
+    layer: str
+    direction: str
+    operators: int = 0
+    elements: int = 0
+    different: int = 0
+    unchecked: tuple[str, ...] = ()
+    first: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Audit(table.Result):
+    """Hold the layers of an audited trace, in order.
+
+    Args:
+        layers: One for each layer and pass.
+        target: The GPU whose bits the trace was held to.
+        device, versions: What the trace says of where it was recorded.
+        rows: Rows of each product that were recomputed, at most.
+    """
+
+    layers: tuple[AuditedLayer, ...]
+    target: str
+    device: str
+    versions: tuple[tuple[str, str], ...]
+    rows: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether no element differs."""
+        return not any(layer.different for layer in self.layers)
+
+    def _content(self) -> Iterable[table.Rows | str]:
+        columns = [
+            table.Column("layer", lambda x: x.layer or "(model)"), table.Column("pass", "direction"),
+            table.Column("operators", "operators", ">,"), table.Column("elements", "elements", ">,"),
+            table.Column("different", "different", ">,"), table.Column("first", "first"),
+            table.Column("not known", lambda x: ", ".join(dict.fromkeys(x.unchecked))),
+        ]  # fmt: skip
+        yield table.table_of(columns, self.layers, filled=True)
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions)
+        yield f"recorded on {self.device} ({versions}), held to {self.target}, {self.rows} rows of each product"
+        bad = [x for x in self.layers if x.different]
+        yield f"bits differ in {len(bad)} of {len(self.layers)} layers and passes" if bad else "all compared bits agree"
+
+
+def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int = 0) -> Audit:
+    """Recompute operators of a trace with a GPU's bits, each from its recorded arguments, so that errors do not add up.
+
+    Of matrix products randomly chosen rows are recomputed, in the order of the whole product's plan; of attention some
+    heads; all else whole. Stored tensors are held to their hashes, too.
+
+    Args:
+        trace: Of level ``"aten"`` with ``tensors=True``.
+        target: ``"h200"`` or ``"h100"``; None reads it from the trace's device.
+        rows: Rows of each product, at most.
+        seed: Which rows.
+
+    Raises:
+        ArgumentError: The trace stored no arguments, or its device is not a target.
+    """
+    if rows < 1:
+        raise ArgumentError(f"rows={rows} is not possible; choose 1 or more")
+    if not any(heading == CALL for one in trace.operations for heading, _ in one.facts):
+        raise ArgumentError(
+            "the trace holds no operators' arguments; record it with fmtsim trace --level aten --tensors all"
+        )
+    name = target or next((name for name in TARGETS if name in trace.device.lower()), None)
+    if name is None:
+        raise ArgumentError(f"the trace is of {trace.device!r}, which is no target; pass target= one of {TARGETS}")
+    generator = torch.Generator().manual_seed(seed)
+    layers: dict[tuple[str, str], list[Any]] = {}
+    for one in trace.operations:
+        call = dict(one.facts).get(CALL)
+        if call is None:
+            continue
+        counts = layers.setdefault((one.layer, one.direction), [0, 0, 0, [], ""])
+        stored = trace.tensors[one.index]
+        compared, different = _damaged(one, stored, trace.batch)
+        result = None if different else _recomputed(one, call, stored, name, rows, generator)
+        if result is not None:
+            counts[0] += 1
+            compared, different = result
+        elif not different:
+            counts[3].append(one.operation.removeprefix("aten::"))
+        counts[1] += compared
+        counts[2] += different
+        counts[4] = counts[4] or (one.operation.removeprefix("aten::") if different else "")
+    found = tuple(
+        AuditedLayer(layer=layer, direction=direction, operators=n, elements=compared, different=different,
+                     unchecked=tuple(unknown), first=first)
+        for (layer, direction), (n, compared, different, unknown, first) in layers.items()
+    )  # fmt: skip
+    return Audit(layers=found, target=name, device=trace.device, versions=trace.versions, rows=rows)
+
+
+def _damaged(one: Operation, stored: dict[str, Tensor], batch: int) -> tuple[int, int]:
+    """Return the elements of stored outputs whose bits are not those of their hashes, twice."""
+    count = 0
+    for bits in one.outputs:
+        prints = Fingerprints()
+        prints.batch = batch
+        place = prints.add(stored[bits.name]) if bits.name in stored else None
+        if place is not None and prints.finish()[place[0]].hash != bits.hash:
+            count += stored[bits.name].numel()
+    return count, count
+
+
+def _recomputed(
+    one: Operation, call: str, stored: dict[str, Tensor], target: str, rows: int, generator: torch.Generator
+) -> tuple[int, int] | None:
+    """Return how many elements were compared and how many differ; None where the GPU's bits are not known."""
+    overload, args, kwargs = read_call(call, stored)
+    outputs: list[Any] = [stored.get(bits.name) for bits in one.outputs]
+    packet = getattr(_ATEN, one.operation.removeprefix("aten::"), None)
+    if packet is None or not one.operation.startswith("aten::"):
+        return None
+    run = simulate(target=target)
+    pairs: list[tuple[Any, Any]] | None
+    if one.operation in ("aten::mm", "aten::addmm") and not kwargs and args[-1].is_floating_point():
+        pairs = _product_rows(args, outputs, target, torch.randperm(len(args[-2]), generator=generator)[:rows])
+    elif one.operation in _ATTENTION:
+        heads = torch.randperm(args[0].shape[0] * args[0].shape[1], generator=generator)[:_HEADS]
+        with run:
+            pairs = _attention_heads(one.operation, args, kwargs, outputs, heads.tolist())
+    else:
+        with run:
+            y = getattr(packet, overload or "default")(*args, **kwargs)
+        pairs = list(zip(y if isinstance(y, list | tuple) else [y], outputs, strict=False))
+    if pairs is None or run.unknown or run.guess or run.nondeterministic:
+        return None
+    same = [_equal(x, y) for x, y in pairs if isinstance(x, Tensor) and y is not None]
+    return sum(x.numel() for x in same), sum(int((~x).sum()) for x in same)
+
+
+def _product_rows(args: list[Any], outputs: list[Any], target: str, rows: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+    """Return rows of a product by the whole product's plan, and the recorded ones; None where the plan is a guess."""
+    bias, a, b = (None, *args) if len(args) == 2 else args
+    if bias is not None and bias.ndim != 1:
+        return None
+    verb = mm if bias is None else linear
+    operands = (a, b) if bias is None else (a, b.t(), bias)
+    shapes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands]
+    try:
+        with seen_calls() as calls:
+            verb(*shapes, target=target, strict=True)
+        (spec,) = calls.values()
+    except ArgumentError:
+        return None
+    return [(verb(a[rows], *operands[1:], target=target, plan=spec.plan), outputs[0][rows])]
+
+
+def _attention_heads(
+    operation: str, args: list[Any], kwargs: dict[str, Any], outputs: list[Any], heads: list[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return attention's output for some heads, and the recorded one."""
+    q, k, v, *rest = args
+    names = (("mask", "lse", "dropout", "causal") if operation == _CUDNN else ("dropout", "causal"))[: len(rest)]
+    how = dict(zip(names, rest, strict=False))
+    mask, scale = kwargs.get("attn_mask", how.get("mask")), kwargs.get("scale")
+    pairs = []
+    for place in heads:
+        i, head = divmod(place, q.shape[1])
+        group = head * k.shape[1] // q.shape[1]
+        one = (q[i : i + 1, head : head + 1], k[i : i + 1, group : group + 1], v[i : i + 1, group : group + 1])
+        y, _ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            *one, how.get("dropout", 0.0), how.get("causal", False), attn_mask=mask, scale=scale
+        )
+        pairs.append((y, outputs[0][i : i + 1, head : head + 1]))
+    return pairs
+
+
+def _equal(x: Tensor, y: Tensor) -> Tensor:
+    """Return where two tensors of one shape have equal bits; all of them differ where shapes or dtypes do."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return torch.zeros(y.shape, dtype=torch.bool)
+    bits = lambda t: t.contiguous().view(-1).view(torch.uint8).view(t.numel(), -1)  # noqa: E731
+    return (bits(x) == bits(y)).all(1)
