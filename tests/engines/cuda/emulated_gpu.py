@@ -6,7 +6,7 @@ import torch
 from fmtsim.casts.ops import load_engine
 from fmtsim.gemm.layers import keys, linear, operand, operator, passes, product
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.operator import Asked, traced_draws
+from fmtsim.gemm.layers.operator import OperandRequest, traced_draws
 from fmtsim.recipes import get_recipe
 from fmtsim.support.replay import programs
 from tests.support.operands import bfloat16s
@@ -39,7 +39,8 @@ def drawn(name, device):
     layer = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
     x, w, g = (bfloat16s(*size, seed=i, device=device) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
     factor = torch.tensor(0.75, device=device)
-    asked = Asked("g_d", g, -1), Asked("g_w", g, 0), Asked("w_d", w, 0, factor), Asked("x_w", x, 0, factor)
+    operands = ("g_d", g, -1), ("g_w", g, 0), ("w_d", w, 0, factor), ("x_w", x, 0, factor)
+    asked = [OperandRequest(*fields) for fields in operands]
     asked = [operand for operand in asked if operand.name in layer.random]
     if layer.quantizers["x_w"].source == "original":
         asked = [operand._replace(factor=None) for operand in asked]
