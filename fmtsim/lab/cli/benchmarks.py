@@ -70,6 +70,8 @@ def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
         from fmtsim.lab.cli.device_benchmarks import measured_layers
 
         return measured_layers(arguments, keep)
+    if arguments.what == "simulate":
+        return _measured_simulations(arguments)
     results = list(_results(arguments))
     others = [] if arguments.kernels_only else list(_overheads(arguments))
     machine = {"processor": processor_name(), **versions_of(("torch", "numba")), **origin()}
@@ -78,6 +80,21 @@ def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
     about = f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n"
     parts = [about, table(results), *(["", overhead_table(others)] if others else [])]
     return record, lambda: "\n".join(parts)
+
+
+def _measured_simulations(arguments: argparse.Namespace) -> Measured:
+    """Return the record of models under ``simulate``, and how it reads."""
+    from fmtsim.lab.bench import simulated
+
+    cases = each_shown(chosen_cases(simulated.CASES, arguments.only))
+    results = [simulated.measure(case, arguments.repeats) for case in cases]
+    machine = {"processor": processor_name(), **versions_of(("torch", "numba", "transformers")), **origin()}
+    header = ["model", "s", "target, s", "plain, s", "ratio", "processor, s"]
+    rows = [
+        [r.case.name, *(f"{x:.2f}" for x in (r.seconds, r.case.target, r.plain_seconds, r.ratio, r.processor_seconds))]
+        for r in results
+    ]
+    return {"machine": machine, "results": [r.to_dict() for r in results]}, lambda: format_table(header, rows)
 
 
 def _results(arguments: argparse.Namespace) -> Iterator[Any]:

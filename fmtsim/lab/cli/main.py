@@ -51,7 +51,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "doctor": "report what is missing on this machine; with --gemm, products of which a library drops terms",
         "warmup": "compile kernels now, so that no later call waits for the compiler",
         "calibrate": "measure this GPU's arithmetic and its library's accumulation orders, and write a plan file",
-        "bench": "time casts relative to a copy, products (bench gemm), the CUDA engine (gpu), training steps (layers)",
+        "bench": "time casts relative to a copy, products (gemm), the CUDA engine (gpu), layers in training, simulate",
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}

@@ -14,7 +14,7 @@ import torch
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.bench import cpu, gemm, gpu, gpu_cases, layers, models, overheads, timing
+from fmtsim.lab.bench import cpu, gemm, gpu, gpu_cases, layers, models, overheads, simulated, timing
 from fmtsim.lab.bench.gemm import CASES, Case, Result, case_named, measure, product_of
 from fmtsim.lab.bench.overheads import Overhead
 from fmtsim.lab.bench.timing import in_turns
@@ -28,6 +28,7 @@ MEASURED = {  # how figures of docs/performance.md came about: another digest as
         gpu_cases.CASES, gpu_cases.UNITS, gpu.ELEMENTS, gpu.FEW, gpu.SIDE, gpu.TOKENS, gpu.WIDTH, gpu._SMALL,
         gpu._CALLS, gpu._AHEAD,
     ),
+    "simulations": simulated.CASES,
     "layers": (layers.RECIPES, layers.MODES, models.GPU_SIZES),
     "overheads": (
         overheads.FIRST_CASTS, overheads.FIRST_PRODUCTS, overheads.MEMORY_CASTS, overheads.MEMORY_PRODUCTS,
@@ -36,7 +37,7 @@ MEASURED = {  # how figures of docs/performance.md came about: another digest as
 }  # fmt: skip
 DIGESTS = {
     "casts": "e7dc7d304b92f71d", "products": "faa4de026870abc4", "casts and products of a GPU": "865f38836bd01d8f",
-    "layers": "452971c3f1ffc8ec", "overheads": "40aa8d6487c134b3",
+    "layers": "452971c3f1ffc8ec", "simulations": "81f9e30e50c89507", "overheads": "40aa8d6487c134b3",
 }  # fmt: skip
 
 
@@ -333,3 +334,19 @@ def test_a_row_shows_the_share_the_target_and_the_verdict(result, cells):
 def test_what_is_refused(words, message, capsys):
     assert main(["bench", "gemm", *words]) == BAD_INPUT
     assert message in capsys.readouterr().err
+
+
+def test_simulations_are_measured_against_plain_torch(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 50}
+    case = simulated.Case(
+        name="small", config="GPT2", sizes=sizes | {"bos_token_id": 0, "eos_token_id": 0}, batch=(1, 8), target=1,
+        backward=True,
+    )  # fmt: skip
+    monkeypatch.setattr(simulated, "CASES", (case,))
+    assert main(["bench", "simulate", "--repeats", "1", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["case"] == "small"
+    assert result["ratio"] == pytest.approx(result["seconds"] / result["plain_seconds"])
+    assert main(["bench", "simulate", "--repeats", "1"]) == 0
+    assert "target, s" in capsys.readouterr().out

@@ -90,7 +90,7 @@ BENCH_SIZES = {
 BENCH_DEFAULTS = {"side": 4096, "shape": [512, 512, 2048], "threads": [1, 2]}
 KERNELS = ("side", "threads", "kernels_only")
 BENCH_OPTIONS = {
-    "casts": KERNELS, "gemm": (*KERNELS, "shape"), "gpu": (),
+    "casts": KERNELS, "gemm": (*KERNELS, "shape"), "gpu": (), "simulate": (),
     "layers": ("recipes", "device", *BENCH_SIZES, "target", "emulate"),
 }  # fmt: skip
 """Which options belong to what is measured, beside those that all have."""
@@ -99,8 +99,8 @@ BENCH_OPTIONS = {
 def declare_bench(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     choices = (
-        "casts relative to a copy, matrix products relative to torch's float32 product, the CUDA engine, or training "
-        "steps under recipes relative to plain ones"
+        "casts relative to a copy, matrix products relative to torch's float32 product, the CUDA engine, models "
+        "under simulate, or training steps under recipes, both relative to plain ones"
     )
     parser.add_argument("what", nargs="?", choices=tuple(BENCH_OPTIONS), default="casts", help=choices)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
