@@ -91,5 +91,7 @@ def _figures(record: dict[str, Any]) -> Iterator[Figure]:
         if "model" in result:
             settings = f"{record['sizes'][result['model']]} {record['target']} {record['emulated']}"
             yield Figure(result["case"], settings, result["ratio"], True)
-        else:
+        elif "kind" in result:
             yield Figure(result["case"], "", result["value"], result["kind"] in FALLING)
+        else:
+            yield Figure(result["case"], "", result["ratio"], True)

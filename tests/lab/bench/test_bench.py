@@ -15,6 +15,7 @@ from fmtsim.engines.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.bench import cpu, gemm, gpu, gpu_cases, layers, models, overheads, simulated, timing
+from fmtsim.lab.bench.against import Figure, figures
 from fmtsim.lab.bench.gemm import CASES, Case, Result, case_named, measure, product_of
 from fmtsim.lab.bench.overheads import Overhead
 from fmtsim.lab.bench.timing import in_turns
@@ -348,5 +349,7 @@ def test_simulations_are_measured_against_plain_torch(monkeypatch, capsys):
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["case"] == "small"
     assert result["ratio"] == pytest.approx(result["seconds"] / result["plain_seconds"])
+    (figure,) = figures({"results": [result]})
+    assert figure == Figure("small", "", result["ratio"], True)
     assert main(["bench", "simulate", "--repeats", "1"]) == 0
     assert "target, s" in capsys.readouterr().out
