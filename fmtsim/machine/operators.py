@@ -25,7 +25,7 @@ new_full new_ones new_empty_strided
 slice_backward select_backward fill_ zero_ copy_ masked_fill masked_fill_ lift_fresh tril triu logical_not
 logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index index_select scatter
 _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
-minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num mul mul_ eye _foreach_neg _foreach_sub_
+minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg _foreach_sub_
 leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
 _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
 """
@@ -227,6 +227,7 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.silu_backward: pointwise.silu_backward,
     _ATEN.tanh_backward: pointwise.tanh_backward,
     _ATEN.add: pointwise.add,
+    _ATEN.mul: pointwise.multiply,
     _ATEN.rsub: pointwise.subtract_from,
     _ATEN.sub: lambda a, b, *, alpha=1: pointwise.add(a, b, alpha=-alpha),
     _ATEN.index_put: loss.index_put,

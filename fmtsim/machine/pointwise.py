@@ -94,9 +94,34 @@ def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _elementwise(_tanh_gradient, g, y) if y.dtype == torch.float32 else g * (1.0 - y * y)
 
 
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def _number(x: Any, other: Any) -> Any:
+    """Return a Python number that torch made a tensor as the number.
+
+    Raises:
+        UnknownOrder: A float32 tensor without dimensions beside one of 16 bits: a GPU rounds it first.
+    """
+    if torch.is_tensor(x) and torch.is_tensor(other) and x.ndim == 0 < other.ndim and other.dtype in _SIXTEEN_BITS:
+        if x.dtype == torch.float64:
+            return x.item()
+        if x.dtype == torch.float32:
+            raise UnknownOrder(f"{other.dtype} and a float32 tensor without dimensions")
+    return x
+
+
+def multiply(a: Any, b: Any) -> torch.Tensor:
+    """Return a b."""
+    return torch.mul(_number(a, b), _number(b, a))
+
+
 def add(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
     """Return a + alpha b, fused where alpha is not 1 or -1; a number is float32, which the host rounds to 16 bits."""
-    if torch.is_tensor(a) and not torch.is_tensor(b) and a.dtype in (torch.bfloat16, torch.float16):
+    a, b = _number(a, b), _number(b, a)
+    if not torch.is_tensor(a) and alpha == 1:
+        a, b = b, a
+    if torch.is_tensor(a) and not torch.is_tensor(b) and a.dtype in _SIXTEEN_BITS:
         return (a.float() + float(float32(alpha) * float32(b))).to(a.dtype)
     if alpha in (1, -1) or not (torch.is_tensor(a) and torch.is_tensor(b)):
         return torch.add(a, b) if alpha == 1 else torch.sub(a, b) if alpha == -1 else torch.add(a, b, alpha=alpha)
@@ -114,7 +139,14 @@ def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
 
 def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Return a / b; a number in the place of b is a factor: its float32 reciprocal."""
-    if rounding_mode is not None or torch.is_tensor(b) or not a.is_floating_point() or a.dtype == torch.float64:
+    a, b = _number(a, b), _number(b, a)
+    if (
+        rounding_mode is not None
+        or torch.is_tensor(b)
+        or not torch.is_tensor(a)
+        or not a.is_floating_point()
+        or a.dtype == torch.float64
+    ):
         return torch.div(a, b, rounding_mode=rounding_mode)
     return a * float(float32(1.0) / float32(b))
 

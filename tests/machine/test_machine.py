@@ -171,6 +171,22 @@ def test_attention_by_another_kernel_than_the_hosts_is_unknown(arguments, reason
     assert "scaled_dot_product_attention" not in str(run.unknown)
 
 
+def test_a_number_in_a_float32_tensor_is_unknown_beside_16_bits():
+    x = torch.ones(8).bfloat16()
+    with fmtsim.simulate() as run:
+        x * torch.tensor(0.1), x + torch.tensor(0.1), x / torch.tensor(0.1)
+    what = "torch.bfloat16 and a float32 tensor without dimensions"
+    assert dict(run.unknown) == {f"{name}: {what}": 1 for name in ("mul", "add", "div")}
+
+
+def test_a_number_is_added_to_16_bits_as_float32():
+    # 1e-8 lies between two bfloat16, of which the host takes one
+    x = torch.linspace(1e-9, 1e-7, 200).bfloat16()
+    with fmtsim.simulate(strict=True):
+        y = x + 1e-8
+    assert y.tolist() == (x.float() + 1e-8).bfloat16().tolist() != (x + 1e-8).tolist()
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(fmtsim.errors.ArgumentError, match="target='h20' cannot be simulated; did you mean 'h200'"):
         fmtsim.simulate(target="h20")
