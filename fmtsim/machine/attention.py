@@ -2,7 +2,7 @@
 """scaled_dot_product_attention of an H200 in 16 bits: cuDNN's forward and backward kernels for several queries.
 
 Found by probing (docs/evidence.md). Products run on ``hopper.wgmma``, 16 elements of k a step; special functions are
-the unit's. Masks, dropout, sliding windows and one query are not known.
+the unit's. Forward passes with a mask or of one query are in ``attention_rows.py``; dropout is not known.
 """
 
 import math
@@ -60,13 +60,11 @@ def _is_tame(*tensors: torch.Tensor) -> bool:
     return all(bool(x.abs().amax() < _TAME) for x in tensors if x.numel())
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, dropout: float) -> None:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
     if q.dtype not in _16_BITS:
         raise UnknownOrder(f"attention in {q.dtype}")
-    if mask is not None or dropout:
-        raise UnknownOrder("attention with a mask tensor or dropout")
-    if q.shape[-2] == 1:
-        raise UnknownOrder("attention of one query")
+    if dropout:
+        raise UnknownOrder("attention with dropout")
     if q.shape[-1] % 32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
         raise UnknownOrder(f"attention with heads of {q.shape[-1]}")
 
@@ -139,7 +137,9 @@ def forward(
     Raises:
         UnknownOrder: What the module's header names.
     """
-    _check(q, k, v, mask, dropout)
+    _check(q, k, v, dropout)
+    if mask is not None or q.shape[-2] == 1:
+        raise UnknownOrder("attention with a mask tensor or of one query, tile by tile")
     (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], _unit(q.dtype)
     factor = float32((scale or d**-0.5) * math.log2(math.e))
     # tiles above the diagonal add zeros, unless v holds NaN or Inf
@@ -177,15 +177,21 @@ def _forward_rows(
 
 
 @kernel
-def _score_gradients(scores, dp, lse, delta, factor, row, column, causal, ends, p, ds, start, stop):
+def _score_gradients(scores, dp, lse, bias, delta, factor, row, column, causal, ends, p, ds, start, stop):
     """Write P and dS of a tile [heads, queries, keys], for some heads; ``ends`` are queries and keys in all."""
     for head in range(start, stop):
         for i in range(scores.shape[1]):
             last = min(ends[1], row + i + 1) if causal else ends[1]
-            last = last - column if row + i < ends[0] else 0
+            lse_row = lse[head, row + i]
+            hidden = len(bias) > 0 and lse_row == float32(-np.inf)  # every key has a bias of -Inf
+            last = last - column if row + i < ends[0] and not hidden else 0
             for j in range(scores.shape[2]):
-                # 1. P = 2^(fma(S, scale, -logsumexp) log2 e)
-                x = fma32(scores[head, i, j], factor, -lse[head, row + i]) * _LOG2E
+                # 1. P = 2^(fma(S, scale, -logsumexp) log2 e), with a bias 2^((fma(S, scale, bias) - logsumexp) log2 e)
+                if len(bias):
+                    x = fma32(scores[head, i, j], factor, bias[head, row + i, column + j]) - lse_row
+                else:
+                    x = fma32(scores[head, i, j], factor, -lse_row)
+                x *= _LOG2E
                 y = mufu.ex2(x if j < last else float32(-np.inf))
                 # 2. dS = round((P (dP - D)) scale)
                 put(p, (head, i, j), y)
@@ -228,29 +234,40 @@ def _sum_groups(x, y, start, stop):
 
 def backward(
     g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor,
-    mask: object, dropout: float, causal: bool, scale: float | None,
+    bias: torch.Tensor | None, dropout: float, causal: bool, scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of (q, k, v).
+    """Return the gradients of (q, k, v); ``bias`` is [batch or 1, heads or 1, queries or 1, keys] in q's dtype.
 
     Raises:
-        UnknownOrder: What the module's header names, and groups of more than two heads.
+        UnknownOrder: What the module's header names; a bias of another dtype; a bias that makes rows negative
+            throughout, where the keys fill half of the last tile: the GPU returns NaN for some of them.
         Nondeterministic: More than two blocks of 128 keys, not causal: dQ is added by atomics.
     """
-    _check(q, k, v, mask, dropout)
+    _check(q, k, v, dropout)
+    if bias is not None and (bias.dtype != q.dtype or causal):
+        raise UnknownOrder(f"attention in {q.dtype} with a mask in {bias.dtype}, or causal with a mask")
     batch, heads, key_heads = q.shape[0], q.shape[1], k.shape[1]
     queries, keys, d = q.shape[2], k.shape[2], q.shape[3]
     if keys > 2 * _KEYS and not causal:
         raise Nondeterministic(f"the gradient of q for {keys} keys, not causal: blocks of keys are added by atomics")
+    low = logsumexp[logsumexp > -math.inf]
+    if bias is not None and keys % _KEYS == _KEYS // 2 and bool((low < -8).any()):
+        raise UnknownOrder(f"the gradient of q for {keys} keys and rows that a mask makes negative throughout")
     factor, spec = float32(scale or d**-0.5), _unit(q.dtype)
     skips = causal and _is_tame(g, q, k, v, output)
     to_tile = lambda x: pad(_heads(x, heads), (0, 0, 0, -x.shape[2] % 64))  # noqa: E731
     g, q, k, v, output = map(to_tile, (g, q, k, v, output))
     lse = pad(logsumexp.reshape(batch * heads, queries), (0, -queries % 64)).numpy()
+    biases = np.empty((0, 0, 0), np.float32)
+    if bias is not None:
+        rows = bias.detach().float().expand(batch, heads, queries, keys).reshape(-1, queries, keys)
+        biases = pad(rows, (0, -keys % 64, 0, -queries % 64)).numpy()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for head in range(0, len(q), _HEADS // 4):
         some = slice(head, head + _HEADS // 4)
         _backward_heads(
-            g[some], q[some], k[some], v[some], output[some], lse[some], factor, causal, skips, (queries, keys), spec,
+            g[some], q[some], k[some], v[some], output[some], lse[some], biases[some], factor, causal, skips,
+            (queries, keys), spec,
             dq[some], dk[some], dv[some],
         )  # fmt: skip
     dq, dk, dv = dq[:, :queries], dk[:, :keys], dv[:, :keys]
@@ -270,8 +287,8 @@ def _grouped(x: torch.Tensor) -> torch.Tensor:
 
 def _backward_heads(
     g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: np.ndarray,
-    factor: float32, causal: bool, skips: bool, ends: tuple[int, int], spec: GemmSpec, dq: torch.Tensor,
-    dk: torch.Tensor, dv: torch.Tensor,
+    bias: np.ndarray, factor: float32, causal: bool, skips: bool, ends: tuple[int, int], spec: GemmSpec,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
 ) -> None:  # fmt: skip
     """Write the gradients of some heads, a tile of keys after the other: the last one first, as dQ is added."""
     heads, queries, d = q.shape
@@ -287,7 +304,20 @@ def _backward_heads(
             continue
         scores, dp = _product(q[:, row:], k[:, tile], spec), _product(g[:, row:], v[:, tile], spec)
         p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
-        arrays = scores.numpy(), dp.numpy(), lse, delta, factor, row, column, causal, ends, words_of(p), words_of(ds)
+        arrays = (
+            scores.numpy(),
+            dp.numpy(),
+            lse,
+            bias,
+            delta,
+            factor,
+            row,
+            column,
+            causal,
+            ends,
+            words_of(p),
+            words_of(ds),
+        )
         run(lambda i, j: _score_gradients(*arrays, i, j), heads, 1, 32 * scores[0].numel())  # noqa: B023
         # 2. dV = P^T dO; dK = dS^T Q
         dv[:, tile] = _product(p.mT, g[:, row:].mT, spec)

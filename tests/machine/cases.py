@@ -377,11 +377,13 @@ def float32_cases() -> Iterator[Case]:
 
 def all_cases() -> Iterator[Case]:
     """Yield every case."""
-    from tests.machine.masked_cases import masked_attention_cases  # which takes its numbers from here
+    # they take their numbers from here
+    from tests.machine.masked_cases import masked_attention_cases, masked_gradient_cases
 
     yield from function_cases()
     yield from operator_cases()
     yield from attention_cases()
     yield from masked_attention_cases()
+    yield from masked_gradient_cases()
     yield from training_cases()
     yield from float32_cases()

@@ -134,3 +134,15 @@ def test_what_is_not_known_is_refused(d, dtype, message):
     q = torch.ones(1, 1, 4, d, dtype=BF16)
     with fmtsim.simulate(strict=True), pytest.raises(ArgumentError, match=message):
         functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4, dtype=dtype))
+
+
+def test_gradients_of_rows_that_are_negative_throughout():
+    # with 64 keys a GPU's gradient of such rows is NaN; with 96 it is a number
+    for keys, unknown in ((64, 1), (96, 0)):
+        q, k = (numbers(i, (1, 1, n, 32), "normal", BF16).requires_grad_() for i, n in ((1, 4), (2, keys)))
+        bias = torch.zeros(4, keys, dtype=BF16)
+        bias[1] = -100.0
+        with fmtsim.simulate() as run:
+            functional.scaled_dot_product_attention(q, k, k, attn_mask=bias).sum().backward()
+        assert len(run.unknown) == unknown
+        assert ("rows that a mask makes negative throughout" in run.summary) == bool(unknown)
