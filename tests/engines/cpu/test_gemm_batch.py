@@ -74,6 +74,7 @@ def test_products_begin_with_addends(unit, plan):
     a, b = batch(fmt, kind, 7, 6, 66, 40)
     c = operand("tf32", 7 * 6, 66, "normal", 3).view(7, 6, 66)
     c[1:5] *= torch.tensor([2.0**-30, 2.0**30, 2.0**-140, 2.0**100]).view(4, 1, 1)
+    c[0, :, ::3], c[2, :, 1::2] = -0.0, 0.0
     c[5, 0, 0], c[6, 5, 65] = NAN, INF
     out = torch.full(c.shape, 7.0)
     assert gemm_batch(a, b, spec, None, out, c) == [5, 6]

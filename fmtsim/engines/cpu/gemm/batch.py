@@ -92,7 +92,7 @@ def _begin(c, work):  # type: ignore[no-untyped-def]
         lowest, highest, first = np.int64(-EMPTY), np.int64(EMPTY), p * LANES
         for row in range(c.shape[0]):
             for column in range(min(LANES, c.shape[1] - first)):
-                number = c[row, first + column]
+                number = c[row, first + column] + np.float32(0)  # -0 would count as a negative term
                 place = row * LANES + column
                 if work.state.promotion.active:
                     work.state.total[p, place] = number
