@@ -22,9 +22,9 @@ view _unsafe_view transpose t permute detach alias expand unsqueeze squeeze slic
 cat stack clone neg abs _to_copy embedding arange ne eq gt lt ge le all any _local_scalar_dense constant_pad_nd
 ones_like zeros_like full_like empty_like empty empty_strided zeros ones full scalar_tensor new_zeros new_empty
 new_full new_ones new_empty_strided
-slice_backward select_backward fill_ zero_ copy_ masked_fill masked_fill_ lift_fresh tril triu logical_not
-logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index index_select scatter
-_reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
+slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_ lift_fresh tril triu
+logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index
+index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
 minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg _foreach_sub_
 leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
 _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
@@ -104,17 +104,6 @@ def _attention(
     if attn_mask is not None or q.shape[-2] == 1:
         return attention_rows.forward(q, k, v, attn_mask, scale)
     return attention.forward(q, k, v, None, dropout, causal, scale)
-
-
-def _where(condition: torch.Tensor, *values: torch.Tensor) -> Any:
-    """Return torch.where; a boolean mask of attention becomes a bias of -65504, where the host takes -Inf.
-
-    PyTorch 2.11 converts the mask so for cuDNN: a row that is masked whole attends to every key.
-    """
-    scalars = [x for x in values if x.ndim == 0 and x.dtype in (torch.bfloat16, torch.float16)]
-    if len(scalars) == 2 and sorted(x.item() for x in scalars) == [-torch.inf, 0.0]:
-        values = tuple(torch.where(x == -torch.inf, -65504.0, x).to(x.dtype) for x in values)
-    return torch.where(condition, *values)
 
 
 def _attention_gradient(
@@ -204,7 +193,6 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
     _ATEN.embedding_dense_backward: loss.embedding_backward,
-    _ATEN.where: _where,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_gradient,
     _ATEN._fused_adamw_: optimizer.fused_adamw_,

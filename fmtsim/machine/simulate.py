@@ -123,7 +123,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, *options: Any, **named: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Return attention; unknown where the host takes the math path and a GPU one kernel."""
+        """Return attention; unknown where the host takes the math path and a GPU one kernel.
+
+        PyTorch 2.11 gives cuDNN a boolean mask as a bias of -65504: a row that is masked whole attends to every key.
+        """
         backends = torch.backends.cuda
         kernels = backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled
         reasons = {
@@ -134,6 +137,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is not None and query.ndim == 4 and any(enabled() for enabled in kernels):
             self._note("scaled_dot_product_attention", UnknownOrder(f"attention with {reason}"))
+        if attn_mask is not None and attn_mask.dtype == torch.bool and query.element_size() == 2 and query.ndim == 4:
+            attn_mask = torch.where(attn_mask, 0.0, -65504.0).to(query.dtype)
         return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, *options, **named)
 
     @property
