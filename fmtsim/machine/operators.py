@@ -21,13 +21,12 @@ _NAMES = """
 view _unsafe_view transpose t permute detach alias expand unsqueeze squeeze slice select split split_with_sizes chunk
 cat stack clone neg abs _to_copy embedding arange ne eq gt lt ge le all any _local_scalar_dense constant_pad_nd
 ones_like zeros_like full_like empty_like empty empty_strided zeros ones full scalar_tensor new_zeros new_empty
-new_full new_ones new_empty_strided
-slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_ lift_fresh tril triu
-logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather index
-index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide remainder maximum
-minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg _foreach_sub_
-leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_ resize_
-_amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
+new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_
+lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
+index index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide
+remainder maximum minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
+_foreach_sub_ leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_
+resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
