@@ -27,15 +27,9 @@ from fmtsim.support.float64 import check_float64
 from fmtsim.support.replay.gpu import captures
 
 OUT_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
 # Sums that are kept at once where they are rounded to a narrower output afterwards: 24 MB of float32 on a CPU. A GPU
 # has room for more, would prepare operands once a piece, and waits for launches.
 _SUMS = 6 << 20

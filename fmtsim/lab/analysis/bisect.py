@@ -20,7 +20,7 @@ from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
 
 Kind = Literal["", "operation", "parameter", "buffer", "input", "code"]
-_SAID = {
+_KINDS = {
     "operation": "its inputs are equal, its output is not", "parameter": "the runs began with another parameter",
     "buffer": "the runs began with another buffer", "input": "the runs were given other inputs",
     "code": "made by code outside of these operations, before this one",
@@ -38,7 +38,7 @@ class Bisection(table.Result):
             difference. Empty where no bit differs.
         a, b: The operation in each run; None where no bit differs.
         tensor: Name of its first tensor that differs.
-        before: The last operation before it whose bits agree, None where it is the first.
+        before: The last operation before it with equal bits, or None.
         comparison: That tensor of both runs (actual is the first run's), None where it was not kept.
         note: Why there is no comparison, or what else has to be known.
         compared: Operations that both runs have.
@@ -46,8 +46,7 @@ class Bisection(table.Result):
         alone: Operations that one run alone has, of either: those inside layers that are converted in one alone.
         losses: Of both runs, None where there is none or where batches differ in size.
         gradients: How many parameters' gradients differ, and of how many; (0, 0) where batches differ in size.
-        worst: The parameter whose gradients differ most, and the norm of their difference over that of the second run;
-            None where no gradients were kept.
+        worst: The parameter whose gradients differ most, and the relative norm of the difference, or None.
     """
 
     kind: Kind = ""
@@ -103,7 +102,7 @@ class Bisection(table.Result):
         yield "first difference", f"{a}, operation {a.index}"
         in_module = ", in code of its own" if not self.inside_modules and self.kind == "operation" else ""
         keys = [[text for name, text in one.facts if name == "random key"] for one in (a, b)]
-        said = _SAID[self.kind] if keys[0] == keys[1] else "its inputs are equal, its random key is not"
+        said = _KINDS[self.kind] if keys[0] == keys[1] else "its inputs are equal, its random key is not"
         yield "what", f"{self.tensor}: {said}{in_module}"
         if a.operation != b.operation:
             yield "in b", str(b)
