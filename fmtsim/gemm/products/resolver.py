@@ -105,7 +105,7 @@ def run_product(
     # 1. natively, where the GPU is the target
     if call is None and library:
         check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
-    if (native or (native is None and a.is_cuda)) and runs_natively(
+    if (library or native is not None) and runs_natively(
         native, target if library else None, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,

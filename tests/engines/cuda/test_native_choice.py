@@ -294,7 +294,7 @@ def drops(ran, monkeypatch):
         return replace(found, plan=GemmPlan(k_end=960), basis="rule") if call.k == 1000 else found
 
     monkeypatch.setattr(Target, "resolve", resolve)
-    monkeypatch.setattr(native, "_seen", set())
+    monkeypatch.setattr(native, "_inspected", set())
     monkeypatch.setattr(doubts, "_warned", set())
     return resolved
 

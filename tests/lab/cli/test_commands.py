@@ -294,6 +294,7 @@ DEFAULTS = {
     "search": {"batches": 8, "lr": 1e-3, **MODEL},
     "trace": {"level": "modules", **MODEL},
     "bisect": MODEL,
+    "audit": {"rows": 32, "seed": 0},
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4,
               "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train", "model": "gpt"},
