@@ -211,5 +211,5 @@ def _equal(x: Tensor, y: Tensor) -> Tensor:
     """Return where two tensors of one shape have equal bits; all of them differ where shapes or dtypes do."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return torch.zeros(y.shape, dtype=torch.bool)
-    bits = lambda t: t.contiguous().view(-1).view(torch.uint8).view(t.numel(), -1)  # noqa: E731
+    bits = lambda t: t.contiguous().view(-1).view(torch.uint8).view(t.numel(), t.element_size())  # noqa: E731
     return (bits(x) == bits(y)).all(1)

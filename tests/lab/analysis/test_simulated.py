@@ -127,6 +127,17 @@ def test_an_audit_sees_one_bit():
         assert (bad.layer, bad.direction, bad.first) == (one.layer, one.direction, name[6:])
 
 
+def test_an_audit_takes_tensors_without_elements():
+    class Empty(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat((x, x[:, :0].tanh()), 1).tanh()
+
+    with fmtsim.simulate():
+        trace = fmtsim.trace(Empty(), torch.ones(4, 8, requires_grad=True), level="aten", tensors=True)
+    result = audit(trace)
+    assert result.equal and sum(layer.operators for layer in result.layers) >= 3
+
+
 def test_an_audit_sees_what_this_cpu_computed():
     model, batch = model_and_batch()
     plain = fmtsim.trace(model, batch, level="aten", tensors=True)
