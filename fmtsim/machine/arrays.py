@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors as float32 arrays: functions over all elements, and the orders in which a GPU's threads add them."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -15,6 +16,9 @@ from fmtsim.engines.cpu.runtime.pool import run
 
 NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}  # the one NaN of a GPU's results
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2.0))
+_SMALLEST = float32(2.0**-126)  # normal number
 _INF_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
@@ -169,6 +173,12 @@ def elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
     if first.is_contiguous():
         return y
     return torch.empty_like(first, memory_format=torch.preserve_format).copy_(y)
+
+
+@device
+def flush(x):
+    """Return a zero of x's sign for a subnormal x, as kernels that are compiled to flush do."""
+    return x * float32(0.0) if abs(x) < _SMALLEST else x
 
 
 @device

@@ -13,21 +13,18 @@ from numpy import float32
 from torch.nn.functional import pad
 
 from fmtsim.engines.cpu.gemm.engine import gemm, gemm_batch
-from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel
+from fmtsim.engines.cpu.runtime.jit import fma32, kernel
 from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import check_target, resolve_call
 from fmtsim.machine import mufu
-from fmtsim.machine.arrays import canonical, put, read, words_of
+from fmtsim.machine.arrays import LN2, LOG2E, SIXTEEN_BITS, canonical, flush, put, read, words_of
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 from fmtsim.spec.gemm_spec import GemmSpec
 
-_16_BITS = (torch.bfloat16, torch.float16)
-_LOG2E, _LN2 = float32(math.log2(math.e)), float32(math.log(2.0))
 _QUERIES, _KEYS = 128, 128  # a tile; rows of scores do not depend on how many queries are computed at once
 _HEADS = 128  # at once
 _TAME = 2.0**50  # magnitudes below which no score, and no gradient of one, is Inf or NaN
-_SMALLEST = float32(2.0**-126)
 
 
 def _unit(dtype: torch.dtype) -> GemmSpec:
@@ -61,18 +58,12 @@ def _is_tame(*tensors: torch.Tensor) -> bool:
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
-    if q.dtype not in _16_BITS:
+    if q.dtype not in SIXTEEN_BITS:
         raise UnknownOrder(f"attention in {q.dtype}")
     if dropout:
         raise UnknownOrder("attention with dropout")
     if q.shape[-1] % 32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
         raise UnknownOrder(f"attention with heads of {q.shape[-1]}")
-
-
-@device
-def _flush(x):
-    """Return a zero of x's sign for a subnormal x: the kernels are compiled so."""
-    return x * float32(0.0) if abs(x) < _SMALLEST else x
 
 
 @kernel
@@ -110,7 +101,7 @@ def _probabilities(scores, factor, row, column, causal, first, largest, sums, ac
             # 4. acc = acc alpha
             if not first:
                 for j in range(acc.shape[2]):
-                    acc[head, i, j] = _flush(acc[head, i, j] * alpha)
+                    acc[head, i, j] = flush(acc[head, i, j] * alpha)
 
 
 @kernel
@@ -124,9 +115,9 @@ def _finish(acc, largest, sums, skipped, row, output, logsumexp, start, stop):
             for j in range(acc.shape[2]):
                 y = acc[head, i, j]
                 if skipped:  # what a tile of zeros adds: no subnormal number and no -0 stays
-                    y = _flush(y) + float32(0.0)
-                put(output, (head, row + i, j), _flush(y * inverse))
-            logsumexp[head, row + i] = fma32(largest[head, i], _LN2, mufu.lg2(total) * _LN2)
+                    y = flush(y) + float32(0.0)
+                put(output, (head, row + i, j), flush(y * inverse))
+            logsumexp[head, row + i] = fma32(largest[head, i], LN2, mufu.lg2(total) * LN2)
 
 
 def forward(
@@ -191,11 +182,11 @@ def _score_gradients(scores, dp, lse, bias, delta, factor, row, column, causal, 
                     x = fma32(scores[head, i, j], factor, bias[head, row + i, column + j]) - lse_row
                 else:
                     x = fma32(scores[head, i, j], factor, -lse_row)
-                x *= _LOG2E
+                x *= LOG2E
                 y = mufu.ex2(x if j < last else float32(-np.inf))
                 # 2. dS = round((P (dP - D)) scale)
                 put(p, (head, i, j), y)
-                put(ds, (head, i, j), _flush(_flush(y * (dp[head, i, j] - delta[head, row + i])) * factor))
+                put(ds, (head, i, j), flush(flush(y * (dp[head, i, j] - delta[head, row + i])) * factor))
 
 
 @kernel
@@ -228,7 +219,7 @@ def _sum_groups(x, y, start, stop):
         for j in range(x.shape[2]):
             total = float32(0.0)
             for head in range(x.shape[1]):
-                total = _flush(total + _flush(read(x[group, head, j])))
+                total = flush(total + flush(read(x[group, head, j])))
             put(y, (group, j), total)
 
 

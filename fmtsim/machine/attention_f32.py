@@ -19,10 +19,10 @@ from fmtsim.engines.cpu.runtime.jit import kernel
 from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.gemm.products.scaled import mma
 from fmtsim.machine import library, reduce
-from fmtsim.machine.arrays import apply, fma, from_f32, to_f32
+from fmtsim.machine.arrays import LOG2E, apply, fma, from_f32, to_f32
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
-_LOG2E, _INF = float32(math.log2(math.e)), float32(np.inf)
+_INF = float32(np.inf)
 _STEP, _K_TILE, _WARP_KEYS = 8, 32, 32  # products of an instruction; of a tile of K; keys of a warp
 _BIG = np.uint32(0xFFFFE000)  # the bits of TF32
 
@@ -89,7 +89,7 @@ def _softmax_tile(scores, keys, largest, sums, factors, start, stop):
         old = largest[row]
         new = old
         for j in range(keys):
-            scores[row, j] = scores[row, j] * _LOG2E
+            scores[row, j] = scores[row, j] * LOG2E
             new = scores[row, j] if scores[row, j] > new else new
         # 2. what is there shrinks, where the maximum grows
         factors[row] = library.exp2(old - new) if old < new else float32(1.0)
@@ -214,7 +214,7 @@ def forward(
     if tiles.in_registers:
         acc *= (float32(1.0) / _denominators(sums))[..., None]
     # 4. logsumexp = m / log2 e + ln(l)
-    logsumexp = largest / _LOG2E + apply(library.log, sums)
+    logsumexp = largest / LOG2E + apply(library.log, sums)
     return _tensor(acc, q), from_f32(logsumexp.reshape(batch, heads, queries), q.dtype)
 
 

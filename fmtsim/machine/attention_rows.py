@@ -7,8 +7,6 @@ by probing (docs/evidence.md). ``hopper.mma`` and ``hopper.wgmma`` add 16-bit pr
 matrix, too small for the engine of matrix products: its aligned sums of 16 products and the accumulator are added here.
 """
 
-import math
-
 import numpy as np
 import torch
 from numpy import float32, float64, int32, int64
@@ -16,10 +14,9 @@ from numpy import float32, float64, int32, int64
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, float64_of, fma32, kernel, subroutine
 from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.machine import mufu
-from fmtsim.machine.arrays import from_f32, to_f32
+from fmtsim.machine.arrays import LN2, LOG2E, flush, from_f32, to_f32
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 
-LOG2E, LN2 = float32(math.log2(math.e)), float32(math.log(2.0))
 MIN_EXPONENTS = {torch.bfloat16: (-126, 7), torch.float16: (-14, 10)}  # of a normal number; mantissa bits
 _STEP, _FRACTION_BITS, _LOWEST = 16, int32(25), int32(-133)  # unit hopper.mma of 16-bit operands
 _ABSENT, _NOT_FINITE = int32(-1000), int32(2000)  # in place of the exponents of zeros, of Inf and NaN
@@ -79,11 +76,6 @@ def _round16(p, lowest, mantissa_bits):
     return (p + shift) - shift
 
 
-@device
-def _flush(x):
-    return x * float32(0.0) if np.abs(x) < float32(2.0**-126) else x
-
-
 @kernel
 def _attend(q, k, v, bias, group, keys, tile, factor, low, bits, one, output, logsumexp, start, stop):
     """Compute rows of attention: q [rows, D], k [heads, tiles, D, keys], v [heads, keys, D], bias [rows or 0, keys].
@@ -119,14 +111,14 @@ def _attend(q, k, v, bias, group, keys, tile, factor, low, bits, one, output, lo
             for t in range(4):
                 sums[t] = fma32(sums[t], alpha, tile_sums[t])
             for c in range(d):
-                acc[c] = _flush(acc[c] * alpha)
+                acc[c] = flush(acc[c] * alpha)
             _add_product(x, v[head, first : first + tile], acc, low, largest, total)
             maximum = new
         # 4. O = acc rcp(L), zeros where every key has a bias of -Inf; logsumexp = (m + lg2(L)) ln 2
         length = (sums[0] + sums[1]) + (sums[2] + sums[3])
         if maximum > float32(-np.inf):
             for c in range(d):
-                acc[c] = _flush(acc[c] * mufu.rcp(length))
+                acc[c] = flush(acc[c] * mufu.rcp(length))
         a, b = (mufu.lg2(length), maximum) if one else (maximum, mufu.lg2(length))
         logsumexp[row] = fma32(a, LN2, b * LN2)
 

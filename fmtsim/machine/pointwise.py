@@ -9,7 +9,7 @@ from numpy import float32
 
 from fmtsim.engines.cpu.runtime.jit import device, fma32
 from fmtsim.machine import library
-from fmtsim.machine.arrays import NAN_BITS, apply, elementwise, from_f32, to_f32
+from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, elementwise, from_f32, to_f32
 from fmtsim.machine.unknown import UnknownOrder
 
 _ONE, _HALF = float32(1.0), float32(0.5)
@@ -94,16 +94,13 @@ def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _elementwise(_tanh_gradient, g, y) if y.dtype == torch.float32 else g * (1.0 - y * y)
 
 
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-
 def _number(x: Any, other: Any) -> Any:
     """Return a Python number that torch made a tensor as the number.
 
     Raises:
         UnknownOrder: A float32 tensor without dimensions beside one of 16 bits: a GPU rounds it first.
     """
-    if torch.is_tensor(x) and torch.is_tensor(other) and x.ndim == 0 < other.ndim and other.dtype in _SIXTEEN_BITS:
+    if torch.is_tensor(x) and torch.is_tensor(other) and x.ndim == 0 < other.ndim and other.dtype in SIXTEEN_BITS:
         if x.dtype == torch.float64:
             return x.item()
         if x.dtype == torch.float32:
@@ -121,7 +118,7 @@ def add(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
     a, b = _number(a, b), _number(b, a)
     if not torch.is_tensor(a) and alpha == 1:
         a, b = b, a
-    if torch.is_tensor(a) and not torch.is_tensor(b) and a.dtype in _SIXTEEN_BITS:
+    if torch.is_tensor(a) and not torch.is_tensor(b) and a.dtype in SIXTEEN_BITS:
         return (a.float() + float(float32(alpha) * float32(b))).to(a.dtype)
     if alpha in (1, -1) or not (torch.is_tensor(a) and torch.is_tensor(b)):
         return torch.add(a, b) if alpha == 1 else torch.sub(a, b) if alpha == -1 else torch.add(a, b, alpha=alpha)
