@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -36,7 +37,8 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     """Return functional.dropout by one operator, as on a GPU; on a CPU torch takes three."""
     if training and 0 < p < 1 and not inplace and x.numel():
         return torch.native_dropout(x, p, True)[0]
-    return _HOST_DROPOUT(x, p, training, inplace)
+    with torch._C.DisableTorchFunction():
+        return _HOST_DROPOUT(x, p, training, inplace)
 
 
 def _rms_norm(
@@ -44,8 +46,21 @@ def _rms_norm(
 ) -> torch.Tensor:
     """Return torch.rms_norm by one operator, as on a GPU; on a CPU torch takes six, as it does with mixed dtypes."""
     if weight is not None and weight.dtype != x.dtype:
-        return _HOST_RMS_NORM(x, shape, weight, eps)
+        with torch._C.DisableTorchFunction():
+            return _HOST_RMS_NORM(x, shape, weight, eps)
     return torch.ops.fmtsim.rms_norm(x, list(shape), weight, torch.finfo(torch.float32).eps if eps is None else eps)[0]
+
+
+class _Forks(TorchFunctionMode):
+    """Take a fork's function, too, where a module imported torch's own by name before the simulation began."""
+
+    def __init__(self, forks: dict[Callable, Callable]) -> None:
+        super().__init__()
+        self._forks = forks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, or what stands for it."""
+        return self._forks.get(func, func)(*args, **(kwargs or {}))
 
 
 class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a context
@@ -100,13 +115,16 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         _refuse_autocast()
         optimizers = sys.modules[torch.optim.Optimizer.__module__]
         devices = [*optimizers._get_foreach_kernels_supported_devices(), "cpu"]
+        forks = (
+            (functional, "dropout", _dropout),
+            (torch, "rms_norm", _rms_norm),
+            (functional, "scaled_dot_product_attention", self._attention),
+            (optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
+        )
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(functional, "dropout", _dropout))
-            stack.enter_context(mock.patch.object(torch, "rms_norm", _rms_norm))
-            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", self._attention))
-            stack.enter_context(
-                mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices)
-            )
+            stack.enter_context(_Forks({getattr(module, name): fork for module, name, fork in forks}))
+            for module, name, fork in forks:  # torch.nn's own functions call each other without a function mode
+                stack.enter_context(mock.patch.object(module, name, fork))
             # operators see no autocast, modules do
             hook = nn.modules.module.register_module_forward_pre_hook(_refuse_autocast)
             stack.callback(hook.remove)
@@ -139,7 +157,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             self._note("scaled_dot_product_attention", UnknownOrder(f"attention with {reason}"))
         if attn_mask is not None and attn_mask.dtype == torch.bool and query.element_size() == 2 and query.ndim == 4:
             attn_mask = torch.where(attn_mask, 0.0, -65504.0).to(query.dtype)
-        return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, *options, **named)
+        with torch._C.DisableTorchFunction():
+            return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, *options, **named)
 
     @property
     def summary(self) -> str:

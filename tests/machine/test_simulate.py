@@ -7,8 +7,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch import rms_norm as imported_rms_norm
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+from torch.nn.functional import dropout as imported_dropout
+from torch.nn.functional import scaled_dot_product_attention as imported_attention
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
@@ -147,6 +150,33 @@ def test_a_backend_of_attention_is_not_taken_for_cudnn(backend):
     unknown = " ".join(run.unknown)
     assert ("attention without cuDNN" in unknown) == (backend == SDPBackend.FLASH_ATTENTION)
     assert (run.exact["bmm"] + run.guess.total() > 0) == (backend == SDPBackend.MATH)
+
+
+def test_functions_that_were_imported_by_name_fork_as_on_the_gpu():
+    q, hidden_row = numbers(1, 2, 64, 32), torch.ones(64, 64, dtype=torch.bool)
+    hidden_row[3] = False
+    calls = (
+        (imported_attention, (functional, "scaled_dot_product_attention"), (q, q, q, hidden_row)),
+        (imported_dropout, (functional, "dropout"), (q, 0.5, True)),
+        (imported_rms_norm, (torch, "rms_norm"), (q, (32,))),
+    )
+    runs, results = [], []
+    for imported, (namespace, name), arguments in calls:
+        for by_name in (True, False):
+            torch.manual_seed(7)
+            with fmtsim.simulate(strict=True) as run:
+                results.append((imported if by_name else getattr(namespace, name))(*arguments))
+            runs.append(run.exact)
+        assert torch.equal(*results[-2:]), name
+        assert not results[-1].isnan().any(), name  # where the host's attention has a row of NaN
+    assert [set(run) for run in runs[::2]] == [set(run) for run in runs[1::2]]
+    assert runs[2]["native_dropout"] == runs[4]["fmtsim.rms_norm"] == 1
+    with fmtsim.simulate() as run:  # dropout inside attention: the host has three operators, the GPU one
+        imported_attention(q, q, q, dropout_p=0.5)
+        nn.MultiheadAttention(32, 2, dropout=0.5, dtype=q.dtype)(q[0], q[0], q[0], need_weights=False)
+    assert {what: n for what, n in run.unknown.items() if "attention" in what} == {
+        "scaled_dot_product_attention: attention with dropout": 2
+    }
 
 
 def test_deterministic_algorithms_take_another_attention():
