@@ -170,7 +170,7 @@ class Scaling:
         of_input = self.input_scale or self.power_of_two == "log2" or self.eps_rule == "inverse"
         alone = not of_input or (self.tensor is None and self.history is None)
         _require(alone, "input_scale, 'log2' or 'inverse' with tensor= or history=", "a rule of one level without one")
-        of_tensor = self.block == (None, None)
+        of_tensor = self.block == (None, None) or self.has_fixed_tensor_scale
         _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
         for field in () if self.tensor is None else fields(self):
             value = getattr(self, field.name)
@@ -179,6 +179,12 @@ class Scaling:
 
     def __hash__(self) -> int:  # caches ask for it in every call: a few fields tell rules apart
         return hash((self.block, self.statistic, self.arithmetic, self.power_of_two, self.exponent_rule, self.factor))
+
+    @property
+    def has_fixed_tensor_scale(self) -> bool:
+        """Whether calibration fixes the scale of the tensor, and each block has its scale from its elements."""
+        fixed = self.history is not None and self.history.fixed
+        return fixed and self.tensor is not None and self.tensor.order == "te"
 
     @property
     def scale_rule(self) -> ScaleRule:

@@ -18,7 +18,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes.ptq import Calibration, fixed, is_static
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.scales import reciprocal
+from fmtsim.scaling.scales import reciprocal, tensor_factor
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
@@ -336,9 +336,12 @@ def static_scale(quantizer: Quantizer, top: float) -> DelayedScale:
     """
     element, scaling = quantizer.format, quantizer.scaling
     assert scaling is not None and element is not None and not isinstance(element, BlockFormat | LogTileFormat)
-    computed = scales(torch.full((1, 1), top, dtype=torch.float32), scaling, float(element.max))
     delayed = DelayedScale(fixed(quantizer))
-    factor = reciprocal(computed.scale) if computed.divides else computed.factor
+    if scaling.tensor is not None:
+        factor = tensor_factor(torch.tensor(top, dtype=torch.float32), scaling, float(element.max))
+    else:
+        computed = scales(torch.full((1, 1), top, dtype=torch.float32), scaling, float(element.max))
+        factor = reciprocal(computed.scale) if computed.divides else computed.factor
     delayed.factor.copy_(factor.reshape(()))
     delayed.amaxes[0] = top
     return delayed
@@ -364,5 +367,6 @@ def limit(part: Part) -> float | None:
     if part.top is None:
         return None
     scale = static_scale(part.x, part.top).scales().scale
-    assert part.x.format is not None
-    return float(scale) * float(part.x.format.max)  # type: ignore[union-attr]  # element formats have one
+    assert part.x.format is not None and part.x.scaling is not None
+    block_max = 1.0 if part.x.scaling.tensor is None else float(part.x.scaling.scale.max)
+    return float(scale) * block_max * float(part.x.format.max)  # type: ignore[union-attr]  # element formats have one

@@ -360,9 +360,11 @@ class PtqRecipe:
 
 
 def is_static(x: Quantizer) -> bool:
-    """Return True if a quantiser has one scale a tensor, made of its amax, which calibration may fix."""
+    """Return True if a quantiser has a scale of the tensor, made of its amax, which calibration may fix."""
     s = x.scaling
-    return s is not None and s.block == (None, None) and s.statistic == "amax" and s.tensor is None
+    if s is None or s.statistic != "amax":
+        return False
+    return s.block == (None, None) if s.tensor is None else s.tensor.order == "te"
 
 
 def fixed(x: Quantizer) -> Quantizer:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fmtsim.formats.block import Block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import Scaling
+from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.ptq import Calibration, Gptq, LearnedRounding, PtqRecipe, Smooth
@@ -18,8 +18,8 @@ _INC = "Intel Neural Compressor 9b47d09"
 _GPTQ = "Frantar et al., arXiv:2210.17323"
 _OWN = "this package: a usual combination, no single source"
 
-_HALF = get_format("fp16")
-assert isinstance(_HALF, FloatFormat)
+_HALF, _E4M3 = get_format("fp16"), get_format("e4m3")
+assert isinstance(_HALF, FloatFormat) and isinstance(_E4M3, FloatFormat)
 _TENSOR, _CHANNEL, _TOKEN = Scaling(), Scaling(block=(1, None)), Scaling(block=(1, None))
 _ABSMAX = Calibration()
 
@@ -218,6 +218,14 @@ _BLOCKS = (
     ),
     PtqRecipe(
         name="nvfp4_dynamic", x=operand("nvfp4"), w=operand("nvfp4"), source="NVIDIA, NVFP4 with a scale of the tensor"
+    ),
+    PtqRecipe(
+        name="nvfp4_static",
+        w=operand("nvfp4"),
+        calibration=_ABSMAX,
+        x=operand("e2m1", Scaling(block=(1, 16), scale=_E4M3, tensor=TensorScale())),
+        source="compressed-tensors 0.20, the scheme NVFP4",
+        notes="as nvfp4_dynamic, but calibration fixes the scale of the activations' tensor; vLLM serves its export",
     ),
     PtqRecipe(name="mxfp4_weights", w=operand("mxfp4"), source=_OWN),
     PtqRecipe(name="nvfp4_weights", w=operand("nvfp4"), source=_OWN),

@@ -166,6 +166,8 @@ def scales(
     key: RandomKey | None = None,
     times: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    *,
+    fixed_factor: Tensor | None = None,
 ) -> Scales:
     """Return the scales of blocks with these statistics.
 
@@ -176,11 +178,12 @@ def scales(
         key: Random words of a scale that is rounded stochastically.
         times: A candidate.
         dtype: Of the tensor, for a rule that rounds to it.
+        fixed_factor: As in ``two_levels``.
     """
     scaling = scaling_for(scaling, dtype)
     store = partial(_in_format, fmt=scaling.scale, rounding=scaling.scale_rounding, key=key)
     if scaling.tensor is not None:
-        return two_levels(a, scaling, top, store, times)
+        return two_levels(a, scaling, top, store, times, fixed_factor=fixed_factor)
     block_scales = one_level(a, scaling, top, store, dtype)
     if times == 1:
         return block_scales

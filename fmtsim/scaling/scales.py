@@ -85,7 +85,24 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
     return Scales(stored, reciprocal(stored.clamp(min=least)))
 
 
-def two_levels(a: Tensor, scaling: Scaling, top: float, store: Store, times: float = 1.0) -> Scales:
+def tensor_factor(amax: Tensor, scaling: Scaling, top: float) -> Tensor:
+    """Return ``1 / tensor scale`` by Transformer Engine's rule: it brings an amax to the top of both levels.
+
+    Args:
+        amax: float32, 0-d.
+        scaling: A rule with ``tensor``.
+        top: As in ``two_levels``.
+    """
+    assert scaling.tensor is not None
+    m = float32(top if scaling.top is None else scaling.top)
+    c = float32(scaling.scale.max if scaling.tensor.top is None else scaling.tensor.top)
+    encode = quotient(torch.full_like(amax, float32(c * m)), amax).clamp(max=FLT_MAX)
+    return torch.where((amax == 0) | (encode == 0), 1.0, encode)
+
+
+def two_levels(
+    a: Tensor, scaling: Scaling, top: float, store: Store, times: float = 1.0, *, fixed_factor: Tensor | None = None
+) -> Scales:  # fmt: skip
     """Return block scales and the float32 scale of the tensor, as their authors compute them.
 
     Args:
@@ -94,14 +111,14 @@ def two_levels(a: Tensor, scaling: Scaling, top: float, store: Store, times: flo
         top: The element format's largest value, for a rule that names none.
         store: See ``Store``.
         times: Candidate that block scales are multiplied with before they are stored.
+        fixed_factor: float32, 0-d: ``tensor_factor`` as calibration fixed it; None makes it from a.
     """
     assert scaling.tensor is not None
     m = float32(top if scaling.top is None else scaling.top)
     c = float32(scaling.scale.max if scaling.tensor.top is None else scaling.tensor.top)
     amax = a.amax() if a.numel() else a.new_zeros(())
     if scaling.tensor.order == "te":  # docs/semantics.md, section 6
-        encode = quotient(torch.full_like(amax, float32(c * m)), amax).clamp(max=FLT_MAX)
-        encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
+        encode = tensor_factor(amax, scaling, top) if fixed_factor is None else fixed_factor
         tensor = reciprocal(encode)
         stored = store(_times(a * (encode * float32(1.0 / m)), times).clamp(max=FLT_MAX))
         return Scales(stored, reciprocal(stored * tensor), tensor=tensor)

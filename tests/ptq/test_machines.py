@@ -86,6 +86,17 @@ def test_nvfp4_is_multiplied_inside_the_unit():
         assert_same_bits(quantised("nvfp4_dynamic", **machine)(X), found)
 
 
+def test_static_nvfp4_is_dynamic_nvfp4_of_a_tensor_with_the_calibrated_amax():
+    unit, x, largest = "blackwell.tcgen05.nvf4", X[:5] / 4, torch.cat(DATA).abs().max()
+    row = torch.zeros(1, 64).index_fill_(1, torch.tensor([3]), largest)
+    static, dynamic = (quantised(f"nvfp4_{kind}", target=unit) for kind in ("static", "dynamic"))
+    assert x.abs().max() < largest
+    assert_same_bits(static(x), dynamic(torch.cat([x, row]))[:5])
+    assert not torch.equal(static(x), dynamic(x))
+    layer = fmtsim.report(static).rows[0]
+    assert math.isclose(layer.x_limit, largest, rel_tol=1e-6) and layer.clipped_percent == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_alone_are_products_of_the_tensors_dtype(dtype):
     for recipe in ("int4_g32", "int4_gptq", "int4_gptq_dynamic", "nvfp4_weights"):

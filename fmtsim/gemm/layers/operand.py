@@ -20,7 +20,7 @@ from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import block_sizes, statistic
-from fmtsim.scaling.cast import cast, slope, times_blocks, transformed
+from fmtsim.scaling.cast import cast, scales, slope, times_blocks, transformed
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.scaling.scales import FLT_MIN
 from fmtsim.spec.call import OperandFormat
@@ -281,6 +281,9 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
             )
         nothing = torch.zeros((), device=x.device)  # an empty batch counts as one of zeros
         scale = state.advance(statistic(x, (None, None), "amax") if x.numel() else nothing)
+        if scaling.tensor is not None:  # what is remembered is the scale of the tensor: blocks have theirs from x
+            factor = scale.factor.reshape(())
+            scale = scales(statistic(x, scaling.block, "amax"), scaling, float(element.max), fixed_factor=factor)
     overflow = quantizer.overflow or element.default_overflow
     sizes = block_sizes(scaling.block, x.shape)
     dtype = torch.bfloat16 if on_gpu and is_bfloat16(quantizer, folded) else holder(element)  # nothing is rounded

@@ -14,13 +14,17 @@ from fmtsim.casts.quantize import decode
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.ptq.export.weights import CodedWeight
 
-_CHOICES = "choose int4_g32, int8_token, e4m3_static, mxfp4_dynamic or mxfp8_dynamic, or another layout="
+_CHOICES = "choose int4_g32, int8_token, e4m3_static, mxfp4_dynamic, mxfp8_dynamic or nvfp4_static"
 Tensors = dict[str, Tensor]
 
 
-def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
-    """Return the tensors of a layer by the names that follow its own, and its scheme."""
-    if weight.is_integer:
+def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensors, dict[str, Any], str]:
+    """Return the tensors of a layer by the names that follow its own, its scheme, and what rescaling changed, or ""."""
+    changes = ""
+    if weight.tensor_scale is not None and weight.is_element("e2m1") and weight.block == (1, 16):
+        stored, changes = _nvfp4(weight, allow_rescale)
+        coded = stored, "nvfp4-pack-quantized"
+    elif weight.is_integer:
         coded = _integers(weight)
     elif weight.is_element("e4m3") and weight.block != (1, 32):
         coded = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
@@ -31,18 +35,24 @@ def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
     if weight.inputs == "static":
         assert weight.x_scale is not None
         tensors["input_scale"] = weight.x_scale.reshape(1)
+    two_level = layout.startswith("nvfp4")
+    if weight.inputs == "nvfp4_static":
+        assert weight.x_scale is not None
+        tensors["input_global_scale"] = _reciprocals(weight.x_scale)[0].reshape(1)  # Transformer Engine's rule has one
     kind = "int" if weight.is_integer else "float"
     weights = {
         "num_bits": weight.element.bits,
         "type": kind,
         "symmetric": True,
-        "strategy": weight.per,
+        "strategy": "tensor_group" if two_level else weight.per,
         "dynamic": False,
     }
-    weights |= {"group_size": weight.block[1]} if weight.per == "group" else {}
+    weights |= {"group_size": weight.block[1]} if weight.per == "group" or two_level else {}
     weights |= {"scale_dtype": "torch.uint8"} if layout.startswith("mx") else {}
+    weights |= {"scale_dtype": "torch.float8_e4m3fn"} if two_level else {}
     weights |= {"block_structure": list(weight.block)} if weight.per == "block" else {}
-    return tensors, {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
+    scheme = {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
+    return tensors, scheme, changes
 
 
 def _integers(weight: CodedWeight) -> tuple[Tensors, str]:
@@ -65,11 +75,52 @@ def _microscaled(weight: CodedWeight) -> tuple[Tensors, str]:
             packed = codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(codes, weight.element.bits)
             name = "weight" if element == "e4m3" else "weight_packed"
             return {name: packed, "weight_scale": weight.powers}, f"{layout}-quantized"
-    if weight.tensor_scale is not None:
-        raise weight.refuse(
-            "compressed-tensors stores 1 / scale of the tensor, which is another number", "choose layout='torchao'"
-        )
     raise weight.refuse(f"compressed-tensors has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
+
+
+def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
+    """Return the tensors of an NVFP4 weight, and what the reciprocal of its tensor scale changes, or "".
+
+    The file has ``1 / tensor scale``; kernels invert it, and compressed-tensors decodes by ``_decoded``. The reciprocal
+    stored is one that gives the tensor scale and the weights (rounded to bfloat16) back, if there is one.
+    """
+    assert weight.tensor_scale is not None
+    scale, own = weight.tensor_scale, weight.scale
+    expected = _exact(weight.elements, own, scale).bfloat16()
+    candidates = _reciprocals(scale)
+    counts = [int((_decoded(weight.elements, own, g) != expected).sum()) for g in candidates]
+    different = min(counts)
+    global_scale = candidates[counts.index(different)]
+    inverse, changes = 1 / global_scale, []
+    if inverse != scale:
+        changes.append(f"tensor scale {scale.item():.9g} becomes {inverse.item():.9g}, the nearest reciprocal")
+    if different:
+        changes.append(f"{different} of {expected.numel()} weights decode to a neighbour in bfloat16")
+    if changes and not allow_rescale:
+        other = (
+            "quantise with nvfp4_static or nvfp4_weights, whose scales are reciprocals, or " * (inverse != scale).item()
+        )
+        raise weight.refuse(" and ".join(changes), f"{other}pass allow_rescale=True, which stores and reports that")
+    packed, stored = pack(weight.codes, 4), own.to(torch.float8_e4m3fn)  # scales on their grid: nothing is rounded
+    tensors = {"weight_packed": packed, "weight_scale": stored, "weight_global_scale": global_scale.reshape(1)}
+    return tensors, " and ".join(changes)
+
+
+def _reciprocals(scale: Tensor) -> list[Tensor]:
+    """Return the float32 numbers whose reciprocal is a scale; where there is none, that of the nearest reciprocal."""
+    nearest = (1 / scale.double()).float()
+    near = nearest.view(torch.int32) + torch.tensor([0, -1, 1, -2, 2], dtype=torch.int32)  # neighbours by their bits
+    return [g for g in near.view(torch.float32) if 1 / g == scale] or [nearest]
+
+
+def _decoded(elements: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Return NVFP4's values as compressed-tensors has them: bfloat16 of element times (scale / global scale)."""
+    return spread_over(elements.float(), scale / global_scale).bfloat16()
+
+
+def _exact(elements: Tensor, scale: Tensor, tensor_scale: Tensor) -> Tensor:
+    """Return element times both scales, rounded once to float32."""
+    return (spread_over(elements.double(), scale.double()) * tensor_scale.double()).float()
 
 
 def _scales(weight: CodedWeight) -> Tensor:
@@ -84,12 +135,20 @@ def _inputs(weight: CodedWeight, layout: str) -> dict[str, Any] | None:
     if kind == "none":
         return None
     common = {"symmetric": True, "dynamic": kind != "static"}
+    if layout.startswith("nvfp4") and kind == "nvfp4_static":
+        levels = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+        return {"num_bits": 4, "type": "float", **levels, **common, "dynamic": "local", "observer": "static_minmax"}
     if kind == "mx" and layout.startswith("mx"):
         return {"num_bits": weight.element.bits, "type": "float", "strategy": "group", "group_size": 32, **common}
     for element, numbers in (("int8", "int"), ("int4", "int"), ("e4m3", "float")):
         if weight.inputs_are(element) and kind in ("static", "tensor", "token"):
             bits = 4 if element == "int4" else 8
             return {"num_bits": bits, "type": numbers, "strategy": "token" if kind == "token" else "tensor", **common}
+    if layout.startswith("nvfp4") and weight.inputs_are("e2m1"):
+        raise weight.refuse(
+            "the scale of the inputs' tensor is made in every call, and compressed-tensors stores one from calibration",
+            "quantise with nvfp4_static",
+        )
     raise weight.refuse(f"compressed-tensors has no scheme for inputs in {weight.x}", _CHOICES)
 
 
@@ -116,6 +175,10 @@ def values_of(tensors: Tensors, scheme: dict[str, Any]) -> Tensor:
     """Return the weight of a layer's tensors and scheme, float32."""
     bits, scale = scheme["weights"]["num_bits"], tensors["weight_scale"]
     layout = scheme["format"]
+    if layout.startswith("nvfp4"):
+        packed = tensors["weight_packed"]
+        elements = decode(unpack(packed, 4, packed.shape[1] * 2), "e2m1").float()
+        return _exact(elements, decode(scale, "e4m3").float(), 1 / tensors["weight_global_scale"])
     if layout == "pack-quantized":
         rows, columns = tensors["weight_shape"].tolist()
         codes = unpack(

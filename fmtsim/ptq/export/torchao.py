@@ -16,6 +16,7 @@ from fmtsim.ptq.export.compressed_tensors import spread_over
 from fmtsim.ptq.export.weights import CodedWeight
 
 _CHOICES = "choose int4_g32, int8_token, e4m3_token, mxfp4_weights or nvfp4_weights, or another layout="
+_NVFP4 = "choose nvfp4_weights, or nvfp4_static with layout='compressed-tensors'"
 Tensors = dict[str, Tensor]
 
 
@@ -96,7 +97,7 @@ def _mx(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
 
 def _nvfp4(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
     if weight.inputs != "none":
-        raise weight.refuse(f"this layout has NVFP4 weights alone, and inputs are {weight.x}", _CHOICES)
+        raise weight.refuse(f"this layout has NVFP4 weights alone, and inputs are {weight.x}", _NVFP4)
     assert weight.tensor_scale is not None
     tensors = {
         "qdata": pack(weight.codes, 4),

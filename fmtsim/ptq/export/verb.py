@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,12 +35,14 @@ class Export:
         files: What was written.
         coded: Layers whose weights are codes and scales, with their formats.
         values: Other tensors, which are stored as the values that they have.
+        rescaled: What ``allow_rescale=True`` changed, by layer.
     """
 
     layout: str
     files: tuple[Path, ...]
     coded: dict[str, str]
     values: tuple[str, ...]
+    rescaled: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         formats: dict[str, int] = {}
@@ -48,10 +50,14 @@ class Export:
             formats[name] = formats.get(name, 0) + 1
         counts = ", ".join(f"{count} in {name}" for name, count in formats.items())
         where = " and ".join(map(str, self.files))
-        return f"{where}: {self.layout}, weights of {counts}, {len(self.values)} tensors as values"
+        text = f"{where}: {self.layout}, weights of {counts}, {len(self.values)} tensors as values"
+        return "\n".join([text, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())])
 
 
-def export(model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping[str, str] | None = None) -> Export:
+def export(
+    model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping[str, str] | None = None,
+    allow_rescale: bool = False,
+) -> Export:  # fmt: skip
     """Write a quantised model for another library: the codes and scales that its linear weights were rounded to.
 
     The model is one that ``fmtsim.ptq`` or ``fmtsim.load_state`` made, or one in training under a recipe that casts its
@@ -65,6 +71,9 @@ def export(model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping
         layout: ``"compressed-tensors"``, ``"torchao"`` (a safetensors file that torchao's
             ``unflatten_tensor_state_dict`` reads), or ``"gguf"`` (blocks Q8_0, Q4_0 and MXFP4; weights alone; needs
             ``fmtsim[gguf]``).
+        allow_rescale: compressed-tensors stores the reciprocal of an NVFP4 weight's tensor scale. Where no float32
+            reciprocal gives the scale and the weights back, store the nearest one, and list what changes in
+            ``Export.rescaled``, instead of raising an error.
         names: Names of tensors in a GGUF file by those of the state_dict, as the program that reads it wants them.
 
     Returns:
@@ -88,28 +97,38 @@ def export(model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping
         raise ArgumentError(f"layout={shown(layout)} is unknown; choose one of {', '.join(get_args(Layout))}")
     if names is not None and layout != "gguf":
         raise ArgumentError(f"names= with layout={layout!r}, whose names are the model's; leave names= out")
+    if allow_rescale and layout != "compressed-tensors":
+        raise ArgumentError(f"allow_rescale=True with layout={layout!r}, which rescales nothing; leave it out")
     coded, rest = weights_of(model)
     write = {"compressed-tensors": _compressed, "torchao": _torchao, "gguf": _gguf}[layout]
-    files = write(model, Path(path).expanduser(), coded, rest, names or {})
+    rescaled: dict[str, str] = {}
+    files = write(model, Path(path).expanduser(), coded, rest, names or {}, rescaled if allow_rescale else None)
     formats = {weight.layer: weight.element.name for weight in coded}
-    return Export(layout=layout, files=tuple(files), coded=formats, values=tuple(rest))
+    return Export(layout=layout, files=tuple(files), coded=formats, values=tuple(rest), rescaled=rescaled)
 
 
 Names = Mapping[str, str]
 Coded = list[CodedWeight]
 
 
-def _compressed(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names) -> list[Path]:
+def _compressed(
+    model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names, rescaled: dict[str, str] | None
+) -> list[Path]:
     tensors, schemes = dict(rest), {}
     for weight in coded:
-        weight_tensors, schemes[weight.layer] = compressed_tensors.tensors_of(weight)
+        own = compressed_tensors.tensors_of(weight, allow_rescale=rescaled is not None)
+        weight_tensors, schemes[weight.layer], changes = own
+        if rescaled is not None and changes:
+            rescaled[weight.layer] = changes
         tensors |= {f"{weight.layer}.{name}": t for name, t in weight_tensors.items()}
     ignored = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in schemes]
     config = compressed_tensors.config_of(model, schemes, ignored)
     return write_folder(path, dict(zip(_FILES, (_safetensors(tensors, {"format": "pt"}), config), strict=True)))
 
 
-def _torchao(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names) -> list[Path]:
+def _torchao(
+    model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names, rescaled: dict[str, str] | None
+) -> list[Path]:
     records: dict[str, Any] = {name: {"_type": "Tensor"} for name in rest}
     tensors = dict(rest)
     for weight in coded:
@@ -119,7 +138,9 @@ def _torchao(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor]
     return [path]
 
 
-def _gguf(model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names) -> list[Path]:
+def _gguf(
+    model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names, rescaled: dict[str, str] | None
+) -> list[Path]:
     weights = {f"{weight.layer}.weight": weight for weight in coded}
     unknown = [name for name in names if name not in weights and name not in rest]
     if unknown:

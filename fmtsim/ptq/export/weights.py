@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
@@ -20,6 +21,9 @@ from fmtsim.scaling.history import DelayedScale, StoredScale
 from fmtsim.spec.operand import Operand, block_of
 from fmtsim.spec.quantizer import Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
+
+_E4M3 = get_format("e4m3")
+assert isinstance(_E4M3, FloatFormat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +96,8 @@ class CodedWeight:
     @property
     def inputs(self) -> str:
         """How inputs are quantised, in a word: ``"none"``, ``"static"``, ``"tensor"``, ``"token"``, ``"token_zp"``,
-        ``"mx"``, or the quantiser itself where none of these fits."""
+        ``"mx"``, ``"nvfp4_static"`` (the scale of the tensor is static), or the quantiser itself where none
+        of these fits."""
         fmt, block = self.x.format, block_of(self.x)
         if self.x.transforms or self.x.then is not None:
             return str(self.x)
@@ -100,6 +105,10 @@ class CodedWeight:
             return "none"
         if isinstance(fmt, BlockFormat) and (fmt.zero_point or fmt.power_of_two):
             return "token_zp" if fmt == get_format("uint8_channel_zp") else "mx" if block == (1, 32) else str(self.x)
+        scaling = self.x.scaling
+        if self.x_scale is not None and scaling is not None and scaling.tensor is not None:
+            nvfp4 = Scaling(block=(1, 16), scale=_E4M3, tensor=TensorScale())
+            return "nvfp4_static" if self.inputs_are("e2m1") and scaling == nvfp4 else str(self.x)
         kinds: dict[Any, str] = {(1, None): "token", (None, None): "tensor" if self.x_scale is None else "static"}
         return kinds.get(block, str(self.x))
 

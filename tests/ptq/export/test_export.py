@@ -12,10 +12,16 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.formats.tensor_file import StoredTensor, write_tensors
+from fmtsim.formats.scaling import Scaling, TensorScale
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
+from fmtsim.nn.state import PTQ
 from fmtsim.ptq.export import gguf as gguf_layout
+from fmtsim.ptq.export.compressed_tensors import _reciprocals as reciprocals
 from fmtsim.ptq.export.compressed_tensors import config_of
 from fmtsim.ptq.grid import nearest
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.scaling.scales import tensor_factor
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.operands import normal
 from tests.support.refusals import refused
@@ -24,7 +30,7 @@ FLOAT8 = ("e4m3_static", "e4m3_token", "nemotron", "e4m3_token_24")
 SCHEMES = {
     "compressed-tensors": (
         *FLOAT8, "int4_g32", "int4_channel", "int4_gptq", "int4_token", "w4a4", "int8_token", "int8_static",
-        "mxfp4_dynamic", "mxfp6_dynamic", "mxfp8_dynamic", "mxfp4_weights",
+        "mxfp4_dynamic", "mxfp6_dynamic", "mxfp8_dynamic", "mxfp4_weights", "nvfp4_static", "nvfp4_weights",
     ),
     "torchao": ("int4_g32", "int4_channel", "int4_gptq", "int8_token", "e4m3_token", "e4m3_dynamic", "mxfp4_weights",
                 "nvfp4_weights"),
@@ -32,6 +38,13 @@ SCHEMES = {
 }  # fmt: skip
 CASES = [(layout, scheme) for layout, schemes in SCHEMES.items() for scheme in schemes]
 ENDS = {"compressed-tensors": "", "torchao": ".safetensors", "gguf": ".gguf"}
+ANOTHER_ORDER = PtqRecipe(
+    name="torchao_order",
+    w=Quantizer(
+        format="e2m1",
+        scaling=Scaling(block=(1, 16), scale=fmtsim.get_format("e4m3"), tensor=TensorScale(order="torchao")),
+    ),
+)
 READERS = Path(__file__).with_name("other_readers.py")
 
 
@@ -103,7 +116,7 @@ def reads():
 def test_the_libraries_read_the_same_bits(reads, tmp_path):
     models = {}
     for layout, scheme in CASES:
-        dtype = torch.bfloat16 if scheme == "nvfp4_weights" else torch.float32  # torchao rounds its two scales' product
+        dtype = torch.bfloat16 if scheme.startswith("nvfp4") else torch.float32  # two scales: rounded in another order
         path = tmp_path / f"{layout}_{scheme}{ENDS[layout]}"
         models[path] = quantised(scheme, dtype)
         fmtsim.export(models[path], path, layout)
@@ -140,7 +153,13 @@ BAD = [
     (lambda: quantised("int4_g32"), "onnx", r"layout='onnx' is unknown; choose one of compressed-tensors, "),
     (lambda: changed("int4_g32"), "torchao", r"layer '0': its weight is not what fmtsim.ptq rounded"),
     (lambda: quantised("int4_gptq_dynamic"), "torchao", r"its weight is not what .* Gptq\(groups='static'\)"),
-    (lambda: quantised("nvfp4_weights"), "compressed-tensors", r"stores 1 / scale of the tensor, .* layout='torchao'"),
+    (lambda: quantised("nvfp4_dynamic"), "compressed-tensors",
+     r"layer '0': the scale of the inputs' tensor is made in every call, .*; quantise with nvfp4_static"),
+    (lambda: quantised(ANOTHER_ORDER), "compressed-tensors",
+     r"layer '0': tensor scale 4.64955629e-05 becomes 4.64955665e-05, the nearest reciprocal; quantise with "
+     r"nvfp4_static or nvfp4_weights, whose scales are reciprocals, or pass allow_rescale=True"),
+    (lambda: quantised("nvfp4_static"), "torchao",
+     r"inputs are e2m1, .*calibrated|inputs are e2m1.*; choose nvfp4_weights, or nvfp4_static with layout='compressed"),
     (lambda: quantised("minifloat_e3m2"), "compressed-tensors", r"has no e3m2_finite in blocks of \(1, 64\)"),
     (lambda: quantised("int4_token"), "torchao", r"torchao has no integer weights under inputs in int8"),
     (lambda: quantised("e4m3_static"), "torchao", r"torchao has no float8 weights under inputs in e4m3"),
@@ -169,6 +188,45 @@ BAD = [
 def test_what_a_layout_cannot_hold_is_refused(make, layout, message, tmp_path):
     refused(message, fmtsim.export, make(), tmp_path / "out", layout)
     assert not list(tmp_path.iterdir())
+
+
+def nvfp4_config(model, path, **options):
+    exported = fmtsim.export(model, path, "compressed-tensors", **options)
+    stored, _ = read_tensors(path / "model.safetensors")
+    return exported, {name: torch.frombuffer(data, dtype=torch.float32) for name, (_, _, data) in stored.items()
+                      if name.endswith("global_scale")}  # fmt: skip
+
+
+def test_nvfp4_stores_reciprocals_that_decode_to_its_tensor_scales(tmp_path):
+    model = quantised("nvfp4_static")
+    exported, scales = nvfp4_config(model, tmp_path / "m")
+    group = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"]["dynamic"] == "local" and group["weights"]["strategy"] == "tensor_group"
+    assert exported.rescaled == {} and len(scales) == 4
+    for name in "02":
+        memory = dict(model.get_submodule(name)._modules["fmtsim_state"].named_children())
+        assert torch.equal(scales[f"{name}.input_global_scale"], memory["x_f"].factor.reshape(1))
+        ours = model.__dict__[PTQ].weights[name].tensor_scale
+        assert torch.equal(1 / scales[f"{name}.weight_global_scale"], ours.reshape(1))
+
+
+def test_every_tensor_scale_of_nvfp4_has_a_reciprocal():
+    amaxes = torch.cat([normal(4000, seed=3).abs() * 2.0**k for k in (-60, -20, 0, 20, 60)])
+    factors = tensor_factor(amaxes, fmtsim.get_format("nvfp4").scaling, 6.0)
+    assert all(reciprocals(1 / f)[0].reciprocal() == 1 / f for f in factors.unbind())
+    without = torch.tensor(4.64955629e-05)  # 1 / (1 / x) is another number
+    assert [1 / g != without for g in reciprocals(without)] == [True]
+
+
+def test_rescaling_is_allowed_by_name_and_reported(tmp_path):
+    model = quantised(ANOTHER_ORDER)
+    exported, scales = nvfp4_config(model, tmp_path / "m", allow_rescale=True)
+    ours = {name: weight.tensor_scale for name, weight in model.__dict__[PTQ].weights.items()}
+    moved = [name for name in "02" if not torch.equal(1 / scales[f"{name}.weight_global_scale"], ours[name].reshape(1))]
+    assert moved and set(moved) <= set(exported.rescaled)
+    assert f"layer '{moved[0]}': tensor scale {ours[moved[0]].item():.9g} becomes " in str(exported)
+    refused(r"allow_rescale=True with layout='torchao', which", fmtsim.export, model, "never", "torchao",
+            allow_rescale=True)  # fmt: skip
 
 
 def test_names_are_for_gguf(tmp_path):
