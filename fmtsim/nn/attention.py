@@ -225,11 +225,11 @@ def revert_attention(model: Model) -> Model:
 
 def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules that call torch's function, as their class's name or its forward says."""
-    modules = {name: module for name, module in model.named_modules() if _attends(module)}
+    modules = {name: module for name, module in model.named_modules() if attends(module)}
     return [
         (name, module)
         for name, module in modules.items()
-        if not any(part is not module and _attends(part) for part in module.modules())
+        if not any(part is not module and attends(part) for part in module.modules())
     ]
 
 
@@ -248,7 +248,7 @@ def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
 def check_kind_of_attention(name: str, module: nn.Module) -> None:
     """Raise ArgumentError for a module of Hugging Face whose attention does not call torch's function."""
     runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
-    if isinstance(runs, str) and runs != "sdpa" and _attends(module):
+    if isinstance(runs, str) and runs != "sdpa" and attends(module):
         raise ArgumentError(
             f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
             f"{_FUNCTION}; build the model with attn_implementation='sdpa'"
@@ -297,7 +297,8 @@ def _named(error: FmtsimError, name: str) -> FmtsimError:
     return error if text.startswith("layer ") else type(error)(f"layer {name!r}: {text}")
 
 
-def _attends(module: nn.Module) -> bool:
+def attends(module: nn.Module) -> bool:
+    """Return True if a module's class is named like attention, or its forward names torch's function."""
     if _NAME.search(type(module).__name__) is not None:
         return True
     return _FUNCTION in forward_names(module)

@@ -17,7 +17,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.coverage import Coverage, estimated, is_meant, percent
+from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
 from fmtsim.nn.planning import (
     Configure,
@@ -31,7 +31,7 @@ from fmtsim.nn.planning import (
     planner_of,
     with_rules,
 )
-from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, detach_products
+from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, computed_products, detach_products
 from fmtsim.nn.state import PTQ, RECIPE, attach_name, converted_modules, detach_name, is_converted
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
@@ -155,6 +155,8 @@ def convert(
     _pause_fused(model)
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
         model.register_forward_pre_hook(_remind)
+    if products:
+        model.register_forward_hook(_warn_computed)
     chosen_by_name = filter_fn is not None or callable(recipe)
     _tell(model, warn=bool(layers or products) and not chosen_by_name)
     return model
@@ -232,11 +234,36 @@ def _remind(model: nn.Module, inputs: Any) -> None:
         )
 
 
+def _warn_computed(model: nn.Module, inputs: Any, out: Any) -> None:
+    """Warn after the first forward of weights that the model's code computes before their product; a forward hook."""
+    if torch.compiler.is_compiling():
+        return
+    _remove(model._forward_hooks, _warn_computed)
+    if not computed_products(model):
+        return
+    coverage = estimated(model, model.__dict__[REASONS])
+    raw_weights = tuple(row for row in coverage.raw if row.reason == COMPUTED)
+    count = sum(row.multiply_adds for row in raw_weights)
+    if count * 100 > coverage.total:
+        warnings.warn(
+            f"{percent(count, coverage.total)} of the weight multiply-adds of {type(model).__name__}, estimated from "
+            f"shapes, are not simulated: {dataclasses.replace(coverage, raw=raw_weights).left()}; write such a product "
+            "with fmtsim.EmulatedGEMM, and fmtsim.report(model, batch) counts it",
+            CoverageWarning,
+            stacklevel=caller_level(),
+        )
+
+
 def _forget(model: nn.Module) -> None:
-    """Stop counting training forwards."""
+    """Remove the hooks that warn."""
     model.__dict__.pop(_FORWARDS, None)
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _remind]:
-        del model._forward_pre_hooks[key]
+    _remove(model._forward_pre_hooks, _remind)
+    _remove(model._forward_hooks, _warn_computed)
+
+
+def _remove(hooks: dict[int, Any], removed: Any) -> None:
+    for key in [key for key, hook in hooks.items() if hook is removed]:
+        del hooks[key]
 
 
 def _emulate(module: nn.Module, name: str, layer_plan: LayerPlan, keys: Generator, total_steps: int | None) -> None:

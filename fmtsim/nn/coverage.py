@@ -1,43 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage: the share of a model's multiply-adds with weights that is simulated, and what is left, in one line.
 
-Products that read a Parameter are counted in a forward pass: those of ``run_layer``, and operators of torch. Parameters
-are known by their storage, also through views, and what is computed of nothing but Parameters (a cast, a stack, experts
-that were picked) counts as the Parameter. Without a batch the shapes of weights are counted.
+``fmtsim.nn.counting`` counts the products of a batch; here are the record, its words, and the count without a batch, by
+the shapes of weights.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.gemm.layers.keys import Layer, is_untouched
-from fmtsim.gemm.layers.watch import Watcher, watching
-from fmtsim.gemm.products.resolver import recorded_calls
-from fmtsim.nn.forward import running_modules, undisturbed
+from fmtsim.gemm.layers.keys import is_untouched
+from fmtsim.nn.attention import attentions
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.operations import COUNTS, LOOK_UPS, OperatorMode
 from fmtsim.nn.planning import FILTERED, NO_CONFIG, NO_MATRIX, projections, why_not
-from fmtsim.nn.raw_matmuls import ParameterProduct, raw_matrices, raw_products
-from fmtsim.nn.scaled_model import is_untraced
+from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_matrices, raw_products
 from fmtsim.recipes.plan import HIGH
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.support.errors import ArgumentError, shown
 
 PLAIN = "it runs in high precision here"
+COMPUTED = "its model computes it before the product; emulated are products with a Parameter, its views and casts"
 _MEANT = (FILTERED, NO_CONFIG, HIGH, PLAIN)
-_OUTSIDE = "its weight is read outside of its own forward"
-Place = tuple[nn.Module, str, str]  # a module, its name, and the name of a parameter there
 _ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that are added, not multiplied
 
 
@@ -76,7 +63,13 @@ class Coverage:
         backward: Those of the two backward products that would be simulated, of twice ``total``.
         raw: The weights of the others, the largest share first.
         estimated: No batch ran: shapes were counted, each weight as one position of input.
-        uncounted: Operators of other packages that read a weight, whose multiply-adds are unknown.
+        uncounted: What has multiply-adds that are unknown: operators of other packages that read a weight; attention,
+            where no batch ran.
+        attention: Those of attention's two products, of all pairs of query and key, hidden by a mask or not.
+        attention_simulated: Those of quantised attention.
+        others: Those of other products without a weight, none of which is simulated.
+        keys: Of the longest sequence that was attended to.
+        dtypes: Names of the dtypes in which products without a weight run as they are.
     """
 
     total: int
@@ -85,6 +78,11 @@ class Coverage:
     raw: tuple[RawWeight, ...] = ()
     estimated: bool = False
     uncounted: tuple[str, ...] = ()
+    attention: int = 0
+    attention_simulated: int = 0
+    others: int = 0
+    keys: int = 0
+    dtypes: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -118,8 +116,21 @@ class Coverage:
         if backward != forward:
             both = f"{forward} of weight multiply-adds simulated forward, {backward} backward"
         unknown = f"not counted: {', '.join(self.uncounted)}" if self.uncounted else ""
-        parts = (both, f"left: {self.left()}" if self.raw else "", unknown)
+        parts = (both, *self._activations(), f"left: {self.left()}" if self.raw else "", unknown)
         return "; ".join(filter(None, (*parts, "estimated from shapes" if self.estimated else "")))
+
+    def _activations(self) -> Iterator[str]:
+        """Yield what becomes of products without a weight."""
+        everything, raw = self.total + self.attention + self.others, self.attention - self.attention_simulated
+        stay = f"in {' and '.join(self.dtypes)}"
+        if self.attention:
+            what = f"attention products, {percent(self.attention, everything)} of all at {self.keys} tokens,"
+            some = f"{percent(self.attention_simulated, self.attention)} of them simulated, the others {stay}"
+            ways = "Recipe(attention=...) and fmtsim.nn.convert_attention quantise them"
+            how = f"stay {stay} ({ways})" if raw == self.attention else some
+            yield f"{what} {how if raw else 'are simulated'}"
+        if self.others:
+            yield f"other products without a weight, {percent(self.others, everything)} of all, stay {stay}"
 
 
 def _named(groups: dict[str, list[RawWeight]], most: int) -> str:
@@ -173,7 +184,7 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
         model: Any module.
         reasons: Why modules were left alone, by name.
     """
-    simulated, backward, raw = 0, 0, list[tuple[str, str, int, str]]()
+    simulated, backward, raw, computed = 0, 0, list[tuple[str, str, int, str]](), computed_products(model)
     attention = projections(model)
     written = {(matrix.module, matrix.parameter) for matrix in raw_matrices(model).values()}
     for name, module in model.named_modules():
@@ -181,48 +192,17 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
         for parameter, p in _matrices(module, written):
             runs: nn.Module = raw_products(module).get(parameter) or how
             plain = {"fprop": 1, "dgrad": 1, "wgrad": 1}
-            if isinstance(runs, EmulatedModule) and runs.emulation is not None:
+            if isinstance(runs, EmulatedModule) and runs.emulation is not None and runs not in computed:
                 plain = plain_products(runs.emulation.config)
                 simulated += p.numel() * (1 - plain["fprop"])
                 backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])
             if plain["fprop"]:
                 raw.append((name, parameter, p.numel(), reason_of(owner, runs, reasons)))
-    return _coverage(simulated, backward, raw, estimated=True)
+    return coverage_of(simulated, backward, raw, estimated=True, uncounted=("attention",) * bool(attentions(model)))
 
 
-def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Coverage:
-    """Return the coverage of a model in one batch, which runs without gradients and leaves the model as it was.
-
-    Args:
-        model: Any module.
-        batch: A tensor, a tuple of arguments or a mapping of keywords.
-        reasons: Why modules were left alone, by name.
-
-    Raises:
-        ArgumentError: ``batch`` is none of these.
-    """
-    if isinstance(batch, Tensor):
-        call: Callable[[], Any] = lambda: model(batch)  # noqa: E731
-    elif isinstance(batch, Mapping):
-        call = lambda: model(**batch)  # noqa: E731
-    elif isinstance(batch, tuple):
-        call = lambda: model(*batch)  # noqa: E731
-    else:
-        raise ArgumentError(
-            f"batch={shown(batch)} is not a batch; pass a tensor, a tuple of arguments or a dict of keywords of the "
-            "model, and numbers of rows as tokens="
-        )
-    with undisturbed(model):
-        if is_untraced(model):
-            call()
-        with running_modules() as running:
-            count = Count(model, reasons, running)
-            with watching(count), recorded_calls(), count:
-                call()
-    return _coverage(count.simulated, count.backward, count.rows(), uncounted=tuple(sorted(count.uncounted)))
-
-
-def _coverage(simulated: int, backward: int, raw: list[tuple[str, str, int, str]], **more: Any) -> Coverage:
+def coverage_of(simulated: int, backward: int, raw: list[tuple[str, str, int, str]], **more: Any) -> Coverage:
+    """Return the record of counts; ``raw`` has layer, parameter, multiply-adds and reason of each weight."""
     total = simulated + sum(count for _, _, count, _ in raw)
     rows = [
         RawWeight(layer=layer, parameter=parameter, multiply_adds=count, share=count / total, reason=reason)
@@ -251,117 +231,6 @@ def is_meant(reason: str) -> bool:
     return reason.startswith(_MEANT)
 
 
-class Count(OperatorMode, Watcher):
-    """Count the products of a forward pass that read a Parameter of a model; ``running`` are the modules that run."""
-
-    def __init__(self, model: nn.Module, reasons: Mapping[str, str], running: list[nn.Module]) -> None:
-        super().__init__()
-        self.simulated = self.backward = 0
-        self.uncounted: set[str] = set()
-        self._reasons = reasons
-        self._raw: Counter[tuple[str, str, str]] = Counter()
-        self._attention = projections(model)
-        self._names = {module: name for name, module in model.named_modules()}
-        self._stack = running
-        self._stored: dict[int, dict[tuple[int, int], list[Place]]] = {}  # by storage and bytes there
-        self._made: dict[int, tuple[StorageWeakRef, list[Place]]] = {}  # what was computed of Parameters alone
-        for module, name in self._names.items():
-            for parameter, p in module.named_parameters(recurse=False):
-                self._store(p, (module, name, parameter))
-
-    def _store(self, p: Tensor, place: Place) -> None:
-        key, start = _storage(p), int(p.storage_offset()) * p.element_size()
-        if key is not None:
-            end = start + int(p.numel()) * p.element_size()
-            self._stored.setdefault(key, {}).setdefault((start, end), []).append(place)
-
-    def places(self, t: Tensor) -> list[Place]:
-        """Return where the Parameter lies that a tensor is, views or was made of; nothing for other tensors."""
-        key = _storage(t)
-        if key is None:
-            return []
-        at = int(t.storage_offset()) * t.element_size()
-        for (start, end), places in self._stored.get(key, {}).items():
-            if start <= at < end:
-                return places
-        return self._made[key][1] if key in self._made else []
-
-    def rows(self) -> list[tuple[str, str, int, str]]:
-        """Return module, parameter, multiply-adds and reason of what was not simulated."""
-        return [(name, parameter, count, reason) for (name, parameter, reason), count in self._raw.items()]
-
-    def _note(self, places: list[Place], count: int, reason: str | None) -> None:
-        """Add a raw product to the weight it reads: of several names the one of the module that runs."""
-        inner = {module: i for i, module in enumerate(self._stack)}
-        module, name, parameter = max(
-            places, key=lambda place: (inner.get(place[0], -1), not isinstance(place[0], nn.Embedding))
-        )
-        if reason is None:
-            owner, layer = self._attention.get(module, (name, module))
-            # A parametrization is a module of its own, and the layer around it runs.
-            outside = layer not in inner and not isinstance(layer, ParametrizationList)
-            outside = outside and (isinstance(layer, EmulatedModule) or why_not(layer) is not None)
-            meant = is_meant(self._reasons.get(owner, ""))
-            reason = _OUTSIDE if outside and not meant else reason_of(owner, layer, self._reasons)
-        self._raw[name, parameter, reason] += count
-
-    def layer(self, run: Callable[[Tensor, Tensor], Tensor], layer: Layer, x: Tensor, w: Tensor) -> Tensor:
-        """Count a layer's product, and run it without this mode."""
-        places = self.places(w) or self.places(x)
-        if places:
-            plain, count = plain_products(layer.config), x.numel() * w.shape[0]
-            self.simulated += count * (1 - plain["fprop"])
-            self.backward += count * (2 - plain["dgrad"] - plain["wgrad"])
-            if plain["fprop"]:
-                self._note(places, count, PLAIN)
-        with _disable_current_modes():
-            return run(x, w)
-
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count an operator and run it."""
-        products = COUNTS.get(func.overloadpacket)
-        if products is None:
-            with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
-        out = func(*args, **kwargs)
-        if products is not None:
-            for a, b, count in products(args, out):
-                if places := self.places(b) or self.places(a):
-                    self._note(places, count, None)
-        elif func.overloadpacket not in LOOK_UPS:
-            self._follow(func, args, kwargs, out)
-        return out
-
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Remember what was computed of Parameters alone."""
-        operands = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else (args, kwargs)
-        tensors = [t for t in tree_iter(operands) if isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 1]
-        sources = [self.places(t) for t in tensors]
-        whole = bool(sources) and all(sources)
-        if not whole and any(sources) and func.namespace not in ("aten", "prims", "fmtsim"):
-            self.uncounted.add(str(func.overloadpacket))
-        places = sources[max(range(len(tensors)), key=lambda i: tensors[i].numel())] if whole else []
-        for t in tree_iter(out):
-            key = _storage(t) if isinstance(t, Tensor) else None
-            if key is None or key in self._stored:
-                continue
-            if whole:
-                # A weak reference keeps torch from giving the key to another storage.
-                self._made[key] = StorageWeakRef(t.untyped_storage()), places
-            elif tensors:
-                self._made.pop(key, None)
-
-
-def _storage(t: Tensor) -> int | None:
-    """Return what two tensors of one storage have in common, None for a tensor that has no storage of its own."""
-    try:
-        return t.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 def plain_products(config: LinearConfig) -> dict[str, int]:
     """Return 1 for each product of a layer that is neither quantised nor on a target, else 0."""
     first = {"fprop": (None, None), "dgrad": (None, config.fprop.b), "wgrad": (config.dgrad.a, config.fprop.a)}
@@ -382,7 +251,7 @@ def _changes(gemm: Gemm, before: tuple[Quantizer | None, ...]) -> bool:
 def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
     """Return why a module's weights are not simulated, to the best of what is known."""
     if isinstance(module, EmulatedModule):
-        return PLAIN
+        return COMPUTED if isinstance(module, ParameterProduct) and module.computed and not module.seen else PLAIN
     owner = name.partition(".parametrizations")[0].removeprefix("parametrizations.weight")
     why = reasons.get(owner) or reasons.get(name) or why_not(module) or "not converted"
     return f"no emulated form of {type(module).__name__}" if why == NO_MATRIX else why

@@ -226,6 +226,12 @@ def _count_recurrent(args: Any, out: Any) -> Counted:
     return [(x, w, x.numel() // x.shape[-1] * w.numel()) for w in weights]
 
 
+def _count_attention(args: Any, out: Any) -> Counted:
+    q, k, v = args[:3]
+    rows = q[..., 0].numel() * k.shape[-2]
+    return [(q, k, rows * q.shape[-1]), (q, v, rows * v.shape[-1])]
+
+
 class Product(NamedTuple):
     """Describe a product of torch: a row of ``PRODUCTS``.
 
@@ -243,6 +249,10 @@ class Product(NamedTuple):
 
 
 _aten = torch.ops.aten
+ATTENTIONS: Final = frozenset(
+    {getattr(_aten, f"_scaled_dot_product_{name}_attention") for name in ("flash", "efficient", "cudnn")}
+    | {_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_fused_attention_overrideable}
+)
 _two = partial(named, matmul)
 PRODUCTS: Final = (
     Product((F.linear,), named(linear, "input", "weight", "bias")),
@@ -274,6 +284,7 @@ PRODUCTS: Final = (
     ),
     Product((), None, (_aten.dot,), _count_vector(0)),
     Product((), None, (_aten._int_mm, _aten._scaled_mm), _count_matrix(0)),
+    Product((), None, tuple(ATTENTIONS), _count_attention),
     Product((), None, (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn), _count_recurrent),
 )  # fmt: skip
 RULES: Final = {func: row.rule for row in PRODUCTS for func in row.functions if row.rule is not None}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.forward import is_of_torch, names_in_forward, unwrap, wrap
@@ -190,6 +191,7 @@ class ParameterProduct(EmulatedModule):
         self.seen = False  # whether a product was
         self.shape: tuple[int, int] | None = None  # of its matrix as [N, K], once it is seen
         self.not_emulated: tuple[str, ...] = ()  # functions that read the Parameter
+        self.computed = False  # whether a product read what other functions had made of the Parameter
 
     @property
     def weight(self) -> nn.Parameter:
@@ -244,6 +246,9 @@ class RawMatmuls(ModelMode):
         for owner, name in module.__dict__[READS]:
             multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]
             self._known[getattr(owner, name)] = partial(_gemm, multiplies)
+        products = [multiply.args[0] for multiply in self._known.values()]  # type: ignore[attr-defined]
+        self._follows = any(isinstance(p, ParameterProduct) and not (p.seen or p.computed) for p in products)
+        self._made: dict[Tensor, Multiply] = {}  # what other functions made of Parameters alone
 
     multi_head = ModelMode.opened_multi_head
 
@@ -259,22 +264,39 @@ class RawMatmuls(ModelMode):
     def other_product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Multiply by torch, and note the Parameters read."""
         self.note(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self.other(func, *args, **kwargs)
+
+    def other(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, and remember what it made of Parameters alone until they have met a product."""
+        y = func(*args, **kwargs)
+        if self._follows and isinstance(y, Tensor) and not torch.compiler.is_compiling():
+            tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+            sources = [self.find(t) or self._made.get(t) for t in tensors if t.numel() > 1]
+            if sources and sources[0] is not None and None not in sources:
+                self._made[y] = sources[0]
+        return y
+
+    activation = add = multiply = divide = softmax = other
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Remember for the report which Parameters a function reads that is not emulated."""
-        for t in () if torch.compiler.is_compiling() else (*args, *kwargs.values()):
-            multiply = self.find(t)
+        for t in () if torch.compiler.is_compiling() else tree_iter((args, kwargs)):
+            made = self._made.get(t) if isinstance(t, Tensor) else None
+            multiply = made or self.find(t)
             module = None if multiply is None else multiply.args[0]  # type: ignore[attr-defined]
-            if isinstance(module, ParameterProduct) and func.__name__ not in module.not_emulated:
+            if isinstance(module, ParameterProduct) and made is not None:
+                module.computed = True
+            elif isinstance(module, ParameterProduct) and func.__name__ not in module.not_emulated:
                 module.not_emulated = (*module.not_emulated, func.__name__)
 
     def view(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a view, a copy or a cast of a Parameter for that Parameter."""
+        multiply = self.find(args[0])
+        if multiply is None:
+            return self.other(func, *args, **kwargs)
         y = func(*args, **kwargs)
-        if (multiply := self.find(args[0])) is not None:
-            for view in (y,) if isinstance(y, Tensor) else y:
-                self._known[view] = multiply
+        for view in (y,) if isinstance(y, Tensor) else y:
+            self._known[view] = multiply
         return y
 
     def find(self, t: Any) -> Multiply | None:
@@ -311,6 +333,11 @@ def detach_products(model: nn.Module) -> None:
         unwrap(module, FORWARD)
     for module in list(model.modules()):
         module._modules.pop(PRODUCTS, None)
+
+
+def computed_products(model: nn.Module) -> list[ParameterProduct]:
+    """Return the products that the model's code writes with what it computes of a Parameter: torch's own."""
+    return [m for m in model.modules() if isinstance(m, ParameterProduct) and m.computed and not m.seen]
 
 
 def raw_products(module: nn.Module) -> dict[str, ParameterProduct]:

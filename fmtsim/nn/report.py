@@ -13,11 +13,12 @@ from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS, summary_of
-from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, together
+from fmtsim.nn.counting import measured
+from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, numbered, together
 from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.planning import FILTERED, projections, why_not
-from fmtsim.nn.raw_matmuls import ParameterProduct, raw_products
+from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_products
 from fmtsim.nn.state import PTQ, RECIPE
 from fmtsim.nn.swaps import swap_details
 from fmtsim.support.errors import ArgumentError, shown
@@ -185,7 +186,7 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
     shapes = estimated(model, reasons)
     coverage = shapes if batch is None else measured(model, batch, reasons)  # first: it sees products
     raw = {weight.layer for weight in (*coverage.raw, *shapes.raw)}
-    run = any(isinstance(module, ParameterProduct) and module.seen for module in model.modules())
+    run = any(isinstance(m, ParameterProduct) and (m.seen or m.computed) for m in model.modules())
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ParameterProduct):
@@ -229,15 +230,14 @@ def _row(name: str, module: nn.Module, reason: str | None, run: bool) -> ReportR
     products = {p: product for p, product in raw_products(module).items() if product.seen or not run}
     for parameters, config in _by_config(products):
         details.append(f"{'' if run else 'any '}products with its own {', '.join(parameters)}, emulated: {config}")
-    others = {p: ", ".join(product.not_emulated) for p, product in products.items() if product.not_emulated}
-    details += [f"{p} in {functions}: not emulated" for p, functions in others.items()]
+    others = {p: product for p, product in raw_products(module).items() if product.not_emulated}
+    raw = [f"{p} in {', '.join(product.not_emulated)}: not emulated" for p, product in others.items()]
+    computed = [p for p, product in raw_products(module).items() if product in computed_products(module)]
+    raw += [f"{p}: {COMPUTED}" for p in computed]
     if isinstance(module, EmulatedModule):
         details = [*([] if module.emulation is None else [str(module.emulation.config)]), *details]
-    elif not details:
-        return ReportRow(
-            name=name, type=cls.__name__, converted=False, detail=reason or why_not(module) or "not converted"
-        )
-    return ReportRow(name=name, type=cls.__name__, converted=True, detail="; ".join(details))
+    detail = "; ".join([*details, *raw]) or reason or why_not(module) or "not converted"
+    return ReportRow(name=name, type=cls.__name__, converted=bool(details), detail=detail)
 
 
 def _by_config(products: dict[str, ParameterProduct]) -> list[tuple[list[str], LinearConfig]]:

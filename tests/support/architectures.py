@@ -66,6 +66,27 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
                     ("ids",)),
     "Llama with LoRA": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, ("ids",)),
 }  # fmt: skip
+# Others, whose attention is counted.
+MORE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    "Mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED, ("ids",)),
+    "Gemma 2": ("Gemma2ForCausalLM", "Gemma2Config", _GROUPED, ("ids",)),
+    "Gemma 3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _GROUPED, ("ids",)),
+    "OLMo-2": ("Olmo2ForCausalLM", "Olmo2Config", _WIDE, ("ids",)),
+    "RoBERTa": ("RobertaForMaskedLM", "RobertaConfig", _WIDE, ("ids",)),
+    "DistilBERT": ("DistilBertForMaskedLM", "DistilBertConfig",
+                   {"vocab_size": 512, "dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4}, ("ids",)),
+    "BART": ("BartForConditionalGeneration", "BartConfig",
+             {k: v for k, v in _SPEECH.items() if "positions" not in k and "mel" not in k}, ("ids", "decoder")),
+    "Granite": ("GraniteForCausalLM", "GraniteConfig", _WIDE | {"num_key_value_heads": 2}, ("ids",)),
+    "StarCoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", _WIDE | {"num_key_value_heads": 2}, ("ids",)),
+    "Jamba": ("JambaForCausalLM", "JambaConfig",
+              _WIDE | _ROUTED | {"num_key_value_heads": 2, "use_mamba_kernels": False, "attn_layer_period": 2,
+              "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+              ("ids",)),
+    "Mamba-2": ("Mamba2ForCausalLM", "Mamba2Config",
+                {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16,
+                 "state_size": 16, "n_groups": 1, "chunk_size": 16}, ("ids",)),
+}  # fmt: skip
 _ADAPTED = {"Llama with LoRA": ["q_proj", "v_proj", "down_proj"]}  # by adapters of PEFT, the rest frozen
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 _INPUTS = {"ids": "input_ids", "decoder": "decoder_input_ids", "images": "pixel_values", "sound": "input_features"}
@@ -73,7 +94,7 @@ _INPUTS = {"ids": "input_ids", "decoder": "decoder_input_ids", "images": "pixel_
 
 def architecture(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a tiny model and a batch; raise ImportError where transformers or PEFT is not installed."""
-    model, config, arguments, inputs = ARCHITECTURES[name]
+    model, config, arguments, inputs = (ARCHITECTURES | MORE)[name]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 511, (2, 32), generator=generator)
     made = {"ids": tokens, "decoder": tokens, "images": torch.randn(2, 3, 32, 32, generator=generator),
