@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fmtsim.formats.display import Displayed, Fields
+from fmtsim.formats.display import Displayed, Fields, short_number
 from fmtsim.formats.floating import E8M0 as E8M0
 from fmtsim.formats.floating import FP32 as FP32
 from fmtsim.formats.scaling import (
@@ -125,14 +125,30 @@ class BlockFormat(Displayed):
         return self.bits + _shared(self.scale.bits + 32 * self.zero_point, self.block)
 
     @property
+    def max(self) -> float:
+        """Largest value with scales: the element's largest (``element.max``) times the largest scale of a block.
+
+        A real number, which may lie beyond float32; the scale of the tensor (NVFP4) counts as 1.
+        """
+        return self.element.max * self.scale.max
+
+    @property
+    def min(self) -> float:
+        """Lowest value with scales, likewise; a zero point lets an unsigned element reach ``-max``."""
+        return -self.max if self.zero_point else self.element.min * self.scale.max
+
+    @property
     def default_overflow(self) -> Overflow:
         """The element's overflow rule."""
         return self.element.default_overflow
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what there is to say about the format as pairs of a heading and a text."""
+        times = ", times the scale of the tensor" if self.tensor_scale else ""
         return [
             ("element", repr(self.element)),
+            ("element range", f"{short_number(self.element.min)} to {short_number(self.element.max)}"),
+            ("range with scales", f"{short_number(self.min)} to {short_number(self.max)}{times}"),
             ("block", block_text(self.block, " x ")),
             ("scale", f"{self.scale.name} by {self.scale_rule}"),
             ("bits per element", f"{self.bits_per_element:g}"),

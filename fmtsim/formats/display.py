@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats for the eye: facts, tables of codes, and their HTML for notebooks; the records of formats stand above."""
 
+import itertools
+import math
 from abc import abstractmethod
 from html import escape
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fmtsim.support.errors import ArgumentError, FormatError
+from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_figure, saved, set_title
 from fmtsim.support.table import aligned, page_width
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _TABLE_BITS = 16  # 65536 rows
 _HTML_BITS = 8
@@ -29,6 +36,20 @@ class Displayed:
     def code_fields(self) -> Fields:
         """The fields of a code."""
         return (("index", self.bits),)  # type: ignore[attr-defined]  # every record has bits
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draw every value on a line, and how far rounding may move a number of each magnitude; return the figure.
+
+        A block format draws its element.
+
+        Args:
+            path: Where to save a PNG.
+
+        Raises:
+            FormatError: The format has more than 16 bits, or its values depend on the tile (LogFMT).
+            FmtsimError: matplotlib is missing.
+        """
+        return _plot(self, path)
 
     def _repr_html_(self) -> str:
         return format_html(self)
@@ -65,6 +86,31 @@ def code_table(fmt: Any) -> list[CodeRow]:
     if fmt.bits > _TABLE_BITS:
         raise FormatError(f"{fmt.name} has 2**{fmt.bits} codes; tables stop at {_TABLE_BITS} bits")
     return [CodeRow(code, bit_fields(code, fmt), fmt.value(code)) for code in range(count_of(fmt))]
+
+
+def finite_values(fmt: Any) -> tuple[float, ...]:
+    """Return the finite values that rounding returns, ascending, each once; errors as in ``code_table``."""
+    rows, lowest = code_table(fmt), getattr(fmt, "element", fmt).min
+    return tuple(sorted({row.value + 0.0 for row in rows if lowest <= row.value < math.inf}))  # -0 + 0 = 0
+
+
+def _plot(fmt: Any, path: str | Path | None) -> "Figure":
+    values = finite_values(fmt)
+    figure = new_figure(8.0, 4.2)
+    ticks, errors = figure.subplots(2, 1, height_ratios=(1, 3))
+    ticks.vlines(values, 0, 1, color=BLUE, linewidth=0.8)
+    ticks.set_yticks([])
+    label_axes(ticks, f"the {len(values)} finite values of {getattr(fmt, 'element', fmt).name}", "")
+    positive = [value for value in values if value > 0]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(positive)]
+    # a saw: nothing is lost at a value, half a step just beside the middle of two
+    x = [point for value, middle in zip(positive, [*middles, positive[-1]], strict=True) for point in (value, middle)]
+    step = [0.0 if i % 2 == 0 else 100 * (x[i] - x[i - 1]) / x[i] for i in range(len(x))]
+    errors.plot(x, step, color=ORANGE, linewidth=1.0)
+    errors.set_xscale("log", base=2)
+    label_axes(errors, "magnitude", "error of rounding (%)")
+    set_title(figure, fmt.name)
+    return saved(figure, path)
 
 
 def format_facts(fmt: Any) -> list[tuple[str, str]]:
@@ -136,4 +182,4 @@ def code_text(code: int, fmt: Any) -> str:
 
 def count_of(fmt: Any) -> int:
     """Return how many codes a format has."""
-    return len(fmt.values) if hasattr(fmt, "values") else 1 << fmt.bits
+    return len(fmt.values) if "values" in fmt.__dataclass_fields__ else 1 << fmt.bits

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from fmtsim.formats.display import Displayed, Fields, short_number
+from fmtsim.formats.display import Displayed, Fields, finite_values, short_number
 from fmtsim.support.errors import FormatError, shown
 from fmtsim.support.records import check_types
 
@@ -36,6 +36,11 @@ class Element(Displayed):
     @abstractmethod
     def max(self) -> float:
         """Largest finite value."""
+
+    @property
+    @abstractmethod
+    def min(self) -> float:
+        """Lowest finite value."""
 
     @property
     def max_exponent(self) -> int:
@@ -188,6 +193,26 @@ class FloatFormat(Element):
     def min_normal(self) -> float:
         """Smallest normal value."""
         return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest normal value, by the name that ``torch.finfo`` has for it."""
+        return self.min_normal
+
+    @property
+    def tiny(self) -> float:
+        """Smallest normal value, by another name of ``torch.finfo``."""
+        return self.min_normal
+
+    @property
+    def resolution(self) -> float:
+        """``10**-digits``, the decimal digits that the format always keeps, as in ``torch.finfo``."""
+        return float(f"1e-{math.floor(self.mantissa_bits * math.log10(2))}")
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All finite values, ascending, zero once; FormatError above 16 bits."""
+        return finite_values(self)
 
     @property
     def min_subnormal(self) -> float:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fmtsim.formats.block import BLOCK_NAMES, Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements, integer
@@ -18,7 +18,6 @@ from fmtsim.support.records import READERS, at, located, parse_json, record_of
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["float", "int", "codebook", "log", "block", "log_tile"]
 KINDS: dict[str, type] = {
     "float": FloatFormat,
     "int": IntFormat,
@@ -42,9 +41,13 @@ _SIZE = "(?:[1-9][0-9]{0,17}|all)"
 _BLOCKED = re.compile(rf"(.+)_({'|'.join(BLOCK_NAMES.values())}|{_SIZE}x{_SIZE})(?:_({'|'.join(SCALE_RULES)}))?")
 _WITH_WIDTH = re.compile(r"fp([0-9]{1,2})_(e[0-9]m[0-9](?:fn|fnuz|b11fnuz)?)")  # as vLLM and others write them
 _WIDTHS = {  # names of a width, which several formats have
-    "fp4": ("e2m1", "nvfp4"), "fp6": ("e2m3", "e3m2"), "fp8": ("e4m3", "e5m2"),
+    "fp4": ("e2m1", "nvfp4"), "fp6": ("e2m3", "e3m2", "mxfp6_e2m3"), "fp8": ("e4m3", "e5m2"),
     "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"), "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"),
 }  # fmt: skip
+
+_TAPERED = "fields of varying width are not described here; list the values: fmtsim.formats.spec.CodebookFormat(...)"
+_SHARED = "a block that shares a power of two is 'mxint8', or integers under one: 'int8_1x16_floor', 'int4_1x16_floor'"
+_ELSEWHERE = {"posit": _TAPERED, "takum": _TAPERED, "hif": _TAPERED, "bfp": _SHARED, "msfp": _SHARED}  # by beginnings
 
 _formats: dict[str, Format] = {}  # by name, in the order of registration
 _lookup: dict[str, Format] = {}  # by lower-case name and alias
@@ -90,11 +93,40 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
     return fmt
 
 
-def list_formats(kind: Kind | None = None) -> list[str]:
-    """Return the names of all registered formats, or of one kind.
+class FormatNames(list[str]):
+    """Names of formats; ``print``, and a notebook, show them by family, a line each."""
+
+    def __str__(self) -> str:
+        families: dict[str, list[str]] = {}
+        for name in self:
+            families.setdefault(family_of(_formats[name]), []).append(name)
+        return "\n".join(f"{family}: {' '.join(names)}" for family, names in families.items())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+FAMILIES = ("wide", "fp8", "fp6", "fp4", "scale", "p3109", "int", "codebook", "log", "mx", "nvfp4", "scaled")
+
+
+def family_of(fmt: Format) -> str:
+    """Return what a format is filed under for the eye: a width, a standard, or how its scales are made."""
+    if isinstance(fmt, BlockFormat):
+        mx = fmt.power_of_two and fmt.block == (1, 32)
+        return "mx" if mx else "nvfp4" if fmt.tensor_scale else "scaled"
+    if isinstance(fmt, FloatFormat):
+        named = "p3109" if fmt.name.startswith("p3109") else "" if fmt.signed else "scale"
+        return named or (f"fp{fmt.bits}" if fmt.bits in (4, 6, 8) else "wide")
+    return "log" if isinstance(fmt, LogTileFormat) else _NAMES[type(fmt)]
+
+
+def list_formats(kind: str | None = None) -> list[str]:
+    """Return the names of all registered formats, of one kind, or of one family; printed, they stand by family.
 
     Args:
-        kind: ``"float"``, ``"int"``, ``"codebook"``, ``"log"``, ``"block"``, ``"log_tile"``, or None for all.
+        kind: ``"float"``, ``"int"``, ``"codebook"``, ``"log"``, ``"block"``, ``"log_tile"``; a family, which cuts these
+            finer: ``"wide"`` (floats above 8 bits), ``"fp8"``, ``"fp6"``, ``"fp4"``, ``"scale"`` (unsigned floats),
+            ``"p3109"``, ``"mx"``, ``"nvfp4"``, ``"scaled"`` (other blocks); or None for all.
 
     Raises:
         FormatError: The kind is unknown.
@@ -102,14 +134,16 @@ def list_formats(kind: Kind | None = None) -> list[str]:
     >>> import fmtsim
     >>> "mxfp4" in fmtsim.list_formats("block")
     True
+    >>> print(fmtsim.list_formats("fp6"))
+    fp6: e2m3 e3m2
     """
     if kind is None:
-        return list(_formats)
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise FormatError(
-            f"kind={shown(kind)} is not a kind of format; choose one of {', '.join(KINDS)}, or None for all"
-        )
-    return [name for name, fmt in _formats.items() if isinstance(fmt, KINDS[kind])]
+        return FormatNames(_formats)
+    if not isinstance(kind, str) or kind not in (*KINDS, *FAMILIES):
+        names = ", ".join(dict.fromkeys((*KINDS, *FAMILIES)))
+        raise FormatError(f"kind={shown(kind)} is not a kind of format; choose one of {names}, or None for all")
+    of_kind = lambda fmt: isinstance(fmt, KINDS[kind]) if kind in KINDS else family_of(fmt) == kind  # noqa: E731
+    return FormatNames(name for name, fmt in _formats.items() if of_kind(fmt))
 
 
 def register_format(record: Format, overwrite: bool = False) -> Format:
@@ -165,7 +199,8 @@ def _find(text: str) -> Format:
     if fmt is not None:
         return fmt
     several = " or ".join(map(repr, _WIDTHS.get(name.replace("float", "fp"), ())))
-    hint = f"; did you mean {several}?" if several else did_you_mean(name, _lookup)
+    elsewhere = next((text for word, text in _ELSEWHERE.items() if name.startswith(word)), "")
+    hint = f"; did you mean {several}?" if several else f"; {elsewhere}" if elsewhere else did_you_mean(name, _lookup)
     raise FormatError(
         f"unknown format {shown(text)}{hint} "
         f"(fmtsim.list_formats() has all names; others are spelled out: {_SPELLINGS})"

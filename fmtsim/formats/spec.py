@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from functools import cache, partial
 
-from fmtsim.formats.display import Fields, short_number
+from fmtsim.formats.display import Fields, finite_values, short_number
 from fmtsim.formats.floating import OVERFLOWS as OVERFLOWS
 from fmtsim.formats.floating import Element, NanPolicy, require, require_code
 from fmtsim.formats.floating import FloatFormat as FloatFormat
@@ -77,6 +77,11 @@ class IntFormat(Element):
     def min(self) -> float:
         """Lowest value."""
         return (self.min_code + 0.5 * self.half_offset) * self.eps
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All values, ascending; FormatError above 16 bits."""
+        return finite_values(self)
 
     @property
     def mantissa_bits(self) -> int:
@@ -202,6 +207,11 @@ class LogFormat(Element):
     def magnitudes(self) -> tuple[float, ...]:
         """The values of the positive codes, each the float32 nearest to ``2**(k / gamma)``."""
         return _log_values(self.gamma, self.max_code + 1, 2, 24)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All values, ascending; FormatError above 16 bits."""
+        return finite_values(self)
 
     @property
     def thresholds(self) -> tuple[float, ...]:

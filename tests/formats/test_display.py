@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from fmtsim.formats.display import code_table, format_facts, format_html, text_table
 from fmtsim.formats.registry import get_format, list_formats
@@ -146,3 +147,44 @@ def test_html_rows():
     html = format_html(get_format("e4m3"))
     assert "<tr><td>0x7F</td><td><code>0 1111 111</code></td><td>nan</td></tr>" in html
     assert len(re.findall("<td>0x..</td>", html)) == 256
+
+
+def test_block_formats_say_both_ranges():
+    nvfp4, mxfp4, zero_point = map(get_format, ("nvfp4", "mxfp4", "uint4_g32_zp"))
+    assert (nvfp4.max, nvfp4.min, nvfp4.element.max) == (2688.0, -2688.0, 6.0)
+    assert (mxfp4.max, mxfp4.min) == (6 * 2.0**127, -6 * 2.0**127)
+    assert (zero_point.min, zero_point.element.min) == (-zero_point.max, 0)
+    facts = dict(format_facts(nvfp4))
+    assert facts["element range"] == "-6 to 6"
+    assert facts["range with scales"] == "-2688 to 2688, times the scale of the tensor"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2,
+                                   torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e8m0fnu])  # fmt: skip
+def test_floats_have_the_names_of_finfo(dtype):
+    info, fmt = torch.finfo(dtype), get_format(dtype)
+    for name in ("bits", "eps", "max", "min", "tiny", "smallest_normal", "resolution"):
+        assert getattr(fmt, name) == getattr(info, name), name
+
+
+def test_values_are_what_rounding_returns():
+    assert get_format("e2m1").values == (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    assert get_format("int4").values == tuple(range(-7, 8)) and get_format("int4_full").values[0] == -8
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    finite = codes[codes.isfinite()].double().unique()
+    assert list(get_format("fp16").values) == finite.tolist()
+    assert get_format("lns8_g8").values[-1] == get_format("lns8_g8").max
+    with pytest.raises(FormatError, match="fp32 has 2\\*\\*32 codes; tables stop at 16 bits"):
+        get_format("fp32").values  # noqa: B018
+
+
+def test_a_picture_of_a_format_has_its_values_and_its_saw(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = get_format("mxfp4").plot(tmp_path / "mxfp4.png")
+    ticks, errors = figure.axes
+    assert (tmp_path / "mxfp4.png").exists() and ticks.get_xlabel() == "the 15 finite values of e2m1"
+    assert len(ticks.collections[0].get_segments()) == 15
+    points = dict(zip(*errors.lines[0].get_data(), strict=True))
+    assert points[0.75] == pytest.approx(100 / 3) and points[1.0] == 0 and points[5.0] == pytest.approx(20)
+    with pytest.raises(FormatError, match="logfmt8 has no table of codes"):
+        get_format("logfmt8").plot()

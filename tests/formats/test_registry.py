@@ -128,7 +128,7 @@ ERRORS = {
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",
     "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_1x16' or 'nf4'? (fmtsim.list_formats() has all "
     f"names; others are {SPELLED}",
-    "takum": f"unknown format 'takum' (fmtsim.list_formats() has all names; others are {SPELLED}",
+    "tensor": f"unknown format 'tensor' (fmtsim.list_formats() has all names; others are {SPELLED}",
     torch.complex64: "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()",
     torch.bool: "dtype torch.bool has no format; pass a name from fmtsim.list_formats()",
     None: "format=None is not a name, a format record or a dtype; pass a name such as 'e4m3'",
@@ -194,3 +194,23 @@ def test_names_that_cannot_be_looked_up(scratch):
         register_format(FloatFormat(name="", exponent_bits=3, mantissa_bits=3))
     with pytest.raises(FormatError, match="^record='e4m3' is not a format; build one of FloatFormat, IntFormat, "):
         register_format("e4m3")
+
+
+def test_names_by_family():
+    families = {family: list_formats(family) for family in registry.FAMILIES}
+    assert sorted(name for names in families.values() for name in names) >= sorted(list_formats())
+    assert families["fp6"] == ["e2m3", "e3m2"] and families["nvfp4"] == ["nvfp4", "nvfp4_16x16"]
+    assert "mxfp4" in families["mx"] and "e8m0" in families["scale"] and "bf16" in families["wide"]
+    assert str(list_formats("fp4")) == "fp4: e2m1" and "\nnvfp4: nvfp4 nvfp4_16x16\n" in str(list_formats())
+    assert str(list_formats()).splitlines()[0].startswith("wide: fp64 fp32 ")
+
+
+@pytest.mark.parametrize(("name", "hint"), [
+    ("posit8", r"list the values: fmtsim.formats.spec.CodebookFormat\("), ("hif8", r"fields of varying width"),
+    ("bfp16", r"is 'mxint8', or integers under one: 'int8_1x16_floor'"), ("msfp12", r", 'int4_1x16_floor'"),
+    ("fp6", r"did you mean 'e2m3' or 'e3m2' or 'mxfp6_e2m3'\?"),
+])  # fmt: skip
+def test_names_of_other_libraries_say_what_to_take(name, hint):
+    with pytest.raises(FormatError, match=f"^unknown format '{name}'; .*{hint}"):
+        get_format(name)
+    assert get_format("int4_1x16_floor").power_of_two

@@ -30,9 +30,10 @@ def run_formats(arguments: argparse.Namespace) -> int:
     formats = [fmt for fmt in map(get_format, list_formats(arguments.kind)) if matches(fmt)]
     if not formats:
         formats = [_unlisted(arguments.pattern, arguments.kind)]
-    header = ("name", "kind", "bits", "max", "min normal", "smallest > 0", "special values and layout", "aliases")
+    header = ("name", "kind", "bits", "max", "max with scales", "min normal", "smallest > 0", "special values and layout",
+              "aliases")  # fmt: skip
     rows = map(_format_row, formats)
-    answer(arguments, list(map(_format_record, formats)), lambda: format_table(header, rows, left=(0, 1, 6, 7)))
+    answer(arguments, list(map(_format_record, formats)), lambda: format_table(header, rows, left=(0, 1, 7, 8)))
     return 0
 
 
@@ -57,7 +58,9 @@ def _format_record(fmt: Format) -> dict[str, Any]:
     record["default_overflow"] = fmt.default_overflow
     if isinstance(fmt, BlockFormat | LogTileFormat):
         record["bits_per_element"] = fmt.bits_per_element
-    else:
+    if isinstance(fmt, BlockFormat):
+        record["element_max"], record["element_min"] = fmt.element.max, fmt.element.min
+    if not isinstance(fmt, LogTileFormat):
         record["max"], record["min"] = fmt.max, fmt.min
     if isinstance(fmt, FloatFormat):
         record |= {"min_normal": fmt.min_normal, "min_subnormal": fmt.min_subnormal, "exponent_bias": fmt.exponent_bias}
@@ -67,13 +70,14 @@ def _format_record(fmt: Format) -> dict[str, Any]:
 def _format_row(fmt: Format) -> tuple[str, ...]:
     shown = fmt.element if isinstance(fmt, BlockFormat) else fmt
     largest = "-" if isinstance(shown, LogTileFormat) else _short(shown.max)
+    scaled = _short(fmt.max) if isinstance(fmt, BlockFormat) else ""
     normal, smallest = "-", "-"
     if isinstance(shown, FloatFormat):
         normal, smallest = _short(shown.min_normal), _short(shown.min_subnormal)
     elif isinstance(shown, IntFormat):
         smallest = _short(shown.eps / 2 if shown.half_offset else shown.eps)
     bits = fmt.bits_per_element if isinstance(fmt, BlockFormat | LogTileFormat) else fmt.bits
-    return (fmt.name, kind_of(fmt), f"{bits:g}", largest, normal, smallest, layout(fmt), ", ".join(fmt.aliases))
+    return (fmt.name, kind_of(fmt), f"{bits:g}", largest, scaled, normal, smallest, layout(fmt), ", ".join(fmt.aliases))
 
 
 def _short(value: float) -> str:

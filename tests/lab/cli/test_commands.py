@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -119,6 +120,9 @@ def test_formats_filters(run, records):
     assert spelled["max"] == get_format("e3m3").max
     _, text = run("formats", "nvfp4")
     assert "e2m1 in 1x16, scale e4m3 by amax x fp32 tensor scale" in text
+    assert re.search(r"max  max with scales .*\n.*\nnvfp4 +block +4.5 +6 +2688 ", text)
+    (nvfp4,) = records("formats", "nvfp4")
+    assert (nvfp4["element_max"], nvfp4["max"], nvfp4["min"]) == (6.0, 2688.0, -2688.0)
 
 
 def test_table_of_every_code(run, records):
