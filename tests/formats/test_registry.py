@@ -128,7 +128,7 @@ ERRORS = {
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",
     "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_1x16' or 'nf4'? (fmtsim.list_formats() has all "
     f"names; others are {SPELLED}",
-    "tensor": f"unknown format 'tensor' (fmtsim.list_formats() has all names; others are {SPELLED}",
+    "zzzzz": f"unknown format 'zzzzz' (fmtsim.list_formats() has all names; others are {SPELLED}",
     torch.complex64: "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()",
     torch.bool: "dtype torch.bool has no format; pass a name from fmtsim.list_formats()",
     None: "format=None is not a name, a format record or a dtype; pass a name such as 'e4m3'",

@@ -30,8 +30,10 @@ def run_formats(arguments: argparse.Namespace) -> int:
     formats = [fmt for fmt in map(get_format, list_formats(arguments.kind)) if matches(fmt)]
     if not formats:
         formats = [_unlisted(arguments.pattern, arguments.kind)]
-    header = ("name", "kind", "bits", "max", "max with scales", "min normal", "smallest > 0", "special values and layout",
-              "aliases")  # fmt: skip
+    header = (
+        "name", "kind", "bits", "max", "max with scales", "min normal", "smallest > 0", "special values and layout",
+        "aliases",
+    )  # fmt: skip
     rows = map(_format_row, formats)
     answer(arguments, list(map(_format_record, formats)), lambda: format_table(header, rows, left=(0, 1, 7, 8)))
     return 0
