@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FmtsimCallback for the Trainer of Hugging Face: schedules, delayed scales, observation, logs and the report."""
+"""For Hugging Face: FmtsimCallback follows a Trainer, KVCache quantises what ``generate`` caches."""
 
 import functools
 from collections.abc import Sequence
@@ -9,15 +9,66 @@ from typing import Any
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import FILE, RunRecord, read_state
+from fmtsim.ptq import QuantisedCache
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import StrPath
 
 try:
-    from transformers import TrainerCallback
+    from transformers import DynamicCache, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
-except ImportError:  # FmtsimCallback says so
-    TrainerCallback = object  # type: ignore[assignment, misc]
+except ImportError:  # the classes say so
+    DynamicCache = TrainerCallback = object  # type: ignore[assignment, misc]
+
+
+class KVCache(DynamicCache):
+    """Cache keys and values as a format has them: ``model.generate(ids, past_key_values=KVCache("int8_channel"))``.
+
+    Each token is quantised once, when it comes, by ``fmtsim.ptq.QuantisedCache``; attention reads the rounded keys and
+    values, those of the prompt and of the current token, too. They are held as numbers in the model's dtype: this
+    simulates a quantised cache, and saves no memory. Cropping, beams and sliding windows are those of DynamicCache.
+
+    Args:
+        key, value: As in QuantisedCache: ``"e4m3"`` (FP8), ``"e4m3_channel"``, ``"int8_channel"``, ``"int4_channel"``
+            (a scale a token and head), ``"nvfp4"``, ``"mxfp8"``.
+        config: The model's, for layers with a sliding window; None where it has none.
+        key_scale, value_scale: Static scales, one number or one a layer.
+
+    Raises:
+        FmtsimError: transformers is not installed.
+        ArgumentError: A format or scale that QuantisedCache does not take, or, in use, fewer scales than layers.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=2, pad_token_id=0, **sizes))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.generate(ids, past_key_values=KVCache("nvfp4"), max_new_tokens=4, do_sample=False).shape
+    torch.Size([1, 7])
+    """
+
+    def __init__(
+        self, key: str | Format, value: str | Format | None = None, *, config: Any = None,
+        key_scale: float | Sequence[float] = 1.0, value_scale: float | Sequence[float] = 1.0,
+    ) -> None:  # fmt: skip
+        if DynamicCache is object:
+            raise FmtsimError('KVCache needs transformers; pip install "fmtsim[transformers]"')
+        super().__init__(config=config)
+        scales = [[s] if isinstance(s, int | float) else list(s) for s in (key_scale, value_scale)]
+        count = max(map(len, scales))
+        columns = [s * count if len(s) == 1 else s for s in scales]
+        if not count or len(columns[0]) != len(columns[1]):
+            raise ArgumentError(
+                f"{len(scales[0])} scales of keys and {len(scales[1])} of values; pass one each a layer"
+            )
+        self._one_a_layer = count > 1
+        self._rounding = [QuantisedCache(key, value, key_scale=k, value_scale=v) for k, v in zip(*columns, strict=True)]
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Quantise tokens, add them to a layer, and return all of its keys and values."""
+        if self._one_a_layer and layer_idx >= len(self._rounding):
+            raise ArgumentError(f"layer {layer_idx} has no scale among {len(self._rounding)}; pass one a layer")
+        rounding = self._rounding[layer_idx if self._one_a_layer else 0]
+        return super().update(*rounding.rounded(key_states, value_states), layer_idx, *args, **kwargs)
 
 
 class FmtsimCallback(TrainerCallback):

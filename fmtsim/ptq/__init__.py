@@ -4,7 +4,8 @@
 from fmtsim.ptq.cache import QuantisedCache
 from fmtsim.ptq.report import PtqReport, PtqRow
 from fmtsim.ptq.verb import ptq
-from fmtsim.recipes.ptq import Calibration, Equalise, Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.ptq_methods import Calibration, Equalise, Gptq, LearnedRounding, Smooth
 
 __all__ = [
     "Calibration", "Equalise", "Gptq", "LearnedRounding", "PtqRecipe", "PtqReport", "PtqRow", "QuantisedCache",

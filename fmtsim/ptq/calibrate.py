@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run calibration data through a model in high precision, and find the clip of each static scale."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,8 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.recipes.ptq import Calibration, fixed, is_static
+from fmtsim.recipes.ptq import fixed, is_static
+from fmtsim.recipes.ptq_methods import Calibration
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.scales import reciprocal, tensor_factor
@@ -94,18 +95,25 @@ class Products:
     Args:
         model: Converted.
         configs: The quantisers of each converted module, by its name.
+        names: The modules whose products count; None is all of them.
+        done: Modules that run as they are converted, because they are quantised already.
 
     Attributes:
-        modules: The converted modules by name.
+        modules: The converted modules whose products count, by name.
         parts: Inputs of products, by module and part.
         slots: Matrices that are multiplied with.
     """
 
-    def __init__(self, model: nn.Module, configs: Mapping[str, LinearConfig]) -> None:
+    def __init__(
+        self, model: nn.Module, configs: Mapping[str, LinearConfig], names: Container[str] | None = None,
+        done: Container[str] = (),
+    ) -> None:  # fmt: skip
         self.model, self.configs = model, configs
         self.parts: dict[tuple[str, str], Part] = {}
         self.slots: dict[Any, Slot] = {}
-        self.modules = {name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)}
+        converted = {name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)}
+        self.modules = {name: m for name, m in converted.items() if names is None or name in names}
+        self._plain = {name: m for name, m in converted.items() if name not in done}
 
     def run(self, batches: list[Any], see: See, tell: Tell = lambda done: None) -> None:
         """Run batches through the model in high precision, gradients and dropout off, and show every product.
@@ -113,7 +121,7 @@ class Products:
         Raises:
             ArgumentError: The model does not take a batch, or an input holds NaN or Inf.
         """
-        with evaluating(self.model), _plain(self.modules, lambda name: self._watch(name, see)), torch.no_grad():
+        with evaluating(self.model), _plain(self._plain, lambda name: self._watch(name, see)), torch.no_grad():
             for i, batch in enumerate(batches):
                 call(self.model, batch, i)
                 tell(i + 1)
@@ -129,7 +137,10 @@ class Products:
                 "filter_fn= or a Rule(name=...)"
             )
 
-    def _watch(self, name: str, see: See) -> Callable[[str], Callable[..., None]]:
+    def _watch(self, name: str, see: See) -> Callable[[str], Callable[..., None]] | None:
+        if name not in self.modules:
+            return None
+
         def observer(part: str) -> Callable[..., None]:
             inputs: list[Tensor] = []
 
@@ -172,7 +183,7 @@ class Products:
 
 @contextmanager
 def _plain(modules: Mapping[str, EmulatedModule], watch: Callable[[str], Any]) -> Iterator[None]:
-    """Run modules in high precision while their inputs are recorded."""
+    """Run modules in high precision while the inputs of those that are watched are recorded."""
     before = []
     for name, module in modules.items():
         how = module.emulation

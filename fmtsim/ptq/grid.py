@@ -10,7 +10,7 @@ from torch import Tensor
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.recipes.ptq import Gptq, LearnedRounding
+from fmtsim.recipes.ptq_methods import Gptq, LearnedRounding
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.operand import Keys, block_of, spread
 from fmtsim.spec.quantizer import Quantizer

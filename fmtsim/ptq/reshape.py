@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
 from fmtsim.ptq.calibrate import Part
-from fmtsim.recipes.ptq import Equalise, Smooth
+from fmtsim.recipes.ptq_methods import Equalise, Smooth
 from fmtsim.support.errors import ArgumentError
 
 DIVISOR = "ptq_divisor"  # the buffer of a layer whose inputs are divided

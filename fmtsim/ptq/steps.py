@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a quantisation, in their order: calibration, ranges, weights, measurement, installation."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from fmtsim.ptq.calibrate import (
 )
 from fmtsim.ptq.grid import gptq, grid_of, learned_rounding, nearest
 from fmtsim.ptq.reshape import smooth
-from fmtsim.recipes.ptq import Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.ptq_methods import Gptq, LearnedRounding, Smooth
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
@@ -35,6 +37,7 @@ from fmtsim.support.records import located
 
 # Which thirds of an attention module's packed weight its projections multiply with.
 _THIRDS = {"in_proj": (0, 3), "q_proj": (0, 1), "k_proj": (1, 2), "kv_proj": (1, 3), "v_proj": (2, 3)}
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # the outermost numbered module, such as model.layers.3
 ROOM = 1 + 2.0**-20  # the largest value times its scale may fall short of what the scale was made of by roundings
 
 
@@ -42,8 +45,47 @@ def calibrated(
     model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
 ) -> tuple[Products, set[str]]:
     """Return the products of a model with their statistics and ranges, and the names of the layers smoothed."""
-    smoothed = set() if recipe.smooth is None else _smoothed(model, recipe.smooth, configs, batches, show)
-    products = Products(model, configs)
+    smoothed = set() if recipe.smooth is None else smooth_inputs(model, recipe.smooth, configs, batches, show)
+    return collected(Products(model, configs), recipe, batches, show), smoothed
+
+
+def stages(
+    model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
+) -> Iterator[Products]:
+    """Yield the products that are quantised together, stage by stage in the order in which the model runs them.
+
+    The caller installs each stage before it asks for the next, so that the next sees quantised predecessors. Without
+    ``recipe.sequential`` all products are one stage. Modules that share a weight are in the stage of the first of them.
+    """
+    if recipe.sequential is None:
+        yield Products(model, configs)
+        return
+    order, owners, names = Products(model, configs), dict[int, str](), dict[str, str]()
+    labels = {module: name for name, module in order.modules.items()}
+    previous: list[Any] = [None, None]  # an input, held so that no other takes its place, and its stage
+
+    # 1. Run the model once: a module joins its block, or in "layer" the module before it that has the same input.
+    def see(part: Part, slot: Slot, x: Tensor) -> None:
+        module = labels[part.module]
+        same = previous[0] is not None and previous[0].data_ptr() == x.data_ptr()
+        stage = (_BLOCK.match(module) or [module])[0] if recipe.sequential == "block" else module
+        stage = previous[1] if same and recipe.sequential == "layer" else stage
+        stage = names.setdefault(module, owners.setdefault(slot.w.data_ptr(), stage))
+        previous[:] = [x, stage]
+
+    show.stage("order", len(batches))
+    order.run(batches, see, show.step)
+    order.check()
+    # 2. Yield the stages in the order of their first products.
+    done: set[str] = set()
+    for stage in dict.fromkeys(names.values()):
+        members = {name for name in names if names[name] == stage}
+        yield Products(model, configs, members, done)
+        done |= members
+
+
+def collected(products: Products, recipe: PtqRecipe, batches: list[Any], show: Progress) -> Products:
+    """Return products after a run that gave them their statistics, Hessians and ranges."""
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         collect(part, x, recipe.calibration)
@@ -57,10 +99,10 @@ def calibrated(
     products.check()
     for part in products.parts.values():
         choose_top(part, recipe.calibration)
-    return products, smoothed
+    return products
 
 
-def _smoothed(
+def smooth_inputs(
     model: nn.Module, settings: Smooth, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
 ) -> set[str]:
     """Smooth the layers of a model, and return their names."""

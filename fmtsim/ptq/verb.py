@@ -20,10 +20,19 @@ from fmtsim.nn.planning import machine_of
 from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.nn.state import PTQ
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
-from fmtsim.ptq.report import PtqReport, left_alone, row_of, tied
+from fmtsim.ptq.report import PtqReport, PtqRow, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
-from fmtsim.ptq.state import Quantised, contract, extend, rounded_weights
-from fmtsim.ptq.steps import bias_corrects, calibrated, install, measure, measure_batch_norm, round_weights
+from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend, rounded_weights
+from fmtsim.ptq.steps import (
+    bias_corrects,
+    collected,
+    install,
+    measure,
+    measure_batch_norm,
+    round_weights,
+    smooth_inputs,
+    stages,
+)  # fmt: skip
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.spec.plan import GemmPlan
@@ -96,19 +105,24 @@ def ptq(
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
-            products, smoothed = calibrated(model, recipe, configs, batches, show)
-            round_weights(products, recipe.weights, show)
-            measure(products, recipe, batches, show)
-            rows, weights = _rows(products, recipe, smoothed), rounded_weights(products)
-            install(products, recipe.bias_correction)
+            smoothed = set() if recipe.smooth is None else smooth_inputs(model, recipe.smooth, configs, batches, show)
+            rows: list[PtqRow] = []
+            weights: dict[str, RoundedWeight] = {}
+            for products in stages(model, recipe, configs, batches, show):
+                collected(products, recipe, batches, show)
+                round_weights(products, recipe.weights, show)
+                measure(products, recipe, batches, show)
+                rows += _rows(products, recipe, smoothed)
+                weights |= rounded_weights(products)
+                install(products, recipe.bias_correction)
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)
     except BaseException:
         _undo(model, before)
         raise
     report = PtqReport(
-        recipe=recipe.name, machine=recipe.machine, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
-        left_alone=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),
+        recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
+        equalised=equalised, left_alone=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),
         extended=extended,
     )  # fmt: skip
     model.__dict__[PTQ] = Quantised(recipe, weights, report)
@@ -170,14 +184,14 @@ def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progr
         raise
 
 
-def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> Any:
+def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> list[PtqRow]:
     rows = []
     for slot in products.slots.values():
         methods = [str(recipe.smooth)] if slot.parts[0].name in smoothed else []
         methods += [str(recipe.weights)] if recipe.weights is not None and slot.quantizer.format is not None else []
         methods += ["bias correction"] if recipe.bias_correction and bias_corrects(slot) else []
         rows.append(row_of(slot, ", ".join(methods)))
-    return tuple(rows)
+    return rows
 
 
 def _undo(model: nn.Module, before: list[Any]) -> None:

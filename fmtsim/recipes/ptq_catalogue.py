@@ -9,7 +9,8 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.recipes.ptq import Calibration, Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.ptq_methods import Calibration, Gptq, LearnedRounding, Smooth
 from fmtsim.spec.quantizer import Quantizer, Sparsity
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592 (details unverified)"

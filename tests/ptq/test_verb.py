@@ -259,7 +259,7 @@ def test_a_cache_is_the_same_token_by_token():
             q = cast(k.numpy() / np.float32(0.01), "e4m3", top) * np.float32(0.01)
             assert_same_bits(whole.keys(), torch.from_numpy(q))
             assert whole.nbytes == k.numel() + v.numel()
-    refused(r"nvfp4 shares scales among tokens", QuantisedCache, "nvfp4")
+    refused(r"nvfp4_16x16 shares scales among tokens", QuantisedCache, "nvfp4_16x16")
     with pytest.raises(ArgumentError, match=r"the cache is empty"):
         QuantisedCache("e4m3").keys()
     refused(r"are not of the same tokens", whole.append, k, v[..., :3, :])

@@ -20,8 +20,9 @@ from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert, revert
 from fmtsim.ptq import ptq
 from fmtsim.ptq.calibrate import evaluating
-from fmtsim.recipes.ptq import Calibration, PtqRecipe
+from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.ptq_catalogue import minifloat, operand
+from fmtsim.recipes.ptq_methods import Calibration
 
 _GAUDI = "Intel, FP8 inference on Gaudi, arXiv:2503.09975 (abstract): less than 1 % of accuracy lost"
 _QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951, section on networks trained in FP8"
