@@ -122,8 +122,8 @@ def ptq(
         raise
     report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
-        equalised=equalised, left_alone=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),
-        extended=extended,
+        equalised=equalised, left_alone=left_alone(model), tied=tied(model), extended=extended,
+        attention=str(recipe.serving_attention or ""),
     )  # fmt: skip
     model.__dict__[PTQ] = Quantised(recipe, weights, report)
     return model
