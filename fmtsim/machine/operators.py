@@ -117,6 +117,46 @@ def _attention_gradient(
     return attention_f32.backward(g, q, k, v, output, logsumexp, *options)
 
 
+# Operators that a GPU's trace has in place of the host's, for audit.
+def _cudnn(
+    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, _: bool, dropout: float = 0.0,
+    causal: bool = False, debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    output, logsumexp = _attention(run, q, k, v, dropout, causal, attn_mask=bias, scale=scale)
+    nothing = output.new_empty(0)
+    return output, logsumexp[..., None], nothing, nothing, 0, 0, nothing, nothing, nothing
+
+
+def _cudnn_gradient(
+    run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
+    logsumexp: torch.Tensor, *state: Any, scale: float | None = None,
+) -> Any:  # fmt: skip
+    _, _, bias, _, _, _, _, dropout, causal = state
+    sums = logsumexp.reshape(q.shape[:3])
+    return _attention_gradient(run, g, q, k, v, output, sums, dropout, causal, attn_mask=bias, scale=scale)
+
+
+def _efficient(
+    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, _: bool, dropout: float = 0.0,
+    causal: bool = False, *, scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    if q.dtype != torch.float32:
+        raise UnknownOrder(f"the memory-efficient kernel in {q.dtype}")
+    nothing = q.new_empty(0)
+    return *_attention(run, q, k, v, dropout, causal, attn_mask=bias, scale=scale), nothing, nothing
+
+
+def _efficient_gradient(
+    run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, output: torch.Tensor,
+    logsumexp: torch.Tensor, seed: Any, offset: Any, dropout: float, mask: Any, causal: bool = False, *,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
+    if q.dtype != torch.float32:
+        raise UnknownOrder(f"the memory-efficient kernel in {q.dtype}")
+    sums = logsumexp[..., : q.shape[2]].contiguous()  # which the GPU stores with rows of multiples of 32
+    return _attention_gradient(run, g, q, k, v, output, sums, dropout, causal, attn_mask=bias, scale=scale)
+
+
 def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     # of equal elements the GPU takes the lower index first
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
@@ -178,6 +218,12 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
 KNOWN: dict[Any, Callable] = {
     torch.ops.fmtsim.rms_norm: norm.rms_norm,
     torch.ops.fmtsim.rms_norm_backward: _rms_norm_backward,
+    _ATEN._fused_rms_norm: lambda x, shape, weight, eps: norm.rms_norm(
+        x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps
+    ),
+    _ATEN._fused_rms_norm_backward: lambda g, x, shape, rstd, weight, mask: _rms_norm_backward(
+        g, x, shape, weight, rstd, mask
+    ),
     _ATEN._softmax: lambda x, dim, half: _softmax(x, dim, half, False),
     _ATEN._safe_softmax: _safe_softmax,
     _ATEN._log_softmax: lambda x, dim, half: _softmax(x, dim, half, True),
@@ -194,6 +240,10 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.embedding_dense_backward: loss.embedding_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_gradient,
+    _ATEN._scaled_dot_product_cudnn_attention: _cudnn,
+    _ATEN._scaled_dot_product_cudnn_attention_backward: _cudnn_gradient,
+    _ATEN._scaled_dot_product_efficient_attention: _efficient,
+    _ATEN._scaled_dot_product_efficient_attention_backward: _efficient_gradient,
     _ATEN._fused_adamw_: optimizer.fused_adamw_,
     _ATEN._foreach_norm: lambda tensors, order=2, dtype=None: optimizer.foreach_norm(tensors, order),
     _ATEN._foreach_add_: optimizer.foreach(pointwise.add),
@@ -285,6 +335,5 @@ PRODUCTS: dict[Any, Callable] = {
     _ATEN.addmm: _addmm,
 }
 
-COMPOSED = frozenset((_ATEN._scaled_dot_product_flash_attention_for_cpu,
-                      _ATEN._scaled_dot_product_flash_attention_for_cpu_backward))  # fmt: skip
+COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__)
 """Operators that may come to others, which the simulation then gets: it is their first argument."""

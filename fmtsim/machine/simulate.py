@@ -29,7 +29,6 @@ RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded
 _HOSTS = ("2.11", "2.13")  # versions of torch whose operators are those of the record
 _HOST_DROPOUT, _HOST_RMS_NORM = functional.dropout, torch.rms_norm
 _HOST_ATTENTION = functional.scaled_dot_product_attention
-_NO_DROPOUT = ("_scaled_dot_product_flash_attention_for_cpu",)  # tagged as random, and refused where it drops
 _NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "quantized", "fmtsim")
 
 
@@ -194,7 +193,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         if name == "native_dropout":
             self.exact[name] += 1
             return self._operators.random.dropout(self._generator, *args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and name not in _NO_DROPOUT:
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags and packet not in self._operators.COMPOSED
+        ):  # these refuse dropout
             self._note(name, UnknownOrder("random numbers, which a GPU draws otherwise"))
             return func(*args, **kwargs)
         operators = self._operators

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """audit: recompute operators of a trace that a GPU left, each from its recorded inputs, and compare bits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,12 @@ from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.lab.analysis.fingerprint import Fingerprints
 from fmtsim.lab.analysis.stored_call import CALL, read_call
 from fmtsim.lab.analysis.trace import Operation, Trace
-from fmtsim.machine.simulate import TARGETS, simulate
+from fmtsim.machine.simulate import RECORDED, TARGETS, simulate
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError
 
 _ATEN = torch.ops.aten
 _HEADS = 4  # heads of attention that are recomputed
-_CUDNN = "aten::_scaled_dot_product_cudnn_attention"
-_ATTENTION = (_CUDNN, "aten::_scaled_dot_product_flash_attention_for_cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +75,9 @@ class Audit(table.Result):
         yield table.table_of(columns, self.layers, filled=True)
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
         yield f"recorded on {self.device} ({versions}), held to {self.target}, {self.rows} rows of each product"
+        version = dict(self.versions).get("torch")
+        if version != RECORDED:
+            yield f"torch {version} may order sums otherwise than torch {RECORDED}, whose bits were recorded"
         bad = [x for x in self.layers if x.different]
         yield f"bits differ in {len(bad)} of {len(self.layers)} layers and passes" if bad else "all compared bits agree"
 
@@ -156,14 +157,20 @@ def _recomputed(
     pairs: list[tuple[Any, Any]] | None
     if one.operation in ("aten::mm", "aten::addmm") and not kwargs and args[-1].is_floating_point():
         pairs = _product_rows(args, outputs, target, torch.randperm(len(args[-2]), generator=generator)[:rows])
-    elif one.operation in _ATTENTION:
-        heads = torch.randperm(args[0].shape[0] * args[0].shape[1], generator=generator)[:_HEADS]
-        with run:
-            pairs = _attention_heads(one.operation, args, kwargs, outputs, heads.tolist())
     else:
-        with run:
-            y = getattr(packet, overload or "default")(*args, **kwargs)
-        pairs = list(zip(y if isinstance(y, list | tuple) else [y], outputs, strict=False))
+        calls = [(args, kwargs, outputs)]
+        if "_scaled_dot_product_" in one.operation:
+            if "_backward" not in one.operation:  # the memory-efficient kernel stores longer rows of logsumexps
+                outputs = outputs[: 1 if "efficient" in one.operation else 2]
+            calls = list(_attention_heads("_backward" in one.operation, args, kwargs, outputs, generator))
+        function, pairs = getattr(packet, overload or "default"), []
+        try:
+            with run:
+                for arguments, options, results in calls:
+                    y = function(*arguments, **options)
+                    pairs += zip(y if isinstance(y, list | tuple) else [y], results, strict=False)
+        except NotImplementedError:  # an operator that only GPUs have
+            return None
     if pairs is None or run.unknown or run.guess or run.nondeterministic:
         return None
     same = [_equal(x, y) for x, y in pairs if isinstance(x, Tensor) and y is not None]
@@ -188,23 +195,22 @@ def _product_rows(args: list[Any], outputs: list[Any], target: str, rows: Tensor
 
 
 def _attention_heads(
-    operation: str, args: list[Any], kwargs: dict[str, Any], outputs: list[Any], heads: list[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return attention's output for some heads, and the recorded one."""
-    q, k, v, *rest = args
-    names = (("mask", "lse", "dropout", "causal") if operation == _CUDNN else ("dropout", "causal"))[: len(rest)]
-    how = dict(zip(names, rest, strict=False))
-    mask, scale = kwargs.get("attn_mask", how.get("mask")), kwargs.get("scale")
-    pairs = []
-    for place in heads:
-        i, head = divmod(place, q.shape[1])
-        group = head * k.shape[1] // q.shape[1]
-        one = (q[i : i + 1, head : head + 1], k[i : i + 1, group : group + 1], v[i : i + 1, group : group + 1])
-        y, _ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-            *one, how.get("dropout", 0.0), how.get("causal", False), attn_mask=mask, scale=scale
-        )
-        pairs.append((y, outputs[0][i : i + 1, head : head + 1]))
-    return pairs
+    backward: bool, args: list[Any], kwargs: dict[str, Any], outputs: list[Any], generator: torch.Generator
+) -> Iterator[tuple[list[Any], dict[str, Any], list[Any]]]:
+    """Return an attention's calls, forward or backward, for some heads of keys and the heads of queries they serve."""
+    q, k = args[1:3] if backward else args[:2]
+    batch, heads, key_heads = len(q), q.shape[1], k.shape[1]
+    group = heads // key_heads
+    for place in torch.randperm(batch * key_heads, generator=generator)[: -(-_HEADS // group)].tolist():
+        i, head = divmod(place, key_heads)
+        slices = {heads: slice(head * group, (head + 1) * group), key_heads: slice(head, head + 1)}
+
+        def part(x: Any, i: int = i, slices: dict[int, slice] = slices) -> Any:
+            if not isinstance(x, Tensor) or x.ndim < 3:
+                return x
+            return x[slice(i, i + 1) if len(x) == batch else slice(None), slices.get(x.shape[1], slice(None))]
+
+        yield [part(x) for x in args], {name: part(x) for name, x in kwargs.items()}, [part(x) for x in outputs]
 
 
 def _equal(x: Tensor, y: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fmtsim
 from fmtsim.lab.analysis.audit import _attention_heads, audit
@@ -18,6 +19,7 @@ from fmtsim.support.errors import ArgumentError
 MODELS = """
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 def build():
     torch.manual_seed(0)
@@ -111,6 +113,9 @@ def test_an_audit_of_what_simulate_computed_agrees(tmp_path):
     trace.save(tmp_path / "t.safetensors")
     result = audit(Trace.load(tmp_path / "t.safetensors"), rows=8)
     assert result.equal and result.target == "h200"
+    assert "torch 2.11.0+cu130, whose bits were recorded" in str(result)  # this host's torch is another
+    versions = (("torch", "2.11.0+cu130"),)
+    assert "whose bits were recorded" not in str(dataclasses.replace(result, versions=versions))
     assert {layer.layer for layer in result.layers if layer.operators} >= {"0", "1", "2", "3"}
     assert sum(layer.operators for layer in result.layers) >= 10
 
@@ -174,16 +179,48 @@ def test_an_audit_sees_rows_of_another_batch(tmp_path, capsys):
     assert main(["audit", str(tmp_path / "none.safetensors")]) == 2
 
 
+def gpu_call(operation: str, args: list, kwargs: dict, outputs: list) -> tuple[str, list, dict, list]:
+    """Return the host's operator of attention as a GPU's trace has it."""
+    kwargs = dict(kwargs)
+    mask = kwargs.pop("attn_mask", None)
+    if "backward" not in operation:
+        q, k, v, dropout, causal = args if len(args) == 5 else (*args, 0.0, False)
+        rest = [q, k, v, mask, True, dropout, causal, False]
+        return "_scaled_dot_product_cudnn_attention", rest, kwargs, [outputs[0], outputs[1][..., None]]
+    g, q, k, v, output, logsumexp, dropout, causal = args
+    nothing = torch.empty(0)
+    rest = [g, q, k, v, output, logsumexp[..., None], nothing, nothing, mask, nothing, nothing, 64, 64, dropout, causal]
+    return "_scaled_dot_product_cudnn_attention_backward", rest, kwargs, outputs
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("cudnn", [False, True])
-def test_heads_of_attention(cudnn):
-    q, k, v = (torch.randn(2, heads, 64, 32).bfloat16() for heads in (4, 2, 2))
-    with fmtsim.simulate():
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
-    rest = [None, True, 0.0, True, False] if cudnn else [0.0, True]
-    name = f"aten::_scaled_dot_product_{'cudnn_attention' if cudnn else 'flash_attention_for_cpu'}"
-    with fmtsim.simulate(strict=True):
-        pairs = _attention_heads(name, [q, k, v, *rest], {"scale": 0.3}, [y], [0, 3, 6])
-    assert len(pairs) == 3 and all(a.equal(b) for a, b in pairs)
+def test_heads_of_attention(cudnn, masked):
+    q, k, v = (torch.randn(2, heads, 64, 32).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    mask = torch.randn(2, 1, 64, 64).bfloat16() if masked else None
+    calls = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            y = func(*args, **(kwargs or {}))
+            if "_scaled_dot_product_" in str(func):
+                calls.append((func.overloadpacket.__name__, list(args), kwargs or {}, list(y)))
+            return y
+
+    with fmtsim.simulate(strict=True), Log():
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=0.3, enable_gqa=True)
+        y.backward(torch.ones_like(y))
+    assert len(calls) == 2
+    for call in calls:
+        name, args, kwargs, outputs = gpu_call(*call) if cudnn else call
+        generator = torch.Generator().manual_seed(0)
+        parts = list(_attention_heads("_backward" in name, args, kwargs, outputs, generator))
+        assert len(parts) == 2  # of four pairs of batch and head of keys, each with two heads of queries
+        for arguments, options, results in parts:
+            with fmtsim.simulate(strict=True) as run:
+                part = getattr(torch.ops.aten, name)(*arguments, **options)
+            assert run.exact[name] == 1
+            assert len(results) == len(outputs) and all(a.equal(b) for a, b in zip(part, results, strict=False))
 
 
 def test_an_audit_refuses_what_it_cannot_read():
