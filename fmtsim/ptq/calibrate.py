@@ -126,6 +126,15 @@ class Products:
                 call(self.model, batch, i)
                 tell(i + 1)
 
+    def run_alone(self, see: See) -> None:
+        """Run every module by itself on a row of zeros and show its products, where there is no data."""
+        modules = self.modules
+        with evaluating(self.model), _plain(modules, lambda name: self._watch(name, see)), torch.no_grad():
+            for module in modules.values():
+                like, shapes = next(module.parameters()), module.input_shapes(1)
+                zeros = {shape: like.new_zeros(shape) for shape in shapes}  # one tensor where shapes are the same
+                type(module).forward(module, *(zeros[shape] for shape in shapes))
+
     def check(self) -> None:
         """Raise ArgumentError where calibration never ran a module, and name it."""
         ran = {part.module for part in self.parts.values()}

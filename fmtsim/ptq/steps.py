@@ -95,8 +95,11 @@ def collected(products: Products, recipe: PtqRecipe, batches: list[Any], show: P
             slot.rows += x.shape[0]
 
     show.stage("calibration", len(batches))
-    products.run(batches, see, show.step)
-    products.check()
+    if batches:
+        products.run(batches, see, show.step)
+        products.check()
+    else:  # no static scale and no method needs data: what is needed is which matrices there are
+        products.run_alone(see)
     for part in products.parts.values():
         choose_top(part, recipe.calibration)
     return products

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """ptq: quantise a trained model from a few batches of data, without training it."""
 
+import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +37,10 @@ from fmtsim.ptq.steps import (
 )  # fmt: skip
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.serialization import rules_of
+from fmtsim.recipes.spec import Rule
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning
+from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.support.progress import Progress, make_progress
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,8 +50,10 @@ Filter = Callable[[nn.Module, str], bool]
 def ptq(
     model: Model,
     recipe: str | Path | PtqRecipe,
-    calibration_data: Any,
+    calibration_data: Any = None,
     *,
+    ignore: Sequence[str] | None = None,
+    rules: Sequence[Rule] | str | Path = (),
     filter_fn: Filter | None = None,
     progress: bool | None = None,
     target: Any = None,
@@ -71,7 +77,13 @@ def ptq(
         model: A trained model, not converted yet.
         recipe: A name (``fmtsim.list_recipes(kind="ptq")``), a JSON file or a ``PtqRecipe``.
         calibration_data: Batches, in any iterable: each a tensor, a tuple or list of arguments or a dict of keyword
-            arguments of the model. It is read once and kept until the end.
+            arguments of the model. It is read once and kept until the end. Recipes that round weights to nearest, and
+            inputs under scales made in each call, need none; the report then has no errors of outputs.
+        ignore: Layers to leave in high precision: names, of containers too (``"lm_head"``, ``"vision"``,
+            ``"layers.0"``), or regular expressions, ``"re:"`` before them, that match a name from its beginning. None
+            leaves the head of a language model alone, as llm-compressor's and torchao's users do: the layer that
+            ``get_output_embeddings`` returns, and one by the name ``lm_head``; ``ignore=[]`` quantises it.
+        rules: Exceptions for layers, ahead of the recipe's own, as in ``fmtsim.convert``; a JSON file of them, too.
         filter_fn: ``filter_fn(module, name)`` says whether to quantise a layer.
         progress: Show bars (lines elsewhere); None shows them on a terminal and in a notebook only.
         target, plan, native: The machine that the quantised layers multiply on, as in
@@ -81,10 +93,11 @@ def ptq(
         The same model. ``fmtsim.report`` has a table of its layers, a PtqReport.
 
     Raises:
-        ArgumentError: An unknown recipe, no layer to quantise, a model that is compiled or whose weights are missing
-            or hold NaN or Inf, data that is empty or that the model does not take, that holds NaN or Inf, or that never
-            reaches a layer (it is named), or a machine that does not multiply an operand or a layer's sizes, which is
-            found before the data runs. The model is then as it was.
+        ArgumentError: An unknown recipe, no layer to quantise, an ``ignore`` that is no module, a model that is compiled
+            or whose weights are missing or hold NaN or Inf, data that a recipe needs and is missing, that is empty or
+            that the model does not take, that holds NaN or Inf, or that never reaches a layer (it is named), or a
+            machine that does not multiply an operand or a layer's sizes, which is found before the data runs. The
+            model is then as it was.
         FormatError: Operands that no machine multiplies.
 
     >>> import torch, fmtsim
@@ -93,15 +106,26 @@ def ptq(
     >>> model = fmtsim.ptq(model, "int8_static", batches)
     >>> fmtsim.report(model)["2"].w
     'int8'
+    >>> weights_alone = fmtsim.ptq(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "int4_g32", ignore=["1"])
+    >>> fmtsim.report(weights_alone).left_alone[0][0]
+    '1'
     """
     began = time.perf_counter()
     recipe = get_recipe(recipe, kind="ptq")
     machine = machine_of(target, plan, native, "ptq")
     recipe = recipe if machine is None else recipe.on(**machine)
     check_model("ptq", model)
-    batches = batches_of(calibration_data)
+    recipe = excepted(model, recipe, ignore, rules_of(rules))
+    if calibration_data is None and recipe.needs_data:
+        raise ArgumentError(
+            f"recipe {recipe.name!r} needs calibration_data= for {recipe.needs_data}; pass a few batches: "
+            f"fmtsim.ptq(model, {recipe.name!r}, batches)"
+        )
+    batches = [] if calibration_data is None else batches_of(calibration_data)
     before = stored(model)
     configs = prepared(model, recipe, filter_fn)
+    spared = [name for name in output_heads(model) if name not in configs and ignore is None]
+    model.__dict__[REASONS] |= dict.fromkeys(spared, "the head of a language model; ignore=[] quantises it")
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
@@ -127,6 +151,35 @@ def ptq(
     )  # fmt: skip
     model.__dict__[PTQ] = Quantised(recipe, weights, report)
     return model
+
+
+def excepted(model: nn.Module, recipe: PtqRecipe, ignore: Sequence[str] | None, rules: Sequence[Rule]) -> PtqRecipe:
+    """Return a recipe with the exceptions of a call: what to ignore, then rules, the recipe's own, and a head.
+
+    Raises:
+        ArgumentError: ``ignore`` is no list of names, or one of them is no module.
+    """
+    if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore or ()):
+        raise ArgumentError(f"ignore={shown(ignore)} is not a list of names; write ignore=['lm_head', 're:.*gate']")
+    names = [name for name, _ in model.named_modules()]
+    first = []
+    for entry in ignore or ():
+        word = entry.removeprefix("re:")
+        pattern = f"^(?:{word})" if word != entry else rf"(^|\.){re.escape(entry)}($|\.)"
+        rule = Rule(name=pattern, optional=True)
+        if not any(re.search(pattern, name) for name in names):
+            raise ArgumentError(f"ignore={entry!r} is no module of the model{did_you_mean(entry, names)}")
+        first.append(rule)
+    heads = [Rule(name=f"^{re.escape(name)}$", optional=True) for name in output_heads(model)] if ignore is None else []
+    every = (*first, *rules, *recipe.rules, *heads)
+    return recipe if every == recipe.rules else replace(recipe, rules=every)
+
+
+def output_heads(model: nn.Module) -> list[str]:
+    """Return the names of the layers that make a language model's logits."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    return [name for name, module in modules if module is output or name.rpartition(".")[2] == "lm_head"]
 
 
 def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = None) -> dict[str, LinearConfig]:

@@ -72,6 +72,19 @@ class PtqRecipe:
     notes: str = ""
 
     @property
+    def needs_data(self) -> str:
+        """What calibration data is needed for, in a few words; empty where a recipe needs none."""
+        needs = {
+            "the static scales of its inputs": self.calibration is not None,
+            str(self.smooth): self.smooth is not None,
+            str(self.weights): self.weights is not None,
+            "bias correction": self.bias_correction,
+            "batch norm measured anew": self.batch_norm,
+            "a call that reaches its attention": self.attention is not None,
+        }
+        return " and ".join(what for what, needed in needs.items() if needed)
+
+    @property
     def linear(self) -> LinearConfig:
         """Operands of a layer without rules, as ``fmtsim.attribute`` takes them."""
         return LinearConfig(fprop=Gemm(a=self.x, b=self.w))

@@ -162,7 +162,8 @@ def run_ptq(arguments: argparse.Namespace) -> int:
     loaded = load_model(arguments, count=arguments.batches, held_out=True)
     loss = loaded.measured()
     exact = _outputs(loaded) if loss is None else []
-    ptq(loaded.model, scheme, [s.batch for s in loaded.samples], progress=not arguments.quiet, **machine)
+    how = {"ignore": arguments.ignore or None, "rules": arguments.rules or (), **machine}
+    ptq(loaded.model, scheme, [s.batch for s in loaded.samples], progress=not arguments.quiet, **how)
     quantisation = report(loaded.model)
     record: dict[str, Any] = {"model": loaded.name, "data": loaded.data, "loss_unit": loaded.unit}
     if loss is None:

@@ -45,6 +45,10 @@ def declare_ptq(parser: argparse.ArgumentParser) -> None:
     option(parser, "--scheme", scheme, metavar="NAME", known=names.schemes, required=True)
     add_model(parser, required=False)
     option(parser, "--batches", "batches for calibration, and as many others to measure the loss", 8)
+    ignore = "leave this layer, or what 're:PATTERN' matches, in high precision (default: the head of a language model)"
+    repeated(parser, "--ignore", ignore, "NAME")
+    rules = "exceptions for layers, ahead of the scheme's: JSON, as attribute --out and search --out write it"
+    option(parser, "--rules", rules, metavar="FILE")
     add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
     result = parser.add_argument_group("result")
     option(result, "--out", "folder for the quantised model (model.pt), its scheme and report", metavar="DIR")
