@@ -93,11 +93,11 @@ def ptq(
         The same model. ``fmtsim.report`` has a table of its layers, a PtqReport.
 
     Raises:
-        ArgumentError: An unknown recipe, no layer to quantise, an ``ignore`` that is no module, a model that is compiled
-            or whose weights are missing or hold NaN or Inf, data that a recipe needs and is missing, that is empty or
-            that the model does not take, that holds NaN or Inf, or that never reaches a layer (it is named), or a
-            machine that does not multiply an operand or a layer's sizes, which is found before the data runs. The
-            model is then as it was.
+        ArgumentError: An unknown recipe, no layer to quantise, an ``ignore`` that is no module, a model that is
+            compiled or whose weights are missing or hold NaN or Inf, data that a recipe needs and is missing, that is
+            empty or that the model does not take, that holds NaN or Inf, or that never reaches a layer (it is named),
+            or a machine that does not multiply an operand or a layer's sizes, which is found before the data runs.
+            The model is then as it was.
         FormatError: Operands that no machine multiplies.
 
     >>> import torch, fmtsim
