@@ -32,7 +32,10 @@ def collect(into: Path) -> None:
     (into / TUTORIALS).mkdir()
     for path in into.rglob("*.md"):
         page = path.relative_to(into).as_posix()
-        path.write_text(linked(path.read_text("utf-8"), f"docs/{page}", page), "utf-8")
+        later = "---\nsearch:\n  boost: 0.2\n---\n\n" * page.startswith(
+            "api/"
+        )  # a search finds prose before the reference
+        path.write_text(later + linked(path.read_text("utf-8"), f"docs/{page}", page), "utf-8")
     for name, page in OUTSIDE.items():
         (into / page).write_text(linked((ROOT / name).read_text("utf-8"), name, page), "utf-8")
     index, page = "notebooks/README.md", f"{TUTORIALS}/index.md"

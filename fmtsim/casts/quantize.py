@@ -59,8 +59,9 @@ def quantize(
         rounding: Name of a mode or a ``Rounding``.
         overflow: ``"saturate"`` or ``"ieee"``; None takes the format's default.
         dim: The dimension along which blocks run; element formats do not look at it.
-        generator: Source of random words for ``rounding="stochastic"``: an int seed, a ``torch.Generator`` on the
-            CPU or on x's device, a ``RandomKey``, or None for torch's default CPU generator.
+        generator: Source of random words for ``rounding="stochastic"``: a ``torch.Generator`` on the CPU or on x's
+            device, which goes on from call to call; an int seed or a ``RandomKey``, which give every call the same
+            words, so a loop repeats them; or None for torch's default CPU generator.
         random_bits: Random bits of stochastic rounding, 1 to 32; None means all.
         random_words: The random integers themselves, int64 of x's shape in ``[0, 2**random_bits)``, instead of a
             generator.
