@@ -5,9 +5,9 @@ from fmtsim.ptq.cache import QuantisedCache
 from fmtsim.ptq.report import PtqReport, PtqRow
 from fmtsim.ptq.verb import ptq
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.ptq_methods import Calibration, Equalise, Gptq, LearnedRounding, Smooth
+from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Equalise, Gptq, Hqq, LearnedRounding, Rotate, Smooth
 
 __all__ = [
-    "Calibration", "Equalise", "Gptq", "LearnedRounding", "PtqRecipe", "PtqReport", "PtqRow", "QuantisedCache",
-    "Smooth", "ptq",
+    "Awq", "Calibration", "Clip", "Equalise", "Gptq", "Hqq", "LearnedRounding", "PtqRecipe", "PtqReport", "PtqRow",
+    "QuantisedCache", "Rotate", "Smooth", "ptq",
 ]  # fmt: skip

@@ -39,6 +39,7 @@ class Part:
         rows: Rows seen.
         amax: Largest magnitude.
         channels: Largest magnitude by channel, float32 [K].
+        magnitudes: Sum of magnitudes by channel, float64 [K] on the CPU; None where no method needs it.
         samples: Magnitudes that were kept, one tensor a batch.
         top: Largest magnitude that the static scale covers; None where the scale is dynamic.
         clipped: Share of the elements beyond it.
@@ -51,6 +52,7 @@ class Part:
     rows: int = 0
     amax: float = 0.0
     channels: Tensor | None = None
+    magnitudes: Tensor | None = None
     samples: list[Tensor] = field(default_factory=list)
     top: float | None = None
     clipped: float = 0.0
@@ -67,6 +69,7 @@ class Slot:
         quantizer: What it is rounded by.
         hessian: Sum of ``x^T x`` over all rows, float64 [K, K]; None where no method needs it.
         rows: Rows in it.
+        clipped: The weight that its scales are made of, where a method clips it; None is w.
         quantised: float32 [N, K], or None before.
         error: Mean of ``y - y_q`` over the rows seen, float64 [N].
         signal, noise: Sums of squares of y and of ``y - y_q``, in high precision and quantised, for the same inputs.
@@ -79,6 +82,7 @@ class Slot:
     quantizer: Quantizer
     hessian: Tensor | None = None
     rows: int = 0
+    clipped: Tensor | None = None
     quantised: Tensor | None = None
     error: Tensor | None = None
     signal: float = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of a weight, and rounding to it: to nearest, by GPTQ (later columns make up for errors), or learned."""
+"""The grid of a weight, and rounding to it: to nearest, by GPTQ (later columns make up for errors), learned, by HQQ."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.recipes.ptq_methods import Gptq, LearnedRounding
+from fmtsim.recipes.ptq_methods import Clip, Gptq, Hqq, LearnedRounding
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.operand import Keys, block_of, spread
 from fmtsim.spec.quantizer import Quantizer
@@ -173,6 +173,73 @@ def output_error(w: Tensor, q: Tensor, hessian: Tensor) -> Tensor:
     """Return ``|x (w - q)^T|^2`` of each row, float64 [N], from the Hessian ``x^T x``."""
     d = w.double() - q.double()
     return ((d @ hessian.double()) * d).sum(1)
+
+
+def clip(w: Tensor, hessian: Tensor, quantizer: Quantizer, settings: Clip) -> Tensor:
+    """Return a weight whose groups are clipped where that lowers the squared error of what they add to ``x w^T``.
+
+    Args:
+        w: [N, K], any float dtype.
+        hessian: [K, K], ``x^T x`` of the layer's inputs.
+        quantizer: What the clipped weight is rounded by; groups are the columns that share its scales.
+        settings: The shares that are tried.
+    """
+    n, k = w.shape
+    width = block_of(quantizer)[1] or k
+    count = -(-k // width)
+    pad = (0, count * width - k)
+    blocks = torch.nn.functional.pad(hessian.double(), pad + pad).unflatten(0, (count, -1)).unflatten(2, (count, -1))
+    h = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [count, width, width]: inputs of one group with each other
+    top = torch.nn.functional.pad(w.abs(), pad).unflatten(1, (count, width)).amax(-1)
+    best, least = top.clone(), torch.full((n, count), float("inf"), dtype=torch.float64)
+    for i in range(settings.steps - settings.steps // 2):
+        tried = top * (1 - i / settings.steps)
+        limit = tried.repeat_interleave(width, 1)[:, :k]
+        q = nearest(torch.clamp(w, -limit, limit), quantizer)
+        d = torch.nn.functional.pad(w.double() - q.double(), pad).unflatten(1, (count, width))
+        error = (torch.einsum("ngi,gij->ngj", d, h) * d).sum(-1)
+        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
+    limit = best.repeat_interleave(width, 1)[:, :k]
+    return torch.clamp(w, -limit, limit)
+
+
+def hqq(w: Tensor, quantizer: Quantizer, settings: Hqq) -> Tensor:
+    """Round a weight under zero points that half-quadratic splitting moves; float32 [N, K], no random numbers.
+
+    Args:
+        w: [N, K], any float dtype.
+        quantizer: An unsigned integer block format with zero points whose groups divide K.
+        settings: Steps, norm and weight of the error.
+
+    Raises:
+        ArgumentError: The quantiser has no zero points, or groups that do not divide K.
+    """
+    fmt = quantizer.format
+    width = block_of(quantizer)[1] or w.shape[1]
+    if not (isinstance(fmt, BlockFormat) and fmt.zero_point and fmt.block[0] == 1) or w.shape[1] % width:
+        raise ArgumentError(
+            f"HQQ rounds groups that divide K={w.shape[1]} to unsigned integers with zero points, not {quantizer}; "
+            "choose w = Quantizer(format=get_format('uint4_g64_zp')) or another group"
+        )
+    levels, g = float(fmt.element.max), w.float().reshape(-1, width)
+    # 1. Codes are round(w scale + zero): the range of a group fills the grid.
+    low, high = g.amin(1, keepdim=True), g.amax(1, keepdim=True)
+    scale = torch.where(high - low <= 1e-4, 1.0, levels / (high - low)).clamp(max=2e4)
+    zero, least = -low * scale, torch.tensor(float("inf"))
+    for _ in range(settings.steps):
+        codes = torch.round(g * scale + zero).clamp(0, levels)
+        off = g - (codes - zero) / scale
+        # 2. Shrink the error: what is left of it should be sparse.
+        size = off.abs()
+        sparse = (size - size.pow(settings.norm - 1) * (1 / settings.beta)).clamp(min=0) * off.sign()
+        # 3. Move the zero point to the mean that codes and the weight without the sparse error agree on.
+        zero = (codes - (g - sparse) * scale).mean(1, keepdim=True)
+        error = size.mean()
+        if not error < least:
+            break
+        least = error
+    codes = torch.round(g * scale + zero).clamp(0, levels)
+    return ((codes - zero) * (1 / scale)).reshape(w.shape)
 
 
 PIECE = 1 << 16  # elements that are learned together, so that they stay in the cache

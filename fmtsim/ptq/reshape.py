@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a model that leave its function alone and make it easier to quantise: SmoothQuant and equalisation."""
+"""Changes of a model that leave its function alone and make it easier to quantise: SmoothQuant, AWQ, equalisation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,29 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
-from fmtsim.ptq.calibrate import Part
-from fmtsim.recipes.ptq_methods import Equalise, Smooth
+from fmtsim.ptq.calibrate import Slot
+from fmtsim.ptq.grid import nearest, output_error
+from fmtsim.recipes.ptq_methods import Awq, Equalise, Smooth
+from fmtsim.spec.operand import block_of
 from fmtsim.support.errors import ArgumentError
 
 DIVISOR = "ptq_divisor"  # the buffer of a layer whose inputs are divided
 _HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout)
 
 
-def smooth(part: Part, settings: Smooth) -> bool:
+def smooth(slot: Slot, settings: Smooth | Awq) -> bool:
     """Divide the input channels of a layer and multiply the columns of its weight; return True if that was done.
 
     The divisor is a buffer of the layer, and a hook divides its input: any graph will do, while the source folds the
     division into the normalisation before. Up to float32's rounding the two are the same. Only layers that multiply
     their input itself are smoothed, linear ones; a channel or column of zeros keeps the divisor 1.
     """
-    module = part.module
+    part, module = slot.parts[0], slot.parts[0].module
     if not isinstance(module, EmulatedLinear | EmulatedTransposed) or part.part:
         return False
     assert part.channels is not None
-    w = module.weight.data
-    transposed = isinstance(module, EmulatedTransposed)
-    divisor = smoothing(part.channels, w.abs().amax(1 if transposed else 0), settings.alpha).to(w.dtype)
-    w.mul_(divisor[:, None] if transposed else divisor)
+    if isinstance(settings, Awq):
+        if slot.quantizer.format is None:
+            return False
+        divisor = activation_aware(slot, settings).to(slot.w)
+    else:
+        divisor = smoothing(part.channels, slot.w.abs().amax(0), settings.alpha).to(slot.w.dtype)
+    slot.w.mul_(divisor)
     module.register_buffer(DIVISOR, divisor)
     module.register_forward_pre_hook(divide_input)
     return True
@@ -40,6 +45,28 @@ def smoothing(x: Tensor, w: Tensor, alpha: float) -> Tensor:
     """Return ``x**alpha / w**(1 - alpha)``, 1 where either is zero; computed in float64."""
     s = x.double().pow(alpha) / w.double().pow(1 - alpha)
     return torch.where((x > 0) & (w > 0) & torch.isfinite(s) & (s > 0), s, 1.0)
+
+
+def activation_aware(slot: Slot, settings: Awq) -> Tensor:
+    """Return AWQ's factor of every input channel, float32 [K] on the CPU, of a slot with its Hessian and means."""
+    assert slot.hessian is not None and slot.parts[0].magnitudes is not None
+    w, mean = slot.w.float().cpu(), (slot.parts[0].magnitudes / slot.rows).float()
+    # 1. The mean magnitude of a column, each element relative to the largest of its group.
+    width = block_of(slot.quantizer)[1] or w.shape[1]
+    groups = torch.nn.functional.pad(w.abs(), (0, -w.shape[1] % width)).unflatten(1, (-1, width))
+    relative = (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1)[:, : w.shape[1]].mean(0)
+    # 2. The factors of each exponent, and the error of the outputs when the weight is rounded under them.
+    best, least = torch.ones_like(mean), float("inf")
+    for i in range(settings.steps):
+        r = i / settings.steps
+        s = mean.pow(r) / (relative.pow(1 - r) + 1e-4) if settings.duo else mean.pow(r)
+        s = s.clamp(min=1e-4)
+        s = s / (s.max() * s.min()).sqrt()
+        s = torch.where(torch.isfinite(s), s, 1.0)
+        error = float(output_error(w, nearest(w * s, slot.quantizer) / s, slot.hessian).sum())
+        if error < least:
+            best, least = s, error
+    return best
 
 
 def divide_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

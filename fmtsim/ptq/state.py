@@ -15,6 +15,7 @@ from fmtsim.ptq.calibrate import Products
 from fmtsim.ptq.grid import nearest
 from fmtsim.ptq.report import PtqReport
 from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
+from fmtsim.ptq.rotate import attach, detach
 from fmtsim.ptq.steps import scales_of
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.serialization import recipe_from_dict, recipe_to_dict
@@ -188,6 +189,7 @@ def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
     if absent:
         raise ArgumentError(f"the model has no layer {absent[0]!r}; build the one that was quantised")
     convert(model, recipe.inference, filter_fn=lambda module, name: name in layers)
+    untied = recipe.rotate is not None and attach(model, recipe.rotate)
     try:
         for name in layers:
             _grow(model.get_submodule(name), name, tensors)
@@ -195,6 +197,7 @@ def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
         load_converted_state(model, state["scales"])
     except (RuntimeError, ArgumentError) as error:
         unsmooth({name: model.get_submodule(name) for name in layers})
+        detach(model, untied)
         revert(model)
         raise ArgumentError(f"the state does not fit {type(model).__name__}: {error}") from None
     model.__dict__[PTQ] = Quantised(recipe, weights, None)

@@ -26,10 +26,10 @@ from fmtsim.ptq.calibrate import (
     quantised_input,
     static_scale,
 )
-from fmtsim.ptq.grid import gptq, grid_of, learned_rounding, nearest
+from fmtsim.ptq.grid import clip, gptq, grid_of, hqq, learned_rounding, nearest
 from fmtsim.ptq.reshape import smooth
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.ptq_methods import Gptq, LearnedRounding, Smooth
+from fmtsim.recipes.ptq_methods import Awq, Clip, Gptq, Hqq, LearnedRounding, Smooth
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
@@ -89,10 +89,8 @@ def collected(products: Products, recipe: PtqRecipe, batches: list[Any], show: P
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         collect(part, x, recipe.calibration)
-        if recipe.weights is not None and slot.quantizer.format is not None:
-            gram = (x.double().mT @ x.double()).cpu()
-            slot.hessian = gram if slot.hessian is None else slot.hessian + gram
-            slot.rows += x.shape[0]
+        if not isinstance(recipe.weights, Hqq | None) and slot.quantizer.format is not None:
+            _correlate(slot, x)
 
     show.stage("calibration", len(batches))
     if batches:
@@ -105,8 +103,15 @@ def collected(products: Products, recipe: PtqRecipe, batches: list[Any], show: P
     return products
 
 
+def _correlate(slot: Slot, x: Tensor) -> None:
+    """Add an input [rows, K] to a slot's Hessian."""
+    gram = (x.double().mT @ x.double()).cpu()
+    slot.hessian = gram if slot.hessian is None else slot.hessian + gram
+    slot.rows += x.shape[0]
+
+
 def smooth_inputs(
-    model: nn.Module, settings: Smooth, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
+    model: nn.Module, settings: Smooth | Awq, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
 ) -> set[str]:
     """Smooth the layers of a model, and return their names."""
     products, fed = Products(model, configs), set()
@@ -114,6 +119,10 @@ def smooth_inputs(
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         collect(part, x, None)
+        if isinstance(settings, Awq) and slot.quantizer.format is not None:
+            _correlate(slot, x)
+            sums = x.abs().sum(0, dtype=torch.float64).cpu()
+            part.magnitudes = sums if part.magnitudes is None else part.magnitudes + sums
         if settings.after == "any" or any(x.data_ptr() == y.data_ptr() for y in outputs):
             fed.add(part)
 
@@ -129,33 +138,41 @@ def smooth_inputs(
             hook.remove()
     products.check()
     _refuse_shared(products, fed)
-    names = {part.name for part in products.parts.values() if part in fed and smooth(part, settings)}
+    slots = [slot for slot in products.slots.values() if slot.parts[0] in fed]
+    names = {slot.parts[0].name for slot in slots if smooth(slot, settings)}
     if not names:
         raise ArgumentError(
-            "SmoothQuant: no linear layer has its input from a normalisation module; pass Smooth(after='any')"
+            "SmoothQuant and AWQ: no linear layer has its input from a normalisation module; pass after='any'"
         )
     return names
 
 
-def round_weights(products: Products, method: Gptq | LearnedRounding | None, show: Progress) -> None:
+def round_weights(products: Products, method: Gptq | LearnedRounding | Clip | Hqq | None, show: Progress) -> None:
     """Round every weight by its quantiser and the method."""
     slots = list(products.slots.values())
     show.stage("weights", len(slots))
     for i, slot in enumerate(slots):
-        if slot.hessian is None or method is None:
-            slot.quantised = nearest(slot.w, slot.quantizer)
-        else:
-            w = slot.w.cpu()
-            try:
-                grid = grid_of(w, slot.quantizer)
-                if isinstance(method, Gptq):
-                    q = gptq(w, slot.hessian, grid, method)
-                else:
-                    q = learned_rounding(w, slot.hessian, grid, method)
-            except ArgumentError as error:
-                raise ArgumentError(f"layer {slot.name!r}: {error}") from None
-            slot.quantised = q.to(device=slot.w.device, dtype=torch.float32)
+        try:
+            slot.quantised = _rounded(slot, method).to(device=slot.w.device, dtype=torch.float32)
+        except ArgumentError as error:
+            raise ArgumentError(f"layer {slot.name!r}: {error}") from None
         show.step(i + 1)
+
+
+def _rounded(slot: Slot, method: Gptq | LearnedRounding | Clip | Hqq | None) -> Tensor:
+    w = slot.w.cpu()
+    if isinstance(method, Hqq) and slot.quantizer.format is not None:
+        return hqq(w, slot.quantizer, method)
+    if slot.hessian is None or (isinstance(method, Clip) and any(word in slot.name for word in method.skip)):
+        return nearest(slot.w, slot.quantizer)
+    if isinstance(method, Clip):
+        slot.clipped = clip(w, slot.hessian, slot.quantizer, method).to(slot.w.device)
+        return nearest(slot.clipped, slot.quantizer)
+    grid = grid_of(w, slot.quantizer)
+    if isinstance(method, Gptq):
+        return gptq(w, slot.hessian, grid, method)
+    assert isinstance(method, LearnedRounding)
+    return learned_rounding(w, slot.hessian, grid, method)
 
 
 def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
@@ -171,7 +188,7 @@ def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
 
 def scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
     """Return the scales of blocks and of the tensor that a weight is rounded with, before it is overwritten."""
-    operand = quantize_operand(slot.w, slot.quantizer)
+    operand = quantize_operand(slot.w if slot.clipped is None else slot.clipped, slot.quantizer)
     return tuple(None if s is None else s.clone() for s in (operand.scale, operand.tensor_scale))  # type: ignore[return-value]
 
 
@@ -307,7 +324,7 @@ def _refuse_shared(products: Products, fed: set[Part]) -> None:
     if shared:
         names = " and ".join(part.name for part in shared[0].parts[:2])
         raise ArgumentError(
-            f"SmoothQuant: {names} share a weight, which cannot follow both their inputs; "
+            f"SmoothQuant and AWQ: {names} share a weight, which cannot follow both their inputs; "
             "leave one out with filter_fn= or a Rule(name=...)"
         )
 

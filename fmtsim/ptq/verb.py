@@ -24,6 +24,7 @@ from fmtsim.nn.state import PTQ
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.report import PtqReport, PtqRow, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
+from fmtsim.ptq.rotate import attach, detach, rotate
 from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend, rounded_weights
 from fmtsim.ptq.steps import (
     bias_corrects,
@@ -69,9 +70,9 @@ def ptq(
     ``target`` names, as in ``fmtsim.convert``, and the report measures them there; without
     one they are float32, in no particular order. ``fmtsim.revert`` gives the classes back, not the weights.
 
-    The steps: equalise weights; run the data and smooth; run it again for ranges and Hessians; round weights; run it
-    once more to measure; store. All runs are of the model in high precision, in evaluation mode, without gradients.
-    Deterministic on one device and number of threads.
+    The steps: rotate; equalise weights; run the data and smooth; run it again for ranges and Hessians; round
+    weights; run it once more to measure; store. All runs are of the model in high precision, in evaluation mode,
+    without gradients. Deterministic on one device and number of threads.
 
     Args:
         model: A trained model, not converted yet.
@@ -122,12 +123,15 @@ def ptq(
             f"fmtsim.ptq(model, {recipe.name!r}, batches)"
         )
     batches = [] if calibration_data is None else batches_of(calibration_data)
-    before = stored(model)
+    before, untied = stored(model), False
     configs = prepared(model, recipe, filter_fn)
     spared = [name for name in output_heads(model) if name not in configs and ignore is None]
     model.__dict__[REASONS] |= dict.fromkeys(spared, "the head of a language model; ignore=[] quantises it")
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
+            if recipe.rotate is not None:
+                untied = attach(model, recipe.rotate)
+                rotate(model, recipe.rotate)
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
             smoothed = set() if recipe.smooth is None else smooth_inputs(model, recipe.smooth, configs, batches, show)
             rows: list[PtqRow] = []
@@ -142,7 +146,7 @@ def ptq(
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)
     except BaseException:
-        _undo(model, before)
+        _undo(model, before, untied)
         raise
     report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
@@ -247,11 +251,12 @@ def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> list[Ptq
     return rows
 
 
-def _undo(model: nn.Module, before: list[Any]) -> None:
+def _undo(model: nn.Module, before: list[Any], untied: bool) -> None:
     """Give a model back as it was before a failure."""
     stored_ids = {id(t) for t, _ in before}
     unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
     contract(model)
+    detach(model, untied)
     revert(model)
     for module in model.modules():  # biases that correction made
         bias = module._parameters.get("bias")

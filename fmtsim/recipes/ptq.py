@@ -10,7 +10,7 @@ from fmtsim.formats.scaling import History
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.operand import keeps_scales
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.recipes.ptq_methods import Calibration, Equalise, Gptq, LearnedRounding, Smooth
+from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Equalise, Gptq, Hqq, LearnedRounding, Rotate, Smooth
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
@@ -31,8 +31,10 @@ class PtqRecipe:
         w: Quantiser of the weights, blocks along the inner axis (``block=(1, None)`` is an output channel).
         calibration: How a static scale of x is found, for an x with one scale a tensor; None makes scales from the
             tensor at hand.
-        smooth, equalise: What is done to weights and inputs before.
-        weights: How weights are rounded; None rounds every element to nearest.
+        smooth, equalise: What is done to weights and inputs before: SmoothQuant's factors or AWQ's, equal ranges.
+        rotate: Rotate the residual stream of a decoder before all else.
+        weights: How weights are rounded; None rounds every element to nearest. HQQ takes an unsigned integer format
+            with zero points, such as ``"uint4_g64_zp"``.
         sequential: What is calibrated after its quantised predecessors, in the order in which the model runs it:
             ``"block"`` each block of layers (the outermost numbered module, such as ``model.layers.3``), as GPTQ's
             authors do; ``"layer"`` each layer, those with the same input together; None takes all statistics from the
@@ -55,9 +57,10 @@ class PtqRecipe:
     x: Quantizer = Quantizer()
     w: Quantizer = Quantizer()
     calibration: Calibration | None = None
-    smooth: Smooth | None = None
+    smooth: Smooth | Awq | None = None
     equalise: Equalise | None = None
-    weights: Gptq | LearnedRounding | None = None
+    rotate: Rotate | None = None
+    weights: Gptq | LearnedRounding | Clip | Hqq | None = None
     sequential: Sequential | None = None
     bias_correction: bool = False
     batch_norm: bool = False
@@ -77,7 +80,8 @@ class PtqRecipe:
         needs = {
             "the static scales of its inputs": self.calibration is not None,
             str(self.smooth): self.smooth is not None,
-            str(self.weights): self.weights is not None,
+            str(self.weights): not isinstance(self.weights, Hqq | None),
+            "quantised predecessors": self.sequential is not None,
             "bias correction": self.bias_correction,
             "batch norm measured anew": self.batch_norm,
             "a call that reaches its attention": self.attention is not None,
@@ -93,8 +97,9 @@ class PtqRecipe:
         if not (isinstance(self.name, str) and self.name):
             raise ArgumentError(f"PtqRecipe name={shown(self.name)} is not a name; pass a word such as 'my_int8'")
         kinds: dict[str, Any] = {
-            "calibration": Calibration | None, "smooth": Smooth | None, "equalise": Equalise | None,
-            "weights": Gptq | LearnedRounding | None, "attention": AttentionConfig | None,
+            "calibration": Calibration | None, "smooth": Smooth | Awq | None, "equalise": Equalise | None,
+            "rotate": Rotate | None,
+            "weights": Gptq | LearnedRounding | Clip | Hqq | None, "attention": AttentionConfig | None,
             "extended": Quantizer | None,
         }  # fmt: skip
         for name, kind in ({"x": Quantizer, "w": Quantizer} | kinds).items():
@@ -134,12 +139,16 @@ class PtqRecipe:
     def _check_machine(self, x: Quantizer, w: Quantizer) -> None:
         """Refuse operands that the target does not multiply, and weights whose scales are not stored for it."""
         self.product(x, w)
-        moving = isinstance(self.weights, Gptq) and self.weights.groups != "static" and w.format is not None
-        if moving and x.format is not None:
+        if self.moves_scales and w.format is not None and x.format is not None:
             raise ArgumentError(
-                f"weights={self.weights}: a machine is not handed scales that groups make as they are reached; choose "
-                "Gptq(groups='static'), or leave x in high precision"
+                f"weights={self.weights}: a machine is not handed scales or zero points that the method makes itself; "
+                "choose Gptq(groups='static'), or leave x in high precision"
             )
+
+    @property
+    def moves_scales(self) -> bool:
+        """Whether weights are rounded under other scales or zero points than their quantiser makes of them."""
+        return isinstance(self.weights, Hqq) or (isinstance(self.weights, Gptq) and self.weights.groups != "static")
 
     def _operands(self) -> list[tuple[str, Quantizer, Quantizer]]:
         used = [(f" rules[{i}]", rule.use) for i, rule in enumerate(self.rules) if rule.use is not None]
@@ -194,8 +203,7 @@ class PtqRecipe:
         """
         x = fixed(x) if self.calibration is not None and is_static(x) else x
         apart = w.scaling is not None or keeps_scales(w, folded=False, on_gpu=False)
-        moving = isinstance(self.weights, Gptq) and self.weights.groups != "static"
-        stored = bool(self.machine) and apart and not moving
+        stored = bool(self.machine) and apart and not self.moves_scales
         return self.product(x, dataclasses.replace(w, source="stored", transforms=()) if stored else Quantizer())
 
     @property
@@ -221,7 +229,7 @@ class PtqRecipe:
         ranges = "from the tensor at hand" if self.calibration is None else f"calibrated by {self.calibration}"
         lines = [self.name, f"x: {self.x}" + (f", {ranges}" if self.x.format else ""), f"w: {self.w}"]
         lines += [self.machine] if self.machine else []
-        methods = [str(part) for part in (self.equalise, self.smooth, self.weights) if part is not None]
+        methods = [str(part) for part in (self.rotate, self.equalise, self.smooth, self.weights) if part is not None]
         methods += ["bias correction"] * self.bias_correction + ["batch norm measured anew"] * self.batch_norm
         methods += [f"each {self.sequential} after its quantised predecessors"] if self.sequential else []
         lines += [f"with: {', '.join(methods)}"] if methods else []

@@ -10,7 +10,7 @@ from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.ptq_methods import Calibration, Gptq, LearnedRounding, Smooth
+from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Gptq, Hqq, LearnedRounding, Rotate, Smooth
 from fmtsim.spec.quantizer import Quantizer, Sparsity
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592 (details unverified)"
@@ -202,6 +202,16 @@ _INTEGERS = (
     PtqRecipe(name="int4_gptq_dynamic", w=operand("int4", _groups(32)), weights=Gptq(act_order=True, groups="dynamic"),
               source=f"{_GPTQ}: groups of 32 with scales made as they are reached",
               notes="stored, it needs the group of each column, too"),
+    PtqRecipe(name="int4_awq", w=operand("uint4_g128_zp"), smooth=Awq(), weights=Clip(), aliases=("awq",),
+              source="Lin et al., AWQ, arXiv:2306.00978; AutoAWQ 0.2.9",
+              notes="each layer has its own factors, from its own output error; the source shares them among layers of "
+              "one input, by the error of attention or of the feed-forward block"),
+    PtqRecipe(name="int4_hqq", w=operand("uint4_g64_zp"), weights=Hqq(), aliases=("hqq",),
+              source="Badri and Shaji, Half-Quadratic Quantization, 2023; hqq 0.2.8, axis=1"),
+    PtqRecipe(name="w4a4_quarot", x=operand("int4", _TOKEN), w=operand("int4", _CHANNEL), weights=Gptq(),
+              rotate=Rotate(online=True), aliases=("quarot",), source="Ashkboos et al., QuaRot, arXiv:2404.00456",
+              notes="for decoders built as Llama is; without the source's clipping of inputs and weights; its rotation "
+              "of keys and its INT4 cache are not in it (KVCache rounds a cache)"),
     PtqRecipe(name="int4_learned", w=operand("int4", _groups(32)), weights=LearnedRounding(), aliases=("adaround",),
               source="Nagel et al., AdaRound, arXiv:2004.10568",
               notes="on the layer's own output error, without the following activation"),

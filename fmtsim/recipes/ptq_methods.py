@@ -69,6 +69,33 @@ class Smooth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Awq:
+    """Describe the search of AWQ (Lin et al., arXiv:2306.00978): inputs divided, columns of weights multiplied.
+
+    Of the exponents r = 0, 1/steps, ... below 1, that with the least squared error of the layer's outputs counts, its
+    weight rounded to nearest and its inputs in high precision. Channel j is scaled by
+    ``mean|x_j|**r / (mean_i v_ij**(1 - r) + 1e-4)``, at least 1e-4, over the geometric mean of the largest and the
+    smallest; v are magnitudes relative to the largest of their group. Columns of zeros, too.
+
+    Args:
+        steps: Exponents that are tried.
+        duo: Let the weight count, too; otherwise the factor is ``mean|x_j|**r``.
+        after: As in Smooth.
+    """
+
+    steps: int = 20
+    duo: bool = True
+    after: Literal["norm", "any"] = "any"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _whole("Awq", "steps", self.steps, 1)
+
+    def __str__(self) -> str:
+        return f"AWQ, {self.steps} exponents" + ("" if self.duo else " of inputs alone")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Equalise:
     """Describe cross-layer equalisation of weights (Nagel et al., arXiv:1906.04721, section 4.1).
 
@@ -153,6 +180,86 @@ class LearnedRounding:
 
     def __str__(self) -> str:
         return f"learned rounding, {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotate:
+    """Describe the rotations of QuaRot (Ashkboos et al., arXiv:2404.00456) and the fixed part of SpinQuant's.
+
+    The residual stream is rotated by a Hadamard matrix with random signs, which the weights around it absorb, as they
+    do the weights of RMS normalisation. The head gets a weight of its own.
+
+    Args:
+        seed: Of the signs.
+        heads: Rotate the values of each head, too, absorbed by the layers around attention.
+        online: Transform the input of ``down_proj`` at every call; its weight absorbs the inverse.
+    """
+
+    seed: int = 0
+    heads: bool = True
+    online: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _whole("Rotate", "seed", self.seed, 0)
+
+    def __str__(self) -> str:
+        words = ["values"] * self.heads + ["down_proj online"] * self.online
+        return f"rotated, seed {self.seed}" + "".join(f", {word}" for word in words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Describe the clipping of AWQ (its authors' code): each group's largest magnitude is lowered where that helps.
+
+    Of the shares 1, 1 - 1/steps, ... above 1/2 of a group's largest magnitude, the first with the least squared error
+    of what the group adds to the outputs counts; the weight is then rounded to nearest.
+
+    Args:
+        steps: Parts of the largest magnitude.
+        skip: Layers whose name has one of these in it are rounded to nearest alone: a product of queries and keys
+            follows, for which the error of the outputs says little.
+    """
+
+    steps: int = 20
+    skip: tuple[str, ...] = ("q_", "k_", "query", "key", "Wqkv")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _whole("Clip", "steps", self.steps, 2)
+
+    def __str__(self) -> str:
+        return f"clipped in steps of 1/{self.steps}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hqq:
+    """Describe HQQ (Badri and Shaji, Half-Quadratic Quantization, 2023), which needs no data.
+
+    A group's scale is its range over the number of steps of the grid; its zero point, a real number, is moved so that
+    ``|w - w_q|**norm`` shrinks: the rounded weight and the error, shrunk by ``e - |e|**(norm - 1) / beta``, take turns.
+    It ends after ``steps``, or where the mean error of the whole weight falls no more.
+
+    Args:
+        steps: At most.
+        norm: The exponent p, above 0, at most 1.
+        beta: Weight of the error; the package leaves it as it is, though its paper lets it grow by 1.01 a step.
+    """
+
+    steps: int = 20
+    norm: float = 0.7
+    beta: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _whole("Hqq", "steps", self.steps, 1)
+        if not (0 < self.norm <= 1 and 0 < self.beta < float("inf")):
+            raise ArgumentError(
+                f"Hqq norm={self.norm!r}, beta={self.beta!r}; choose a norm above 0, at most 1, and a beta above 0"
+            )
+
+    def __str__(self) -> str:
+        return f"HQQ, {self.steps} steps, norm {self.norm:g}"
 
 
 def _whole(record: str, name: str, value: Any, least: int) -> None:

@@ -192,7 +192,9 @@ def test_weights_that_two_layers_share_are_rounded_once():
     fmtsim.ptq(model, "int4_gptq", [normal(20, 16)])
     assert model[4].weight is model[0].weight
     assert [row.name for row in fmtsim.report(model).rows] == ["0", "2"]
-    refused(r"SmoothQuant: 0 and 4 share a weight", fmtsim.ptq, fmtsim.revert(model), ANYWHERE, [normal(20, 16)])
+    refused(
+        r"SmoothQuant and AWQ: 0 and 4 share a weight", fmtsim.ptq, fmtsim.revert(model), ANYWHERE, [normal(20, 16)]
+    )
 
 
 def test_bias_correction_removes_the_mean_error():

@@ -200,8 +200,8 @@ def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
         operand = quantize_operand(w, quantizer, state=scales.to(w.device))
     if not torch.equal(_with_codes(name, operand).values(torch.float32).to(w.dtype), w):
         raise ArgumentError(
-            f"layer {name!r}: its weight is not what fmtsim.ptq rounded, or was rounded under scales that moved with "
-            "GPTQ; quantise again, with Gptq(groups='static')"
+            f"layer {name!r}: its weight is not what fmtsim.ptq rounded, or was rounded under scales or zero points "
+            "of GPTQ or HQQ; quantise again, with Gptq(groups='static')"
         )
     return operand
 
