@@ -47,7 +47,7 @@ class QuantisedCache:
         static = [not isinstance(f, BlockFormat) or f.tensor_scale for f in formats]
         self._formats, self._factors = tuple(map(_with_static_scale, formats)), (key_scale, value_scale)
         self._chunks: tuple[list[Encoded], list[Encoded]] = ([], [])
-        for fmt, scale, takes_scale in zip(self._formats, self._factors, static, strict=True):
+        for fmt, scale, takes_scale in zip(formats, self._factors, static, strict=True):
             if isinstance(fmt, BlockFormat) and fmt.block[0] != 1:
                 raise ArgumentError(
                     f"{fmt.name} shares scales among tokens; choose a format with block=(1, size) or (1, None)"
