@@ -33,7 +33,8 @@ def headings(page):
 def broken_links(text, page):
     """Return the links of a text to files or headings that are not there, as seen from a page."""
     found = []
-    for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text):
+    html = re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    for link in [*re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text), *html]:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         if not link.startswith("http") and (not target.exists() or (anchor and anchor not in headings(target))):
@@ -117,6 +118,7 @@ def test_what_does_not_exist_is_found():
     assert broken_links("[a](docs/nothing.md) [b](README.md#nowhere) [c](docs/ptq.md#memory)", page) == [
         "docs/nothing.md", "README.md#nowhere",
     ]  # fmt: skip
+    assert broken_links('<img src="docs/assets/underflow.jpg">', page) == ["docs/assets/underflow.jpg"]
     assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.registry") == [
         "fmtsim.ptq.QuantisedCache", "fmtsim.quantise",
     ]  # fmt: skip

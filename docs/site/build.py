@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "build" / "pages"
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 TUTORIALS = "tutorials"
+# A picture of the README for dark and for light pages; the theme shows one of two images by their anchors.
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="(.*?)">\s*<img src="(.*?)" alt="(.*?)">\s*</picture>')
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Source"] + "/blob/main"
 
 
@@ -57,6 +59,7 @@ def linked(text: str, path: str, page: str) -> str:
             return f"{found[1]}({REPOSITORY}/{target})"
         return f"{found[1]}({os.path.relpath(place, Path(page).parent)}{hash_}{anchor})"
 
+    text = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", text)
     return re.sub(r"(\[[^\]]*\])\(([^)\s]+)\)", turned, text)
 
 

@@ -123,12 +123,18 @@ class Attribution(Result):
     def plot(self, path: str | Path | None = None, *, by: By = "loss", title: str = "") -> "Figure":
         """Draw the costs of the dearest 20 layers as bars, a colour for each operand; return the figure.
 
+        Layers whose bars would be shorter than 1/400 of the longest are counted under the axis; three are always drawn.
+
         Args:
             path: Where to save a PNG.
             by: ``"loss"``, ``"kl"`` or ``"gradient"``.
             title: Heading.
         """
-        cost, names = self._cost(by), list(self.layers(by=by))[:20][::-1]
+        cost, costs, reach = self._cost(by), self.layers(by=by), dict[str, float]()
+        for row in self.rows:
+            reach[row.layer] = max(reach.get(row.layer, 0.0), abs(cost(row) or 0.0))
+        widest = max((value for value in reach.values() if math.isfinite(value)), default=0.0)
+        names = [name for i, name in enumerate(costs) if i < 3 or not reach[name] < widest / 400][:20][::-1]
         rows = [row for row in self.rows if row.layer in names and cost(row) is not None]
         if not rows:
             raise ArgumentError(f"there is no cost by={by!r} to draw; {_NONE[by]}")
@@ -147,8 +153,10 @@ class Attribution(Result):
         panel.set_yticks(range(len(names)), names, fontsize=8)
         kind = "switched one at a time" if self.exact else "estimated"
         label_axes(panel, f"{_LABELS[by]} ({kind})", "")
+        if hidden := len(costs) - len(names):
+            panel.set_xlabel(f"{panel.get_xlabel()}\nnot drawn, with shorter bars: {hidden} of {len(costs)} layers")
         panel.set_axisbelow(True)
-        panel.legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
         set_title(figure, title)
         return saved(figure, path)
 
