@@ -126,6 +126,35 @@ def test_what_does_not_exist_is_found():
     assert missing_files("`docs/ptq.md` and `tests/nothing.py`") == ["tests/nothing.py"]
 
 
+def words_of(drawing):
+    """Return the texts of an SVG file, one after another."""
+    svg = (ROOT / "docs" / "assets" / drawing).read_text(encoding="utf-8")
+    return re.sub(r"\s+", " ", " ".join(re.findall(r"<text[^>]*>(.*?)</text>", svg)))
+
+
+def test_the_drawings_show_what_is_computed():
+    factors = torch.zeros(2, 1, 32)
+    factors[:, 0, :4] = torch.tensor([[1.75, 0.28125, 0.05859375, 0.0234375], [1.75, 0.15625, 0.05078125, 0.078125]])
+    c = torch.tensor([[1 + 0b1001001101011 / 2**13]]) / 4
+    a, b = factors.to(torch.float8_e4m3fn)
+    assert torch.equal(torch.stack([a, b]).float(), factors)
+    text, total = words_of("datapath.svg"), (factors[0].double() @ factors[1].double().T + c).item()
+    accumulator = fmtsim.mma(a, b, c, target="hopper.wgmma").item()
+    assert all(f"{x:.10g} × {y:.10g}" in text for x, y in zip(*factors[:, 0, :4].tolist(), strict=True))
+    assert f"= {accumulator}" in text and f"{total:.8f}" in text and f"lost {total - accumulator:.8f}" in text
+
+    x = torch.zeros(1, 32)
+    x[0, :16] = torch.tensor(
+        [0.5, -1.3, 0.1, 0.9, -0.2, 0.05, 0.7, -0.6, 1.0, 0.3, -0.35, 0.8, -0.02, 0.45, -1.1, 0.25]
+    )
+    x[0, 16] = 12.0
+    q = fmtsim.encode(x, "nvfp4")
+    assert q.scales.view(torch.float8_e4m3fn)[0, 0] == 48 and q.tensor_scale == torch.tensor(1 / 224)
+    elements = (q.decode()[0, :16] * (224 / 48)).round(decimals=3)
+    assert elements.tolist() == [2, -6, 0.5, 4, -1, 0, 3, -3, 4, 1.5, -1.5, 4, 0, 2, -6, 1]
+    assert "2 −6 ½ 4 −1 0 3 −3 4 1½ −1½ 4 −0 2 −6 1 s = 48" in words_of("nvfp4.svg")
+
+
 class Block(nn.Module):
     """Hold what recipes count as a block."""
 

@@ -123,7 +123,7 @@ class Attribution(Result):
     def plot(self, path: str | Path | None = None, *, by: By = "loss", title: str = "") -> "Figure":
         """Draw the costs of the dearest 20 layers as bars, a colour for each operand; return the figure.
 
-        Layers whose bars would be shorter than 1/400 of the longest are counted under the axis; three are always drawn.
+        Layers whose bars would be shorter than 1/100 of the longest are counted under the axis; three are always drawn.
 
         Args:
             path: Where to save a PNG.
@@ -134,7 +134,7 @@ class Attribution(Result):
         for row in self.rows:
             reach[row.layer] = max(reach.get(row.layer, 0.0), abs(cost(row) or 0.0))
         widest = max((value for value in reach.values() if math.isfinite(value)), default=0.0)
-        names = [name for i, name in enumerate(costs) if i < 3 or not reach[name] < widest / 400][:20][::-1]
+        names = [name for i, name in enumerate(costs) if i < 3 or not reach[name] < widest / 100][:20][::-1]
         rows = [row for row in self.rows if row.layer in names and cost(row) is not None]
         if not rows:
             raise ArgumentError(f"there is no cost by={by!r} to draw; {_NONE[by]}")

@@ -242,26 +242,26 @@ class SweepResult(Result):
         low, high = min(medians.values()), max(self.limits.values())
         for panel, shape in zip(panels, shapes, strict=True):
             grid = [[medians.get((scheme, shape, lr), math.nan) for lr in rates] for scheme in schemes]
-            image = panel.imshow(grid, cmap="viridis_r", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
+            image = panel.imshow(grid, cmap="viridis_r", vmin=low, vmax=max(high, low + 0.1), aspect="auto")
             panel.set_xticks(range(len(rates)), [f"{lr:g}" for lr in rates])
             panel.set_yticks(range(len(schemes)), schemes)
             panel.set_xlabel("peak learning rate")
             panel.set_title(f"width {shape.width}, {shape.steps} steps", fontsize=10, loc="left")
-            _numbers(panel, cells, schemes, shape, rates, self)
+            _numbers(panel, image.norm, cells, schemes, shape, rates, self)
         figure.colorbar(image, ax=panels.tolist(), label="median last loss, nats per byte")
         return saved(figure, path)
 
 
 def _numbers(
-    panel: Any, cells: Mapping[tuple[str, Shape, float], list[SweepRun]], schemes: Sequence[str], shape: Shape,
-    rates: Sequence[float], result: SweepResult,
+    panel: Any, norm: Any, cells: Mapping[tuple[str, Shape, float], list[SweepRun]], schemes: Sequence[str],
+    shape: Shape, rates: Sequence[float], result: SweepResult,
 ) -> None:  # fmt: skip
     for y, scheme in enumerate(schemes):
         for x, lr in enumerate(rates):
             if runs := cells.get((scheme, shape, lr)):
                 bad = sum(map(result.failed, runs))
                 text = _loss(_median(runs)) + (f"\n{bad}/{len(runs)} failed" if bad else "")
-                dark = _median(runs) > (result.limits[shape] + min(map(_median, cells.values()))) / 2
+                dark = norm(min(_median(runs), result.limits[shape])) > 0.5
                 panel.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
 
 

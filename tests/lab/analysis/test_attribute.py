@@ -339,7 +339,7 @@ def test_an_attribution_is_text_html_json_and_a_picture(tmp_path):
 
 def test_a_picture_counts_layers_whose_bars_nobody_would_see():
     pytest.importorskip("matplotlib")
-    panel = made(a=(1.0, 0.0), b=(0.001, 0.0), c=(-0.004, 0.0), d=(0.002, 0.0), e=(0.0, 0.0)).plot().axes[0]
+    panel = made(a=(1.0, 0.0), b=(0.001, 0.0), c=(-0.04, 0.0), d=(0.002, 0.0), e=(0.0, 0.0)).plot().axes[0]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["c", "b", "d", "a"]
     assert panel.get_xlabel().endswith("\nnot drawn, with shorter bars: 1 of 5 layers")
     panel = made(a=(0.1, 0.2), b=(0.5, -0.5), c=(0.3, 0.0), d=(0.2, 0.0)).plot().axes[0]  # b's bars cancel and are long

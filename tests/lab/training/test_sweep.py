@@ -262,6 +262,8 @@ def test_the_table_has_the_best_rate_of_each_shape(tmp_path):
     )
     figure = result.plot(tmp_path / "map.png")
     words = [text.get_text() for panel in figure.axes for text in panel.texts]
+    colours = {text.get_text(): text.get_color() for panel in figure.axes for text in panel.texts}
+    assert colours["-\n1/1 failed"] == "white" and colours["1.500"] == "black"  # on the two ends of the scale
     assert "-\n1/1 failed" in words and "1.500" in words and (tmp_path / "map.png").stat().st_size > 5000
 
 
