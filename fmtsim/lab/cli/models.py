@@ -15,6 +15,7 @@ import torch
 from fmtsim.lab.analysis.attribute import attribute
 from fmtsim.lab.analysis.observe import ModelObservation, observe
 from fmtsim.lab.analysis.page import write_page
+from fmtsim.lab.analysis.perplexity import perplexity_of
 from fmtsim.lab.cli.model_options import configuration, file_given, formats_given, load_model, load_plain, machine_given
 from fmtsim.lab.cli.options import check_positive
 from fmtsim.lab.cli.output import answer, format_table, json_text, origin
@@ -206,12 +207,8 @@ def _loss_lines(loaded: Loaded, record: dict[str, Any]) -> list[str]:
     )
     if loaded.unit:
         unit = loaded.unit.replace("nats", "perplexity")
-        lines.append(f"{unit}: {_perplexity(before):.5g} before, {_perplexity(after):.5g} after")
+        lines.append(f"{unit}: {perplexity_of(before):.5g} before, {perplexity_of(after):.5g} after")
     return lines
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
 
 
 def _write_quantised(out: Path, loaded: Loaded, record: dict[str, Any]) -> list[str]:
