@@ -161,7 +161,9 @@ def _heatmap(
     panel.grid(False)
     lossless = ", white: nothing lost" if grid.isposinf().any() else ""
     inch = 1.0 / figure.get_figheight()
-    bar = figure.colorbar(drawn, ax=panel, location="bottom", fraction=0.12 * inch, pad=0.1 * inch, aspect=60, shrink=0.7)
+    bar = figure.colorbar(
+        drawn, ax=panel, location="bottom", fraction=0.12 * inch, pad=0.1 * inch, aspect=60, shrink=0.7
+    )
     bar.set_label(_WORDS[by] + lossless + (", grey: zeros or not run" if grid.isnan().any() else ""))
 
 
