@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.integrations.trackers import check_histograms, exponents, figures, send
+from fmtsim.integrations.trackers import check_histograms, exponents, figures, send, worst_places
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
 from fmtsim.nn.convert import set_step
@@ -252,6 +252,10 @@ class RunRecord:
         self._unseen = part.notes
         scale = self._scales.get(self.step)
         return figures(part) | ({} if scale is None else {"fmtsim_loss_scale": scale})
+
+    def places(self) -> dict[str, str]:
+        """Return the layers and operands that lost most in the step that ended last, if it was observed."""
+        return {} if self._last is None else worst_places(self._last)
 
     def draw(self, trackers: Iterable[Any], step: int, axis: str | None = None) -> None:
         """Send histograms of the step that ended last, if it was observed, to those trackers that take some."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fmtsim.lab.analysis.losses import losses_of, worst
+from fmtsim.lab.analysis.losses import MEASURES, badness, losses_of, worst
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.support.errors import ArgumentError, shown
@@ -41,6 +41,17 @@ def figures(part: Observation) -> dict[str, float]:
         "fmtsim_nonfinite": float(sum(loss.stats.nonfinite for loss in losses)),
     }
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def worst_places(part: Observation) -> dict[str, str]:
+    """Return the layer and operand of each of ``figures``, for logs that take text; those that lose nothing are out."""
+    losses = losses_of(part.layers)
+    firsts = {by: worst(losses, 1, by)[0] for by in MEASURES} if losses else {}
+    places = {f"fmtsim_worst_{by}": f"{one.layer or '(model)'} {one.operand}" for by, one in firsts.items()}
+    nothing = {
+        f"fmtsim_worst_{by}" for by in ("underflow", "saturation") if losses and not badness(firsts[by].stats, by)
+    }
+    return {name: place for name, place in places.items() if name not in nothing}
 
 
 def exponents(part: Observation, by: str | None) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 """For Hugging Face: FmtsimCallback follows a Trainer, KVCache quantises what ``generate`` caches."""
 
 import functools
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,12 @@ class KVCache(DynamicCache):
         return super().update(*rounding.rounded(key_states, value_states), layer_idx, *args, **kwargs)
 
 
+def _is_trainer(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("training_step", "callback_handler", "train"))
+
+
 class FmtsimCallback(TrainerCallback):
-    """Follow a Trainer of Hugging Face: ``trainer.add_callback(FmtsimCallback(trainer, every=10))``.
+    """Follow a Trainer of Hugging Face: ``Trainer(..., callbacks=[FmtsimCallback(every=10)])``.
 
     - Before each optimizer step it tells a recipe with a schedule the step (``fmtsim.nn.set_step``).
     - It observes the first of every so many optimizer steps (``fmtsim.observe``), with gradient accumulation all
@@ -80,6 +85,7 @@ class FmtsimCallback(TrainerCallback):
     - After an observed step the Trainer logs, to all that ``report_to`` names: ``fmtsim_worst_underflow_percent``,
       ``fmtsim_worst_saturation_percent``, ``fmtsim_worst_sqnr_db``, each of the operand that loses most by it, and
       ``fmtsim_nonfinite``, the NaN and infinite elements of all. What is infinite or undefined is not logged.
+      ``fmtsim_worst_underflow``, ``_saturation`` and ``_sqnr`` name layer and operand of each.
       TensorBoard and W&B get histograms of exponents, too.
     - Beside each checkpoint it saves ``fmtsim_state.pt``: ``fmtsim.state`` of each process, losses and
       statistics. ``train(resume_from_checkpoint=...)`` goes on from them, and refuses a model of another recipe. A
@@ -92,7 +98,8 @@ class FmtsimCallback(TrainerCallback):
     they are, multiplied by the GradScaler's scale, which is logged as ``fmtsim_loss_scale``.
 
     Args:
-        trainer: The Trainer; its ``train`` and ``training_step`` are wrapped.
+        trainer: The Trainer; its ``train`` and ``training_step`` are wrapped. None for a callback that is handed to
+            the Trainer as ``callbacks=``; one that is added later needs it: ``add_callback(FmtsimCallback(trainer))``.
         every: The first of so many optimizer steps is observed.
         report: Where the report goes; None writes none.
         title: Its heading.
@@ -119,23 +126,37 @@ class FmtsimCallback(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: Any, *, every: int = 10, report: StrPath | None = None, title: str = "Where bits are lost",
-        recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
-        rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
+        self, trainer: Any = None, *, every: int = 10, report: StrPath | None = None,
+        title: str = "Where bits are lost", recipe: str | Path | Recipe | LinearConfig | None = None,
+        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
     ) -> None:  # fmt: skip
         if TrainerCallback is object:
             raise FmtsimError('FmtsimCallback needs transformers and accelerate; pip install "fmtsim[transformers]"')
-        if not all(hasattr(trainer, name) for name in ("training_step", "callback_handler", "train")):
+        if trainer is not None and not _is_trainer(trainer):
             raise ArgumentError(
-                f"FmtsimCallback got {type(trainer).__name__} as trainer; make the transformers.Trainer first, "
-                "then trainer.add_callback(FmtsimCallback(trainer))"
+                f"FmtsimCallback got {type(trainer).__name__} as trainer; pass callbacks=[FmtsimCallback()] to the "
+                "transformers.Trainer, or make that first, then trainer.add_callback(FmtsimCallback(trainer))"
             )
         self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, rules=rules,
                                 histograms=histograms)  # fmt: skip
-        self._trainer = trainer
+        self._trainer: Any = None
         self._saved: Path | None = None
+        if trainer is not None:
+            self._follow(trainer)
+
+    def _follow(self, trainer: Any) -> None:
+        self._trainer = trainer
         trainer.train = self._train(trainer.train)
         trainer.training_step = self._training_step(trainer.training_step)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Follow the Trainer that this was handed to, which no argument of an event names: its constructor calls."""
+        frame = None if self._trainer is not None else inspect.currentframe()
+        while frame is not None:
+            if _is_trainer(caller := frame.f_locals.get("self")) and caller.state is state:
+                self._follow(caller)
+                return
+            frame = frame.f_back
 
     def _train(self, train: Any) -> Any:
         """Wrap ``Trainer.train``: know the checkpoint, and write the report if it ends in an error."""
@@ -173,6 +194,11 @@ class FmtsimCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin, or go on from a checkpoint."""
         trainer = self._trainer
+        if trainer is None:
+            raise ArgumentError(
+                "FmtsimCallback was added to a Trainer that it does not know; pass callbacks=[FmtsimCallback()] to the "
+                "Trainer, or call trainer.add_callback(FmtsimCallback(trainer))"
+            )
         if state is not trainer.state:
             raise ArgumentError(
                 "FmtsimCallback was made for another Trainer; make one for each, FmtsimCallback(trainer)"
@@ -196,7 +222,7 @@ class FmtsimCallback(TrainerCallback):
         """Count the step and log."""
         if logs := self.record.end(mean=False):  # of a step's batches each has its share of the loss
             logging = control.should_log  # which a log takes away, before the Trainer logs the loss
-            self._trainer.log(logs)
+            self._trainer.log(logs | self.record.places())
             control.should_log = logging
         callbacks = self._trainer.callback_handler.callbacks
         trackers = [getattr(callback, name, None) for callback in callbacks for name in ("tb_writer", "_wandb")]

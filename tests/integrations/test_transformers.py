@@ -90,6 +90,41 @@ def test_the_trainer_logs_what_was_observed_and_its_own_losses(tmp_path):
     assert own == pytest.approx([row["loss"] for row in log if "loss" in row], rel=1e-5)  # summed in float32
 
 
+def test_a_callback_is_handed_to_the_trainer(tmp_path):
+    """It follows as one that was given the Trainer, and the log has names of layers."""
+    plain = trainer(tmp_path, follow=False)
+    plain.train()
+    callback = FmtsimCallback(every=2, report=tmp_path / "run.html")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, learning_rate=1e-3, report_to="none",
+        use_cpu=True, disable_tqdm=True, seed=0, save_strategy="no", logging_steps=5,
+    )  # fmt: skip
+
+    class Own(transformers.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    run = Own(llama(), arguments, train_dataset=ROWS, callbacks=[callback])
+    run.train()
+    assert same(run.model, plain.model) and callback.record.losses and (tmp_path / "run.html").exists()
+    rows = [row for row in run.state.log_history if "fmtsim_worst_sqnr" in row]
+    assert [row["step"] for row in rows] == list(callback.record.seen.history) == list(range(1, STEPS + 1, 2))
+    for row in rows:
+        layer, operand = row["fmtsim_worst_sqnr"].split()
+        assert callback.record.seen.history[row["step"]][layer][operand].sqnr_db == row["fmtsim_worst_sqnr_db"]
+        share, place = row["fmtsim_worst_underflow_percent"], row.get("fmtsim_worst_underflow")
+        assert (place is None) == (share == 0)  # where nothing underflows no layer is the worst
+        layers = callback.record.seen.history[row["step"]]
+        assert place is None or layers[place.split()[0]][place.split()[1]].underflow_percent == share
+    assert any("fmtsim_worst_underflow" in row for row in rows)
+
+
+def test_a_callback_that_does_not_know_its_trainer_says_how(tmp_path):
+    run = trainer(tmp_path, follow=False)
+    run.add_callback(FmtsimCallback(every=2))
+    refused(r"does not know; pass callbacks=\[FmtsimCallback\(\)\] to the Trainer, or call trainer.add_", run.train)
+
+
 def test_trackers_of_the_trainer_get_histograms(tmp_path):
     run, _ = trainer(tmp_path, every=10, how={"histograms": "layer"})
     writer = Writer()
@@ -205,7 +240,7 @@ def test_a_checkpoint_of_another_recipe_or_a_damaged_file_is_refused(tmp_path):
 
 def test_nonsense_is_refused(tmp_path):
     plain = trainer(tmp_path, follow=False)
-    refused("got LlamaForCausalLM as trainer; make the transformers.Trainer first", FmtsimCallback, plain.model)
+    refused("got LlamaForCausalLM as trainer; pass callbacks=", FmtsimCallback, plain.model)
     refused("every=0 is not a number of steps; pass 1 to observe all", FmtsimCallback, plain, every=0)
     refused("report=7 is not a path", FmtsimCallback, plain, report=7)
     refused("there is no folder", FmtsimCallback, plain, report=tmp_path / "absent" / "run.html")

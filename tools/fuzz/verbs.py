@@ -315,7 +315,7 @@ def _searched(*arguments: Any, **options: Any) -> None:
 def _search(r: Random) -> tuple[Any, list[Any], Values]:
     options = maybe(
         r, {"bits": either(r, r.choice((4, 8, 8.5, 16, 2)), 0.1)}, budget=(None, 1e6), formats=(PTQ[1:3],),
-        filter_fn=(lambda module, name: True,), loss_fn=(lambda output, reference: 1.0,), wrong=0.06,
+        filter_fn=(lambda module, name: True,), loss=(lambda output, reference: 1.0,), wrong=0.06,
     )  # fmt: skip
     options = {name: passed(value) for name, value in options.items()}
     return _searched, [either(r, net(r, 32), 0.05), _data(r)], options

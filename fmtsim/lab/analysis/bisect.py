@@ -148,7 +148,7 @@ Run = Trace | str | os.PathLike[str] | tuple[Any, ...]
 """A trace, the file of one, or ``(model, batch)`` or ``(model, batch, loss)`` as ``trace`` takes them."""
 
 
-def bisect(run_a: Run, run_b: Run) -> Bisection:
+def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None) -> Bisection:
     """Find the first operation whose output bits differ between two runs of one model while its inputs are equal.
 
     Runs may differ in recipe, target or unit, in whether products run natively, in device, machine, versions, and in
@@ -158,9 +158,10 @@ def bisect(run_a: Run, run_b: Run) -> Bisection:
 
     Args:
         run_a, run_b: Each a ``Trace``, the path of a saved one, or ``(model, batch)`` or ``(model, batch, loss)``,
-            which runs on a copy of the model. Such runs begin with torch's generators as they are, run again to get
-            the values of the operation that was found (both, or it says that a run does not repeat itself), and where
-            the difference comes from code between modules once more with all of torch's operators.
+            which runs on a copy of the model; or a model, with ``batch``. Such runs begin with torch's generators as
+            they are, run again to get the values of the operation that was found (both, or it says that a run does not
+            repeat itself), and where the difference comes from code between modules with all of torch's operators.
+        batch, loss: Of runs that are models.
 
     Raises:
         ArgumentError: The runs are of different models or inputs, or recorded at different levels; it names the first
@@ -174,7 +175,7 @@ def bisect(run_a: Run, run_b: Run) -> Bisection:
     >>> str(found.a), found.kind, found.alone
     ('(model) forward: Linear', 'operation', (0, 6))
     """
-    runs = _read("run_a", run_a), _read("run_b", run_b)
+    runs = _read("run_a", run_a, batch, loss), _read("run_b", run_b, batch, loss)
     result = _found(runs, "modules")
     if result.inside_modules or any(run.step is None for run in runs):
         return result
@@ -207,7 +208,7 @@ def assert_same_bits(a: Any, b: Any, batch: Any = None, loss: Any = None) -> Non
     >>> assert_same_bits(layer.weight, layer.weight.clone())
     """
     models = isinstance(a, nn.Module) and isinstance(b, nn.Module)
-    result = bisect((a, batch, loss), (b, batch, loss)) if models else compare(a, b)
+    result = bisect(a, b, batch, loss) if models else compare(a, b)
     if not result.equal:
         raise AssertionError(f"the {'models' if models else 'tensors'}' bits differ\n{result}")
 
@@ -231,18 +232,17 @@ class _Side(NamedTuple):
         return self.step(level=level, **keep)
 
 
-def _read(name: str, run: Any) -> _Side:
+def _read(name: str, run: Any, batch: Any, loss: Any) -> _Side:
+    if isinstance(run, nn.Module):
+        if batch is None:
+            raise ArgumentError(f"{name} is a model without a batch; call bisect(model_a, model_b, batch)")
+        run = (run, batch, loss)
     if isinstance(run, Trace):
         return _Side(run, None, None)
     if isinstance(run, str | os.PathLike):
         return _Side(Trace.load(run), None, None)
     if isinstance(run, tuple | list) and len(run) in (2, 3) and isinstance(run[0], nn.Module):
-        model, batch, loss = (*run, None)[:3]
-
-        def step(**how: Any) -> _Traced:
-            return _Traced(*traced_step(model, batch, loss, **how))
-
-        return _Side(None, model, step)
+        return _Side(None, run[0], lambda **how: _Traced(*traced_step(*run, **how)))
     raise ArgumentError(
         f"{name}={shown(run)} is not a run; pass a Trace, the path of one, (model, batch) or (model, batch, loss)"
     )

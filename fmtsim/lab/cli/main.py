@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "ptq": "quantise a trained model from a few batches, and print the loss before and after",
         "search": "find a format for each layer of a trained model within a budget of bit operations",
         "train": "train a small GPT in full precision and under simulated precision, side by side",
+        "report": "lay runs of train over each other in one HTML report, with a verdict over seeds",
         "sweep": "train a small model over schemes, learning rates, widths and seeds, and count failed runs",
         "memory": "estimate the memory that training or serving a model needs on each device",
         "reproduce": "reproduce published claims at small scale, and report which hold",
@@ -58,7 +59,7 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # A command NAME is run by run_NAME of a module here; declare_NAME of a module of arguments/ declares its arguments.
 RUNS = {
     "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "invariance"),
-    "models": ("observe", "attribute", "ptq", "search"), "training": ("train",),
+    "models": ("observe", "attribute", "ptq", "search"), "training": ("train", "report"),
     "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "audit", "compare", "verify"),
     "machine": ("info", "completion", "doctor", "warmup"), "calibration": ("calibrate",), "benchmarks": ("bench",),
 }  # fmt: skip
@@ -128,6 +129,7 @@ def _run(words: list[str]) -> int:
             parser.print_help()
             return 0
         arguments = parser.parse_args(words)
+        arguments.words = [word.removeprefix(" ") for word in words]
         status = _function("run", arguments.command)(arguments)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         return status or 0

@@ -62,6 +62,8 @@ def _tensors(text: str | None) -> bool | list[int | str]:
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Bisect and print; 0 where all bits agree, 1 where some do not."""
     texts = arguments.a, arguments.b
+    for text in texts:
+        _check_trace(text)
     models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
     runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
     try:
@@ -75,6 +77,21 @@ def run_bisect(arguments: argparse.Namespace) -> int:
         raise ArgumentError(f"{' against '.join(texts)}: {type(error).__name__}: {error}") from error
     answer(arguments, result.to_dict(), lambda: str(result))
     return 0 if result.equal else MISMATCH
+
+
+FILES = (".st", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".json", ".gguf")  # never models
+
+
+def _check_trace(text: str) -> None:
+    """Refuse the name of a file that is not there, and one of a file that holds something else than a trace."""
+    how = "pass a file that fmtsim trace --out wrote, or a model as FILE.py:function; fmtsim compare takes tensors"
+    if Path(text).suffix in FILES and not os.path.isfile(text):
+        raise ArgumentError(f"{text} is not there; {how}")
+    if os.path.isfile(text):
+        try:
+            Trace.load(text)
+        except DataError as error:
+            raise DataError(f"{text} is not a trace ({str(error).removeprefix(f'{text}: ')}); {how}") from None
 
 
 def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:

@@ -5,8 +5,10 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from fmtsim.lab.analysis.losses import badness
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
 from fmtsim.lab.bench.timing import bounded_threads
-from fmtsim.lab.cli.arguments.models import EVERY
+from fmtsim.lab.cli.arguments.models import EVERY, SHARE_LAYERS, TRAIN_DEFAULTS
 from fmtsim.lab.cli.model_options import simulated
 from fmtsim.lab.cli.options import check_device, check_threads, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, json_text, print_text
@@ -36,12 +38,15 @@ from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.lockstep import check_native
 from fmtsim.lab.training.loop import compare_schemes
 from fmtsim.lab.training.models import source_digest
+from fmtsim.lab.training.overlay import overlay
 from fmtsim.lab.training.run import Run
 from fmtsim.lab.training.schemes import ADAMW, HIGH_PRECISION, Scheme, TrainConfig
 from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
 from fmtsim.support.errors import ArgumentError, FmtsimError
-from fmtsim.support.files import check_folder
+from fmtsim.support.files import check_file, check_folder, write_file
 from fmtsim.support.progress import Progress, make_progress
+
+TOLD = ("Gap", "Where to look first")  # of the verdict, in the summary
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -68,14 +73,24 @@ def run_train(arguments: argparse.Namespace) -> int:
             raise ArgumentError("--check native has no checkpoints; leave --resume and --checkpoint-every out")
         return _check(arguments, config, out)
     corpus = load_corpus(arguments.data, config.model.context)
+    started = {"command": shlex.join(["fmtsim", *arguments.words]), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     with _training(arguments, out) as progress:
         checkpoint = _checkpoint(arguments, config, corpus, out)
-        with _reported(config, corpus, checkpoint, out), simulated(arguments) as run:
+        with _reported(config, corpus, checkpoint, out, started), simulated(arguments) as run:
             baseline, emulated = compare_schemes(config, corpus, progress, checkpoint)
-        record = make_record(config, corpus, baseline, emulated)
+        record = make_record(config, corpus, baseline, emulated, started)
         paths = write_artifacts(out, record, baseline, emulated)
     parts = [summary(record, baseline, emulated), *([] if run is None else [run.summary])]
     _answer(arguments, record, lambda: "\n\n".join(parts), paths)
+    return 0
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write the report of several runs."""
+    out = Path(arguments.out).expanduser()
+    check_file("--out", out)
+    write_file(out, overlay([Path(folder).expanduser() for folder in arguments.folders]))
+    print(f"written: {out}")
     return 0
 
 
@@ -92,14 +107,16 @@ def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def _reported(config: TrainConfig, corpus: Corpus, checkpoint: Checkpoint, out: Path) -> Iterator[None]:
+def _reported(
+    config: TrainConfig, corpus: Corpus, checkpoint: Checkpoint, out: Path, started: dict[str, str]
+) -> Iterator[None]:
     """Write the report of a comparison that is interrupted, if it can be written."""
     try:
         yield
     except KeyboardInterrupt:
         written = None
         with contextlib.suppress(FmtsimError):
-            written = write_unfinished(out, config, corpus, checkpoint)
+            written = write_unfinished(out, config, corpus, checkpoint, started)
         raise KeyboardInterrupt(written or "") from None
 
 
@@ -137,7 +154,7 @@ def _check(arguments: argparse.Namespace, config: TrainConfig, out: Path) -> int
 def _config(arguments: argparse.Namespace) -> TrainConfig:
     for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
         get_format(name)  # an unknown name fails here, with close matches
-    sizes = {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads")}
+    sizes = {name: getattr(arguments, name) for name in ("context", "width", "heads")}
     machine = _machine(arguments) | {"reduction": arguments.reduction}
     if arguments.level is not None and arguments.recipe is None:
         raise ArgumentError(f"--level {arguments.level} is a recipe's; pass --recipe {_with_levels()} as well")
@@ -147,6 +164,10 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
         names = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
         set_sizes = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
         simulated = Scheme(**{"format": "e4m3"} | set_sizes | machine, optimizer=_optimizer(arguments, None))
+    # Of two blocks a recipe that leaves the last 15 % of them in high precision leaves one: it would hardly show.
+    rules = () if simulated.recipe is None else simulated.recipe.rules
+    by_share = any(isinstance(blocks, float) for rule in rules for blocks in (rule.first_blocks, rule.last_blocks))
+    sizes["layers"] = arguments.layers or (SHARE_LAYERS if by_share else TRAIN_DEFAULTS["layers"])
     baseline = Scheme(format=arguments.baseline, grad_format=arguments.baseline)
     rest = {name: getattr(arguments, name) for name in ("steps", "batch_size", "ranks", "lr", "seed", "device")}
     model = {"model": GPTConfig(**sizes), "architecture": arguments.model}
@@ -218,6 +239,8 @@ def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
         *(f"{run.label}: stopped, {run.stopped}" for run in (baseline, simulated) if run.stopped),
         "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
         *_system(baseline, simulated),
+        "",
+        *(f"{question.lower()}: {answer}" for question, answer in record["verdict"] if question in TOLD),
     ]
     if simulated.nonfinite:
         skipped = f", {simulated.skipped} of them skipped; the loss ended at a scale of {simulated.loss_scale:g}"

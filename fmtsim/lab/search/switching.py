@@ -85,9 +85,7 @@ class SwitchingModel:
         self._runs: dict[str, str | None] = {name: "" for name in names}
         start = self.run({})
         if not math.isfinite(start):
-            raise ArgumentError(
-                f"the loss of the unquantised model is {start}; look for Inf in its outputs or loss_fn="
-            )
+            raise ArgumentError(f"the loss of the unquantised model is {start}; look for Inf in its outputs or loss=")
 
     def _add(self, recipe: PtqRecipe, products: Products) -> None:
         name = recipe.name
@@ -128,7 +126,7 @@ class SwitchingModel:
         try:
             number = float(loss)
         except (TypeError, ValueError, RuntimeError):
-            raise ArgumentError(f"loss_fn returned {type(loss).__name__}; return one number") from None
+            raise ArgumentError(f"loss returned {type(loss).__name__}; return one number") from None
         return math.inf if math.isnan(number) else number
 
     @torch.no_grad()

@@ -59,7 +59,7 @@ DEFAULT = ("w4a4", "minifloat_e3m2", "e4m3_static")
 def search(
     model: nn.Module, calibration_data: Any, budget: float | None = None, *, bits: float | None = None,
     formats: Sequence[str | PtqRecipe] = DEFAULT, policy: Policy | None = None,
-    sensitivity: Mapping[str, Any] | None = None, loss_fn: Loss | None = None,
+    sensitivity: Mapping[str, Any] | None = None, loss: Loss | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None, progress: bool | None = None, target: Any = None,
     plan: GemmPlan | None = None, native: bool | None = None,
 ) -> SearchResult:  # fmt: skip
@@ -83,7 +83,7 @@ def search(
         policy: Search by sampling.
         sensitivity: By recipe what ``fmtsim.attribute(model, batch, loss, recipe.linear)`` finds, in place of a run for
             each layer and recipe: a layer's loss is the sum of its operands'. None runs them.
-        loss_fn: ``loss_fn(output, reference)`` of a batch, a number, reference being the unquantised model's output;
+        loss: ``loss(output, reference)`` of a batch, a number, reference being the unquantised model's output;
             None is the squared error of all outputs relative to their squares. NaN counts as infinite.
         filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
         progress: As in ``fmtsim.ptq``.
@@ -105,11 +105,11 @@ def search(
     True
     """
     check_model("search", model)
-    check_options(budget, bits, policy, loss_fn)
+    check_options(budget, bits, policy, loss)
     recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search"))
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
-        switching = SwitchingModel(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
+        switching = SwitchingModel(model, recipes, batches, filter_fn, loss or relative_noise, show)
         left_out |= switching.left_out
         recipes = {name: recipe for name, recipe in recipes.items() if name not in left_out}
         layers, names = list(switching.forms), list(recipes)
@@ -205,7 +205,7 @@ def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[l
     return [[costs[layer, name] for name in names] for layer in layers]
 
 
-def check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
+def check_options(budget: Any, bits: Any, policy: Any, loss: Any) -> None:
     """Refuse budgets, policies and losses that are none."""
     if (budget is None) == (bits is None):
         raise ArgumentError("pass exactly one of budget= (bit operations of a batch) and bits= (of both operands)")
@@ -218,8 +218,8 @@ def check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
             f"policy={shown(policy)} is not a Policy; write policy=Policy() (from fmtsim.lab.search import Policy), or "
             "leave it out"
         )
-    if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentError(f"loss_fn={shown(loss_fn)} is not a function; write loss_fn=lambda output, reference: ...")
+    if loss is not None and not callable(loss):
+        raise ArgumentError(f"loss={shown(loss)} is not a function; write loss=lambda output, reference: ...")
 
 
 def budget_of(

@@ -23,6 +23,7 @@ from fmtsim.lab.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch, emulat
 from fmtsim.lab.training.models import TITLES, source_digest
 from fmtsim.lab.training.run import Run
 from fmtsim.lab.training.schemes import TrainConfig
+from fmtsim.lab.training.verdict import verdict
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
 from fmtsim.support.files import Content, write_folder
@@ -36,7 +37,9 @@ def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulat
     return write_folder(out, {**_contents(record, baseline, simulated), CHECKPOINT: None})
 
 
-def write_unfinished(out: Path, config: TrainConfig, corpus: Corpus, checkpoint: Checkpoint) -> str | None:
+def write_unfinished(
+    out: Path, config: TrainConfig, corpus: Corpus, checkpoint: Checkpoint, started: Mapping[str, Any] | None = None
+) -> str | None:
     """Write the report of what there is of a comparison that was interrupted; return in words where it is, if any."""
     runs = checkpoint.begun
     if not any(run.losses for run in runs):
@@ -44,7 +47,8 @@ def write_unfinished(out: Path, config: TrainConfig, corpus: Corpus, checkpoint:
     runs[-1].guesses = list(dict.fromkeys(checkpoint.guesses))
     which = ("baseline", "simulated")[len(runs) - 1]
     at = f"after step {len(runs[-1].losses)} of {config.steps} of the {which} run"
-    page = _page(settings(config, corpus), runs, [f"Interrupted {at}: this is what there is, without held-out losses."])
+    about = settings(config, corpus) | {"in force": in_force(config, runs, started)}
+    page = _page(about, runs, [f"Interrupted {at}: this is what there is, without held-out losses."])
     write_folder(out, {REPORT: page})
     return f"{out / REPORT} shows what there is, {at}"
 
@@ -67,13 +71,38 @@ def settings(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     return about(config, corpus, {"threads": torch.get_num_threads()})
 
 
-def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: Run) -> dict[str, Any]:
-    """Return everything about a comparison as JSON types; numbers that are not finite are None."""
+def make_record(
+    config: TrainConfig, corpus: Corpus, baseline: Run, simulated: Run, started: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return everything about a comparison as JSON types; numbers that are not finite are None.
+
+    ``started`` says when and by which command line.
+    """
     gaps = {name: getattr(simulated, name) - getattr(baseline, name) for name in ("final_loss", "validation")}
-    return {
-        **settings(config, corpus), "baseline": _run_record(baseline), "simulated": _run_record(simulated),
+    record = {
+        **settings(config, corpus), "in force": in_force(config, (baseline, simulated), started),
+        "baseline": _run_record(baseline), "simulated": _run_record(simulated),
         "gap": {name: _finite(gap) for name, gap in gaps.items()},
     }  # fmt: skip
+    return record | {"verdict": verdict(record)}
+
+
+def in_force(config: TrainConfig, runs: Sequence[Run], started: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what ran, every default filled in: command, duration, parameters, and how each run multiplies."""
+    took = {run.label: f"{run.seconds:.1f} s, {len(run.losses)} of {config.steps} steps" for run in runs}
+    facts = {**(started or {}), "duration": took, "parameters": f"{runs[0].parameters:,}"}
+    for name, scheme in (("baseline", config.baseline), ("simulated", config.simulated)):
+        linear = (scheme.linear_config() if scheme.recipe is None else scheme.recipe.linear).on(**scheme.machine)
+        facts[name] = {
+            "recipe": "none" if scheme.recipe is None else scheme.recipe.name,
+            "operands": {operand: str(quantizer) for operand, quantizer in linear.operands.items()},
+            "target": linear.fprop.machine.removeprefix("on ") or "none: products of float32",
+            "exceptions": [] if scheme.recipe is None else [str(rule) for rule in scheme.recipe.rules],
+            "autocast": scheme.autocast or "none", "optimizer": str(scheme.states),
+            "gradients reduced by": scheme.reduced_by,
+        }  # fmt: skip
+    summaries = [run.report.summary for run in runs if run.report is not None]
+    return facts | ({"coverage": summaries[-1]} if summaries else {})
 
 
 def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[str, Content | None]:
@@ -82,7 +111,7 @@ def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[
         if run.stats is not None:
             steps = ", ".join(map(str, run.stats.history))
             parts.append(f"{run.label}: operands in steps {steps}\n\n{run.stats}\n\n{run.report}")
-    about = {key: value for key, value in record.items() if key not in ("baseline", "simulated", "gap")}
+    about = {key: value for key, value in record.items() if key not in ("baseline", "simulated", "gap", "verdict")}
     held_out = {f"held-out loss, {run.label}": run.validation for run in (baseline, simulated)}
     return {
         REPORT: _page({**about, **held_out}, (baseline, simulated)),
@@ -94,7 +123,7 @@ def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[
 def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     """Return the report of the runs that there are, the baseline first; the last one's operands are shown."""
     names = [f"{name}: {run.label}" for name, run in zip(("baseline", "simulated"), runs, strict=False)]
-    last = runs[-1]
+    last, records = runs[-1], dict(zip(("baseline", "simulated"), map(_run_record, runs), strict=False))
     remarks = [*notes, *(f"{run.label}: stopped, {run.stopped}" for run in runs if run.stopped)]
     if last.nonfinite:
         remarks.append(f"Steps with gradients that were not finite: {last.nonfinite}, skipped: {last.skipped}")
@@ -110,8 +139,9 @@ def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = 
     return write_page(
         None, title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
         curves=dict(zip(names, (run.losses for run in runs), strict=True)), loss_unit="nats per byte",
-        observation=last.stats, coverage=None if last.report is None else last.report.coverage, configuration=about,
-        notes=remarks,
+        observation=last.stats, coverage=None if last.report is None else last.report.coverage,
+        configuration={"in force": about["in force"], **about}, notes=remarks, verdict=verdict(records),
+        attribution=last.costs,
     )  # fmt: skip
 
 
@@ -121,7 +151,7 @@ def _title(about: Mapping[str, Any]) -> str:
 
 
 def _run_record(run: Run) -> dict[str, Any]:
-    names = ("label", "stopped", "nonfinite", "skipped", "loss_scale", "guesses")
+    names = ("label", "stopped", "nonfinite", "skipped", "loss_scale", "guesses", "parameters", "costs")
     observed = None if run.stats is None else run.stats.to_dict()
     system = ("optimizer", "state_bytes", "ranks", "reduction", "gathered")
     return {name: getattr(run, name) for name in (*names, *system)} | {

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fmtsim.lab.analysis.attribute import attribute
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import observe
 from fmtsim.lab.analysis.one_step import deterministic
@@ -19,10 +20,11 @@ from fmtsim.lab.training.models import MODELS, OwnModel, build_model
 from fmtsim.lab.training.run import Run, begin, keys, simulate, training_steps
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn.report import report
-from fmtsim.support.errors import PlanUnknownWarning
+from fmtsim.support.errors import FmtsimError, PlanUnknownWarning
 from fmtsim.support.progress import Progress
 
 VALIDATION_BATCHES = 8
+COST_STEPS, COST_ROWS = 100, 8  # of shorter runs nobody asks what operands cost; windows of text for that
 
 
 def compare_schemes(
@@ -119,7 +121,19 @@ def train(
             run.stopped = f"the loss became {run.validation} after the last step"
     if run.stopped:
         progress.say(f"{run.label}: stopped, {run.stopped}")
+    elif run.stats is not None and config.steps >= COST_STEPS:
+        run.costs = costs(learner.model, config, corpus)
     return run
+
+
+def costs(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> dict[str, Any] | None:
+    """Return what ``attribute`` estimates of a trained model on held-out text, None where it refuses the model."""
+    rows, generator = min(COST_ROWS, config.batch_size), torch.Generator().manual_seed(config.seed + 3)
+    batch = sample(corpus.validation, rows, config.model.context, generator, config.device)
+    try:
+        return attribute(model, batch, progress=False).to_dict()
+    except FmtsimError:
+        return None
 
 
 def validate(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> float:

@@ -42,6 +42,8 @@ class Run:
     state_bytes: float = 0.0  # bytes of weights and of the optimizer's states a parameter
     ranks: int = 1  # simulated ranks
     reduction: str = ""  # how gradients are reduced over them, empty with a single one
+    parameters: int = 0  # numbers in the model's Parameters, those of a shared one once
+    costs: dict[str, Any] | None = None  # what operands cost in loss after the last step, as ``Attribution.to_dict``
     gathered: str = ""  # format in which the level of a recipe gathers weights that ranks share out, else empty
     # products whose accumulation order on the target is a guess, as its warnings say
     guesses: list[str] = field(default_factory=list)
@@ -73,7 +75,9 @@ class Run:
             report = Report(
                 rows=rows,
                 notes=tuple(report["notes"]),
-                coverage=Coverage(**{**coverage, "raw": raw, "uncounted": tuple(coverage["uncounted"])}),
+                coverage=Coverage(
+                    **{**coverage, "raw": raw, **{name: tuple(coverage[name]) for name in ("uncounted", "dtypes")}}
+                ),
                 summary=report["summary"],
             )
         return cls(**{**state, "stats": stats, "report": report})
@@ -95,6 +99,7 @@ def begin(scheme: Scheme, config: TrainConfig) -> Parts:
     if scheme.simulated:
         simulate(model, scheme, config, generator)
     learner = Learner(model, scheme, config)
+    run.parameters = sum(p.numel() for p in model.parameters())
     run.optimizer, run.gathered = learner.optimizer, scheme.gathered
     run.ranks, run.reduction = learner.ranks, learner.reduced
     return Parts(run, learner, torch.Generator().manual_seed(config.seed + 1), generator)

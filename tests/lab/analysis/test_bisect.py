@@ -109,7 +109,7 @@ def test_another_split_of_k(traces, layer, product):
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_runs_show_the_values(product):
     other = changed(emulated(), "0.down", product, target="ada.mma")
-    check(fmtsim.bisect((emulated(), BATCH, loss), (other, BATCH, loss)), f"0.down {direction(product)}: {product}")
+    check(fmtsim.bisect(emulated(), other, BATCH, loss), f"0.down {direction(product)}: {product}")
 
 
 @pytest.mark.parametrize("place", range(20))
@@ -332,6 +332,7 @@ def test_runs_that_have_nothing_to_do_with_each_other():
         ArgumentError, match="different models: 3 forward: Identity is in run_a alone; pass runs of one"
     ):
         fmtsim.bisect((longer, BATCH, loss), first)
+    refused(r"run_b is a model without a batch; call bisect\(model_a, model_b, batch\)", fmtsim.bisect, first, plain())
     refused(r"run_b=3 is not a run; pass a Trace, the path of one, \(model, batch\)", fmtsim.bisect, first, 3)
 
 

@@ -37,6 +37,7 @@ def language():
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "weights.pt").write_bytes(b"PK" + bytes(range(98)))
     monkeypatch.chdir(tmp_path)
 
 
@@ -86,7 +87,9 @@ def test_a_model_of_train_gets_bytes(capsys):
         ("trace --model models.py:build --out a.pt", "--out a.pt does not end in .safetensors; choose another name"),
         ("bisect models.py:fails models.py:build",
          "models.py:fails against models.py:build: RuntimeError: mat1 and mat2"),
-        ("bisect a.safetensors models.py:build", "cannot read a.safetensors: No such file or directory"),
+        ("bisect a.safetensors models.py:build", "a.safetensors is not there; pass a file that fmtsim trace --out wr"),
+        ("bisect a.st b.st", "a.st is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py:func"),
+        ("bisect weights.pt models.py:build", "weights.pt is not a trace (a header of "),
         ("bisect models.py:build models.py", "models.py: "),
     ],
 )  # fmt: skip

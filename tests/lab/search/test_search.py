@@ -160,16 +160,16 @@ def test_a_model_that_is_a_layer():
 def test_losses_that_are_no_numbers_or_negative():
     model, data = model_and_data()
     with pytest.raises(ArgumentError, match=r"the loss of the unquantised model is inf; look for Inf in its outputs"):
-        fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: float("nan"))
-    with pytest.raises(ArgumentError, match=r"loss_fn returned Tensor; return one number"):
-        fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: y - r)
+        fmtsim.search(model, data, bits=6, loss=lambda y, r: float("nan"))
+    with pytest.raises(ArgumentError, match=r"loss returned Tensor; return one number"):
+        fmtsim.search(model, data, bits=6, loss=lambda y, r: y - r)
     exact = [model(x) for x in data]
 
     def loss(y, r):  # NaN wherever anything is quantised, which is never chosen over a number
         return 0.0 if any(torch.equal(y, e) for e in exact) else float("nan")
 
-    assert fmtsim.search(model, data, bits=6, loss_fn=loss).loss == math.inf
-    gain = fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: -float(y.sum()), policy=Policy(steps=5))
+    assert fmtsim.search(model, data, bits=6, loss=loss).loss == math.inf
+    gain = fmtsim.search(model, data, bits=6, loss=lambda y, r: -float(y.sum()), policy=Policy(steps=5))
     assert math.isfinite(gain.loss)
 
 
@@ -192,7 +192,7 @@ def test_a_policy_learns(seed):
 
 def test_a_loss_of_one_s_own():
     model, data = model_and_data()
-    worst = fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: float((y - r).abs().max()))
+    worst = fmtsim.search(model, data, bits=6, loss=lambda y, r: float((y - r).abs().max()))
     assert worst.loss == max(worst.loss, 0) and worst.formats.keys() == {"0", "2", "4"}
 
 
@@ -223,7 +223,7 @@ TIED[2].weight = TIED[0].weight
         ({"calibration_data": []}, "calibration data is empty"),
         ({"model": None}, "search takes a torch.nn.Module, not NoneType"),
         ({"policy": 3}, "policy=3 is not a Policy"),
-        ({"loss_fn": 3}, "loss_fn=3 is not a function"),
+        ({"loss": 3}, "loss=3 is not a function"),
     ],
 )  # fmt: skip
 def test_bad_budgets_and_formats(how, said):

@@ -96,25 +96,56 @@ function save(blob, name) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
-// A chart is saved with the names of its lines above it, which the page has beside it.
-function saveSvg(host) {
+const FONT = "system-ui, Helvetica, Arial, sans-serif";
+// A chart is saved with the report's title and the names of its lines above it, which the page has beside it.
+function titled(host) {
   const copy = host.querySelector("svg").cloneNode(true);
   const [, , wide, high] = copy.getAttribute("viewBox").split(" ").map(Number);
-  const head = 20 * host.series.length + 12;
+  const head = 20 * host.series.length + 42;
   copy.setAttribute("viewBox", `0 ${-head} ${wide} ${high + head}`);
   copy.setAttribute("height", high + head);
+  copy.append(draw("text", { x: 14, y: 24 - head, fill: ink("ink"), "font-size": 16, "font-weight": 600 }, data.title));
   host.series.forEach((s, i) => copy.append(
-    draw("line", { x1: 62, x2: 88, y1: 20 * i + 16 - head, y2: 20 * i + 16 - head, stroke: s.color, "stroke-width": 2.5, "stroke-dasharray": s.dash || "none" }),
-    draw("text", { x: 96, y: 20 * i + 20 - head, fill: ink("ink"), "font-size": 13 }, s.label),
+    draw("line", { x1: 62, x2: 88, y1: 20 * i + 44 - head, y2: 20 * i + 44 - head, stroke: s.color, "stroke-width": 2.5, "stroke-dasharray": s.dash || "none" }),
+    draw("text", { x: 96, y: 20 * i + 48 - head, fill: ink("ink"), "font-size": 13 }, s.label),
   ));
-  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
-  copy.setAttribute("font-family", "system-ui, Helvetica, Arial, sans-serif");
   copy.prepend(draw("rect", { y: -head, width: "100%", height: "100%", fill: ink("panel") }));
-  save(new Blob([copy.outerHTML], { type: "image/svg+xml" }), host.id + ".svg");
+  return copy;
 }
-document.querySelectorAll("button.save").forEach((button) => {
-  button.addEventListener("click", () => saveSvg($(button.dataset.of)));
-});
+function svgBlob(svg) {
+  svg.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  svg.setAttribute("font-family", FONT);
+  return new Blob([new XMLSerializer().serializeToString(svg)], { type: "image/svg+xml" });
+}
+// Hand a drawing to `then` as an image; pictures are saved at twice the size of the page.
+const SHARP = 2;
+function asImage(svg, then) {
+  const image = new Image();
+  image.onload = () => { then(image); URL.revokeObjectURL(image.src); };
+  image.src = URL.createObjectURL(svgBlob(svg));
+}
+function sharpCanvas(w, h) {
+  const canvas = make("canvas", { width: Math.round(SHARP * w), height: Math.round(SHARP * h) });
+  canvas.getContext("2d").scale(SHARP, SHARP);
+  return canvas;
+}
+function savePng(host) {
+  const svg = titled(host);
+  const [w, h] = ["width", "height"].map((name) => Number(svg.getAttribute(name)));
+  asImage(svg, (image) => {
+    const canvas = sharpCanvas(w, h);
+    canvas.getContext("2d").drawImage(image, 0, 0, w, h);
+    canvas.toBlob((blob) => save(blob, host.id + ".png"));
+  });
+}
+const saveCsv = (rows, name) => {
+  const field = (v) => (v === null || v === undefined ? "" : /[",\n\r]/.test(v) ? `"${String(v).replaceAll('"', '""')}"` : String(v));
+  save(new Blob([rows.map((row) => row.map(field).join(",") + "\r\n").join("")], { type: "text/csv" }), name);
+};
+for (const [kind, saves] of [["save", (host) => save(svgBlob(titled(host)), host.id + ".svg")], ["save-png", savePng]]) {
+  document.querySelectorAll(`button.${kind}`).forEach((button) => button.addEventListener("click", () => saves($(button.dataset.of))));
+}
+$("save-json").addEventListener("click", () => save(new Blob([JSON.stringify(data, null, 1)], { type: "application/json" }), "report.json"));
 
 function options(select, entries, chosen) {
   select.replaceChildren(...entries.map(([value, text]) => make("option", { value }, text)));

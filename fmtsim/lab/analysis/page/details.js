@@ -76,7 +76,7 @@ function drawDetails() {
 
 // Every operand of every layer over all observed steps, with its cost where that was measured.
 function worstTable() {
-  const rows = seen.layers.flatMap((_, l) => seen.operands.map((_, o) => [l, o])).filter(([l, o]) => seen.formats[placeOf(l, o)] !== null);
+  const rows = placesSeen();
   const costs = new Map((data.attribution?.rows ?? []).map((row) => [row.layer + " " + row.operand, num(row.loss)]));
   const cost = ([l, o]) => costs.get(seen.layers[l] + " " + seen.operands[o]) ?? null;
   const at = ([l, o]) => [l, o, ALL];

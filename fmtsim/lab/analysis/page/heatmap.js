@@ -41,11 +41,13 @@ function span(metric) {
   }
   return spans[metric];
 }
+const spanAboveZero = (metric) => [...seen.history[metric], ...seen.totals[metric]].map(num).filter((v) => v > 0 && isNumber(v)).reduce((a, b) => Math.min(a, b), Infinity);
 // Return where a figure lies on the scale, 0 (nothing lost) to 1, and the ends of the scale.
 function scale(metric, log) {
   const { floor, worst } = METRICS[metric];
   let [low, high] = span(metric);
-  if (floor) [low, high] = [log ? floor : 0, Math.max(high, log ? 10 * floor : floor)];
+  if (floor && log) low = Math.max(floor, spanAboveZero(metric)); // a share of nothing has no logarithm
+  if (floor) high = Math.max(high, 10 * low, floor);
   if (metric === "sqnr_db") log = false;
   if (low === high) high = low ? (low > 0 ? low * 2 : low / 2) : 1;
   const on = log ? Math.log2 : (v) => v;
@@ -82,7 +84,7 @@ function drawHeat() {
   const rows = rowsShown();
   heat.cells = rows.slice(0, MOST_ROWS);
   const of = chosenOperand() === "worst" ? "the worst operand" : operandText(chosenOperand());
-  $("heat-shown").textContent = `${METRICS[metric].label} of ${of}; ${rows.length} of ${seen.layers.length} layers` +
+  $("heat-shown").textContent = !rows.length ? `No layer has “${$("heat-filter").value.trim()}” in its name; there are ${seen.layers.length}` : `${METRICS[metric].label} of ${of}; ${rows.length} of ${seen.layers.length} layers` +
     (rows.length > MOST_ROWS ? `, the first ${MOST_ROWS} drawn: filter them to see others` : "") +
     `; ${seen.steps.length} of ${seen.forwards} steps observed`;
   $("heat-log").disabled = metric === "sqnr_db";
@@ -239,7 +241,33 @@ function startHeat() {
   });
   canvas.addEventListener("keydown", moveBy);
   for (const name of ["focus", "blur"]) canvas.addEventListener(name, () => { hideTip(); mark(); });
-  $("heat-save").addEventListener("click", () => canvas.toBlob((blob) => save(blob, "heatmap.png")));
+  $("heat-save").addEventListener("click", savePicture);
+  const names = Object.keys(METRICS);
+  const steps = [...seen.steps.keys(), ALL];
+  const row = (l, o, step) => [seen.layers[l], seen.operands[o], formatOf(l, o), step === ALL ? "all" : seen.steps[step], ...names.map((name) => figure(name, l, o, step))];
+  $("heat-csv").addEventListener("click", () => saveCsv([["layer", "operand", "format", "step", ...names], ...placesSeen().flatMap(([l, o]) => steps.map((step) => row(l, o, step)))], "bits.csv"));
+}
+const placesSeen = () => seen.layers.flatMap((_, l) => seen.operands.map((_, o) => [l, o])).filter(([l, o]) => seen.formats[placeOf(l, o)] !== null);
+// Save the heatmap at twice its size, under the report's title, what it shows and the scale of its colours.
+function savePicture() {
+  const scaleSvg = $("heat-scale").querySelector("svg").cloneNode(true);
+  const height = heat.area.top + heat.cells.length * heat.area.high + 40;
+  const head = 104;
+  asImage(scaleSvg, (image) => {
+    const canvas = sharpCanvas(heat.area.w + 24, height + head);
+    const context = canvas.getContext("2d");
+    context.fillStyle = ink("panel");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.fillStyle = ink("ink");
+    context.font = `600 16px ${FONT}`;
+    context.fillText(data.title, 12, 24, heat.area.w);
+    context.font = `13px ${FONT}`;
+    context.fillText($("heat-shown").textContent, 12, 44, heat.area.w);
+    context.drawImage(image, 0, 54, Number(scaleSvg.getAttribute("width")), Number(scaleSvg.getAttribute("height")));
+    context.translate(12, head);
+    paint(context, $("heat-metric").value);
+    canvas.toBlob((blob) => save(blob, "heatmap.png"));
+  });
 }
 const choose = () => select(heat.cells[heat.row], heat.column === seen.steps.length ? ALL : heat.column);
 function moveBy(event) {

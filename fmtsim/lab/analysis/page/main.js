@@ -3,6 +3,7 @@
 applyTheme();
 startNotes();
 const parts = {
+  verdict: [data.verdict.length > 0, null, startVerdict],
   loss: [data.curves.length > 0, "loss curves", startLoss],
   bits: [seen && seen.layers.length > 0, "observed operands", () => { startHeat(); startDetails(); }],
   exponents: [seen && seen.layers.length > 0, null, startExponents],

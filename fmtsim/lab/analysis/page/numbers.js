@@ -64,11 +64,11 @@ function path(points, x, y, log) {
 
 // Draw lines: series of {label, color, dash, points, faint}, marks of {x, text, color}. Returns nothing; a chart is read
 // with a pointer or, once it has the focus, with the arrow keys.
-function lineChart(host, { series, marks = [], height = 300, xLabel, yLabel, log = false, least = 0, zero = false, name, format = short }) {
+function lineChart(host, { series, marks = [], height = 300, xLabel, yLabel, log = false, zero = false, name, format = short, pick = null }) {
   const w = cleared(host);
   const box = { left: 62, right: w - 14, top: 12, bottom: height - 40 };
   let [low, high] = extent(series, log);
-  if (zero) [low, high] = [Math.min(low, -least, 0), Math.max(high, least, 0)];
+  if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
   if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 10, high + (Math.abs(high) || 1) / 10];
   const xs = [...new Set(series.flatMap((s) => [...s.points, ...(s.faint || [])].map((p) => p[0])).concat(marks.map((m) => m.x)))].sort((a, b) => a - b);
   const [first, last] = xs.length > 1 ? [xs[0], xs[xs.length - 1]] : [(xs[0] ?? 1) - 1, (xs[0] ?? 1) + 1];
@@ -105,11 +105,11 @@ function lineChart(host, { series, marks = [], height = 300, xLabel, yLabel, log
   }
   host.append(svg);
   host.series = series;
-  readable(svg, { xs, x, series, box, w, xLabel, format, marks });
+  readable(svg, { xs, x, series, box, w, xLabel, format, marks, pick });
 }
 
 // Let a pointer or the arrow keys read a chart's values off.
-function readable(svg, { xs, x, series, box, w, xLabel, format, marks }) {
+function readable(svg, { xs, x, series, box, w, xLabel, format, marks, pick }) {
   const tables = series.map((s) => new Map((s.faint || s.points).map(([px, py]) => [px, py])));
   const smooth = series.map((s) => new Map(s.points));
   const cross = draw("line", { y1: box.top, y2: box.bottom, stroke: ink("quiet"), visibility: "hidden" });
@@ -128,14 +128,38 @@ function readable(svg, { xs, x, series, box, w, xLabel, format, marks }) {
     const px = clientX ?? area.left + (x(v) / w) * area.width;
     showTip(px, clientY ?? area.top + area.height / 3, `${xLabel} ${v}`, [...lines, ...marks.filter((m) => m.x === v).map((m) => m.text)]);
   }
-  svg.addEventListener("pointermove", (event) => {
+  const across = (event) => {
     const area = svg.getBoundingClientRect();
-    const px = ((event.clientX - area.left) / area.width) * w;
+    return ((event.clientX - area.left) / area.width) * w;
+  };
+  function nearest(px) {
     let best = 0;
     xs.forEach((v, i) => { if (Math.abs(x(v) - px) < Math.abs(x(xs[best]) - px)) best = i; });
-    show(best, event.clientX, event.clientY);
+    return best;
+  }
+  let began = null;
+  const band = draw("rect", { y: box.top, height: box.bottom - box.top, fill: ink("accent"), opacity: 0.15, visibility: "hidden" });
+  svg.append(band);
+  svg.addEventListener("pointermove", (event) => {
+    const px = across(event);
+    if (began !== null) for (const [name, value] of [["x", Math.min(began, px)], ["width", Math.abs(px - began)], ["visibility", "visible"]]) band.setAttribute(name, value);
+    show(nearest(px), event.clientX, event.clientY);
   });
-  const leave = () => { cross.setAttribute("visibility", "hidden"); hideTip(); };
+  if (pick && xs.length > 1) {
+    svg.style.cursor = "crosshair";
+    svg.addEventListener("pointerdown", (event) => { if (event.pointerType === "mouse") began = across(event); });
+    svg.addEventListener("pointerup", (event) => {
+      const [from, to] = [began, across(event)];
+      began = null;
+      band.setAttribute("visibility", "hidden");
+      if (from !== null && Math.abs(to - from) > 8) pick(xs[nearest(from)], xs[nearest(to)]);
+    });
+  }
+  const leave = () => {
+    began = null;
+    for (const mark of [cross, band]) mark.setAttribute("visibility", "hidden");
+    hideTip();
+  };
   svg.addEventListener("pointerleave", leave);
   svg.addEventListener("blur", leave);
   svg.addEventListener("keydown", (event) => {

@@ -28,19 +28,31 @@ METRICS = ("underflow_percent", "saturation_percent", "sqnr_db", "amax", "nonfin
 MOST_BITS = 16  # of formats that the page offers
 
 
-def curve_data(curves: Any) -> list[dict[str, Any]]:
-    """Return curves by label as columns; ArgumentError refuses what is not numbers by label."""
+def curve_data(curves: Any, against: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return curves by label as columns, equal ones as one; ArgumentError refuses what is not numbers by label.
+
+    ``against`` is as in ``write_page``; each curve has the place of the one that it is compared with.
+    """
     if curves is None:
         return []
     try:
-        return [
-            {"label": str(label), "losses": [number(float(loss), 6) for loss in losses]}
-            for label, losses in curves.items()
-        ]
+        numbers = {str(label): [float(loss) for loss in losses] for label, losses in curves.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ArgumentError(
             f"curves={shown(curves)} is not allowed; pass a dict of the losses of each step by label"
         ) from None
+    labels: dict[str, list[str]] = {}  # by all bits of the losses; two empty curves differ
+    for label, losses in numbers.items():
+        labels.setdefault(repr(losses) if losses else label, []).append(label)
+    groups = list(labels.values())
+    places = {label: place for place, group in enumerate(groups) for label in group}
+    return [
+        {
+            "label": " = ".join(group), "losses": [number(loss, 6) for loss in numbers[group[0]]],
+            "against": places.get((against or {}).get(group[0], ""), 0),
+        }
+        for group in groups
+    ]  # fmt: skip
 
 
 def observation_data(observation: Any) -> dict[str, Any] | None:
@@ -81,6 +93,8 @@ def attribution_data(attribution: Any) -> dict[str, Any] | None:
     """Return an Attribution as JSON types."""
     if attribution is None:
         return None
+    if isinstance(attribution, dict) and "rows" in attribution:  # of a file
+        return plain(attribution)  # type: ignore[no-any-return]
     if not (hasattr(attribution, "rows") and hasattr(attribution, "to_dict")):
         raise ArgumentError(f"attribution={shown(attribution)} is not one; pass what fmtsim.attribute returned")
     return plain(attribution.to_dict())
@@ -151,6 +165,7 @@ def write_page(
     path: StrPath | None, *, title: str, curves: Mapping[str, Sequence[float]] | None = None, loss_unit: str = "",
     observation: Any = None, coverage: Any = None, attribution: Any = None,
     configuration: Mapping[str, Any] | None = None, notes: Sequence[str] = (),
+    verdict: Sequence[tuple[str, str]] = (), against: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
     """Write one self-contained HTML file that shows a run in any browser, from a disk or a server; return its text.
 
@@ -169,6 +184,8 @@ def write_page(
         attribution: What ``fmtsim.attribute`` returned.
         configuration: Anything that describes the run, nested as JSON is.
         notes: What a reader has to know first: that a run was interrupted, what was not simulated.
+        verdict: What the run shows, as pairs of a question and its answer.
+        against: Label of a curve to that of the curve it is compared with; others are compared with the first.
 
     Raises:
         ArgumentError: An argument is not of these types.
@@ -186,10 +203,11 @@ def write_page(
     data = {
         "title": title, "unit": checked("loss_unit", loss_unit, str),
         "versions": {"fmtsim": fmtsim.__version__, "torch": torch.__version__},
-        "notes": checked("notes", notes, tuple[str, ...]), "curves": curve_data(curves),
+        "notes": checked("notes", notes, tuple[str, ...]), "curves": curve_data(curves, against or {}),
+        "verdict": [list(map(str, pair)) for pair in verdict],
         "observation": observation_data(observation), "coverage": coverage_data(coverage),
         "attribution": attribution_data(attribution),
-        "configuration": [] if not configuration else list(_flat(configuration)),
+        "configuration": [] if not configuration else list(flat(configuration)),
     }  # fmt: skip
     page = _filled(title, json.dumps(data, separators=(",", ":"), allow_nan=False))
     if path is not None:
@@ -209,14 +227,14 @@ def _filled(title: str, data: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
-def _flat(value: Any, name: str = "") -> Any:
+def flat(value: Any, name: str = "") -> Any:
     """Yield what is nested as pairs of a dotted name and a text; short lists are one text."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}".lstrip("."))
+            yield from flat(item, f"{name}.{key}".lstrip("."))
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for place, item in enumerate(value):
-            yield from _flat(item, f"{name}.{place}")
+            yield from flat(item, f"{name}.{place}")
     elif isinstance(value, list | tuple):
         yield name, ", ".join(map(str, value)) or "none"
     else:

@@ -5,6 +5,13 @@ function startNotes() {
   $("notes").replaceChildren(...data.notes.map((text) => make("p", { class: "note", role: "note" }, text)));
 }
 
+function startVerdict() {
+  $("verdict-list").replaceChildren(...data.verdict.flatMap(([question, answer]) => {
+    const parts = answer.split(/; (?=\d\. )/); // a list that is numbered has a line for each
+    return [make("dt", {}, question), make("dd", {}, ...parts.map((part) => make("div", {}, part)))];
+  }));
+}
+
 function startTiles() {
   const tiles = [];
   const tile = (value, ...said) => tiles.push(make("div", { class: "tile" }, make("b", {}, value), ...said.map((text) => make("span", {}, text))));
@@ -94,6 +101,7 @@ function startConfiguration() {
       { name: "setting", left: true, mono: true, long: true, value: (r) => r[0], text: (r) => r[0] },
       { name: "value", left: true, long: true, value: (r) => r[1], text: (r) => r[1] },
     ], rows, { most: 40, caption: "Configuration" });
+    if (!rows.length) $("configuration-table").replaceChildren(make("p", { class: "quiet" }, `No setting has “${wanted}” in its name or value; there are ${data.configuration.length}.`));
   }
   $("configuration-filter").addEventListener("input", render);
   render();

@@ -3,6 +3,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli import names
@@ -94,7 +95,16 @@ TRAIN_SIZES = {
     "heads": "attention heads per block",
 }  # fmt: skip
 EVERY = 100
-TRAIN_DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3}
+SHARE_LAYERS = 6  # where a recipe leaves a share of the blocks in high precision
+TRAIN_DEFAULTS: dict[str, Any] = {
+    "steps": 600,
+    "batch_size": 16,
+    "context": 64,
+    "width": 128,
+    "layers": 2,
+    "heads": 4,
+    "lr": 4e-3,
+}
 
 
 def declare_train(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +116,10 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; see docs/recipes.md"
     option(how, "--model", model, "gpt", "NAME")
     for name, text in TRAIN_SIZES.items():
-        option(how, f"--{name.replace('_', '-')}", text, TRAIN_DEFAULTS[name])
+        if name != "layers":
+            option(how, f"--{name.replace('_', '-')}", text, TRAIN_DEFAULTS[name])
+    more = f"default {TRAIN_DEFAULTS['layers']}; {SHARE_LAYERS} if a recipe leaves a share of them in high precision"
+    count(how, "--layers", f"{TRAIN_SIZES['layers']} ({more})")
     option(how, "--lr", "peak learning rate", TRAIN_DEFAULTS["lr"], None)
     option(how, "--seed", "of weights, batches and stochastic rounding", 0)
     data = "a text file or a folder of them; by default Python's own sources"
@@ -171,6 +184,12 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     option(group, "--check", check, choices=("native",))
     minutes = "with --check: start no step after this many minutes, and write the findings"
     option(group, "--minutes", minutes, type=float)
+
+
+def declare_report(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="folders that fmtsim train --out wrote")
+    option(parser, "--out", "the HTML report", "fmtsim-report.html", "FILE")
 
 
 SWEEP_DEFAULTS = {

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict of a comparison, and runs laid over each other: gaps, seeds, suspects, what differs, what is refused."""
+
+import json
+import math
+
+import pytest
+
+from fmtsim.lab.cli.main import main
+from fmtsim.lab.training import loop
+from fmtsim.lab.training.verdict import SEEDS, suspects, verdict, verdict_of_seeds
+from tests.support.reports import data_of
+
+BASE = [4.0 - i / 100 for i in range(200)]
+BLANK = {"stopped": None, "nonfinite": 0, "costs": None, "history": None}
+
+
+def record(gap=0.0, wander=0.0, **simulated):
+    losses = [x + gap + wander * math.sin(i / 5) for i, x in enumerate(BASE)]
+    return {"baseline": {**BLANK, "losses": BASE}, "simulated": {**BLANK, "losses": losses, **simulated}}
+
+
+def row(layer, operand, loss=None, noise=None):
+    return {"layer": layer, "operand": operand, "loss": loss, "gradient_noise": noise}
+
+
+def words(one):
+    return dict(verdict(one))
+
+
+def test_a_gap_is_held_to_what_it_wanders_by():
+    assert words(record())["Gap"] == "none: all 200 losses are equal, bit for bit"
+    clear = words(record(0.1, 0.01))
+    assert (
+        clear["Gap"].startswith("+0.") and ", more than the 0.0" in clear["Gap"] and clear[SEEDS].startswith("not kn")
+    )
+    lost = words(record(0.001, 0.1))
+    assert ", no more than the 0." in lost["Gap"] and lost[SEEDS].startswith("nothing speaks for it")
+    assert lost["What to try"].startswith("fewer bits")
+    assert words({"baseline": {**BLANK, "losses": BASE}})["Gap"] == "not known: the simulated run had not begun"
+    stopped = words(record(losses=[4.0, None], stopped="the loss became nan at step 2", nonfinite=3))
+    assert stopped["Gap"] == "the simulated run did not end: the loss became nan at step 2"
+    assert stopped["What to try"].startswith("loss scaling")
+    short = {"baseline": {**BLANK, "losses": BASE[:3]}, "simulated": {**BLANK, "losses": [4.1, 4.0, 4.0]}}
+    assert "over the last tenth of 3 steps; too few steps to tell" in words(short)["Gap"]
+    broken = {"baseline": {**BLANK, "losses": [4.0, None]}, "simulated": {**BLANK, "losses": [4.0, 4.0]}}
+    assert words(broken)["Gap"].startswith("not known: a loss of the baseline")
+
+
+def test_three_layers_are_named_by_noise_then_cost_then_trend():
+    costs = {"rows": [row("a", "w_f", 1e-3), row("a", "x_f", 9e-3), row("b", "x_f", 2e-3), row("b", "w_f", -1.0),
+                      row("c", "g_d", noise=0.05), row("d", "g_w", noise=0.001)]}  # fmt: skip
+    found = suspects({"costs": costs, "history": None})
+    assert [(one.layer, one.operand) for one in found] == [("c", "g_d"), ("a", "x_f"), ("b", "x_f")]
+    assert found[0].why == "its rounding adds noise of 5 % of the gradient's square" and "0.009 nats" in found[1].why
+    told = words(record(0.1, 0.01, costs=costs))
+    assert told["Where to look first"].startswith("1. c, g_d (gradients, input gradient): its rounding adds")
+    assert "stochastic rounding of gradients" in told["What to try"] and 'Rule(name="^c$")' in told["What to try"]
+
+
+def test_what_grows_is_a_trend_and_a_low_sqnr_is_none():
+    def step(share):
+        low = {"underflow_percent": 30.0, "saturation_percent": 0.0, "sqnr_db": 1.0}
+        return {
+            "steady": {"w_f": low},
+            "grows": {"g_d": {**low, "underflow_percent": share, "saturation_percent": None}},
+        }
+
+    history = {str(i): step(share) for i, share in enumerate((1.0, 1.0, 4.0, 6.0, 9.0, 11.0))}
+    (found,) = suspects({"costs": None, "history": history})
+    assert str(found) == "grows, g_d (gradients, input gradient): its underflow grew from 1 to 10 %"
+    assert suspects({"costs": None, "history": {"1": step(1.0)}}) == []
+
+
+def seed(gap, loss):
+    return {"gap": {"final_loss": gap}, "baseline": {"final_loss": loss}}
+
+
+def test_seeds_give_an_interval():
+    gaps = [0.1, 0.12, 0.11]
+    (_, size), (question, answer) = verdict_of_seeds([seed(gap, 2 + gap) for gap in gaps])
+    half = 4.30 * 0.01 / math.sqrt(3)
+    assert size.startswith(f"+0.1100 ± {half:.4f} nats per byte, the mean of 3 seeds") and question == SEEDS
+    assert answer.startswith("yes: the interval has no zero in it; losses of the baseline itself scatter by 0.0100")
+    assert verdict_of_seeds([seed(gap, 2.0) for gap in (-0.1, 0.12)])[1][1].startswith(
+        "no: the interval has zero in it"
+    )
+    assert verdict_of_seeds([seed(None, 2.0), seed(0.1, 2.0)]) == [("Gap", "1 of 2 runs stopped before their end")]
+
+
+SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
+
+
+def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
+    """A second seed, and another format of the first one, whose baselines are equal."""
+    monkeypatch.setattr(loop, "COST_STEPS", 3)
+    monkeypatch.chdir(tmp_path)
+    for name, how in (("a", ["--seed", "0"]), ("b", ["--seed", "1"]), ("c", ["--seed", "0", "--format", "e5m2"])):
+        assert main(["train", *SMALL, *how, "--data", str(text), "--out", name, "--quiet"]) == 0
+    printed = capsys.readouterr().out
+    assert "gap: " in printed and "where to look first: 1. " in printed
+    page = data_of((tmp_path / "a" / "report.html").read_text())
+    configuration = dict(map(tuple, page["configuration"]))
+    assert configuration["in force.command"].startswith("fmtsim train --steps 3 ") and page["attribution"]["rows"]
+    assert configuration["in force.simulated.operands.g_d"] == "e5m2_tensor_amax"
+    assert configuration["in force.simulated.target"] == "none: products of float32"
+    assert configuration["in force.parameters"] == "7,984" and configuration["in force.date"].endswith(" UTC")
+    assert main(["report", "a", "b", "c", "--out", "all.html"]) == 0
+    page = data_of((tmp_path / "all.html").read_text())
+    labels = [curve["label"] for curve in page["curves"]]
+    assert labels[0] == "a: fp32 (baseline) = c: fp32 (baseline)" and len(labels) == 5
+    assert [curve["against"] for curve in page["curves"]] == [0, 1, 0, 1, 0]
+    told = dict(map(tuple, page["verdict"]))
+    assert told["a, b: Gap"].endswith("the mean of 2 seeds and its 95 % interval (Student)") and "c: Gap" in told
+    rows = dict(map(tuple, page["configuration"]))
+    assert rows["differs.config.seed.b"] == "1" and rows["differs.in force.simulated.operands.x_f.c"].startswith("e5m2")
+    assert rows["in all.config.steps"] == "3"
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "xy":
+        (tmp_path / name).mkdir()
+    (tmp_path / "y" / "record.json").write_text(json.dumps({"baseline": {}}))
+    for given, message in (
+        ("x", "report lays two or more different runs over each other, not x; the report of a single one is x/report.h"),
+        ("x x", "two or more different runs"), ("x y", "x has no record.json; pass folders that fmtsim train --out wrot"),
+        ("y x", "record.json is not the record of a run ("),
+    ):  # fmt: skip
+        assert main(["report", *given.split()]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "fmtsim-report.html").exists()
+
+
+@pytest.mark.parametrize(("recipe", "layers"), [("te_nvfp4", 6), ("te_current", 2)])
+def test_a_recipe_of_shares_gets_blocks_to_show_in(recipe, layers, tmp_path, monkeypatch):
+    from fmtsim.lab.cli import training
+
+    class Stop(Exception):
+        pass
+
+    def stop(config, *rest):
+        raise Stop(config.model.layers)
+
+    monkeypatch.setattr(training, "load_corpus", lambda *given: None)
+    monkeypatch.setattr(training, "settings", stop)
+    with pytest.raises(Stop, match=str(layers)):
+        main(["train", "--recipe", recipe, "--out", str(tmp_path / "out"), "--quiet"])
