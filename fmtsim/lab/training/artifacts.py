@@ -47,7 +47,7 @@ def write_unfinished(
     runs[-1].guesses = list(dict.fromkeys(checkpoint.guesses))
     which = ("baseline", "simulated")[len(runs) - 1]
     at = f"after step {len(runs[-1].losses)} of {config.steps} of the {which} run"
-    about = settings(config, corpus) | {"in force": in_force(config, runs, started)}
+    about = settings(config, corpus) | {"ran": as_it_ran(config, runs, started)}
     page = _page(about, runs, [f"Interrupted {at}: this is what there is, without held-out losses."])
     write_folder(out, {REPORT: page})
     return f"{out / REPORT} shows what there is, {at}"
@@ -80,14 +80,14 @@ def make_record(
     """
     gaps = {name: getattr(simulated, name) - getattr(baseline, name) for name in ("final_loss", "validation")}
     record = {
-        **settings(config, corpus), "in force": in_force(config, (baseline, simulated), started),
+        **settings(config, corpus), "ran": as_it_ran(config, (baseline, simulated), started),
         "baseline": _run_record(baseline), "simulated": _run_record(simulated),
         "gap": {name: _finite(gap) for name, gap in gaps.items()},
     }  # fmt: skip
     return record | {"verdict": verdict(record)}
 
 
-def in_force(config: TrainConfig, runs: Sequence[Run], started: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def as_it_ran(config: TrainConfig, runs: Sequence[Run], started: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what ran, every default filled in: command, duration, parameters, and how each run multiplies."""
     took = {run.label: f"{run.seconds:.1f} s, {len(run.losses)} of {config.steps} steps" for run in runs}
     facts = {**(started or {}), "duration": took, "parameters": f"{runs[0].parameters:,}"}
@@ -95,7 +95,7 @@ def in_force(config: TrainConfig, runs: Sequence[Run], started: Mapping[str, Any
         linear = (scheme.linear_config() if scheme.recipe is None else scheme.recipe.linear).on(**scheme.machine)
         facts[name] = {
             "recipe": "none" if scheme.recipe is None else scheme.recipe.name,
-            "operands": {operand: str(quantizer) for operand, quantizer in linear.operands.items()},
+            "formats": str(linear.on()), "scaling": scheme.scaling_in_force,
             "target": linear.fprop.machine.removeprefix("on ") or "none: products of float32",
             "exceptions": [] if scheme.recipe is None else [str(rule) for rule in scheme.recipe.rules],
             "autocast": scheme.autocast or "none", "optimizer": str(scheme.states),
@@ -123,6 +123,9 @@ def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[
 def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     """Return the report of the runs that there are, the baseline first; the last one's operands are shown."""
     names = [f"{name}: {run.label}" for name, run in zip(("baseline", "simulated"), runs, strict=False)]
+    config = dict(about["config"])
+    for name in ("baseline", "simulated"):  # what was not set took a default, which "ran" has
+        config[name] = {key: value for key, value in config[name].items() if value is not None}
     last, records = runs[-1], dict(zip(("baseline", "simulated"), map(_run_record, runs), strict=False))
     remarks = [*notes, *(f"{run.label}: stopped, {run.stopped}" for run in runs if run.stopped)]
     if last.nonfinite:
@@ -140,7 +143,7 @@ def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = 
         None, title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
         curves=dict(zip(names, (run.losses for run in runs), strict=True)), loss_unit="nats per byte",
         observation=last.stats, coverage=None if last.report is None else last.report.coverage,
-        configuration={"in force": about["in force"], **about}, notes=remarks, verdict=verdict(records),
+        configuration={"ran": about["ran"], **about, "config": config}, notes=remarks, verdict=verdict(records),
         attribution=last.costs,
     )  # fmt: skip
 

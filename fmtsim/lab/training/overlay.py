@@ -14,7 +14,7 @@ from fmtsim.lab.training.verdict import Words, verdict, verdict_of_seeds
 from fmtsim.support.errors import ArgumentError, DataError, first_line
 
 Record = Mapping[str, Any]
-_OWN = ("in force.command", "in force.date", "in force.duration", "config.seed")  # of each run, whatever is compared
+_OWN = ("ran.command", "ran.date", "ran.duration", "config.seed")  # of each run, whatever is compared
 
 
 def read_record(folder: Path) -> Record:
@@ -26,7 +26,7 @@ def read_record(folder: Path) -> Record:
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if not all(record[run]["losses"] for run in ("baseline", "simulated")) or not record["in force"]:
+        if not all(record[run]["losses"] for run in ("baseline", "simulated")) or not record["ran"]:
             raise ValueError("it has no losses")
     except OSError:
         raise DataError(f"{folder} has no {RECORD}; pass folders that fmtsim train --out wrote to the end") from None
@@ -50,7 +50,10 @@ def overlay(folders: Sequence[Path]) -> str:
             f"report lays two or more different runs over each other, not {', '.join(map(str, folders))}; "
             f"the report of a single one is {folders[0] / REPORT}"
         )
-    names = [folder.name if len({f.name for f in folders}) == len(folders) else str(folder) for folder in folders]
+    names = [
+        folder.resolve().name if len({f.resolve().name for f in folders}) == len(folders) else str(folder)
+        for folder in folders
+    ]
     records = dict(zip(names, map(read_record, folders), strict=True))
     curves: dict[str, list[float]] = {}
     against: dict[str, str] = {}
@@ -74,7 +77,7 @@ def overlay(folders: Sequence[Path]) -> str:
 
 
 def _described(record: Record) -> dict[str, Any]:
-    return {key: record[key] for key in ("in force", "config", "corpus", "machine", "fmtsim", "torch")}
+    return {key: record[key] for key in ("ran", "config", "corpus", "machine", "fmtsim", "torch")}
 
 
 def _alike(records: Mapping[str, Record], rows: Mapping[str, Mapping[str, str]]) -> list[dict[str, Record]]:

@@ -113,6 +113,13 @@ class Scheme:
         return self.grad_format or ("e5m2" if usual_scaling(get_format(self.format)) == "tensor" else self.format)
 
     @property
+    def scaling_in_force(self) -> str:
+        """What shares a scale, in words."""
+        if self.recipe is not None:
+            return "the recipe's"
+        return self.scaling or usual_scaling(get_format(self.format)) or "the format's own blocks"
+
+    @property
     def label(self) -> str:
         """A short description for legends and tables."""
         optimizer = str(self.states) if self.states != ADAMW else ""

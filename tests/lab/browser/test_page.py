@@ -5,8 +5,11 @@ Needs playwright and Chromium (``pip install playwright``; a Chromium on the PAT
 ``SHOTS=folder python -m pytest tests/lab/browser`` leaves screenshots to look at.
 """
 
+import csv
+import json
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,18 @@ def drawn(page, canvas="#heat"):
     return page.evaluate(f"document.querySelector('{canvas}').toDataURL()")
 
 
+SAVED = {
+    ".save": "loss-chart.svg", ".save-png": "loss-chart.png", "#loss-csv": "loss.csv", "#heat-save": "heatmap.png",
+    "#heat-csv": "bits.csv", "#save-json": "report.json",
+}  # fmt: skip
+
+
+def saved(page, place):
+    with page.expect_download() as download:
+        page.click(place)
+    return download.value
+
+
 def test_every_control_can_be_used(opened):
     page = opened(made_report())
     assert page.title() == page.inner_text("h1") == UNKIND
@@ -105,10 +120,9 @@ def test_every_control_can_be_used(opened):
     for button in page.query_selector_all("th button, .more, td button"):
         if button.is_visible() and button.is_enabled():
             button.click()
-    for place, name in ((".save", "loss-chart.svg"), ("#heat-save", "heatmap.png")):
-        with page.expect_download() as download:
-            page.click(place)
-        assert download.value.suggested_filename == name and Path(download.value.path()).stat().st_size > 1000
+    for place, name in SAVED.items():
+        file = saved(page, place)
+        assert file.suggested_filename == name and Path(file.path()).stat().st_size > 1000
     for link in page.query_selector_all("nav a"):
         link.click()
     for theme, dark in (("light", False), ("dark", True), ("system", False)):
@@ -259,3 +273,84 @@ def test_a_gradient_of_zeros_did_not_lose_nothing(opened):
     zeros = OperandStats().add(torch.zeros(4), torch.zeros(4), fmtsim.get_format("e4m3"))
     page = opened(write_page(None, title="t", observation=Observation({"layer": {"g_d": zeros}}, steps=1)))
     assert page.inner_text("#details-table tbody tr").split("\t")[2:4] == ["all zero", "0 %"]
+
+
+def test_losses_are_zoomed_by_fields_and_pointer(opened):
+    steps = [5.0 - i / 100 for i in range(200)]
+    page = opened(write_page(None, title="t", curves={"a": steps, "b": [x + 0.5 for x in steps]}))
+    page.fill("#loss-to", "20")
+    page.keyboard.press("Tab")
+    assert page.evaluate("[zoom.from, zoom.to]") == [1, 20] and page.is_enabled("#loss-all")
+    drawn = page.evaluate("$('loss-chart').series.map((s) => s.points.length)")
+    assert drawn == page.evaluate("$('gap-chart').series.map((s) => s.points.length)") * 2 == [20, 20]
+    page.click("#loss-all")
+    assert page.evaluate("[zoom.from, zoom.to]") == [1, 200] and page.is_disabled("#loss-all")
+    box = page.query_selector("#loss-chart svg").bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 120)
+    page.mouse.up()
+    first, last = page.evaluate("[zoom.from, zoom.to]")
+    assert 40 < first < 70 < last < 130 and page.input_value("#loss-from") == str(first)
+    page.fill("#loss-from", "-3")
+    page.fill("#loss-to", "9999")
+    page.keyboard.press("Tab")
+    assert page.evaluate("[zoom.from, zoom.to]") == [1, 200]
+
+
+def test_equal_curves_are_one_and_gaps_go_with_their_curves(opened):
+    base = [5.0 - i / 100 for i in range(50)]
+    curves = {"a0": base, "b0": list(base), "a": [x + 1 for x in base], "b": [x + 2 for x in base], "a again": base}
+    page = opened(write_page(None, title="t", curves=curves, against={"a": "a0", "b": "b0"}))
+    buttons = page.query_selector_all("#loss-legend button")
+    assert [button.inner_text() for button in buttons] == ["a0 = b0 = a again", "a", "b"]
+    gaps = lambda: page.evaluate("$('gap-chart').hidden ? [] : $('gap-chart').series.map((s) => s.label)")  # noqa: E731
+    assert gaps() == ["a", "b"] and page.evaluate("$('gap-chart').series[1].points[7]") == [8, 2]
+    buttons[1].click()
+    assert gaps() == ["b"]
+    buttons[0].click()
+    assert gaps() == [] and page.is_hidden("#gap-chart")
+    page = opened(write_page(None, title="t", curves={"a": base, "b": list(base)}))
+    assert page.is_hidden("#gap-chart") and len(page.query_selector_all("#loss-legend button")) == 1
+
+
+def test_a_filter_that_matches_nothing_says_so(opened):
+    page = opened(made_report())
+    page.fill("#heat-filter", "no such layer")
+    assert page.inner_text("#heat-shown") == "No layer has “no such layer” in its name; there are 6"
+    page.fill("#configuration-filter", "nothing like it")
+    assert page.inner_text("#configuration-table").startswith("No setting has “nothing like it” in its name or value")
+    for place in ("#heat-save", "#heat-csv"):
+        assert saved(page, place)
+    page.fill("#heat-filter", "")
+    assert page.inner_text("#heat-shown").startswith("underflow of the worst operand; 6 of 6 layers")
+
+
+def test_colours_span_what_there_is(opened):
+    page = opened(made_report())
+    shares = page.evaluate("[...seen.history.underflow_percent, ...seen.totals.underflow_percent].filter((v) => v > 0)")
+    low, high = page.evaluate("(({ low, high }) => [low, high])(scale('underflow_percent', true))")
+    assert (low, high) == (min(shares), max(shares)) and low > 0.001
+    assert page.evaluate("scale('underflow_percent', true).share(0)") == 0
+
+
+def test_files_have_all_numbers_and_pictures_are_twice_as_large(opened):
+    observation = made_observation()
+    page = opened(made_report(observation, verdict=[("Gap", "1. one; 2. two; three")]))
+    assert page.inner_text("#verdict-list").split("\n") == ["Gap", "1. one", "2. two; three"]
+    rows = list(csv.DictReader(Path(saved(page, "#heat-csv").path()).open(newline="")))
+    assert {row["layer"] for row in rows} == set(observation.layers) and len(rows) == 6 * 8 * (12 + 1)
+    row = next(r for r in rows if (r["layer"], r["operand"], r["step"]) == ("model.layers.0.up", "x_f", "10"))
+    sample = observation.history[10]["model.layers.0.up"]["x_f"]
+    assert float(row["sqnr_db"]) == pytest.approx(sample.sqnr_db, rel=1e-3) and row["format"] == "e4m3"
+    losses = list(csv.reader(Path(saved(page, "#loss-csv").path()).open(newline="")))
+    assert losses[0] == ["step", "bf16", UNKIND] and len(losses) == 601
+    assert losses[401][2] == "nan" and losses[600][2] == ""
+    assert json.loads(Path(saved(page, "#save-json").path()).read_text())["title"] == UNKIND
+    for place, element in (("#heat-save", "#heat"), (".save-png", "#loss-chart svg")):
+        picture = Path(saved(page, place).path()).read_bytes()
+        width, height = struct.unpack(">II", picture[16:24])
+        box = page.query_selector(element).bounding_box()
+        assert width >= 2 * box["width"] - 1 and height > 2 * box["height"] + 80  # a title, and colours or names
+    if SHOTS:
+        saved(page, "#heat-save").save_as(f"{SHOTS}/heatmap.png")

@@ -101,10 +101,12 @@ def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
     assert "gap: " in printed and "where to look first: 1. " in printed
     page = data_of((tmp_path / "a" / "report.html").read_text())
     configuration = dict(map(tuple, page["configuration"]))
-    assert configuration["in force.command"].startswith("fmtsim train --steps 3 ") and page["attribution"]["rows"]
-    assert configuration["in force.simulated.operands.g_d"] == "e5m2_tensor_amax"
-    assert configuration["in force.simulated.target"] == "none: products of float32"
-    assert configuration["in force.parameters"] == "7,984" and configuration["in force.date"].endswith(" UTC")
+    assert configuration["ran.command"].startswith("fmtsim train --steps 3 ") and page["attribution"]["rows"]
+    assert configuration["ran.simulated.formats"] == "x e4m3_tensor_amax, w e4m3_tensor_amax, g e5m2_tensor_amax"
+    assert [configuration[f"ran.{run}.scaling"] for run in ("baseline", "simulated")] == ["none", "tensor"]
+    assert "config.simulated.scaling" not in configuration  # nobody set it
+    assert configuration["ran.simulated.target"] == "none: products of float32"
+    assert configuration["ran.parameters"] == "7,664" and configuration["ran.date"].endswith(" UTC")
     assert main(["report", "a", "b", "c", "--out", "all.html"]) == 0
     page = data_of((tmp_path / "all.html").read_text())
     labels = [curve["label"] for curve in page["curves"]]
@@ -113,7 +115,7 @@ def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
     told = dict(map(tuple, page["verdict"]))
     assert told["a, b: Gap"].endswith("the mean of 2 seeds and its 95 % interval (Student)") and "c: Gap" in told
     rows = dict(map(tuple, page["configuration"]))
-    assert rows["differs.config.seed.b"] == "1" and rows["differs.in force.simulated.operands.x_f.c"].startswith("e5m2")
+    assert rows["differs.config.seed.b"] == "1" and rows["differs.ran.simulated.formats.c"].startswith("x e5m2")
     assert rows["in all.config.steps"] == "3"
 
 
@@ -123,8 +125,8 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "y" / "record.json").write_text(json.dumps({"baseline": {}}))
     for given, message in (
-        ("x", "report lays two or more different runs over each other, not x; the report of a single one is x/report.h"),
-        ("x x", "two or more different runs"), ("x y", "x has no record.json; pass folders that fmtsim train --out wrot"),
+        ("x", "report lays two or more different runs over each other, not x; the report of a single one is x/repo"),
+        ("x x", "two or more different runs"), ("x y", "x has no record.json; pass folders that fmtsim train --out w"),
         ("y x", "record.json is not the record of a run ("),
     ):  # fmt: skip
         assert main(["report", *given.split()]) == 2
