@@ -166,7 +166,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
     if not any(comparison.ulp_histogram for comparison in comparisons.values()):
         raise ArgumentError("plot_ulps got no pair of numbers; compare tensors that hold some")
     buckets = max((c.ulp_histogram for c in comparisons.values()), key=len)
-    figure = new_figure(max(5.0, 1.6 + 0.62 * len(buckets)), 3.6)
+    figure = new_figure(*_SIZE)
     panel = figure.subplots()
     width = 0.85 / len(comparisons)
     for i, (label, c) in enumerate(comparisons.items()):
@@ -177,7 +177,9 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
     panel.set_yscale("log")
     panel.set_ylim(smallest / 3, 150.0)
     panel.set_axisbelow(True)
-    panel.set_xticks(range(len(buckets)), [bucket_name(low, high) for low, high, _ in buckets], rotation=35)
+    named = range(0, len(buckets), -(-len(buckets) // _NAMED))
+    panel.set_xticks(named, [bucket_name(*buckets[place][:2]) for place in named], rotation=35)
+    panel.set_xlim(-0.7, max(len(buckets), 6) - 0.3)  # a single bar is no wall
     label_axes(panel, "distance in units of the last place", "% of elements")
     if len(comparisons) > 1:
         panel.legend(frameon=False)
@@ -185,6 +187,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
     return saved(figure, path)
 
 
+_SIZE, _NAMED = (7.5, 3.6), 16  # of a picture in inches, whatever the distances; buckets with a name in it
 _EDGES = (0, *(1 << power for power in range(63)), ulp.FARTHEST)  # a bucket ends at each, and holds it
 _BINS = 1 << 16  # of one step of the search for the median
 

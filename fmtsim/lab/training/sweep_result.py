@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Z = 1.959963984540054  # of the normal distribution, both sides together 5 %
 EARLY = 0.3  # of the steps: what is known by then is what predicts the end
+_PANELS = 3  # of a picture, beside each other
 SPIKE_WINDOW, SPIKE_HEIGHT = 20, 5.0  # steps before, and standard deviations of their losses above their mean
 
 
@@ -235,12 +236,15 @@ class SweepResult(Result):
         cells = self.cells()
         shapes, schemes = list(dict.fromkeys(key[1] for key in cells)), list(dict.fromkeys(key[0] for key in cells))
         rates = sorted({key[2] for key in cells})
-        size = (1.6 + 1.0 * len(rates) * len(shapes), 1.6 + 0.45 * len(schemes))
-        figure = new_figure(max(6.0, size[0]), max(2.8, size[1]))
-        panels = figure.subplots(1, len(shapes), squeeze=False, sharey=True)[0]
+        rows, columns = -(-len(shapes) // _PANELS), min(len(shapes), _PANELS)
+        cells_wide, cells_high = len(rates) * columns, len(schemes) * rows
+        figure = new_figure(max(6.0, 2.4 + 0.85 * cells_wide), max(2.8, 0.9 * rows + 0.52 * cells_high))
+        panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten().tolist()
+        for spare in panels[len(shapes) :]:
+            spare.remove()
         medians = {key: min(_median(runs), self.limits[key[1]]) for key, runs in cells.items()}
         low, high = min(medians.values()), max(self.limits.values())
-        for panel, shape in zip(panels, shapes, strict=True):
+        for panel, shape in zip(panels, shapes, strict=False):
             grid = [[medians.get((scheme, shape, lr), math.nan) for lr in rates] for scheme in schemes]
             image = panel.imshow(grid, cmap="viridis_r", vmin=low, vmax=max(high, low + 0.1), aspect="auto")
             panel.set_xticks(range(len(rates)), [f"{lr:g}" for lr in rates])
@@ -248,7 +252,7 @@ class SweepResult(Result):
             panel.set_xlabel("peak learning rate")
             panel.set_title(f"width {shape.width}, {shape.steps} steps", fontsize=10, loc="left")
             _numbers(panel, image.norm, cells, schemes, shape, rates, self)
-        figure.colorbar(image, ax=panels.tolist(), label="median last loss, nats per byte")
+        figure.colorbar(image, ax=panels[: len(shapes)], label="median last loss, nats per byte (lower is better)")
         return saved(figure, path)
 
 
@@ -262,7 +266,7 @@ def _numbers(
                 bad = sum(map(result.failed, runs))
                 text = _loss(_median(runs)) + (f"\n{bad}/{len(runs)} failed" if bad else "")
                 dark = norm(min(_median(runs), result.limits[shape])) > 0.5
-                panel.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
+                panel.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
 
 
 def _answers(runs: Sequence[SweepRun]) -> dict[str, float]:
