@@ -15,7 +15,7 @@ from fmtsim.lab.training.run import Parts, Run
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.files import write_folder
 
-_LAYOUT = "training checkpoint 3"
+_LAYOUT = "training checkpoint 4"
 _TENSOR = "$tensor"  # stands in the JSON for a tensor, by its name
 _TAGS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

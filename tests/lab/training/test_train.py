@@ -237,6 +237,10 @@ def test_an_interrupted_simulation_shows_its_operands(tmp_path, text, capsys, mo
     assert f"after step 2 of 3 of the simulated run; a checkpoint is in {out}" in capsys.readouterr().err
     page = data_of((out / "report.html").read_text())
     assert [len(curve["losses"]) for curve in page["curves"]] == [3, 2] and page["observation"]["steps"] == [1, 2]
+    ran = dict(map(tuple, page["configuration"]))
+    assert (ran["ran.simulated.target"], ran["ran.simulated.scaling"]) == ("h200", "tensor")
+    assert ran["ran.command"].startswith("fmtsim train ") and ran["ran.simulated.formats"].startswith("x e4m3_tensor_am")
+    assert page["verdict"][0][1].endswith("over the last tenth of 2 steps; too few steps to tell that from chance")
 
 
 def _interrupt():

@@ -16,13 +16,14 @@ function startTiles() {
   const tiles = [];
   const tile = (value, ...said) => tiles.push(make("div", { class: "tile" }, make("b", {}, value), ...said.map((text) => make("span", {}, text))));
   const finals = curves.map((c) => finalLoss(c.losses));
-  curves.slice(0, 4).forEach((c, i) => {
+  curves.slice(0, 8).forEach((c, i) => {
     const bad = c.losses.findIndex((v) => !isNumber(v));
     const value = finals[i] !== null ? finals[i].toFixed(4) : !c.losses.length ? "no step" : `${short(c.losses[bad])} at step ${bad + 1}`;
-    const common = Math.min(c.losses.length, curves[0].losses.length); // of an interrupted run the steps that both have
-    const [first, own] = [curves[0], c].map((of) => finalLoss(of.losses.slice(0, common)));
-    const after = c.losses.length === curves[0].losses.length ? "" : ` after ${common} steps`;
-    const gap = i && first !== null && own !== null ? [`${own < first ? "−" : "+"}${Math.abs(own - first).toFixed(4)} to the first${after}`] : [];
+    const other = curves[c.against];
+    const common = Math.min(c.losses.length, other.losses.length); // of an interrupted run the steps that both have
+    const [first, own] = [other, c].map((of) => finalLoss(of.losses.slice(0, common)));
+    const after = c.losses.length === other.losses.length ? "" : ` after ${common} steps`;
+    const gap = c.against !== i && first !== null && own !== null ? [`${own < first ? "−" : "+"}${Math.abs(own - first).toFixed(4)} to ${c.against ? "its baseline" : "the first"}${after}`] : [];
     tile(value, c.label, `loss, last tenth of ${c.losses.length} steps`, ...gap);
   });
   if (data.coverage) tile(data.coverage.total ? percent((100 * data.coverage.simulated) / data.coverage.total) : "–", "of forward multiply-adds with weights simulated");
