@@ -239,7 +239,9 @@ def test_an_interrupted_simulation_shows_its_operands(tmp_path, text, capsys, mo
     assert [len(curve["losses"]) for curve in page["curves"]] == [3, 2] and page["observation"]["steps"] == [1, 2]
     ran = dict(map(tuple, page["configuration"]))
     assert (ran["ran.simulated.target"], ran["ran.simulated.scaling"]) == ("h200", "tensor")
-    assert ran["ran.command"].startswith("fmtsim train ") and ran["ran.simulated.formats"].startswith("x e4m3_tensor_am")
+    assert ran["ran.command"].startswith("fmtsim train ") and ran["ran.simulated.formats"].startswith(
+        "x e4m3_tensor_am"
+    )
     assert page["verdict"][0][1].endswith("over the last tenth of 2 steps; too few steps to tell that from chance")
 
 
