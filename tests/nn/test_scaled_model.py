@@ -193,9 +193,9 @@ def test_what_is_said():
     refused("layer 'norm' is a part of a model that recipe 'unit_scaling' scales, and", model.norm, torch.ones(1, 64))
     said = fmtsim.report(model, (TOKENS[:, :-1], TOKENS[:, 1:]))
     assert said.summary.startswith(
-        "unit_scaling: 100 % of weight multiply-adds simulated (forward and backward); weights"
+        "unit_scaling: 100 % of weight multiply-adds simulated (forward and backward); attention products, "
     )
-    assert "divided by their standard deviations and stay so after revert" in said.summary
+    assert "; weights divided by their standard deviations and stay so after revert" in said.summary
     assert {row.name: row.detail for row in said.rows}["(model)"].startswith("operations of UnitScaled")
     assert str(model).count(", times 1 / sqrt(K))") == 5 and str(model).count(", times 1 / K)") == 1
     counted = fmtsim.report(fmtsim.convert(gpt(), "te_current"), (TOKENS[:, :-1], TOKENS[:, 1:]))

@@ -240,7 +240,7 @@ def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
         "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
         *_system(baseline, simulated),
         "",
-        *(f"{question.lower()}: {answer}" for question, answer in record["verdict"] if question in TOLD),
+        *(f"{question.lower()}: {answer}" for question, answer in record.get("verdict", ()) if question in TOLD),
     ]
     if simulated.nonfinite:
         skipped = f", {simulated.skipped} of them skipped; the loss ended at a scale of {simulated.loss_scale:g}"
