@@ -41,14 +41,6 @@ _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # the outermost numbered modul
 ROOM = 1 + 2.0**-20  # the largest value times its scale may fall short of what the scale was made of by roundings
 
 
-def calibrated(
-    model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
-) -> tuple[Products, set[str]]:
-    """Return the products of a model with their statistics and ranges, and the names of the layers smoothed."""
-    smoothed = set() if recipe.smooth is None else smooth_inputs(model, recipe.smooth, configs, batches, show)
-    return collected(Products(model, configs), recipe, batches, show), smoothed
-
-
 def stages(
     model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
 ) -> Iterator[Products]:

@@ -128,6 +128,7 @@ def test_hqq_follows_its_equations(bits, size, norm):
     assert len(errors) > 2
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("bits", "size"), [(4, 64), (4, 32), (8, 64), (2, 64), (3, 64)])
 def test_hqq_has_the_bits_of_its_package(bits, size):
     package = source("hqq.core.quantize", "hqq")
@@ -149,6 +150,7 @@ class Apart(nn.Linear):
         return {name: t.clone() for name, t in super().state_dict(*args, **kwargs).items()}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_awq_has_the_factors_and_the_clips_of_its_package(monkeypatch):
     quantizer = source("awq.quantize.quantizer", "autoawq").AwqQuantizer.__new__(
         source("awq.quantize.quantizer", "autoawq").AwqQuantizer

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import Gptq, PtqRecipe
 from fmtsim.ptq.grid import gptq, grid_of
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 
@@ -110,3 +112,40 @@ def test_modules_that_share_a_weight_are_one_stage_and_idle_ones_are_named():
 def test_sequential_has_two_values():
     with pytest.raises(ArgumentError, match="PtqRecipe sequential='blocks' is not allowed"):
         PtqRecipe(name="my", sequential="blocks")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_block_by_block_has_the_codes_of_llm_compressor(tmp_path, monkeypatch):
+    """GPTQ in the source's sequential pipeline, its arithmetic in float64 as ours: in float32, ties flip."""
+    names = ("llmcompressor.modifiers.quantization", "llmcompressor.modifiers.gptq.gptq_quantize", "datasets")
+    modifiers, rounding, datasets = (
+        pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError) for name in names
+    )
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import oneshot
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    tokenizer, exact = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0"), llama(3)
+    exact.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(rounding, "GPTQ_PRECISION", torch.float64)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=True, strategy="channel")
+    )
+    modifier = modifiers.GPTQModifier(config_groups={"all": scheme}, ignore=["lm_head"], dampening_frac=0.01)
+    data = datasets.Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    oneshot(model=theirs, dataset=data, processor=tokenizer, recipe=modifier, num_calibration_samples=8,
+            max_seq_length=32, pipeline="sequential")  # fmt: skip
+    stored, equal = theirs.state_dict(), {}
+    w = Quantizer(format=fmtsim.get_format("int4_full"), scaling=Scaling(block=(1, None), top=7.5, arithmetic="divide"))
+    for sequential in ("block", None):
+        recipe = PtqRecipe(name="source", w=w, weights=Gptq(act_order=True), sequential=sequential)
+        ours = fmtsim.ptq(copy.deepcopy(exact), recipe, [{"input_ids": ids}])
+        scales = {name: stored[f"{name}_scale"] for name, _ in ours.named_parameters() if "proj" in name}
+        codes = {name: (ours.get_parameter(name) / scale).round() for name, scale in scales.items()}
+        equal[sequential] = [torch.equal(codes[name], (stored[name] / scales[name]).round()) for name in scales]
+    assert len(equal["block"]) == 21 and all(equal["block"]) and not any(equal[None][7:])

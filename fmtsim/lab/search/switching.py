@@ -16,7 +16,7 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.lab.search.result import HIGH_BITS
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Products, call, evaluating
-from fmtsim.ptq.steps import calibrated, round_weights, serving_layer
+from fmtsim.ptq.steps import collected, round_weights, serving_layer
 from fmtsim.ptq.verb import prepared
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.quantizer import Quantizer
@@ -67,7 +67,7 @@ class SwitchingModel:
                 self.left_out[name] = str(error)
                 continue
             named = Of(show, name)
-            products, _ = calibrated(source, recipe, configs, batches, named)
+            products = collected(Products(source, configs), recipe, batches, named)
             round_weights(products, recipe.weights, named)
             self._add(recipe, products)
         require_some(recipes.keys() - self.left_out.keys(), self.left_out)

@@ -248,7 +248,8 @@ def recipes_of(
     if not recipes or len({r.name for r in recipes}) < len(recipes):
         raise ArgumentError(f"formats={shown(formats)}; pass recipes of different names, at least one")
     for r in recipes:
-        if r.rules or r.smooth or r.equalise or r.bias_correction or r.batch_norm or r.attention:
+        more = (r.rules, r.rotate, r.smooth, r.equalise, r.sequential, r.bias_correction, r.batch_norm, r.attention)
+        if any(more):
             raise ArgumentError(
                 f"recipe {r.name!r} changes more than one layer's operands; search takes x, w, calibration and weights"
             )

@@ -214,6 +214,7 @@ TIED[2].weight = TIED[0].weight
         ({"bits": math.nan}, f"search bits=nan {FINITE}"),
         ({"bits": math.inf}, f"search bits=inf {FINITE}"),
         ({"formats": ["int8_smooth"]}, "recipe 'int8_smooth' changes more than one layer's operands"),
+        ({"formats": ["w4a4_quarot"]}, "recipe 'w4a4_quarot' changes more than one layer's operands"),
         ({"formats": ["int4_gptq", "w4a4"]}, "recipes 'int4_gptq' and 'w4a4' round weights differently"),
         ({"formats": ["e4m3_static", "e4m3_dynamic"]}, "mixes rules of calibration"),
         ({"formats": []}, "pass recipes of different names, at least one"),
