@@ -21,6 +21,7 @@ from fmtsim.gemm.products.scaled import scaled_mm as scaled_mm
 from fmtsim.gemm.products.scaled import mma as mma
 from fmtsim.gemm.layers.linear import EmulatedGEMM as EmulatedGEMM
 from fmtsim.lab.explain.product import explain_mm as explain_mm
+from fmtsim.lab.explain.identify import identify as identify
 from fmtsim.gemm.targets.target import get_target as get_target
 from fmtsim.gemm.targets.target import list_targets as list_targets
 from fmtsim.gemm.units.unit import get_unit as get_unit

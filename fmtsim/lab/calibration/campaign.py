@@ -255,10 +255,10 @@ def _stages(
     if guessed is not None and explains(call.k, arithmetic, guessed, seen):
         yield [replace(guessed, source="", verified=False)]
     for stage in fits(call, arithmetic, seen):
-        yield (variant for plan in stage for variant in _variants(call, plan))
+        yield (variant for plan in stage for variant in variants(call, plan))
 
 
-def _variants(call: GemmCall, plan: GemmPlan) -> Iterable[GemmPlan]:
+def variants(call: GemmCall, plan: GemmPlan) -> Iterable[GemmPlan]:
     """Return a plan with every way to round partial sums, add a bias and apply scales that a library may have."""
     plans = [plan]
     half: Any = get_format(call.out) if call.out in _HALVES else None

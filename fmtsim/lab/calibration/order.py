@@ -8,6 +8,7 @@ draw the tree of additions: blocks, chains, slices. Every column of one call ask
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -150,6 +151,8 @@ def meetings(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> NDArray[numpy.in
     return when
 
 
+SPLITS = (*range(2, 17), 18, 20, 24, 32, 48, 64, 96, 128)  # parts that libraries and kernels ask for
+LANES = (32, 64, 128, 256)  # threads that share a sum
 TILES = (128, 64, 32, 256, 512, 16, 8)  # widths of K tiles that libraries use, likely ones first
 STRIDES = (1, 2, 4)  # consecutive products of a thread's sum, where threads share a sum
 SLICE = 4  # slices of K are multiples of this many products
@@ -174,6 +177,45 @@ def fits(call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None) -> Itera
         yield _explaining(call, arithmetic, seen, _unsplit(call.k, arithmetic))
     if first is not None or call.k <= SHORT:
         yield _explaining(call, arithmetic, seen, _split(call, arithmetic, seen, first or (0, call.k - 1)))
+
+
+def orders(k: int, arithmetic: Datapath, *, thorough: bool = False) -> Iterator[GemmPlan]:
+    """Yield the orders of K products that nothing seen narrows down, one chain first; some may be equal.
+
+    Args:
+        thorough: Also yield every way to deal tiles and to cut slices in up to ``PARTS`` parts.
+    """
+    yield from (plan for plan in _unsplit(k, arithmetic) if plan.k_tile is None or plan.k_tile < k)
+    yield from (GemmPlan(promote_every=every) for every in PROMOTIONS if every < k)
+    if arithmetic.block == 1:  # threads of a CUDA core kernel
+        for width in (width for width in LANES if width < k):
+            for stride in STRIDES:
+                for how in ("tree", "serial"):
+                    yield GemmPlan(k_tile=stride * width, lanes=width, lane_reduce=how)  # type: ignore[arg-type]
+    runs = set()
+    for parts, tile in ((parts, tile) for parts in SPLITS for tile in TILES if tile * (parts - 1) < k):
+        plan = GemmPlan(k_tile=tile, split=parts, residue_first=k % tile > 0)
+        if tile in TILES[:-1] and (parts <= 8 or not parts % 4):
+            yield replace(plan, owner="interleaved", residue_first=False)
+        run = (
+            -(-(k // tile) // parts) * tile if k % tile == 0 and tile % (arithmetic.block or k) == 0 else (parts, tile)
+        )
+        if run in runs:
+            continue
+        runs.add(run)
+        yield from (plan, *([replace(plan, residue_first=False)] if k % tile else []))
+        yield from ([replace(plan, reduce="pairwise")] if parts > 2 else [])
+    for parts in SPLITS:  # slices, whose starts are aligned
+        for length in sorted({-(-k // parts // step) * step for step in (SLICE, 8, 32, 64)}):
+            if 0 < length < k and length % TILES[-1]:
+                yield GemmPlan(k_tile=32, part_k=length, split=-(-k // length), residue_first=True)
+    if thorough:
+        whole, last = (0, k), _Last(0, k, k)
+        yield from _dealt(k, whole, last, None)
+        yield from _in_pairs(k, whole, None)
+        yield from _interleaved(k, whole, None)
+        yield from _promoted(k, whole, last, None)
+        yield from (plan for plan in _slices(k, whole, last, None, TILES) if plan.split <= PARTS)
 
 
 def _explaining(call: GemmCall, arithmetic: Datapath, seen: Sighting, plans: Iterator[GemmPlan]) -> Iterator[GemmPlan]:

@@ -26,6 +26,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Matrix products": {
         "mm": "run one matrix product on a target or unit and explain its bits",
+        "identify": "name every accumulation that gives the bits of a product: unit, order of K, roundings, library",
         "invariance": "list the batch sizes at which a row's bits change, layer by layer",
     },
     "Models": {
@@ -58,7 +59,7 @@ GROUPS: dict[str, dict[str, str]] = {
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 # A command NAME is run by run_NAME of a module here; declare_NAME of a module of arguments/ declares its arguments.
 RUNS = {
-    "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "invariance"),
+    "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "identify", "invariance"),
     "models": ("observe", "attribute", "ptq", "search"), "training": ("train", "report"),
     "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "audit", "compare", "verify"),
     "machine": ("info", "completion", "doctor", "warmup"), "calibration": ("calibrate",), "benchmarks": ("bench",),

@@ -29,6 +29,8 @@ from fmtsim.lab.analysis.ulp import read_codes
 from fmtsim.lab.cli.arguments.numbers import SLOW_EVERY
 from fmtsim.lab.cli.options import check_device, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer
+from fmtsim.lab.cli.results import load_tensors
+from fmtsim.lab.explain.identify import identify
 from fmtsim.lab.explain.product import explain_mm
 from fmtsim.lab.training.models import is_function, module_of
 from fmtsim.lab.verify.operands import cancel_neighbours, spread
@@ -342,6 +344,42 @@ def mm_text(
             f"{speed} (first call {first:.3g} s)",
         ],
     )  # fmt: skip
+
+
+def run_identify(arguments: argparse.Namespace) -> int:
+    """Name what fits and print it; 1 where nothing fits."""
+    if arguments.probe:
+        check_file("--probe", Path(arguments.probe))
+    extras = {name: _tensor(text, None) for name in ("bias", "scale_a", "scale_b")
+              if (text := getattr(arguments, name)) is not None}  # fmt: skip
+    runs = [(arguments.a, arguments.b, arguments.y), *arguments.refine]
+    dtypes = (arguments.dtype, arguments.dtype, arguments.out_dtype)
+    first, *others = [[_tensor(text, dtype) for text, dtype in zip(run, dtypes, strict=True)] for run in runs]
+    result = identify(*first, **extras, target=arguments.target, thorough=arguments.thorough)
+    for run in others:
+        result = result.refine(*run)
+    if arguments.probe:
+        content = io.BytesIO()
+        torch.save(dict(zip("ab", result.probe(), strict=True)), content)
+        write_file(arguments.probe, content.getvalue())
+    answer(arguments, result.to_dict(), lambda: str(result))
+    return 0 if result.groups else MISMATCH
+
+
+def _tensor(text: str, dtype: str | None) -> torch.Tensor:
+    """Return the one tensor of a file; codes in integers become values of a dtype."""
+    tensors = load_tensors(text)
+    if len(tensors) != 1:
+        raise ArgumentError(f"{text} has {len(tensors)} tensors, {', '.join(tensors)}; pick one with {text}:NAME")
+    content = next(iter(tensors.values()))()
+    if isinstance(content, numpy.ndarray) and content.dtype.kind in "uV" and dtype is None:
+        raise ArgumentError(f"{text} holds {content.dtype}, codes of some dtype; pass --dtype or --out-dtype, bfloat16")
+    if isinstance(content, numpy.ndarray):
+        content = torch.from_numpy(content.view(f"i{content.itemsize}") if content.dtype.kind in "uV" else content)
+    as_dtype = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and (not isinstance(as_dtype, torch.dtype) or as_dtype.itemsize != content.itemsize):
+        raise ArgumentError(f"{text} holds {content.itemsize} bytes an element, which are not {dtype}")
+    return content if as_dtype is None else content.view(as_dtype)
 
 
 def run_invariance(arguments: argparse.Namespace) -> int:

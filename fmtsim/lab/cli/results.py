@@ -173,6 +173,12 @@ def _open(path: Path) -> Tensors:
 
     if path.suffix not in SUFFIXES:
         raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
+    if path.suffix == ".pt":
+        saved = _reading(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
+        tensors = {ALONE: saved} if isinstance(saved, torch.Tensor) else saved
+        if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
+            raise DataError(f"{path} holds neither a tensor nor a dict of tensors; save one with torch.save")
+        return {str(name): lambda x=x: x for name, x in tensors.items()}  # type: ignore[misc]
 
     def reader(name: str) -> Callable[[], Any]:
         return lambda: _reading(path, lambda: content if name == ALONE and path.suffix == ".npy" else content[name])

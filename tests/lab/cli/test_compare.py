@@ -65,9 +65,9 @@ def test_the_plot(files, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("x.npy", "no.npy"), "no.npy: no such file; pass a .npy, .npz, .safetensors file, or FILE:NAME"),
+        (("x.npy", "no.npy"), "no.npy: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE:NAME"),
         (("two.npz:q", "x.npy"), "two.npz has no tensor 'q'; it has x, y"),
-        (("x.txt", "x.npy"), "x.txt is of no known kind; pass a .npy, .npz, .safetensors file"),
+        (("x.txt", "x.npy"), "x.txt is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
         (("bad.npy", "x.npy"), "cannot read bad.npy: "),
         (("bad.npz", "x.npy"), "cannot read bad.npz: "),
         (("bad.safetensors", "x.npy"), "cannot read bad.safetensors: "),

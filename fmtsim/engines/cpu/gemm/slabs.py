@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of products as arrays: slots, blocks and what follows them, in slabs that fit a cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import chain as joined
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -42,26 +43,32 @@ class Slabs:
     starts: np.ndarray
 
 
-@lru_cache(maxsize=64)
 def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
-    """Return the slabs of a product of K terms."""
+    """Return the slabs of a product of K terms, cached for all plans that differ in what follows the sums alone."""
+    plain: dict[str, Any] = {"partial": None, "round_trip": False, "reduce": "serial", "bias_after_rounding": False}
+    return _slabs_of(k, unit, replace(plan, **plain, epilogue="scale", source="", verified=False))
+
+
+@lru_cache(maxsize=64)
+def _slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
     parts = schedule(k, unit, plan)
-    blocks = [(block, p, c) for p, part in enumerate(parts) for c, chain in enumerate(part) for block in chain.blocks]
-    length = max((len(block) for block, _, _ in blocks), default=1)
+    blocks = [block for part in parts for chain in part for block in chain.blocks]
+    lengths = np.fromiter(map(len, blocks), np.int64, len(blocks))
+    length = int(lengths.max(initial=1))
     if isinstance(unit, Datapath):
         length = -(-length // unit.group) * unit.group  # whole groups
     pitch = pitch_of(length)
+    # 1. the indices of every block, filled up
     slots = np.full((len(blocks), pitch), -1, np.int32)
-    ends, owners, chains = (np.zeros(len(blocks), kind) for kind in (np.int8, np.int32, np.int32))
+    slots[np.arange(pitch) < lengths[:, None]] = np.fromiter(joined.from_iterable(blocks), np.int32, lengths.sum())
+    # 2. the part and the chain of every block, and where both end
+    counts = [len(chain.blocks) for part in parts for chain in part]
+    owners = np.repeat(np.array([p for p, part in enumerate(parts) for _ in part], np.int32), counts)
+    chains = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     starts = np.array([chain.start for part in parts for chain in part], np.int64)
-    number, before = 0, (0, 0)
-    for index, (block, p, c) in enumerate(blocks):
-        slots[index, : len(block)] = block
-        if index and (p, c) != before:
-            number += 1
-            ends[index - 1] = CHAIN_END if p == before[0] else PART_END
-        owners[index], chains[index], before = p, number, (p, c)
-    ends[-1:] = PART_END
+    ends = np.zeros(len(blocks), np.int8)
+    ends[np.cumsum(counts, dtype=np.int64) - 1] = CHAIN_END
+    ends[np.cumsum([sum(len(chain.blocks) for chain in part) for part in parts], dtype=np.int64) - 1] = PART_END
     step = max(_SLOTS // pitch, 1)
 
     def cut(start: int, stop: int) -> Slab:

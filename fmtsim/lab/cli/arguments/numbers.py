@@ -100,6 +100,26 @@ def declare_mm(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def declare_identify(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    files = ".npy, .npz, .pt or .safetensors; FILE:NAME picks one tensor of a file"
+    parser.add_argument("a", metavar="A", help=f"[M, K]: {files}")
+    parser.add_argument("b", metavar="B", help="[K, N]")
+    parser.add_argument("y", metavar="Y", help="[M, N], the result to explain")
+    option(parser, "--dtype", "of operands that a .npy file holds as integer codes, such as bfloat16", metavar="DTYPE")
+    option(parser, "--out-dtype", "of a result that a .npy file holds as integer codes", metavar="DTYPE")
+    option(parser, "--bias", "[N], what was added to every row", metavar="FILE")
+    option(parser, "--scale-a", "scales of a, as scaled_mm takes them; with --scale-b", metavar="FILE")
+    option(parser, "--scale-b", "scales of b", metavar="FILE")
+    option(parser, "--target", "look at this GPU with its library, or this unit, alone", metavar="NAME",
+           known=names.targets_and_units)  # fmt: skip
+    flag(parser, "--thorough", "try every way to cut K into up to 128 parts, which takes minutes")
+    option(parser, "--probe", "write operands that tell the explanations apart, as a and b", metavar="FILE.pt")
+    again = "operands and result of another run, such as that of --probe, which have to fit too"
+    repeated(parser, "--refine", again, default=[], metavar=("A", "B", "Y"), nargs=3)
+    add_json(parser)
+
+
 def declare_invariance(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     what = parser.add_argument_group("which products (default: the layers of gpt2)")

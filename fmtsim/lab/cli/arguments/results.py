@@ -40,7 +40,7 @@ def declare_audit(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-SUFFIXES = (".npy", ".npz", ".safetensors")
+SUFFIXES = (".npy", ".npz", ".pt", ".safetensors")
 
 
 def declare_compare(parser: argparse.ArgumentParser) -> None:

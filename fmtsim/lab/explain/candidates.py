@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explanations of a result: units, orders, roundings and libraries' choices that a product may have had."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim.casts.quantize import quantize
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.products.explanation import MmExplanation, explained
+from fmtsim.gemm.products.operands import operand_format
+from fmtsim.gemm.products.operator import run_gemm
+from fmtsim.gemm.products.resolver import call_name, check_plan, recorded_calls
+from fmtsim.gemm.products.scales import unit_scales
+from fmtsim.gemm.targets.target import get_target, list_targets
+from fmtsim.gemm.units.unit import get_unit, list_units
+from fmtsim.lab.calibration.campaign import is_scalar, variants
+from fmtsim.lab.calibration.order import orders
+from fmtsim.rounding.modes import RoundingName
+from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, UNIT_SCALES, GemmCall, OperandFormat, Operation
+from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import Epilogue, GemmPlan
+from fmtsim.spec.schedule import same_order
+from fmtsim.support.errors import FmtsimError
+
+TF32_ROUNDINGS: tuple[RoundingName, ...] = ("nearest_even", "toward_zero", "nearest_away")
+EPILOGUES: tuple[Epilogue, ...] = ("scale", "row_column", "column_row")
+NARROW = (torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Observed(NamedTuple):
+    """A product that ran somewhere.
+
+    a, b: [M, K] and [N, K], as values.
+    y: [M, N], what came out.
+    bias: [N], or None.
+    row, column: Scales of the epilogue, of one element or of M and N; None without.
+    block_a, block_b: Block scales, [M, blocks] and [N, blocks]; None without.
+    kind: Kind of the scales.
+    layouts: Of a and b, as a library sees them.
+    """
+
+    a: Tensor
+    b: Tensor
+    y: Tensor
+    bias: Tensor | None = None
+    row: Tensor | None = None
+    column: Tensor | None = None
+    block_a: Tensor | None = None
+    block_b: Tensor | None = None
+    kind: Any = "none"
+    layouts: tuple[Any, Any] = ("row", "row")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return self.a.shape[0], self.b.shape[0], self.a.shape[1]
+
+    def part(self, rows: Tensor, columns: Tensor) -> "Observed":
+        """Return the product of some rows of a with some of b."""
+        row, column = (
+            x if x is None or x.numel() == 1 else x.reshape(-1)[at]
+            for x, at in ((self.row, rows), (self.column, columns))
+        )
+        a, b, block_a, block_b, bias = (
+            None if x is None else rows_at(x, at)
+            for x, at in ((self.a, rows), (self.b, columns), (self.block_a, rows), (self.block_b, columns),
+                          (self.bias, columns))
+        )  # fmt: skip
+        y = self.y[rows[:, None], columns]
+        return self._replace(a=a, b=b, y=y, bias=bias, row=row, column=column, block_a=block_a, block_b=block_b)
+
+
+def rows_at(x: Tensor, at: Tensor) -> Tensor:
+    """Return some rows; torch indexes FP8 as bytes alone."""
+    return x.view(torch.uint8)[at].view(x.dtype) if x.dtype.itemsize == 1 else x[at].contiguous()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """One explanation of a result: what multiplied, in which order it added, and what it did with the sum.
+
+    Args:
+        units: Names of the units with this arithmetic.
+        books: GPUs whose library chooses this order for the call, with the evidence for it.
+        call: The call as ``explain_mm`` shows it.
+        spec: Arithmetic, accumulation order and formats.
+        tf32: How float32 operands become TF32; ``""`` where they do not, or already are.
+        through: Dtype of 16 bits that results were rounded to before they were stored in float32; None without.
+        equal_plans: Other plans by which this unit adds K in the same order.
+    """
+
+    units: tuple[str, ...]
+    books: tuple[str, ...]
+    call: GemmCall
+    spec: GemmSpec
+    tf32: str = ""
+    through: torch.dtype | None = None
+    equal_plans: tuple[GemmPlan, ...] = ()
+
+    @property
+    def plan(self) -> GemmPlan:
+        """The accumulation order, as ``plan=`` of the products takes it."""
+        return self.spec.plan
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of ``fmtsim.mm``, or ``scaled_mm``, that give these bits; operands in float32 are TF32 already."""
+        options = {"target": self.units[0], "plan": self.plan, "out_dtype": self.through or self.call.out}
+        options |= {} if self.spec.accumulate == "fp32" else {"accumulate": self.spec.accumulate}
+        return options | ({"allow": "tf32"} if self.spec.a.name == "tf32" else {})
+
+    @property
+    def rounds_parts(self) -> bool:
+        """Whether sums of parts of K are rounded, or added to a bias, before they are added to each other."""
+        return self.plan.partial is not None or self.plan.reduce == "in_place"
+
+    @property
+    def cuts(self) -> tuple[Any, ...]:
+        """How the plan cuts K."""
+        plan = self.plan
+        return plan.k_tile, plan.split, plan.part_k, plan.owner, plan.residue_first, plan.promote_every
+
+    def explain(self) -> MmExplanation:
+        """Return the explanation in words."""
+        return explained(self.call, self.spec)
+
+    @property
+    def order(self) -> str:
+        """The accumulation order in words; parts of K that are added in order are promoted chains as well."""
+        plans = self.plan, *self.equal_plans
+        named = {plan.promote_every is None: plan for plan in reversed(plans)}
+        named.pop(self.plan.promote_every is None)
+        others = [explained(self.call, replace(self.spec, plan=plan)).order for plan in named.values()]
+        return "; the same as ".join([self.explain().order, *others])
+
+    def multiply(self, product: Observed) -> Tensor:
+        """Return what this explanation makes of the operands of a product."""
+        a, b = product.a, product.b
+        if self.tf32:
+            a, b = (quantize(x, "tf32", rounding=self.tf32, out_dtype=x.dtype) for x in (a, b))  # type: ignore[arg-type]
+        scale_a, scale_b = product.block_a, product.block_b
+        if product.kind in UNIT_SCALES:
+            scale_a, scale_b = unit_scales(scale_a, scale_b, a, b, self.spec.text)
+        dtype = self.through or product.y.dtype
+        y = run_gemm(
+            a, b, self.spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=product.row, column=product.column,
+            bias=product.bias, validated=True, bare=True,
+        )  # fmt: skip
+        return y.to(product.y.dtype)  # wider, which is exact
+
+    def differs(self, product: Observed) -> Tensor:
+        """Return [M, N], True where the bits of a product are not this explanation's."""
+        code = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[product.y.itemsize]
+        return self.multiply(product).view(code) != product.y.view(code)
+
+    def equals(self, other: "Accumulation") -> bool:
+        """Return True if two explanations give the same bits for all operands of this K."""
+        alike: Any = {"tf32": other.tf32, "through": other.through}
+        if self.spec.datapath != other.spec.datapath or (self.tf32, self.through) != (*alike.values(),):
+            return False
+        names = ("partial", "round_trip", "epilogue", "bias_after_rounding", "scaled_promotion", "successive_scales")
+        return all(getattr(self.plan, x) == getattr(other.plan, x) for x in names) and same_order(
+            self.call.k, self.spec.datapath, self.plan, other.plan
+        )
+
+
+def cost(arithmetic: Arithmetic) -> int:
+    """Return how much longer an engine takes than for a tensor core: exact sums of several products are slow."""
+    if isinstance(arithmetic, Datapath):
+        return 400 if arithmetic.fraction_bits is None and arithmetic.block != 1 else 1
+    return 1 if isinstance(arithmetic, IntegerDatapath) else 10
+
+
+def candidates(product: Observed, target: Any = None, *, thorough: bool = False) -> list[Accumulation]:
+    """Return every explanation that fmtsim has for a product, the libraries' choices first.
+
+    Args:
+        product: What ran.
+        target: A GPU with its library, or a unit: only what it computes. None is all of them.
+        thorough: Try every way to cut K.
+    """
+    units = [name for name in list_units() if target is None or target == name]
+    libraries = [name for name in list_targets() if target is None or target == name]
+    if libraries and not units:
+        units = sorted({unit for _, _, unit in get_target(libraries[0]).units})
+    table: dict[Any, Accumulation] = {}
+    dtypes = _through(product)
+    chosen = (*_books(product, libraries), *_orders(product, units, thorough))
+    for found in (replace(x, through=dtype) for x in chosen for dtype in dtypes):
+        key = found.spec, found.tf32, found.through
+        before = table.get(key)
+        if before is not None:
+            found = merged(before, found)
+        table[key] = found
+    return list(table.values())
+
+
+def merged(first: Accumulation, second: Accumulation) -> Accumulation:
+    """Return one explanation for two with the same bits."""
+    both: dict[str, Any] = {
+        name: (*getattr(first, name), *getattr(second, name)) for name in ("units", "books", "equal_plans")
+    }
+    if first.plan != second.plan:
+        both["equal_plans"] = (*both["equal_plans"], second.plan)
+    return replace(first, **{name: tuple(dict.fromkeys(values)) for name, values in both.items()})
+
+
+class Reading(NamedTuple):
+    """Formats in which a unit may have taken the operands, and how float32 became TF32."""
+
+    formats: tuple[OperandFormat, OperandFormat]
+    tf32: str = ""
+
+
+def _readings(product: Observed) -> Iterator[Reading]:
+    formats = operand_format("a", product.a), operand_format("b", product.b)
+    yield Reading(formats)
+    if formats[0].name == formats[1].name == "fp32":
+        tf32: Any = get_format("tf32")
+        low_bits = any(bool((x.contiguous().view(torch.int32) & 0x1FFF).any()) for x in (product.a, product.b))
+        for rounding in TF32_ROUNDINGS if low_bits else ("",):
+            yield Reading((tf32, tf32), rounding)
+
+
+def _through(product: Observed) -> tuple[torch.dtype | None, ...]:
+    """Return None, and the narrow dtypes whose values all results in float32 are."""
+    if product.y.dtype != torch.float32 or not bool(product.y.isfinite().all()):
+        return (None,)
+    return (None, *(dtype for dtype in NARROW if torch.equal(product.y.to(dtype).float(), product.y)))
+
+
+def _call(product: Observed, reading: Reading, **facts: Any) -> GemmCall:
+    m, n, k = product.sizes
+    a, b = reading.formats
+    scaled = product.kind != "none"
+    operation: Operation = "scaled_mm" if scaled else "linear" if product.bias is not None else "mm"
+    operation = "int_mm" if call_name(a) == "int8" else operation
+    fields = {"a_layout": product.layouts[0], "b_layout": product.layouts[1]} | facts
+    return GemmCall(operation=operation, m=m, n=n, k=k, a=call_name(a), b=call_name(b), formats=(a, b),
+                    out=product.y.dtype, scaling=product.kind, bias=product.bias is not None, **fields)  # fmt: skip
+
+
+def _books(product: Observed, libraries: Iterable[str]) -> Iterator[Accumulation]:
+    """Yield what libraries choose for the call, in the layouts of the operands or in others."""
+    swap: Any = {"row": "column", "column": "row"}
+    (a, b), readings = product.layouts, [x for x in _readings(product) if x.tf32 in ("", "nearest_even")]
+    layouts = ((a, b), (swap[a], b), (a, swap[b]), (swap[a], swap[b]))
+    sums = {torch.float16: ("fp32", "fp16"), torch.int32: ("int32",), torch.float64: ("fp64",)}
+    asked = product._replace(kind="tensor") if product.kind == "none" and product.a.dtype in FP8 else product
+    with recorded_calls():  # without warnings of guesses
+        for name, reading, (a, b) in itertools.product(libraries, readings, layouts):
+            how = "" if (a, b) == layouts[0] else f", a {a}-major, b {b}-major"
+            for accumulate in sums.get(product.y.dtype, ("fp32",)):
+                call = _call(asked, reading, accumulate=accumulate, a_layout=a, b_layout=b)
+                calls = [call, replace(call, fast_accum=False)] if call.operation == "scaled_mm" else [call]
+                for one in calls:
+                    yield from _chosen(name, one, reading, how)
+
+
+def _chosen(name: str, call: GemmCall, reading: Reading, how: str) -> Iterator[Accumulation]:
+    try:
+        spec = get_target(name).resolve(call.facts())
+    except FmtsimError:
+        return
+    scalar = is_scalar(spec.datapath)
+    yield Accumulation(
+        units=(spec.unit or "",), books=(f"{name} ({spec.basis}{how})",), call=replace(call, target=spec.unit),
+        spec=replace(spec, plan=replace(spec.plan, source="", verified=False)), tf32="" if scalar else reading.tf32,
+    )  # fmt: skip
+
+
+def _orders(product: Observed, units: Iterable[str], thorough: bool) -> Iterator[Accumulation]:
+    """Yield all orders on all arithmetics that take the operands."""
+    extent = SCALE_KINDS.get(product.kind)
+    scale = None if extent is None else extent.unit_scale
+    for reading in _readings(product):
+        arithmetics: dict[tuple[Arithmetic, str], list[str]] = {}
+        for name in units:
+            for mode in get_unit(name).modes:
+                any_format = mode.inputs is None and call_name(reading.formats[0]) == "tf32"
+                if mode.takes(*reading.formats) and mode.scale == scale and not any_format:
+                    arithmetics.setdefault((mode.datapath, mode.accumulate), []).append(name)
+        for (path, accumulate), names in arithmetics.items():
+            if (accumulate == "int32") != (product.y.dtype == torch.int32):
+                continue
+            call = _call(product, reading, target=names[0], accumulate=accumulate)
+            for plan in _plans(product, call, path, thorough):
+                spec = GemmSpec(datapath=path, plan=plan, a=reading.formats[0], b=reading.formats[1], unit=names[0],
+                                accumulate=accumulate)  # fmt: skip
+                yield Accumulation(units=tuple(names), books=(), call=call, spec=spec, tf32=reading.tf32)
+
+
+def _plans(product: Observed, call: GemmCall, path: Arithmetic, thorough: bool) -> Iterator[GemmPlan]:
+    """Yield orders that a unit can follow, with every way to round on the way and after it."""
+    single = isinstance(path, IntegerDatapath) or cost(path) > 100
+    wide = call.accumulate == "fp64" and call.a != "fp64"
+    lengths = path if isinstance(path, Datapath) else Datapath()
+    basic = iter([GemmPlan()]) if single or wide else orders(call.k, lengths, thorough=thorough)
+    rules = EPILOGUES if _rounds_scales(product) else EPILOGUES[:1]
+    for order in basic:
+        plain = (order.owner, order.reduce, order.part_k) == ("contiguous", "serial", None)
+        if not isinstance(path, Datapath) and not plain:
+            continue
+        if product.kind in LARGE_BLOCKS:
+            if order.promote_every is not None:
+                continue
+            scaled = replace(order, promote_every=128, scaled_promotion=True)
+            plans = [scaled, replace(scaled, successive_scales=True)]
+        elif not isinstance(path, Datapath):
+            plans = [replace(order, epilogue=rule) for rule in rules]
+        else:
+            plans = [replace(x, epilogue=rule) for x in variants(replace(call, scaling="none"), order) for rule in rules
+                     if not x.round_trip or call.accumulate == "fp16" or plain]  # fmt: skip
+        for plan in plans:
+            if _fits(path, plan, call):
+                yield plan
+
+
+def _rounds_scales(product: Observed) -> bool:
+    """Return True if it may matter in which order the two scales of the epilogue multiply."""
+    factors = [x for x in (product.row, product.column) if x is not None]
+    return any(bool((torch.frexp(x.double())[0].abs() != 0.5).any()) for x in factors)
+
+
+@lru_cache(maxsize=1 << 14)
+def _fits(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> bool:
+    try:
+        check_plan(path, plan, call)
+    except FmtsimError:
+        return False
+    return True

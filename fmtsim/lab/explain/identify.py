@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which accumulation gave a result: every explanation of fmtsim that has all of its bits."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.casts.arguments import check_together
+from fmtsim.formats.interop import dtype_name
+from fmtsim.gemm.products.explanation import factors
+from fmtsim.gemm.products.operands import check_operands, check_tensor, matrix_layout, operand_format
+from fmtsim.gemm.products.operator import OUT_DTYPES
+from fmtsim.gemm.products.resolver import call_name
+from fmtsim.gemm.products.scales import read_scales
+from fmtsim.gemm.targets.target import list_targets
+from fmtsim.gemm.units.unit import list_units
+from fmtsim.lab.analysis.compare import Difference, compare
+from fmtsim.lab.explain.candidates import Accumulation, Observed, candidates, cost, merged, rows_at
+from fmtsim.lab.explain.samples import FEW, Places, affordable, deciding, part_of, probe_of
+from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
+from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
+
+MACS = 1 << 32  # products of operands that a stage computes, counted as a tensor core's
+ALIKE = 64  # explanations that are compared with each other; where more fit, the operands say little
+SHOWN = 12  # explanations that are printed
+NEAREST = 24
+FEW_DIFFER = 1e-3
+PROBES = (0, 1)  # seeds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest:
+    """The explanation with the fewest differing bits, where none has all.
+
+    Args:
+        explanation: The explanation.
+        mismatches, compared: Results that differ from it, of so many.
+        first: The first difference: ``actual`` is the result, ``expected`` the explanation.
+    """
+
+    explanation: Accumulation
+    mismatches: int
+    compared: int
+    first: Difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Identification(Result):
+    """Say what ``identify`` found; ``print`` shows a table, notebooks an HTML one.
+
+    Args:
+        groups: Explanations with all compared bits. Those of a group agree on the operands of ``probe`` too, those of
+            different groups do not.
+        tried: Explanations that were compared.
+        compared: Results of y that every explanation in ``groups`` was compared with.
+        outputs: Results of y.
+        nearest: What comes closest, where nothing fits.
+        notes: What else there is to know, and what to try next.
+        product: What was explained.
+    """
+
+    groups: tuple[tuple[Accumulation, ...], ...]
+    tried: int
+    compared: int
+    outputs: int
+    nearest: Nearest | None = None
+    notes: tuple[str, ...] = ()
+    product: Observed = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def explanations(self) -> tuple[Accumulation, ...]:
+        """All explanations, group by group."""
+        return tuple(explanation for group in self.groups for explanation in group)
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """Their accumulation orders, as ``plan=`` of ``fmtsim.mm`` takes them."""
+        return tuple(explanation.plan for explanation in self.explanations)
+
+    def probe(self, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Return operands whose product tells the groups apart, of the shapes, strides and dtypes of the first ones.
+
+        Run the kernel on them and pass both with its result to ``refine``.
+
+        Raises:
+            ArgumentError: fmtsim has no such operands for these dtypes.
+        """
+        made = probe_of(self.product, seed)
+        if made is None:
+            formats = f"{dtype_name(self.product.a.dtype)} x {dtype_name(self.product.b.dtype)}"
+            raise ArgumentError(f"there is no probe for {formats}, whose sums are exact in every order")
+        m, n, _ = self.product.sizes
+        a, b = (rows_at(x, torch.arange(rows) % len(x)) for x, rows in zip(made, (m, n), strict=True))
+        layouts = self.product.layouts
+        return _laid(a, layouts[0]), _laid(b, layouts[1]).t()
+
+    def refine(self, a: Tensor, b: Tensor, y: Tensor) -> "Identification":
+        """Return those of these explanations that also give ``y`` for other operands of the same K.
+
+        Raises:
+            ArgumentError, DtypeError: As ``identify``; K differs.
+        """
+        product = _observed(a, b, y)._replace(
+            **{name: getattr(self.product, name) for name in ("bias", "row", "column", "block_a", "block_b", "kind")}
+        )
+        if product.sizes != self.product.sizes:
+            raise ArgumentError(
+                f"the operands have M, N, K = {product.sizes}, the first ones {self.product.sizes}; pass the result of "
+                "the same call for other numbers, such as those of probe()"
+            )
+        return _identified(product, list(self.explanations))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the tensors as JSON types."""
+        groups = [[_facts(explanation) for explanation in group] for group in self.groups]
+        nearest = self.nearest and {
+            **_facts(self.nearest.explanation), "mismatches": self.nearest.mismatches,
+            "compared": self.nearest.compared, "first": self.nearest.first.to_dict(),
+        }  # fmt: skip
+        return {"groups": groups, "tried": self.tried, "compared": self.compared, "outputs": self.outputs,
+                "nearest": nearest, "notes": list(self.notes)}  # fmt: skip
+
+    def _content(self) -> Iterable[Rows | Facts | str]:
+        names = [call_name(operand_format(name, x)) for name, x in (("a", self.product.a), ("b", self.product.b))]
+        sizes = factors(*self.product.sizes, *names)
+        count, groups = len(self.explanations), len(self.groups)
+        every = "all" if self.compared == self.outputs else f"of {self.outputs:,}"
+        found = _many(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
+        yield Facts([
+            ("product", f"{sizes} -> {dtype_name(self.product.y.dtype)}"), ("tried", _many(self.tried, "explanation")),
+            ("fits", found), ("compared", f"{self.compared:,} results, {every}" if count else "every explanation"),
+        ])  # fmt: skip
+        rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
+        yield ""
+        yield table_of(_COLUMNS, rows[:SHOWN], filled=True)
+        if len(rows) > SHOWN:
+            yield f"... and {len(rows) - SHOWN:,} more in .explanations"
+        if self.nearest is not None:
+            near = self.nearest
+            yield f"nearest: {near.mismatches:,} of {near.compared:,} results differ; y is 'actual' below"
+            yield table_of(_COLUMNS[1:], [("", near.explanation)], filled=True)
+            yield f"first difference at {near.first}"
+        yield from self.notes
+
+
+_COLUMNS = (
+    Column("group", lambda row: row[0]), Column("units", lambda row: ", ".join(row[1].units)),
+    Column("order", lambda row: row[1].order), Column("epilogue", lambda row: _epilogue(row[1])),
+    Column("library", lambda row: ", ".join(_libraries(row[1].books))),
+)  # fmt: skip
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _libraries(books: Sequence[str]) -> list[str]:
+    """Return libraries that choose an order in the operands' layouts, or else in others."""
+    return [book for book in books if ", " not in book] or sorted({f"{x.split()[0]} in other layouts" for x in books})
+
+
+def _epilogue(explanation: Accumulation) -> str:
+    """Return in words what happens to operands before, and to the sum after."""
+    text = dict(explanation.explain().rows)["epilogue"]
+    sums = "" if explanation.spec.accumulate == "fp32" else f"{explanation.spec.accumulate} sums, "
+    tf32 = f"operands to TF32 {explanation.tf32.replace('_', ' ')}, " if explanation.tf32 else ""
+    through = "" if explanation.through is None else f"through {dtype_name(explanation.through)}, "
+    return f"{tf32}{sums}{through}{text}"
+
+
+def _facts(explanation: Accumulation) -> dict[str, Any]:
+    plan = {field.name: getattr(explanation.plan, field.name) for field in dataclasses.fields(explanation.plan)
+            if getattr(explanation.plan, field.name) != field.default}  # fmt: skip
+    words = {"order": explanation.order, "epilogue": _epilogue(explanation)}
+    return {"units": list(explanation.units), "books": list(explanation.books), "plan": jsonable(plan)} | words
+
+
+def identify(
+    a: Tensor,
+    b: Tensor,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    target: Any = None,
+    thorough: bool = False,
+) -> Identification:
+    """Name every accumulation that gives the bits of a product: units, orders of K, splits, roundings, libraries.
+
+    Candidates are the units that take the operands, each with one chain, promotions, and K split by tiles in up to 128
+    parts (runs, interleaved tiles, slices; added in order, in pairs, in the output; in float32 or rounded), lanes on
+    CUDA cores, ways to make TF32 of float32, to multiply scales and to add a bias, and what the library of every
+    target chooses for this call. Orders that depend on the position in y, as stream-K has, are not among them.
+
+    Args:
+        a: [M, K], a dtype that ``fmtsim.mm`` takes, or int8; strides count for the libraries' choices.
+        b: [K, N], likewise.
+        y: [M, N], the result to explain. All its bits count, NaN and -0 included.
+        bias: [N], what the kernel added to each row, or None.
+        scale_a, scale_b: Scales as ``fmtsim.scaled_mm`` takes them. An alpha is ``torch.tensor(alpha)`` as scale_a,
+            with ``torch.tensor(1.0)`` as scale_b.
+        target: Look at this GPU with its library, or at this unit, alone.
+        thorough: Also try every way to cut K into up to 128 parts, which takes minutes.
+
+    Returns:
+        The explanations. The same call gives the same answer: nothing is drawn at random.
+
+    Raises:
+        ArgumentError: Shapes that do not fit, no elements, an unknown target, operands that no unit takes.
+        DtypeError: A dtype that is not an operand's or a result's.
+
+    >>> g = torch.Generator().manual_seed(0)
+    >>> a, b = (torch.randn(64, 512, generator=g).bfloat16() for _ in range(2))
+    >>> plan = fmtsim.GemmPlan(k_tile=64, split=4)
+    >>> y = fmtsim.mm(a, b.t(), target="hopper.wgmma", plan=plan, out_dtype=torch.float32)
+    >>> result = fmtsim.identify(a, b.t(), y)
+    >>> result.plans[0].split, result.explanations[0].units[0]
+    (4, 'hopper.mma')
+    """
+    product = _observed(a, b, y, bias, scale_a, scale_b)
+    if target is not None and target not in (*list_units(), *list_targets()):
+        names = (*list_targets(), *list_units())
+        raise ArgumentError(f"unknown target {shown(target)}{did_you_mean(str(target), names)}; choose one of {names}")
+    options = candidates(product, target, thorough=thorough)
+    if not options:
+        raise ArgumentError(
+            f"no unit multiplies {a.dtype} x {b.dtype} to {y.dtype}"
+            + (f" on {target}" if target else "") + "; cast y back to the dtype that the kernel wrote, or choose "
+            "another target"
+        )  # fmt: skip
+    return _identified(product, options, thorough=thorough)
+
+
+def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None) -> Observed:
+    for name, x in (("a", a), ("b", b), ("y", y)):
+        check_tensor(name, x, "2")
+    check_together(a=a, b=b, y=y)
+    check_operands("mm", a, b, None, False)
+    sizes = m, n, k = a.shape[0], b.shape[1], a.shape[1]
+    if y.shape != (m, n):
+        raise ArgumentError(f"y has shape {tuple(y.shape)}; the product of these a and b is [{m}, {n}]")
+    if 0 in sizes:
+        raise ArgumentError(f"M={m}, N={n}, K={k}: nothing is multiplied, so there is no order to find")
+    if y.dtype not in (*OUT_DTYPES, torch.int32):
+        names = ", ".join(dtype_name(dtype) for dtype in (*OUT_DTYPES, torch.int32))
+        raise DtypeError(f"y has dtype {y.dtype}; pass the result as the kernel wrote it: {names}")
+    for name, x in (("a", a), ("b", b)):
+        operand_format(name, x)
+    layouts = matrix_layout(a), matrix_layout(b, transposed=True)
+    product = Observed(*(x.detach().cpu().contiguous() for x in (a, b.mT, y)), layouts=layouts)
+    if bias is not None:
+        check_tensor("bias", bias, "1")
+        if len(bias) != n:
+            raise ArgumentError(f"bias has {len(bias)} elements; y has {n} columns")
+        product = product._replace(bias=bias.detach().cpu())
+    if (scale_a is None) != (scale_b is None):
+        raise ArgumentError("scale_a and scale_b belong together; pass torch.tensor(1.0) for the one that is missing")
+    if scale_a is not None:
+        scales = read_scales(scale_a.cpu(), scale_b.cpu(), sizes, (None, None), (None, None))
+        block_a, block_b = scales.each_row(m, n)
+        product = product._replace(row=scales.row, column=scales.column, block_a=block_a, block_b=block_b,
+                                   kind=scales.kind)  # fmt: skip
+    return product
+
+
+def _identified(product: Observed, options: list[Accumulation], *, thorough: bool = False) -> Identification:
+    """Compare explanations with a few results, and those that remain with more, up to all."""
+    places = deciding(product)
+    few = {slow: part_of(product, places, FEW // 8 if slow else FEW)[0] for slow in (False, True)}
+
+    def count(options: Iterable[Accumulation]) -> list[tuple[int, Accumulation]]:
+        return [(int(x.differs(few[cost(x.spec.datapath) > 100]).sum()), x) for x in options]
+
+    # 1. the results that decide; sums that are rounded on the way where the others do not fit, or both might
+    rounded = [option for option in options if option.rounds_parts and not option.books]
+    counts = count(option for option in options if option.books or not option.rounds_parts)
+    orders = {(option.spec.datapath, option.cuts) for wrong, option in counts if not wrong}
+    some = count(option for option in rounded if (option.spec.datapath, option.cuts) in orders)
+    if not orders or not all(wrong for wrong, _ in some):
+        some = count(rounded)
+    counts += some
+    remaining = [option for wrong, option in counts if not wrong]
+    facts: dict[str, Any] = {"tried": len(counts), "outputs": product.y.numel(), "product": product}
+    # 2. more of them, up to all, for those that remain
+    compared = 0
+    for macs in (MACS // 8, MACS):
+        part, _ = part_of(product, places, affordable(product, remaining, macs))
+        remaining = [option for option in remaining if not bool(option.differs(part).any())]
+        compared = part.y.numel()
+        if compared == product.y.numel():
+            break
+    # 3. what came out
+    if not remaining:
+        near = _nearest(product, places, [option for _, option in sorted(counts, key=lambda x: x[0])[:NEAREST]])
+        return Identification(groups=(), compared=0, nearest=near, notes=_advice(product, near, thorough), **facts)
+    if len(remaining) > ALIKE:
+        note = (
+            f"these operands say little: {len(remaining):,} of {len(counts):,} explanations fit; sums are zero, exact "
+            "or of few products, or the narrow results hide the order. Others say more: a, b = result.probe(); run the "
+            "kernel on them; result.refine(a, b, y)"
+        )
+        return Identification(groups=(tuple(remaining),), compared=compared, notes=(note,), **facts)
+    groups = _grouped(product, _distinct(remaining))
+    notes = []
+    if len(groups) > 1:
+        notes.append(
+            f"these operands do not tell the {len(groups)} groups apart, others do: a, b = result.probe(); run the "
+            "kernel on them; result.refine(a, b, y)"
+        )
+    if compared < product.y.numel():
+        notes.append(f"{compared:,} of {product.y.numel():,} results were compared, those that decide first")
+    return Identification(groups=groups, compared=compared, notes=tuple(notes), **facts)
+
+
+def _nearest(product: Observed, places: Places, options: list[Accumulation]) -> Nearest:
+    """Return the explanation with the fewest differing bits, of some that have few in the results that decide."""
+    for macs, count in ((MACS // 8, 3), (MACS // 2, 1)):
+        part, (rows, columns) = part_of(product, places, affordable(product, options, macs))
+        wrong = [int(option.differs(part).sum()) for option in options]
+        order = sorted(range(len(options)), key=lambda i: wrong[i])
+        if wrong[order[0]] and part.y.numel() == product.y.numel():
+            order = order[:1]
+        options, wrong = [options[i] for i in order[:count]], [wrong[i] for i in order[:count]]
+    best = options[0]
+    if not wrong[0]:  # the one that differs lies among results that are not in the part
+        part, (rows, columns) = product, (torch.arange(product.sizes[0]), torch.arange(product.sizes[1]))
+        wrong = [int(best.differs(part).sum())]
+    first = compare(part.y, best.multiply(part)).first
+    assert first is not None
+    i, j = first.index
+    return Nearest(explanation=best, mismatches=wrong[0], compared=part.y.numel(),
+                   first=replace(first, index=(int(rows[i]), int(columns[j]))))  # fmt: skip
+
+
+def _advice(product: Observed, near: Nearest, thorough: bool) -> tuple[str, ...]:
+    """Return what to try where nothing fits."""
+    share = near.mismatches / near.compared
+    if share < FEW_DIFFER:
+        return ("few results differ: look at these elements alone (edges of tiles, a race, a bit that flipped)",)
+    steps = [] if product.bias is not None else ["bias= if the kernel adds one"]
+    steps += [] if product.kind != "none" else ["scale_a= and scale_b= if it multiplies by an alpha or scales"]
+    steps += [] if product.y.dtype != torch.float32 else ["y in the dtype that it wrote"]
+    steps += [] if thorough else ["thorough=True for unusual cuts of K"]
+    return (
+        f"to try: {'; '.join(steps)}",
+        "not among the candidates: parts added in the order of their arrival (atomics) or by torch.sum (more than 4), "
+        "stream-K, products of split operands (3xTF32, bf16x3), activations in the epilogue, beta times C",
+    )
+
+
+def _distinct(options: list[Accumulation]) -> list[Accumulation]:
+    """Return one explanation for those that give the same bits for all operands of this K, libraries' choices first."""
+    distinct: list[Accumulation] = []
+    for option in options:
+        same = next((i for i, other in enumerate(distinct) if other.equals(option)), None)
+        if same is None:
+            distinct.append(option)
+        else:
+            distinct[same] = merged(distinct[same], option)
+    return distinct
+
+
+def _grouped(product: Observed, options: list[Accumulation]) -> tuple[tuple[Accumulation, ...], ...]:
+    """Return explanations by what they give for operands that were made to tell them apart."""
+    groups: dict[bytes, list[Accumulation]] = {}
+    probes = [made for seed in PROBES if (made := probe_of(product, seed)) is not None]
+    for option in options:
+        bits = b""
+        for a, b in probes:
+            places = (torch.arange(len(a)) % product.sizes[0], torch.arange(len(b)) % product.sizes[1])
+            asked = product.part(*places)._replace(a=a, b=b)
+            bits += option.multiply(asked).view(torch.uint8).numpy().tobytes()
+        groups.setdefault(bits, []).append(option)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def _laid(x: Tensor, layout: str) -> Tensor:
+    return x if layout == "row" else x.t().contiguous().t()

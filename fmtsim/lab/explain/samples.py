@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which results of a product decide between explanations, and operands that tell explanations apart.
+
+Where an exact sum lies beside the middle of two values of the output's dtype, sums that were added in another order
+round to the other one. So few results decide most.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fmtsim.casts.quantize import quantize
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.products.operands import operand_format
+from fmtsim.gemm.products.resolver import call_name
+from fmtsim.lab.calibration.campaign import SIDE, make_data, question
+from fmtsim.lab.calibration.gpu import STORED
+from fmtsim.lab.explain.candidates import Accumulation, Observed, cost
+from fmtsim.lab.verify.operands import spread
+from fmtsim.spec.call import GemmCall
+
+FIRST = 8  # rows and columns of the first comparison
+FEW = FIRST * FIRST
+SURVEYED = 1 << 30  # products of the exact sums that say which results decide
+RANKED = 4096
+TINY = -68  # a power of two of both operands: products lie about the lowest exponents of alignment
+
+Places = tuple[Tensor, Tensor]
+"""All rows and columns of a result, those that decide first."""
+
+
+def deciding(product: Observed) -> Places:
+    """Order rows and columns so that the first ones meet where the exact result lies beside a rounding boundary."""
+    m, n, k = product.sizes
+    side = max(1, int((SURVEYED / k) ** 0.5))
+    rows, columns = (torch.linspace(0, x - 1, min(x, side), dtype=torch.float64).long() for x in (m, n))
+    few = product.part(rows, columns)
+    a, b = few.a.double(), few.b.double()
+    exact = a @ b.t()
+    if few.row is not None and few.column is not None:
+        exact = exact * few.row.double().reshape(-1, 1) * few.column.double().reshape(1, -1)
+    exact = exact if few.bias is None else exact + few.bias.double()
+    # 1. the distance from the middle of the two neighbours, in steps of the output's dtype
+    fmt = get_format(few.y.dtype) if few.y.dtype.is_floating_point else None
+    bits = fmt.mantissa_bits if isinstance(fmt, FloatFormat) else 23
+    step = torch.exp2(torch.frexp(exact)[1].double() - 1 - bits)
+    distance = ((exact / step).frac().abs() - 0.5).abs() * step
+    # 2. as a part of the operands' size, which the errors on the way grow with
+    distance = distance / (a.norm(dim=1)[:, None] * b.norm(dim=1))
+    distance = torch.where(distance.isfinite() & (exact != 0), distance, torch.inf)
+    ranked = distance.flatten().topk(min(RANKED, distance.numel()), largest=False).indices.tolist()
+    # 3. the first of them in rows and columns of their own, then all others
+    first_rows, first_columns = {}, {}
+    for place in ranked:
+        i, j = divmod(place, len(columns))
+        if (i not in first_rows or len(rows) < FIRST) and (j not in first_columns or len(columns) < FIRST):
+            first_rows[i] = first_columns[j] = None
+    return _ordered(rows[list(first_rows)], m), _ordered(columns[list(first_columns)], n)
+
+
+def _ordered(first: Tensor, size: int) -> Tensor:
+    others = torch.ones(size, dtype=torch.bool)
+    others[first] = False
+    return torch.cat([first, others.nonzero().flatten()])
+
+
+def affordable(product: Observed, options: Sequence[Accumulation], macs: int) -> int:
+    """Return how many results of every explanation may be computed for so many products of operands."""
+    return max(FEW // 8, macs // (product.sizes[2] * max(1, sum(cost(option.spec.datapath) for option in options))))
+
+
+def part_of(product: Observed, places: Places, elements: int) -> tuple[Observed, Places]:
+    """Return about so many results, of which the first rows and columns decide, and where they lie."""
+    m, n, _ = product.sizes
+    if elements >= m * n:
+        return product, (torch.arange(m), torch.arange(n))
+    height = min(m, max(1, int(elements**0.5)))
+    width = min(n, max(1, elements // height))
+    rows, columns = places[0][: min(m, max(1, elements // width))], places[1][:width]
+    return product.part(rows, columns), (rows, columns)
+
+
+def probe_of(product: Observed, seed: int) -> tuple[Tensor, Tensor] | None:
+    """Return few rows of both operands: large values that cancel, and some so small that a lower bound is seen."""
+    names = [call_name(operand_format(name, x)) for name, x in (("a", product.a), ("b", product.b))]
+    names = ["tf32" if name == "fp32" else name for name in names]
+    m, n, k = product.sizes
+    if "int8" in names:
+        return None  # sums are exact
+    if not set(names) <= set(STORED):
+        generator = torch.Generator().manual_seed(seed)
+        formats = operand_format("a", product.a), operand_format("b", product.b)
+        made = (spread((SIDE, k), (-3, 4), generator) for _ in formats)
+        dtypes = product.a.dtype, product.b.dtype
+        return tuple(  # type: ignore[return-value]
+            quantize(x, fmt, overflow="saturate", out_dtype=torch.float64).to(dtype)
+            for x, fmt, dtype in zip(made, formats, dtypes, strict=True)
+        )
+    half = product.y.dtype == torch.float16
+    asked = question(GemmCall(operation="mm", m=m, n=n, k=k, a=names[0], b=names[1], out=product.y.dtype,
+                              accumulate="fp16" if half else "fp32"))  # fmt: skip
+    a, b, _ = make_data(asked, seed)
+    if names[0] in ("bf16", "tf32"):
+        a, b = (torch.where(torch.arange(len(x))[:, None] % 8 == 7, x * 2.0**TINY, x) for x in (a, b))
+    return a, b
