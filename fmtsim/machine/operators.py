@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from fmtsim.gemm.products.matmul import bmm, linear, mm
-from fmtsim.machine import attention, attention_f32, attention_rows, loss, norm, optimizer, pointwise, reduce, softmax
+from fmtsim.machine import (
+    attention, attention_f32, attention_rows, convolution, loss, norm, optimizer, pointwise, reduce, softmax,
+)  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
 from fmtsim.machine.unknown import Guess, UnknownOrder
@@ -238,6 +240,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
     _ATEN.embedding_dense_backward: loss.embedding_backward,
+    _ATEN.convolution: convolution.convolution,
+    _ATEN.convolution_backward: convolution.convolution_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_gradient,
     _ATEN._scaled_dot_product_cudnn_attention: _cudnn,

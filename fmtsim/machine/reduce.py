@@ -55,9 +55,9 @@ def _split(inputs: int, results: int, step: int, width: int, height: int, result
     return height, max(min(math.ceil(resident / grid), math.ceil(per_thread / 16)), math.ceil(per_thread / 256))
 
 
-def last_plan(inputs: int, results: int, element_bytes: int) -> ReducePlan:
-    """Return the order of sums over adjacent elements."""
-    vector = 1 if inputs < 128 else 4 if element_bytes == 4 else 8
+def last_plan(inputs: int, results: int, element_bytes: int, loads: bool = True) -> ReducePlan:
+    """Return the order of sums over adjacent elements; ``loads``: all of a sum's lie one after the other."""
+    vector = 1 if inputs < 128 or not loads else 4 if element_bytes == 4 else 8
     width, height = _block(inputs // vector, results, _THREADS)
     shared, blocks = _split(inputs, results, width, width, height, 1)
     return ReducePlan(width, shared, blocks, vector if vector > 1 else _ACCUMULATORS, vector > 1)
@@ -107,10 +107,12 @@ def _add_blocks(x_f32: np.ndarray, width: int, height: int) -> np.ndarray:
     return tree(tree(add_strided(x_f32, width * height).reshape(-1, height, width)))
 
 
-def sum_last(x_f32: np.ndarray, starts: np.ndarray, element_bytes: int, squares: bool = False) -> np.ndarray:
+def sum_last(
+    x_f32: np.ndarray, starts: np.ndarray, element_bytes: int, squares: bool = False, loads: bool = True
+) -> np.ndarray:
     """Return float32 sums (of squares) of [results, inputs]; ``starts`` are the rows' first elements in memory."""
     results, inputs = x_f32.shape
-    plan = last_plan(inputs, results, element_bytes)
+    plan = last_plan(inputs, results, element_bytes, loads)
     threads = plan.width * plan.height * plan.blocks
     partial = np.zeros((results, threads, plan.vector), np.float32)
     shifts = starts % plan.vector
@@ -165,6 +167,15 @@ def _last(x: torch.Tensor, axes: list[int], squares: bool) -> np.ndarray | None:
     return sum_last(rows, starts.reshape(-1).numpy() + x.storage_offset(), x.element_size(), squares)
 
 
+def _around(x: torch.Tensor, axes: list[int]) -> np.ndarray | None:
+    """Return sums over all dimensions but one, which lies between them in memory: a convolution's bias gradient."""
+    if x.ndim - len(axes) != 1 or not x.is_contiguous():
+        return None
+    stays = next(d for d in range(x.ndim) if d not in axes)
+    rows = np.ascontiguousarray(np.moveaxis(to_f32(x), stays, 0).reshape(x.shape[stays], -1))
+    return sum_last(rows, np.zeros(len(rows), np.int64), x.element_size(), loads=False)
+
+
 def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum or mean of a tensor over dimensions, rounded once to a dtype.
 
@@ -189,6 +200,8 @@ def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, d
         total = sum_first(np.ascontiguousarray(to_f32(x).transpose(order)).reshape(count, -1))
     elif total is None and count <= 4 and len(axes) == 1:
         total = chain(np.moveaxis(to_f32(x), axes[0], -1))
+    if total is None:
+        total = _around(x, axes)
     if total is None:
         raise UnknownOrder(f"a sum over dimensions {axes} of {tuple(x.shape)}, strides {x.stride()}")
     if mean:

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""conv1d and conv2d of an H200 in 16 bits, as PyTorch 2.11 calls cuDNN 9.19: patch embeddings, Whisper's convolutions.
+
+cuDNN takes its kernel by shape, and kernels differ in the order of their sums alone (found by probing, docs/evidence.md):
+``convolution.csv`` has the order by shape, in ranges whose recorded shapes have one order. Other shapes are unknown.
+"""
+
+import csv
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from fmtsim.gemm.products.matmul import mm
+from fmtsim.machine.arrays import SIXTEEN_BITS, from_f32, tree
+from fmtsim.machine.reduce import reduce
+from fmtsim.machine.unknown import UnknownOrder
+
+_STEP = 16  # of k, of hopper.mma and hopper.wgmma, which add 16-bit products alike
+_LANES = 32
+
+
+class Order(NamedTuple):
+    """In which order a kernel adds products: channels and taps of the filter, or pixels for the weight's gradient.
+
+    ``mma``: a chain of steps of 16 on the tensor cores: ``tile`` channels of one tap, of the next tap ..., then the next
+    channels; a step has one tap. ``fma``: one product after the other, fused, by channel, row and column. ``lanes``: 32
+    threads, of which thread t has pixels t, t + 32 ...; then the threads by halving.
+    """
+
+    unit: str
+    tile: int = 64
+    descending: bool = False  # taps
+    slices: int = 1  # slice s has tiles s, s + slices ... of the pixels; the slices are added in order
+    rounded: bool = False  # what the slices so far have is rounded to 16 bits
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the order of an entry of the table: ``fma``, ``lanes``, ``mma``, ``mma32``, ``mma64-``, ``mma32/5``."""
+        unit, tile, descending, how, slices = re.fullmatch(r"([a-z]+)(\d*)(-?)(?:([/+])(\d+))?", text).groups()  # type: ignore[union-attr]
+        return cls(unit, int(tile or 64), bool(descending), int(slices or 1), how == "/")
+
+
+class _Range(NamedTuple):
+    """Recorded shapes of one order: multiples of 16 output channels, batch sizes, and output pixels of the batch."""
+
+    order: Order
+    bounds: tuple[tuple[int, int], ...]
+
+
+class Shape(NamedTuple):
+    """A convolution in two dimensions: conv1d has one row."""
+
+    batch: int
+    channels: int
+    outputs: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    out: tuple[int, int]  # rows and columns of the result
+
+
+@cache
+def _table() -> dict[tuple[str, ...], list[_Range]]:
+    """Return the ranges by pass, form, channels, taps and dtype."""
+    table: dict[tuple[str, ...], list[_Range]] = {}
+    with (Path(__file__).parent / "convolution.csv").open(encoding="utf-8") as file:
+        for row in csv.reader(line for line in file if not line.startswith("#")):
+            *key, dtypes, order, outputs, batch, pixels = row
+            bounds = tuple((int(low), int(high)) for low, high in (b.split("-") for b in (outputs, batch, pixels)))
+            for dtype in ("bfloat16", "float16") if dtypes == "both" else (dtypes,):
+                table.setdefault((*key, dtype), []).append(_Range(Order.parse(order), bounds))
+    return table
+
+
+def order_of(which: str, shape: Shape, dtype: torch.dtype) -> Order:
+    """Return the order of sums of a pass: ``forward``, ``dgrad`` (the input's gradient), ``wgrad`` (the weight's).
+
+    Raises:
+        UnknownOrder: No recorded range has this shape.
+    """
+    (rows, taps), strides, pixels = shape.kernel, shape.stride, shape.out[0] * shape.out[1]
+    patches = rows == taps and strides == shape.kernel and shape.padding == (0, 0) and shape.out[0] == shape.out[1]
+    line = (rows, taps, shape.padding) == (1, 3, (0, 1)) and (strides[1] == 1 or shape.channels == shape.outputs)
+    form = "patches" if patches else f"conv1d/{strides[1]}" if line else ""
+    channels = "any" if form == "conv1d/2" else str(shape.channels)
+    point = shape.outputs, shape.batch, shape.batch * pixels
+    if shape.outputs % _STEP == 0:
+        for order, bounds in _table().get((which, form, channels, str(taps), str(dtype).removeprefix("torch.")), ()):
+            if all(low <= n <= high for n, (low, high) in zip(point, bounds, strict=True)):
+                return order
+    raise UnknownOrder(
+        f"{which} of a batch of {shape.batch}, {shape.channels} channels to {shape.outputs} of {shape.out[0]} x "
+        f"{shape.out[1]} pixels, kernel {shape.kernel}, stride {shape.stride}, padding {shape.padding}, {dtype}: no "
+        "recorded range of shapes has it"
+    )
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return the sums of [M, K] and [N, K] in float32, along K as they lie."""
+    if order.unit == "fma":
+        return mm(a.float(), b.float().t(), target="fp32_fma")
+    return mm(a, b.t(), target="hopper.mma", out_dtype=torch.float32)
+
+
+def _in_order(x: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return [M, taps, channels] as the operand [M, K] of a kernel."""
+    if order.unit == "fma":
+        return x.transpose(1, 2).flatten(1)
+    x = x.flip(1) if order.descending else x
+    tiles = x.split(order.tile, dim=2)
+    return torch.cat([pad(tile, (0, -tile.shape[2] % _STEP)).flatten(1) for tile in tiles], 1)
+
+
+def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the input of each output pixel: [batch * pixels, taps, channels]."""
+    (top, left), (rows, columns), (down, right) = shape.padding, shape.kernel, shape.stride
+    x = pad(x, (left, left, top, top)).unfold(2, rows, down).unfold(3, columns, right)
+    return x.permute(0, 2, 3, 4, 5, 1).reshape(-1, rows * columns, shape.channels)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
+    order = order_of("forward", shape, x.dtype)
+    filters = weight.permute(0, 2, 3, 1).reshape(shape.outputs, -1, shape.channels)
+    y = _product(_in_order(_windows(x, shape), order), _in_order(filters, order), order).to(x.dtype)
+    return y.view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()
+
+
+def _input_gradient(g: torch.Tensor, weight: torch.Tensor, columns: int, shape: Shape) -> torch.Tensor:
+    """Return the gradient [batch, channels, 1, columns] of conv1d's input; each pixel has the taps that reach it."""
+    order = order_of("dgrad", shape, g.dtype)
+    (_, taps), (_, step), (_, left) = shape.kernel, shape.stride, shape.padding
+    dx = torch.empty(shape.batch, shape.channels, 1, columns, dtype=g.dtype)
+    for first in range(step):
+        reaching = [tap for tap in range(taps) if (first + left - tap) % step == 0]
+        places = torch.arange(first, columns, step)
+        sources = [(places + left - tap) // step for tap in reaching]
+        padded = pad(g[:, :, 0], (taps, taps))
+        windows = torch.stack([padded[:, :, source + taps] for source in sources], 2)  # [batch, outputs, taps, places]
+        filters = weight[:, :, 0, reaching].permute(1, 2, 0)
+        rows = windows.permute(0, 3, 2, 1).reshape(-1, len(reaching), shape.outputs)
+        part = _product(_in_order(rows, order), _in_order(filters, order), order).to(g.dtype)
+        dx[:, :, 0, first::step] = part.view(shape.batch, -1, shape.channels).transpose(1, 2)
+    return dx
+
+
+def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the gradient of the weight: sums over the pixels of the batch."""
+    order = order_of("wgrad", shape, g.dtype)
+    a = g.permute(1, 0, 2, 3).reshape(shape.outputs, -1)
+    b = _windows(x, shape).transpose(1, 2).flatten(1).t().contiguous()
+    if order.unit == "lanes":
+        total = _by_lanes(a, b)
+    else:
+        tile = _STEP if order.slices == 1 else order.tile
+        a, b = (pad(operand, (0, -operand.shape[1] % tile)).view(len(operand), -1, tile) for operand in (a, b))
+        total = torch.zeros(())
+        for s in range(min(order.slices, a.shape[1])):
+            part = _product(*(operand[:, s :: order.slices].flatten(1) for operand in (a, b)), order)
+            total = part if s == 0 else (total.to(g.dtype).float() if order.rounded else total) + part
+    return total.to(g.dtype).view(shape.outputs, shape.channels, *shape.kernel)
+
+
+def _by_lanes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the sums of [M, K] and [N, K] by 32 threads."""
+    lanes = min(_LANES, a.shape[1])
+    order = Order("fma")
+    parts = [_product(a[:, t::_LANES], b[:, t::_LANES], order).numpy() for t in range(lanes)]
+    parts += [np.zeros_like(parts[0])] * (_LANES - lanes)
+    return torch.from_numpy(tree(np.stack(parts, -1)))
+
+
+def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
+    """Return the shape of a convolution in two dimensions.
+
+    Raises:
+        UnknownOrder: Arguments, a dtype, a layout or switches for which nothing was recorded.
+    """
+    stride, padding, dilation, transposed, _, groups = options
+    cudnn = torch.backends.cudnn
+    deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    reasons = {
+        f"a convolution in {x.dtype}": x.dtype not in SIXTEEN_BITS,
+        "a convolution over other than one or two dimensions": x.ndim not in (3, 4),
+        "a convolution with groups, dilation, or transposed": transposed or groups != 1 or any(d != 1 for d in dilation),
+        "a convolution of operands that are not contiguous": not (x.is_contiguous() and weight.is_contiguous()),
+        "a convolution under cudnn.benchmark, cudnn.deterministic or without cuDNN": (
+            cudnn.benchmark or deterministic or not cudnn.enabled
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnknownOrder(reason)
+    lines = x.ndim == 3
+    kernel, stride, padding = (
+        (fill, *values) if lines else tuple(values)
+        for fill, values in ((1, weight.shape[2:]), (1, stride), (0, padding))
+    )
+    size = (1, x.shape[2]) if lines else x.shape[2:]
+    out = tuple((n + 2 * p - k) // s + 1 for n, p, k, s in zip(size, padding, kernel, stride, strict=True))
+    if any((n + 2 * p - k) % s != min(p, s - 1) for n, p, k, s in zip(size, padding, kernel, stride, strict=True)):
+        raise UnknownOrder("a convolution that leaves pixels at the edge, or of an odd number by twos")
+    return Shape(x.shape[0], x.shape[1], weight.shape[0], kernel, stride, padding, out)  # type: ignore[arg-type]
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().unsqueeze(2) if x.ndim == 3 else x.detach()
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
+    """Return aten.convolution of [batch, channels, (rows,) columns]; the bias is added to the rounded result.
+
+    Raises:
+        UnknownOrder: A shape, dtype or layout without a recorded order.
+    """
+    y = _forward(_rows(x), _rows(weight), _shape(x, weight, options))
+    y = y if x.ndim == 4 else y.squeeze(2)
+    return y if bias is None else y + bias.detach().view(-1, *[1] * (x.ndim - 2))
+
+
+def convolution_backward(
+    g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of (x, weight, bias) that the mask names: aten.convolution_backward.
+
+    Raises:
+        UnknownOrder: As of ``convolution``; the gradient of conv2d's input.
+    """
+    *options, mask = options  # type: ignore[assignment]
+    shape = _shape(x, weight, tuple(options))
+    dx = dw = db = None
+    if mask[0]:
+        dx = _input_gradient(_rows(g), _rows(weight), x.shape[-1], shape).view(x.shape)
+    if mask[1]:
+        dw = _weight_gradient(_rows(g), _rows(x), shape).view(weight.shape)
+    if mask[2]:
+        # rows in the order in which they lie in memory
+        dims = sorted(range(g.ndim), key=lambda d: -g.stride(d))
+        db = reduce(g.detach().permute(dims), [n for n, d in enumerate(dims) if d != 1], False, False, g.dtype)
+    return dx, dw, db
