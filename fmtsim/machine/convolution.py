@@ -22,14 +22,16 @@ from fmtsim.machine.unknown import UnknownOrder
 
 _STEP = 16  # of k, of hopper.mma and hopper.wgmma, which add 16-bit products alike
 _LANES = 32
+_SMALLEST = 2.0**-126  # normal number
 
 
 class Order(NamedTuple):
     """In which order a kernel adds products: channels and taps of the filter, or pixels for the weight's gradient.
 
     ``mma``: a chain of steps of 16 on the tensor cores: ``tile`` channels of one tap, of the next tap ..., then the next
-    channels; a step has one tap. ``fma``: one product after the other, fused, by channel, row and column. ``lanes``: 32
-    threads, of which thread t has pixels t, t + 32 ...; then the threads by halving.
+    channels; a step has one tap. ``cutlass``: the same, and results below 2^-126 are zeros. ``fma``: one product after
+    the other, fused, by channel, row and column. ``lanes``: 32 threads, of which thread t has pixels t, t + 32 ...; then
+    the threads by halving.
     """
 
     unit: str
@@ -40,7 +42,7 @@ class Order(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the order of an entry of the table: ``fma``, ``lanes``, ``mma``, ``mma32``, ``mma64-``, ``mma32/5``."""
+        """Return the order of an entry of the table: ``fma``, ``mma32``, ``mma64-`` (descending), ``cutlass32/5``, ``cutlass32+3``."""
         unit, tile, descending, how, slices = re.fullmatch(r"([a-z]+)(\d*)(-?)(?:([/+])(\d+))?", text).groups()  # type: ignore[union-attr]
         return cls(unit, int(tile or 64), bool(descending), int(slices or 1), how == "/")
 
@@ -104,7 +106,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
     """Return the sums of [M, K] and [N, K] in float32, along K as they lie."""
     if order.unit == "fma":
         return mm(a.float(), b.float().t(), target="fp32_fma")
-    return mm(a, b.t(), target="hopper.mma", out_dtype=torch.float32)
+    y = mm(a, b.t(), target="hopper.mma", out_dtype=torch.float32)
+    return y.masked_fill_(y.abs() < _SMALLEST, 0.0) if order.unit == "cutlass" else y
 
 
 def _in_order(x: torch.Tensor, order: Order) -> torch.Tensor:
@@ -162,6 +165,8 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
         for s in range(min(order.slices, a.shape[1])):
             part = _product(*(operand[:, s :: order.slices].flatten(1) for operand in (a, b)), order)
             total = part if s == 0 else (total.to(g.dtype).float() if order.rounded else total) + part
+        if order.slices > 1 and bool((total.abs() < 2 * _SMALLEST).logical_and_(total != 0).any()):
+            raise UnknownOrder("wgrad of slices whose sum is near 2^-126")
     return total.to(g.dtype).view(shape.outputs, shape.channels, *shape.kernel)
 
 
