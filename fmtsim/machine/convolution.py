@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """conv1d and conv2d of an H200 in 16 bits, as PyTorch 2.11 calls cuDNN 9.19: patch embeddings, Whisper's convolutions.
 
-cuDNN takes its kernel by shape, and kernels differ in the order of their sums alone (found by probing, docs/evidence.md):
+cuDNN takes its kernel by shape, and kernels differ in the order of their sums (found by probing, docs/evidence.md).
 ``convolution.csv`` has the order by shape, in ranges whose recorded shapes have one order. Other shapes are unknown.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from fmtsim.gemm.products.matmul import mm
-from fmtsim.machine.arrays import SIXTEEN_BITS, from_f32, tree
+from fmtsim.machine.arrays import SIXTEEN_BITS, tree
 from fmtsim.machine.reduce import reduce
 from fmtsim.machine.unknown import UnknownOrder
 
@@ -28,10 +28,10 @@ _SMALLEST = 2.0**-126  # normal number
 class Order(NamedTuple):
     """In which order a kernel adds products: channels and taps of the filter, or pixels for the weight's gradient.
 
-    ``mma``: a chain of steps of 16 on the tensor cores: ``tile`` channels of one tap, of the next tap ..., then the next
-    channels; a step has one tap. ``cutlass``: the same, and results below 2^-126 are zeros. ``fma``: one product after
-    the other, fused, by channel, row and column. ``lanes``: 32 threads, of which thread t has pixels t, t + 32 ...; then
-    the threads by halving.
+    ``mma``: a chain of steps of 16 on the tensor cores: ``tile`` channels of one tap, of the next tap ..., then the
+    next channels; a step has one tap. ``cutlass``: the same, and results below 2^-126 are zeros. ``fma``: one product
+    after the other, fused, by channel, row and column. ``lanes``: 32 threads, of which thread t has pixels t, t + 32
+    ...; then the threads by halving.
     """
 
     unit: str
@@ -42,8 +42,9 @@ class Order(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the order of an entry of the table: ``fma``, ``mma32``, ``mma64-`` (descending), ``cutlass32/5``, ``cutlass32+3``."""
-        unit, tile, descending, how, slices = re.fullmatch(r"([a-z]+)(\d*)(-?)(?:([/+])(\d+))?", text).groups()  # type: ignore[union-attr]
+        """Return the order of an entry of the table: ``fma``, ``mma64-`` (descending), ``cutlass32/5`` (rounded)."""
+        groups = re.fullmatch(r"([a-z]+)(\d*)(-?)(?:([/+])(\d+))?", text).groups()  # type: ignore[union-attr]
+        unit, tile, descending, how, slices = groups
         return cls(unit, int(tile or 64), bool(descending), int(slices or 1), how == "/")
 
 
@@ -106,8 +107,12 @@ def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
     """Return the sums of [M, K] and [N, K] in float32, along K as they lie."""
     if order.unit == "fma":
         return mm(a.float(), b.float().t(), target="fp32_fma")
-    y = mm(a, b.t(), target="hopper.mma", out_dtype=torch.float32)
-    return y.masked_fill_(y.abs() < _SMALLEST, 0.0) if order.unit == "cutlass" else y
+    return mm(a, b.t(), target="hopper.mma", out_dtype=torch.float32)
+
+
+def _stored(y: torch.Tensor, order: Order, dtype: torch.dtype) -> torch.Tensor:
+    """Return sums rounded to 16 bits."""
+    return (y.masked_fill_(y.abs() < _SMALLEST, 0.0) if order.unit == "cutlass" else y).to(dtype)
 
 
 def _in_order(x: torch.Tensor, order: Order) -> torch.Tensor:
@@ -129,7 +134,7 @@ def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
 def _forward(x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
     order = order_of("forward", shape, x.dtype)
     filters = weight.permute(0, 2, 3, 1).reshape(shape.outputs, -1, shape.channels)
-    y = _product(_in_order(_windows(x, shape), order), _in_order(filters, order), order).to(x.dtype)
+    y = _stored(_product(_in_order(_windows(x, shape), order), _in_order(filters, order), order), order, x.dtype)
     return y.view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()
 
 
@@ -146,7 +151,7 @@ def _input_gradient(g: torch.Tensor, weight: torch.Tensor, columns: int, shape: 
         windows = torch.stack([padded[:, :, source + taps] for source in sources], 2)  # [batch, outputs, taps, places]
         filters = weight[:, :, 0, reaching].permute(1, 2, 0)
         rows = windows.permute(0, 3, 2, 1).reshape(-1, len(reaching), shape.outputs)
-        part = _product(_in_order(rows, order), _in_order(filters, order), order).to(g.dtype)
+        part = _stored(_product(_in_order(rows, order), _in_order(filters, order), order), order, g.dtype)
         dx[:, :, 0, first::step] = part.view(shape.batch, -1, shape.channels).transpose(1, 2)
     return dx
 
@@ -165,9 +170,9 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
         for s in range(min(order.slices, a.shape[1])):
             part = _product(*(operand[:, s :: order.slices].flatten(1) for operand in (a, b)), order)
             total = part if s == 0 else (total.to(g.dtype).float() if order.rounded else total) + part
-        if order.slices > 1 and bool((total.abs() < 2 * _SMALLEST).logical_and_(total != 0).any()):
-            raise UnknownOrder("wgrad of slices whose sum is near 2^-126")
-    return total.to(g.dtype).view(shape.outputs, shape.channels, *shape.kernel)
+            if order.slices > 1 and any(((x.abs() < _SMALLEST) & (x != 0)).any() for x in (part, total)):
+                raise UnknownOrder("wgrad in slices whose sums are subnormal in float32")
+    return _stored(total, order, g.dtype).view(shape.outputs, shape.channels, *shape.kernel)
 
 
 def _by_lanes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -189,11 +194,11 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
     cudnn = torch.backends.cudnn
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     reasons = {
-        f"a convolution in {x.dtype}": x.dtype not in SIXTEEN_BITS,
-        "a convolution over other than one or two dimensions": x.ndim not in (3, 4),
-        "a convolution with groups, dilation, or transposed": transposed or groups != 1 or any(d != 1 for d in dilation),
-        "a convolution of operands that are not contiguous": not (x.is_contiguous() and weight.is_contiguous()),
-        "a convolution under cudnn.benchmark, cudnn.deterministic or without cuDNN": (
+        f"{x.dtype} operands": x.dtype not in SIXTEEN_BITS,
+        "other than one or two dimensions": x.ndim not in (3, 4),
+        "groups, dilation, or transposed": transposed or groups != 1 or any(d != 1 for d in dilation),
+        "operands that are not contiguous": not (x.is_contiguous() and weight.is_contiguous()),
+        "cudnn.benchmark, deterministic algorithms, or no cuDNN": (
             cudnn.benchmark or deterministic or not cudnn.enabled
         ),
     }
@@ -208,7 +213,7 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
     size = (1, x.shape[2]) if lines else x.shape[2:]
     out = tuple((n + 2 * p - k) // s + 1 for n, p, k, s in zip(size, padding, kernel, stride, strict=True))
     if any((n + 2 * p - k) % s != min(p, s - 1) for n, p, k, s in zip(size, padding, kernel, stride, strict=True)):
-        raise UnknownOrder("a convolution that leaves pixels at the edge, or of an odd number by twos")
+        raise UnknownOrder("pixels at the edge that no window has, or an odd length by twos")
     return Shape(x.shape[0], x.shape[1], weight.shape[0], kernel, stride, padding, out)  # type: ignore[arg-type]
 
 

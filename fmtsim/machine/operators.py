@@ -9,7 +9,16 @@ import torch
 
 from fmtsim.gemm.products.matmul import bmm, linear, mm
 from fmtsim.machine import (
-    attention, attention_f32, attention_rows, convolution, loss, norm, optimizer, pointwise, reduce, softmax,
+    attention,
+    attention_f32,
+    attention_rows,
+    convolution,
+    loss,
+    norm,
+    optimizer,
+    pointwise,
+    reduce,
+    softmax,
 )  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical

@@ -378,6 +378,7 @@ def float32_cases() -> Iterator[Case]:
 def all_cases() -> Iterator[Case]:
     """Yield every case."""
     # they take their numbers from here
+    from tests.machine.convolution_cases import convolution_cases, encoder_cases
     from tests.machine.masked_cases import masked_attention_cases, masked_gradient_cases
 
     yield from function_cases()
@@ -387,3 +388,5 @@ def all_cases() -> Iterator[Case]:
     yield from masked_gradient_cases()
     yield from training_cases()
     yield from float32_cases()
+    yield from convolution_cases()
+    yield from encoder_cases()

@@ -12,10 +12,10 @@ from tests.machine.cases import BF16, F32, FP16, KINDS, Case, numbers
 
 # output channels, patch, pixels of a side, batch
 PATCHES = (
-    (64, 16, 64, 1), (128, 16, 64, 2), (96, 16, 96, 3), (32, 8, 32, 4), (192, 8, 64, 1), (448, 8, 32, 2), (48, 4, 32, 5),
-    (128, 4, 28, 1), (256, 7, 28, 3), (64, 14, 56, 2), (512, 14, 56, 1), (512, 16, 64, 1), (32, 2, 30, 2),
-    (192, 16, 224, 1), (768, 16, 64, 4), (64, 32, 224, 1), (112, 32, 64, 3), (1024, 16, 224, 1), (64, 16, 160, 32),
-    (128, 4, 64, 16), (512, 8, 64, 1), (320, 16, 128, 2), (576, 4, 28, 8), (16, 16, 112, 6),
+    (64, 16, 64, 1), (128, 16, 64, 2), (96, 16, 96, 3), (32, 8, 32, 4), (192, 8, 64, 1), (448, 8, 32, 2),
+    (48, 4, 32, 5), (128, 4, 28, 1), (256, 7, 28, 3), (64, 14, 56, 2), (512, 14, 56, 1), (512, 16, 64, 1),
+    (32, 2, 30, 2), (192, 16, 224, 1), (768, 16, 64, 4), (64, 32, 224, 1), (112, 32, 64, 3), (1024, 16, 224, 1),
+    (64, 16, 160, 32), (128, 4, 64, 16), (512, 8, 64, 1), (320, 16, 128, 2), (576, 4, 28, 8), (16, 16, 112, 6),
 )  # fmt: skip
 # channels, output channels, length, batch; stride 2 where they are equal
 LINES = (
@@ -23,6 +23,7 @@ LINES = (
     (80, 16, 60, 1), (16, 16, 60, 2), (80, 96, 200, 3), (96, 96, 100, 8), (80, 256, 400, 1), (256, 256, 64, 6),
     (128, 64, 64, 3), (80, 80, 128, 3), (192, 192, 512, 2), (80, 320, 64, 6), (512, 512, 60, 2), (64, 64, 1000, 6),
 )  # fmt: skip
+UNKNOWN = (12, 30, 31)  # cuDNN's choice is not known: patches of 2 x 2, fewer than 64 channels of conv1d
 
 
 def convolution_cases() -> Iterator[Case]:
@@ -30,6 +31,8 @@ def convolution_cases() -> Iterator[Case]:
     forms = [((n, 3, side, side), (k, 3, patch, patch), {"stride": patch}) for k, patch, side, n in PATCHES]
     forms += [((n, c, length), (k, c, 3), {"stride": 1 + (c == k), "padding": 1}) for c, k, length, n in LINES]
     for i, (shape, weight_shape, how) in enumerate(forms):
+        if i in UNKNOWN:
+            continue
         kind, dtype = KINDS[i % 5], (BF16, FP16)[i // 2 % 2]
 
         def call(device, i=i, shape=shape, weight_shape=weight_shape, how=how, kind=kind, dtype=dtype):  # type: ignore[no-untyped-def]
@@ -54,7 +57,9 @@ class Encoder(nn.Module):
             convolutions = nn.Conv1d(80, width, 3, 1, 1), nn.GELU(), nn.Conv1d(width, width, 3, 2, 1), nn.GELU()
             self.embedding = nn.Sequential(*convolutions)
         self.token, self.position = (nn.Parameter(torch.zeros(1, n, width)) for n in (1, tokens + 1))
-        layer = nn.TransformerEncoderLayer(width, width // 32, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 32, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 16)
 

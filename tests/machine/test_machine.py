@@ -131,7 +131,10 @@ def test_special_arguments():
 
 
 def test_strict_refuses_by_name():
-    message = "convolution: its bits on h200 are not known; put another operator in its place, or leave strict=False"
+    message = (
+        "convolution: torch.float32 operands: its bits on h200 are not known; put another operator in its place, or "
+        "leave strict=False"
+    )
     with pytest.raises(fmtsim.errors.ArgumentError, match=message), fmtsim.simulate(target="h200", strict=True):
         nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2))
 
@@ -139,9 +142,9 @@ def test_strict_refuses_by_name():
 def test_what_is_not_known_is_counted():
     with fmtsim.simulate() as run:
         nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2)).tanh()
-    assert dict(run.unknown) == {"convolution": 1}
+    assert dict(run.unknown) == {"convolution: torch.float32 operands": 1}
     assert run.exact["tanh"] == 1
-    assert "computed by torch on the host (1)\n  1  convolution\n" in run.summary
+    assert "computed by torch on the host (1)\n  1  convolution: torch.float32 operands\n" in run.summary
 
 
 def test_sums_by_atomics_have_no_bits():

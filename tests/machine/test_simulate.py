@@ -93,7 +93,10 @@ def test_autocast_around_it_is_refused():
 
 
 def test_strict_names_the_module_and_the_next_step():
-    message = r"convolution in block\.0 \(Conv1d\): its bits on h200 are not known; put another operator in its place"
+    message = (
+        r"convolution: torch\.float32 operands in block\.0 \(Conv1d\): its bits on h200 are not known; put another "
+        "operator in its place"
+    )
     net = Net()
     with pytest.raises(ArgumentError, match=message), fmtsim.simulate(strict=True):
         net(torch.ones(1, 1, 8))
@@ -103,7 +106,9 @@ def test_strict_names_the_node_of_a_backward_pass():
     x = torch.ones(1, 1, 8, requires_grad=True)
     y = Net()(x).sum()
     with (
-        pytest.raises(ArgumentError, match="convolution_backward in ConvolutionBackward0: its bits"),
+        pytest.raises(
+            ArgumentError, match="convolution_backward: torch.float32 operands in ConvolutionBackward0: its bits"
+        ),
         fmtsim.simulate(strict=True),
     ):
         y.backward()
@@ -120,7 +125,10 @@ def test_the_summary_shows_the_worst_first():
     first, *lines = run.summary.splitlines()
     assert first == f"h100: {run.exact.total()} of {total} operators exact"
     assert lines[0] == "no bits to reproduce: the h100's own differ from run to run (1)"
-    assert lines[2:4] == ["computed by torch on the host (1)", "  1  convolution in block.0 (Conv1d)"]
+    assert lines[2:4] == [
+        "computed by torch on the host (1)",
+        "  1  convolution: torch.float32 operands in block.0 (Conv1d)",
+    ]
     assert lines[4] == "by the target's guess (1)"
     assert lines[5].startswith("  1  mm: target h100 has no recorded accumulation order for mm M=7 N=3 K=64")
     assert lines[6].startswith("exact: ")
