@@ -153,7 +153,8 @@ class FmtsimCallback(TrainerCallback):
         """Follow the Trainer that this was handed to, which no argument of an event names: its constructor calls."""
         frame = None if self._trainer is not None else inspect.currentframe()
         while frame is not None:
-            if _is_trainer(caller := frame.f_locals.get("self")) and caller.state is state:
+            caller: Any = frame.f_locals.get("self")
+            if _is_trainer(caller) and caller.state is state:
                 self._follow(caller)
                 return
             frame = frame.f_back

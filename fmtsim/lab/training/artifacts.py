@@ -14,6 +14,7 @@ import torch
 
 import fmtsim
 from fmtsim.formats.interop import dtype_name
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.products.native import card_description
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.page import write_page
@@ -92,7 +93,8 @@ def as_it_ran(config: TrainConfig, runs: Sequence[Run], started: Mapping[str, An
     took = {run.label: f"{run.seconds:.1f} s, {len(run.losses)} of {config.steps} steps" for run in runs}
     facts = {**(started or {}), "duration": took, "parameters": f"{runs[0].parameters:,}"}
     for name, scheme in (("baseline", config.baseline), ("simulated", config.simulated)):
-        linear = (scheme.linear_config() if scheme.recipe is None else scheme.recipe.linear).on(**scheme.machine)
+        linear = scheme.linear_config() if scheme.recipe is None else scheme.recipe.linear or LinearConfig()
+        linear = linear.on(**scheme.machine)
         facts[name] = {
             "recipe": "none" if scheme.recipe is None else scheme.recipe.name,
             "formats": str(linear.on()), "scaling": scheme.scaling_in_force,
