@@ -36,7 +36,7 @@ new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ c
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
 index index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide
 remainder maximum minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
-_foreach_sub_ leaky_relu leaky_relu_backward unbind flip roll repeat as_strided sign floor ceil round trunc set_
+_foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
 resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
@@ -64,9 +64,9 @@ def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.d
 def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> torch.Tensor:
     if not x.is_floating_point():
         return torch.sum(x, dims or list(range(x.ndim)), keepdim, dtype=dtype)
-    if dtype not in (None, x.dtype):
-        raise UnknownOrder("a sum that converts its input")
-    return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, x.dtype)
+    if dtype not in (None, x.dtype, torch.float32):
+        raise UnknownOrder(f"a sum in {dtype}")
+    return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, dtype or x.dtype)
 
 
 def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
@@ -263,7 +263,7 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._foreach_add: optimizer.foreach(pointwise.add, in_place=False),
     _ATEN._foreach_mul_: optimizer.foreach(torch.mul),  # the host's own rounds the factor to 16 bits
     _ATEN._foreach_mul: optimizer.foreach(torch.mul, in_place=False),
-    _ATEN._foreach_div_: optimizer.foreach(torch.div),
+    _ATEN._foreach_div_: optimizer.foreach_divide_,
     _ATEN._foreach_lerp_: optimizer.foreach(optimizer.lerp),
     _ATEN._foreach_addcmul_: optimizer.foreach(optimizer.addcmul),
     _ATEN._foreach_addcdiv_: optimizer.foreach(optimizer.addcdiv),

@@ -11,7 +11,7 @@ from numpy import float32
 
 from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.engines.cpu.runtime.pool import run
-from fmtsim.machine import library
+from fmtsim.machine import library, pointwise
 from fmtsim.machine.arrays import add_strided, apply, canonical, chain, fma, from_f32, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder
 
@@ -96,6 +96,12 @@ def foreach(function: Callable, in_place: bool = True) -> Callable:
         return None if in_place else results
 
     return call
+
+
+def foreach_divide_(tensors: list[torch.Tensor], divisors: Any) -> None:
+    """Divide by a number for each tensor, or by tensors; one number for all is a factor, as in ``pointwise.divide``."""
+    shared = isinstance(divisors, int | float)
+    foreach(pointwise.divide if shared else torch.div)(tensors, divisors)
 
 
 _CHUNK, _THREADS, _UNROLL = 65536, 512, 4

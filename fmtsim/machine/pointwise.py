@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from numpy import float32
 
@@ -135,7 +136,7 @@ def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
 
 
 def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
-    """Return a / b; a number in the place of b is a factor: its float32 reciprocal."""
+    """Return a / b; a number in the place of b is a factor: its reciprocal, a double that is rounded to float32."""
     a, b = _number(a, b), _number(b, a)
     if (
         rounding_mode is not None
@@ -145,7 +146,8 @@ def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
         or a.dtype == torch.float64
     ):
         return torch.div(a, b, rounding_mode=rounding_mode)
-    return a * float(float32(1.0) / float32(b))
+    with np.errstate(divide="ignore"):
+        return a * float(float32(np.float64(1.0) / np.float64(b)))
 
 
 _POWERS: dict[float, Callable] = {

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fmtsim.machine.autocast import gpu_autocast, to_lower
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, CoverageWarning, did_you_mean
 from fmtsim.support.table import aligned
@@ -50,6 +51,25 @@ def _rms_norm(
     return torch.ops.fmtsim.rms_norm(x, list(shape), weight, torch.finfo(torch.float32).eps if eps is None else eps)[0]
 
 
+def _softmax_library() -> torch.library.Library:
+    """Return what makes softmax of float16 in float32 one kernel, as on a GPU; on a CPU torch converts first."""
+
+    def fork(operator: Callable) -> Callable:
+        def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            if x.dtype == torch.float16 and dtype == torch.float32:
+                return operator(x, dim, True)  # type: ignore[no-any-return]
+            return operator(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+        return call
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it takes torch's place
+        library.impl("softmax.int", fork(torch.ops.aten._softmax), "CompositeImplicitAutograd")
+        library.impl("log_softmax.int", fork(torch.ops.aten._log_softmax), "CompositeImplicitAutograd")
+    return library
+
+
 class _Forks(TorchFunctionMode):
     """Take a fork's function, too, where a module imported torch's own by name before the simulation began."""
 
@@ -66,8 +86,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
     """Compute what runs inside as a GPU does: forward, backward and optimizer steps of an eager model on a CPU.
 
     The switches of ``torch.backends.cuda.matmul``, ``sdpa_kernel`` and ``use_deterministic_algorithms`` act as on the
-    GPU, or the operators that they change are unknown. ``torch.autocast`` casts other operators on a CPU than on a GPU
-    and is refused; so are compiled code, custom operators (Triton's and CUDA's kernels), and tensors on other devices.
+    GPU, or the operators that they change are unknown. ``torch.autocast`` for ``"cuda"`` or ``"cpu"``, entered inside,
+    casts what it casts on a GPU. Refused are compiled code, custom operators (Triton's and CUDA's kernels), and tensors
+    on other devices.
 
     Args:
         target: ``"h200"`` or ``"h100"``, as PyTorch 2.11 with CUDA 13.0 runs there.
@@ -111,7 +132,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         """Begin, and fork as torch does on a GPU: one kernel for dropout and rms_norm, foreach optimizers."""
         if any(isinstance(mode, simulate) for mode in _get_current_dispatch_mode_stack()):
             raise ArgumentError("simulate runs inside another simulate; leave one of them out")
-        _refuse_autocast()
+        if torch.is_autocast_enabled("cpu"):
+            raise ArgumentError(
+                "torch.autocast was entered before simulate, and casts what it does on a CPU; enter it inside"
+            )
         optimizers = sys.modules[torch.optim.Optimizer.__module__]
         devices = [*optimizers._get_foreach_kernels_supported_devices(), "cpu"]
         forks = (
@@ -124,9 +148,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             stack.enter_context(_Forks({getattr(module, name): fork for module, name, fork in forks}))
             for module, name, fork in forks:  # torch.nn's own functions call each other without a function mode
                 stack.enter_context(mock.patch.object(module, name, fork))
-            # operators see no autocast, modules do
-            hook = nn.modules.module.register_module_forward_pre_hook(_refuse_autocast)
-            stack.callback(hook.remove)
+            stack.enter_context(gpu_autocast())
+            stack.callback(_softmax_library()._destroy)
             super().__enter__()
             self._entered.append(stack.pop_all())
         return self
@@ -144,6 +167,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
         PyTorch 2.11 gives cuDNN a boolean mask as a bias of -65504: a row that is masked whole attends to every key.
         """
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value, attn_mask = to_lower(query, key, value, attn_mask)
         backends = torch.backends.cuda
         kernels = backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled
         reasons = {
@@ -283,14 +308,6 @@ def _check_host(version: str, strict: bool) -> None:
     if strict:
         raise ArgumentError(f"{text}; install one of these, or leave strict=False")
     warnings.warn(text, CoverageWarning, stacklevel=3)
-
-
-def _refuse_autocast(*_: Any) -> None:
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise ArgumentError(
-            "torch.autocast is on, which casts other operators on a CPU than on a GPU; convert the model instead "
-            "(model.bfloat16()), or leave autocast"
-        )
 
 
 def _frames() -> Iterator[FrameType]:

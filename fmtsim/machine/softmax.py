@@ -25,12 +25,15 @@ class RowPlan(NamedTuple):
     in_order: bool = False  # partial sums one after the other instead of by halving
 
 
-def forward_plan(width: int, element_bytes: int) -> RowPlan:
-    """Return the order of a forward sum: a warp a row to 2048, registers of 1024 threads, then shifted vectors."""
+def forward_plan(width: int, element_bytes: int, converts: bool = False) -> RowPlan:
+    """Return the order of a forward sum: a warp a row to 2048, registers of 1024 threads, then shifted vectors.
+
+    ``converts``: float16 to float32 in the kernel, which has a warp a row to 1024, and no form in registers.
+    """
     vector = 16 // element_bytes
-    if width <= 2048:
+    if width <= (1024 if converts else 2048):
         return RowPlan(STRIDED, 32, 1, element_bytes)
-    if width <= _REGISTERS:
+    if width <= _REGISTERS and not converts:
         return RowPlan(STRIDED, 1024, 1, element_bytes)
     if width % vector == 0 and width < (_SHARED_BYTES - 32 * 4) // element_bytes:
         return RowPlan(VECTORS, 1024, vector, element_bytes)
@@ -99,7 +102,7 @@ def forward(x: torch.Tensor, log: bool, dtype: torch.dtype, plan: RowPlan | None
     """Return softmax (log_softmax) of a contiguous tensor's last dimension, rounded once to a dtype."""
     rows = to_f32(x).reshape(-1, x.shape[-1])
     y = np.empty_like(rows)
-    order = plan or forward_plan(x.shape[-1], x.element_size())
+    order = plan or forward_plan(x.shape[-1], x.element_size(), x.dtype != dtype)
     run(lambda start, stop: _forward(rows, y, log, *order, start, stop), len(rows), 1, 8 * rows.shape[1])
     return from_f32(y, dtype, x.shape)
 

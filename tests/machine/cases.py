@@ -302,33 +302,50 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+def initial(llama: bool) -> Model:
+    """Return a small GPT or Llama with weights that every machine makes alike."""
+    model = Model(128, 4, 2 if llama else 4, llama)
+    for i, p in enumerate(model.parameters()):
+        if p.ndim == 2 or not llama:
+            p.data = numbers(i, tuple(p.shape), "normal", F32) / 16
+    return model
+
+
+def trained(
+    start: Model, batch: int, length: int, device: str, autocast: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return logits, losses, gradients of three steps and the weights after them; float16 under autocast is scaled."""
+    model = copy.deepcopy(start).to(device)
+    ids = (torch.arange(batch * (length + 1)) * 37 % 511).view(batch, -1).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=autocast is None)
+    scaler = torch.amp.GradScaler("cuda", enabled=autocast == FP16)
+    seen: list[torch.Tensor] = []
+    for _ in range(3):
+        with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
+            logits = model(ids[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen += [logits, loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return *seen, *model.parameters()
+
+
 def training_cases(dtypes: tuple[torch.dtype, ...] = (BF16, FP16)) -> Iterator[Case]:
     """Yield three steps of AdamW of a small GPT and a small Llama: logits, losses, gradients and weights."""
     for llama in (False, True):
         for dtype in dtypes:
             for batch, length in ((2, 64), (1, 130)):
-                start = Model(128, 4, 2 if llama else 4, llama)
-                for i, p in enumerate(start.parameters()):
-                    if p.ndim == 2 or not llama:
-                        p.data = numbers(i, tuple(p.shape), "normal", F32) / 16
+                start = initial(llama)
                 frequencies = start.frequencies
                 start = start.to(dtype)
                 start.frequencies = frequencies
 
                 def call(device, start=start, batch=batch, length=length):  # type: ignore[no-untyped-def]
-                    model = copy.deepcopy(start).to(device)
-                    ids = (torch.arange(batch * (length + 1)) * 37 % 511).view(batch, -1).to(device)
-                    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
-                    seen: list[torch.Tensor] = []
-                    for _ in range(3):
-                        logits = model(ids[:, :-1])
-                        loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-                        loss.backward()
-                        seen += [logits, loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-                        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                    return *seen, *model.parameters()
+                    return trained(start, batch, length, device)
 
                 yield Case(f"{'llama' if llama else 'gpt'} {batch}x{length} {str(dtype)[6:]}", call)
 
@@ -378,6 +395,7 @@ def float32_cases() -> Iterator[Case]:
 def all_cases() -> Iterator[Case]:
     """Yield every case."""
     # they take their numbers from here
+    from tests.machine.autocast_cases import autocast_cases, converting_cases, division_cases
     from tests.machine.convolution_cases import convolution_cases, encoder_cases
     from tests.machine.masked_cases import masked_attention_cases, masked_gradient_cases
 
@@ -390,3 +408,6 @@ def all_cases() -> Iterator[Case]:
     yield from float32_cases()
     yield from convolution_cases()
     yield from encoder_cases()
+    yield from converting_cases()
+    yield from division_cases()
+    yield from autocast_cases()

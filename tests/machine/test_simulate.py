@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_attenti
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.machine import operators
+from fmtsim.machine import autocast, operators
 from fmtsim.machine import simulate as module
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 
@@ -50,11 +50,6 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def autocast() -> torch.Tensor:
-    with torch.autocast("cpu", dtype=BF16):
-        return nn.Linear(4, 4)(torch.ones(2, 4))
-
-
 def nested() -> None:
     with fmtsim.simulate():
         pass
@@ -70,7 +65,6 @@ REFUSED = {
         lambda: torch.compile(nn.Sequential(linear()), backend="eager")(numbers(4, 64)),
         r"runs in compiled code, whose kernels on h200 are the compiler's own; simulate .*\(model\._orig_mod\)",
     ),
-    "autocast": (autocast, r"torch\.autocast is on, which casts other operators on a CPU than on a GPU; convert"),
     "meta": (
         lambda: linear().to("meta")(torch.ones(2, 64, dtype=BF16, device="meta")),
         r"in the model \(Linear\) has a tensor on meta; simulate computes on the CPU: move model and batch there",
@@ -88,8 +82,28 @@ def test_refused(what):
 
 
 def test_autocast_around_it_is_refused():
-    with torch.autocast("cpu"), pytest.raises(ArgumentError, match="autocast is on"), fmtsim.simulate():
+    message = "autocast was entered before simulate, and casts what it does on a CPU; enter it inside"
+    with torch.autocast("cpu"), pytest.raises(ArgumentError, match=message), fmtsim.simulate():
         pass
+
+
+def test_autocast_has_the_lists_of_a_gpu_until_the_simulation_ends():
+    policies = [name for names in autocast.POLICIES.values() for name in names.split()]
+    shared = autocast.SHARED.split()
+    assert len(set(policies + shared)) == len(policies + shared)
+    listed = {name for name in autocast.kernels("CUDA") if "imname" not in name and "names_" not in name}
+    assert set(policies + shared) == listed - {"rms_norm", "_cudnn_rnn"}  # torch 2.13 casts rms_norm, 2.11 not
+    before, x = autocast.kernels("CPU"), numbers(4, 64)
+    with fmtsim.simulate(), torch.autocast("cuda"):
+        assert functional.layer_norm(x, (64,)).dtype == torch.float32
+        assert functional.linear(x.float(), x.float()).dtype == torch.float16  # as "cuda" has by default
+        with pytest.raises(
+            ArgumentError, match="binary_cross_entropy is not computed under autocast on a GPU; use bin"
+        ):
+            functional.binary_cross_entropy(x.float().sigmoid(), x.float().sigmoid())
+    assert autocast.kernels("CPU") == before
+    with torch.autocast("cpu", dtype=BF16):
+        assert functional.layer_norm(x, (64,)).dtype == BF16
 
 
 def test_strict_names_the_module_and_the_next_step():
