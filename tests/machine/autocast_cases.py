@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators and trainings under ``torch.autocast``, which are made on a GPU and inside ``simulate``."""
+"""Calls that convert dtypes: ``torch.autocast``, softmax and sums in float32, divisions by numbers."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,6 @@ FUNCTIONS = {
     "cross_entropy": _cross_entropy,
     "sum": lambda x, y: x.sum(-1),
     "mean": lambda x, y: x.mean(-1),
-    "norm": lambda x, y: x.flatten().norm(),
     "exp": lambda x, y: x.exp(),
     "pow": lambda x, y: x.pow(2),
     "rsqrt": lambda x, y: x.abs().rsqrt(),
