@@ -252,7 +252,7 @@ class SweepResult(Result):
             panel.set_xlabel("peak learning rate")
             panel.set_title(f"width {shape.width}, {shape.steps} steps", fontsize=10, loc="left")
             _numbers(panel, image.norm, cells, schemes, shape, rates, self)
-        figure.colorbar(image, ax=panels[: len(shapes)], label="median last loss, nats per byte (lower is better)")
+        figure.colorbar(image, ax=panels[: len(shapes)], label="median last loss, nats per byte\n(lower is better)")
         return saved(figure, path)
 
 
