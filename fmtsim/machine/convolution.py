@@ -168,7 +168,7 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
         a, b = (pad(operand, (0, -operand.shape[1] % tile)).view(len(operand), -1, tile) for operand in (a, b))
         total = torch.zeros(())
         for s in range(min(order.slices, a.shape[1])):
-            part = _product(*(operand[:, s :: order.slices].flatten(1) for operand in (a, b)), order)
+            part = _product(a[:, s :: order.slices].flatten(1), b[:, s :: order.slices].flatten(1), order)
             total = part if s == 0 else (total.to(g.dtype).float() if order.rounded else total) + part
             if order.slices > 1 and any(((x.abs() < _SMALLEST) & (x != 0)).any() for x in (part, total)):
                 raise UnknownOrder("wgrad in slices whose sums are subnormal in float32")
@@ -240,8 +240,8 @@ def convolution_backward(
     Raises:
         UnknownOrder: As of ``convolution``; the gradient of conv2d's input.
     """
-    *options, mask = options  # type: ignore[assignment]
-    shape = _shape(x, weight, tuple(options))
+    mask = options[-1]
+    shape = _shape(x, weight, options[:-1])
     dx = dw = db = None
     if mask[0]:
         dx = _input_gradient(_rows(g), _rows(weight), x.shape[-1], shape).view(x.shape)
@@ -249,6 +249,7 @@ def convolution_backward(
         dw = _weight_gradient(_rows(g), _rows(x), shape).view(weight.shape)
     if mask[2]:
         # rows in the order in which they lie in memory
-        dims = sorted(range(g.ndim), key=lambda d: -g.stride(d))
+        strides = g.stride()
+        dims = sorted(range(g.ndim), key=lambda d: -strides[d])
         db = reduce(g.detach().permute(dims), [n for n, d in enumerate(dims) if d != 1], False, False, g.dtype)
     return dx, dw, db
