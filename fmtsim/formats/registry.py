@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fmtsim.formats.block import BLOCK_NAMES, Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements, integer
@@ -18,6 +18,10 @@ from fmtsim.support.records import READERS, at, located, parse_json, record_of
 if TYPE_CHECKING:
     import torch
 
+Kind = Literal[
+    "float", "int", "codebook", "log", "block", "log_tile", "wide", "fp8", "fp6", "fp4", "scale", "p3109", "mx",
+    "nvfp4", "scaled",
+]  # fmt: skip
 KINDS: dict[str, type] = {
     "float": FloatFormat,
     "int": IntFormat,
@@ -106,7 +110,20 @@ class FormatNames(list[str]):
         printer.text(str(self))
 
 
-FAMILIES = ("wide", "fp8", "fp6", "fp4", "scale", "p3109", "int", "codebook", "log", "mx", "nvfp4", "scaled")
+FAMILIES: tuple[Kind, ...] = (
+    "wide",
+    "fp8",
+    "fp6",
+    "fp4",
+    "scale",
+    "p3109",
+    "int",
+    "codebook",
+    "log",
+    "mx",
+    "nvfp4",
+    "scaled",
+)
 
 
 def family_of(fmt: Format) -> str:
@@ -120,7 +137,7 @@ def family_of(fmt: Format) -> str:
     return "log" if isinstance(fmt, LogTileFormat) else _NAMES[type(fmt)]
 
 
-def list_formats(kind: str | None = None) -> list[str]:
+def list_formats(kind: Kind | None = None) -> list[str]:
     """Return the names of all registered formats, of one kind, or of one family; printed, they stand by family.
 
     Args:

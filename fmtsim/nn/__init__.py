@@ -5,6 +5,7 @@ from fmtsim.nn.attention import EmulatedMultiheadAttention, QuantisedAttention, 
 from fmtsim.nn.convert import convert, revert, set_step
 from fmtsim.nn.convolutions import EmulatedConv2d
 from fmtsim.nn.modules import EmulatedLinear
+from fmtsim.nn.recurrent import EmulatedRecurrent
 from fmtsim.nn.report import report
 from fmtsim.nn.scaled_linear import (
     MuLinear,
@@ -20,8 +21,8 @@ from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth
 from fmtsim.nn.state import share_scales
 
 __all__ = [
-    "EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "MuLinear", "MuReadout", "MuResidual",
-    "QuantisedAttention", "ScaledLinear", "SmoothSwiGLU", "UnitLinear", "UnitReadout", "convert",
+    "EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "EmulatedRecurrent", "MuLinear", "MuReadout",
+    "MuResidual", "QuantisedAttention", "ScaledLinear", "SmoothSwiGLU", "UnitLinear", "UnitReadout", "convert",
     "convert_attention", "convert_swiglu", "flash_attention_3", "mu_parameter_groups",
     "quantised_attention", "report", "revert", "revert_attention", "revert_swiglu", "set_step",
     "share_scales", "smooth_swiglu",

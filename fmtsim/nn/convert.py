@@ -14,7 +14,7 @@ from torch import nn
 
 from fmtsim.casts.arguments import check_module, takes
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
@@ -204,8 +204,7 @@ def summary_of(
         return f"{type(model).__name__} is not converted: {coverage}"
     formats = list(Counter(str(config.on()) for config in running))
     name = recipe or (formats[0] + (f" and {len(formats) - 1} other configs" if formats[1:] else "") if formats else "")
-    gemms = (getattr(config, product) for config in running for product in PRODUCTS)
-    machines = list(dict.fromkeys(gemm.machine_name for gemm in gemms if gemm.emulated))
+    machines = list(dict.fromkeys(machine for config in running for machine in config.machines))
     where = f" on {' and '.join(machines)}" if machines else ""
     guesses = sum(row.basis == "guess" for row in products)
     more = [f"{guesses} of {len(products)} products by a guess"] if guesses else []
@@ -302,7 +301,7 @@ def revert(model: Model) -> Model:
     """
     converted = [(n, m) for n, m in converted_modules(model, "revert") if not isinstance(m, ParameterProduct)]
     for name, module in converted:
-        if type(module) is not emulated_class(module.original_class):
+        if "original_class" not in vars(type(module)):  # a class that was made of the emulated one since
             raise ArgumentError(
                 f"layer {name!r} became a {type(module).__name__} after convert; "
                 "undo that change (for example its parametrization) first"

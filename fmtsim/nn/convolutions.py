@@ -35,7 +35,7 @@ class _Convolution(EmulatedModule):
     @staticmethod
     def why_left(module: Any) -> str | None:
         """Return why a depthwise layer is left: libraries run those on no matrix unit."""
-        if module.groups == module.in_channels > 1 and not isinstance(module, nn.Conv2d):
+        if module.groups == module.in_channels > 1:
             return "depthwise: a sum for each channel, which libraries run as no matrix product"
         return None
 
@@ -85,7 +85,7 @@ class EmulatedConv(_Convolution):
     @staticmethod
     def matrices(module: Any) -> Iterator[tuple[int, int]]:
         """Yield the size of a group's weight."""
-        yield module.out_channels // module.groups, module.weight[0].numel()
+        yield module.out_channels // module.groups, module.in_channels // module.groups * math.prod(module.kernel_size)
 
     def input_shapes(self, rows: int) -> tuple[Sizes, ...]:
         """Return the shape of padded inputs of one position each."""
@@ -143,7 +143,7 @@ class EmulatedConvTranspose(_Convolution):
     @staticmethod
     def matrices(module: Any) -> Iterator[tuple[int, int]]:
         """Yield the size of a group's weight, transposed."""
-        yield module.weight[0].numel(), module.in_channels // module.groups
+        yield module.out_channels // module.groups * math.prod(module.kernel_size), module.in_channels // module.groups
 
     def input_shapes(self, rows: int) -> tuple[Sizes, ...]:
         """Return the shape of inputs of one position each."""

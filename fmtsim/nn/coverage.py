@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.keys import is_untouched
@@ -185,10 +186,12 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
         reasons: Why modules were left alone, by name.
     """
     simulated, backward, raw, computed = 0, 0, list[tuple[str, str, int, str]](), computed_products(model)
-    attention = projections(model)
+    attention, modules = projections(model), dict(model.named_modules())
     written = {(matrix.module, matrix.parameter) for matrix in raw_matrices(model).values()}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         owner, how = attention.get(module, (name, module))
+        if isinstance(module, ParametrizationList):  # what it holds makes a weight of the layer around it
+            how = modules[name.rpartition("parametrizations.")[0].rstrip(".")]
         for parameter, p in _matrices(module, written):
             runs: nn.Module = raw_products(module).get(parameter) or how
             plain = {"fprop": 1, "dgrad": 1, "wgrad": 1}
@@ -226,6 +229,9 @@ def _matrices(module: nn.Module, written: set[tuple[nn.Module, str]]) -> Iterato
             yield name, p
 
 
+ADDED = "added after convert; fmtsim.revert(model) and convert it again"
+
+
 def is_meant(reason: str) -> bool:
     """Return True if a recipe, config or filter left a module in high precision, not a limit of fmtsim."""
     return reason.startswith(_MEANT)
@@ -253,5 +259,5 @@ def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
     if isinstance(module, EmulatedModule):
         return COMPUTED if isinstance(module, ParameterProduct) and module.computed and not module.seen else PLAIN
     owner = name.partition(".parametrizations")[0].removeprefix("parametrizations.weight")
-    why = reasons.get(owner) or reasons.get(name) or why_not(module) or "not converted"
+    why = reasons.get(owner) or reasons.get(name) or why_not(module) or (ADDED if reasons else "not converted")
     return f"no emulated form of {type(module).__name__}" if why == NO_MATRIX else why

@@ -36,6 +36,7 @@ class Emulation:
         name: The module's name in the converted model.
         config: The quantisers of its products.
         recipe: Name of the recipe that says them, None for a config.
+        usual: What layers without an exception run under it.
         generator: Source of stochastic rounding's keys; None means torch's default generator.
         observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
             (empty for the module itself), it returns the observer of that part.
@@ -50,6 +51,7 @@ class Emulation:
     name: str
     config: LinearConfig
     recipe: str | None = None
+    usual: LinearConfig | None = None
     generator: Generator = None
     observer: Callable[[str], Observer | Watcher] | None = None
     plan: LayerPlan | None = None
@@ -58,6 +60,13 @@ class Emulation:
     draws: Calls[Tensor] = dataclasses.field(default_factory=Calls, compare=False)
     stepped: bool = False
     factors: Factors | None = None
+
+    @property
+    def label(self) -> str:
+        """The recipe and its machine; the quantisers behind it where they are an exception, or of no recipe."""
+        if self.recipe is None or self.config != self.usual:
+            return ": ".join(filter(None, (self.recipe, str(self.config))))
+        return " on ".join(filter(None, (self.recipe, " and ".join(self.config.machines))))
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
@@ -156,7 +165,7 @@ class EmulatedModule(nn.Module):
         """Take the quantisers of a plan; ``total_steps`` is the length of the run, where a schedule needs it."""
         first = plan.at(0, total_steps) or LinearConfig()
         scheduled = plan if plan.scheduled else None
-        self.emulation = Emulation(name=name, config=first, generator=generator, plan=scheduled)
+        self.emulation = Emulation(name=name, config=first, usual=plan.default, generator=generator, plan=scheduled)
         self.remember()
 
     def remember(self) -> None:
@@ -210,10 +219,7 @@ class EmulatedModule(nn.Module):
     @property
     def _runs(self) -> str:
         how = self.emulation
-        if how is None:
-            return ""
-        factors = "" if how.factors is None else f", {how.factors}"
-        return ": ".join(filter(None, (how.recipe, str(how.config)))) + factors
+        return "" if how is None else how.label + ("" if how.factors is None else f", {how.factors}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
 
 from fmtsim.casts.arguments import takes
 from fmtsim.formats.block import Format
@@ -213,14 +212,12 @@ def why_not(module: nn.Module) -> str | None:
     cls = type(module)
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "its parameters are not initialised yet; run one batch through the model first"
-    if parametrize.is_parametrized(module):
-        return "parametrized; convert first, or remove the parametrization"
     emulated = emulated_class(cls)
     if emulated is None:
-        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        if isinstance(module, nn.RNNCellBase):
             return (
                 f"no emulated form of {cls.__name__}: one fused call multiplies with all of its weights; "
-                "write its steps with nn.Linear"
+                f"use nn.{cls.__name__.removesuffix('Cell')}, or write its steps with nn.Linear"
             )
         base = next((base for base in emulated_types() if isinstance(module, base)), None)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -14,7 +14,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS, summary_of
 from fmtsim.nn.counting import measured
-from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, numbered, together
+from fmtsim.nn.coverage import ADDED, COMPUTED, Coverage, estimated, numbered, together
 from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.planning import FILTERED, projections, why_not
@@ -180,7 +180,8 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         raise ArgumentError(
             f"tokens={shown(tokens)} is not a number of rows; pass one from 1 to {MOST_ROWS}, or a list of such"
         )
-    reasons = model.__dict__.get(REASONS, {})
+    root, prefix = converted_root(model)
+    reasons = {".".join(filter(None, (prefix, name))): why for name, why in root.__dict__.get(REASONS, {}).items()}
     first: dict[nn.Module, str] = {}
     attention = projections(model)
     shapes = estimated(model, reasons)
@@ -198,7 +199,7 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
             and reasons.get(name) != FILTERED
         ):
             continue
-        row = _row(name or "(model)", module, reasons.get(name), run)
+        row = _row(name or "(model)", module, reasons.get(name) or (ADDED if reasons else "not converted"), run)
         owner, around = attention.get(module, ("", None))
         if isinstance(around, EmulatedMultiheadAttention):
             detail = f"as a part of {owner or '(model)'}"
@@ -208,8 +209,8 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         first.setdefault(module, row.name)
         rows.append(dataclasses.replace(row, multiplies=row.converted or name in raw))
     products = tuple(row for count in counts for row in _products(model, count))
-    notes = model.__dict__.get(NOTES, ())
-    line = summary_of(model, model.__dict__.get(RECIPE), coverage, notes, products)
+    notes = root.__dict__.get(NOTES, ())
+    line = summary_of(model, root.__dict__.get(RECIPE), coverage, notes, products)
     return Report(rows=tuple(rows), notes=notes, products=products, coverage=coverage, summary=line)
 
 
@@ -224,7 +225,12 @@ def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
         yield ProductRow(layer=layer, product=product, tokens=tokens, **facts)
 
 
-def _row(name: str, module: nn.Module, reason: str | None, run: bool) -> ReportRow:
+def converted_root(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that ``convert`` was given and its name: the model, or one that a wrapper (PEFT's) holds."""
+    return next(((m, name) for name, m in model.named_modules() if REASONS in m.__dict__), (model, ""))
+
+
+def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:
     details = swap_details(module)
     cls = module.original_class if isinstance(module, EmulatedModule) else type(module)
     products = {p: product for p, product in raw_products(module).items() if product.seen or not run}
@@ -235,8 +241,8 @@ def _row(name: str, module: nn.Module, reason: str | None, run: bool) -> ReportR
     computed = [p for p, product in raw_products(module).items() if product in computed_products(module)]
     raw += [f"{p}: {COMPUTED}" for p in computed]
     if isinstance(module, EmulatedModule):
-        details = [*([] if module.emulation is None else [str(module.emulation.config)]), *details]
-    detail = "; ".join([*details, *raw]) or reason or why_not(module) or "not converted"
+        details = [*([] if module.emulation is None else [module.emulation.label]), *details]
+    detail = "; ".join([*details, *raw]) or (why_not(module) if reason == ADDED else None) or reason
     return ReportRow(name=name, type=cls.__name__, converted=bool(details), detail=detail)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
@@ -188,12 +189,14 @@ def output_heads(model: nn.Module) -> list[str]:
 
 def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = None) -> dict[str, LinearConfig]:
     """Convert a model to what it runs once it is quantised, and return the quantisers of each layer by its name."""
-    written = {matrix.owner for matrix in raw_matrices(model).values()}
+    written = {matrix.owner: "its model writes the product itself" for matrix in raw_matrices(model).values()}
+    computed = "its weight is computed in every call; call torch.nn.utils.parametrize.remove_parametrizations first"
+    written |= {name: computed for name, module in model.named_modules() if parametrize.is_parametrized(module)}
     chosen = filter_fn
     if written:
         chosen = lambda module, name: name not in written and (filter_fn is None or filter_fn(module, name))  # noqa: E731
     convert(model, recipe.prescribed, filter_fn=chosen)  # its checks are about weights, too
-    reasons = model.__dict__[REASONS] | dict.fromkeys(written, "its model writes the product itself")
+    reasons = model.__dict__[REASONS] | written
     try:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, EmulatedModule)}
         configs = {name: module.emulation.config for name, module in modules.items() if module.emulation is not None}

@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -276,10 +277,13 @@ def test_second_derivatives_are_refused(name):
         dx.sum().backward()
 
 
-def test_depthwise_images_are_multiplied():
-    module = nn.Conv2d(4, 8, 3, groups=4, padding=1, padding_mode="reflect")
-    assert_is_torchs(module, (2, 4, 5, 6))
-    assert isinstance(convert(module, recipe=TENSOR), EmulatedModule)
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_depthwise_layers_are_left_whatever_their_dimensions(kind):
+    model = nn.ModuleList([nn.Linear(8, 8), kind(4, 8, 3, groups=4), kind(4, 8, 3, groups=2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fmtsim.errors.CoverageWarning)
+        convert(model, recipe=TENSOR)
+    assert [isinstance(module, EmulatedModule) for module in model] == [True, False, True]
 
 
 @pytest.mark.parametrize(("make", "size"), [

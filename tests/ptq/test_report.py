@@ -17,7 +17,7 @@ from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache
 from fmtsim.ptq.report import ratio
 from fmtsim.recipes import Rule
 from fmtsim.recipes.ptq_catalogue import operand, quantised_cache
-from fmtsim.support.errors import ArgumentError, CoverageWarning
+from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp
 from tests.support.refusals import refused
@@ -74,9 +74,9 @@ def test_the_report_says_what_stayed_and_what_came_along():
     assert "words shares the weight of head, which is quantised" in text
     assert "<td style='text-align:left'>head</td>" in report._repr_html_()
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), nn.Linear(8, 4))
-    with pytest.warns(CoverageWarning, match=r": 0 80.0 % \(parametrized"):
-        left = dict(fmtsim.report(fmtsim.ptq(normed, "int8_static", DATA)).left_alone)
-    assert left == {"0": "parametrized; convert first, or remove the parametrization"}
+    left = dict(fmtsim.report(fmtsim.ptq(normed, "int8_static", DATA)).left_alone)
+    reason = "its weight is computed in every call; call torch.nn.utils.parametrize.remove_parametrizations first"
+    assert left == {"0": reason}
     attention = fmtsim.ptq(nn.MultiheadAttention(8, 2), "int8_token", [(normal(3, 2, 8),) * 3])
     assert fmtsim.report(attention).left_alone == ()
 

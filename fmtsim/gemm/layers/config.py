@@ -200,6 +200,12 @@ class LinearConfig:
                 products[name] = replace(getattr(self, name), **{**_NO_MACHINE, **machine})
         return LinearConfig(**products)
 
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Names of what multiplies in the products that are emulated."""
+        gemms = [getattr(self, product) for product in PRODUCTS]
+        return tuple(dict.fromkeys(gemm.machine_name for gemm in gemms if gemm.emulated))
+
     def __str__(self) -> str:
         shown: dict[str, str] = {}
         for tensor in "xwg":  # the two uses of a tensor under one name where they agree

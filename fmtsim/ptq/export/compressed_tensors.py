@@ -98,7 +98,7 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
         changes.append(f"{different} of {expected.numel()} weights decode to a neighbour in bfloat16")
     if changes and not allow_rescale:
         other = (
-            "quantise with nvfp4_static or nvfp4_weights, whose scales are reciprocals, or " * (inverse != scale).item()
+            "quantise with nvfp4_static or nvfp4_weights, whose scales are reciprocals, or " if inverse != scale else ""
         )
         raise weight.refuse(" and ".join(changes), f"{other}pass allow_rescale=True, which stores and reports that")
     packed, stored = pack(weight.codes, 4), own.to(torch.float8_e4m3fn)  # scales on their grid: nothing is rounded

@@ -107,7 +107,7 @@ class CodedWeight:
             return "token_zp" if fmt == get_format("uint8_channel_zp") else "mx" if block == (1, 32) else str(self.x)
         scaling = self.x.scaling
         if self.x_scale is not None and scaling is not None and scaling.tensor is not None:
-            nvfp4 = Scaling(block=(1, 16), scale=_E4M3, tensor=TensorScale())
+            nvfp4 = Scaling(block=(1, 16), scale=_E4M3, tensor=TensorScale())  # type: ignore[arg-type]  # a float's record
             return "nvfp4_static" if self.inputs_are("e2m1") and scaling == nvfp4 else str(self.x)
         kinds: dict[Any, str] = {(1, None): "token", (None, None): "tensor" if self.x_scale is None else "static"}
         return kinds.get(block, str(self.x))
