@@ -36,8 +36,8 @@ Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
 def quantize(
     x: Numbers,
     format: str | Format | torch.dtype,
-    *,
     rounding: RoundingName | Rounding = "nearest_even",
+    *,
     overflow: Overflow | None = None,
     dim: int = -1,
     generator: Generator = None,
@@ -172,20 +172,22 @@ class _PlainStraightThrough(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None
 
 
-def quantize_(x: Numbers, format: str | Format | torch.dtype, **options: Any) -> Numbers:
+def quantize_(
+    x: Numbers, format: str | Format | torch.dtype, rounding: RoundingName | Rounding = "nearest_even", **options: Any
+) -> Numbers:
     """Round a tensor or an array in place; arguments are those of ``quantize`` but out and out_dtype.
 
     >>> quantize_(torch.tensor([1.3, 7.0]), "e2m1")
     tensor([1.5000, 6.0000])
     """
-    return quantize(x, format, out=x, **options)
+    return quantize(x, format, rounding, out=x, **options)
 
 
 def encode(
     x: "torch.Tensor | numpy.ndarray[Any, Any]",
     format: str | Format | torch.dtype,
-    *,
     rounding: RoundingName | Rounding = "nearest_even",
+    *,
     overflow: Overflow | None = None,
     dim: int = -1,
     generator: Generator = None,

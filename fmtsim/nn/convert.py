@@ -25,6 +25,7 @@ from fmtsim.nn.planning import (
     check_alone,
     configure,
     constant_planner,
+    idle_shares,
     machine_of,
     plan_layers,
     plan_products,
@@ -284,7 +285,8 @@ def _note(
         if recipe is not None and isinstance(module, EmulatedModule) and module.emulation is not None:
             module.emulation.recipe = recipe.name
     model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
-    model.__dict__[NOTES] = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
+    notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
+    model.__dict__[NOTES] = (*(() if recipe is None else idle_shares(recipe, model)), *notes)
 
 
 def revert(model: Model) -> Model:

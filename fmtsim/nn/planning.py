@@ -93,6 +93,14 @@ def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
     return lambda name: selector.plan(name, recipe)
 
 
+def idle_shares(recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
+    """Return what to say of rules about a share of the blocks, where a model has none."""
+    shares = [r for r in recipe.rules if isinstance(r.first_blocks, float) or isinstance(r.last_blocks, float)]
+    if not shares or find_blocks(model):
+        return ()
+    return tuple(f"rule {rule.where!r} found no blocks and leaves no layer out" for rule in shares)
+
+
 def with_rules(
     planner: Planner, rules: Sequence[Rule] | str | Path, model: nn.Module, machine: dict[str, Any] | None,
     recipe: Recipe | None,
@@ -270,7 +278,8 @@ class Selector:
             ArgumentError: There is such a rule.
         """
         for i, rule in enumerate(recipe.rules):
-            if not self._blocks and (rule.first_blocks or rule.last_blocks) and not rule.optional:
+            counts = type(rule.first_blocks or rule.last_blocks or 0.5) is int  # a share of no blocks is none of them
+            if not self._blocks and counts and not rule.optional:
                 field = "first_blocks" if rule.first_blocks else "last_blocks"
                 raise ArgumentError(
                     f"rules[{i}] of recipe {recipe.name!r} has {field}={getattr(rule, field)!r}, and {self._model} has "

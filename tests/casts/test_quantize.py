@@ -196,3 +196,11 @@ def test_blocks_larger_than_the_tensor():
             encoded = fmtsim.encode(x, name, block_size=(size, size), pad=True)
             assert encoded.scales.shape == (1, 1)
             assert_same_bits(encoded.decode(), quantize(x, name, block_size=(None, None)), what=str(size))
+
+
+def test_rounding_goes_by_position():
+    x = torch.tensor([1.3, -1.7, 300.0])
+    expected = fmtsim.quantize(x, "e4m3", rounding="toward_zero")
+    assert torch.equal(fmtsim.quantize(x, "e4m3", "toward_zero"), expected)
+    assert torch.equal(fmtsim.encode(x, "e4m3", "toward_zero").decode(), expected)
+    assert torch.equal(fmtsim.quantize_(x.clone(), "e4m3", "toward_zero"), expected)

@@ -116,11 +116,19 @@ def test_places():
     assert block_of("head", {"blocks.1": 0}) is None
 
 
+@pytest.mark.parametrize("name", ["te_nvfp4", "mxfp4"])
+def test_a_share_of_no_blocks_is_none_and_is_said(name):
+    model = convert(Plain(), recipe=name)
+    found = fmtsim.report(model)
+    assert found.notes == ("rule 'last 15% of the blocks' found no blocks and leaves no layer out",)
+    assert found.summary.endswith("; rule 'last 15% of the blocks' found no blocks and leaves no layer out")
+    left = [row.name for row in found.rows if row.multiplies and not row.converted]
+    assert len(left) == 1 and next(row for row in found.rows if row.name == left[0]).detail.endswith(": head")
+
+
 @pytest.mark.parametrize(
     ("make", "rules", "said"),
     [
-        (Plain, None, r"rules\[1\] of recipe 'te_nvfp4' has last_blocks=0.15, and Plain has no blocks to count: no "
-         r"nn.ModuleList or nn.Sequential .*; name the layers instead, with Rule\(name="),
         (Plain, (Rule(first_blocks=2),), r"rules\[0\] of recipe 'r' has first_blocks=2, and Plain has no blocks"),
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 8)), (Rule(last_blocks=1),),
          r"has last_blocks=1, and Sequential has no blocks to count: .* or pass Rule\(optional=True\)"),
