@@ -152,11 +152,18 @@ TRAINING, SERVING = (
 )
 
 
+def parameters_of(text: str) -> float:
+    """Return a number of parameters such as 7e9, 7B, 350M or 1.5T."""
+    power = {"k": 3, "m": 6, "b": 9, "t": 12}.get(text.strip()[-1:].lower(), 0)
+    number = parse_number(f"{text.strip()[:-1]}e{power}" if power else text)
+    return round(number) if power else number
+
+
 def run_memory(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
     if (arguments.model is None) == (arguments.params is None):
-        raise ArgumentError("fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7e9")
-    model = arguments.model if arguments.params is None else parse_number(arguments.params)
+        raise ArgumentError("fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B")
+    model = arguments.model if arguments.params is None else parameters_of(arguments.params)
     verb, allowed, others = (
         (serving_memory, SERVING, [*TRAINING, "level"]) if arguments.serve else (training_memory, TRAINING, SERVING)
     )

@@ -16,9 +16,8 @@ from fmtsim.support.records import as_int, checked
 from fmtsim.support.table import Column, Result, Rows, aligned, table_of
 
 GB = 10**9
-_COLUMNS = (
-    Column("on each device", "name"), Column("kept as", "kept"), Column("GB", lambda line: line.bytes / GB, ">,.3f"),
-)  # fmt: skip
+_UNITS = (("GB", GB, GB // 10), ("MB", 10**6, 10**6), ("KB", 10**3, 0))  # unit, bytes, and the total it begins at
+_COLUMNS = (Column("on each device", "name"), Column("kept as", "kept"))
 _SAVED = (
     Column("saved in a block", "name"), Column("elements a token", "elements", ">,g"), Column("kept as", "kept"),
     Column("bytes a token", "bytes", ">,g"),
@@ -108,8 +107,10 @@ class MemoryEstimate(Result):
     def _content(self) -> Iterable[Rows | str]:
         yield self.what
         total = MemoryLine(name="total", kept="", bytes=self.total, formula="")
+        unit, size, _ = next(row for row in _UNITS if self.total >= row[2])
+        scaled = Column(unit, lambda line: line.bytes / size, ">,.3f")
         share = Column("share", lambda line: None if line is total else line.bytes / max(self.total, 1), ">.1%")
-        yield table_of((*_COLUMNS, share), (*self.lines, total))
+        yield table_of((*_COLUMNS, scaled, share), (*self.lines, total))
         yield from (f"{note}." for note in self.notes)
 
 

@@ -248,7 +248,7 @@ def test_the_command_line(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7e9"),
+        ((), "fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B"),
         (("--model", "gpt2", "--params", "7e9"), "pass either --model"),
         (("--params", "many"), "'many' is not a number"),
         (("--model", "gpt2", "--context", "8"), "--context is about serving; add --serve, or leave it out"),
@@ -260,3 +260,15 @@ def test_the_command_line(capsys):
 def test_the_command_line_says_what_is_wrong(capsys, words, message):
     status, _, error = run(capsys, *words)
     assert status == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("params", "count", "total"), [
+    ("7B", 7 * 10**9, "112.000"), ("350m", 350 * 10**6, "5.600"), ("1.5T", 15 * 10**11, "24,000.000"),
+    ("7e9", 7 * 10**9, "112.000"), ("400k", 400_000, "6.400"), ("12k", 12_000, "192.000"),
+])  # fmt: skip
+def test_parameters_by_their_suffix_and_units_by_size(params, count, total, capsys):
+    assert main(["memory", "--params", params]) == 0
+    text = capsys.readouterr().out
+    unit = "KB" if count < 60_000 else "MB" if count < 6_000_000 else "GB"
+    assert f" {count:,} parameters" in text and f" {unit}  share" in text
+    assert next(line for line in text.splitlines() if line.startswith("total")).split() == ["total", total]

@@ -239,7 +239,7 @@ def declare_memory(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model (one of the two)")
     option(model, "--model", "gpt2, llama-8b, ..., or the config.json of a Hugging Face model", metavar="NAME",
            known=names.models)  # fmt: skip
-    option(model, "--params", "a number of parameters, such as 7e9: no activations, no cache")
+    option(model, "--params", "a number of parameters, such as 7B or 7e9: no activations, no cache")
     weights = parser.add_argument_group("weights and optimizer")
     option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME",
            known=names.recipes)  # fmt: skip
