@@ -50,7 +50,7 @@ def flag(parser: Parser, name: str, text: str) -> None:
 
 
 def repeated(
-    parser: Parser, name: str, text: str, metavar: str = "NAME", known: Names = tuple, **more: Any
+    parser: Parser, name: str, text: str, metavar: Any = "NAME", known: Names = tuple, **more: Any
 ) -> None:  # fmt: skip
     """Declare an option that may be given several times; ``known`` as in ``option``."""
     more = {"default": []} | more

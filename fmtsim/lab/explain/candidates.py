@@ -69,12 +69,12 @@ class Observed(NamedTuple):
             x if x is None or x.numel() == 1 else x.reshape(-1)[at]
             for x, at in ((self.row, rows), (self.column, columns))
         )
-        a, b, block_a, block_b, bias = (
+        block_a, block_b, bias = (
             None if x is None else rows_at(x, at)
-            for x, at in ((self.a, rows), (self.b, columns), (self.block_a, rows), (self.block_b, columns),
-                          (self.bias, columns))
-        )  # fmt: skip
-        y = self.y[rows[:, None], columns]
+            for x, at in ((self.block_a, rows), (self.block_b, columns), (self.bias, columns))
+        )
+        y = rows_at(rows_at(self.y, rows).t().contiguous(), columns).t().contiguous()
+        a, b = rows_at(self.a, rows), rows_at(self.b, columns)
         return self._replace(a=a, b=b, y=y, bias=bias, row=row, column=column, block_a=block_a, block_b=block_b)
 
 
@@ -210,7 +210,8 @@ def merged(first: Accumulation, second: Accumulation) -> Accumulation:
     }
     if first.plan != second.plan:
         both["equal_plans"] = (*both["equal_plans"], second.plan)
-    return replace(first, **{name: tuple(dict.fromkeys(values)) for name, values in both.items()})
+    both = {name: tuple(dict.fromkeys(values)) for name, values in both.items()}
+    return replace(first, **both)
 
 
 class Reading(NamedTuple):

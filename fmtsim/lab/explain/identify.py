@@ -252,7 +252,8 @@ def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, sca
     for name, x in (("a", a), ("b", b)):
         operand_format(name, x)
     layouts = matrix_layout(a), matrix_layout(b, transposed=True)
-    product = Observed(*(x.detach().cpu().contiguous() for x in (a, b.mT, y)), layouts=layouts)
+    values, rows, results = (x.detach().cpu().contiguous() for x in (a, b.mT, y))
+    product = Observed(a=values, b=rows, y=results, layouts=layouts)
     if bias is not None:
         check_tensor("bias", bias, "1")
         if len(bias) != n:

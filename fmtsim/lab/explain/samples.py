@@ -52,7 +52,8 @@ def deciding(product: Observed) -> Places:
     distance = torch.where(distance.isfinite() & (exact != 0), distance, torch.inf)
     ranked = distance.flatten().topk(min(RANKED, distance.numel()), largest=False).indices.tolist()
     # 3. the first of them in rows and columns of their own, then all others
-    first_rows, first_columns = {}, {}
+    first_rows: dict[int, None] = {}
+    first_columns: dict[int, None] = {}
     for place in ranked:
         i, j = divmod(place, len(columns))
         if (i not in first_rows or len(rows) < FIRST) and (j not in first_columns or len(columns) < FIRST):
