@@ -6,6 +6,7 @@ the unit's. Forward passes with a mask or of one query are in ``attention_rows.p
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,14 +28,15 @@ _HEADS = 128  # at once
 _TAME = 2.0**50  # magnitudes below which no score, and no gradient of one, is Inf or NaN
 
 
-def _unit(dtype: torch.dtype) -> GemmSpec:
-    """Return the chain of wgmma steps that products run on."""
+def unit(dtype: torch.dtype, instruction_k: int | None = None) -> GemmSpec:
+    """Return the chain of wgmma steps that products run on, or of shorter ones."""
     fmt = operand_format("q", torch.empty(1, 1, dtype=dtype), None)
-    unit = check_target("mma", "hopper.wgmma", accumulate="fp32")
-    return resolve_call("mm", fmt, fmt, (0, 0, 0), torch.float32, target=unit, accumulate="fp32")
+    wgmma = check_target("mma", "hopper.wgmma", accumulate="fp32")
+    spec = resolve_call("mm", fmt, fmt, (0, 0, 0), torch.float32, target=wgmma, accumulate="fp32")
+    return replace(spec, plan=replace(spec.plan, instruction_k=instruction_k))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, spec: GemmSpec, c: torch.Tensor | None = None) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, spec: GemmSpec, c: torch.Tensor | None = None) -> torch.Tensor:
     """Return a b^T + c of [heads, M, K] and [heads, N, K]."""
     out = torch.empty(a.shape[0], a.shape[1], b.shape[1])
     for i in gemm_batch(a, b, spec, None, out, c):
@@ -131,7 +133,7 @@ def forward(
     _check(q, k, v, dropout)
     if mask is not None or q.shape[-2] == 1:
         raise UnknownOrder("attention with a mask tensor or of one query, tile by tile")
-    (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], _unit(q.dtype)
+    (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], unit(q.dtype)
     factor = float32((scale or d**-0.5) * math.log2(math.e))
     # tiles above the diagonal add zeros, unless v holds NaN or Inf
     skips = causal and _is_tame(v)
@@ -157,11 +159,11 @@ def _forward_rows(
     acc, work = torch.zeros(0, 0, 0), 16 * queries * _KEYS
     for column in range(0, ends, _KEYS):
         first, tile = column == 0, slice(column, column + _KEYS)
-        scores = _product(q, k[:, tile], spec)
+        scores = product(q, k[:, tile], spec)
         p = torch.empty(scores.shape, dtype=q.dtype)
         arrays = scores.numpy(), factor, row, column, causal, first, largest, sums, acc.numpy(), words_of(p)
         run(lambda i, j: _probabilities(*arrays, i, j), heads, 1, work)  # noqa: B023
-        acc = _product(p, v[:, tile].mT, spec, None if first else acc)
+        acc = product(p, v[:, tile].mT, spec, None if first else acc)
     skipped = -(-ends // _KEYS) < -(-k.shape[1] // _KEYS)
     done = acc.numpy(), largest, sums, skipped, row, words_of(output), logsumexp.numpy()
     run(lambda i, j: _finish(*done, i, j), heads, 1, queries * d)
@@ -244,7 +246,7 @@ def backward(
     low = logsumexp[logsumexp > -math.inf]
     if bias is not None and keys % _KEYS == _KEYS // 2 and bool((low < -8).any()):
         raise UnknownOrder(f"the gradient of q for {keys} keys and rows that a mask makes negative throughout")
-    factor, spec = float32(scale or d**-0.5), _unit(q.dtype)
+    factor, spec = float32(scale or d**-0.5), unit(q.dtype)
     skips = causal and _is_tame(g, q, k, v, output)
     to_tile = lambda x: pad(_heads(x, heads), (0, 0, 0, -x.shape[2] % 64))  # noqa: E731
     g, q, k, v, output = map(to_tile, (g, q, k, v, output))
@@ -293,7 +295,7 @@ def _backward_heads(
         if row == queries:
             dk[:, tile] = dv[:, tile] = 0
             continue
-        scores, dp = _product(q[:, row:], k[:, tile], spec), _product(g[:, row:], v[:, tile], spec)
+        scores, dp = product(q[:, row:], k[:, tile], spec), product(g[:, row:], v[:, tile], spec)
         p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
         arrays = (
             scores.numpy(),
@@ -311,9 +313,9 @@ def _backward_heads(
         )
         run(lambda i, j: _score_gradients(*arrays, i, j), heads, 1, 32 * scores[0].numel())  # noqa: B023
         # 2. dV = P^T dO; dK = dS^T Q
-        dv[:, tile] = _product(p.mT, g[:, row:].mT, spec)
-        dk[:, tile] = _product(ds.mT, q[:, row:].mT, spec)
+        dv[:, tile] = product(p.mT, g[:, row:].mT, spec)
+        dk[:, tile] = product(ds.mT, q[:, row:].mT, spec)
         # 3. dQ = dS K, a chain for each 128 keys
-        part = _product(ds, k[:, tile].mT, spec)
+        part = product(ds, k[:, tile].mT, spec)
         total[:, row:] = part if column == last else total[:, row:] + part
     dq.copy_(total)

@@ -10,7 +10,7 @@ import torch
 from fmtsim.gemm.products.matmul import bmm, linear, mm
 from fmtsim.machine import (
     attention,
-    attention_f32,
+    attention_efficient,
     attention_rows,
     convolution,
     loss,
@@ -99,12 +99,12 @@ def _attention(
     attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     backends, options = torch.backends.cuda, (attn_mask, dropout, causal, scale)
-    if q.dtype == torch.float32 and attention_f32.takes_math_path(q, k):
-        return attention_f32.math_forward(run, q, k, v, *options)
+    if q.dtype == torch.float32 and attention_efficient.takes_math_path(q, k):
+        return attention_efficient.math_forward(run, q, k, v, *options)
     if q.dtype == torch.float32:
         if not backends.mem_efficient_sdp_enabled():
             raise UnknownOrder("float32 attention without the memory-efficient kernel, which sdpa_kernel switched off")
-        return attention_f32.forward(q, k, v, *options)
+        return attention_efficient.forward(q, k, v, *options)
     if not backends.cudnn_sdp_enabled():
         raise UnknownOrder("attention without cuDNN, which sdpa_kernel switched off")
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
@@ -123,9 +123,9 @@ def _attention_gradient(
     options = attn_mask, dropout, causal, scale
     if q.dtype != torch.float32:
         return attention.backward(g, q, k, v, output, logsumexp, *options)
-    if attention_f32.takes_math_path(q, k):
-        return attention_f32.math_backward(run, g, q, k, v, *options)
-    return attention_f32.backward(g, q, k, v, output, logsumexp, *options)
+    if attention_efficient.takes_math_path(q, k):
+        return attention_efficient.math_backward(run, g, q, k, v, *options)
+    return attention_efficient.backward(g, q, k, v, output, logsumexp, *options)
 
 
 # Operators that a GPU's trace has in place of the host's, for audit.
@@ -151,10 +151,8 @@ def _efficient(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, _: bool, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    if q.dtype != torch.float32:
-        raise UnknownOrder(f"the memory-efficient kernel in {q.dtype}")
     nothing = q.new_empty(0)
-    return *_attention(run, q, k, v, dropout, causal, attn_mask=bias, scale=scale), nothing, nothing
+    return *attention_efficient.forward(q, k, v, bias, dropout, causal, scale), nothing, nothing
 
 
 def _efficient_gradient(
@@ -162,10 +160,9 @@ def _efficient_gradient(
     logsumexp: torch.Tensor, seed: Any, offset: Any, dropout: float, mask: Any, causal: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    if q.dtype != torch.float32:
-        raise UnknownOrder(f"the memory-efficient kernel in {q.dtype}")
     sums = logsumexp[..., : q.shape[2]].contiguous()  # which the GPU stores with rows of multiples of 32
-    return _attention_gradient(run, g, q, k, v, output, sums, dropout, causal, attn_mask=bias, scale=scale)
+    options = bias, dropout, causal, scale, mask[0], mask[3]
+    return attention_efficient.backward(g, q, k, v, output, sums, *options)
 
 
 def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:

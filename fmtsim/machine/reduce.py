@@ -193,7 +193,9 @@ def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, d
         return from_f32(to_f32(x) + float32(0.0), dtype, shape)  # one element is added to a zero
     leading = list(range(len(axes)))
     total = _last(x, axes, False)
-    if total is None and axes == leading and len(axes) < x.ndim and (x.is_contiguous() or x.shape[-1] % 4 == 0):
+    # fewer than 16 rows: a thread has all of them, whichever it is
+    regular = x.is_contiguous() or x.shape[-1] % 4 == 0 or count < 16
+    if total is None and axes == leading and len(axes) < x.ndim and regular:
         # rows in the order in which they lie in memory
         strides = x.stride()
         order = sorted(leading, key=lambda d: -strides[d]) + list(range(len(axes), x.ndim))
@@ -204,6 +206,7 @@ def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, d
         total = _around(x, axes)
     if total is None:
         raise UnknownOrder(f"a sum over dimensions {axes} of {tuple(x.shape)}, strides {x.stride()}")
+    total = total + float32(0.0)  # threads begin with zeros: no sum is -0
     if mean:
         total = total * (float32(1.0) / float32(count))  # a factor, no division
     return from_f32(total, dtype, shape)

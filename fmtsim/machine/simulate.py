@@ -30,6 +30,7 @@ RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded
 _HOSTS = ("2.11", "2.13")  # versions of torch whose operators are those of the record
 _HOST_DROPOUT, _HOST_RMS_NORM = functional.dropout, torch.rms_norm
 _HOST_ATTENTION = functional.scaled_dot_product_attention
+_HALVES = (torch.bfloat16, torch.float16)
 _NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "quantized", "fmtsim")
 
 
@@ -68,6 +69,41 @@ def _softmax_library() -> torch.library.Library:
         library.impl("softmax.int", fork(torch.ops.aten._softmax), "CompositeImplicitAutograd")
         library.impl("log_softmax.int", fork(torch.ops.aten._log_softmax), "CompositeImplicitAutograd")
     return library
+
+
+def _takes_efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool,
+    grouped: bool,
+) -> bool:  # fmt: skip
+    """Return True if a GPU takes the memory-efficient kernel where the host has no operator like it.
+
+    PyTorch on an H200 asks cuDNN first, which takes no mask with a gradient, then FlashAttention-2, which takes no
+    mask, then this kernel; in float32 this kernel alone, for which the host's fused operator stands.
+    """
+    backends = torch.backends.cuda
+    flash, cudnn = backends.flash_sdp_enabled(), backends.cudnn_sdp_enabled()
+    others = flash if q.dtype == torch.float32 else cudnn or (flash and mask is None)
+    gradient = mask is not None and mask.requires_grad
+    if not backends.mem_efficient_sdp_enabled() or (others and not gradient):
+        return False
+    tensors = [q, k, v] if mask is None else [q, k, v, mask]
+    return (
+        q.dtype in (torch.float32, *_HALVES)
+        and all(x.dtype == q.dtype or (x is mask and x.dtype == torch.bool) for x in tensors)
+        and all(x.stride(-1) == 1 for x in tensors)
+        and (q.ndim, q.shape[:2], q.shape[-1]) == (4, k.shape[:2], v.shape[-1])
+        and q.shape[-1] * q.element_size() % 16 == 0
+        and not (dropout or grouped or (causal and mask is not None))
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask whose rows begin at multiples of 8 elements, as PyTorch gives it to the kernel."""
+    if all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    keys = mask.shape[-1]
+    return functional.pad(mask, (0, 8 - keys % 8))[..., :keys]
 
 
 class _Forks(TorchFunctionMode):
@@ -161,20 +197,29 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
     def _attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, *options: Any, **named: Any,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """Return attention; unknown where the host takes the math path and a GPU one kernel.
+        """Return attention; unknown where the host takes the math path and a GPU one kernel that is not known.
 
         PyTorch 2.11 gives cuDNN a boolean mask as a bias of -65504: a row that is masked whole attends to every key.
+        A mask that takes a gradient goes to the memory-efficient kernel.
         """
         if torch.is_autocast_enabled("cpu"):
             query, key, value, attn_mask = to_lower(query, key, value, attn_mask)
         backends = torch.backends.cuda
         kernels = backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled
+        if _takes_efficient(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+            bias = attn_mask
+            if bias is not None and bias.dtype == torch.bool:
+                bias = torch.where(bias, 0.0, -torch.inf).to(query.dtype)
+            bias = None if bias is None else _aligned(bias).expand(*query.shape[:3], key.shape[2])
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+            return efficient(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
+        learned = None if attn_mask is None or not attn_mask.requires_grad else attn_mask
         reasons = {
             "dropout": dropout_p > 0,
             "values of another head size": query.shape[-1] != value.shape[-1],
-            "a mask that takes a gradient": attn_mask is not None and attn_mask.requires_grad,
+            "a mask that takes a gradient": learned is not None and learned.stride(-1) == 1,
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is not None and query.ndim == 4 and any(enabled() for enabled in kernels):
@@ -182,7 +227,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         if attn_mask is not None and attn_mask.dtype == torch.bool and query.element_size() == 2 and query.ndim == 4:
             attn_mask = torch.where(attn_mask, 0.0, -65504.0).to(query.dtype)
         with torch._C.DisableTorchFunction():
-            return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, *options, **named)
+            return _HOST_ATTENTION(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
 
     @property
     def summary(self) -> str:

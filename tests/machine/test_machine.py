@@ -160,7 +160,7 @@ def test_sums_by_atomics_have_no_bits():
     ("arguments", "reason"),
     [
         ({"dropout_p": 0.1}, "dropout"),
-        ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "a mask that takes a gradient"),
+        ({"attn_mask": torch.zeros(8, 8, requires_grad=True), "enable_gqa": True}, "a mask that takes a gradient"),
         ({"value": torch.ones(1, 2, 8, 16)}, "values of another head size"),
     ],
 )
@@ -174,6 +174,16 @@ def test_attention_by_another_kernel_than_the_hosts_is_unknown(arguments, reason
     with fmtsim.simulate() as run, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         functional.scaled_dot_product_attention(**arguments)
     assert "scaled_dot_product_attention" not in str(run.unknown)
+
+
+def test_many_indices_and_few_rows_of_an_embedding_have_no_bits():
+    backward = torch.ops.aten.embedding_dense_backward
+    with fmtsim.simulate() as run:
+        backward(torch.ones(4096, 2), torch.arange(4096) % 32, 32, -1, False)
+        backward(torch.ones(3072, 2), torch.arange(3072) % 32, 32, -1, False)
+        backward(torch.ones(4096, 2), torch.arange(4096) % 32, 160, -1, False)
+    ((reason, count),) = run.nondeterministic.items()
+    assert count == 1 and "an embedding of 32 rows by 4096 indices: sums are added by atomics" in reason
 
 
 def test_a_number_in_a_float32_tensor_is_unknown_beside_16_bits():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float32, held to fractions and scalar loops; its bits on an H200 are cases of test_machine.py."""
+"""The memory-efficient kernel, held to fractions and scalar loops; its bits on an H200 are cases of test_machine.py."""
 
 import math
 from fractions import Fraction
@@ -9,9 +9,11 @@ import pytest
 import torch
 from numpy import float32
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fmtsim.machine import attention_f32, library
-from fmtsim.machine.arrays import apply
+import fmtsim
+from fmtsim.machine import attention_efficient, library
+from fmtsim.machine.arrays import apply, fma
 from fmtsim.machine.simulate import simulate
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 from tests.machine.cases import numbers
@@ -81,18 +83,21 @@ def data(seed: int, *shape: int, kind: str = "normal") -> np.ndarray:
 @pytest.mark.parametrize("residue_first", [False, True])
 def test_a_product_is_three_of_tf32(k, kind, residue_first):
     a, b = data(1, 1, 3, k, kind=kind), data(2, 1, 4, k)
-    y = attention_f32.product(a, b, residue_first=residue_first)[0]
+    y = attention_efficient.product(a, b, residue_first=residue_first)[0]
     expected = [[dot(row, column, residue_first=residue_first) for column in b[0]] for row in a[0]]
     assert y.view(np.int32).tolist() == np.array(expected, np.float32).view(np.int32).tolist()
 
 
 def test_other_orders_of_a_product_are_seen(monkeypatch):
     a, b = data(1, 1, 64, 200, kind="wide"), data(2, 1, 64, 200)
-    right = attention_f32.product(a, b)
+    right = attention_efficient.product(a, b)
     changed = {
-        "residue first": lambda: attention_f32.product(a, b, residue_first=True),
-        "the other small part first": lambda: attention_f32.product(b, a).swapaxes(1, 2),
-        "one register": lambda: (monkeypatch.setattr(attention_f32, "_K_TILE", 1024), attention_f32.product(a, b))[1],
+        "residue first": lambda: attention_efficient.product(a, b, residue_first=True),
+        "the other small part first": lambda: attention_efficient.product(b, a).swapaxes(1, 2),
+        "one register": lambda: (
+            monkeypatch.setattr(attention_efficient, "_K_TILE", 1024),
+            attention_efficient.product(a, b),
+        )[1],
     }
     for what, other in changed.items():
         assert (right != other()).any(), what
@@ -101,7 +106,7 @@ def test_other_orders_of_a_product_are_seen(monkeypatch):
 def test_tiles_are_added_as_the_kernel_adds_them():
     head, queries, keys = 36, 5, 70
     q, k, v = (torch.from_numpy(data(seed, 1, 1, n, head)) for seed, n in ((1, queries), (2, keys), (3, keys)))
-    y, logsumexp = attention_f32.forward(q, k, v, None, 0.0, False, 0.3)
+    y, logsumexp = attention_efficient.forward(q, k, v, None, 0.0, False, 0.3)
     log2e = float32(math.log2(math.e))
     for row in range(queries):
         largest, total, acc = float32(-np.inf), float32(0), np.zeros(head, np.float32)
@@ -154,15 +159,21 @@ def test_grouped_heads_and_ragged_ones_take_the_math_path():
 
 def test_gradients_by_locks_are_named():
     assert not attend().nondeterministic and not attend(length=100, causal=True).nondeterministic
-    for run in (attend(length=100), attend(length=100, d=128, causal=True), attend(length=600, d=8, causal=True)):
+    assert not attend(length=100).nondeterministic
+    # fewer blocks of queries than of keys; keys beyond what was seen to repeat
+    for run in (
+        attend(length=100, d=128),
+        attend(length=100, d=128, causal=True),
+        attend(length=600, d=8, causal=True),
+    ):
         assert run.nondeterministic.total() == 1 and "lock" in run.summary
 
 
 def test_gradients_by_locks_hold_one_possible_result():
-    q, k, v, g = (torch.from_numpy(data(seed, 1, 2, 100, 32)) for seed in range(4))
-    y, logsumexp = attention_f32.forward(q, k, v, None, 0.0, False, None)
+    q, k, v, g = (torch.from_numpy(data(seed, 1, 2, 100, 80)) for seed in range(4))
+    y, logsumexp = attention_efficient.forward(q, k, v, None, 0.0, False, None)
     with pytest.raises(Nondeterministic) as raised:
-        attention_f32.backward(g, q, k, v, y, logsumexp, None, 0.0, False, None)
+        attention_efficient.backward(g, q, k, v, y, logsumexp, None, 0.0, False, None)
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     exact = torch.autograd.grad(functional.scaled_dot_product_attention(*inputs), inputs, g.double())
     for gradient, expected in zip(raised.value.args[1], exact, strict=True):
@@ -171,6 +182,99 @@ def test_gradients_by_locks_hold_one_possible_result():
 
 def test_what_is_not_known_is_refused():
     q = torch.zeros(1, 1, 4, 32)
-    for arguments in ((q, q, q, torch.zeros(4, 4), 0.0), (q, q, q, None, 0.5), (q, q, q[..., :16], None, 0.0)):
+    for arguments in ((q, q, q, torch.zeros(4, 4).half(), 0.0), (q, q, q, None, 0.5), (q, q, q[..., :16], None, 0.0)):
         with pytest.raises(UnknownOrder):
-            attention_f32.forward(*arguments, False, None)
+            attention_efficient.forward(*arguments, False, None)
+
+
+def chain8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a b^T of [M, K] and [N, K], 8 elements of K after the other."""
+    total = None
+    for k in range(0, a.shape[1], 8):
+        total = fmtsim.mma(a[:, k : k + 8], b[:, k : k + 8], total, target="hopper.mma", accumulate="fp32")
+    return total
+
+
+def whole(g, q, k, v, bias, factor):  # type: ignore[no-untyped-def]
+    """Return (output, logsumexp, dQ, dK, dV, dBias) of one head and one tile."""
+    tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(q.dtype)  # noqa: E731
+    scores = chain8(q, k).numpy() * factor + bias.float().numpy()
+    x = scores * float32(math.log2(math.e))
+    largest = x.max(-1)
+    p = apply(library.exp2, x - largest[:, None])
+    total = np.zeros(len(p), np.float32)
+    for first in range(0, 64, 32):
+        quad = np.zeros((len(p), 4), np.float32)
+        for j in range(first, min(first + 32, p.shape[1])):
+            quad[:, j % 8 // 2] += p[:, j]
+        total += (quad[:, 0] + quad[:, 1]) + (quad[:, 2] + quad[:, 3])
+    y = tensor(chain8(tensor(p), v.T).numpy() * (float32(1) / total)[:, None])
+    logsumexp = largest / float32(math.log2(math.e)) + apply(library.log, total)
+    threads = np.zeros((len(p), 2), np.float32)
+    for j in range(q.shape[1]):
+        threads[:, j // 8 % 2] += g[:, j].float().numpy() * y[:, j].float().numpy()
+    p = tensor(apply(library.exp, scores - logsumexp[:, None]))
+    dbias = (chain8(g, v).numpy() - (threads[:, :1] + threads[:, 1:])) * p.float().numpy()
+    ds = tensor(dbias * factor)
+    gradients = chain8(ds, k.T), chain8(ds.T, q.T), chain8(p.T, g.T)
+    return y, torch.from_numpy(logsumexp), *(x.to(q.dtype) for x in gradients), tensor(dbias)
+
+
+SIXTEEN = [(torch.bfloat16, 64, 64, 64), (torch.float16, 41, 50, 40), (torch.bfloat16, 7, 9, 16)]
+
+
+def differing(dtype: torch.dtype, queries: int, keys: int, d: int) -> list[str]:
+    """Return which results of attention with a bias are not those of ``whole``."""
+    g, q, k, v = (numbers(n, (m, d), "normal", dtype) for n, m in enumerate((queries, queries, keys, keys)))
+    bias = numbers(9, (queries, keys), "normal", dtype)
+    tensors = [x[None, None] for x in (q, k, v, bias)]
+    results = attention_efficient.forward(*tensors, 0.0, False, 0.3)
+    gradients = attention_efficient.backward(g[None, None], *tensors[:3], *results, bias[None, None], 0.0, False, 0.3,
+                                             of_bias=True)  # fmt: skip
+    names = ("output", "logsumexp", "dq", "dk", "dv", "dbias")
+    expected = whole(g, q, k, v, bias, float32(0.3))
+    return [
+        name for name, x, y in zip(names, (*results, *gradients), expected, strict=True) if not torch.equal(x[0, 0], y)
+    ]
+
+
+@pytest.mark.parametrize("shape", SIXTEEN)
+def test_sixteen_bits_are_those_of_whole_matrices(shape):
+    assert differing(*shape) == []
+
+
+def test_other_orders_in_sixteen_bits_are_seen(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(attention_efficient, "_STEP", 16)
+        assert "logsumexp" in differing(*SIXTEEN[0])
+    with monkeypatch.context() as patched:
+        fused = lambda x, factor, bias: x * factor if bias is None else fma(x, factor, bias)  # noqa: E731
+        patched.setattr(attention_efficient, "_scores", fused)
+        assert "logsumexp" in differing(*SIXTEEN[0])
+
+
+def biased(mask: torch.Tensor, **options: float) -> simulate:
+    q = numbers(1, (1, 2, 24, 32), "normal", mask.dtype).requires_grad_()
+    with simulate(target="h200", strict=not options) as run:
+        functional.scaled_dot_product_attention(q, q, q, attn_mask=mask, **options).backward(q.detach())
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mask_that_takes_a_gradient_goes_to_the_kernel_unless_it_is_strided(dtype):
+    mask = numbers(2, (24, 24, 2), "normal", dtype).permute(2, 0, 1)[None].requires_grad_()
+    assert biased(mask).exact["bmm"] > 0  # the math path, as on the GPU
+    run = biased(mask.contiguous())
+    assert run.exact["_scaled_dot_product_efficient_attention_backward"] == 1 and run.exact["bmm"] == 0
+    (reason,) = biased(mask.contiguous(), enable_gqa=True).unknown
+    assert "attention with a mask that takes a gradient" in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_masked_whole_is_zeros_and_takes_no_gradient(dtype):
+    q, visible = numbers(1, (1, 1, 8, 32), "normal", dtype).requires_grad_(), torch.ones(8, 8, dtype=torch.bool)
+    visible[3] = False
+    with simulate(target="h200", strict=True), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        y = functional.scaled_dot_product_attention(q, q.detach(), q.detach(), attn_mask=visible)
+        y.backward(q.detach())
+    assert not y[0, 0, 3].any() and not q.grad[0, 0, 3].any() and y[0, 0, 2].all() and q.grad[0, 0, 2].any()

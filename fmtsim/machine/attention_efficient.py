@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scaled_dot_product_attention of an H200 in float32: PyTorch's memory-efficient kernel, and its math path.
+"""PyTorch's memory-efficient kernel of scaled_dot_product_attention on an H200, and its math path in float32.
 
-The kernel is ``fmha_cutlassF_f32_aligned_{64x64,64x128,32x128}`` (aten/.../mem_eff_attention, kernel_forward.h); its
-order was read there and compared with an H200 (docs/evidence.md). A product is three of TF32 on ``hopper.mma``.
+Float32 takes it, and in 16 bits a mask that takes a gradient (T5's position bias). The kernel is
+``fmha_cutlassF_{f32,bf16,f16}_aligned_{64x64,64x128,32x128}`` and its ``cutlassB`` (aten/.../mem_eff_attention); its
+order was read there and compared with an H200 (docs/evidence.md). A float32 product is three of TF32 on
+``hopper.mma``; one of 16 bits is a chain of instructions of 8 elements of K, and P and dS are rounded to 16 bits.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +21,8 @@ from torch.overrides import enable_reentrant_dispatch
 from fmtsim.engines.cpu.runtime.jit import kernel
 from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.gemm.products.scaled import mma
-from fmtsim.machine import library, reduce
-from fmtsim.machine.arrays import LOG2E, apply, fma, from_f32, to_f32
+from fmtsim.machine import attention, library, reduce
+from fmtsim.machine.arrays import LOG2E, SIXTEEN_BITS, apply, fma, from_f32, to_f32
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
 _INF = float32(np.inf)
@@ -79,6 +82,20 @@ def product(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None = None, res
         ]
         acc = acc + mma(*operands, target="hopper.mma", formats="tf32", accumulate="fp32").numpy()
     return acc
+
+
+def _products(dtype: torch.dtype) -> Callable:
+    """Return ``product`` for operands of a dtype: in 16 bits a chain of steps of 8 elements of K, from acc on."""
+    if dtype not in SIXTEEN_BITS:
+        return product
+    unit = attention.unit(dtype, _STEP)
+
+    def multiply(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None = None, residue_first: bool = False) -> Any:
+        a16, b16 = (torch.from_numpy(np.ascontiguousarray(x)).to(dtype) for x in (a, b))
+        c_f32 = None if acc_f32 is None else torch.from_numpy(np.ascontiguousarray(acc_f32))
+        return attention.product(a16, b16, unit, c_f32).numpy()
+
+    return multiply
 
 
 @kernel
@@ -156,26 +173,41 @@ def _doubt(q: torch.Tensor, k: torch.Tensor, causal: bool, result: Any) -> None:
         raise Guess("the math path of attention that is not causal, or whose heads are no multiple of 4 long", result)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> None:
-    if mask is not None or dropout:
-        raise UnknownOrder("attention in float32 with a mask tensor or dropout")
+def _check(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float) -> None:
+    if dropout:
+        raise UnknownOrder(f"attention in {q.dtype} with dropout")
+    if bias is not None and bias.dtype != q.dtype:
+        raise UnknownOrder(f"attention in {q.dtype} with a mask in {bias.dtype}")
     if q.shape[-1] != v.shape[-1]:
-        raise UnknownOrder(f"attention in float32 with heads of {q.shape[-1]} and {v.shape[-1]}")
+        raise UnknownOrder(f"attention in {q.dtype} with heads of {q.shape[-1]} and {v.shape[-1]}")
+
+
+def _biases(bias: torch.Tensor | None, q: torch.Tensor, keys: int) -> np.ndarray | None:
+    """Return a bias as float32 [batch * heads, queries, keys]."""
+    return None if bias is None else to_f32(bias.expand(*q.shape[:3], keys)).reshape(-1, q.shape[2], keys)
+
+
+def _scores(product_f32: np.ndarray, factor: float32, bias_f32: np.ndarray | None) -> np.ndarray:
+    """Return Q K^T scale, with a bias by one fma."""
+    return product_f32 * factor if bias_f32 is None else product_f32 * factor + bias_f32
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float, causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (output, logsumexp) of attention of [batch, heads, length, D] by the memory-efficient kernel.
 
+    ``bias`` is added to the scores: [batch or 1, heads or 1, queries or 1, keys].
+
     Raises:
-        UnknownOrder: Dropout, a mask, or heads of two lengths.
+        UnknownOrder: Dropout, a bias of another dtype, or heads of two lengths.
     """
-    _check(q, k, v, mask, dropout)
+    _check(q, v, bias, dropout)
     batch, heads, queries, head = q.shape
-    keys, tiles = k.shape[2], tiles_of(head)
+    keys, tiles, multiply = k.shape[2], tiles_of(head), _products(q.dtype)
     q_f32, k_f32, v_f32 = (to_f32(x).reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    bias_f32 = _biases(bias, q, keys)
     factor = float32(head**-0.5 if scale is None else scale)
     rows = q_f32.shape[:2]
     largest, sums = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
@@ -191,7 +223,9 @@ def forward(
         stop = min(start + tiles.keys, keys)
         # 1. S = round(Q K^T scale)
         scores = np.zeros((rows[0], queries - first, tiles.keys), np.float32)
-        scores[..., : stop - start] = product(q_f32[:, first:], k_f32[:, start:stop], residue_first=True) * factor
+        bias_tile = None if bias_f32 is None else bias_f32[:, first:, start:stop]
+        tile = multiply(q_f32[:, first:], k_f32[:, start:stop], residue_first=True)
+        scores[..., : stop - start] = _scores(tile, factor, bias_tile)
         if causal:
             later = np.arange(start, start + tiles.keys) > np.arange(first, queries)[:, None]
             scores[:, later] = -np.inf
@@ -205,77 +239,124 @@ def forward(
         v_tile, old = v_f32[:, start:stop].swapaxes(1, 2), factors[:, first:, None]
         p, before = scores[..., : stop - start], acc[:, first:]
         if tiles.in_registers:
-            acc[:, first:] = product(p, v_tile, before * old)
+            acc[:, first:] = multiply(p, v_tile, before * old)
         else:
-            alpha = np.where(ends[first:] <= stop, float32(1.0) / _denominators(sums[:, first:]), float32(1.0))[
-                ..., None
-            ]
-            acc[:, first:] = fma(alpha, product(p, v_tile), (alpha * old) * before)
+            part = multiply(p, v_tile)
+            alpha = float32(1.0) / _denominators(sums[:, first:])[..., None]
+            last = fma(alpha, part, (alpha * old) * before)
+            acc[:, first:] = np.where((ends[first:] <= stop)[:, None], last, fma(old, before, part))
     if tiles.in_registers:
         acc *= (float32(1.0) / _denominators(sums))[..., None]
-    # 4. logsumexp = m / log2 e + ln(l)
-    logsumexp = largest / LOG2E + apply(library.log, sums)
-    return _tensor(acc, q), from_f32(logsumexp.reshape(batch, heads, queries), q.dtype)
+    # 4. logsumexp = m / log2 e + ln(l), Inf for a row that is masked whole: P is 0 in the backward pass
+    logsumexp = np.where(sums == 0, float32(np.inf), largest / LOG2E + apply(library.log, sums))
+    return _tensor(acc, q), torch.from_numpy(logsumexp.reshape(batch, heads, queries))
+
+
+def _blocks_of(head: int, dtype: torch.dtype) -> Tiles:
+    """Return the blocks of the backward kernel, and whether it sums dK and dV in registers."""
+    half = dtype in SIXTEEN_BITS
+    if head <= 64:
+        return Tiles(64, 64, half)
+    return Tiles(128, 128, True) if half and head <= 128 else Tiles(128, 64, False)
+
+
+def _delta(g: torch.Tensor, output: torch.Tensor, head: int) -> np.ndarray:
+    """Return D = sum of dO O [batch * heads, queries, 1] as the kernel's T threads of a row add it, in 16 bits.
+
+    Thread t takes chunks t, t + T ... of 8 elements, one element after the other; then pairs of threads.
+    """
+    threads = 4 if 64 < head <= 128 else 2
+    missing = ((0, 0), (0, 0), (0, -head % (8 * threads)))
+    chunks = (np.pad(to_f32(x).reshape(-1, *x.shape[2:]), missing) for x in (g, output))
+    a, b = (x.reshape(*x.shape[:2], -1, threads, 8).swapaxes(2, 3).reshape(*x.shape[:2], threads, -1) for x in chunks)
+    total = np.zeros(a.shape[:3], np.float32)
+    for i in range(a.shape[-1]):
+        total = fma(a[..., i], b[..., i], total)
+    while total.shape[-1] > 1:
+        total = total[..., ::2] + total[..., 1::2]
+    return total
 
 
 def backward(
     g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor,
-    mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of (q, k, v).
+    bias: torch.Tensor | None, dropout: float, causal: bool, scale: float | None, of_q: bool = True,
+    of_bias: bool | None = None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of (q, k, v), and unless ``of_bias`` is None that of the bias or None.
+
+    That of the bias is [batch, heads, queries, keys]. Without ``of_q`` nobody reads the first one.
 
     Raises:
         UnknownOrder: As ``forward``.
         Nondeterministic: Blocks of keys add to the gradient of a query as they take a lock. It holds the gradients:
-            those of k and v are exact.
+            those of k, v and the bias are exact.
         Guess: Under ``torch.use_deterministic_algorithms`` and with several blocks of keys.
     """
-    _check(q, k, v, mask, dropout)
+    _check(q, v, bias, dropout)
     batch, heads, queries, head = q.shape
-    keys, rows, columns = k.shape[2], 64 if head <= 64 else 128, 64  # queries and keys of a block
-    blocks = math.ceil(keys / columns)
-    # one block of threads goes through all keys of a head
-    single = (batch * heads >= 256 and keys <= 2 * columns) or torch.are_deterministic_algorithms_enabled()
+    keys, multiply, block_sizes = k.shape[2], _products(q.dtype), _blocks_of(head, q.dtype)
+    rows, columns, in_registers = block_sizes
+    blocks, tiles = math.ceil(keys / columns), math.ceil(queries / rows)
+    half = q.dtype in SIXTEEN_BITS
+    # blocks of threads that share the keys of a head
+    splits = 1 if batch * heads >= 256 and keys <= 2 * columns else blocks
+    if half and not in_registers:
+        splits = max(1, min(splits, 200 // (batch * heads)))
+    if torch.are_deterministic_algorithms_enabled():
+        splits = 1
     g_f32, q_f32, k_f32, v_f32 = (to_f32(x).reshape(-1, *x.shape[2:]) for x in (g, q, k, v))
+    bias_f32 = _biases(bias, q, keys)
     factor = float32(head**-0.5 if scale is None else scale)
-    # 1. D = sum of dO O, by the operators of sums
-    delta = reduce.reduce((g * output).transpose(1, 2), [-1], False, False, q.dtype).transpose(1, 2)
+    # 1. D = sum of dO O, in float32 by the operators of sums
+    if half:
+        delta = _delta(g, output, head)
+    else:
+        products = reduce.reduce((g * output).transpose(1, 2), [-1], False, False, q.dtype).transpose(1, 2)
+        delta = to_f32(products).reshape(-1, queries, 1)
     # 2. P^T = exp(S^T scale - logsumexp), with S^T = K Q^T
-    scores = product(k_f32, q_f32, residue_first=True) * factor - to_f32(logsumexp).reshape(-1, 1, queries)
+    scores = multiply(k_f32, q_f32, residue_first=True).swapaxes(1, 2)
+    scores = _scores(scores, factor, bias_f32) - to_f32(logsumexp).reshape(-1, queries, 1)
     if causal:
-        scores[:, np.tril(np.ones(scores.shape[1:], bool), -1)] = -np.inf
+        scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
     p = apply(library.exp, scores)
-    # 3. dS = round(round((dP - D) P) scale), with dP = dO V^T
-    dp = product(g_f32, v_f32, residue_first=True) - to_f32(delta).reshape(-1, queries, 1)
-    ds = dp * p.swapaxes(1, 2) * factor
-    # 4. dV = P^T dO and dK = dS^T Q: a product for each block of queries, added in memory
-    starts = range(0, queries, rows)
-    dk, dv = (np.zeros_like(x) for x in (k_f32, v_f32))
-    for total, left, right in ((dv, p, g_f32), (dk, ds.swapaxes(1, 2), q_f32)):
-        right = right.swapaxes(1, 2)
-        parts = [product(left[..., i : i + rows], right[..., i : i + rows]) for i in starts]
-        for j in range(blocks):
-            block = slice(j * columns, (j + 1) * columns)
-            # the first block of queries: where the mask lets any through, else each block of keys has its own
-            first = j * columns // rows if causal else 0 if single else j % len(parts)
-            order = parts[first:] if causal else parts[first:] + parts[:first]
-            for n, part in enumerate(order):
-                total[:, block] = total[:, block] + part[:, block] if n else part[:, block]
-    # 5. dQ = dS K: through the blocks of keys, the last first, which begins with the block of queries
-    dq = np.zeros_like(q_f32)
-    for j in range(blocks) if single else reversed(range(blocks)):
-        first = j * columns // rows * rows if causal else 0
-        if first >= queries:
-            continue
-        block = slice(j * columns, (j + 1) * columns)
-        dq[:, first:] = product(ds[:, first:, block], k_f32[:, block].swapaxes(1, 2), dq[:, first:])
-    gradients = _tensor(dq, q), _tensor(dk, k), _tensor(dv, v)
+    if half:
+        p = to_f32(torch.from_numpy(p).to(q.dtype))
+    # 3. dBias = (dP - D) P, with dP = dO V^T; dS = dBias scale
+    dbias = (multiply(g_f32, v_f32, residue_first=True) - delta) * p
+    ds = dbias * factor
+    # 4. dV = P^T dO and dK = dS^T Q, through the blocks of queries; in float32 a product for each, added in memory
+    dk, dv, dq = (np.zeros_like(x) for x in (k_f32, v_f32, q_f32))
+    block_of = [slice(j * columns, (j + 1) * columns) for j in range(blocks)]
+    part_of = [slice(i * rows, (i + 1) * rows) for i in range(tiles)]
+    # the first block of queries: where the mask lets any through, else each block of threads has its own
+    starts = [j * columns // rows if causal else j % splits % tiles for j in range(blocks)]
+    for total, left, right in ((dv, p, g_f32), (dk, ds, q_f32)):
+        for block, first in zip(block_of, starts, strict=True):
+            for i in [*range(first, tiles), *range(0 if causal else first)]:
+                operands = left[:, part_of[i], block].swapaxes(1, 2), right[:, part_of[i]].swapaxes(1, 2)
+                if half:
+                    total[:, block] = multiply(*operands, total[:, block])
+                else:
+                    total[:, block] = multiply(*operands) + (total[:, block] if i != first else float32(-0.0))
+    # 5. dQ = dS K: of a block of queries through the blocks of keys, as these come to it
+    for i, part in enumerate(part_of):
+        for j in sorted(range(blocks), key=lambda j: (j // splits, (i - starts[j]) % tiles)):  # noqa: B023
+            if not causal or starts[j] <= i:
+                dq[:, part] = multiply(ds[:, part, block_of[j]], k_f32[:, block_of[j]].swapaxes(1, 2), dq[:, part])
+    gradients: tuple[torch.Tensor | None, ...] = _tensor(dq, q), _tensor(dk, k), _tensor(dv, v)
+    if of_bias:  # its rows begin at multiples of 16 elements
+        bias_gradient = torch.empty(batch, heads, queries, keys + -keys % 16, dtype=q.dtype)[..., :keys]
+        gradients += (bias_gradient.copy_(from_f32(dbias, q.dtype, (batch, heads, queries, keys))),)
+    elif of_bias is not None:
+        gradients += (None,)
     if torch.are_deterministic_algorithms_enabled() and blocks > 1:
         raise Guess("the gradients of attention under use_deterministic_algorithms, which were not compared", gradients)
-    # observed: with few blocks of threads, each starts on its diagonal, and they pass the lock in this order
-    few = 512 if keys <= 256 else 132 if keys <= 512 else 0
-    settled = causal and head <= 64 and batch * heads * blocks <= few
-    if blocks > 1 and not single and not settled:
+    # observed: with few blocks of threads, each starts at its own block of queries, and they pass the lock in turn
+    few = 256 if half else 128
+    if causal:
+        few = 0 if head > 64 else 512 if keys <= 256 else 132 if keys <= 512 else 0
+    settled = batch * heads * splits <= few and (causal or splits <= tiles)
+    if of_q and splits > 1 and not settled:
         locked = f"the gradient of q for {keys} keys: blocks of keys are added as they take a lock"
         raise Nondeterministic(locked, gradients)
     return gradients
