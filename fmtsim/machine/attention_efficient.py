@@ -266,10 +266,10 @@ def _delta(g: torch.Tensor, output: torch.Tensor, head: int) -> np.ndarray:
     Thread t takes chunks t, t + T ... of 8 elements, one element after the other; then pairs of threads.
     """
     threads = 4 if 64 < head <= 128 else 2
-    missing = ((0, 0), (0, 0), (0, -head % (8 * threads)))
+    missing = [(0, 0), (0, 0), (0, -head % (8 * threads))]
     chunks = (np.pad(to_f32(x).reshape(-1, *x.shape[2:]), missing) for x in (g, output))
-    a, b = (x.reshape(*x.shape[:2], -1, threads, 8).swapaxes(2, 3).reshape(*x.shape[:2], threads, -1) for x in chunks)
-    total = np.zeros(a.shape[:3], np.float32)
+    a, b = [x.reshape(*x.shape[:2], -1, threads, 8).swapaxes(2, 3).reshape(*x.shape[:2], threads, -1) for x in chunks]
+    total: np.ndarray = np.zeros(a.shape[:3], np.float32)
     for i in range(a.shape[-1]):
         total = fma(a[..., i], b[..., i], total)
     while total.shape[-1] > 1:

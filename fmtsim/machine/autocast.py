@@ -69,11 +69,8 @@ def _to_float32(operator: Callable, args: Any, kwargs: Any) -> Any:
     if not _is_cast(args[0]):
         return operator(*args, **kwargs)
     if "dtype" not in names:  # norm has another overload with one
-        return getattr(
-            torch.ops.aten.norm, f"{operator._overloadname}_dtype"
-        )(  # type: ignore[attr-defined]
-            args[0], *args[1:] or (2,), **{"dtype": torch.float32} | kwargs
-        )
+        norm = getattr(torch.ops.aten.norm, f"{operator._overloadname}_dtype")  # type: ignore[attr-defined]
+        return norm(args[0], *args[1:] or (2,), **{"dtype": torch.float32} | kwargs)
     place = names.index("dtype")
     if len(args) > place:
         args = (*args[:place], torch.float32 if args[place] is None else args[place], *args[place + 1 :])
