@@ -272,8 +272,8 @@ def _delta(g: torch.Tensor, output: torch.Tensor, head: int) -> np.ndarray:
     total: np.ndarray = np.zeros(a.shape[:3], np.float32)
     for i in range(a.shape[-1]):
         total = fma(a[..., i], b[..., i], total)
-    while total.shape[-1] > 1:
-        total = total[..., ::2] + total[..., 1::2]
+    while threads > 1:
+        total, threads = total[..., ::2] + total[..., 1::2], threads // 2
     return total
 
 
