@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """softmax and log_softmax over the last dimension, forward and backward, in the order of PyTorch 2.11's kernels."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from fmtsim.engines.cpu.runtime.pool import run
 from fmtsim.machine import library
 from fmtsim.machine.arrays import SHIFTED, STRIDED, VECTORS, add_in_order, add_threads, from_f32, slot_of, to_f32
 
+_PIECE = 1 << 20  # elements of rows that are float32 at once
 _REGISTERS, _SHARED_BYTES = 9216, 49152  # widths of the kernel in registers; of a block's shared memory
 
 
@@ -100,20 +102,34 @@ def _backward(g, y, dx, log, mode, threads, vector, element_bytes, in_order, sta
 
 def forward(x: torch.Tensor, log: bool, dtype: torch.dtype, plan: RowPlan | None = None) -> torch.Tensor:
     """Return softmax (log_softmax) of a contiguous tensor's last dimension, rounded once to a dtype."""
-    rows = to_f32(x).reshape(-1, x.shape[-1])
-    y = np.empty_like(rows)
     order = plan or forward_plan(x.shape[-1], x.element_size(), x.dtype != dtype)
-    run(lambda start, stop: _forward(rows, y, log, *order, start, stop), len(rows), 1, 8 * rows.shape[1])
-    return from_f32(y, dtype, x.shape)
+    rows, y = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=dtype)
+    for piece in _pieces(rows):
+        x_f32 = to_f32(rows[piece])
+        y_f32 = np.empty_like(x_f32)
+        run(lambda i, j: _forward(x_f32, y_f32, log, *order, i, j), len(x_f32), 1, 8 * x_f32.shape[1])  # noqa: B023
+        y.view(rows.shape)[piece] = from_f32(y_f32, dtype)
+    return y
+
+
+def _pieces(rows: torch.Tensor) -> Iterator[slice]:
+    """Yield rows whose float32 values take some 4 MB, a multiple of 16 of them: as many are aligned as the first is."""
+    step = max(_PIECE // rows.shape[1] // 16, 1) * 16
+    yield from (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 def backward(
     g: torch.Tensor, y: torch.Tensor, log: bool, dtype: torch.dtype, plan: RowPlan | None = None
 ) -> torch.Tensor:
     """Return the gradient of softmax's (log_softmax's) input from that of its result y."""
-    # softmax: torch first multiplies g by y, rounded to their dtype
-    rows, results = (to_f32(t).reshape(-1, y.shape[-1]) for t in (g if log else g * y, y))
-    dx = np.empty_like(rows)
     order = plan or backward_plan(y.shape[-1], g.element_size())
-    run(lambda start, stop: _backward(rows, results, dx, log, *order, start, stop), len(rows), 1, 8 * rows.shape[1])
-    return from_f32(dx, dtype, y.shape)
+    gradients, results = g.reshape(-1, y.shape[-1]), y.reshape(-1, y.shape[-1])
+    dx = torch.empty(y.shape, dtype=dtype)
+    for piece in _pieces(results):
+        # softmax: torch first multiplies g by y, rounded to their dtype
+        g_f32 = to_f32(gradients[piece] if log else gradients[piece] * results[piece])
+        y_f32, dx_f32 = to_f32(results[piece]), np.empty_like(g_f32)
+        call = lambda i, j: _backward(g_f32, y_f32, dx_f32, log, *order, i, j)  # noqa: B023, E731
+        run(call, len(y_f32), 1, 8 * y_f32.shape[1])
+        dx.view(results.shape)[piece] = from_f32(dx_f32, dtype)
+    return dx

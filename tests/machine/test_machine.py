@@ -62,6 +62,17 @@ def test_another_order_of_sums_is_seen():
     assert torch.allclose(right, other)
 
 
+def test_rows_in_pieces_have_the_bits_of_all_at_once(monkeypatch):
+    # threads begin where a row is aligned to 16 bytes, which rows of 24,577 are at every eighth alone
+    x = numbers(1, (40, 24577), "normal", torch.bfloat16)
+    whole = softmax.forward(x, False, torch.float32)
+    whole_gradient = softmax.backward(x, whole, True, torch.float32)
+    monkeypatch.setattr(softmax, "_PIECE", 1)
+    assert [piece.stop for piece in softmax._pieces(x)] == [16, 32, 48]
+    assert digest(softmax.forward(x, False, torch.float32)) == digest(whole)
+    assert digest(softmax.backward(x, whole, True, torch.float32)) == digest(whole_gradient)
+
+
 # Step by step as the unit's multipliers: an oracle of Python's integers, from the file of coefficients alone.
 
 

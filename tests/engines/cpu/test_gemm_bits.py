@@ -13,7 +13,7 @@ from fmtsim.engines.cpu.gemm import cdna, exact_integer, fma_chain, int8, tiles
 from fmtsim.engines.cpu.gemm.block_scaled import Groups
 from fmtsim.engines.cpu.gemm.engine import supports_gemm
 from fmtsim.engines.cpu.gemm.panels import Constants
-from fmtsim.engines.cpu.gemm.slabs import slabs_of
+from fmtsim.engines.cpu.gemm.slabs import SLOTS, slabs_of
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
@@ -274,7 +274,7 @@ def test_spans_of_a_row(apart, taken):
 
 def test_spans_in_one_slab_only(taken):
     k, end = 2048 + 64, slice(2060, 2070)
-    slabs = len(slabs_of(k, HALF, GemmPlan()).slabs)
+    slabs = len(slabs_of(k, HALF, GemmPlan(), SLOTS // 4).slabs)
     b = spread(k, rows=1, seed=2)
     # large ones in the last slab; small ones, which the sum of the others cuts away; large ones in the first slab
     a = [spread(k, (where, factor), rows=1) for where, factor in ((end, 2.0**80), (end, 2.0**-80), (slice(9), 2.0**80))]

@@ -52,6 +52,8 @@ from fmtsim.engines.cpu.runtime.simd import (
     splat,
     store,
     umax,
+    woven_high_words,
+    woven_join_words,
     xor,
     zext64,
 )
@@ -78,15 +80,18 @@ def negatives_of(signs_a, signs_b, a, b, step, words):  # type: ignore[no-untype
 
 
 @device
-def start64(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
-    """Return M + the count of negatives + the truncated addend; ``base`` is the exponent field of byte 0."""
-    high = high_words(c)
+def start64(c, e8, negatives, base, shift, eps, woven):  # type: ignore[no-untyped-def]
+    """Return M + the count of negatives + the truncated addend; ``base`` is the exponent field of byte 0.
+
+    ``woven`` says that bytes and counts are in the order of ``weave``.
+    """
+    high = woven_high_words(c) if woven else high_words(c)
     count = iadd(negatives, lshr(high, splat(np.int32(31))))
     # bytes below 128 are those of zeros: no product, so the addend decides
     field = iadd(bytes_shifted20(smin(e8, splat(np.int8(0)))), splat(np.int32(base)))
     # E is the addend's exponent where that is larger; the shift makes it that of M
     field = iadd(smax(field, and_(high, splat(np.int32(0x7FF00000)))), splat(np.int32(shift)))
-    return fma(c, eps, join_words(count, field))
+    return fma(c, eps, woven_join_words(count, field) if woven else join_words(count, field))
 
 
 @device
@@ -169,10 +174,10 @@ def truncate64(  # type: ignore[no-untyped-def]
 ):
     """Run the blocks of a slab through float64 sums, for all rows of a and the 64 columns of b.
 
-    a, b: Rows and Panel with byte exponents and float64 values. acc: float64 [rows][64], the running chains.
-    ``factor`` is 1 + eps; ``mask`` keeps the accumulator's bits of a float64; ``floor_byte`` is 0. ``rounding`` is
-    None where sums are truncated, else a Nearby, which takes ``draw``, the product's column of lane 0 and memory for
-    words, 64 a row and 128.
+    a, b: Rows and Panel with byte exponents and float64 values. acc: float64 [rows][64], the running chains. ``factor``
+    is 1 + eps; ``mask`` keeps the accumulator's bits of a float64; ``floor_byte`` is 0. ``rounding`` is None where sums
+    are truncated, else a Nearby, which takes ``draw``, the product's column of lane 0 and memory for words, 64 a row
+    and 128.
     """
     words, pitch, rows = (block + 31) // 32, pitch_of(block), a.top.size
     eps = splat(factor)
@@ -183,26 +188,30 @@ def truncate64(  # type: ignore[no-untyped-def]
         first, y = index * pitch * LANES, index * words * LANES
         place, step = place_of(index, pitch, rows)
         _draw(rounding, draw, index, rows, column, buffer)
+        e0, e1 = splat(floor_byte), splat(floor_byte)
+        for j in range(block):
+            e = load(b.exponents, first + j * LANES)
+            e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, place + j)))
+            e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, place + step + j)))
         for m in range(0, rows, 2):
             p, x = place + m * step, index * words * rows + m
-            q = p + step
-            # 1. largest product exponents of two rows, as bytes below the largest of both operands
-            e0 = splat(floor_byte)
-            e1 = e0
-            for j in range(block):
-                e = load(b.exponents, first + j * LANES)
-                e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, p + j)))
-                e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, q + j)))
-            # 2. M, the count of negative products, and the truncated addend
+            q, after = p + step, place + min(m + 2, rows - 2) * step
+            # 1. M of the largest product exponents, the count of negative products, and the truncated addend
             n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
             n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
-            s0 = start64(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps)
-            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps)
+            s0 = start64(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps, True)
+            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps, True)
+            e0, e1 = splat(floor_byte), splat(floor_byte)
             for j in range(block):
-                # 3. floors of the products, one fused multiply-add each
+                # 2. floors of the products, one fused multiply-add each
                 v = load(b.values, first + j * LANES)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
+                # 3. beside them, in other units of the processor, the largest product exponents of the next two rows,
+                # as bytes below the largest of both operands
+                e = load(b.exponents, first + j * LANES)
+                e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, after + j)))
+                e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, after + step + j)))
             # 4. M away, and the accumulator's rounding
             store(acc, m * LANES, _end64(s0, mask, rounding, buffer, m * LANES))
             store(acc, (m + 1) * LANES, _end64(s1, mask, rounding, buffer, (m + 1) * LANES))

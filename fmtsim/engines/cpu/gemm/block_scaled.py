@@ -216,8 +216,8 @@ def grouped_integers(a, b, order, sums, acc, block, size, factor, base, fraction
                 store(totals, 2 * g * LANES, t0)
                 store(totals, (2 * g + 1) * LANES, t1)
             # 2. M, the count of negative terms, and the truncated addend
-            s0 = start64(load(acc, m * LANES), e0, n0, base, shift, eps)
-            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, base, shift, eps)
+            s0 = start64(load(acc, m * LANES), e0, n0, base, shift, eps, False)
+            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, base, shift, eps, False)
             for g in range(count):
                 # 3. sums times scales, floored onto M
                 w = load(b.scales, (group + g) * LANES)

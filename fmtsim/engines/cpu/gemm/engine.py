@@ -23,7 +23,7 @@ from fmtsim.engines.cpu.gemm.block_scaled import Groups, groups_of
 from fmtsim.engines.cpu.gemm.operands import EMPTY, Source, is_fixed, limits_of, read_array, source_of
 from fmtsim.engines.cpu.gemm.packing import HAS_INF, HAS_NAN
 from fmtsim.engines.cpu.gemm.panels import Constants
-from fmtsim.engines.cpu.gemm.slabs import Slabs, chain_scales, slabs_of
+from fmtsim.engines.cpu.gemm.slabs import SLOTS, Slabs, chain_scales, slabs_of
 from fmtsim.engines.cpu.gemm.tiles import Job, run_tiles
 from fmtsim.engines.cpu.runtime.pool import get_num_threads
 from fmtsim.engines.cpu.runtime.simd import LANES
@@ -205,9 +205,11 @@ def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prep
     unit, plan = spec.datapath, spec.plan
     assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
     x, y = source_of(spec.a, unit, scaled[0]), source_of(spec.b, unit, scaled[1])
-    slabs, groups = slabs_of(k, unit, plan), groups_of(unit, x, y, k)
+    groups = groups_of(unit, x, y, k)
     lanes = rounding_unit(unit, x, y) if groups is None else _numbers(unit, TRUNCATE, groups.factor)
     fast = None if groups is not None or lanes is None else fast_path(unit, x, y, limits_of(unit, _head(unit), k))
+    # 512 rows of float64 then stay in a second-level cache of 1 MB
+    slabs = slabs_of(k, unit, plan, SLOTS if fast is None or _is_single(fast) else SLOTS // 4)
     fast = None if fast is None else fast._replace(block=slabs.block)
     draw = Draw(key_words(_NO_KEY), unit.rounding.bits, 0, 0, 0, 0)
     return Prepared(x, y, slabs, groups, lanes, fast, promotion_of(spec), reduction_of(plan, double), draw)

@@ -122,7 +122,10 @@ class Rows(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The second operand of a slab, 64 columns."""
+    """The second operand of a slab, 64 columns.
+
+    Where values are float64 and exponents bytes, exponents and signs lie in the order of ``simd.weave``.
+    """
 
     values: np.ndarray  # [slot][64]
     exponents: np.ndarray  # int8, as pack_bytes orders them, or int16 [slot][64]

@@ -10,7 +10,7 @@ from numba import types
 
 from fmtsim.engines.cpu.gemm.operands import EMPTY, TOP_BYTE, number, pitch_of
 from fmtsim.engines.cpu.runtime.jit import device, kernel, overload, subroutine
-from fmtsim.engines.cpu.runtime.packed import pack_bytes
+from fmtsim.engines.cpu.runtime.packed import pack_bytes, weave
 from fmtsim.engines.cpu.runtime.simd import (
     LANES,
     and_,
@@ -160,16 +160,17 @@ def _halves(low, high):  # type: ignore[no-untyped-def]
 
 
 @overload
-def _put_exponents(exponents, at, e, top):  # type: ignore[no-untyped-def]
+def _put_exponents(exponents, at, e, top, woven):  # type: ignore[no-untyped-def]
     """Store exponents as bytes below TOP_BYTE where the array holds int8, else as they are in int16."""
     if exponents.dtype == types.int8:
 
-        def put(exponents, at, e, top):  # type: ignore[no-untyped-def]
-            store(exponents, at, pack_bytes(_codes(e, top)))
+        def put(exponents, at, e, top, woven):  # type: ignore[no-untyped-def]
+            codes = pack_bytes(_codes(e, top))
+            store(exponents, at, weave(codes) if woven else codes)
 
         return put
 
-    def put_halves(exponents, at, e, top):  # type: ignore[no-untyped-def]
+    def put_halves(exponents, at, e, top, woven):  # type: ignore[no-untyped-def]
         store(exponents, at, trunc16(e))
 
     return put_halves
@@ -332,6 +333,7 @@ def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-un
 @device
 def _spread_panel(raw, scales, slots, block, source, top, factor, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
     words, pitch = (block + 31) // 32, pitch_of(block)
+    woven = values.itemsize == 8 and exponents.itemsize == 1  # as ``truncate64`` takes them
     for b in range(slots // pitch):
         for w in range(words):
             word = splat(np.int32(0))
@@ -342,9 +344,9 @@ def _spread_panel(raw, scales, slots, block, source, top, factor, tiny, values, 
                 _put_values(values, at, numbers, _scale_at(scales, at), e, factor, tiny)
                 if j % 2:
                     _join_slots(values, at - LANES)
-                _put_exponents(exponents, at, e, top)
+                _put_exponents(exponents, at, e, top, woven)
                 word = or_(word, shl(lshr(as_i32(numbers), splat(np.int32(31))), splat(np.int32(j & 31))))
-            store(signs, (b * words + w) * LANES, word)
+            store(signs, (b * words + w) * LANES, weave(word) if woven else word)
 
 
 @subroutine

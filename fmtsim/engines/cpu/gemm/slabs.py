@@ -16,7 +16,7 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import ZERO, combination, schedule
 
 _NONE = np.zeros(0, np.float32)
-_SLOTS = 512  # of a slab, unless one block is longer: rows and a panel then stay in a second-level cache
+SLOTS = 512  # of a slab, unless one block is longer: rows and a panel then stay in a second-level cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,14 +43,17 @@ class Slabs:
     starts: np.ndarray
 
 
-def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
-    """Return the slabs of a product of K terms, cached for all plans that differ in what follows the sums alone."""
+def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan, limit: int = SLOTS) -> Slabs:
+    """Return the slabs of a product of K terms, of at most ``limit`` slots unless one block is longer.
+
+    They are cached for all plans that differ in what follows the sums alone.
+    """
     plain: dict[str, Any] = {"partial": None, "round_trip": False, "reduce": "serial", "bias_after_rounding": False}
-    return _slabs_of(k, unit, replace(plan, **plain, epilogue="scale", source="", verified=False))
+    return _slabs_of(k, unit, replace(plan, **plain, epilogue="scale", source="", verified=False), limit)
 
 
 @lru_cache(maxsize=64)
-def _slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
+def _slabs_of(k: int, unit: Arithmetic, plan: GemmPlan, limit: int) -> Slabs:
     parts = schedule(k, unit, plan)
     blocks = [block for part in parts for chain in part for block in chain.blocks]
     lengths = np.fromiter(map(len, blocks), np.int64, len(blocks))
@@ -69,7 +72,7 @@ def _slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
     ends = np.zeros(len(blocks), np.int8)
     ends[np.cumsum(counts, dtype=np.int64) - 1] = CHAIN_END
     ends[np.cumsum([sum(len(chain.blocks) for chain in part) for part in parts], dtype=np.int64) - 1] = PART_END
-    step = max(_SLOTS // pitch, 1)
+    step = max(limit // pitch, 1)
 
     def cut(start: int, stop: int) -> Slab:
         order = Order(ends[start:stop], owners[start:stop], chains[start:stop])

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from fmtsim.engines.cpu.runtime.simd import LANES, Vector
+from fmtsim.engines.cpu.runtime.simd import LANES, WOVEN, Vector
 
 
 @intrinsic
@@ -28,6 +28,19 @@ def pack_bytes(typing_context, numbers):  # type: ignore[no-untyped-def]
         return builder.bitcast(packed, vector.llvm)
 
     return vector(numbers), generate
+
+
+@intrinsic
+def weave(typing_context, a):  # type: ignore[no-untyped-def]
+    """Return int32 lanes, or bytes in the order of ``pack_bytes``, in the order of ``woven_high_words``."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        words = ir.VectorType(ir.IntType(32), LANES // 4 if a.dtype == types.int8 else LANES)
+        order = ir.Constant(words, WOVEN[: words.count])  # the same in each 16 lanes, so of words of four bytes
+        woven = builder.shuffle_vector(builder.bitcast(args[0], words), ir.Constant(words, ir.Undefined), order)
+        return builder.bitcast(woven, a.llvm)
+
+    return a(a), generate
 
 
 def _bytes_shifted(shift: int) -> Callable:

@@ -272,31 +272,42 @@ def sign_bits(typing_context, a):  # type: ignore[no-untyped-def]
     return types.int64(a), generate
 
 
-@intrinsic
-def high_words(typing_context, a):  # type: ignore[no-untyped-def]
-    """Return the upper halves of 64-bit lanes: sign, exponent and the top of the significand of a float64."""
-    vector = Vector(types.int32, a.lanes)
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        words = builder.bitcast(args[0], ir.VectorType(ir.IntType(32), 2 * vector.lanes))
-        odd = ir.Constant(vector.llvm, [2 * lane + 1 for lane in range(vector.lanes)])
-        return builder.shuffle_vector(words, ir.Constant(words.type, ir.Undefined), odd)
-
-    return vector(a), generate
+# The order of 32-bit lanes beside float64 lanes in which a half of every 64-bit lane needs no move across 128 bits:
+# lanes of the first eight columns and of the next eight, in turns of two.
+WOVEN = [16 * (i // 16) + i % 16 // 4 * 2 + i % 2 + i % 4 // 2 * 8 for i in range(LANES)]
 
 
-@intrinsic
-def join_words(typing_context, low, high):  # type: ignore[no-untyped-def]
-    """Return the float64 lanes with these lower and upper halves."""
-    vector = Vector(types.float64, low.lanes)
+def _halves(columns: list[int]) -> tuple[Callable, Callable]:
+    """Return what takes upper halves of float64 lanes to lanes of these columns, and what joins halves from there."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        lanes = vector.lanes
-        order = [lane // 2 + lane % 2 * lanes for lane in range(2 * lanes)]
-        words = builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), order))
-        return builder.bitcast(words, vector.llvm)
+    @intrinsic
+    def upper(typing_context, a):  # type: ignore[no-untyped-def]
+        vector = Vector(types.int32, LANES)
 
-    return vector(low, high), generate
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            words = builder.bitcast(args[0], ir.VectorType(ir.IntType(32), 2 * LANES))
+            odd = ir.Constant(vector.llvm, [2 * column + 1 for column in columns])
+            return builder.shuffle_vector(words, ir.Constant(words.type, ir.Undefined), odd)
+
+        return vector(a), generate
+
+    @intrinsic
+    def join(typing_context, low, high):  # type: ignore[no-untyped-def]
+        vector = Vector(types.float64, LANES)
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            order = [columns.index(half // 2) + half % 2 * LANES for half in range(2 * LANES)]
+            words = builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order))
+            return builder.bitcast(words, vector.llvm)
+
+        return vector(low, high), generate
+
+    return upper, join
+
+
+# high_words: sign, exponent and the top of the significand of a float64; join_words: float64 of lower and upper halves
+high_words, join_words = _halves(list(range(LANES)))
+woven_high_words, woven_join_words = _halves(WOVEN)
 
 
 def _swapping(distance: int) -> Callable:
