@@ -119,7 +119,8 @@ def embedding_backward(
     # observed: 25.6 indices a row are a chain, 30.7 are not; in 16 bits few results differ from run to run
     if len(counted) > 25.6 * rows:
         raise Nondeterministic(
-            f"the gradient of an embedding of {rows} rows by {len(counted)} indices: sums are added by atomics", gradient
+            f"the gradient of an embedding of {rows} rows by {len(counted)} indices: sums are added by atomics",
+            gradient,
         )
     return gradient
 
