@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of what catalogues hold and of the defaults of public names: a change is meant, or it is an error.
 
-``records.txt`` has them, a record on a line; who means to change one writes the file anew::
+``records.txt`` has them, a record on a line, and ``names.json`` of the command line the names of catalogues; who means
+to change one writes the files anew::
 
     python -m tests.support.records
 """
@@ -10,16 +11,25 @@ import dataclasses
 import hashlib
 import importlib
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.formats.scaling import SCALINGS
 from fmtsim.gemm.targets import cublaslt, cuda_cores
+from fmtsim.gemm.targets.target import list_targets
+from fmtsim.gemm.units.catalogue import units
+from fmtsim.lab.bench.models import PEERS
+from fmtsim.lab.cli import names as cli_names
+from fmtsim.lab.memory.states import RULES
 from fmtsim.lab.reproduce.run import CLAIMS
+from fmtsim.machine.simulate import TARGETS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
+from fmtsim.recipes.registry import _WIDTHS as WIDTHS
+from fmtsim.recipes.system import OPTIMIZERS
 
 FILE = Path(__file__).with_name("records.txt")
 ROOMS = ("distributed", "lab.search", "nn", "nn.unit_scaling", "optim", "ptq", "recipes")
@@ -59,6 +69,22 @@ CATALOGUES: dict[str, dict[str, Any]] = {
 }
 
 
+NAMES_FILE = Path(cli_names.__file__).with_name("names.json")
+
+
+def recorded_names() -> str:
+    """Return the text of ``names.json``."""
+    lists = {
+        "targets": list_targets(), "units": [unit.name for unit in units()], "simulated": TARGETS, "peers": PEERS,
+        "recipes": [recipe.name for recipe in RECIPES], "schemes": [recipe.name for recipe in PTQ_RECIPES],
+        "recipe_aliases": [alias for recipe in RECIPES for alias in recipe.aliases],
+        "scheme_aliases": [alias for recipe in PTQ_RECIPES for alias in recipe.aliases], "widths": WIDTHS,
+        "optimizers": OPTIMIZERS, "rules": RULES, "states": list_schemes(), "reductions": REDUCTIONS,
+        "claims": [claim.name for claim in CLAIMS],
+    }  # fmt: skip
+    return json.dumps({key: sorted(values) for key, values in lists.items()}, indent=1) + "\n"
+
+
 def fields_of(value: Any) -> Any:
     """Return a record's fields by name, those that only describe it aside, down to plain values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -82,4 +108,5 @@ def changed(*catalogues: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    NAMES_FILE.write_text(recorded_names())
     FILE.write_text("".join(f"{line}\n" for catalogue in CATALOGUES for line in digests(catalogue)))

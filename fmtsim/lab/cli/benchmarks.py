@@ -10,7 +10,6 @@ from fmtsim.lab.bench import cpu, gemm, overheads
 from fmtsim.lab.bench.against import Comparison, compared
 from fmtsim.lab.bench.overheads import Overhead
 from fmtsim.lab.bench.timing import Timed
-from fmtsim.lab.cli.arguments.machine import BENCH_DEFAULTS, BENCH_OPTIONS
 from fmtsim.lab.cli.machine import processor_name
 from fmtsim.lab.cli.options import check_positive, check_threads, chosen_cases
 from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
@@ -25,7 +24,6 @@ Keep = Callable[[dict[str, Any]], None]
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Measure and print; a missed target, or what became slower, is shown and is not an error."""
-    _check_meant(arguments)
     check_positive(arguments, "side", "shape", "threads", "repeats")
     for count in arguments.threads:
         check_threads(count)
@@ -47,17 +45,6 @@ def run_bench(arguments: argparse.Namespace) -> int:
         parts.append(lambda: "\n" + against_text(rows, before, record, arguments.against))
     answer(arguments, record, lambda: "\n".join(part() for part in parts))
     return 0
-
-
-def _check_meant(arguments: argparse.Namespace) -> None:
-    """Refuse an option of another job than the one that is asked for."""
-    for name in dict.fromkeys(name for names in BENCH_OPTIONS.values() for name in names):
-        is_set = getattr(arguments, name) not in (BENCH_DEFAULTS.get(name), False)
-        if is_set and name not in BENCH_OPTIONS[arguments.what]:
-            jobs = " and ".join(what for what, names in BENCH_OPTIONS.items() if name in names)
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} belongs to fmtsim bench {jobs}, not to {arguments.what}; leave it out"
-            )
 
 
 def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:

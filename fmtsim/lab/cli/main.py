@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
+from fmtsim.lab.cli import names
 from fmtsim.lab.cli.output import version_of
 from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
 from fmtsim.support.interrupts import raised
@@ -57,7 +58,8 @@ GROUPS: dict[str, dict[str, str]] = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-# A command NAME is run by run_NAME of a module here; declare_NAME of a module of arguments/ declares its arguments.
+# A command NAME is run by run_NAME of a module here; declare_NAME of a module of arguments/ declares its arguments,
+# and check_NAME there, if any, refuses what is wrong with them before torch is imported.
 RUNS = {
     "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "identify", "invariance"),
     "models": ("observe", "attribute", "ptq", "search"), "training": ("train", "report"),
@@ -130,6 +132,9 @@ def _run(words: list[str]) -> int:
             parser.print_help()
             return 0
         arguments = parser.parse_args(words)
+        names.check_names(parser.actions, arguments)
+        if check := _function("check", arguments.command):
+            check(arguments)
         arguments.words = [word.removeprefix(" ") for word in words]
         status = _function("run", arguments.command)(arguments)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
@@ -155,7 +160,7 @@ def _run(words: list[str]) -> int:
         return _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+def build_parser(command: str | None = None) -> "_Parser":
     """Return the parser of all subcommands; only ``command``'s own arguments are declared, to be quick."""
     parser = _Parser(
         prog="fmtsim",
@@ -172,6 +177,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
             _function("declare", name)(subparser)
+            parser.actions = subparser._actions
     return parser
 
 
@@ -190,6 +196,8 @@ def _listed() -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that says in one line what is wrong, as every other error does."""
 
+    actions: Sequence[argparse.Action] = ()  # of the command's own parser
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but refuse what is left over here, where options that are close are known."""
         parsed, rest = super().parse_known_args(args, namespace)
@@ -204,11 +212,11 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{message}; {self.prog} --help shows what is allowed")
 
 
-def _function(what: Literal["run", "declare"], command: str) -> Callable[..., Any]:
-    """Return the function that runs a command, or that declares its arguments."""
+def _function(what: Literal["run", "declare", "check"], command: str) -> Callable[..., Any]:
+    """Return the function that runs a command, that declares its arguments, or that checks them without torch."""
     modules, folder = (RUNS, "") if what == "run" else (ARGUMENTS, "arguments.")
     module = next(module for module, commands in modules.items() if command in commands)
-    function = getattr(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"), f"{what}_{command}")
+    function = getattr(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"), f"{what}_{command}", None)
     return function  # type: ignore[no-any-return]
 
 

@@ -54,7 +54,8 @@ def add_formats(parser: Parser) -> None:
 
 def add_simulate(parser: Parser) -> None:
     """Add ``--simulate``."""
-    option(parser, "--simulate", "compute operators with the bits of this GPU: h200 or h100", metavar="GPU")
+    option(parser, "--simulate", "compute operators with the bits of this GPU: h200 or h100", metavar="GPU",
+           known=names.simulated)  # fmt: skip
 
 
 def simulated(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:

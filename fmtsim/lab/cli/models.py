@@ -151,8 +151,6 @@ def run_ptq(arguments: argparse.Namespace) -> int:
         rows = [(name, get_recipe(name).source) for name in list_recipes(kind="ptq")]
         print(format_table(("scheme", "source"), rows, left=(0, 1)))
         return 0
-    if arguments.model is None:
-        raise ArgumentError("--model is missing; fmtsim ptq --help shows what is allowed")
     check_positive(arguments, "batches")
     scheme, machine = get_recipe(arguments.scheme, kind="ptq"), machine_given(arguments)
     out = None if arguments.out is None else Path(arguments.out).expanduser()

@@ -16,7 +16,7 @@ from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.analysis.tracing import trace
-from fmtsim.lab.cli.arguments.results import SUFFIXES
+from fmtsim.lab.cli.arguments.results import RUN_FORMS, tensor_file
 from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given, simulated
 from fmtsim.lab.cli.options import check_positive
 from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
@@ -62,8 +62,11 @@ def _tensors(text: str | None) -> bool | list[int | str]:
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Bisect and print; 0 where all bits agree, 1 where some do not."""
     texts = arguments.a, arguments.b
-    for text in texts:
-        _check_trace(text)
+    for text in filter(os.path.isfile, texts):
+        try:
+            Trace.load(text)
+        except DataError as error:
+            raise DataError(f"{text} is not a trace ({str(error).removeprefix(f'{text}: ')}); {RUN_FORMS}") from None
     models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
     runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
     try:
@@ -77,21 +80,6 @@ def run_bisect(arguments: argparse.Namespace) -> int:
         raise ArgumentError(f"{' against '.join(texts)}: {type(error).__name__}: {error}") from error
     answer(arguments, result.to_dict(), lambda: str(result))
     return 0 if result.equal else MISMATCH
-
-
-FILES = (".st", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".json", ".gguf")  # never models
-
-
-def _check_trace(text: str) -> None:
-    """Refuse the name of a file that is not there, and one of a file that holds something else than a trace."""
-    how = "pass a file that fmtsim trace --out wrote, or a model as FILE.py:function; fmtsim compare takes tensors"
-    if Path(text).suffix in FILES and not os.path.isfile(text):
-        raise ArgumentError(f"{text} is not there; {how}")
-    if os.path.isfile(text):
-        try:
-            Trace.load(text)
-        except DataError as error:
-            raise DataError(f"{text} is not a trace ({str(error).removeprefix(f'{text}: ')}); {how}") from None
 
 
 def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:
@@ -152,12 +140,7 @@ def load_tensors(text: str) -> Tensors:
         ArgumentError: there is no such file or tensor, or its suffix is not known.
         DataError: the file cannot be read.
     """
-    path, name = Path(text), ""
-    if not path.exists() and ":" in text:
-        before, _, name = text.rpartition(":")
-        path = Path(before)
-    if not path.is_file():
-        raise ArgumentError(f"{text}: no such file; pass a {', '.join(SUFFIXES)} file, or FILE:NAME for one tensor")
+    path, name = tensor_file(text)
     tensors = _open(path)
     if not name:
         return tensors
@@ -171,8 +154,6 @@ def _open(path: Path) -> Tensors:
         return _open_safetensors(path)
     import numpy
 
-    if path.suffix not in SUFFIXES:
-        raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
     if path.suffix == ".pt":
         saved = _reading(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
         tensors = {ALONE: saved} if isinstance(saved, torch.Tensor) else saved

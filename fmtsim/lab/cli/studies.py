@@ -161,8 +161,6 @@ def parameters_of(text: str) -> float:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
-    if (arguments.model is None) == (arguments.params is None):
-        raise ArgumentError("fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B")
     model = arguments.model if arguments.params is None else parameters_of(arguments.params)
     verb, allowed, others = (
         (serving_memory, SERVING, [*TRAINING, "level"]) if arguments.serve else (training_memory, TRAINING, SERVING)

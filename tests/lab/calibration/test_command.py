@@ -55,7 +55,7 @@ def units(call):
         (["--tokens", "0"], "--tokens '0' is not possible"),
         (["--out", "plan.txt"], "does not end in .json"),
         (["--out", "nowhere/plan.json"], "there is no folder nowhere"),
-        (["--base", "h300"], "unknown target 'h300'"),
+        (["--base", "h300"], "--base 'h300' is unknown"),
         (["--shapes", "missing.txt"], "missing.txt: No such file"),
         (["--book", "x.json"], "--book x.json is the name of the plan file, which is written beside it"),
         (["--book", "nowhere/x.book"], "there is no folder nowhere"),

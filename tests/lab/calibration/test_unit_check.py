@@ -181,7 +181,7 @@ def test_the_older_function_takes_swizzled_scales_too():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--check", "hopper.wgma"], "unknown target 'hopper.wgma'; did you mean 'hopper.wgmma'"),
+        (["--check", "hopper.wgma"], "--check 'hopper.wgma' is unknown; did you mean 'hopper.wgmma'"),
         (["--check", "hopper.wgmma"],
          "unit hopper.wgmma is not one of NVIDIA B200, compute capability 10.0; its units are called blackwell.*"),
         (["--check", "blackwell.tcgen05", "--evidence", "e"], "--check and --evidence are different jobs; give one"),

@@ -12,11 +12,14 @@ import numpy
 import pytest
 import torch
 
+import fmtsim
 from fmtsim.lab.cli import main as front
+from fmtsim.lab.cli import names
 from fmtsim.lab.cli.main import BAD_INPUT, COMMANDS, build_parser, main
 from fmtsim.lab.cli.options import MOST_THREADS, check_threads
 from fmtsim.lab.cli.output import print_text
 from fmtsim.support.errors import CoverageWarning
+from tests.support.records import NAMES_FILE, recorded_names
 from tests.support.refusals import refused
 
 
@@ -50,6 +53,63 @@ def test_words_that_need_no_torch_do_not_wait_for_it(words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("train --recipe te_curent", "--recipe 'te_curent' is unknown; did you mean 'te_current'?; fmtsim train --rec"),
+        ("train --target h20", "--target 'h20' is unknown; did you mean 'h200' or 'h100' or 'b200'?; choose a GPU"),
+        ("train --format e4m3x", "unknown format 'e4m3x'; did you mean 'e4m3' or 'ue4m3' or 'e4m3fn'? (fmtsim formats"),
+        ("ptq --scheme nvfp4_statc --model gpt2", "--scheme 'nvfp4_statc' is unknown; did you mean 'nvfp4_static'"),
+        ("ptq --scheme int8_static", "--model is missing; fmtsim ptq --help shows what is allowed"),
+        ("mm 8 8 8 --target hopper.wgma", "--target 'hopper.wgma' is unknown; did you mean 'hopper.wgmma'"),
+        ("sweep --schemes bf16,te_curent", "--schemes 'te_curent' is unknown; did you mean 'te_current'?; fmtsim for"),
+        ("observe --model plain.py:build --recipe coatt", "--recipe 'coatt' is unknown; did you mean 'coat'"),
+        ("trace --model gpt2 --simulate h20", "--simulate 'h20' is unknown; did you mean 'h200' or 'h100'?; choose"),
+        ("bench layers --recipes te_curent", "--recipes 'te_curent' is unknown; did you mean 'te_current'?"),
+        ("bench gemm --target h200", "--target belongs to fmtsim bench layers, not to gemm; leave it out"),
+        ("compare missing.pt other.pt", "missing.pt: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE"),
+        ("compare plain.py plain.py", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
+        ("bisect a.st b.st", "a.st is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
+        ("memory", "fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B"),
+    ],
+)  # fmt: skip
+def test_typos_are_answered_before_torch_is_imported(words, said, tmp_path):
+    (tmp_path / "plain.py").write_text("import torch\n\ndef build():\n    raise SystemExit('called')\n")
+    code = (
+        "import sys; from fmtsim.lab.cli.main import main\n"
+        "print(main(sys.argv[1:]), sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], cwd=tmp_path, capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    assert done.stdout == "2 []\n" and done.stderr.startswith(f"fmtsim: error: {said}")
+
+
+def test_the_names_that_typos_are_compared_with_are_those_of_the_catalogues():
+    assert NAMES_FILE.read_text() == recorded_names(), "run python -m tests.support.records"
+    assert set(names.targets_and_units()) == {*fmtsim.list_targets(), *fmtsim.list_units()}
+    assert set(names.recipes()) == set(fmtsim.list_recipes(kind="training"))
+    assert set(names.schemes()) == set(fmtsim.list_recipes(kind="ptq"))
+
+
+@pytest.mark.parametrize("header", ["", "import mine\n"])
+def test_names_that_a_file_may_register_are_no_typos(header, tmp_path, monkeypatch, capsys):
+    """The file is called, and what it registered is taken; where it registers nothing, the name is unknown."""
+    register = (
+        "import dataclasses, fmtsim\nrecipe = dataclasses.replace(fmtsim.get_recipe('te_current'), name='my_own')\n"
+        "fmtsim.register_recipe(recipe)\n"
+    )
+    build = (
+        "import torch\n\ndef build():\n    model = torch.nn.Sequential(torch.nn.Linear(16, 16))\n"
+        "    return model, [torch.ones(2, 16)], lambda y: y.sum()\n"
+    )
+    (tmp_path / "mine.py").write_text(register if header else "")
+    (tmp_path / "model.py").write_text((header or register) + build)
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([sys.executable, "-m", "fmtsim", "observe", "--model", "model.py:build", "--recipe", "my_own",
+                           "--steps", "1", "--quiet"], capture_output=True, text=True, check=False)  # fmt: skip
+    assert "unknown" not in done.stderr and done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (["casst", "1"], "unknown command 'casst'; did you mean 'cast'?; fmtsim --help shows what there is"),
         (["quantise"], "unknown command 'quantise'; fmtsim --help shows what there is"),
         (["table", "e4m3", "--colums", "3"], "unrecognized arguments: --colums 3; did you mean '--columns' or "
@@ -68,7 +128,7 @@ def test_every_command_has_help_and_json(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
-    assert ("--json" in capsys.readouterr().out) == (command != "completion")
+    assert ("--json" in capsys.readouterr().out) == (command not in ("completion", "report"))
 
 
 def test_version(capsys):

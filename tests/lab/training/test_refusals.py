@@ -20,7 +20,7 @@ OPTIONS = [
     ("--threads 0", "--threads 0 is not allowed"),
 ]
 RECIPES = [
-    ("--recipe te_curent", "recipe='te_curent' is unknown; did you mean 'te_current'"),
+    ("--recipe te_curent", "--recipe 'te_curent' is unknown; did you mean 'te_current'"),
     ("--recipe coat --format e4m3 --rounding up", "leave --format and --rounding out"),
     ("--recipe quartet2", "layer 'blocks.0.attention.qkv'"),
     ("--recipe absent.json", "cannot read absent.json: No such file"),
@@ -29,8 +29,8 @@ MACHINES = [
     ("--plan split=2", "--plan is an accumulation order; pass --target as well"),
     ("--fast-accum", "--fast-accum chooses between a library's kernels; pass a GPU as --target as well"),
     ("--target exact --fast-accum", "--fast-accum chooses between a library's kernels"),
-    ("--target hoper", "unknown target 'hoper'; did you mean"),
-    ("--target h300", "unknown target 'h300'; did you mean"),
+    ("--target hoper", "--target 'hoper' is unknown; did you mean"),
+    ("--target h300", "--target 'h300' is unknown; did you mean"),
     ("--target blocks=3", "--target 'blocks=3' is not FIELD=VALUE; fields are block,"),
     ("--target block=0", "block=0 is not possible; choose 1 or more"),
     ("--target hopper.wgmma --format int8", "no unit multiplies e5m2_tensor_amax by int8_tensor_amax: integers"),
@@ -53,8 +53,8 @@ SYSTEMS = [
      "--batch-size 3; choose a"),
     ("--ranks 3", "--ranks 3 does not divide --batch-size 4; choose a divisor"),
     ("--ranks 0", "--ranks 0 is not allowed; choose 1 or more"),
-    ("--state coatt", "state='coatt' is unknown; did you mean 'coat'"),
-    ("--reduction msamq", "unknown reduction 'msamq'; did you mean 'msamp'"),
+    ("--state coatt", "--state 'coatt' is unknown; did you mean 'coat'"),
+    ("--reduction msamq", "--reduction 'msamq' is unknown; did you mean 'msamp'"),
 ]  # fmt: skip
 CHECKS = [
     ("--check native", "--check native compares a GPU with its emulation; pass --target, for example h200"),

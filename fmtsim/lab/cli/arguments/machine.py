@@ -8,6 +8,7 @@ from fmtsim.gemm.models import DTYPES, list_models
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.names import converters, targets
 from fmtsim.lab.cli.options import add_device, add_json, add_layers, add_tokens, count, flag, option
+from fmtsim.support.errors import ArgumentError
 
 
 def declare_info(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +111,17 @@ def declare_bench(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     _add_kernels(parser.add_argument_group("casts and gemm"))
     _add_layers(parser.add_argument_group("layers"))
+
+
+def check_bench(arguments: argparse.Namespace) -> None:
+    """Refuse an option of another job than the one that is asked for."""
+    for name in dict.fromkeys(name for options in BENCH_OPTIONS.values() for name in options):
+        is_set = getattr(arguments, name) not in (BENCH_DEFAULTS.get(name), False)
+        if is_set and name not in BENCH_OPTIONS[arguments.what]:
+            jobs = " and ".join(what for what, options in BENCH_OPTIONS.items() if name in options)
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} belongs to fmtsim bench {jobs}, not to {arguments.what}; leave it out"
+            )
 
 
 def _add_kernels(group: argparse._ArgumentGroup) -> None:

@@ -9,6 +9,7 @@ from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet, add_simulate
 from fmtsim.lab.cli.options import add_device, add_json, add_target, count, flag, one_of, option, repeated
+from fmtsim.support.errors import ArgumentError
 
 
 def declare_observe(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,12 @@ def declare_ptq(parser: argparse.ArgumentParser) -> None:
     add_json(result)
 
 
+def check_ptq(arguments: argparse.Namespace) -> None:
+    """Refuse a scheme without a model."""
+    if arguments.scheme != "list" and arguments.model is None:
+        raise ArgumentError("--model is missing; fmtsim ptq --help shows what is allowed")
+
+
 def declare_search(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_model(parser)
@@ -67,7 +74,7 @@ def declare_search(parser: argparse.ArgumentParser) -> None:
     option(what, "--bits", "the bit operations of this many bits in both operands of every layer", type=float)
     option(what, "--budget", "bit operations of a batch", type=float)
     schemes = "schemes of fmtsim ptq to choose from, JSON files too (default w4a4,minifloat_e3m2,e4m3_static)"
-    option(what, "--schemes", schemes, metavar="LIST")
+    option(what, "--schemes", schemes, metavar="LIST", known=names.schemes)
     count(what, "--samples", "also try this many assignments, sampled from a policy that is trained on their results")
     flag(
         what,
@@ -206,7 +213,7 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     what = parser.add_argument_group("runs: every combination of these lists, such as 1,2,4 or 0..3")
     schemes = "recipes and formats; A/B computes forward as A and gradients as B"
-    option(what, "--schemes", schemes, SWEEP_DEFAULTS["schemes"], "LIST")
+    option(what, "--schemes", schemes, SWEEP_DEFAULTS["schemes"], "LIST", names.recipes_and_formats)
     option(what, "--lr", "peak learning rates", SWEEP_DEFAULTS["lr"], "LIST")
     option(what, "--widths", "widths of the hidden state", SWEEP_DEFAULTS["widths"], "LIST")
     option(what, "--steps", "optimizer steps", SWEEP_DEFAULTS["steps"], "LIST")
@@ -271,6 +278,12 @@ def declare_memory(parser: argparse.ArgumentParser) -> None:
     _add_serving(parser.add_argument_group("serving instead of training (with --weights and --devices)"))
     flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
     add_json(parser)
+
+
+def check_memory(arguments: argparse.Namespace) -> None:
+    """Refuse both or neither of a model and a number of parameters."""
+    if (arguments.model is None) == (arguments.params is None):
+        raise ArgumentError("fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B")
 
 
 def _add_devices(devices: argparse._ArgumentGroup) -> None:

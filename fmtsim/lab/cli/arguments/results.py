@@ -7,6 +7,7 @@ from pathlib import Path
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.model_options import MODEL, add_data, add_formats, add_model, add_simulate
 from fmtsim.lab.cli.options import add_json, add_target, count, flag, option, repeated
+from fmtsim.support.errors import ArgumentError
 
 
 def declare_trace(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +32,22 @@ def declare_bisect(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+FILES = (".st", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".json", ".gguf")  # never models
+RUN_FORMS = "pass a file that fmtsim trace --out wrote, or a model as FILE.py:function; fmtsim compare takes tensors"
+
+
+def check_bisect(arguments: argparse.Namespace) -> None:
+    """Refuse the name of a file that is not there."""
+    for text in (arguments.a, arguments.b):
+        if Path(text).suffix in FILES and not Path(text).is_file():
+            raise ArgumentError(f"{text} is not there; {RUN_FORMS}")
+
+
 def declare_audit(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("trace", metavar="TRACE", help="a file of fmtsim trace --level aten --tensors all")
-    option(parser, "--target", "hold it to this GPU, h200 or h100 (default: the trace's own)", metavar="GPU")
+    option(parser, "--target", "hold it to this GPU, h200 or h100 (default: the trace's own)", metavar="GPU",
+           known=names.simulated)  # fmt: skip
     option(parser, "--rows", "rows of each matrix product that are recomputed", 32)
     option(parser, "--seed", "which rows", 0)
     add_json(parser)
@@ -50,6 +63,29 @@ def declare_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("expected", metavar="EXPECTED", help="the file to compare with")
     option(parser, "--plot", "draw the ulp histograms", metavar="PNG")
     add_json(parser)
+
+
+def tensor_file(text: str) -> tuple[Path, str]:
+    """Return the file of tensors that a word means, and the tensor that ``FILE:NAME`` picks, else an empty name.
+
+    Raises:
+        ArgumentError: There is no such file, or its suffix is not known.
+    """
+    path, name = Path(text), ""
+    if not path.exists() and ":" in text:
+        before, _, name = text.rpartition(":")
+        path = Path(before)
+    if not path.is_file():
+        raise ArgumentError(f"{text}: no such file; pass a {', '.join(SUFFIXES)} file, or FILE:NAME for one tensor")
+    if path.suffix not in SUFFIXES:
+        raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
+    return path, name
+
+
+def check_compare(arguments: argparse.Namespace) -> None:
+    """Refuse files that are not there or of no known kind."""
+    for text in (arguments.actual, arguments.expected):
+        tensor_file(text)
 
 
 def declare_verify(parser: argparse.ArgumentParser) -> None:
