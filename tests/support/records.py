@@ -82,7 +82,8 @@ def recorded_names() -> str:
         "optimizers": OPTIMIZERS, "rules": RULES, "states": list_schemes(), "reductions": REDUCTIONS,
         "claims": [claim.name for claim in CLAIMS],
     }  # fmt: skip
-    return json.dumps({key: sorted(values) for key, values in lists.items()}, indent=1) + "\n"
+    lines = [f"{json.dumps(key)}: {json.dumps(sorted(values))}" for key, values in lists.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def fields_of(value: Any) -> Any:
