@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from fmtsim.lab.cli import names
@@ -133,10 +133,9 @@ def _run(words: list[str]) -> int:
             return 0
         arguments = parser.parse_args(words)
         names.check_names(parser.actions, arguments)
-        if check := _function("check", arguments.command):
-            check(arguments)
+        _call("check", arguments.command, arguments)
         arguments.words = [word.removeprefix(" ") for word in words]
-        status = _function("run", arguments.command)(arguments)
+        status = _call("run", arguments.command, arguments)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         return status or 0
     except FmtsimError as error:
@@ -176,7 +175,7 @@ def build_parser(command: str | None = None) -> "_Parser":
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
-            _function("declare", name)(subparser)
+            _call("declare", name, subparser)
             parser.actions = subparser._actions
     return parser
 
@@ -212,12 +211,13 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{message}; {self.prog} --help shows what is allowed")
 
 
-def _function(what: Literal["run", "declare", "check"], command: str) -> Callable[..., Any]:
-    """Return the function that runs a command, that declares its arguments, or that checks them without torch."""
+def _call(what: Literal["run", "declare", "check"], command: str, argument: Any) -> Any:
+    """Run a command, declare its arguments, or check them without torch, where there is something to check."""
     modules, folder = (RUNS, "") if what == "run" else (ARGUMENTS, "arguments.")
     module = next(module for module, commands in modules.items() if command in commands)
-    function = getattr(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"), f"{what}_{command}", None)
-    return function  # type: ignore[no-any-return]
+    functions = vars(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"))
+    name = f"{what}_{command}"
+    return functions[name](argument) if what != "check" or name in functions else None
 
 
 def _drop_output() -> None:
