@@ -3,23 +3,26 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fmtsim.casts.arguments import check_module
+from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import Format
+from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.lab.analysis.measure import measure
 from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
 from fmtsim.lab.analysis.shadow import Shadow
-from fmtsim.lab.analysis.stats import OperandStats
+from fmtsim.lab.analysis.stats import OperandStats, TensorStats
 from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
@@ -165,11 +168,21 @@ class _Layer(Watcher):
         self._observation.see(self._step, self._name, seen)
 
 
+@overload
+def observe(model: Tensor, format: str | Format | torch.dtype) -> TensorStats: ...
+@overload
 def observe(
-    model: nn.Module, *, recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
+    model: nn.Module, format: str | Format | None = None, *, recipe: str | Path | Recipe | LinearConfig | None = None,
     rules: Sequence[Rule] | str | Path = (), every: int = 1,
-) -> ModelObservation:  # fmt: skip
+) -> ModelObservation: ...  # fmt: skip
+def observe(
+    model: Any, format: Any = None, *, recipe: str | Path | Recipe | LinearConfig | None = None,
+    rules: Sequence[Rule] | str | Path = (), every: int = 1,
+) -> ModelObservation | TensorStats:  # fmt: skip
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
+
+    ``observe(x, format)`` returns those of a tensor, rounded to nearest as ``fmtsim.quantize`` does: underflow,
+    saturation, SQNR, MSE, cosine, exponents and ``plot()``.
 
     Forward and backward inside the ``with`` are counted; outside it a model pays nothing. Under activation
     checkpointing the recomputed forward counts again. What torch.compile made runs eagerly inside the ``with``, also in
@@ -177,7 +190,8 @@ def observe(
     apart (``nonfinite``). Outputs, gradients and random numbers of the model keep their bits.
 
     Args:
-        model: A converted model; or one that is not, with ``recipe`` or ``format``.
+        model: A converted model; or one that is not, with ``recipe`` or ``format``. Or a tensor of floats, with a
+            format, whose name says what scales there are (``"e4m3"``: none, ``"e4m3_tensor_amax"``, ``"nvfp4"``).
         recipe: What ``fmtsim.convert`` takes. The model computes as it does, and the operands of its products (those
             that ``convert`` would find, with the gradients that come) are cast beside it: memory and time of a
             step about double. Random rounding draws from a generator of its own. The table's foot says what of the
@@ -192,7 +206,8 @@ def observe(
         ArgumentError: No layer is converted and neither recipe nor format given, or one is given and the model is
             converted; both are given; there are rules alone, or one that fits no layer; the model is observed already;
             ``every`` is not a number from 1. At the end of the ``with``: the model was called, and no layer ran in
-            eager code.
+            eager code. A tensor comes without a format, or with other arguments.
+        DtypeError: A tensor is not of floats.
         FormatError: No such recipe or format.
 
     >>> import torch
@@ -201,8 +216,23 @@ def observe(
     ...     model(torch.ones(32, 64)).sum().backward()
     >>> stats["2"]["g_d"].amax
     1.0
+    >>> observe(torch.tensor([1.0, 0.3, 1e-5]), "e4m3").underflow_percent
+    33.333333333333336
     """
+    if isinstance(model, Tensor):
+        if format is None or recipe is not None or rules or every != 1:
+            raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
+        return _observe_tensor(model.detach(), get_format(format))
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
+
+
+def _observe_tensor(x: Tensor, fmt: Format) -> TensorStats:
+    q = quantize(x, fmt, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    seen = OperandStats().add(x, q, fmt)
+    finite = x.isfinite() & q.isfinite()
+    a, b = x[finite].double(), q[finite].double()
+    cosine = (a @ b / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))).item()
+    return TensorStats(**{field.name: getattr(seen, field.name) for field in fields(seen)}, cosine=cosine)
 
 
 def check_asked(who: str, every: int, recipe: Any, format: Any, rules: Any) -> None:

@@ -4,7 +4,8 @@
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, measure, window_of
 from fmtsim.recipes.attention import BACKWARD
+from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_figure, saved, set_title
+from fmtsim.support.table import aligned
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"))
 _PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
@@ -51,6 +57,12 @@ class Counts:
         if self.noise == 0.0:
             return math.inf
         return -math.inf if math.isinf(self.noise) else 10.0 * math.log10(self.signal / self.noise)
+
+    @property
+    def mse(self) -> float:
+        """Mean squared error of the finite elements; NaN where there are none."""
+        finite = self.elements - self.nonfinite
+        return self.noise / finite if finite else math.nan
 
     def count(self, other: "Counts") -> None:
         """Add the counts of others."""
@@ -130,6 +142,48 @@ class OperandStats(Counts):
             "scaled_exponents": _by_exponent(self.scaled_exponents),
             "window": None if self.window is None else list(self.window),
         }  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorStats(OperandStats):
+    """Say what a format does to one tensor; ``fmtsim.observe(x, format)`` makes it.
+
+    Args:
+        cosine: Of the angle between the tensor and its values in the format, both without elements that are NaN or
+            infinite in either, in float64; NaN where one of them has only zeros.
+    """
+
+    cosine: float = math.nan
+
+    def __str__(self) -> str:
+        percent, shares = (self.underflow_percent, self.saturation_percent), ("became zero", "beyond the largest value")
+        pairs = [("format", self.format), ("elements", f"{self.elements:,}")]
+        pairs += [(name, f"{share:.4g} %") for name, share in zip(shares, percent, strict=True)]
+        pairs += [("SQNR", f"{self.sqnr_db:.4g} dB"), ("MSE", f"{self.mse:.4g}"), ("cosine", f"{self.cosine:.8g}")]
+        return "\n".join(aligned([*pairs, ("largest", f"{self.amax:.6g}"), ("NaN or infinite", f"{self.nonfinite:,}")]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON types; infinite and undefined ratios are None."""
+        more = {"mse": self.mse, "cosine": self.cosine}
+        return OperandStats.to_dict(self) | {name: x if math.isfinite(x) else None for name, x in more.items()}
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draw elements by exponent, divided by their block's scale, and where the format's elements end.
+
+        Args:
+            path: Where to save a PNG.
+
+        Raises:
+            FmtsimError: matplotlib is missing, or the file cannot be written.
+        """
+        figure = new_figure(6.4, 3.2)
+        panel, counts = figure.subplots(), _by_exponent(self.scaled_exponents)
+        panel.bar(list(counts), list(counts.values()), width=0.9, color=BLUE)
+        for end in self.window or ():
+            panel.axvline(math.log2(end), color=ORANGE, linestyle="--")
+        label_axes(panel, "exponent, floor(log2|x / scale|)", "elements")
+        set_title(figure, f"{self.format}: SQNR {self.sqnr_db:.4g} dB, {self.underflow_percent:.3g} % became zero")
+        return saved(figure, path)
 
 
 def _by_exponent(counts: Tensor) -> dict[int, int]:

@@ -241,3 +241,37 @@ def test_an_error_inside_removes_the_observers(model):
     with pytest.raises(ZeroDivisionError), observe(model):
         1 / 0  # noqa: B018
     assert model[0].emulation.observer is None
+
+
+def test_a_tensor_and_a_format(tmp_path):
+    """Every figure against its definition in float64; a NaN and an infinity enter none of them."""
+    x = torch.tensor([1.0, 0.3, 1e-5, -500.0, 0.0, math.nan, math.inf], dtype=torch.float64)
+    q = fmtsim.quantize(x, "e4m3")
+    seen, a, b = fmtsim.observe(x, "e4m3"), x[:5], q[:5]
+    assert (seen.elements, seen.nonzero, seen.underflowed, seen.saturated, seen.nonfinite) == (7, 4, 1, 1, 2)
+    assert (seen.underflow_percent, seen.saturation_percent, seen.amax) == (25.0, 20.0, 500.0)
+    assert seen.mse == pytest.approx(((a - b) ** 2).mean().item(), rel=1e-14)
+    assert seen.sqnr_db == pytest.approx(10 * math.log10((a @ a / ((a - b) @ (a - b))).item()), rel=1e-14)
+    assert seen.cosine == pytest.approx(torch.nn.functional.cosine_similarity(a, b, dim=0).item(), rel=1e-14)
+    assert "became zero" in str(seen) and "SQNR" in str(seen) and seen.to_dict()["cosine"] == seen.cosine
+    seen.plot(tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "e4m3_tensor_amax", "int8_channel_amax", "mxfp4"])
+def test_a_bfloat16_tensor_has_the_error_of_the_scaled_values(format):
+    """Not of these rounded to bfloat16."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q = fmtsim.quantize(x.float(), format).double()
+    assert fmtsim.observe(x, format).mse == pytest.approx(((x.double() - q) ** 2).mean().item(), rel=1e-12)
+
+
+def test_no_cosine_of_zeros():
+    assert math.isnan(fmtsim.observe(torch.zeros(4), "e4m3").cosine) and fmtsim.observe(torch.ones(0), "e4m3").mse != 0
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "e4m3", "every": 2}, {"recipe": "te_current"}])
+def test_a_tensor_takes_a_format_alone(options):
+    refused(
+        "observe of a tensor takes a format and nothing else; call observe", fmtsim.observe, torch.ones(4), **options
+    )
