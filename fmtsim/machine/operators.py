@@ -77,23 +77,6 @@ def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
     return torch.cumsum(x, dim, dtype=dtype)
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Return _grouped_mm: a chain of wgmma steps for each group."""
-    if offs is None or bias is not None or a.dtype not in (torch.bfloat16, torch.float16):
-        raise UnknownOrder("_grouped_mm without offsets, with a bias, or in float32")
-    ends = [0, *offs.tolist()]
-    groups = list(zip(ends, ends[1:], strict=False))
-
-    def product(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        if p.numel() == 0 or q.numel() == 0:
-            return torch.zeros(p.shape[0], q.shape[1], dtype=p.dtype)
-        return mm(p.detach(), q.detach(), out_dtype=p.dtype, target="hopper.wgmma")
-
-    if b.ndim == 3:
-        return torch.cat([product(a[i:j], b[n]) for n, (i, j) in enumerate(groups)])
-    return torch.stack([product(a[:, i:j], b[i:j]) for i, j in groups])
-
-
 def _attention(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False, *,
     attn_mask: torch.Tensor | None = None, scale: float | None = None,
@@ -284,7 +267,6 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.softplus: pointwise.softplus,
     _ATEN.softplus_backward: pointwise.softplus_backward,
     _ATEN.cumsum: _cumsum,
-    _ATEN._grouped_mm: _grouped_mm,
     _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(
         x, order, dim, keepdim, dtype or x.dtype
     ),
@@ -339,10 +321,45 @@ def _addmm(target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, be
     return _known_product(linear, a, b.t(), c, target=target)
 
 
+def _grouped_mm(
+    target: str, a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """Return _grouped_mm: in bfloat16 a chain of wgmma steps for each group, else a product of the library for each.
+
+    Raises:
+        Guess: The plan of a group's product is one.
+    """
+    if offs is None or bias is not None or out_dtype not in (None, a.dtype):
+        raise UnknownOrder("_grouped_mm without offsets, with a bias, or of another dtype than its operands")
+    guesses = []
+
+    def product(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        if p.numel() == 0 or q.numel() == 0:
+            return torch.zeros(p.shape[0], q.shape[1], dtype=p.dtype)
+        if p.dtype == torch.bfloat16:
+            return mm(p.detach(), q.detach(), out_dtype=p.dtype, target="hopper.wgmma")
+        try:
+            return _known_product(mm, p, q, target=target)
+        except Guess as guess:
+            guesses.append(guess.args[0])
+            return guess.args[1]  # type: ignore[no-any-return]
+
+    ends = [0, *offs.tolist()]
+    groups = list(zip(ends, ends[1:], strict=False))
+    if b.ndim == 3:
+        result = torch.cat([product(a[i:j], b[n]) for n, (i, j) in enumerate(groups)])
+    else:
+        result = torch.stack([product(a[:, i:j], b[i:j]) for i, j in groups])
+    if guesses:
+        raise Guess(guesses[0], result)
+    return result
+
+
 PRODUCTS: dict[Any, Callable] = {
     _ATEN.mm: lambda target, a, b: _known_product(mm, a, b, target=target),
     _ATEN.bmm: lambda target, a, b: _known_product(bmm, a, b, target=target),
     _ATEN.addmm: _addmm,
+    _ATEN._grouped_mm: _grouped_mm,
 }
 
 COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__)

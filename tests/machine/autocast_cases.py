@@ -96,6 +96,24 @@ def division_cases() -> Iterator[Case]:
             yield Case(f"divide by {number} {str(dtype)[6:]}", call)
 
 
+def grouped_cases() -> Iterator[Case]:
+    """Yield products of groups of rows, and their weights' gradients: one kernel in bfloat16, else one for each."""
+    for dtype in (F32, BF16, FP16):
+        for i, (ends, n, k) in enumerate((((16, 16, 48, 64), 64, 128), ((3, 40, 41, 96), 128, 64), ((5, 9), 256, 512))):
+            if dtype == F32 and 41 in ends:
+                continue  # the plan of one row is a guess
+
+            def call(device, i=i, ends=ends, n=n, k=k, dtype=dtype):  # type: ignore[no-untyped-def]
+                x = numbers(70 + i, (ends[-1], k), "normal", dtype).to(device).requires_grad_()
+                w = numbers(80 + i, (len(ends), n, k), "normal", dtype).to(device).requires_grad_()
+                offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+                y = torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)
+                g = numbers(90 + i, tuple(y.shape), "normal", dtype).to(device)
+                return y, *torch.autograd.grad(y, (x, w), g)
+
+            yield Case(f"grouped {ends} N={n} K={k} {str(dtype)[6:]}", call)
+
+
 def autocast_cases() -> Iterator[Case]:
     """Yield operators and trainings under ``torch.autocast``, whose dtypes count as bits."""
     dtypes = {"bf16": BF16, "fp16": FP16}

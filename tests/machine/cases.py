@@ -395,7 +395,7 @@ def float32_cases() -> Iterator[Case]:
 def all_cases() -> Iterator[Case]:
     """Yield every case."""
     # they take their numbers from here
-    from tests.machine.autocast_cases import autocast_cases, converting_cases, division_cases
+    from tests.machine.autocast_cases import autocast_cases, converting_cases, division_cases, grouped_cases
     from tests.machine.bias_cases import bias_cases
     from tests.machine.convolution_cases import convolution_cases, encoder_cases
     from tests.machine.masked_cases import masked_attention_cases, masked_gradient_cases
@@ -412,4 +412,5 @@ def all_cases() -> Iterator[Case]:
     yield from converting_cases()
     yield from division_cases()
     yield from autocast_cases()
+    yield from grouped_cases()
     yield from bias_cases()
