@@ -2,6 +2,7 @@
 """A library that leaves out the end of K: who is told, how often, and how a call gets around it."""
 
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import fmtsim
 from fmtsim.gemm.products.resolver import recorded_calls
+from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.book import Book, Family, book_bytes
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out
 from fmtsim.gemm.targets.question import Choice, Kind
@@ -97,7 +99,8 @@ def test_explain_mm_says_it():
     assert "left out" not in dict(own) | dict(fmtsim.explain_mm(*operands(8, 1024), target=library()).rows)
 
 
-def test_a_guess_of_the_order_is_no_certain_bug():
+def test_a_guess_of_the_order_is_no_certain_bug(monkeypatch):
+    monkeypatch.setattr(doubts, "_guesses", Counter())
     target = library()
     guess = replace(target, rules=tuple(replace(rule, basis="guess") for rule in target.rules))
     said = "never multiplied, a bug of the library, if the guess of its order is right; pad K with zeros to 1024"

@@ -3,7 +3,9 @@
 
 import itertools
 import json
+import sysconfig
 import warnings
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -198,6 +200,7 @@ def test_the_fp8_split_rule_on_an_h100():
 
 def test_guesses_warn_once_and_strict_refuses(monkeypatch):
     monkeypatch.setattr(doubts, "_warned", set())
+    monkeypatch.setattr(doubts, "_guesses", Counter())
     call = mm(777, 8, 30000, "fp16")
     target = get_target("h200")
     with pytest.warns(PlanUnknownWarning, match=r"no recorded accumulation order for mm M=777 N=8 K=30000 fp16 x fp16"):
@@ -207,21 +210,55 @@ def test_guesses_warn_once_and_strict_refuses(monkeypatch):
         warnings.simplefilter("error")
         assert target.resolve(call) == found
     refused(r"pass plan=GemmPlan\(...\), or record the call", target.resolve, call, strict=True)
-    with pytest.warns(PlanUnknownWarning):
-        target.resolve(replace(call, k=30008))
+    with pytest.warns(PlanUnknownWarning) as seen:
+        for k in range(30008, 30008 + 8 * 12, 8):
+            target.resolve(replace(call, k=k))
+    (warning,) = seen
+    assert str(warning.message).startswith("10 calls by now have guessed plans, the last: target h200 has no recorded")
+    assert str(warning.message).endswith("; guesses of more calls are counted, not named") and "K=30072" in str(
+        warning.message
+    )
+    with pytest.warns(PlanUnknownWarning, match="^target b200"):  # every target has a count of its own
+        get_target("b200").resolve(mm(777, 8, 30000, "fp16"))
+
+
+def test_guesses_of_a_run_are_collected_and_do_not_count(monkeypatch):
+    monkeypatch.setattr(doubts, "_warned", set())
+    monkeypatch.setattr(doubts, "_guesses", Counter())
+    with doubts.collected_guesses() as guesses:
+        for m in (777, 778, 778):
+            get_target("h200").resolve(mm(m, 8, 30000, "fp16"))
+    assert [text.split()[9:11] for text in guesses] == [["M=777", "N=8"], ["M=778", "N=8"]]
+    with pytest.warns(PlanUnknownWarning, match="^target h200 .* M=779"):
+        get_target("h200").resolve(mm(779, 8, 30000, "fp16"))
+
+
+def test_a_warning_names_no_line_of_an_installed_package(monkeypatch, tmp_path):
+    """A model's file in site-packages calls the product: the line is that of who called the model."""
+    monkeypatch.setattr(doubts, "_warned", set())
+    monkeypatch.setattr(doubts, "_guesses", Counter())
+    installed = f"{sysconfig.get_path('purelib')}/somebodys/model.py"
+    space: dict = {"fmtsim": fmtsim}
+    exec(compile("def forward(a):\n    return fmtsim.mm(a, a.t(), target='a100')\n", installed, "exec"), space)
+    with pytest.warns(PlanUnknownWarning) as seen:
+        space["forward"](torch.zeros(4, 10, dtype=torch.bfloat16))
+    assert seen[0].filename == __file__
 
 
 def test_a_warning_names_the_line_that_led_to_it(monkeypatch):
     monkeypatch.setattr(doubts, "_warned", set())
+    monkeypatch.setattr(doubts, "_guesses", Counter())
     here, first = __file__, test_a_warning_names_the_line_that_led_to_it.__code__.co_firstlineno
     a = torch.zeros(4, 10, dtype=torch.bfloat16, requires_grad=True)
     config = fmtsim.linear_config(x="bf16", w="bf16", g="bf16", target="a100")
     layer = fmtsim.convert(torch.nn.Sequential(torch.nn.Linear(10, 4, dtype=torch.bfloat16)), config)
     with pytest.warns(PlanUnknownWarning) as seen:
         y = fmtsim.mm(a, a.detach().t(), target="a100")
+        doubts._guesses.clear()
         y.sum().backward()
+        doubts._guesses.clear()
         layer(torch.zeros(7, 10, dtype=torch.bfloat16))
-    assert [(w.filename, w.lineno - first) for w in seen] == [(here, 7), (here, 8), (here, 9)]
+    assert [(w.filename, w.lineno - first) for w in seen] == [(here, 8), (here, 10), (here, 12)]
 
 
 def test_rules_do_not_warn():

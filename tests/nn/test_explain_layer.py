@@ -3,6 +3,7 @@
 
 import copy
 import re
+from collections import Counter
 from html import escape
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.training.lockstep import recording
 from fmtsim.nn import convert, modules, report
@@ -264,7 +266,8 @@ def test_a_report_tells_products_and_counts_them_by_what_stands_behind():
 
 
 @pytest.mark.filterwarnings("error::fmtsim.support.errors.PlanUnknownWarning")
-def test_telling_of_a_guess_leaves_the_warning_to_the_product():
+def test_telling_of_a_guess_leaves_the_warning_to_the_product(monkeypatch):
+    monkeypatch.setattr(doubts, "_guesses", Counter())
     model = convert(nn.Linear(48, 144, bias=False).to(BF16), format="mxfp8_e4m3", target="b200")
     assert fmtsim.explain_mm(model, 80).fprop.basis == report(model, tokens=80).products[0].basis == "guess"
     with pytest.raises(PlanUnknownWarning):

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings about a call on a target: its order is a guess, or the library drops products at the end of K.
 
-Each warns once a process, at the line of the user's code, and not inside ``without_doubts``.
+Each warns at the line of the user's code, and not inside ``without_doubts``: of a guess once a process for each target,
+then with a count; of dropped products once for each call.
 """
 
 import os
 import sys
+import sysconfig
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,13 +22,17 @@ import torch
 
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import FmtsimError, LibraryBugWarning
+from fmtsim.support.errors import FmtsimError, LibraryBugWarning, PlanUnknownWarning
 
 _silent = ContextVar("silent", default=False)
 _warned: set[tuple[type[Warning], str, GemmCall]] = set()
 _lock = threading.Lock()
-# Files that lie between a user's line and a warning: modules, autograd and torch.compile call fmtsim out of torch.
-_INNER = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
+_guesses: Counter[str] = Counter()  # by target, calls whose plans are guesses
+_collected: list[list[str]] = []  # of those who collect guesses, the innermost last
+# Files that lie between a user's line and a warning: modules, autograd and torch.compile call fmtsim out of torch, and
+# models of installed packages call these; Python shows the line of code, which should be the user's.
+_INSTALLED = (Path(path) for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_INNER = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent, *_INSTALLED))
 
 
 @contextmanager
@@ -38,8 +45,19 @@ def without_doubts() -> Iterator[None]:
         _silent.reset(token)
 
 
+@contextmanager
+def collected_guesses() -> Iterator[list[str]]:
+    """Collect what would be said of each call whose plan is a guess, instead of warning."""
+    guesses: list[str] = []
+    _collected.append(guesses)
+    try:
+        yield guesses
+    finally:
+        _collected.pop()
+
+
 def warn_once(category: type[Warning], target: str, call: GemmCall, text: Callable[[], str]) -> None:
-    """Warn of a call on a target, once a process.
+    """Warn of a call on a target, once a process; of guesses, at the first call of a target, the 10th, the 100th ...
 
     Args:
         category: What the warning is about.
@@ -51,10 +69,21 @@ def warn_once(category: type[Warning], target: str, call: GemmCall, text: Callab
         return
     with _lock:
         key = category, target, call
-        warned = key in _warned
+        if key in _warned:
+            return
         _warned.add(key)
-    if not warned:
+        guess = category is PlanUnknownWarning
+        if guess and _collected:
+            _collected[-1].append(text())
+            return
+        _guesses[target] += guess
+        number = _guesses[target]
+    if not guess:
         warnings.warn(text(), category, stacklevel=caller_level())
+    elif f"{number}".rstrip("0") == "1":
+        count = f"{number} calls by now have guessed plans, the last: " if number > 1 else ""
+        others = "; guesses of more calls are counted, not named"
+        warnings.warn(f"{count}{text()}{others}", category, stacklevel=caller_level())
 
 
 def caller_level() -> int:

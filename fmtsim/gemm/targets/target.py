@@ -70,7 +70,7 @@ class Target(PlanFile):
     def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
         """Return the unit of a call, its plan, and the formats in which the unit takes the operands.
 
-        ``find`` says what comes first. A guess warns once a process for each call.
+        ``find`` says what comes first. A guess warns once a process, then with counts.
 
         Args:
             call: The facts of the call (``GemmCall.facts``).
@@ -200,7 +200,7 @@ class Target(PlanFile):
         return TargetPlan(_sourced(order.plan, source), basis, None, order.unit, order.operands)
 
     def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
-        """Warn of a plan that is a guess, once a process for each call, or refuse it."""
+        """Warn of a plan that is a guess, once a process, then with a count of calls; or refuse it."""
         text = (
             f"target {self.name} has no recorded accumulation order for {call.operation} "
             f"M={call.m} N={call.n} K={call.k} {call.a} x {call.b} -> {call.out}; "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
+from fmtsim.gemm.targets.doubts import collected_guesses
 from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.compare import Comparison, compare
@@ -26,7 +27,6 @@ from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.decoders import LanguageModel
 from fmtsim.lab.training.learner import Learner, autocast
-from fmtsim.lab.training.loop import collected_guesses
 from fmtsim.lab.training.models import MODELS, build_model
 from fmtsim.lab.training.run import keys, simulate
 from fmtsim.lab.training.schemes import TrainConfig

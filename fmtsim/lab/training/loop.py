@@ -3,12 +3,11 @@
 
 import contextlib
 import math
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from fmtsim.gemm.targets.doubts import collected_guesses
 from fmtsim.lab.analysis.attribute import attribute
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import observe
@@ -20,7 +19,7 @@ from fmtsim.lab.training.models import MODELS, OwnModel, build_model
 from fmtsim.lab.training.run import Run, begin, keys, simulate, training_steps
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn.report import report
-from fmtsim.support.errors import FmtsimError, PlanUnknownWarning
+from fmtsim.support.errors import FmtsimError
 from fmtsim.support.progress import Progress
 
 VALIDATION_BATCHES = 8
@@ -64,24 +63,6 @@ def rehearse(config: TrainConfig) -> None:
     simulate(model, scheme, config, keys(config))
     inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64, device=config.device)
     Learner(model, scheme, config).backward(inputs, inputs, 0)
-
-
-@contextlib.contextmanager
-def collected_guesses() -> Iterator[list[str]]:
-    """Collect the warnings of plans that are guesses instead of showing one for every shape."""
-    guesses: list[str] = []
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def collect(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
-            if issubclass(category, PlanUnknownWarning):
-                guesses.append(str(message))
-            else:
-                show(message, category, *rest, **named)
-
-        warnings.simplefilter("always", PlanUnknownWarning)
-        warnings.showwarning = collect
-        yield guesses
 
 
 def train(

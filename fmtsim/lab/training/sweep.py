@@ -17,12 +17,13 @@ from torch import Tensor
 
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.gemm.targets.doubts import collected_guesses
 from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.search.switching import bits_of
 from fmtsim.lab.training.corpus import Corpus, score
 from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.learner import autocast
-from fmtsim.lab.training.loop import collected_guesses, validate
+from fmtsim.lab.training.loop import validate
 from fmtsim.lab.training.run import begin, training_steps
 from fmtsim.lab.training.schemes import CLIP, FINAL_SHARE, HIGH_PRECISION, Scheme, TrainConfig
 from fmtsim.nn.operations import ModelMode

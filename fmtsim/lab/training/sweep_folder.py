@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 import fmtsim
+from fmtsim.gemm.targets.doubts import collected_guesses
 from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.corpus import Corpus
-from fmtsim.lab.training.loop import collected_guesses, rehearse
+from fmtsim.lab.training.loop import rehearse
 from fmtsim.lab.training.models import source_digest
 from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, scheme_of, train_point
 from fmtsim.lab.verify.workers import as_done

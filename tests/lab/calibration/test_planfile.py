@@ -3,12 +3,14 @@
 
 import json
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 import fmtsim
+from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
 from fmtsim.gemm.units.unit import get_unit
@@ -89,7 +91,8 @@ def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
         assert torch.equal(y.view(torch.int16), gpu.ask(call, a, b).view(torch.int16)), call
 
 
-def test_calls_that_were_not_asked_warn(found, measured, tmp_path):
+def test_calls_that_were_not_asked_warn(found, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(doubts, "_guesses", Counter())
     write_plan(plan_file("my_plan", "a test", found, units, measured=measured), tmp_path / "p.json")
     a = torch.zeros(7, 4096, dtype=torch.bfloat16)
     with pytest.warns(PlanUnknownWarning, match="no recorded accumulation order for mm M=7 N=7 K=4096"):

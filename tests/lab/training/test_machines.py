@@ -2,7 +2,6 @@
 """``fmtsim train`` on a machine: it reaches the model, the summary and the record; guesses are told once."""
 
 import json
-import warnings
 
 import pytest
 
@@ -11,12 +10,11 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training.artifacts import make_record
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.loop import collected_guesses, compare_schemes
+from fmtsim.lab.training.loop import compare_schemes
 from fmtsim.lab.training.run import Run
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath
-from fmtsim.support.errors import PlanUnknownWarning
 from fmtsim.support.progress import Progress
 from tests.support.trainings import tiny, training
 
@@ -113,16 +111,6 @@ def test_an_order_that_was_given_is_no_guess(text, fresh, tmp_path, capsys):
     assert command(text, tmp_path, "--format", "bf16", "--target", "a100", "--plan", "promote_every=8") == 0
     printed = capsys.readouterr()
     assert "no recorded order" not in printed.out and printed.err == ""
-
-
-def test_other_warnings_are_shown_as_ever():
-    with pytest.warns(UserWarning, match="other"), collected_guesses() as guesses:  # noqa: SIM117
-        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
-        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
-        warnings.warn("other", UserWarning, stacklevel=1)
-    assert guesses == ["a guess", "a guess"]
-    with pytest.raises(PlanUnknownWarning):  # an error again, as everywhere in these tests
-        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
 
 
 def test_one_guess_is_no_list():
