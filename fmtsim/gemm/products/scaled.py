@@ -15,6 +15,7 @@ from fmtsim.gemm.products.operands import check_tensor, inner_length, operand_fo
 from fmtsim.gemm.products.operator import output_format, run_gemm
 from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, check_target, resolve_call, run_product
 from fmtsim.gemm.products.scales import (
+    Scales,
     check_scales,
     read_scales,
     recipe_names,
@@ -106,6 +107,22 @@ def scaled_mm(
     target = check_target("scaled_mm", target, plan, accumulate)
     library = not is_unit(target)
     check_flags(use_fast_accum=use_fast_accum, strict=strict, native=native)
+    operand_formats, dtype, scales = read_scaled(
+        a, b, scale_a, scale_b, bias, out_dtype, library, scale_result=scale_result, scale_recipes=scale_recipes,
+        swizzles=swizzles, formats=formats,
+    )  # fmt: skip
+    return run_product(
+        "scaled_mm", a, b.mT, operand_formats, dtype, scales, bias=bias, scale_result=scale_result, target=target,
+        library=library, plan=plan, accumulate=accumulate or ("fp32" if library else None), fast_accum=use_fast_accum,
+        native=native, strict=strict, generator=options.get("generator"),
+    )  # fmt: skip
+
+
+def read_scaled(
+    a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Tensor | None, out_dtype: torch.dtype | None,
+    library: bool, *, scale_result: Tensor | None = None, scale_recipes: Any, swizzles: Any, formats: Any,
+) -> tuple[tuple[OperandFormat, OperandFormat], torch.dtype, Scales]:  # fmt: skip
+    """Return the formats of both operands, the dtype of the result and the scales of a ``scaled_mm``, checked."""
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     _check_tensors(a, b, bias, scale_result)
     columns = b.mT
@@ -120,11 +137,7 @@ def scaled_mm(
     scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
     dtype = _output(a, recipe_a is not None, out_dtype)
     _check_bias(bias, n, dtype, library)
-    return run_product(
-        "scaled_mm", a, columns, operand_formats, dtype, scales, bias=bias, scale_result=scale_result, target=target,
-        library=library, plan=plan, accumulate=accumulate or ("fp32" if library else None), fast_accum=use_fast_accum,
-        native=native, strict=strict, generator=options.get("generator"),
-    )  # fmt: skip
+    return operand_formats, dtype, scales
 
 
 def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from fmtsim.casts.arguments import check_together
 from fmtsim.gemm.products.explanation import MmExplanation, explained, runs
 from fmtsim.gemm.products.matmul import Options, check_call, checked_options
-from fmtsim.gemm.products.operands import check_tensor, inner_length
-from fmtsim.gemm.products.resolver import recorded_calls, resolve
+from fmtsim.gemm.products.operands import check_tensor, inner_length, matrix_layout
+from fmtsim.gemm.products.resolver import gemm_call, recorded_calls, resolve
+from fmtsim.gemm.products.scaled import read_scaled
 from fmtsim.nn.explain_layer import Inputs, LayerExplanation, explain_layer
-from fmtsim.spec.call import Operation
+from fmtsim.spec.call import GemmCall, Operation
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
 
@@ -24,6 +25,8 @@ def explain_mm(a: nn.Module, b: Inputs) -> LayerExplanation: ...
 def explain_mm(a: Tensor, b: Tensor, *, out_dtype: Any = ..., target: Any = ...,
                plan: Any = ..., accumulate: Any = ..., allow: Any = ...,
                use_fast_accum: bool = ..., formats: Any = ..., native: bool | None = ...,
+               scale_a: Any = ..., scale_b: Any = ..., bias: Tensor | None = ...,
+               scale_recipes: Any = ..., swizzles: Any = ...,
 ) -> MmExplanation: ...  # fmt: skip
 def explain_mm(
     a: Any,
@@ -37,17 +40,23 @@ def explain_mm(
     use_fast_accum: bool = False,
     formats: Any = None,
     native: bool | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    bias: Tensor | None = None,
+    scale_recipes: Any = None,
+    swizzles: Any = None,
 ) -> MmExplanation | LayerExplanation:
     """Explain what ``mm`` would compute, or the three products of a converted layer; nothing is multiplied.
 
     Args:
         a: [M, K], or [B, M, K] for ``bmm``. On a target, FP8 operands stand for ``scaled_mm`` with a scale for each
-            tensor, and int8 operands for ``int_mm``. Or a layer that ``convert`` changed.
+            tensor unless scales are passed, and int8 operands for ``int_mm``. Or a layer that ``convert`` changed.
         b: [K, N], or [B, K, N]. For a layer its input (or a list of its inputs), of which shape, strides and dtype
             count, on any device; or the number of rows of its products: tokens, positions of a convolution. The result
             then has ``fprop``, ``dgrad`` and ``wgrad``, by part (``["out_proj"]``) where a layer has several weights,
             as if every tensor required a gradient. The layer names its machine: no keyword goes with it.
-        use_fast_accum: As in ``scaled_mm``.
+        use_fast_accum, scale_a, scale_b, bias, scale_recipes, swizzles: As in ``scaled_mm``; the product with these
+            scales is explained.
         out_dtype, target, plan, accumulate, allow, formats, native: As in
             ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the GPU multiplies
             or is emulated, and why.
@@ -68,12 +77,16 @@ def explain_mm(
     >>> explain_mm(layer, 512).wgrad.order
     'a fresh chain every 128 products, each added to an outer sum rounded to nearest'
     """
+    scaled = {
+        "scale_a": scale_a, "scale_b": scale_b, "bias": bias, "scale_recipes": scale_recipes, "swizzles": swizzles
+    }  # fmt: skip
     arguments: Options = {
         "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate, "allow": allow,
         "formats": formats, "native": native,
     }  # fmt: skip
     if isinstance(a, nn.Module):
         named = [name for name, value in (arguments | {"use_fast_accum": use_fast_accum}).items() if value]
+        named += [name for name, value in scaled.items() if value is not None]
         if named or native is not None:
             raise ArgumentError(
                 f"explain_mm of a layer takes no {named[0] if named else 'native'}=: convert gave the layer its machine"
@@ -85,14 +98,14 @@ def explain_mm(
     if a.dim() != b.dim() or a.dim() > 3:
         raise ArgumentError(f"a has {a.dim()} dimensions, b {b.dim()}; pass two matrices, or two stacks of them")
     options = checked_options("explain_mm", {**arguments, "strict": False})
-    operation = _operation(a, b, options["library"])
-    if operation == "int_mm":
-        options |= {"out_dtype": torch.int32, "accumulate": "int32"}
-    scaling = "tensor" if operation == "scaled_mm" else "none"
-    request = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
-    assert request.call is not None
-    sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": inner_length(a), "batch": a.shape[0] if a.dim() == 3 else 1}
-    call, tf32 = replace(request.call, **sizes), request.tf32
+    if any(value is not None for value in scaled.values()):
+        if scale_a is None or scale_b is None:
+            raise ArgumentError(
+                "bias, scale_recipes and swizzles of explain_mm are those of scaled_mm; pass both scales"
+            )
+        call, tf32 = _scaled_call(a, b, scaled, options, use_fast_accum), ""
+    else:
+        call, tf32 = _plain_call(a, b, options, use_fast_accum)
     with recorded_calls():  # a guess is said in words here
         spec = resolve(call)
     shown = explained(call, spec, tf32)
@@ -100,6 +113,32 @@ def explain_mm(
         return shown
     how = runs(call, (a.dtype, b.dtype), a.device, native, converted=bool(tf32))
     return replace(shown, rows=(*shown.rows, ("runs", how)))
+
+
+def _scaled_call(a: Tensor, b: Tensor, scaled: dict[str, Any], options: dict[str, Any], fast_accum: bool) -> GemmCall:
+    """Return the call of a scaled_mm; a unit's scales are not looked at beyond their kind."""
+    names = {"out_dtype": options["out_dtype"], "library": options["library"], "formats": options["formats"]}
+    formats, dtype, scales = read_scaled(a, b, **scaled, **names)
+    return replace(
+        gemm_call(
+            "scaled_mm", *formats, (0, 0, 0), dtype, target=options["target"], plan=options["plan"],
+            accumulate=options["accumulate"] or ("fp32" if options["library"] else None), fast_accum=fast_accum,
+            scaling=scales.kind, a_layout=matrix_layout(a), b_layout=matrix_layout(b, transposed=True),
+            bias=scaled["bias"] is not None,
+        ), m=a.shape[0], n=b.shape[1], k=inner_length(a), batch=1,
+    )  # fmt: skip
+
+
+def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: bool) -> tuple[GemmCall, str]:
+    """Return the call of a product without scales, and how its float32 operands become TF32."""
+    operation = _operation(a, b, options["library"])
+    if operation == "int_mm":
+        options |= {"out_dtype": torch.int32, "accumulate": "int32"}
+    scaling = "tensor" if operation == "scaled_mm" else "none"
+    request = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
+    assert request.call is not None
+    sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": inner_length(a), "batch": a.shape[0] if a.dim() == 3 else 1}
+    return replace(request.call, **sizes), request.tf32
 
 
 def _operation(a: Tensor, b: Tensor, library: bool) -> Operation:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,12 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fmtsim
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import BlockFormat  # noqa: F401
 from fmtsim.formats.display import bit_fields
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import block_scaling  # noqa: F401
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
+from fmtsim.gemm.products.explanation import explained
+from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.lab.explain import explain
 from fmtsim.lab.explain.element import decide, neighbours
 from fmtsim.lab.explain.product import explain_mm  # noqa: F401  # and others below: explanations.txt calls them
@@ -261,3 +265,39 @@ def test_arrays_keep_their_dtype_and_float8_has_its_values(name):
     assert explain(small, name).to_dict() == explain(small.float(), name).to_dict()
     for integers in (x.int(), x.int().numpy()):
         refused("^x has dtype .*int32; choose float16", explain, integers, name, error=DtypeError)
+
+
+E8M0, ONES = torch.float8_e8m0fnu, torch.ones
+SCALED_CALLS = {  # the scales of a [32, 256] and b [256, 128], and further arguments of scaled_mm
+    "tensor": (ONES(()), ONES(()), {}),
+    "row": (ONES(32, 1), ONES(1, 128), {"bias": torch.zeros(128, dtype=torch.bfloat16)}),
+    "1x128": (ONES(32, 2), ONES(2, 1), {}),
+    "mx": (ONES(32, 8).to(E8M0), ONES(128, 8).to(E8M0),
+           {"scale_recipes": "BlockWise1x32", "swizzles": "NO_SWIZZLE", "target": "b200"}),
+    "unit": (ONES(()), ONES(()), {"target": "hopper.wgmma", "formats": "e4m3"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED_CALLS)
+def test_explain_mm_with_scales_explains_the_call_of_scaled_mm(kind):
+    """The rows are those of the call that scaled_mm itself resolves."""
+    a = torch.zeros(32, 256).to(torch.float8_e4m3fn)
+    b = torch.zeros(128, 256).to(torch.float8_e4m3fn).t()
+    scale_a, scale_b, more = SCALED_CALLS[kind]
+    options = {"target": "h200", "out_dtype": torch.bfloat16} | more
+    with recorded_calls() as calls:
+        fmtsim.scaled_mm(a, b, scale_a, scale_b, **options)
+    ((call, spec),) = calls.items()
+    found = fmtsim.explain_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
+    assert found.rows == explained(replace(call, m=32, n=128, k=256, batch=1), spec, "").rows
+    plain = {name: value for name, value in options.items() if name in ("target", "out_dtype", "formats")}
+    if kind in ("row", "1x128"):
+        assert found.rows != fmtsim.explain_mm(a, b, **plain).rows
+
+
+def test_explain_mm_refuses_a_part_of_the_scales():
+    a = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    said = "bias, scale_recipes and swizzles of explain_mm are those of scaled_mm; pass both scales"
+    for options in ({"scale_a": ONES(())}, {"bias": torch.zeros(16)}, {"swizzles": "NO_SWIZZLE"}):
+        refused(said, fmtsim.explain_mm, a, a.t(), target="h200", **options)
+    refused("explain_mm of a layer takes no scale_a=", fmtsim.explain_mm, torch.nn.Linear(2, 2), 2, scale_a=ONES(()))
