@@ -137,7 +137,12 @@ def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: b
     scaling = "tensor" if operation == "scaled_mm" else "none"
     request = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
     assert request.call is not None
-    sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": inner_length(a), "batch": a.shape[0] if a.dim() == 3 else 1}
+    sizes: dict[str, Any] = {
+        "m": a.shape[-2],
+        "n": b.shape[-1],
+        "k": inner_length(a),
+        "batch": a.shape[0] if a.dim() == 3 else 1,
+    }
     return replace(request.call, **sizes), request.tf32
 
 
