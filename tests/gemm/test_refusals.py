@@ -338,3 +338,15 @@ def test_what_equals_a_flag_is_refused_after_a_call_with_the_flag():
 def test_scaled_mm_names_an_unknown_keyword():
     with pytest.raises(TypeError, match=r"scaled_mm\(\) got an unexpected keyword argument 'scale_recipe_a'"):
         scaled_mm(P, PT, ONE, ONE, target=WGMMA, scale_recipe_a="RowWise")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
+def test_integers_are_no_operands_of_mm(dtype):
+    """As of quantize and encode: they are refused, with what to do; nothing is converted silently."""
+    x = torch.ones(4, 4).to(dtype)
+    said = rf"torch.mm does not take {dtype}; convert it with .float\(\), or multiply int8 by fmtsim.int_mm"
+    with pytest.raises(DtypeError, match=said):
+        mm(x, x, target="h200")
+    for verb in (fmtsim.quantize, fmtsim.encode):
+        with pytest.raises(DtypeError, match=rf"x has dtype {dtype}; choose .* \(convert it with .float\(\)\)"):
+            verb(x, "e4m3")

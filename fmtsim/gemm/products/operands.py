@@ -184,9 +184,10 @@ def operand_formats(
                 f"a has dtype {a.dtype}, b {columns.dtype}; torch multiplies equal dtypes, cast one of them"
             )
         if a.dtype not in FLOATS and operation != "int_mm":
-            raise DtypeError(
-                f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or name a unit as target="
-            )
+            step = "call fmtsim.scaled_mm, or name a unit as target="
+            if not a.dtype.is_floating_point:
+                step = "convert it with .float(), or multiply int8 by fmtsim.int_mm"
+            raise DtypeError(f"torch.{operation} does not take {a.dtype}; {step}")
     tf32 = allows(options, "tf32") and plain and a.dtype == columns.dtype == torch.float32
     if tf32:
         declared = ("tf32", "tf32")
