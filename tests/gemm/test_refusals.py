@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType
 
-from fmtsim import Datapath, GemmPlan, bmm, get_format, get_unit, int_mm, linear, mm, mma, scaled_mm
+from fmtsim import Datapath, GemmPlan, bmm, encode, get_format, get_unit, int_mm, linear, mm, mma, quantize, scaled_mm
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, FormatError
 from tests.support.gemm_oracle import sums
@@ -347,6 +347,6 @@ def test_integers_are_no_operands_of_mm(dtype):
     said = rf"torch.mm does not take {dtype}; convert it with .float\(\), or multiply int8 by fmtsim.int_mm"
     with pytest.raises(DtypeError, match=said):
         mm(x, x, target="h200")
-    for verb in (fmtsim.quantize, fmtsim.encode):
+    for verb in (encode, quantize):
         with pytest.raises(DtypeError, match=rf"x has dtype {dtype}; choose .* \(convert it with .float\(\)\)"):
             verb(x, "e4m3")
