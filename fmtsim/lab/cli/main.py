@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from fmtsim.lab.cli import names
@@ -122,6 +122,7 @@ def _short_warnings() -> Iterator[None]:
 
 def _run(words: list[str]) -> int:
     """Run a subcommand, and turn errors into one line."""
+    parser = None
     try:
         command = next((word for word in words if not word.startswith("-")), None)
         if command is not None and command not in COMMANDS:
@@ -139,7 +140,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         return status or 0
     except FmtsimError as error:
-        return _fail(str(error))
+        return _fail(_in_options(str(error), parser.actions if parser else ()))
     except BrokenPipeError:
         _drop_output()
         return BROKEN_PIPE
@@ -218,6 +219,19 @@ def _call(what: Literal["run", "declare", "check"], command: str, argument: Any)
     functions = vars(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"))
     name = f"{what}_{command}"
     return functions[name](argument) if what != "check" or name in functions else None
+
+
+def _in_options(message: str, actions: Iterable[argparse.Action]) -> str:
+    """Return what verbs say of their keywords with the command's options: ``--lora 16`` for ``lora=16``."""
+    options = {option[2:].replace("-", "_"): action for action in actions for option in action.option_strings[-1:]}
+
+    def spelled(keyword: re.Match[str]) -> str:
+        action, value = options[keyword[1]], keyword[2].strip("'")
+        if value.endswith("(...)"):  # a record
+            value = str(action.metavar)
+        return " ".join(filter(None, (action.option_strings[-1], "" if action.nargs == 0 else value)))
+
+    return re.sub(rf"(?<![\w.-])({'|'.join(options) or '(?!)'})=('[^']*'|[\w.+-]+(?:\(\.\.\.\))?|)", spelled, message)
 
 
 def _drop_output() -> None:

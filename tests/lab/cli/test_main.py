@@ -81,6 +81,17 @@ def test_typos_are_answered_before_torch_is_imported(words, said, tmp_path):
     assert done.stdout == "2 []\n" and done.stderr.startswith(f"fmtsim: error: {said}")
 
 
+def test_errors_name_options_instead_of_keywords(capsys):
+    assert main(["explain", "1", "2", "--format", "mxfp4", "--block-size", "0"]) == BAD_INPUT
+    assert capsys.readouterr().err.startswith("fmtsim: error: --block-size 0 is not a block; choose")
+    assert main(["explain", "1", "--format", "e4m3", "--scale-rule", "amax"]) == BAD_INPUT
+    assert "--scale-rule amax needs a block; pass --block-size or a block format" in capsys.readouterr().err
+    actions = build_parser("mm").actions
+    said = "pass plan=GemmPlan(...), slow=True or pad=True; recipe.target='x'; out_dtype='float32'"
+    options = "pass --plan FIELD=VALUE,..., --slow or pad=True; recipe.target='x'; --out-dtype float32"
+    assert front._in_options(said, actions) == options and front._in_options(said, ()) == said
+
+
 def test_the_names_that_typos_are_compared_with_are_those_of_the_catalogues():
     assert NAMES_FILE.read_text() == recorded_names(), "run python -m tests.support.records"
     assert set(names.targets_and_units()) == {*fmtsim.list_targets(), *fmtsim.list_units()}

@@ -338,7 +338,7 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
         ("observe --model models.py:build --format e4m3 --device cuda:99", "--device cuda:99 is not there"),
         ("attribute --model models.py:silent --format e4m3",
          "returned a tensor [16, 8], which is not a loss; return (model"),
-        ("attribute --model models.py:build --recipe te_current --share 2", "share=2.0 is not a part of the cost"),
+        ("attribute --model models.py:build --recipe te_current --share 2", "--share 2.0 is not a part of the cost"),
         ("attribute --model models.py:build --recipe te_current --by kl", "the model's logits are not known"),
         ("ptq --scheme int8_static", "--model is missing"),
         ("ptq --scheme q4_0 --model models.py:build --export gguf", "--export gguf without --out; name the folder"),

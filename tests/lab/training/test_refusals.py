@@ -10,7 +10,7 @@ OPTIONS = [
     ("--format e4m33", "e4m3"),
     ("--baseline nope", "nope"),
     ("--rounding nearst", "nearest_even"),
-    ("--format mxfp4 --scaling tensor", "scaling='tensor' does not go with mxfp4"),
+    ("--format mxfp4 --scaling tensor", "--scaling tensor does not go with mxfp4"),
     ("--data /does/not/exist", "--data /does/not/exist: no such file or folder"),
     ("--steps 0", "--steps 0 is not allowed; choose 1 or more"),
     ("--batch-size -1", "--batch-size -1 is not allowed"),
