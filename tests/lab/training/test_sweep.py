@@ -322,7 +322,7 @@ def test_the_command(tmp_path, text, capsys):
         (["--workers", "0"], "--workers 0 is not allowed; choose 1 or more"),
         (["--seeds", "0..99999", "--lr", "1,2"], "runs; choose at most 100,000, in several sweeps if need be"),
         (["--tasks", "--data", "x"], "--tasks is a text of its own; leave --data x or --tasks out"),
-        (["--schemes", "e9x"], "scheme 'e9x' is neither a recipe nor a format"),
+        (["--schemes", "e9x"], "--schemes 'e9x' is unknown"),
     ],
 )  # fmt: skip
 def test_mistakes(words, said, capsys, tmp_path):
