@@ -113,7 +113,7 @@ def check_names(actions: Iterable[argparse.Action], arguments: argparse.Namespac
             value = [word.strip() for word in value.split(",")]
         for word in value if isinstance(value, list) else [value]:
             option = (action.option_strings or [action.dest])[-1]
-            if not isinstance(word, str) or word == action.default:
+            if not isinstance(word, str) or word in ("", action.default):
                 continue
             if isinstance(known, Recorded):
                 known.check(option, word)
