@@ -39,6 +39,7 @@ class KVCache(DynamicCache):
         FmtsimError: transformers is not installed.
         ArgumentError: A format or scale that QuantisedCache does not take, or, in use, fewer scales than layers.
 
+    >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=2, pad_token_id=0, **sizes))

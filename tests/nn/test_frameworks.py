@@ -167,7 +167,7 @@ def test_the_lines_of_the_readme(tmp_path, monkeypatch):
     package("accelerate")
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"```python\n(import fmtsim, transformers\n.*?)```", readme, re.DOTALL)
-    assert len([line for line in lines.splitlines() if line]) == 6
+    assert len([line for line in lines.splitlines() if line]) == 5
     hugging_face("llama", layers=1).save_pretrained(tmp_path / "llama")
     monkeypatch.chdir(tmp_path)
     arguments = transformers.TrainingArguments(
@@ -175,4 +175,4 @@ def test_the_lines_of_the_readme(tmp_path, monkeypatch):
     )
     names = {"name": str(tmp_path / "llama"), "arguments": arguments, "data": ROWS}
     exec(compile(lines, "README.md", "exec"), names)
-    assert names["trainer"].state.global_step == 3 and (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.html").exists()

@@ -195,7 +195,7 @@ def test_what_is_said():
     assert said.summary.startswith(
         "unit_scaling: 100 % of weight multiply-adds simulated (forward and backward); attention products, "
     )
-    assert "; weights divided by their standard deviations and stay so after revert" in said.summary
+    assert "; weights were divided by their standard deviations and stay so after revert" in said.summary
     assert {row.name: row.detail for row in said.rows}["(model)"].startswith("operations of UnitScaled")
     assert str(model).count(", times 1 / sqrt(K))") == 5 and str(model).count(", times 1 / K)") == 1
     counted = fmtsim.report(fmtsim.convert(gpt(), "te_current"), (TOKENS[:, :-1], TOKENS[:, 1:]))

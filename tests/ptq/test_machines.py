@@ -249,7 +249,7 @@ BOTH = Gptq(groups="dynamic")
         ("e4m3_static", {"native": True}, ArgumentError, "ptq needs target=: a GPU"),
         ("e4m3_static", {"target": "h200", "native": True}, ArgumentError, "layer '': native=True is not possible"),
         (PtqRecipe(name="g", x=operand("mxfp4"), w=operand("mxfp4"), weights=BOTH), {"target": "b200"}, ArgumentError,
-         "PtqRecipe 'g': weights=GPTQ .*: a machine is not handed scales that groups make as they are reached"),
+         "PtqRecipe 'g': weights=GPTQ .*: a machine is not handed scales or zero points that the method makes itself"),
     ],
 )  # fmt: skip
 def test_what_a_machine_does_not_multiply_is_refused_before_the_data_runs(recipe, machine, error, said):

@@ -76,7 +76,7 @@ def make_record(rng: random.Random) -> tuple[type, dict[str, Any]]:
     classes = [*KINDS.values(), Scaling, History, TensorScale, Rounding]
     good = get_format(rng.choice(list_formats()))
     cls = rng.choice([type(good), type(good), *classes])
-    fields = {name: getattr(good, name) for name in cls.__dataclass_fields__ if hasattr(good, name)}
+    fields = {name: getattr(good, name) for name in cls.__dataclass_fields__ if name in type(good).__dataclass_fields__}
     fields = dict.fromkeys((name for name, f in cls.__dataclass_fields__.items() if f.default is MISSING), 8) | fields
     for _ in range(rng.choice((1, 1, 2))):
         fields[rng.choice(list(cls.__dataclass_fields__))] = anything(rng)

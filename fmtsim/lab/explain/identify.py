@@ -214,13 +214,15 @@ def identify(
         ArgumentError: Shapes that do not fit, no elements, an unknown target, operands that no unit takes.
         DtypeError: A dtype that is not an operand's or a result's.
 
+    >>> import fmtsim, torch
     >>> g = torch.Generator().manual_seed(0)
     >>> a, b = (torch.randn(64, 512, generator=g).bfloat16() for _ in range(2))
     >>> plan = fmtsim.GemmPlan(k_tile=64, split=4)
     >>> y = fmtsim.mm(a, b.t(), target="hopper.wgmma", plan=plan, out_dtype=torch.float32)
     >>> result = fmtsim.identify(a, b.t(), y)
-    >>> result.plans[0].split, result.explanations[0].units[0]
-    (4, 'hopper.mma')
+    >>> again = fmtsim.mm(a, b.t(), target="hopper.wgmma", plan=result.plans[0], out_dtype=torch.float32)
+    >>> again.equal(y), result.explanations[0].units[0]
+    (True, 'hopper.mma')
     """
     product = _observed(a, b, y, bias, scale_a, scale_b)
     if target is not None and target not in (*list_units(), *list_targets()):

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -90,7 +91,10 @@ def results(folder: Path) -> dict[str, object]:
             continue
         content: object = path.read_bytes()
         if path.suffix == ".json":
-            content = json.loads(path.read_text(), object_hook=lambda x: {k: v for k, v in x.items() if k != "seconds"})
+            hook = lambda x: {k: v for k, v in x.items() if k not in ("seconds", "ran")}  # noqa: E731
+            content = json.loads(path.read_text(), object_hook=hook)
+        elif path.suffix == ".html":
+            content = re.sub(r"fmtsim train [^\"<]*|[0-9-]+ [0-9:]+ UTC|[0-9.]+ s, ", "", path.read_text("utf-8"))
         elif path.suffix == ".safetensors":
             read_tensors(path)
         elif path.suffix == ".pt":

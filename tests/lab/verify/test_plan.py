@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import CodebookFormat
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.verify import checks, default_tasks, exhaustive_tasks, outcome, units
 from fmtsim.lab.verify.checks import boundaries, finite_values, rough_matrix, words_for
@@ -59,7 +60,7 @@ def test_casts_of_a_check():
 def test_numbers_that_tell_roundings_apart(name, dtype):
     fmt = get_format(name)
     values = finite_values(fmt)
-    count = len(fmt.values) if hasattr(fmt, "values") else 1 << fmt.bits
+    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
     assert list(values) == sorted({fmt.value(code) for code in range(count)})
     step = values[-1] - values[-2]
     points = [*values, *((low + high) / 2 for low, high in zip(values, values[1:], strict=False))]
