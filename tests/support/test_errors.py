@@ -19,7 +19,7 @@ BAD = [
     (["table", "fp32", "--all"], "fp32 has 2**32 codes; --all stops at 16 bits, leave it out"),
     (["table", "e4m3", "--code", "256"], "code 256 is outside e4m3; choose 0 to 255 (0xFF)"),
     (["table", "e4m3", "--code", "x"], "'x' is not an integer; write 17, 0x11 or 0b10001"),
-    (["table", "e4m3", "--columns", "0"], "columns=0 is not allowed; choose 1 or more"),
+    (["table", "e4m3", "--columns", "0"], "--columns 0 is not allowed; choose 1 or more"),
     (["cast", "ten", "--to", "e4m3"], "'ten' is not a number of float64; write 0.1, -3e-5, 0x1.8p-3, inf or nan"),
     (["cast", "1e999", "--to", "e4m3"], "1e999 is beyond float64 (1.797e308); write inf if infinity is meant"),
     (
@@ -29,9 +29,12 @@ BAD = [
     (["cast", "1", "--to", "fp9"], "unknown format 'fp9'"),
     (["cast", "1", "--to", "e4m3", "--rounding", "nearst"], "unknown rounding 'nearst'; did you mean"),
     (["cast", "1", "--to", "e4m3", "--overflow", "wrap"], "unknown overflow 'wrap'; choose 'saturate', 'ieee'"),
-    (["cast", "1", "--to", "e4m3", "--rounding", "stochastic", "--random-bits", "40"], "random_bits=40 is not allowed"),
+    (
+        ["cast", "1", "--to", "e4m3", "--rounding", "stochastic", "--random-bits", "40"],
+        "--random-bits 40 is not allowed",
+    ),
     (["explain", "1", "--format", "e4m3", "--scale-rule", "floor"], "needs a block"),
-    (["explain", "1", "--format", "mxfp4", "--scale-rule", "flor"], "scale_rule='flor' is unknown; choose "),
+    (["explain", "1", "--format", "mxfp4", "--scale-rule", "flor"], "--scale-rule flor is unknown; choose "),
     (["explain", "1", "--format", "mxfp4", "--block-size", "0"], "is not a block; choose"),
     (["explain", "1", "--format", "mxfp4", "--overflow", "x"], "unknown overflow 'x'"),
     (["verify", "--format", "zzz"], "unknown format 'zzz'"),
