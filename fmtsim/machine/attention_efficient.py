@@ -284,7 +284,7 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Return the gradients of (q, k, v), and unless ``of_bias`` is None that of the bias or None.
 
-    That of the bias is [batch, heads, queries, keys]. Without ``of_q`` nobody reads the first one.
+    That of the bias is [batch, heads, queries, keys]. ``of_q``: False if the caller does not use the gradient of q.
 
     Raises:
         UnknownOrder: As ``forward``.

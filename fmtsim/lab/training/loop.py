@@ -23,7 +23,7 @@ from fmtsim.support.errors import FmtsimError
 from fmtsim.support.progress import Progress
 
 VALIDATION_BATCHES = 8
-COST_STEPS, COST_ROWS = 100, 8  # of shorter runs nobody asks what operands cost; windows of text for that
+COST_STEPS, COST_ROWS = 100, 8  # steps from which a run measures the cost of its operands; windows of text for it
 
 
 def compare_schemes(

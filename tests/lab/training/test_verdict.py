@@ -104,7 +104,7 @@ def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
     assert configuration["ran.command"].startswith("fmtsim train --steps 3 ") and page["attribution"]["rows"]
     assert configuration["ran.simulated.formats"] == "x e4m3_tensor_amax, w e4m3_tensor_amax, g e5m2_tensor_amax"
     assert [configuration[f"ran.{run}.scaling"] for run in ("baseline", "simulated")] == ["none", "tensor"]
-    assert "config.simulated.scaling" not in configuration  # nobody set it
+    assert "config.simulated.scaling" not in configuration  # left at its default
     assert configuration["ran.simulated.target"] == "none: products of float32"
     assert configuration["ran.parameters"] == "7,664" and configuration["ran.date"].endswith(" UTC")
     assert main(["report", "a", "b", "c", "--out", "all.html"]) == 0
