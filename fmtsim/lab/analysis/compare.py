@@ -71,6 +71,9 @@ class Comparison:
         ulp_histogram: ``(low, high, pairs)`` for the distances 0, 1, 2, 3-4, 5-8, 9-16, ... up to the largest.
         max_absolute: Largest ``|actual - expected|`` of pairs without NaN, in float64.
         max_relative: Largest ``|actual - expected| / |expected|`` of these; inf where a zero was expected.
+        sqnr_db: ``10 log10(sum expected^2 / sum (actual - expected)^2)`` of the pairs whose expected value is finite, in
+            float64, whose last bits depend on the order in memory: inf without an error; -inf where all that was
+            expected is zero, and where an actual value or an error is NaN or infinite.
     """
 
     shape: tuple[int, ...]
@@ -86,6 +89,7 @@ class Comparison:
     ulp_histogram: tuple[tuple[int, int, int], ...] = ()
     max_absolute: float = 0.0
     max_relative: float = 0.0
+    sqnr_db: float = math.inf
 
     @property
     def equal(self) -> bool:
@@ -136,6 +140,7 @@ class Comparison:
         if self.max_ulp is not None:
             facts.append(("ulp distance", f"largest {self.max_ulp:,}, median {self.median_ulp:,}"))
         facts.append(("largest difference", f"{self.max_absolute:.4g} absolute, {self.max_relative:.4g} relative"))
+        facts.append(("SQNR", f"{self.sqnr_db:.4g} dB"))
         return [*facts, ("first difference", str(self.first))]
 
     def _buckets(self) -> list[tuple[str, str, str]]:
@@ -221,6 +226,7 @@ def compare(actual: Any, expected: Any) -> Comparison:
         different           1
         ulp distance        largest 1, median 0
         largest difference  2.384e-07 absolute, 7.947e-08 relative
+        SQNR                143.9 dB
         first difference    [2]: actual 0x40400001 = 3.000000238418579, expected 0x40400000 = 3.0
         <BLANKLINE>
         ulp  pairs     %
@@ -237,6 +243,13 @@ def compare(actual: Any, expected: Any) -> Comparison:
         shapes = f"{list(first.raw.shape)}, expected {list(second.raw.shape)}"
         raise ArgumentError(f"actual has shape {shapes}; reshape or index one of them (nothing is broadcast)")
     return _Count(first.raw, second.raw, first.kind).result()
+
+
+def _length(x: Tensor) -> float:
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    if not math.isfinite(largest):
+        return math.inf
+    return largest * float(torch.linalg.vector_norm(x / largest)) if largest else 0.0
 
 
 class _Count:
@@ -310,8 +323,21 @@ class _Count:
             first=self._first, max_ulp=self._largest if pairs else None,
             median_ulp=self._median((pairs - 1) // 2) if pairs else None,
             ulp_histogram=tuple((lows[i], _EDGES[i], int(self._buckets[i])) for i in range(last + 1)),
-            max_absolute=self._absolute, max_relative=self._relative,
+            max_absolute=self._absolute, max_relative=self._relative, sqnr_db=self._sqnr(),
         )  # fmt: skip
+
+    def _sqnr(self) -> float:
+        """Return signal to noise in dB, by lengths of vectors: a square of float64 may overflow."""
+        signal = noise = 0.0
+        if self._equal == self._actual.numel():
+            return math.inf
+        for a, b in ulp.chunks(self._actual, self._expected):
+            x, y = ulp.values(capable(a), self._kind), ulp.values(capable(b), self._kind)
+            x, y = x[y.isfinite()], y[y.isfinite()]
+            signal, noise = math.hypot(signal, _length(y)), math.hypot(noise, _length(x - y))
+        if noise == 0.0:
+            return math.inf
+        return -math.inf if signal == 0.0 or noise == math.inf else 20.0 * math.log10(signal / noise)
 
     def _median(self, rank: int) -> int:
         """Return the distance of a rank: its bucket is known, and is narrowed in as many passes as it needs."""

@@ -51,6 +51,7 @@ _COLUMNS = (
     table.Column("tensor", lambda item: item[0]),
     table.Column("different", lambda item: f"{item[1].mismatches:,} of {item[1].count:,}"),
     table.Column("largest ulp", lambda item: str(item[1].max_ulp)),
+    table.Column("SQNR dB", lambda item: item[1].sqnr_db, ".4g"),
     table.Column("first difference (actual is native)", lambda item: str(item[1].first)),
 )
 

@@ -205,6 +205,7 @@ _COMPARED = (
     Column("max ulp", lambda item: item[1].max_ulp, ">,", absent="-"),
     Column("median", lambda item: item[1].median_ulp, ">,", absent="-"),
     Column("max relative", lambda item: item[1].max_relative, ">.3g"),
+    Column("SQNR dB", lambda item: item[1].sqnr_db, ">.4g"),
 )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 
 import math
 import statistics
+from dataclasses import replace
+from fractions import Fraction
 
 import ml_dtypes
 import numpy
@@ -42,6 +44,45 @@ def place(code, fmt):
     return (-magnitude - fmt.has_negative_zero) if code & fmt.sign_mask else magnitude
 
 
+def slow_sqnr(actual, expected):
+    """Return 10 log10(signal / noise) of the pairs whose expected value is finite, in exact sums."""
+    pairs = [(a, b) for a, b in zip(actual, expected, strict=True) if math.isfinite(b)]
+    if not all(math.isfinite(a) for a, _ in pairs):
+        return -math.inf
+    signal = sum(Fraction(b) ** 2 for _, b in pairs)
+    ratio = signal / sum((Fraction(a) - Fraction(b)) ** 2 for a, b in pairs)
+    return 10 * (math.log10(ratio.numerator) - math.log10(ratio.denominator))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_signal_to_noise_of_finite_numbers(dtype):
+    fmt = get_format(dtype)
+    x, y = random_bits(dtype, 4000, 4), random_bits(dtype, 4000, 5)
+    numbers = (x.double().abs() < 1e300) & (y.double().abs() < 1e300)  # differences of larger ones overflow
+    x, y = (t.view(INTEGERS[dtype.itemsize])[numbers].view(dtype) for t in (x, y))
+    sides = [[fmt.value(c & ((1 << fmt.bits) - 1)) for c in t.view(INTEGERS[dtype.itemsize]).tolist()] for t in (x, y)]
+    got = compare(x, y).sqnr_db
+    assert math.isfinite(got) and got == pytest.approx(slow_sqnr(*sides), rel=1e-12)  # sums in float64
+
+
+def test_signal_to_noise_without_error_or_signal():
+    zero, one, nan, inf = (torch.tensor([1.0, value]) for value in (0.0, 1.0, math.nan, math.inf))
+    nothing = torch.zeros(2)
+    assert (
+        compare(nothing, nothing).sqnr_db == compare(-nothing, nothing).sqnr_db == compare(one, one).sqnr_db == math.inf
+    )
+    assert compare(one, nothing).sqnr_db == -math.inf
+    assert compare(nan, one).sqnr_db == compare(inf, one).sqnr_db == -math.inf
+    assert (
+        compare(one, nan).sqnr_db == compare(one, inf).sqnr_db == math.inf
+    )  # what was expected counts if it is finite
+    assert compare(zero, one).sqnr_db == pytest.approx(10 * math.log10(2))
+    assert compare(torch.tensor([1, 2]), torch.tensor([1, 3])).sqnr_db == pytest.approx(10.0)
+    many = torch.ones((1 << 20) + 5)  # in pieces
+    assert compare(1.5 * many, many).sqnr_db == pytest.approx(20 * math.log10(2))
+    assert "SQNR                3.01 dB" in str(compare(zero, one)) and compare(zero, one).to_dict()["sqnr_db"] > 3
+
+
 @pytest.mark.parametrize("same", [0, 1500])  # without equal pairs the median lies far from zero
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_figure_against_a_slow_count(dtype, same):
@@ -74,6 +115,7 @@ def test_every_figure_against_a_slow_count(dtype, same):
     assert (got.nan_payloads, got.nan_single, got.zero_signs) == (payloads, single, zeros)
     assert (got.max_ulp, got.median_ulp) == (max(apart), statistics.median_low(apart))
     assert (got.max_absolute, got.max_relative) == (absolute, relative)
+    assert got.sqnr_db == pytest.approx(slow_sqnr(*([fmt.value(c) for c in side] for side in codes)), rel=1e-12)  # sums
     assert sum(pairs for _, _, pairs in got.ulp_histogram) == len(apart)
     for low, high, pairs in got.ulp_histogram:
         assert pairs == sum(low <= d <= high for d in apart)
@@ -175,7 +217,9 @@ def test_many_pieces_give_the_figures_of_one(monkeypatch):
     whole = compare(x, y)
     for size in (1, 5, 32):
         monkeypatch.setattr(ulp.chunks, "__defaults__", (size,))
-        assert compare(x, y) == whole
+        got = compare(x, y)
+        assert got.sqnr_db == pytest.approx(whole.sqnr_db, rel=1e-14)  # sums of other pieces
+        assert replace(got, sqnr_db=whole.sqnr_db) == whole
         assert compare(x.t(), y.t()).max_ulp == whole.max_ulp
         assert compare(x.t(), y.t()).first.index == (0, 0)
 
