@@ -23,7 +23,7 @@ from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.attention import attends
 from fmtsim.nn.coverage import PLAIN, Coverage, coverage_of, is_meant, plain_products, reason_of
 from fmtsim.nn.forward import names_in_forward, running_modules, undisturbed
-from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.operations import ATTENTIONS, COUNTS, LOOK_UPS, OperatorMode
 from fmtsim.nn.planning import projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, raw_products
@@ -118,7 +118,8 @@ class Count(OperatorMode, Watcher):
             owner, layer = self._attention.get(module, (name, module))
             # A parametrization is a module of its own, and the layer around it runs.
             outside = layer not in inner and not isinstance(layer, ParametrizationList)
-            outside = outside and (isinstance(layer, EmulatedModule) or why_not(layer) is not None)
+            never = why_not(layer) is not None and emulated_class(type(layer)) is None  # depthwise has that reason
+            outside = outside and (isinstance(layer, EmulatedModule) or never)
             meant = is_meant(self._reasons.get(owner, ""))
             runs = raw_products(module).get(parameter, layer)
             computed = isinstance(runs, ParameterProduct) and runs.computed

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from fmtsim.casts.arguments import check_module
-from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS, summary_of
 from fmtsim.nn.counting import measured
@@ -234,8 +233,12 @@ def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:
     details = swap_details(module)
     cls = module.original_class if isinstance(module, EmulatedModule) else type(module)
     products = {p: product for p, product in raw_products(module).items() if product.seen or not run}
-    for parameters, config in _by_config(products):
-        details.append(f"{'' if run else 'any '}products with its own {', '.join(parameters)}, emulated: {config}")
+    by_label: dict[str, list[str]] = {}
+    for parameter, product in products.items():
+        assert product.emulation is not None
+        by_label.setdefault(product.emulation.label, []).append(parameter)
+    for label, parameters in by_label.items():
+        details.append(f"{'' if run else 'any '}products with its own {', '.join(parameters)}, emulated: {label}")
     others = {p: product for p, product in raw_products(module).items() if product.not_emulated}
     raw = [f"{p} in {', '.join(product.not_emulated)}: not emulated" for p, product in others.items()]
     computed = [p for p, product in raw_products(module).items() if product in computed_products(module)]
@@ -244,16 +247,3 @@ def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:
         details = [*([] if module.emulation is None else [module.emulation.label]), *details]
     detail = "; ".join([*details, *raw]) or (why_not(module) if reason == ADDED else None) or reason
     return ReportRow(name=name, type=cls.__name__, converted=bool(details), detail=detail)
-
-
-def _by_config(products: dict[str, ParameterProduct]) -> list[tuple[list[str], LinearConfig]]:
-    """Return the names of Parameters that are multiplied with under one config, for each."""
-    groups: list[tuple[list[str], LinearConfig]] = []
-    for name, product in products.items():
-        assert product.emulation is not None
-        same = [names for names, config in groups if config == product.emulation.config]
-        if same:
-            same[0].append(name)
-        else:
-            groups.append(([name], product.emulation.config))
-    return groups

@@ -260,6 +260,16 @@ def test_a_read_outside_of_a_layers_forward_is_seen():
     assert (row.layer, row.share, row.reason) == ("embedding", 1 / 7, "filter_fn leaves it out")
 
 
+@LEFT
+def test_a_depthwise_convolution_that_its_model_computes_has_the_reason_of_its_row():
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.append(Raw(lambda x, w: torch.conv1d(x[:, :, None], model[1].conv.weight, padding=1, groups=32)[..., 0], 1))
+    model[1].conv = nn.Conv1d(32, 32, 3, padding=1, groups=32)
+    convert(model, recipe="te_current")
+    (raw,), rows = report(model, X).coverage.raw, {row.name: row.detail for row in report(model, X).rows}
+    assert raw.reason == rows["1.conv"] and raw.reason.startswith("depthwise: ")
+
+
 class Shared(nn.Module):
     """Share a weight between two layers, and one between an embedding and a head that is read, not called."""
 

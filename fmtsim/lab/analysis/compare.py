@@ -71,9 +71,9 @@ class Comparison:
         ulp_histogram: ``(low, high, pairs)`` for the distances 0, 1, 2, 3-4, 5-8, 9-16, ... up to the largest.
         max_absolute: Largest ``|actual - expected|`` of pairs without NaN, in float64.
         max_relative: Largest ``|actual - expected| / |expected|`` of these; inf where a zero was expected.
-        sqnr_db: ``10 log10(sum expected^2 / sum (actual - expected)^2)`` of the pairs whose expected value is finite, in
-            float64, whose last bits depend on the order in memory: inf without an error; -inf where all that was
-            expected is zero, and where an actual value or an error is NaN or infinite.
+        sqnr_db: ``10 log10(sum expected^2 / sum (actual - expected)^2)`` of the pairs whose expected value is finite,
+            summed in float64, so that its last bits depend on the order in memory. inf without an error; -inf where all
+            that was expected is zero, and where an actual value or an error is NaN or infinite.
     """
 
     shape: tuple[int, ...]
