@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from fmtsim.ptq.steps import (
     smooth_inputs,
     stages,
 )  # fmt: skip
+from fmtsim.recipes.plan import HIGH
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
@@ -47,6 +48,7 @@ from fmtsim.support.progress import Progress, make_progress
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
+HEAD: Final = "the head of a language model; ignore=[] quantises it"
 
 
 def ptq(
@@ -117,7 +119,7 @@ def ptq(
     machine = machine_of(target, plan, native, "ptq")
     recipe = recipe if machine is None else recipe.on(**machine)
     check_model("ptq", model)
-    recipe = excepted(model, recipe, ignore, rules_of(rules))
+    recipe, why = excepted(model, recipe, ignore, rules_of(rules))
     if calibration_data is None and recipe.needs_data:
         raise ArgumentError(
             f"recipe {recipe.name!r} needs calibration_data= for {recipe.needs_data}; pass a few batches: "
@@ -126,8 +128,7 @@ def ptq(
     batches = [] if calibration_data is None else batches_of(calibration_data)
     before, untied = stored(model), False
     configs = prepared(model, recipe, filter_fn)
-    spared = [name for name in output_heads(model) if name not in configs and ignore is None]
-    model.__dict__[REASONS] |= dict.fromkeys(spared, "the head of a language model; ignore=[] quantises it")
+    model.__dict__[REASONS] = {name: why.get(reason, reason) for name, reason in model.__dict__[REASONS].items()}
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
             if recipe.rotate is not None:
@@ -158,26 +159,34 @@ def ptq(
     return model
 
 
-def excepted(model: nn.Module, recipe: PtqRecipe, ignore: Sequence[str] | None, rules: Sequence[Rule]) -> PtqRecipe:
-    """Return a recipe with the exceptions of a call: what to ignore, then rules, the recipe's own, and a head.
+def excepted(
+    model: nn.Module, recipe: PtqRecipe, ignore: Sequence[str] | None, rules: Sequence[Rule] = ()
+) -> tuple[PtqRecipe, dict[str, str]]:
+    """Return a recipe with the exceptions of a call, and what to say of these instead of a layer plan's ``why_high``.
+
+    The order is what to ignore, then rules, the recipe's own, and a head.
 
     Raises:
-        ArgumentError: ``ignore`` is no list of names, or one of them is no module.
+        ArgumentError: ``ignore`` is no list of names, or one of them is no module or regular expression.
     """
     if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore or ()):
         raise ArgumentError(f"ignore={shown(ignore)} is not a list of names; write ignore=['lm_head', 're:.*gate']")
     names = [name for name, _ in model.named_modules()]
-    first = []
+    first = {}
     for entry in ignore or ():
         word = entry.removeprefix("re:")
         pattern = f"^(?:{word})" if word != entry else rf"(^|\.){re.escape(entry)}($|\.)"
-        rule = Rule(name=pattern, optional=True)
-        if not any(re.search(pattern, name) for name in names):
+        try:
+            matches = any(re.search(pattern, name) for name in names)
+        except re.error as error:
+            raise ArgumentError(f"ignore={entry!r} is not a regular expression: {error}") from None
+        if not matches:
             raise ArgumentError(f"ignore={entry!r} is no module of the model{did_you_mean(entry, names)}")
-        first.append(rule)
-    heads = [Rule(name=f"^{re.escape(name)}$", optional=True) for name in output_heads(model)] if ignore is None else []
+        first[Rule(name=pattern, optional=True)] = f"ignore={entry!r}"
+    heads = {Rule(name=f"^{re.escape(name)}$", optional=True): HEAD for name in output_heads(model) if ignore is None}
     every = (*first, *rules, *recipe.rules, *heads)
-    return recipe if every == recipe.rules else replace(recipe, rules=every)
+    why = {f"{HIGH}: {rule.where}": reason for rule, reason in (first | heads).items()}
+    return recipe if every == recipe.rules else replace(recipe, rules=every), why
 
 
 def output_heads(model: nn.Module) -> list[str]:

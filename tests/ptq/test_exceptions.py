@@ -46,6 +46,10 @@ def test_the_head_stays_unless_told_and_layers_are_ignored_by_name(options, quan
     assert all(torch.equal(model.get_submodule(name).weight, Tiny().get_submodule(name).weight) for name in untouched)
     if not options:
         assert dict(report.left_alone)["lm_head"] == "the head of a language model; ignore=[] quantises it"
+    for entry, name in {"block": "block.0", "lm_head": "lm_head", "re:ga.e": "gate"}.items():
+        assert (dict(report.left_alone).get(name) == f"ignore={entry!r}") == (entry in options.get("ignore", ()))
+    if "rules" in options and name not in quantised:
+        assert dict(report.left_alone)["gate"] == "the recipe leaves it in high precision: name ~ gate"
     loaded = fmtsim.load_state(Tiny(), fmtsim.state(model))
     assert torch.equal(loaded(IDS[0]), model(IDS[0]))
 
@@ -82,6 +86,7 @@ def test_every_kind_of_layer_is_found_without_data():
     (("int8_static",), {}, r"needs calibration_data= for the static scales of its inputs; pass a few batches: f"),
     (("int4_gptq",), {}, r"needs calibration_data= for GPTQ damping 0.01, act-order; pass"),
     (("int4_g32",), {"ignore": ["lm_haed"]}, r"ignore='lm_haed' is no module of the model; did you mean 'lm_head'"),
+    (("int4_g32",), {"ignore": ["re:mlp("]}, r"ignore='re:mlp\(' is not a regular expression: missing \)"),
     (("int4_g32",), {"ignore": "lm_head"}, r"ignore='lm_head' is not a list of names; write ignore=\['lm_head', "),
     (("int4_g32",), {"rules": "lm_head"}, r"lm_head"),
 ])  # fmt: skip

@@ -223,6 +223,11 @@ def observe(
         if format is None or recipe is not None or rules or every != 1:
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
         return _observe_tensor(model.detach(), get_format(format))
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"observe takes a torch.nn.Module or a tensor, not {type(model).__name__}; pass the model itself, or "
+            "observe(torch.as_tensor(x), 'e4m3')"
+        )
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
 
 

@@ -25,7 +25,7 @@ _IGNORED = -100  # a label that does not count, as transformers has it
 def perplexity(
     model: nn.Module,
     batches: Any,
-    recipes: Sequence[str | Path | Recipe | PtqRecipe] = (),
+    recipes: str | Path | Recipe | PtqRecipe | Sequence[str | Path | Recipe | PtqRecipe] = (),
     *,
     calibration_data: Any = None,
 ) -> dict[str, float]:
@@ -39,7 +39,7 @@ def perplexity(
         model: A decoder whose output is logits [rows, tokens, vocabulary], has ``.logits``, or has them first or as
             ``"logits"``; a quantised or converted one is measured as it is.
         batches: Text to measure on: each batch token numbers [rows, tokens], or a dict of keywords with ``input_ids``.
-        recipes: Names, files or records of ``fmtsim.ptq``'s recipes and of ``fmtsim.convert``'s.
+        recipes: Names, files or records of ``fmtsim.ptq``'s recipes and of ``fmtsim.convert``'s, or one.
         calibration_data: Batches for ``fmtsim.ptq``; recipes that need none go without.
 
     Raises:
@@ -52,7 +52,8 @@ def perplexity(
     ['before', 'int8_token', 'int4_g32']
     """
     check_model("perplexity", model)
-    batches, records = batches_of(batches), [get_recipe(recipe) for recipe in recipes]
+    listed = [recipes] if isinstance(recipes, str | Path | Recipe | PtqRecipe) else recipes
+    batches, records = batches_of(batches), [get_recipe(recipe) for recipe in listed]
     names = ["before", *(recipe.name for recipe in records)]
     if len(set(names)) < len(names):
         raise ArgumentError(f"recipes {', '.join(names[1:])}: names must differ, from each other and from 'before'")

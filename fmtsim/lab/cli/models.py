@@ -232,7 +232,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     machine = machine_given(arguments)
     out, plot = file_given(arguments, "out", ".json"), file_given(arguments, "plot", ".png")
     weights = file_given(arguments, "weights", ".pt")
-    more = machine | {"bits": arguments.bits, "progress": not arguments.quiet}
+    more = machine | {"bits": arguments.bits, "progress": not arguments.quiet, "ignore": arguments.ignore or None}
     if arguments.schemes is not None:
         more["formats"] = [word.strip() for word in arguments.schemes.split(",") if word.strip()]
     loaded = load_model(arguments, count=arguments.batches)

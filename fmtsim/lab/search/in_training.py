@@ -16,11 +16,12 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.lab.search.channels import Link, check_widths, counted, links_of, narrow, narrowed
 from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import bits_of
-from fmtsim.lab.search.verb import DEFAULT, Sampler, budget_of, check_options, recipes_of
+from fmtsim.lab.search.verb import DEFAULT, Sampler, budget_of, check_options, recipes_of, spared_heads
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import machine_of
 from fmtsim.ptq.calibrate import check_model, evaluating
+from fmtsim.ptq.verb import excepted
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
@@ -32,8 +33,9 @@ LEARNING = Policy(steps=750, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1)
 def search_while_training(
     model: nn.Module, loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, budget: float | None = None,
     *, bits: float | None = None, formats: Sequence[str | PtqRecipe] = DEFAULT, widths: Sequence[float] = (1.0,),
-    policy: Policy = LEARNING, warmup: int = 250, filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    progress: bool | None = None, target: Any = None, plan: GemmPlan | None = None, native: bool | None = None,
+    policy: Policy = LEARNING, warmup: int = 250, ignore: Sequence[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None, progress: bool | None = None, target: Any = None,
+    plan: GemmPlan | None = None, native: bool | None = None,
 ) -> SearchResult:  # fmt: skip
     """Train a model in place, and find a recipe and a width for each layer in the same steps; nothing is trained after.
 
@@ -63,7 +65,7 @@ def search_while_training(
         widths: Fractions of the channels of a layer.
         policy: How it learns, and in how many steps; ``entropy`` and ``sharpen`` are its regularisation.
         warmup: Steps before.
-        filter_fn, progress, target, plan, native: As in ``fmtsim.search``.
+        ignore, filter_fn, progress, target, plan, native: As in ``fmtsim.search``.
 
     Returns:
         The choice, with the loss of the trained model in it, the loss in high precision and how much each layer alone
@@ -99,7 +101,7 @@ def search_while_training(
         )
     links = links_of(model) if fractions != (1.0,) else []
     with make_progress(progress, verb="search_while_training") as show:
-        search = _Search(model, loss_of, recipes, links, fractions, filter_fn)
+        search = _Search(model, loss_of, recipes, links, fractions, filter_fn, ignore)
         try:
             least, most = (
                 search.costs(search.channels([fractions.index(pick(fractions))] * len(links))) for pick in (min, max)
@@ -113,7 +115,7 @@ def search_while_training(
             revert(model)
     result = result_of(
         list(search.modules), recipes, picked, losses, search.costs(counts), budget=allowed, loss=math.nan,
-        tried=search.tried, left_out=left_out, reference=reference,
+        tried=search.tried, left_out=left_out | spared_heads(model, ignore, search.modules), reference=reference,
         widths={link.name: n for link, n in zip(links, counts, strict=True)}, chances=search.chances(),
     )  # fmt: skip
     convert(model, result.recipe().prescribed, filter_fn=lambda module, name: name in result.formats)
@@ -130,7 +132,7 @@ class _Search:
 
     def __init__(
         self, model: nn.Module, loss_of: Callable[[int], Tensor], recipes: dict[str, PtqRecipe], links: list[Link],
-        fractions: tuple[float, ...], filter_fn: Any,
+        fractions: tuple[float, ...], filter_fn: Any, ignore: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self._model, self._loss_of, self._links, self._fractions = model, loss_of, links, fractions
         products = [recipe.prescribed.linear for recipe in recipes.values()]
@@ -138,7 +140,8 @@ class _Search:
         self._bits = [bits_of(recipe.w) * bits_of(recipe.x) for recipe in recipes.values()]
         self._names = list(recipes)
         self._full = [link.channels for link in links]
-        convert(model, next(iter(recipes.values())).prescribed, filter_fn=filter_fn)
+        spared, _ = excepted(model, next(iter(recipes.values())), ignore)
+        convert(model, spared.prescribed, filter_fn=filter_fn)
         self.modules = {n: m for n, m in model.named_modules() if isinstance(m, EmulatedModule)}
         self._assign([None] * len(self.modules))
         try:

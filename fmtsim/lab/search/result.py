@@ -138,7 +138,7 @@ class SearchResult(Result):
         costs: Bit operations, likewise.
         recipes: The records, by name.
         tried: Assignments that were run, beside those of one layer.
-        left_out: Recipes that the machine does not run, and why.
+        left_out: Recipes that the machine does not run, the head of a language model where it took no part, and why.
         widths: Channels that each layer kept, where a search while training chose them.
         chances: What the policy of a search while training ended with, by layer and recipe.
         reference: Loss in high precision, which ``losses`` are counted from; 0 where a loss compares with it already.

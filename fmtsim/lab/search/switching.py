@@ -3,7 +3,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from fmtsim.lab.search.result import HIGH_BITS
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Products, call, evaluating
 from fmtsim.ptq.steps import collected, round_weights, serving_layer
-from fmtsim.ptq.verb import prepared
+from fmtsim.ptq.verb import excepted, prepared
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FmtsimError
@@ -41,13 +41,13 @@ class SwitchingModel:
     Args:
         model: The trained model; it is copied.
         recipes: What a layer may run.
-        filter_fn: As in ``fmtsim.ptq``.
+        filter_fn, ignore: As in ``fmtsim.ptq``.
         loss: ``loss(output, reference)`` of a batch, the reference in high precision.
     """
 
     def __init__(
         self, model: nn.Module, recipes: Mapping[str, PtqRecipe], batches: list[Any], filter_fn: Any, loss: Loss,
-        show: Progress,
+        show: Progress, ignore: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.model, self._batches, self._loss = copy.deepcopy(model), batches, loss
         for p in self.model.parameters():
@@ -59,8 +59,9 @@ class SwitchingModel:
         self.left_out: dict[str, str] = {}  # recipes that the machine does not run, and why
         for name, recipe in recipes.items():
             source = copy.deepcopy(self.model)
+            spared, _ = excepted(source, recipe, ignore)
             try:
-                configs = prepared(source, recipe, filter_fn)
+                configs = prepared(source, spared, filter_fn)
             except FmtsimError as error:
                 if not recipe.machine:
                     raise

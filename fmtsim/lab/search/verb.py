@@ -2,7 +2,7 @@
 """search: find a format for each layer under a budget of bit operations, exactly or by a policy."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import Loss, SwitchingModel, relative_noise, require_some
 from fmtsim.nn.planning import machine_of
 from fmtsim.ptq.calibrate import batches_of, check_model
+from fmtsim.ptq.verb import HEAD, output_heads
 from fmtsim.recipes.ptq import PtqRecipe, is_static
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.spec.plan import GemmPlan
@@ -60,8 +61,8 @@ def search(
     model: nn.Module, calibration_data: Any, budget: float | None = None, *, bits: float | None = None,
     formats: Sequence[str | PtqRecipe] = DEFAULT, policy: Policy | None = None,
     sensitivity: Mapping[str, Any] | None = None, loss: Loss | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None, progress: bool | None = None, target: Any = None,
-    plan: GemmPlan | None = None, native: bool | None = None,
+    ignore: Sequence[str] | None = None, filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    progress: bool | None = None, target: Any = None, plan: GemmPlan | None = None, native: bool | None = None,
 ) -> SearchResult:  # fmt: skip
     """Find a recipe for each layer of a trained model so that the loss is small and the cost within a budget.
 
@@ -85,6 +86,7 @@ def search(
             each layer and recipe: a layer's loss is the sum of its operands'. None runs them.
         loss: ``loss(output, reference)`` of a batch, a number, reference being the unquantised model's output;
             None is the squared error of all outputs relative to their squares. NaN counts as infinite.
+        ignore: Layers to leave in high precision, as in ``fmtsim.ptq``: None is the head of a language model.
         filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
         progress: As in ``fmtsim.ptq``.
         target, plan, native: The machine that will multiply, as in ``fmtsim.ptq``: losses are those of
@@ -109,7 +111,7 @@ def search(
     recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search"))
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
-        switching = SwitchingModel(model, recipes, batches, filter_fn, loss or relative_noise, show)
+        switching = SwitchingModel(model, recipes, batches, filter_fn, loss or relative_noise, show, ignore)
         left_out |= switching.left_out
         recipes = {name: recipe for name, recipe in recipes.items() if name not in left_out}
         layers, names = list(switching.forms), list(recipes)
@@ -125,8 +127,13 @@ def search(
     assert searched.best is not None
     return result_of(
         layers, recipes, searched.best, losses, costs, budget=allowed, loss=searched.loss, tried=len(searched.known),
-        left_out=left_out,
+        left_out=left_out | spared_heads(model, ignore, layers),
     )  # fmt: skip
+
+
+def spared_heads(model: nn.Module, ignore: Sequence[str] | None, layers: Collection[str]) -> dict[str, str]:
+    """Return the head of a language model by name, and why it is not among the layers of a search."""
+    return {name: HEAD for name in output_heads(model) if ignore is None and name not in layers}
 
 
 class _Found:

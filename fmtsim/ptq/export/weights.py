@@ -16,6 +16,7 @@ from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
 from fmtsim.nn.state import PTQ, converted_modules
 from fmtsim.ptq.reshape import DIVISOR
+from fmtsim.ptq.rotate import transform_input
 from fmtsim.ptq.state import Quantised, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
 from fmtsim.spec.operand import Operand, block_of
@@ -132,10 +133,12 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
     rounded: dict[str, RoundedWeight] = {} if quantised is None else quantised.weights
     coded = []
     for name, module in converted_modules(model, "export"):
-        if DIVISOR in module._buffers:
+        rotated = transform_input in module._forward_pre_hooks.values()
+        if rotated or DIVISOR in module._buffers:
+            what, option = ("rotated", "Rotate(online=True)") if rotated else ("divided by channel", "smooth=")
             raise ArgumentError(
-                f"layer {name!r}: SmoothQuant divides its inputs, for which layouts have no place; "
-                "choose a recipe without smooth="
+                f"layer {name!r}: its inputs are {what} at every call, for which layouts have no place; "
+                f"choose a recipe without {option}"
             )
         if isinstance(module, EmulatedLinear) and (coded_weight := _coded(name, module, rounded.get(name))) is not None:
             coded.append(coded_weight)

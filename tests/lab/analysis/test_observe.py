@@ -115,6 +115,8 @@ def test_no_step_takes_counts_from_their_device_until_many_wait(model, monkeypat
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "all"])
 def test_every_is_a_number_of_steps(model, every):
+    said = r"observe takes a torch.nn.Module or a tensor, not list; pass the model itself, or observe\(torch.as_tensor"
+    refused(said, observe, [1.0], "e4m3")
     refused("is not a number of steps; pass 1 to observe all, 10 for every tenth", observe, model, every=every)
 
 

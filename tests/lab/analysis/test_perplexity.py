@@ -76,6 +76,7 @@ def test_recipes_run_on_copies():
             fmtsim.ptq(other, name, IDS)
         assert fmtsim.perplexity(other, IDS)["before"] == value
     assert len(set(found.values())) == 4
+    assert fmtsim.perplexity(model, IDS, "int4_g32") == {name: found[name] for name in ("before", "int4_g32")}
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()) and type(model) is Decoder
 
 

@@ -257,6 +257,18 @@ def test_what_is_refused(make, how, said):
         assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
+def test_the_head_of_a_language_model_takes_no_part_unless_told():
+    x, options = torch.randn(10, 8), {"bits": 5, "formats": FLOATS, "policy": SHORT, "warmup": 2, "widths": (0.5, 1.0)}
+    for ignore, names in ((None, ["0"]), ([], ["0", "lm_head"])):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        model.add_module("lm_head", nn.Linear(16, 4))
+        adam = torch.optim.Adam(model.parameters())
+        loss_of = lambda step, model=model: model(x).square().mean()  # noqa: E731
+        found = fmtsim.lab.search.search_while_training(model, loss_of, adam, ignore=ignore, **options)
+        assert list(found.formats) == names and list(found.left_out) == ([] if ignore == [] else ["lm_head"])
+        assert [n for n, m in model.named_modules() if isinstance(m, EmulatedModule)] == names
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

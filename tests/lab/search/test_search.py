@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import random
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -231,6 +232,24 @@ def test_bad_budgets_and_formats(how, said):
     model, data = model_and_data()
     how = how if how.keys() & {"bits", "budget"} or not how else {"bits": 8} | how
     refused(said, fmtsim.search, **{"model": model, "calibration_data": data} | how)
+
+
+def test_the_head_of_a_language_model_takes_no_part_unless_told():
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(first=nn.Linear(32, 16), lm_head=nn.Linear(16, 64))).requires_grad_(False)
+    data = [torch.randn(10, 32)]
+    found = fmtsim.search(model, data, bits=6)
+    assert list(found.formats) == ["first"] and found.budget == 10 * 32 * 16 * 36
+    assert str(found).endswith("left out: lm_head: the head of a language model; ignore=[] quantises it")
+    quantised = fmtsim.ptq(copy.deepcopy(model), found.recipe(), data)
+    assert [row.name for row in fmtsim.report(quantised).rows] == ["first"]
+    told = fmtsim.search(model, data, bits=6, ignore=[])
+    assert list(told.formats) == ["first", "lm_head"] and told.left_out == {}
+    quantised = fmtsim.ptq(copy.deepcopy(model), told.recipe(), data)
+    assert [row.name for row in fmtsim.report(quantised).rows] == ["first", "lm_head"]
+    assert list(fmtsim.search(model, data, bits=6, ignore=["first"]).formats) == ["lm_head"]
+    refused("ignore='lm_hed' is no module of the model; did you mean 'lm_head'", fmtsim.search, model, data, bits=6,
+            ignore=["lm_hed"])  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", [{"steps": 0}, {"steps": 2.0}, {"steps": True}, {"rate": 0.0}, {"penalty": -0.1}])

@@ -19,6 +19,7 @@ from fmtsim.ptq.export import gguf as gguf_layout
 from fmtsim.ptq.export.compressed_tensors import _reciprocals as reciprocals
 from fmtsim.ptq.export.compressed_tensors import config_of
 from fmtsim.ptq.grid import nearest
+from fmtsim.ptq.rotate import transform_input
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.scaling.scales import tensor_factor
 from fmtsim.spec.quantizer import Quantizer
@@ -55,6 +56,12 @@ def net(dtype=torch.float32):
 
 def quantised(scheme, dtype=torch.float32, model=None, **machine):
     return fmtsim.ptq(net(dtype) if model is None else model, scheme, [normal(32, 64, seed=1).to(dtype)], **machine)
+
+
+def rotated_online():
+    model = quantised("int4_channel", model=nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
+    model[2].register_forward_pre_hook(transform_input)  # as attach gives it to a decoder's down_proj
+    return model
 
 
 def tensors_of(model):
@@ -179,8 +186,10 @@ BAD = [
     (lambda: quantised("gaudi_unit"), "compressed-tensors", r"has no e4m3_ieee in blocks of"),
     (lambda: quantised("e3m4_static"), "compressed-tensors", r"has no e3m4fn in blocks of"),
     (lambda: quantised("e5m2_direct"), "compressed-tensors", r"has no e5m2 in blocks of"),
+    (lambda: rotated_online(), "compressed-tensors",
+     r"layer '2': its inputs are rotated at every call, for which .*; choose a recipe without Rotate\(online=True\)"),
     (lambda: quantised("int8_smooth", model=nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8))), "torchao",
-     r"layer '1': SmoothQuant divides its inputs"),
+     r"layer '1': its inputs are divided by channel at every call, .*; choose a recipe without smooth="),
 ]  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet, add_
 from fmtsim.lab.cli.options import add_device, add_json, add_target, count, flag, one_of, option, repeated
 from fmtsim.support.errors import ArgumentError
 
+_IGNORE = "leave this layer, or what 're:PATTERN' matches, in high precision (default: the head of a language model)"
+
 
 def declare_observe(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -47,8 +49,7 @@ def declare_ptq(parser: argparse.ArgumentParser) -> None:
     option(parser, "--scheme", scheme, metavar="NAME", known=names.schemes, required=True)
     add_model(parser, required=False)
     option(parser, "--batches", "batches for calibration, and as many others to measure the loss", 8)
-    ignore = "leave this layer, or what 're:PATTERN' matches, in high precision (default: the head of a language model)"
-    repeated(parser, "--ignore", ignore, "NAME")
+    repeated(parser, "--ignore", _IGNORE, "NAME")
     rules = "exceptions for layers, ahead of the scheme's: JSON, as attribute --out and search --out write it"
     option(parser, "--rules", rules, metavar="FILE")
     add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
@@ -75,6 +76,7 @@ def declare_search(parser: argparse.ArgumentParser) -> None:
     option(what, "--budget", "bit operations of a batch", type=float)
     schemes = "schemes of fmtsim ptq to choose from, JSON files too (default w4a4,minifloat_e3m2,e4m3_static)"
     option(what, "--schemes", schemes, metavar="LIST", known=names.schemes)
+    repeated(what, "--ignore", _IGNORE, "NAME")
     count(what, "--samples", "also try this many assignments, sampled from a policy that is trained on their results")
     flag(
         what,
