@@ -5,34 +5,19 @@ import numpy as np
 import torch
 from numpy import float32, uint32, uint64
 
-from fmtsim.engines.cpu.runtime.jit import device, kernel
+from fmtsim.engines.cpu.cast.words import philox
+from fmtsim.engines.cpu.runtime.jit import kernel
 from fmtsim.engines.cpu.runtime.pool import run
 
-_ROUNDS = 10
-_MULTIPLIER0, _MULTIPLIER1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
-_KEY0, _KEY1 = uint32(0x9E3779B9), uint32(0xBB67AE85)
+_LOW, _HIGH = uint64(0xFFFFFFFF), uint64(32)
 _BLOCK, _BLOCKS, _UNROLL = 256, 132 * (2048 // 256), 4  # threads; blocks at most; numbers of one draw
-
-
-@device
-def _philox(key0, key1, draw, thread, words):
-    """Write the four words of Philox4x32-10 for a 64-bit draw and a 64-bit thread."""
-    low, high = uint64(0xFFFFFFFF), uint64(32)
-    c0, c1 = uint32(draw & low), uint32(draw >> high)
-    c2, c3 = uint32(thread & low), uint32(thread >> high)
-    for _ in range(_ROUNDS):
-        product0, product1 = uint64(c0) * _MULTIPLIER0, uint64(c2) * _MULTIPLIER1
-        c0, c2 = uint32(product1 >> high) ^ c1 ^ key0, uint32(product0 >> high) ^ c3 ^ key1
-        c1, c3 = uint32(product1 & low), uint32(product0 & low)
-        key0, key1 = uint32(key0 + _KEY0), uint32(key1 + _KEY1)
-    words[0], words[1], words[2], words[3] = c0, c1, c2, c3
 
 
 @kernel
 def _keep(mask, seed, offset, probability, threads, vector, start, stop):
     """Draw the mask of elements: thread t has vectors t, t + T ... of V elements, or single ones, 4 T apart."""
-    words = np.empty(4, np.uint32)
-    key0, key1 = uint32(seed & uint64(0xFFFFFFFF)), uint32(seed >> uint64(32))
+    words = (uint32(0), uint32(0), uint32(0), uint32(0))
+    key0, key1 = uint32(seed & _LOW), uint32(seed >> _HIGH)
     for thread in range(start, stop):
         draw = uint64(offset // uint64(4))
         first = thread * vector
@@ -40,7 +25,7 @@ def _keep(mask, seed, offset, probability, threads, vector, start, stop):
             # a vector of 8 takes two draws, of 4 one, single elements one for four of them
             for i in range(max(vector, _UNROLL)):
                 if i % _UNROLL == 0:
-                    _philox(key0, key1, draw, uint64(thread), words)
+                    words = philox(draw, uint32(uint64(thread) & _LOW), uint32(uint64(thread) >> _HIGH), key0, key1)
                     draw += uint64(1)
                 # a uniform number in (0, 1]
                 u = float32(words[i % _UNROLL]) * float32(2.0**-32) + float32(2.0**-33)

@@ -22,35 +22,16 @@ _32 = uint64(32)
 
 
 @device
-def _round(w0, w1, w2, w3, k0, k1):
-    p0 = _M0 * uint64(w0)  # 32 x 32 bits: the high and the low half of each product go to different words
-    p1 = _M1 * uint64(w2)
-    return uint32(p1 >> _32) ^ w1 ^ k0, uint32(p1 & _LOW), uint32(p0 >> _32) ^ w3 ^ k1, uint32(p0 & _LOW)
-
-
-@device
 def philox(counter, o0, o1, k0, k1):
     """Return the four words at a 64-bit counter, for the offset words o0, o1 and the key words k0, k1."""
     w0, w1, w2, w3 = uint32(counter & _LOW), uint32(counter >> _32), o0, o1
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    w0, w1, w2, w3 = _round(w0, w1, w2, w3, k0, k1)
-    k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    return _round(w0, w1, w2, w3, k0, k1)
+    for _ in range(10):
+        # 32 x 32 bits: the high and the low half of each product go to different words
+        p0, p1 = _M0 * uint64(w0), _M1 * uint64(w2)
+        w0, w2 = uint32(uint32(p1 >> _32) ^ w1 ^ k0), uint32(uint32(p0 >> _32) ^ w3 ^ k1)
+        w1, w3 = uint32(p1 & _LOW), uint32(p0 & _LOW)
+        k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
+    return w0, w1, w2, w3
 
 
 @device

@@ -68,15 +68,8 @@ def logarithm(x):
     s = f / (f + 2.0)
     z = s * s
     p = LN_COEFFICIENTS[0]
-    p = p * z + LN_COEFFICIENTS[1]
-    p = p * z + LN_COEFFICIENTS[2]
-    p = p * z + LN_COEFFICIENTS[3]
-    p = p * z + LN_COEFFICIENTS[4]
-    p = p * z + LN_COEFFICIENTS[5]
-    p = p * z + LN_COEFFICIENTS[6]
-    p = p * z + LN_COEFFICIENTS[7]
-    p = p * z + LN_COEFFICIENTS[8]
-    p = p * z + LN_COEFFICIENTS[9]
+    for i in range(1, len(LN_COEFFICIENTS)):
+        p = p * z + LN_COEFFICIENTS[i]
     p = p * z
     # 3. ln(1 + f) + k ln 2, smallest terms first
     t = s * (f - p)
@@ -98,17 +91,8 @@ def exponential(y):
     r = r - n * LN2_LO
     # 2. a polynomial of r
     p = EXP_COEFFICIENTS[0]
-    p = p * r + EXP_COEFFICIENTS[1]
-    p = p * r + EXP_COEFFICIENTS[2]
-    p = p * r + EXP_COEFFICIENTS[3]
-    p = p * r + EXP_COEFFICIENTS[4]
-    p = p * r + EXP_COEFFICIENTS[5]
-    p = p * r + EXP_COEFFICIENTS[6]
-    p = p * r + EXP_COEFFICIENTS[7]
-    p = p * r + EXP_COEFFICIENTS[8]
-    p = p * r + EXP_COEFFICIENTS[9]
-    p = p * r + EXP_COEFFICIENTS[10]
-    p = p * r + EXP_COEFFICIENTS[11]
+    for i in range(1, len(EXP_COEFFICIENTS)):
+        p = p * r + EXP_COEFFICIENTS[i]
     p = r * r * p
     p = r + p
     p = 1.0 + p

@@ -6,7 +6,7 @@ those of ``simd.py``. How a code is found is said at ``fmtsim.rounding.codebooks
 leading 16 bits gives the only threshold that its other 16 bits can lie on either side of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,27 +88,28 @@ def step_floats(
         rule, numbers, zeroing: As of ``step_codes``.
         parameter, gradient, moments: float32, contiguous, of one size.
     """
-    arrays = arrays_of([parameter, gradient, *moments])
-    whole = arrays[0].size // simd.LANES * simd.LANES
-    counts: list[int] = []
-
-    def part(of: list[np.ndarray], start: int, stop: int) -> None:
-        tensors = [*of, *[None] * (4 - len(of))]
-        counts.append(_floats(*tensors, np.array(numbers, np.float32), RULES.index(rule), zeroing, start, stop))
-
-    run(lambda start, stop: part(arrays, start, stop), whole, simd.LANES)
-    if whole < arrays[0].size:
-        last = [np.zeros(simd.LANES, np.float32) for _ in arrays]
-        for padded, array in zip(last, arrays, strict=True):
-            padded[: array.size - whole] = array[whole:]
-        part(last, 0, simd.LANES)
-        put_back(last, arrays, whole)
-    return sum(counts)
+    nothing, how = [None] * (2 - len(moments)), (np.array(numbers, np.float32), RULES.index(rule), zeroing)
+    return in_lanes([parameter, gradient, *moments], lambda arrays, *ends: _floats(*arrays, *nothing, *how, *ends))
 
 
 def arrays_of(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """Return flat arrays of contiguous tensors."""
     return [tensor.detach().view(-1).numpy() for tensor in tensors]
+
+
+def in_lanes(tensors: Sequence[torch.Tensor], step: Callable[..., int]) -> int:
+    """Return the sum of ``step(arrays, start, stop)`` over whole vectors of tensors; zeros fill up the last one."""
+    arrays = arrays_of(tensors)
+    whole = arrays[0].size // simd.LANES * simd.LANES
+    counts: list[int] = []
+    run(lambda start, stop: counts.append(step(arrays, start, stop)), whole, simd.LANES)
+    if whole < arrays[0].size:
+        last = [np.zeros(simd.LANES, array.dtype) for array in arrays]
+        for padded, array in zip(last, arrays, strict=True):
+            padded[: array.size - whole] = array[whole:]
+        counts.append(step(last, 0, simd.LANES))
+        put_back(last, arrays, whole)
+    return sum(counts)
 
 
 def put_back(last: list[np.ndarray], arrays: list[np.ndarray], start: int) -> None:

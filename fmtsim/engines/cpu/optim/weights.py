@@ -10,7 +10,7 @@ import torch
 from numpy import float32, int8, int32, int64, uint64
 
 from fmtsim.engines.cpu.cast.words import fill64, key_words
-from fmtsim.engines.cpu.optim.moments import arrays_of, count_infinite, dropped, is_infinite, put_back
+from fmtsim.engines.cpu.optim.moments import arrays_of, count_infinite, dropped, in_lanes, is_infinite
 from fmtsim.engines.cpu.runtime import simd
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.engines.cpu.runtime.pool import run
@@ -116,24 +116,11 @@ def step_logarithms(
         fmt: Theirs, of 16 bits.
         numbers, zeroing: As of ``step_codes``.
     """
-    arrays = arrays_of([parameter, gradient, second, codes])
     octave = np.zeros(fmt.gamma, np.float32)
     octave[: fmt.max_code + 1] = fmt.magnitudes[: fmt.gamma]
     how = octave.view(np.int32), np.array(numbers, np.float32), fmt.gamma, fmt.gamma.bit_length() - 1, float(scale)
-    whole = arrays[0].size // simd.LANES * simd.LANES
-    counts: list[int] = []
-
-    def part(of: list[np.ndarray], start: int, stop: int) -> None:
-        counts.append(_logarithms(*of, *how, rounded, zeroing, start, stop))
-
-    run(lambda start, stop: part(arrays, start, stop), whole, simd.LANES)
-    if whole < arrays[0].size:
-        last = [np.zeros(simd.LANES, array.dtype) for array in arrays]
-        for padded, array in zip(last, arrays, strict=True):
-            padded[: array.size - whole] = array[whole:]
-        part(last, 0, simd.LANES)
-        put_back(last, arrays, whole)
-    return sum(counts)
+    tensors = parameter, gradient, second, codes
+    return in_lanes(tensors, lambda arrays, *ends: _logarithms(*arrays, *how, rounded, zeroing, *ends))
 
 
 @kernel
