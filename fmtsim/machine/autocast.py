@@ -121,17 +121,21 @@ def _kernel(name: str, policy: Callable) -> Callable:
     return kernel
 
 
-def _registered() -> torch.library.Library:
-    """Put a GPU's lists in place of a CPU's, until the library is destroyed."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+def registered(kernels_by_name: dict[str, Any], key: str) -> torch.library.Library:
+    """Put kernels in the place of ATen's at a dispatch key, until the library is destroyed."""
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of kernels that are put in the place of others
-        policies = {name: policy for policy, names in POLICIES.items() for name in names.split()}
-        for name, policy in policies.items():
-            library.impl(name, _kernel(name, policy))
-        for name in kernels("CPU") - set(policies) - set(SHARED.split()):
-            library.impl(name, torch.library.fallthrough_kernel)
+        for name, kernel in kernels_by_name.items():
+            library.impl(name, kernel, key)
     return library
+
+
+def _lists() -> dict[str, Any]:
+    """Return the kernels that make a CPU's autocast a GPU's."""
+    policies = {name: policy for policy, names in POLICIES.items() for name in names.split()}
+    plain = dict.fromkeys(kernels("CPU") - set(policies) - set(SHARED.split()), torch.library.fallthrough_kernel)
+    return plain | {name: _kernel(name, policy) for name, policy in policies.items()}
 
 
 @contextmanager
@@ -144,7 +148,7 @@ def gpu_autocast() -> Iterator[None]:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         if not libraries:
-            libraries.append(_registered())
+            libraries.append(registered(_lists(), "AutocastCPU"))
         autocast(self, device_type, dtype, *options, **named)
 
     def start_scaler(self: Any, device: str = "cuda", *options: Any, **named: Any) -> None:

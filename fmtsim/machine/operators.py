@@ -164,15 +164,15 @@ STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too: the host's ord
 # On a GPU rms_norm is one kernel with a gradient of its own; a CPU has no such operator.
 _TYPES = "Tensor x, int[] shape, Tensor? weight"
 _LIBRARY = torch.library.Library("fmtsim", "FRAGMENT")
-_LIBRARY.define(f"rms_norm({_TYPES}, float eps) -> (Tensor, Tensor)")
+_LIBRARY.define(f"rms_norm({_TYPES}, float? eps) -> (Tensor, Tensor)")
 _LIBRARY.define(f"rms_norm_backward(Tensor g, {_TYPES}, Tensor rstd, bool[2] mask) -> (Tensor, Tensor)")
 
 
 @torch.library.impl(_LIBRARY, "rms_norm", "CompositeExplicitAutograd")
-def _host_rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float) -> Any:
+def _host_rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:
     """Return (y, rstd) in the host's order of sums."""
     dims = list(range(-len(shape), 0))
-    rstd = torch.rsqrt(x.float().square().mean(dims, keepdim=True) + eps)
+    rstd = torch.rsqrt(x.float().square().mean(dims, keepdim=True) + norm.eps_of(eps))
     return (x * rstd if weight is None else x * rstd * weight).to(x.dtype), rstd
 
 
@@ -209,9 +209,7 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
 KNOWN: dict[Any, Callable] = {
     torch.ops.fmtsim.rms_norm: norm.rms_norm,
     torch.ops.fmtsim.rms_norm_backward: _rms_norm_backward,
-    _ATEN._fused_rms_norm: lambda x, shape, weight, eps: norm.rms_norm(
-        x, shape, weight, torch.finfo(torch.float32).eps if eps is None else eps
-    ),
+    _ATEN._fused_rms_norm: norm.rms_norm,
     _ATEN._fused_rms_norm_backward: lambda g, x, shape, rstd, weight, mask: _rms_norm_backward(
         g, x, shape, weight, rstd, mask
     ),

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fmtsim.machine.autocast import gpu_autocast, to_lower
+from fmtsim.machine.autocast import gpu_autocast, registered, to_lower
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, CoverageWarning, did_you_mean
 from fmtsim.support.table import aligned
@@ -30,7 +30,6 @@ RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded
 _HOSTS = ("2.11", "2.13")  # versions of torch whose operators are those of the record
 _HOST_DROPOUT, _HOST_RMS_NORM = functional.dropout, torch.rms_norm
 _HOST_ATTENTION = functional.scaled_dot_product_attention
-_HALVES = (torch.bfloat16, torch.float16)
 _NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "quantized", "fmtsim")
 
 
@@ -49,26 +48,18 @@ def _rms_norm(
     if weight is not None and weight.dtype != x.dtype:
         with torch._C.DisableTorchFunction():
             return _HOST_RMS_NORM(x, shape, weight, eps)
-    return torch.ops.fmtsim.rms_norm(x, list(shape), weight, torch.finfo(torch.float32).eps if eps is None else eps)[0]
+    return torch.ops.fmtsim.rms_norm(x, list(shape), weight, eps)[0]
 
 
-def _softmax_library() -> torch.library.Library:
-    """Return what makes softmax of float16 in float32 one kernel, as on a GPU; on a CPU torch converts first."""
+def _softmax(operator: Callable) -> Callable:
+    """Return softmax of float16 in float32 by one operator, as on a GPU; on a CPU torch converts first."""
 
-    def fork(operator: Callable) -> Callable:
-        def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-            if x.dtype == torch.float16 and dtype == torch.float32:
-                return operator(x, dim, True)  # type: ignore[no-any-return]
-            return operator(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+    def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if x.dtype == torch.float16 and dtype == torch.float32:
+            return operator(x, dim, True)  # type: ignore[no-any-return]
+        return operator(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
 
-        return call
-
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it takes torch's place
-        library.impl("softmax.int", fork(torch.ops.aten._softmax), "CompositeImplicitAutograd")
-        library.impl("log_softmax.int", fork(torch.ops.aten._log_softmax), "CompositeImplicitAutograd")
-    return library
+    return call
 
 
 def _takes_efficient(
@@ -88,7 +79,7 @@ def _takes_efficient(
         return False
     tensors = [q, k, v] if mask is None else [q, k, v, mask]
     return (
-        q.dtype in (torch.float32, *_HALVES)
+        q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(x.dtype == q.dtype or (x is mask and x.dtype == torch.bool) for x in tensors)
         and all(x.stride(-1) == 1 for x in tensors)
         and (q.ndim, q.shape[:2], q.shape[-1]) == (4, k.shape[:2], v.shape[-1])
@@ -185,7 +176,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             for module, name, fork in forks:  # torch.nn's own functions call each other without a function mode
                 stack.enter_context(mock.patch.object(module, name, fork))
             stack.enter_context(gpu_autocast())
-            stack.callback(_softmax_library()._destroy)
+            aten = torch.ops.aten
+            softmax = {"softmax.int": _softmax(aten._softmax), "log_softmax.int": _softmax(aten._log_softmax)}
+            stack.callback(registered(softmax, "CompositeImplicitAutograd")._destroy)
             super().__enter__()
             self._entered.append(stack.pop_all())
         return self
