@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.gemm.targets import doubts
-from fmtsim.gemm.targets.target import get_target
-from fmtsim.lab.training.lockstep import recording
 from fmtsim.nn import convert, modules, report
 from fmtsim.nn.explain_layer import explain_layer
 from fmtsim.nn.modules import EmulatedTransposed
@@ -31,12 +30,12 @@ RECIPES = {
 
 def asked_in_a_step(make, recipe, target, x):
     """Return a converted layer, and the calls that a target is really asked about in a step."""
-    record = recording(get_target(target))
-    module = convert(make().to(BF16), recipe=linear_on(record, recipe), generator=1)
-    y = module(*x)
-    y = y if isinstance(y, torch.Tensor) else y[0]
-    y.backward(torch.ones_like(y))
-    return module, list(record.asked)
+    module = convert(make().to(BF16), recipe=linear_on(target, recipe), generator=1)
+    with seen_calls() as calls:
+        y = module(*x)
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        y.backward(torch.ones_like(y))
+    return module, [call.facts() for call in calls]
 
 
 def linear_on(target, recipe):
@@ -105,13 +104,13 @@ def test_what_is_told_under_every_recipe_is_what_a_step_asks_for(recipe, target)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("recipe", "target"), RECIPES.items())
 def test_what_is_told_on_a_gpu_is_what_a_step_asks_for_there(recipe, target):
-    record = recording(get_target(target))
-    config = get_recipe(recipe).on(target=record, native=False).linear
+    config = get_recipe(recipe).on(target=target, native=False).linear
     module = convert(nn.Linear(128, 256).to(BF16).cuda(), recipe=config, generator=1)
     x = normal(2, 64, 128, seed=1).to(BF16).cuda().requires_grad_()
-    y = module(x)
-    y.backward(torch.ones_like(y))
-    asked = list(record.asked)
+    with torch.autograd.set_multithreading_enabled(False), seen_calls() as calls:
+        y = module(x)
+        y.backward(torch.ones_like(y))
+    asked = [call.facts() for call in calls]
     found = explain_layer(module, x)
     assert told(found) == asked and len(asked) == 3
     assert dict(found.dgrad.rows)["runs"] == "emulated: native=False"
@@ -156,10 +155,10 @@ def test_what_is_told_of_a_transposed_weight_is_what_a_step_asks_for(monkeypatch
     x = normal(48, 128, seed=1).to(BF16).requires_grad_()
     module, asked = asked_in_a_step(Transposed, "amp_bf16", "h200", (x,))
     assert told(explain_layer(module, x)) == asked and asked[0].b_layout == "column"
-    record = recording(get_target("h200"))
-    compiled = torch.compile(convert(Transposed().to(BF16), recipe=linear_on(record, "amp_bf16")), backend="aot_eager")
-    compiled(x).sum().backward()
-    assert set(record.asked) == set(asked)
+    compiled = torch.compile(convert(Transposed().to(BF16), recipe=linear_on("h200", "amp_bf16")), backend="aot_eager")
+    with seen_calls() as calls:
+        compiled(x).sum().backward()
+    assert {call.facts() for call in calls} == set(asked)
 
 
 def test_products_of_a_unit_of_integers_and_of_no_machine():

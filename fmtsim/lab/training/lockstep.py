@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
+from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.gemm.targets.doubts import collected_guesses
 from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.bisect import bisect
@@ -90,18 +91,6 @@ class Lockstep:
         return self.mismatch is None and (self.stopped is None or self.timed_out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordingTarget(Target):
-    """A target that keeps what it was asked."""
-
-    asked: dict[GemmCall, GemmSpec] = field(default_factory=dict)
-
-    def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
-        """Return what the target says, and remember it."""
-        self.asked[call] = spec = Target.resolve(self, call, strict=strict)
-        return spec
-
-
 def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minutes: float | None = None) -> Lockstep:
     """Train with the GPU's own products and with emulated ones, in lockstep.
 
@@ -119,20 +108,12 @@ def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minute
         reason = why_not_native(target, config.device)
         if reason is not None:
             raise ArgumentError(f"--check native is not possible: {reason}; pass --device cuda on the target's GPU")
-        record = recording(target)
-        sides = (
-            build_side("native", config, target=record, native=True),
-            build_side("emulated", config, target=record, native=False),
-        )
-        with collected_guesses() as guesses:
+        sides = build_side("native", config, native=True), build_side("emulated", config, native=False)
+        in_this_thread = torch.autograd.set_multithreading_enabled(False)  # backward too is seen
+        with collected_guesses() as guesses, in_this_thread, seen_calls() as calls:
             result = run_lockstep(sides, config, corpus, progress, minutes)
-    result.products, result.guesses = list(record.asked.items()), guesses
+    result.products, result.guesses = [(call.facts(), spec) for call, spec in calls.items()], guesses
     return result
-
-
-def recording(target: Target) -> RecordingTarget:
-    """Return a copy of a target that remembers the calls it is asked about."""
-    return RecordingTarget(**{f.name: getattr(target, f.name) for f in dataclasses.fields(Target)})
 
 
 def emulates_head(config: TrainConfig) -> bool:
