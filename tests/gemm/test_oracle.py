@@ -9,13 +9,13 @@ import pytest
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from tests.support.bits import assert_identical
+from tests.support.product_oracle import epilogue_oracle, gemm_oracle
 from tests.support.refusals import refused
 
 INF, NAN = math.inf, math.nan

@@ -9,12 +9,12 @@ import pytest
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.oracle_units import Product, exact, fused_block, pairwise_block, round_exact, two_stage_block
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.datapath import Datapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_identical, identical
+from tests.support.product_oracle_units import Product, exact, fused_block, pairwise_block, round_exact, two_stage_block
 
 INF, NAN = math.inf, math.nan
 BF16, FP16 = get_format("bf16"), get_format("fp16")

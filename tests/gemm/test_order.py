@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from fmtsim.gemm.products.oracle import order_of_products
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import schedule
 from fmtsim.support.errors import ArgumentError
+from tests.support.product_oracle import order_of_products
 
 FOUR = Datapath(block=4)
 CHAIN = GemmPlan()

@@ -7,9 +7,9 @@ import torch
 
 from fmtsim import Datapath, GemmPlan, get_format, get_unit
 from fmtsim.gemm.products.operator import output_format
-from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import INTEGERS
+from tests.support.product_oracle import epilogue_oracle, gemm_oracle
 
 NAN = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
 

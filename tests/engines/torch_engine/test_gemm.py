@@ -16,7 +16,6 @@ from fmtsim.engines.torch_engine.gemm_units import integer_sums
 from fmtsim.engines.torch_engine.gemm_wide import WideUnit
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.oracle import gemm_oracle
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
@@ -27,6 +26,7 @@ from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.casts import ROUNDINGS, adversarial, words_for
 from tests.support.gemm_engine import operand
+from tests.support.product_oracle import gemm_oracle
 
 FMA = Datapath(block=1, fraction_bits=None, rounding=Rounding(), signed_zero=True)
 FMA64 = replace(FMA, accumulator=get_format("fp64"))

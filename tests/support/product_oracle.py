@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products in exact integers: slow, obvious, and what engines are held to (docs/matmul.md, section 4).
 
-What a unit does with one block is in ``oracle_units.py``; here products become blocks, chains, parts, sums and outputs.
+What a unit does with one block is in ``product_oracle_units.py``; here products become blocks, chains, parts, sums and
+outputs.
 The accumulation order is written as labels: every index k gets the numbers of its part, chain, tile, window and half
 (rules 1 and 2), and sorting by these numbers is the order. No floating-point operation decides anything, and nothing is
 shared with an engine, nor with ``schedule.py``.
@@ -13,7 +14,13 @@ from itertools import count, repeat
 from typing import Any
 
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.oracle_units import (
+from fmtsim.rounding.oracle import round_value
+from fmtsim.rounding.philox import random_integer
+from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath, TwoStageDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import Epilogue, GemmPlan
+from fmtsim.support.errors import ArgumentError
+from tests.support.product_oracle_units import (
     Product,
     add,
     fma,
@@ -24,12 +31,6 @@ from fmtsim.gemm.products.oracle_units import (
     to_int32,
     two_stage_block,
 )
-from fmtsim.rounding.oracle import round_value
-from fmtsim.rounding.philox import random_integer
-from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath, TwoStageDatapath
-from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.plan import Epilogue, GemmPlan
-from fmtsim.support.errors import ArgumentError
 
 Block = list[int]
 Chain = list[Block]
