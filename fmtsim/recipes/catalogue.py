@@ -4,9 +4,7 @@
 Recipes of 16 bits and more, and of integers and logarithmic numbers, are here; float8.py and float4.py have the others.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
 
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
@@ -14,10 +12,8 @@ from fmtsim.recipes import float4, float8
 from fmtsim.recipes.build import BLACKWELL, CHAIN, FORWARD, HIGH, HOPPER, cast, layer
 from fmtsim.recipes.spec import LossScale, Recipe
 from fmtsim.recipes.system import OptimizerConfig
-from fmtsim.recipes.table import briefly
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
-from fmtsim.support.table import markdown
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py and the CPU and CUDA kernels behind it"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources; details unverified)"
@@ -187,23 +183,3 @@ _INTEGERS = (
 )
 
 RECIPES: tuple[Recipe, ...] = (*_WIDE, *float8.RECIPES, *float4.RECIPES, *_INTEGERS)
-MARKS: Final = ("<!-- recipes -->", "<!-- end -->")
-
-
-def catalogue_markdown(recipes: Iterable[Recipe]) -> str:
-    """Return the recipes as a Markdown table, one line each: name, what it runs, source."""
-    rows = [("Name", "Operands forward", "Operands backward (dx; dw)", "Beside it", "Source")]
-    for recipe in recipes:
-        names = "`, `".join((recipe.name, *recipe.aliases))
-        forward, backward = ("high precision",) * 2 if recipe.linear is None else briefly(recipe.linear)
-        beside = [f"{rule.where}: {briefly(rule.use)[0] if rule.use else 'high precision'}" for rule in recipe.rules]
-        beside += [text for name, text in recipe.facts() if name not in ("rule", "source", "notes")]
-        rows.append((f"`{names}`", forward, backward, "; ".join(beside), recipe.source))
-    return markdown(rows)
-
-
-def with_catalogue(page: str, recipes: Iterable[Recipe]) -> str:
-    """Return a page of Markdown with the table of recipes written anew between its two ``MARKS``."""
-    before, _, rest = page.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n{catalogue_markdown(recipes)}\n{MARKS[1]}{after}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of a layer for the eye: as a table, in text and in HTML, and in a few words each."""
+"""Operands of a layer for the eye: as a table, in text and in HTML."""
 
 from collections.abc import Iterable
 from html import escape
@@ -11,7 +11,6 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.table import aligned, filled, html
 
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
-_KEPT = "the forward codes"
 _SOURCES = {"original": "the tensor", "forward": "the forward codes", "requantised": "the forward codes, again",
             "stored": "stored codes"}  # fmt: skip
 
@@ -77,16 +76,3 @@ def _scale(quantizer: Quantizer) -> str:
     return (
         f"{block_text(fmt.block)}, {fmt.scale.name} by {fmt.scale_rule}{', tensor scale' if fmt.tensor_scale else ''}"
     )
-
-
-def briefly(config: LinearConfig) -> tuple[str, str]:
-    """Return the operands of the forward and of the two backward products in a few words each."""
-    brief = {name: _KEPT if q.source == "forward" else str(q) for name, q in config.operands.items()}
-    x, w = brief["x_f"], brief["w_f"]
-    forward = x if x == w else f"x {x}; w {w}"
-    first, second = brief["g_w"], brief["g_d"]
-    pairs = [(second, brief["w_d"]), (second if first == _KEPT else first, brief["x_w"])]
-    texts = [a if a == b else f"{a} with {b}" for a, b in pairs]
-    if config.wgrad.out not in (Quantizer(), config.fprop.out):
-        texts[1] += f", to {config.wgrad.out}"
-    return forward, texts[0] if texts[0] == texts[1] else "; ".join(texts)

@@ -17,16 +17,18 @@ from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.optim import get_scheme
 from fmtsim.recipes import Level, LossScale, Recipe, Replacement, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.recipes.catalogue import MARKS, RECIPES, catalogue_markdown, with_catalogue
+from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.registry import _registered, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.table import HEADINGS
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
+from tools.recipes_page import MARKS, catalogue_markdown, with_catalogue
 
 NAMES = [recipe.name for recipe in RECIPES]
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "recipes.md"
 
 
 @pytest.fixture
@@ -136,13 +138,15 @@ def test_a_recipe_of_ones_own_is_listed(own):
 
 def test_the_page_of_recipes_is_written_from_the_records(tmp_path, monkeypatch):
     page = PAGE.read_text(encoding="utf-8")
-    assert page == with_catalogue(page, RECIPES), "docs/recipes.md is behind the records; run python -m fmtsim.recipes"
+    assert page == with_catalogue(page, RECIPES), (
+        "docs/recipes.md is behind the records; run tools.recipes_page"
+    )
     planted = page.replace("| `mu_s` | e4m3 |", "| `mu_s` | e5m2 |")
     assert planted != page and with_catalogue(planted, RECIPES) == page
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "recipes.md").write_text(planted, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    runpy.run_module("fmtsim.recipes", run_name="__main__")
+    runpy.run_path(str(ROOT / "tools" / "recipes_page.py"), run_name="__main__")
     assert Path("docs/recipes.md").read_text(encoding="utf-8") == page
     table = catalogue_markdown(RECIPES).splitlines()
     assert len(table) == len(RECIPES) + 2 and all(mark in page for mark in MARKS)

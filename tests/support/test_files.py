@@ -240,7 +240,6 @@ def test_there_is_one_writer():
     assert {name: calls for name, calls in writers.items() if calls and not name.startswith("engines/")} == {
         "support/files.py": ["Path(path).write_bytes(data)", "open(temporary, 'xb')"],
         "lab/cli/main.py": ["open(os.devnull, 'w', encoding='utf-8')"],
-        "recipes/__main__.py": ["PAGE.write_text(with_catalogue(PAGE.read_text(encoding='utf-8'), RECIPES), encoding='utf-8')"],  # noqa: E501
     }  # fmt: skip
 
 
