@@ -17,10 +17,6 @@ _THREADS, _WARP, _MULTIPROCESSORS, _THREADS_A_MULTIPROCESSOR = 512, 32, 132, 204
 _ACCUMULATORS = 4  # of a thread that loads single elements
 
 
-def _power_of_two_below(n: int) -> int:
-    return 1 << (max(1, n).bit_length() - 1)
-
-
 class ReducePlan(NamedTuple):
     """Who adds what: blocks of ``width`` x ``height`` threads, ``blocks`` of them for one result.
 
@@ -36,7 +32,7 @@ class ReducePlan(NamedTuple):
 
 
 def _block(dim0: int, dim1: int, threads: int) -> tuple[int, int]:
-    dim0, dim1 = (min(_power_of_two_below(n), threads) for n in (dim0, dim1))
+    dim0, dim1 = (min(1 << (max(1, n).bit_length() - 1), threads) for n in (dim0, dim1))
     width = min(dim0, _WARP)
     height = min(dim1, threads // width)
     return min(dim0, threads // height), height
@@ -102,11 +98,6 @@ def _add_last(x, starts, partial, threads, vector, loads, squares, start, stop):
                 partial[row, thread, accumulator] += x[row, j]
 
 
-def _add_blocks(x_f32: np.ndarray, width: int, height: int) -> np.ndarray:
-    """Return the sums of [results, blocks] by one block of width x height threads."""
-    return tree(tree(add_strided(x_f32, width * height).reshape(-1, height, width)))
-
-
 def sum_last(
     x_f32: np.ndarray, starts: np.ndarray, element_bytes: int, squares: bool = False, loads: bool = True
 ) -> np.ndarray:
@@ -123,7 +114,7 @@ def sum_last(
     total = tree(tree(chain(partial).reshape(results, plan.blocks, plan.height, plan.width)))
     if plan.blocks == 1:
         return total[:, 0]
-    return _add_blocks(total, plan.width, plan.height)
+    return tree(tree(add_strided(total, plan.width * plan.height).reshape(-1, plan.height, plan.width)))
 
 
 def sum_first(x_f32: np.ndarray) -> np.ndarray:

@@ -18,8 +18,9 @@ from fmtsim.lab.training.learner import Learner
 from fmtsim.lab.training.models import build_model, without_head
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn.convert import convert, set_step
-from fmtsim.nn.coverage import Coverage, RawWeight
-from fmtsim.nn.report import Report, ReportRow
+from fmtsim.nn.report import Report
+from fmtsim.support.records import record_of
+from fmtsim.support.table import jsonable
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,20 +67,8 @@ class Run:
     def of_state(cls, state: dict[str, Any]) -> "Run":
         """Return the run that ``state_dict`` described."""
         stats, report = state["stats"], state["report"]
-        if stats is not None:
-            stats = Observation.of_state(stats)
-        if report is not None:
-            rows = tuple(ReportRow(**row) for row in report["rows"])
-            coverage = report["coverage"]
-            raw = tuple(RawWeight(**row) for row in coverage["raw"])
-            report = Report(
-                rows=rows,
-                notes=tuple(report["notes"]),
-                coverage=Coverage(
-                    **{**coverage, "raw": raw, **{name: tuple(coverage[name]) for name in ("uncounted", "dtypes")}}
-                ),
-                summary=report["summary"],
-            )
+        stats = None if stats is None else Observation.of_state(stats)
+        report = None if report is None else record_of(Report, jsonable(report), "report")
         return cls(**{**state, "stats": stats, "report": report})
 
 
