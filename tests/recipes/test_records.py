@@ -138,9 +138,7 @@ def test_a_recipe_of_ones_own_is_listed(own):
 
 def test_the_page_of_recipes_is_written_from_the_records(tmp_path, monkeypatch):
     page = PAGE.read_text(encoding="utf-8")
-    assert page == with_catalogue(page, RECIPES), (
-        "docs/recipes.md is behind the records; run tools.recipes_page"
-    )
+    assert page == with_catalogue(page, RECIPES), "docs/recipes.md is behind the records; run tools.recipes_page"
     planted = page.replace("| `mu_s` | e4m3 |", "| `mu_s` | e5m2 |")
     assert planted != page and with_catalogue(planted, RECIPES) == page
     (tmp_path / "docs").mkdir()
