@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from tests.machine.cases import BF16, F32, FP16, Case, initial, numbers, trained
+from tests.machine.cases import BF16, F32, FP16, Case, numbers
+from tests.machine.training_cases import initial, trained
 
 
 def _attention(x, y):  # type: ignore[no-untyped-def]

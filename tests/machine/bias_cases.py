@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.machine.cases import BF16, F32, FP16, Case, Norm, numbers
+from tests.machine.cases import BF16, F32, FP16, Case, numbers
+from tests.machine.training_cases import Norm
 
 
 def _bias(kind: str, seed: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
