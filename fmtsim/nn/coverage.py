@@ -258,6 +258,8 @@ def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
     """Return why a module's weights are not simulated, to the best of what is known."""
     if isinstance(module, EmulatedModule):
         return COMPUTED if isinstance(module, ParameterProduct) and module.computed and not module.seen else PLAIN
+    if not reasons and isinstance(module, ParametrizationList):
+        return "not converted"  # the layer whose weight it makes
     owner = name.partition(".parametrizations")[0].removeprefix("parametrizations.weight")
     why = reasons.get(owner) or reasons.get(name) or why_not(module) or (ADDED if reasons else "not converted")
     return f"no emulated form of {type(module).__name__}" if why == NO_MATRIX else why

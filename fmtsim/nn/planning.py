@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from fmtsim.casts.arguments import takes
 from fmtsim.formats.block import Format
@@ -232,6 +233,8 @@ def why_not(module: nn.Module) -> str | None:
             return LOOKED_UP
         if base is None and all(p.dim() < 2 for p in module.parameters(recurse=False)):
             return NO_MATRIX
+        if isinstance(module, parametrize.ParametrizationList):
+            return "the product of a parametrization, which makes a weight of it"
         if base is None:
             return f"no emulated form of {cls.__name__}"
         return f"overrides {base.__name__}.forward; call fmtsim.EmulatedGEMM in it"

@@ -267,6 +267,16 @@ def test_a_depthwise_convolution_that_its_model_computes_has_the_reason_of_its_r
     assert raw.reason == rows["1.conv"] and raw.reason.startswith("depthwise: ")
 
 
+def test_what_a_parametrization_multiplies_itself_is_told_apart_from_its_layer():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(32, 16)), nn.Linear(16, 32))
+    assert {row.reason for row in report(model, X).coverage.raw} == {"not converted"}
+    convert(model, recipe="te_current")
+    (raw,), rows = report(model, X).coverage.raw, {row.name: row.detail for row in report(model, X).rows}
+    assert (raw.name, raw.multiply_adds) == ("0", 3 * 32 * 16)  # spectral_norm: two steps of its power iteration, then u W v
+    assert raw.reason == rows["0.parametrizations.weight"]
+    assert raw.reason == "the product of a parametrization, which makes a weight of it" and rows["0"] == "te_current"
+
+
 class Shared(nn.Module):
     """Share a weight between two layers, and one between an embedding and a head that is read, not called."""
 
