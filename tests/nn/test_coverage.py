@@ -272,7 +272,10 @@ def test_what_a_parametrization_multiplies_itself_is_told_apart_from_its_layer()
     assert {row.reason for row in report(model, X).coverage.raw} == {"not converted"}
     convert(model, recipe="te_current")
     (raw,), rows = report(model, X).coverage.raw, {row.name: row.detail for row in report(model, X).rows}
-    assert (raw.name, raw.multiply_adds) == ("0", 3 * 32 * 16)  # spectral_norm: two steps of its power iteration, then u W v
+    assert (raw.name, raw.multiply_adds) == (
+        "0",
+        3 * 32 * 16,
+    )  # spectral_norm: two steps of its power iteration, then u W v
     assert raw.reason == rows["0.parametrizations.weight"]
     assert raw.reason == "the product of a parametrization, which makes a weight of it" and rows["0"] == "te_current"
 

@@ -37,29 +37,40 @@ def verdict(record: Mapping[str, Any]) -> Words:
     if simulated is None or not simulated["losses"]:
         return [("Gap", "not known: the simulated run had not begun")]
     gap, clear = _gap_within(baseline, simulated)
-    found = suspects(simulated)
+    return [("Gap", gap), (SEEDS, _seeds(clear)), *_next(suspects(simulated), clear, simulated["nonfinite"])]
+
+
+def _next(found: Sequence[Suspect], clear: bool | None, nonfinite: Any) -> Words:
     names = "; ".join(f"{i}. {one}" for i, one in enumerate(found, 1))
     return [
-        ("Gap", gap),
-        (SEEDS, _seeds(clear)),
         ("Where to look first", names or "no operand costs loss, adds noise or loses more with time"),
-        ("What to try", _advice(found, clear, simulated)),
+        ("What to try", _advice(found, clear, nonfinite)),
     ]
 
 
 def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
-    """Return the verdict of runs that differ in their seed alone: the interval of their mean gap."""
+    """Return the verdict of runs that differ in their seed alone: the interval of their mean gap, and where to look.
+
+    Operands are those that most seeds name; of as many, what the first seeds name counts.
+    """
     gaps = [one["gap"]["final_loss"] for one in records]
     finite = [gap for gap in gaps if gap is not None]
     if len(finite) < len(gaps):
         return [("Gap", f"{len(gaps) - len(finite)} of {len(gaps)} runs stopped before their end")]
     mean, spread = statistics.fmean(finite), statistics.stdev(finite)
     half = _T[min(len(finite) - 2, len(_T) - 1)] * spread / math.sqrt(len(finite))
+    clear = abs(mean) > half
     baselines = statistics.stdev(one["baseline"]["final_loss"] for one in records)
-    answer = f"{'yes' if abs(mean) > half else 'no'}: the interval has {'no ' if abs(mean) > half else ''}zero in it"
+    answer = f"{'yes' if clear else 'no'}: the interval has {'no ' if clear else ''}zero in it"
     size = f"{mean:+.4f} ± {half:.4f} nats per byte, the mean of {len(finite)} seeds and its 95 % interval (Student)"
     scatter = f"losses of the baseline itself scatter by {baselines:.4f} from seed to seed (standard deviation)"
-    return [("Gap", size), (SEEDS, f"{answer}; {scatter}, gaps less, as both runs of a seed share weights and batches")]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for one in (one for record in records for one in suspects(record["simulated"])):
+        reasons.setdefault((one.layer, one.operand), []).append(one.why)
+    order = sorted(reasons, key=lambda name: -len(reasons[name]))[:3]
+    found = [Suspect(*name, f"in {len(reasons[name])} of {len(records)} seeds; {reasons[name][0]}") for name in order]
+    shared = f"{answer}; {scatter}, gaps less, as both runs of a seed share weights and batches"
+    return [("Gap", size), (SEEDS, shared), *_next(found, clear, any(r["simulated"]["nonfinite"] for r in records))]
 
 
 def _gap_within(baseline: Mapping[str, Any], simulated: Mapping[str, Any]) -> tuple[str, bool | None]:
@@ -138,10 +149,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(numbers) if numbers else None
 
 
-def _advice(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any]) -> str:
+def _advice(found: Sequence[Suspect], clear: bool | None, nonfinite: Any) -> str:
     if clear is False:
         return "fewer bits, or more steps: gaps of few steps may open later"
-    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if run["nonfinite"] else []
+    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if nonfinite else []
     if any("saturation" in one.why for one in found):
         advice.append("a format with a larger range, or scales from current maxima (--scaling tensor or tile128)")
     if any(one.operand.startswith("g") for one in found):

@@ -72,13 +72,14 @@ def test_what_grows_is_a_trend_and_a_low_sqnr_is_none():
     assert suspects({"costs": None, "history": {"1": step(1.0)}}) == []
 
 
-def seed(gap, loss):
-    return {"gap": {"final_loss": gap}, "baseline": {"final_loss": loss}}
+def seed(gap, loss, *rows):
+    costs = {"costs": {"rows": list(rows)}, "history": None, "nonfinite": 0}
+    return {"gap": {"final_loss": gap}, "baseline": {"final_loss": loss}, "simulated": costs}
 
 
 def test_seeds_give_an_interval():
     gaps = [0.1, 0.12, 0.11]
-    (_, size), (question, answer) = verdict_of_seeds([seed(gap, 2 + gap) for gap in gaps])
+    (_, size), (question, answer), *_ = verdict_of_seeds([seed(gap, 2 + gap) for gap in gaps])
     half = 4.30 * 0.01 / math.sqrt(3)
     assert size.startswith(f"+0.1100 ± {half:.4f} nats per byte, the mean of 3 seeds") and question == SEEDS
     assert answer.startswith("yes: the interval has no zero in it; losses of the baseline itself scatter by 0.0100")
@@ -86,6 +87,19 @@ def test_seeds_give_an_interval():
         "no: the interval has zero in it"
     )
     assert verdict_of_seeds([seed(None, 2.0), seed(0.1, 2.0)]) == [("Gap", "1 of 2 runs stopped before their end")]
+
+
+def test_seeds_name_together_what_most_of_them_name():
+    rows = ((row("a", "x_f", 0.3), row("b", "w_f", 0.2)), (row("b", "w_f", 0.4), row("c", "w_f", 0.1)))
+    rows += ((row("b", "x_f", 0.5), row("c", "w_f", 0.2)),)
+    told = dict(verdict_of_seeds([seed(0.1 + i / 1000, 2.0, *each) for i, each in enumerate(rows)]))
+    assert told["Where to look first"] == (
+        "1. b, w_f (weights, forward): in 2 of 3 seeds; its rounding costs 0.2 nats of a batch's loss; "
+        "2. c, w_f (weights, forward): in 2 of 3 seeds; its rounding costs 0.1 nats of a batch's loss; "
+        "3. a, x_f (activations, forward): in 1 of 3 seeds; its rounding costs 0.3 nats of a batch's loss"
+    )
+    assert told["What to try"].startswith("finer scales (--scaling block32); these layers in high precision")
+    assert dict(verdict_of_seeds([seed(gap, 2.0) for gap in (0.1, -0.1)]))["What to try"].startswith("fewer bits")
 
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
@@ -114,6 +128,7 @@ def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
     assert [curve["against"] for curve in page["curves"]] == [0, 1, 0, 1, 0]
     told = dict(map(tuple, page["verdict"]))
     assert told["a, b: Gap"].endswith("the mean of 2 seeds and its 95 % interval (Student)") and "c: Gap" in told
+    assert " of 2 seeds; its rounding " in told["a, b: Where to look first"] and told["a, b: What to try"]
     rows = dict(map(tuple, page["configuration"]))
     assert rows["differs.config.seed.b"] == "1" and rows["differs.ran.simulated.formats.c"].startswith("x e5m2")
     assert rows["in all.config.steps"] == "3"
