@@ -17,8 +17,10 @@ from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.learner import Learner
 from fmtsim.lab.training.models import build_model, without_head
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
-from fmtsim.nn.convert import convert, set_step
+from fmtsim.nn.convert import REASONS, convert, set_step
+from fmtsim.nn.planning import FILTERED
 from fmtsim.nn.report import Report
+from fmtsim.recipes.plan import HIGH
 from fmtsim.support.records import record_of
 from fmtsim.support.table import jsonable
 
@@ -168,6 +170,8 @@ def simulate(
         done: dict[str, Any] = dict.fromkeys(("autocast", "loss_scale", "optimizer", "reduction"))
         recipe = dataclasses.replace(scheme.recipe, **done, levels=())
         convert(model, recipe=recipe, total_steps=config.steps, **how)
+    reasons = model.__dict__[REASONS]  # nobody passed filter_fn=
+    reasons |= {name: f"{HIGH}: head" for name, why in reasons.items() if why == FILTERED}
 
 
 def keys(config: TrainConfig) -> torch.Generator:

@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
         "42.8 % of weight multiply-adds simulated (forward and backward)"
     )
     line += "; attention products, 6.6 % of all at 16 tokens, stay in float32 (Recipe(attention=...) and fmtsim.nn."
-    line += "convert_attention quantise them); left: embedding 57.1 % (filter_fn leaves it out)"
+    line += "convert_attention quantise them); left: embedding 57.1 % (the recipe leaves it in high precision: head)"
     assert shown.getvalue() == f"{line}\n{run.label}: stopped, {run.stopped}\n" and run.report.summary == line
     assert math.isnan(run.final_loss) and math.isnan(run.validation) and list(run.stats.history) == [1]
     base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
