@@ -133,6 +133,17 @@ def test_every_control_can_be_used(opened):
     assert page.is_hidden("#heat-metric") and page.is_visible("#heat")
 
 
+@pytest.mark.parametrize("x", [torch.ones(8), torch.zeros(8)], ids=["nothing lost", "zeros"])
+def test_a_run_that_lost_nothing_is_drawn(x, opened):
+    stats = OperandStats().add(x, x, fmtsim.get_format("e4m3"))
+    page = opened(write_page(None, title="t", observation=Observation({"a": {"x_f": stats}, "b": {"x_f": stats}})))
+    for metric in ("underflow_percent", "saturation_percent", "sqnr_db", "amax"):
+        page.select_option("#heat-metric", metric)
+        page.eval_on_selector("#heat-log", "box => { box.checked = !box.disabled; box.onchange?.(); drawHeat(); }")
+        assert page.evaluate("Number.isNaN(scale($('heat-metric').value, true).share(0.5))") is False
+        assert page.text_content("#heat-scale").count("nan") == 0
+
+
 def test_the_heatmap_is_read_with_the_keyboard(opened):
     page = opened(made_report())
     page.select_option("#heat-metric", "underflow_percent")

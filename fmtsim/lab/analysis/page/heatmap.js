@@ -46,9 +46,10 @@ const spanAboveZero = (metric) => [...seen.history[metric], ...seen.totals[metri
 function scale(metric, log) {
   const { floor, worst } = METRICS[metric];
   let [low, high] = span(metric);
-  if (floor && log) low = Math.max(floor, spanAboveZero(metric)); // a share of nothing has no logarithm
+  const least = spanAboveZero(metric); // Infinity where nothing was lost anywhere
+  if (floor && log) low = Math.max(floor, isNumber(least) ? least : 0); // a share of nothing has no logarithm
   if (floor) high = Math.max(high, 10 * low, floor);
-  if (metric === "sqnr_db") log = false;
+  if (metric === "sqnr_db" || !(low > 0)) log = false;
   if (low === high) high = low ? (low > 0 ? low * 2 : low / 2) : 1;
   const on = log ? Math.log2 : (v) => v;
   const share = (v) => {
