@@ -45,9 +45,9 @@ def keys_with(file, old, new):
     from fmtsim.engines.cpu.runtime.kernel_cache import KernelCache
 
     keys.inspect.getsource = lambda module: module.__loader__.get_source(module.__name__)
-    found = [value for module in list(sys.modules.values()) if module.__name__.startswith("fmtsim.engines.cpu.")
-             for value in vars(module).values() if isinstance(getattr(value, "_cache", None), KernelCache)]
-    return {kernel.py_func.__qualname__: keys.reached(kernel.py_func) for kernel in found}
+    return {name: keys.reached(value.py_func)
+            for module in list(sys.modules.values()) if module.__name__.startswith("fmtsim.engines.cpu.")
+            for name, value in vars(module).items() if isinstance(getattr(value, "_cache", None), KernelCache)}
 
 for edit in json.loads(sys.argv[1]):
     sys.stdout.flush()

@@ -315,44 +315,22 @@ def _prefetch(x, base):
         prefetch(x, i + 4 * _CHUNK)
 
 
-@kernel
-def nearest_saturating(x, y, g):
-    """Quantise float32 x into float32 y, to nearest even; one of four kernels, so that each compiles fast."""
-    for base in range(0, x.size, _CHUNK):
-        _prefetch(x, base)
-        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
-        for i in range(part.size):
-            result[i] = nearest_magic(part[i], g, False)
+def _nearest(rounded, option):  # type: ignore[no-untyped-def]
+    """Return a kernel that quantises float32 x into float32 y to nearest even; one for each option compiles fast."""
+
+    @kernel
+    def flat(x, y, g):  # type: ignore[no-untyped-def]
+        for base in range(0, x.size, _CHUNK):
+            _prefetch(x, base)
+            part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
+            for i in range(part.size):
+                result[i] = rounded(part[i], g, option)
+
+    return flat
 
 
-@kernel
-def nearest_special(x, y, g):
-    """Quantise float32 x into float32 y where overflow gives Inf or NaN."""
-    for base in range(0, x.size, _CHUNK):
-        _prefetch(x, base)
-        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
-        for i in range(part.size):
-            result[i] = nearest_magic(part[i], g, True)
-
-
-@kernel
-def nearest_linear(x, y, g):
-    """Quantise float32 x into float32 y by bit addition."""
-    for base in range(0, x.size, _CHUNK):
-        _prefetch(x, base)
-        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
-        for i in range(part.size):
-            result[i] = nearest_bits(part[i], g, False)
-
-
-@kernel
-def nearest_flushed(x, y, g):
-    """Quantise float32 x into float32 y by bit addition, where the lowest numbers need a comparison."""
-    for base in range(0, x.size, _CHUNK):
-        _prefetch(x, base)
-        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
-        for i in range(part.size):
-            result[i] = nearest_bits(part[i], g, True)
+nearest_saturating, nearest_special = _nearest(nearest_magic, False), _nearest(nearest_magic, True)
+nearest_linear, nearest_flushed = _nearest(nearest_bits, False), _nearest(nearest_bits, True)
 
 
 def nearest_kernel(g):  # type: ignore[no-untyped-def]
