@@ -46,12 +46,15 @@ _BLOCKED = re.compile(rf"(.+)_({'|'.join(BLOCK_NAMES.values())}|{_SIZE}x{_SIZE})
 _WITH_WIDTH = re.compile(r"fp([0-9]{1,2})_(e[0-9]m[0-9](?:fn|fnuz|b11fnuz)?)")  # as vLLM and others write them
 _WIDTHS = {  # names of a width, which several formats have
     "fp4": ("e2m1", "nvfp4"), "fp6": ("e2m3", "e3m2", "mxfp6_e2m3"), "fp8": ("e4m3", "e5m2"),
-    "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"), "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"),
+    "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"), "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"), "bf8": ("e5m2", "e5m2fnuz"),
 }  # fmt: skip
 
 _TAPERED = "fields of varying width are not described here; list the values: fmtsim.formats.spec.CodebookFormat(...)"
 _SHARED = "a block that shares a power of two is 'mxint8', or integers under one: 'int8_1x16_floor', 'int4_1x16_floor'"
-_ELSEWHERE = {"posit": _TAPERED, "takum": _TAPERED, "hif": _TAPERED, "bfp": _SHARED, "msfp": _SHARED}  # by beginnings
+_ELSEWHERE = {  # by beginnings
+    "posit": _TAPERED, "takum": _TAPERED, "hif": _TAPERED, "unum": _TAPERED, "bfp": _SHARED, "msfp": _SHARED,
+    "ternary": "-1, 0 and 1 are 'int2'",
+}  # fmt: skip
 
 _formats: dict[str, Format] = {}  # by name, in the order of registration
 _lookup: dict[str, Format] = {}  # by lower-case name and alias

@@ -208,7 +208,8 @@ def test_names_by_family():
 @pytest.mark.parametrize(("name", "hint"), [
     ("posit8", r"list the values: fmtsim.formats.spec.CodebookFormat\("), ("hif8", r"fields of varying width"),
     ("bfp16", r"is 'mxint8', or integers under one: 'int8_1x16_floor'"), ("msfp12", r", 'int4_1x16_floor'"),
-    ("fp6", r"did you mean 'e2m3' or 'e3m2' or 'mxfp6_e2m3'\?"),
+    ("unum", r"fields of varying width"), ("ternary", r"-1, 0 and 1 are 'int2'"),
+    ("bf8", r"did you mean 'e5m2' or 'e5m2fnuz'\?"), ("fp6", r"did you mean 'e2m3' or 'e3m2' or 'mxfp6_e2m3'\?"),
 ])  # fmt: skip
 def test_names_of_other_libraries_say_what_to_take(name, hint):
     with pytest.raises(FormatError, match=f"^unknown format '{name}'; .*{hint}"):
