@@ -168,6 +168,8 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
     }
     model_config: Any = getattr(model, "config", None)
     config = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
+    if config.get("architectures", ()) is None:  # save_pretrained writes it, and vLLM needs it
+        config["architectures"] = [type(model).__name__]
     return json.dumps({**config, "quantization_config": quantization}, indent=2, default=str) + "\n"
 
 

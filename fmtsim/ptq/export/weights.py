@@ -143,6 +143,12 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
         if isinstance(module, EmulatedLinear) and (coded_weight := _coded(name, module, rounded.get(name))) is not None:
             coded.append(coded_weight)
     if not coded:
+        kinds = {module.original_class.__name__ for _, module in converted_modules(model, "export")} - {"Linear"}
+        if rounded and kinds:
+            raise ArgumentError(
+                f"the quantised layers of {type(model).__name__} are {', '.join(sorted(kinds))}, and layouts have codes "
+                "of nn.Linear alone; save it by fmtsim.state(model)"
+            )
         raise ArgumentError(
             f"{type(model).__name__} has no linear layer with a quantised weight; call fmtsim.ptq(model, recipe, data) "
             "first, or train it under a recipe that quantises weights"

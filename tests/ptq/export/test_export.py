@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,14 @@ def test_an_export_holds_what_was_rounded(layout, scheme, tmp_path):
         assert list(found.coded) == ["0", "2"] and found.values == ("0.bias",)
         assert same(fmtsim.read_export(path), model)
         assert str(found).endswith(f"{layout}, weights of 2 in {found.coded['0']}, 1 tensors as values")
+
+
+def test_a_config_without_architectures_gets_the_models_class(tmp_path):
+    model = quantised("int4_g32")
+    for architectures, written in ((None, ["Sequential"]), (["Other"], ["Other"])):
+        model.config = SimpleNamespace(to_dict=lambda found=architectures: {"architectures": found})
+        fmtsim.export(model, tmp_path / "m", "compressed-tensors")
+        assert json.loads((tmp_path / "m" / "config.json").read_text())["architectures"] == written
 
 
 def test_a_config_groups_layers_by_scheme_and_names_the_layout(tmp_path):
@@ -186,6 +195,8 @@ BAD = [
     (lambda: quantised("gaudi_unit"), "compressed-tensors", r"has no e4m3_ieee in blocks of"),
     (lambda: quantised("e3m4_static"), "compressed-tensors", r"has no e3m4fn in blocks of"),
     (lambda: quantised("e5m2_direct"), "compressed-tensors", r"has no e5m2 in blocks of"),
+    (lambda: fmtsim.ptq(nn.Sequential(nn.Conv1d(64, 64, 1)), "int4_g32"), "torchao",
+     r"the quantised layers of Sequential are Conv1d, and layouts have codes of nn.Linear alone; save it by"),
     (lambda: rotated_online(), "compressed-tensors",
      r"layer '2': its inputs are rotated at every call, for which .*; choose a recipe without Rotate\(online=True\)"),
     (lambda: quantised("int8_smooth", model=nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8))), "torchao",
