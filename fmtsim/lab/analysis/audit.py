@@ -11,8 +11,8 @@ from torch import Tensor
 from fmtsim.gemm.products.matmul import linear, mm
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.lab.analysis.fingerprint import Fingerprints
-from fmtsim.lab.analysis.stored_call import CALL, read_call
-from fmtsim.lab.analysis.trace import Operation, Trace
+from fmtsim.lab.analysis.stored_call import read_call
+from fmtsim.lab.analysis.trace import CALL, Operation, Trace
 from fmtsim.machine.simulate import RECORDED, TARGETS, simulate
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.compare import Comparison, compare
-from fmtsim.lab.analysis.trace import AGAIN, Level, Operation, TensorBits, Trace
+from fmtsim.lab.analysis.trace import AGAIN, CALL, Level, Operation, TensorBits, Trace
 from fmtsim.lab.analysis.tracing import traced_step
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
@@ -115,8 +115,8 @@ class Bisection(table.Result):
             yield "values", f"at {list(first.index)}: {values}"
             ulp = "" if c.max_ulp is None else f", at most {c.max_ulp:,} ulp apart (median {c.median_ulp:,})"
             yield "how many", f"{c.mismatches:,} of {c.count:,}{ulp}"
-        others = dict(b.facts)
-        for name, text in a.facts:
+        others = {name: text for name, text in b.facts if name != CALL}
+        for name, text in (fact for fact in a.facts if fact[0] != CALL):
             other = others.pop(name, "")
             yield from [(name, text)] if text == other else [(f"{name}, a", text), (f"{name}, b", other or "none")]
         yield from ((f"{name}, b", text) for name, text in others.items())

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CALL = "call"  # the heading of the JSON among an operation's facts
+from fmtsim.lab.analysis.trace import CALL
+
 Facts = Callable[[], list[tuple[str, str]]]
 
 

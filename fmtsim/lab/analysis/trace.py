@@ -22,6 +22,8 @@ Level = Literal["modules", "aten"]
 Direction = Literal["forward", "backward"]
 AGAIN = "recomputed "
 """What the names of modules' calls begin with that activation checkpointing runs again."""
+CALL = "stored call"
+"""The heading of an operator's arguments, as JSON for ``audit``, among the facts of an operation."""
 
 _SHOWN = 60  # operations in a text
 _KEY = "fmtsim_trace"

@@ -146,8 +146,8 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
         kinds = {module.original_class.__name__ for _, module in converted_modules(model, "export")} - {"Linear"}
         if rounded and kinds:
             raise ArgumentError(
-                f"the quantised layers of {type(model).__name__} are {', '.join(sorted(kinds))}, and layouts have codes "
-                "of nn.Linear alone; save it by fmtsim.state(model)"
+                f"the quantised layers of {type(model).__name__} are {', '.join(sorted(kinds))}, and layouts have "
+                "codes of nn.Linear alone; save it by fmtsim.state(model)"
             )
         raise ArgumentError(
             f"{type(model).__name__} has no linear layer with a quantised weight; call fmtsim.ptq(model, recipe, data) "

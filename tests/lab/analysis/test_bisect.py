@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.gemm.layers import passes
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
-from fmtsim.lab.analysis.trace import Trace
+from fmtsim.lab.analysis.trace import CALL, Trace
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
 from tests.support.models import Block
@@ -179,6 +179,14 @@ def test_random_keys_that_differ_are_said(traces):
     found = fmtsim.bisect(traces["stochastic"], fmtsim.trace(made, BATCH, loss))
     named(found, "0.up forward: x_f")
     assert "output: its inputs are equal, its random key is not" in str(found)
+
+
+def test_the_arguments_that_a_trace_stores_are_not_told():
+    other = plain()
+    other[1].factor = 1.01
+    found = fmtsim.bisect(*(fmtsim.trace(model, BATCH, loss, level="aten", tensors=True) for model in (plain(), other)))
+    assert str(found.a) == "1 forward: aten::mul" and CALL in dict(found.a.facts)
+    assert CALL not in str(found) and "overload" not in str(found)
 
 
 def test_code_between_modules(traces):
