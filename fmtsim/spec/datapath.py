@@ -31,7 +31,8 @@ class Datapath:
         term_rounding: How each term is rounded to those bits.
         rounding: How the sum of a block is rounded to the accumulator, a name or a Rounding; ``"stochastic"`` draws
             from ``generator=`` of the verb.
-        accumulator: Format of the running sum, a name or a record; at most float64.
+        accumulator: Format of the running sum, a name or a record; at most float64. A record with
+            ``overflow="saturate"`` keeps finite sums at its largest value, where others make Inf of them.
         min_exponent: Lower bound of the alignment exponent; None has none.
         group: Products that are added exactly before the alignment; the group is aligned by the exponents of its
             scales alone (the 4-bit unit of Blackwell). 1 aligns every product by itself.
@@ -138,6 +139,28 @@ class PairwiseDatapath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FmaDatapath:
+    """Describe Intel's dot products: chains of float32 fused multiply-adds, with subnormal numbers taken as zero.
+
+    docs/matmul.md, section 3.
+
+    Args:
+        block: Products of one instruction, an even number.
+        parity: Add even and odd products to two sums that begin at +0, and the sum of both to the running sum (AMX).
+            Otherwise products are added to the running sum itself, the odd one of each pair first (VDPBF16PS).
+    """
+
+    block: int = 2
+    parity: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count("block", self.block, 2)
+        check_types(self)
+        if self.block % 2:
+            raise ArgumentError(f"block={self.block} does not hold whole pairs of products; choose an even block")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IntegerDatapath:
     """Describe an integer unit: exact products, an int32 sum that wraps or saturates.
 
@@ -217,7 +240,7 @@ class LogDatapath:
         return (a.max_code + b.max_code) // a.gamma + self.guard_bits + 2 - self.accumulator_bits
 
 
-Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | IntegerDatapath | LogDatapath
+Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | FmaDatapath | IntegerDatapath | LogDatapath
 
 
 def sum_dtype(arithmetic: Arithmetic) -> torch.dtype:

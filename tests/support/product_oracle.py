@@ -16,7 +16,7 @@ from typing import Any
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.oracle import round_value
 from fmtsim.rounding.philox import random_integer
-from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, FmaDatapath, IntegerDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import Epilogue, GemmPlan
 from fmtsim.support.errors import ArgumentError
@@ -24,6 +24,7 @@ from tests.support.product_oracle_units import (
     Product,
     add,
     fma,
+    fma_block,
     fused_block,
     integer_block,
     multiply,
@@ -192,7 +193,8 @@ def _block_sum(block: list[Product], running: Any, word: int | None, spec: GemmS
     block = block if _has_scales(unit) else [Product(p.a, p.b) for p in block]
     if isinstance(unit, Datapath):
         return fused_block(block, running, unit, a, b, word)
-    one_block = two_stage_block if isinstance(unit, TwoStageDatapath) else pairwise_block
+    blocks = {TwoStageDatapath: two_stage_block, FmaDatapath: fma_block}
+    one_block = blocks.get(type(unit), pairwise_block)
     return one_block(block, running, unit, a, b)  # type: ignore[arg-type]
 
 

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import is_negative, power_of_two, round_value, rounds_away
-from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import FP32, Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.support.errors import ArgumentError
 
 NEAREST = Rounding(mode="nearest_even")
 DOWN = Rounding(mode="down")
 TRUNCATE = Rounding(mode="toward_zero")
+UNBOUNDED = FloatFormat(name="e10m23", exponent_bits=10, mantissa_bits=23)  # float32, exponents for all products
 
 
 class Product(NamedTuple):
@@ -77,7 +78,8 @@ def _sum(terms: Sequence[Exact]) -> Exact:
 def round_exact(x: Exact, fmt: FloatFormat, how: Rounding = NEAREST, word: int | None = None) -> float:
     """Round to a format with exponents unbounded above; beyond the largest value is Inf, whatever the mode (step 6).
 
-    The sign of a zero result is that of x. A format without Inf follows its own overflow rule.
+    The sign of a zero result is that of x. A format without Inf, or with ``overflow="saturate"`` in its record, follows
+    its own overflow rule.
     """
     # 1. u: the exponent of the last place that the format keeps
     e = x.digits.bit_length() - 1 + x.place
@@ -93,7 +95,7 @@ def round_exact(x: Exact, fmt: FloatFormat, how: Rounding = NEAREST, word: int |
     n += rounds_away(rest, whole, odd, x.negative, how, word)
     if n.bit_length() + u <= 1024 and math.ldexp(n, u) <= fmt.max:
         return math.copysign(math.ldexp(n, u), -1 if x.negative else 1)
-    if not fmt.infinities:
+    if not fmt.infinities or fmt.overflow == "saturate":
         magnitude = x.digits * power_of_two(x.place)
         return round_value(-magnitude if x.negative else magnitude, fmt, how, None, word)
     return -math.inf if x.negative else math.inf
@@ -263,6 +265,28 @@ def pairwise_block(
     while len(level) > 1:
         level = [flushed(add(FP32, x, y)) for x, y in zip(level[::2], level[1::2], strict=True)]
     return flushed(add(FP32, read(c, FP32), level[0]))
+
+
+def fma_block(products: Sequence[Product], c: float, datapath: FmaDatapath, a: FloatFormat, b: FloatFormat) -> float:
+    """Return what Intel's dot products make of one block and the running sum; arguments as of ``fused_block``."""
+
+    def flushed(x: float) -> float:
+        return math.copysign(0.0, x) if abs(x) < FP32.min_normal else x
+
+    def multiply_add(x: float, y: float, z: float) -> float:
+        # tiny is what 24 bits with unbounded exponents leave below 2^-126; only then does float32 end
+        return add(FP32, flushed(fma(UNBOUNDED, x, y, z)), -0.0)
+
+    numbers = [(flushed(p.a), flushed(p.b)) for p in products]
+    numbers += [(0.0, 0.0)] * (datapath.block - len(numbers))
+    running, sums = flushed(c), [0.0, 0.0]
+    for i in range(0, datapath.block, 2):
+        for half in (1, 0):  # the odd product first
+            if datapath.parity:
+                sums[half] = multiply_add(*numbers[i + half], sums[half])
+            else:
+                running = multiply_add(*numbers[i + half], running)
+    return multiply_add(multiply_add(sums[0], 1.0, sums[1]), 1.0, running) if datapath.parity else running
 
 
 def integer_block(products: Sequence[tuple[Any, ...]], c: int, datapath: IntegerDatapath) -> int:

@@ -82,7 +82,7 @@ def round_value(
     whole = integral(y, rounding.mode) if words is None else _stochastic(y, rounding, words)
     y = torch.copysign(whole * power_of_two(position), x)
     beyond = y.abs() > fmt.max
-    return limit(y, beyond if fmt.infinities else beyond & torch.isfinite(y), fmt, rounding)
+    return limit(y, beyond & torch.isfinite(y), fmt, rounding)
 
 
 def assembled(
@@ -112,9 +112,10 @@ def assembled(
 def limit(y: torch.Tensor, beyond: torch.Tensor, fmt: FloatFormat, rounding: Rounding) -> torch.Tensor:
     """Apply the overflow rule where ``beyond`` says that a finite number was rounded above the largest value.
 
-    That is Inf in a format that has it, however the unit rounds; other formats follow docs/semantics.md, section 2.
+    That is Inf in a format that has it, however the unit rounds, and the largest value where the format's record says
+    ``overflow="saturate"``; other formats follow docs/semantics.md, section 2.
     """
-    if fmt.infinities:
+    if fmt.infinities and fmt.overflow != "saturate":
         return torch.where(beyond, torch.copysign(torch.full_like(y, torch.inf), y), y)
     largest = torch.copysign(torch.full_like(y, fmt.max), y)
     stays = torch.ones_like(beyond)  # what the mode pulls back to the largest value
@@ -138,7 +139,8 @@ def _stochastic(y: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> tor
 
 def _convert(x: torch.Tensor, fmt: FloatFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
     """Round on bit patterns; slower, but any format will do."""
-    codes = floats.convert(bits_of(x), FP64, fmt, rounding, "ieee" if fmt.infinities else fmt.default_overflow, words)
+    overflow = fmt.overflow or ("ieee" if fmt.infinities else fmt.default_overflow)
+    codes = floats.convert(bits_of(x), FP64, fmt, rounding, overflow, words)
     y = from_bits(floats.convert(codes, fmt, FP64, NEAREST, "ieee").to(torch.int64))
     if fmt.infinities and words is None:  # Inf also where the mode would stop at the largest value
         position = (

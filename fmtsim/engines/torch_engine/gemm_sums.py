@@ -10,13 +10,13 @@ import torch
 from fmtsim.engines.torch_engine.floats import FP64
 from fmtsim.engines.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.engines.torch_engine.gemm_operands import ODD_BITS, Pieces, Rows, Unit, is_scalable, round_value
-from fmtsim.engines.torch_engine.gemm_units import PairwiseUnit, TwoStageUnit
+from fmtsim.engines.torch_engine.gemm_units import FmaUnit, PairwiseUnit, TwoStageUnit
 from fmtsim.engines.torch_engine.gemm_wide import WideUnit
 from fmtsim.engines.torch_engine.reals import add_to_odd
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, FmaDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import ZERO, Chain, Part, combination, schedule
 from fmtsim.support.float64 import from_bits
@@ -34,6 +34,8 @@ def unit_of(spec: GemmSpec, k: int, float64: bool = True) -> Unit:
         return TwoStageUnit(path, a, b)
     if isinstance(path, PairwiseDatapath):
         return PairwiseUnit(path, a, b)
+    if isinstance(path, FmaDatapath):
+        return FmaUnit(path, a, b)
     assert isinstance(path, Datapath)
     parts = schedule(k, path, spec.plan)
     longest = max((len(block) for part in parts for chain in part for block in chain.blocks), default=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units of AMD and integer units (docs/matmul.md, section 3)."""
+"""The units of AMD, Intel's dot products and integer units (docs/matmul.md, section 3)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,13 +7,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fmtsim.engines.torch_engine.gemm_blocks import product_range
+from fmtsim.engines.torch_engine.gemm_blocks import FusedAddUnit, product_range
 from fmtsim.engines.torch_engine.gemm_operands import SAFE, Rows, cleaned, exact, exponents, round_value, specials
 from fmtsim.engines.torch_engine.gemm_wide import WideUnit
 from fmtsim.engines.torch_engine.reals import FLT_MIN, power_of_two
 from fmtsim.formats.spec import FloatFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.datapath import FP32, Datapath, LogDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import FP32, Datapath, FmaDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.errors import ArgumentError
 
@@ -69,6 +69,7 @@ def _integers(path: LogDatapath, a: LogFormat, b: LogFormat) -> list[int]:
 
 
 _ZERO = -126  # the exponent that zeros count with
+_UNBOUNDED = FloatFormat(name="e10m23", exponent_bits=10, mantissa_bits=23)  # float32, exponents for all products
 
 
 class TwoStageUnit:
@@ -156,6 +157,34 @@ class PairwiseUnit:
         return _flushed(_without(state, FLT_MIN) + terms[0])
 
 
+class FmaUnit:
+    """Intel's dot products: one fused multiply-add after another, subnormal numbers flushed at every step."""
+
+    def __init__(self, datapath: FmaDatapath, a: FloatFormat, b: FloatFormat) -> None:
+        self.datapath, self.span = datapath, datapath.block
+        path = Datapath(block=1, fraction_bits=None, rounding=Rounding(), accumulator=_UNBOUNDED, signed_zero=True)
+        self._fma = FusedAddUnit(path) if FusedAddUnit.fits(path, a, b, 1) else WideUnit(path, a, b, 1)
+        self.weight = self._fma.weight + 2 * datapath.block
+
+    def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+        """Return the running sum after one block, float64."""
+        rows, missing = pieces[0], self.datapath.block - len(pieces[0].a)
+        a, b = (_zeroed(exact(x)) for x in (rows.a, rows.b))
+        a, b = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x for x in (a, b))
+        running = _zeroed(state)
+        sums = [torch.zeros_like(running)] * 2 if self.datapath.parity else [running]
+        for i in range(self.datapath.block):
+            k, half = i ^ 1, (i ^ 1) % len(sums)  # the odd product of a pair first
+            total = self._fma.step([Rows(a[k : k + 1], b[k : k + 1], finite=rows.finite)], sums[half], None)
+            sums[half] = round_value(_zeroed(total), FP32)
+        return _flushed(running + _flushed(sums[0] + sums[1])) if self.datapath.parity else sums[0]
+
+
+def _zeroed(x: torch.Tensor) -> torch.Tensor:
+    """Return x with zeros of their sign for numbers below float32's normal ones."""
+    return torch.where(x.abs() < FLT_MIN, torch.copysign(torch.zeros_like(x), x), x)
+
+
 def _without(x: torch.Tensor, smallest: float) -> torch.Tensor:
     """Return x with +0 for subnormal numbers."""
     return torch.where((x.abs() < smallest) & (x != 0), 0.0, x)
@@ -166,8 +195,7 @@ def _flushed(x: torch.Tensor) -> torch.Tensor:
 
     A float64 sum of two float32 numbers may be rounded again: 53 bits are more than twice 24 and 2.
     """
-    y = round_value(x, FP32)
-    return torch.where(y.abs() < FLT_MIN, torch.copysign(torch.zeros_like(y), y), y)
+    return _zeroed(round_value(x, FP32))
 
 
 def integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix units of GPUs: the only table of their constants, each with what stands behind it.
+"""The matrix units of GPUs and CPUs: the only table of their constants, each with what stands behind it.
 
 Sources, by the short names used below:
     vectors: recorded dot products of the MATLAB-tensor-core project (V100, A100, A2, L40S, RTX 1000 Ada, H100, H200,
@@ -7,6 +7,9 @@ Sources, by the short names used below:
     H200: library calls and probes recorded on an NVIDIA H200, docs/evidence.md.
     MMA-Sim: the model of arXiv:2511.10909, which its authors compared with hardware.
     K&M: Khattak and Mikaitis, arXiv:2512.07004.
+    Arm ARM: DDI 0487 M.a.a, section J1.3, functions FP8DotAddFP and FPRound_FP8.
+    SDM: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, pseudocode of the instruction.
+    Bochs: bochs-emu/Bochs 783b58f, cpu/avx.
 """
 
 from collections.abc import Iterator
@@ -16,7 +19,15 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import Accumulate, Mode, Strength, Unit
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import (
+    FP32,
+    Arithmetic,
+    Datapath,
+    FmaDatapath,
+    IntegerDatapath,
+    PairwiseDatapath,
+    TwoStageDatapath,
+)
 
 
 def _float(name: str) -> FloatFormat:
@@ -27,6 +38,8 @@ def _float(name: str) -> FloatFormat:
 
 E8M13 = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)  # what FP8 sums of Ada and Hopper keep
 FP16 = _float("fp16")
+FP16_MAX = replace(FP16, name="fp16_max", aliases=(), overflow="saturate")
+FP32_MAX = replace(FP32, name="fp32_max", overflow="saturate")
 NEAREST = Rounding(mode="nearest_even")
 
 FP8 = ("e4m3", "e5m2")
@@ -46,6 +59,8 @@ def units() -> Iterator[Unit]:
     yield from _blackwell()
     yield from _block_scaled()
     yield from _cdna()
+    yield from _arm()
+    yield from _x86()
     yield from _plain()
 
 
@@ -267,6 +282,47 @@ def _cdna() -> Iterator[Unit]:
             _mode(FNUZ, "fp32", TwoStageDatapath(block=16, parity=True), "compared", finite),
             *plain,
             double,
+        ),
+    )
+
+
+def _arm() -> Iterator[Unit]:
+    """Yield Arm's FP8 dot products: FPMR.OSM makes two units of each, FPMR.LSCALE is a scale inside the unit."""
+    for name, instructions, blocks in (("arm.fdot", "FDOT and FMOPA", (4, 2)), ("arm.fmmla", "FMMLA", (8, 4))):
+        text = f"Arm A-profile: {instructions} of FP8, {blocks[0]} products to float32, {blocks[1]} to binary16"
+        yield _fp8_dots(name, f"{text}; sums overflow to Inf (FPMR.OSM = 0).", blocks, (FP32, FP16))
+        yield _fp8_dots(f"{name}.osm", f"{text}; finite sums saturate (FPMR.OSM = 1).", blocks, (FP32_MAX, FP16_MAX))
+
+
+def _fp8_dots(name: str, text: str, blocks: tuple[int, int], sums: tuple[FloatFormat, FloatFormat]) -> Unit:
+    """Return a unit that adds blocks of exact products to a float32 or a binary16 sum, rounded once."""
+    lscale = "Arm ARM; a scale is 2^-LSCALE, 2^0 to 2^-127 (binary16: 2^-15), the same for all products"
+    modes = []
+    for scale, why in ((None, "Arm ARM"), (_float("e8m0"), lscale)):
+        wide, half = (
+            replace(FMA32, block=block, accumulator=fmt, scale=scale, scale_block=32 if scale else 0)
+            for block, fmt in zip(blocks, sums, strict=True)
+        )
+        modes += [_mode(FP8, "fp32", wide, "reported", why), _mode(FP8, "fp16", half, "reported", why)]
+    return Unit(name=name, description=text, modes=tuple(modes))
+
+
+def _x86() -> Iterator[Unit]:
+    pairs, tiles = FmaDatapath(), FmaDatapath(block=32, parity=True)
+    yield Unit(
+        name="x86.vdp",
+        description="x86: VDPBF16PS (AVX512_BF16) and VDPPHPS (AVX10.2), two products an instruction.",
+        modes=(
+            _mode(("bf16",), "fp32", pairs, "recorded", "AMD EPYC (Zen 4), VDPBF16PS; SDM"),
+            _mode(("fp16",), "fp32", pairs, "compared", "Bochs; that binary16 subnormals are no zeros is unverified"),
+        ),
+    )
+    yield Unit(
+        name="x86.amx",
+        description="Intel AMX: TDPBF16PS and TDPFP16PS, 32 products an instruction.",
+        modes=(
+            _mode(("bf16",), "fp32", tiles, "compared", "Bochs; SDM"),
+            _mode(("fp16",), "fp32", tiles, "compared", "Bochs; SDM"),
         ),
     )
 

@@ -16,6 +16,7 @@ from fmtsim.formats.spec import FloatFormat, LogFormat
 from fmtsim.spec.datapath import (
     Arithmetic,
     Datapath,
+    FmaDatapath,
     IntegerDatapath,
     LogDatapath,
     PairwiseDatapath,
@@ -283,6 +284,13 @@ def describe(datapath: Arithmetic) -> str:
             return f"logarithms in blocks of {datapath.block}, {table}, clamped to {datapath.accumulator_bits} bits"
         case PairwiseDatapath():
             return f"products in pairs of {datapath.block}, each sum rounded and flushed"
+        case FmaDatapath():
+            sums = (
+                f"of even and of odd k in blocks of {datapath.block}, then both, then the"
+                if datapath.parity
+                else "to the"
+            )
+            return f"fused multiply-adds {sums} running sum{'' if datapath.parity else ', odd k first'}, each flushed"
         case TwoStageDatapath():
             halves = ", even and odd k apart" if datapath.parity else ""
             return f"blocks of {datapath.block}, F={datapath.fraction_bits}{halves}, addend aligned after, nearest_even"

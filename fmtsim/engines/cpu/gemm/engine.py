@@ -6,6 +6,7 @@ What depends on the spec and on K alone is computed once (``prepared``).
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
+from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.schedule import adds_in_order
 from fmtsim.support.errors import ArgumentError
@@ -137,11 +138,15 @@ def _method(text: str, k: int) -> Method | None:
     if isinstance(unit, LogDatapath):
         return None
     fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()
+    if isinstance(unit, Datapath) and unit.fraction_bits is None and unit.block != 1 and unit.promote_every is None:
+        fused_sums = (replace(unit.accumulator, overflow=None), None)  # exact_integer saturates, too
     sums = (*fused_sums, spec.plan.partial)
     if not all(fmt is None or _rounds(fmt) for fmt in sums):
         return None
     if not adds_in_order(spec.plan) and not fma_chain.covers(spec):
         return None
+    if isinstance(unit, FmaDatapath):
+        return fma_chain.gemm_in_pairs if fma_chain.covers_pairs(spec) else None
     if not isinstance(unit, Datapath):
         return cdna.gemm if cdna.covers(spec) else None
     rounding = unit.rounding
@@ -157,7 +162,8 @@ def _method(text: str, k: int) -> Method | None:
 
 def _rounds(fmt: FloatFormat) -> bool:
     """Return True if lanes round to a format: by Inf above its largest value, with 2^52 last places below 2^1024."""
-    return fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee" and fmt.max_exponent - fmt.mantissa_bits <= 971
+    to_inf = fmt.infinities and fmt.overflow != "saturate"
+    return to_inf and fmt.has_subnormals and fmt.nan == "ieee" and fmt.max_exponent - fmt.mantissa_bits <= 971
 
 
 def _sums_fit(unit: Datapath, spec: GemmSpec) -> bool:

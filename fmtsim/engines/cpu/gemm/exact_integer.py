@@ -49,6 +49,7 @@ class Terms(NamedTuple):
     bits: int  # mantissa bits of the accumulator
     emin: int
     largest: float  # its largest value
+    beyond: float  # what larger sums become: Inf, or the largest value
 
 
 @device
@@ -100,14 +101,14 @@ def _round_shift(n, shift, mode, negative, w, random_bits):  # type: ignore[no-u
 
 @device
 def _to_accumulator(negative, n, last, t, w):  # type: ignore[no-untyped-def]
-    """Round n * 2^last, n positive with at most 62 bits, to the accumulator; Inf above its largest value."""
+    """Round n * 2^last, n positive with at most 62 bits, to the accumulator, and what lies above its largest value."""
     # 1. the accumulator's last place for this number; 2. rounded to it; 3. overflow and sign
     place = max(last + _length(n) - 1, t.emin) - t.bits
     if place > last:
         n, last = _round_shift(n, place - last, t.rounding, negative, w, t.random_bits), place
     y = _scaled(n, last)
     if y > t.largest:
-        y = np.inf
+        y = t.beyond
     return -y if negative else y
 
 
@@ -368,6 +369,7 @@ def terms_of(spec: GemmSpec) -> Terms:
         bits=acc.mantissa_bits,
         emin=acc.min_exponent,
         largest=acc.max,
+        beyond=acc.max if acc.overflow == "saturate" else np.inf,
     )
 
 

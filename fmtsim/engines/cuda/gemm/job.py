@@ -274,7 +274,8 @@ def is_plain(fmt: FloatFormat | None) -> bool:
     """Return True if kernels can round to a format: IEEE 754's kinds of numbers, at most 50 mantissa bits or 52."""
     if fmt is None:
         return True
-    return fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee" and fmt.mantissa_bits != 51
+    saturates = fmt.overflow == "saturate"
+    return fmt.infinities and not saturates and fmt.has_subnormals and fmt.nan == "ieee" and fmt.mantissa_bits != 51
 
 
 def layout_of(fmt: FloatFormat) -> tuple[int, int, int]:
