@@ -12,22 +12,14 @@ Sources, by the short names used below:
     Bochs: bochs-emu/Bochs 783b58f, cpu/avx.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import Accumulate, Mode, Strength, Unit
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.datapath import (
-    FP32,
-    Arithmetic,
-    Datapath,
-    FmaDatapath,
-    IntegerDatapath,
-    PairwiseDatapath,
-    TwoStageDatapath,
-)
+from fmtsim.spec.datapath import Arithmetic, Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 
 
 def _float(name: str) -> FloatFormat:
@@ -38,8 +30,6 @@ def _float(name: str) -> FloatFormat:
 
 E8M13 = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)  # what FP8 sums of Ada and Hopper keep
 FP16 = _float("fp16")
-FP16_MAX = replace(FP16, name="fp16_max", aliases=(), overflow="saturate")
-FP32_MAX = replace(FP32, name="fp32_max", overflow="saturate")
 NEAREST = Rounding(mode="nearest_even")
 
 FP8 = ("e4m3", "e5m2")
@@ -48,6 +38,7 @@ FNUZ = ("e4m3fnuz", "e5m2fnuz")
 INT8 = ("int8", "int8_full")
 
 FMA32 = Datapath(block=1, fraction_bits=None, rounding=NEAREST, signed_zero=True)
+FP32 = FMA32.accumulator
 FMA64 = replace(FMA32, accumulator=_float("fp64"))
 _BOUND = "lower bound of E by K&M, MMA-Sim has -126"
 
@@ -291,10 +282,11 @@ def _arm() -> Iterator[Unit]:
     for name, instructions, blocks in (("arm.fdot", "FDOT and FMOPA", (4, 2)), ("arm.fmmla", "FMMLA", (8, 4))):
         text = f"Arm A-profile: {instructions} of FP8, {blocks[0]} products to float32, {blocks[1]} to binary16"
         yield _fp8_dots(name, f"{text}; sums overflow to Inf (FPMR.OSM = 0).", blocks, (FP32, FP16))
-        yield _fp8_dots(f"{name}.osm", f"{text}; finite sums saturate (FPMR.OSM = 1).", blocks, (FP32_MAX, FP16_MAX))
+        saturating = [replace(fmt, name=f"{fmt.name}_max", aliases=(), overflow="saturate") for fmt in (FP32, FP16)]
+        yield _fp8_dots(f"{name}.osm", f"{text}; finite sums saturate (FPMR.OSM = 1).", blocks, saturating)
 
 
-def _fp8_dots(name: str, text: str, blocks: tuple[int, int], sums: tuple[FloatFormat, FloatFormat]) -> Unit:
+def _fp8_dots(name: str, text: str, blocks: tuple[int, int], sums: Sequence[FloatFormat]) -> Unit:
     """Return a unit that adds blocks of exact products to a float32 or a binary16 sum, rounded once."""
     lscale = "Arm ARM; a scale is 2^-LSCALE, 2^0 to 2^-127 (binary16: 2^-15), the same for all products"
     modes = []

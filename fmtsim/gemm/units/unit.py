@@ -285,12 +285,10 @@ def describe(datapath: Arithmetic) -> str:
         case PairwiseDatapath():
             return f"products in pairs of {datapath.block}, each sum rounded and flushed"
         case FmaDatapath():
-            sums = (
-                f"of even and of odd k in blocks of {datapath.block}, then both, then the"
-                if datapath.parity
-                else "to the"
+            halves = (
+                f"even and odd k of blocks of {datapath.block} apart" if datapath.parity else "odd k of pairs first"
             )
-            return f"fused multiply-adds {sums} running sum{'' if datapath.parity else ', odd k first'}, each flushed"
+            return f"fused multiply-adds, {halves}, each sum rounded and flushed"
         case TwoStageDatapath():
             halves = ", even and odd k apart" if datapath.parity else ""
             return f"blocks of {datapath.block}, F={datapath.fraction_bits}{halves}, addend aligned after, nearest_even"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units of CDNA2 and CDNA3 (docs/matmul.md, section 3), 64 columns at a time in plain loops over float32 tiles.
+"""CDNA2, CDNA3 and Intel's dot products (docs/matmul.md, section 3): 64 columns, plain loops over float32 tiles.
 
 All numbers of a two-stage unit are integers times a power of two that float64 holds exactly: products of float32
 numbers have 48 bits, sums as many as ``covers`` allows, and scaling by a power of two changes no digit.
@@ -13,27 +13,29 @@ from fmtsim.engines.cpu.gemm.accumulate import end_block
 from fmtsim.engines.cpu.gemm.fma_chain import Scales, Step, run_chains
 from fmtsim.engines.cpu.gemm.operands import pitch_of
 from fmtsim.engines.cpu.gemm.slabs import Slabs
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float64_of, kernel
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float64_of, fma32, kernel
 from fmtsim.engines.cpu.runtime.simd import LANES
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import FP32, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import FP32, FmaDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
 _ZERO = -126  # the exponent of a zero product and of a zero addend
 _NOTHING = -1024  # exponent of a zero: products with one stay below every other
 _NORMAL = np.float32(FP32.min_normal)
+_LIFT = np.float32(2.0**32)  # of both factors
+_LIFTED = np.float32(2.0**64), np.float32(2.0**64 * FP32.min_normal)  # of a sum, and the smallest normal number then
 
 
 def covers(spec: GemmSpec) -> bool:
-    """Return True if float64 holds the sums of a two-stage unit, and float32 its operands or a pairwise unit's."""
+    """Return True if float64 holds the sums of a two-stage unit, and float32 its operands or another unit's."""
     unit = spec.datapath
     if not is_representable(spec.a, torch.float32) or not is_representable(spec.b, torch.float32):
         return False
     if isinstance(unit, TwoStageDatapath):
         return max(unit.fraction_bits, unit.sum_bits) + 4 + unit.block.bit_length() <= 53
-    return isinstance(unit, PairwiseDatapath)
+    return isinstance(unit, PairwiseDatapath | FmaDatapath)
 
 
 def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, _: RandomKey, out: Tensor) -> None:
@@ -48,6 +50,11 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec,
             bits = unit.fraction_bits, unit.sum_bits
             return lambda tile, acc, order, sums: two_stage(
                 tile.rows, tile.panel, slots, block, order, sums, acc, lowest, bits, unit.parity
+            )
+        if isinstance(unit, FmaDatapath):
+            size = unit.block, unit.parity
+            return lambda tile, acc, order, sums: multiply_add_pairs(
+                tile.rows, tile.panel, slots, block, size, order, sums, acc
             )
         return lambda tile, acc, order, sums: pairwise(
             tile.rows, tile.panel, slots, block, unit.block, order, sums, acc, smallest
@@ -189,3 +196,41 @@ def _multiply(out, x, column, least):  # type: ignore[no-untyped-def]
 def _add(out, x, y):  # type: ignore[no-untyped-def]
     for n in range(LANES):
         out[n] = _flushed(x[n] + y[n])
+
+
+@kernel
+def multiply_add_pairs(rows, panel, slots, block, unit, order, sums, acc):  # type: ignore[no-untyped-def]
+    """Run all blocks of a tile through an FmaDatapath of ``unit = (block, parity)``; see two_stage."""
+    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
+    nothing, halves = np.zeros(LANES, np.float32), np.empty((2, LANES), np.float32)
+    for numbers in (rows, panel, acc):
+        for i in range(numbers.size):
+            numbers[i] = _flushed(numbers[i])
+    for index in range(order.ends.size):
+        here = slots[index * pitch : index * pitch + block]
+        for m in range(height):
+            running = acc[m * LANES : (m + 1) * LANES]
+            halves[:] = 0
+            # 1. products in pairs, the odd one first; those that a block lacks are +0 times +0
+            for i in range(unit[0]):
+                j = i ^ 1
+                slot = here[j] if j < block else -1
+                x = rows[m * k + slot] if slot >= 0 else np.float32(0)
+                column = panel[slot * LANES : (slot + 1) * LANES] if slot >= 0 else nothing
+                _multiply_add(halves[j & 1] if unit[1] else running, x, column)
+            # 2. the sums of even and odd products, and that to the running sum
+            if unit[1]:
+                _add(halves[0], halves[0], halves[1])
+                _add(running, running, halves[0])
+        if order.ends[index]:
+            end_block(acc, order, index, height, sums)
+
+
+@device
+def _multiply_add(sums, x, column):  # type: ignore[no-untyped-def]
+    """Add x times a column to 64 sums, each rounded once; one that 24 bits leave below 2^-126 becomes zero."""
+    for n in range(LANES):
+        y = fma32(x, column[n], sums[n])
+        # 2^64 times as large it is rounded to 24 bits as if exponents had no lower bound; Inf and NaN are not tiny
+        lifted = fma32(x * _LIFT, column[n] * _LIFT, sums[n] * _LIFTED[0])
+        sums[n] = y * np.float32(0) if abs(lifted) < _LIFTED[1] else y

@@ -32,7 +32,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, LogDatapath
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.schedule import adds_in_order
 from fmtsim.support.errors import ArgumentError
@@ -145,8 +145,6 @@ def _method(text: str, k: int) -> Method | None:
         return None
     if not adds_in_order(spec.plan) and not fma_chain.covers(spec):
         return None
-    if isinstance(unit, FmaDatapath):
-        return fma_chain.gemm_in_pairs if fma_chain.covers_pairs(spec) else None
     if not isinstance(unit, Datapath):
         return cdna.gemm if cdna.covers(spec) else None
     rounding = unit.rounding

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IEEE chains, one fused multiply-add a product, and Intel's; and the tiles of 64 columns in which all chains run."""
+"""IEEE chains, one fused multiply-add a product; and the tiles of 64 columns in which chains of any unit run."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,15 +20,15 @@ from fmtsim.engines.cpu.gemm.accumulate import (
     reduce_parts,
     reduction_of,
 )
-from fmtsim.engines.cpu.gemm.operands import number, pitch_of, read_array
+from fmtsim.engines.cpu.gemm.operands import number, read_array
 from fmtsim.engines.cpu.gemm.slabs import Slabs, chain_scales, slabs_of, stacked
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel, overload
+from fmtsim.engines.cpu.runtime.jit import kernel, overload
 from fmtsim.engines.cpu.runtime.pool import scratch
 from fmtsim.engines.cpu.runtime.simd import LANES, broadcast, fma, load, store
 from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.datapath import FP32, Datapath, FmaDatapath
+from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import adds_in_order
 
@@ -284,75 +284,3 @@ def multiply_add(rows, panel, runs, order, sums, acc):  # type: ignore[no-untype
             end_block(acc, order, runs[run, 2], height, sums)
         if runs[run, 3]:
             add_on_stack(sums.parts, order.parts[runs[run, 2]], runs[run, 3], acc)
-
-
-# Intel's dot products.
-
-_NORMAL = np.float32(FP32.min_normal)
-_HALFWAY, _LIFT, _LIFTED_NORMAL = np.float32(2.0**32), np.float32(2.0**64), np.float32(2.0**64 * FP32.min_normal)
-
-
-def covers_pairs(spec: GemmSpec) -> bool:
-    """Return True if float32 holds the operands of an FmaDatapath."""
-    return is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
-
-
-def gemm_in_pairs(
-    a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, _: RandomKey, out: Tensor
-) -> None:
-    """Write the product of an FmaDatapath to out; the arguments are those of the engine's ``gemm``."""
-    unit = spec.datapath
-    assert isinstance(unit, FmaDatapath)
-
-    def step(slabs: Slabs) -> Step:
-        slots, block = slabs.whole.slots, slabs.block
-        return lambda tile, acc, order, sums: multiply_add_pairs(
-            tile.rows, tile.panel, slots, block, (unit.block, unit.parity), order, sums, acc
-        )
-
-    run_chains(a, b, c, scales, spec, out, np.float32, step)
-
-
-@kernel
-def multiply_add_pairs(rows, panel, slots, block, unit, order, sums, acc):  # type: ignore[no-untyped-def]
-    """Run all blocks of a tile through an FmaDatapath of ``unit = (block, parity)``: acc float32 [height][64]."""
-    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
-    nothing, halves = np.zeros(LANES, np.float32), np.empty((2, LANES), np.float32)
-    _flush(rows)
-    _flush(panel)
-    _flush(acc)
-    for index in range(order.ends.size):
-        here = slots[index * pitch : index * pitch + block]
-        for m in range(height):
-            running = acc[m * LANES : (m + 1) * LANES]
-            halves[:] = 0
-            # 1. products in pairs, the odd one first; those that a block lacks are +0 times +0
-            for i in range(unit[0]):
-                j = i ^ 1
-                slot = here[j] if j < block else -1
-                x = rows[m * k + slot] if slot >= 0 else np.float32(0)
-                column = panel[slot * LANES : (slot + 1) * LANES] if slot >= 0 else nothing
-                _multiply_add(halves[j & 1] if unit[1] else running, x, column)
-            # 2. the sums of even and odd products, and that to the running sum
-            if unit[1]:
-                _multiply_add(halves[0], np.float32(1), halves[1])
-                _multiply_add(running, np.float32(1), halves[0])
-        if order.ends[index]:
-            end_block(acc, order, index, height, sums)
-
-
-@device
-def _flush(x):  # type: ignore[no-untyped-def]
-    """Make zeros of their sign from subnormal numbers."""
-    for i in range(x.size):
-        x[i] = x[i] * np.float32(0) if abs(x[i]) < _NORMAL else x[i]
-
-
-@device
-def _multiply_add(sums, x, column):  # type: ignore[no-untyped-def]
-    """Add x times a column to 64 sums, each rounded once; one that 24 bits leave below 2^-126 becomes zero."""
-    for n in range(LANES):
-        y = fma32(x, column[n], sums[n])
-        # 2^64 times as large it is rounded to 24 bits as if exponents had no lower bound; Inf and NaN are not tiny
-        lifted = fma32(x * _HALFWAY, column[n] * _HALFWAY, sums[n] * _LIFT)
-        sums[n] = y * np.float32(0) if abs(lifted) < _LIFTED_NORMAL else y

@@ -28,15 +28,7 @@ from fmtsim.engines.cuda.native import row_major
 from fmtsim.engines.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.spec.datapath import (
-    FP32,
-    Datapath,
-    FmaDatapath,
-    IntegerDatapath,
-    LogDatapath,
-    PairwiseDatapath,
-    TwoStageDatapath,
-)
+from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import adds_in_order
 
@@ -55,7 +47,7 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
         integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat)
         return integers and a == b == torch.int8 and min(unit.block, k) <= 1 << 36 and adds_in_order(plan)
     floats = isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
-    if isinstance(unit, LogDatapath | FmaDatapath) or not floats:
+    if not (isinstance(unit, Datapath) or type(unit) in _UNITS) or not floats:
         return False
     if not is_plain(plan.partial):
         return False
