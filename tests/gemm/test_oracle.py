@@ -11,7 +11,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from tests.support.bits import assert_identical
@@ -70,6 +70,10 @@ def test_each_unit_has_its_rule():
     assert_identical(dot(row, TwoStageDatapath(block=2)), 1.0)
     assert_identical(dot(row, PairwiseDatapath(block=4)), 1.0)  # (1 + TINY) + (TINY + 0): two ties
     assert_identical(dot([TINY, 0.0, TINY, 1.0], PairwiseDatapath(block=2)), 1.0)  # (TINY + 0), then TINY + (TINY + 1)
+    assert_identical(dot([TINY, 1.0, 0.0, TINY], FmaDatapath()), 1.0)  # 1 first, then three ties
+    assert_identical(dot([1.0, TINY, 0.0, TINY], FmaDatapath()), 1.0)  # TINY + 1, then a tie
+    assert_identical(dot([1.0, TINY, 0.0, TINY], FmaDatapath(block=4, parity=True)), NEXT)  # 1 + (TINY + TINY)
+    assert_identical(dot([TINY, TINY], FmaDatapath(block=4, parity=True), c=1.0), NEXT)
     assert dot([2, -3, 5], IntegerDatapath(), fmt=INT8, c=10) == 14
 
 

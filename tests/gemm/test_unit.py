@@ -12,7 +12,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.units import unit as units_module
 from fmtsim.gemm.units.unit import Mode, Unit, describe, get_unit, list_units, register_unit
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
 
@@ -20,7 +20,7 @@ NAMES = {
     "volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.mma", "hopper.wgmma", "blackwell.mma",
     "blackwell.tcgen05", "blackwell.tcgen05.mxf8f6f4", "blackwell.tcgen05.mxf4", "blackwell.tcgen05.nvf4",
     "rtx_blackwell.mma", "cdna1.mfma", "cdna2.mfma", "cdna2.mfma.bf16", "cdna3.mfma", "exact", "fp32_fma", "fp64_fma",
-    "int8", "int8.satfinite",
+    "int8", "int8.satfinite", "arm.fdot", "arm.fdot.osm", "arm.fmmla", "arm.fmmla.osm", "x86.vdp", "x86.amx",
 }  # fmt: skip
 
 # unit, format, sum: block, fraction bits, accumulator, lower bound of E. Typed from the published tables.
@@ -55,6 +55,12 @@ FUSED = [
     ("rtx_blackwell.mma", "e4m3", "fp32", 32, 25, "fp32", None),
     ("cdna1.mfma", "fp16", "fp32", 4, None, "fp32", None),
     ("cdna1.mfma", "bf16", "fp32", 2, None, "fp32", None),
+    ("arm.fdot", "e4m3", "fp32", 4, None, "fp32", None),
+    ("arm.fdot", "e5m2", "fp16", 2, None, "fp16", None),
+    ("arm.fdot.osm", "e5m2", "fp16", 2, None, "fp16_max", None),
+    ("arm.fmmla", "e5m2", "fp32", 8, None, "fp32", None),
+    ("arm.fmmla.osm", "e4m3", "fp32", 8, None, "fp32_max", None),
+    ("arm.fmmla.osm", "e4m3", "fp16", 4, None, "fp16_max", None),
     ("exact", "e4m3", "fp32", None, None, "fp32", None),
     ("exact", "bf16", "fp64", None, None, "fp64", None),
     ("fp32_fma", "fp32", "fp32", 1, None, "fp32", None),
@@ -87,6 +93,10 @@ def test_other_arithmetic():
     assert get_unit("cdna3.mfma").mode("fp16", "fp16") == TwoStageDatapath(block=8, fraction_bits=24, sum_bits=31)
     assert get_unit("cdna3.mfma").mode("tf32", "tf32") == TwoStageDatapath(block=4)
     assert get_unit("cdna3.mfma").mode("e4m3fnuz", "e5m2fnuz") == TwoStageDatapath(block=16, parity=True)
+    assert get_unit("x86.vdp").mode("bf16", "bf16") == get_unit("x86.vdp").mode("fp16", "fp16") == FmaDatapath()
+    assert get_unit("x86.amx").mode("bf16", "bf16") == FmaDatapath(block=32, parity=True)
+    assert describe(FmaDatapath()) == "fused multiply-adds, odd k of pairs first, each sum rounded and flushed"
+    assert "even and odd k of blocks of 32 apart" in str(get_unit("x86.amx"))
     assert get_unit("int8").mode("int8", "int8") == IntegerDatapath()
     assert get_unit("int8.satfinite").mode("int8_full", "int8_full") == IntegerDatapath(saturate=True)
 
@@ -99,6 +109,8 @@ def test_fp8_through_a_16_bit_unit():
 
 
 def test_scales_inside_the_unit():
+    lscale = get_unit("arm.fdot").mode("e4m3", "e5m2", "fp16", scale="e8m0")
+    assert (lscale.scale, lscale.scale_block, lscale.block) == (get_format("e8m0"), 32, 2)
     mx = get_unit("blackwell.tcgen05.mxf8f6f4").mode("e4m3", "e2m1")
     assert (mx.scale, mx.scale_block, mx.group) == (get_format("e8m0"), 32, 1)
     four = get_unit("blackwell.tcgen05.mxf4").mode("e2m1", "e2m1")

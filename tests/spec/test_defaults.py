@@ -12,7 +12,7 @@ from fmtsim.lab.search import Policy
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.cast import CastSpec
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.optimizer import FLOAT32, Scheme, StateFormat
 from fmtsim.spec.plan import GemmPlan
@@ -43,6 +43,7 @@ DEFAULTS = {  # all but None, False, "" and (), which the other fields have
                "rounding": Rounding(mode="toward_zero"), "accumulator": FP32, "group": 1, "scale_block": 0},
     TwoStageDatapath: {"fraction_bits": 24, "sum_bits": 31},
     PairwiseDatapath: {},
+    FmaDatapath: {"block": 2},
     IntegerDatapath: {"block": 32},
     LogDatapath: {"entries": 8, "fraction_bits": 8, "block": 32, "accumulator_bits": 24, "guard_bits": 5},
     GemmPlan: {"split": 1, "lanes": 1, "lane_reduce": "serial", "owner": "contiguous", "reduce": "serial",

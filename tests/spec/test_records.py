@@ -13,7 +13,15 @@ from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, scale_kind
 from fmtsim.spec.cast import CastSpec, block_counts, matrix_shape, spec_from_json
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
+from fmtsim.spec.datapath import (
+    Datapath,
+    FmaDatapath,
+    IntegerDatapath,
+    LogDatapath,
+    PairwiseDatapath,
+    TwoStageDatapath,
+    sum_dtype,
+)
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
 from fmtsim.spec.operand import Operand, block_of, folds, last_cast, spread
 from fmtsim.spec.plan import GemmPlan
@@ -59,6 +67,9 @@ REFUSED = [
     (lambda: TwoStageDatapath(block=4, sum_bits=0), "sum_bits=0 is not possible; choose 1 or more"),
     (lambda: TwoStageDatapath(block=3, parity=True), "block=3 has no even and odd halves; choose an even block"),
     (lambda: PairwiseDatapath(block=0), "block=0 is not possible; choose 1 or more"),
+    (lambda: FmaDatapath(block=0), "block=0 is not possible; choose 2 or more"),
+    (lambda: FmaDatapath(block=3), "block=3 does not hold whole pairs of products; choose an even block"),
+    (lambda: FmaDatapath(parity=1), "FmaDatapath parity=1 is not allowed; pass True or False"),
     (lambda: PairwiseDatapath(block=6), "block=6 cannot be added in pairs; choose a power of two"),
     (lambda: IntegerDatapath(block=0), "block=0 is not possible; choose 1 or more"),
     *((lambda name=name, value=value: LogDatapath(**{name: value}), f"{name}={value} is not possible; choose")
@@ -141,6 +152,7 @@ def test_allowed_at_the_limits():
         lambda: TwoStageDatapath(block=1, fraction_bits=1, sum_bits=1),
         lambda: TwoStageDatapath(block=2, parity=True),
         lambda: PairwiseDatapath(block=1),
+        lambda: FmaDatapath(block=2, parity=True),
         lambda: IntegerDatapath(block=1, saturate=True),
         lambda: LogDatapath(entries=1, fraction_bits=0, block=1, accumulator_bits=2, guard_bits=0),
         lambda: LogDatapath(accumulator_bits=54, fraction_bits=2),
@@ -336,6 +348,7 @@ def test_dtypes_of_sums():
         Datapath(accumulator="fp64"): torch.float64,
         Datapath(promotion="fp64", promote_every=16): torch.float64, IntegerDatapath(): torch.int32,
         TwoStageDatapath(block=4): torch.float32, PairwiseDatapath(block=4): torch.float32,
+        FmaDatapath(): torch.float32,
         LogDatapath(accumulator_bits=25): torch.float32, LogDatapath(accumulator_bits=26): torch.float64,
     }  # fmt: skip
     assert {path: sum_dtype(path) for path in dtypes} == dtypes
@@ -343,7 +356,8 @@ def test_dtypes_of_sums():
 
 def test_products_as_json():
     paths = (Datapath(rounding=STOCHASTIC, accumulator="bf16", scale="e8m0", scale_block=32), IntegerDatapath(block=4),
-             TwoStageDatapath(block=4, parity=True), PairwiseDatapath(block=2), LogDatapath(entries=4))  # fmt: skip
+             TwoStageDatapath(block=4, parity=True), PairwiseDatapath(block=2), LogDatapath(entries=4),
+             FmaDatapath(block=32, parity=True))  # fmt: skip
     own = {IntegerDatapath: get_format("int8"), LogDatapath: get_format("lns8_g8")}
     for path in paths:
         a = own.get(type(path), E4M3)

@@ -19,6 +19,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import (
     TERM_ROUNDINGS,
     Datapath,
+    FmaDatapath,
     IntegerDatapath,
     PairwiseDatapath,
     TwoStageDatapath,
@@ -53,6 +54,9 @@ ODD_ACCUMULATORS = (
     FloatFormat(name="flush42", exponent_bits=11, mantissa_bits=30, has_subnormals=False),
     FloatFormat(name="powers", exponent_bits=5, mantissa_bits=0, nan="top"),
     FloatFormat(name="wide", exponent_bits=10, mantissa_bits=52, nan="top", infinities=False),
+    FloatFormat(name="saturating32", exponent_bits=8, mantissa_bits=23, overflow="saturate"),
+    FloatFormat(name="saturating16", exponent_bits=5, mantissa_bits=10, overflow="saturate"),
+    FloatFormat(name="saturating52", exponent_bits=11, mantissa_bits=52, overflow="saturate"),
 )  # fmt: skip
 SPECIALS = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], dtype=torch.float64)
 INF, NAN = torch.inf, torch.nan
@@ -273,7 +277,8 @@ def other_units(draw, kind: str):
         parity, block = pick(False, True), pick(2, 4, 8, 16)
         return TwoStageDatapath(block=block, parity=parity, fraction_bits=pick(24, 24, 10), sum_bits=pick(31, 31, 12))
     if kind == "pairwise":
-        return PairwiseDatapath(block=pick(1, 2, 4, 8))
+        fused = FmaDatapath(block=pick(2, 4, 32), parity=pick(False, True))
+        return pick(PairwiseDatapath(block=pick(1, 2, 4, 8)), fused)
     return IntegerDatapath(saturate=pick(True, True, False), block=pick(32, 4, 300, 1))
 
 
