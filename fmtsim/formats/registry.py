@@ -37,7 +37,7 @@ _ALWAYS = ("name", "block")
 _SPELLINGS = "'e3m4', 'e3m4_finite', 'e3m4_1x64_amax', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8'"
 
 _NAME = re.compile(r"[a-z0-9_.+-]+")
-_FLOAT = re.compile(r"e([0-9]{1,9})m([0-9]{1,9})(_finite)?")
+_FLOAT = re.compile(r"e([0-9]{1,9})m([0-9]{1,9})(_finite|_saturate)?")
 _INT = re.compile(r"(u?)int([0-9]{1,9})(?:_(full|asymmetric|half))?(?:_f([0-9]{1,9}))?")
 _LOG = re.compile(r"lns([0-9]{1,9})_g([0-9]{1,9})")
 _LOG_TILE = re.compile(r"logfmt([0-9]{1,9})")
@@ -64,7 +64,8 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
     """Return the record of a format.
 
     Names ignore case. A name that is not registered may spell a format out: ``eXmY`` (IEEE 754 rules above 8 bits,
-    one NaN and no Inf at 8 bits, finite below), ``eXmY_finite`` (neither NaN nor Inf at any width), ``intN``,
+    one NaN and no Inf at 8 bits, finite below), ``eXmY_finite`` (neither NaN nor Inf at any width), ``eXmY_saturate``
+    (its ``overflow`` is ``"saturate"``), ``intN``,
     ``intN_full``, ``intN_half``, ``uintN`` (each with ``_fF`` for F fraction bits), ``lnsB_gG`` and ``logfmtN``.
     Behind each of these and each registered name may stand other blocks and a scale rule, as ``quantize`` takes them:
     ``e4m3_1x64_amax``, ``mxfp4_1x16_even``, ``int6_channel_amax`` (a row), ``e4m3_tensor_amax``. So the names of
@@ -231,7 +232,7 @@ def _find(text: str) -> Format:
 def _parse(name: str) -> Format | None:
     """Build the format that a lower-case name spells out, None where it spells none."""
     if match := _FLOAT.fullmatch(name):
-        return _float(name, int(match[1]), int(match[2]), finite=match[3] is not None)
+        return _float(name, int(match[1]), int(match[2]), match[3])
     if match := _INT.fullmatch(name):
         unsigned, bits, grid, fraction = match.groups()
         if unsigned and grid:
@@ -260,20 +261,21 @@ def _blocked(name: str) -> Format | None:
     return None
 
 
-def _float(name: str, exponent_bits: int, mantissa_bits: int, *, finite: bool) -> FloatFormat:
+def _float(name: str, exponent_bits: int, mantissa_bits: int, ending: str | None) -> FloatFormat:
     """Build ``eXmY`` with the specials that its width suggests, or none."""
     for field, value, low, high in (("exponent_bits", exponent_bits, 1, 8), ("mantissa_bits", mantissa_bits, 0, 23)):
         if not low <= value <= high:
             raise FormatError(
                 f"{name}: {field}={value} is not allowed; choose {low} to {high}, or register a FloatFormat of your own"
             )
-    bits = 1 + exponent_bits + mantissa_bits
+    bits, finite = 1 + exponent_bits + mantissa_bits, ending == "_finite"
     return FloatFormat(
         name=name,
         exponent_bits=exponent_bits,
         mantissa_bits=mantissa_bits,
         nan="none" if finite or bits < 8 else "ieee" if bits > 8 else "top",
         infinities=bits > 8 and not finite,
+        overflow="saturate" if ending == "_saturate" else None,
         source="spelled out by its name",
     )
 

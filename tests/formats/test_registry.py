@@ -2,6 +2,7 @@
 """Names, aliases, dtypes and spelled-out formats, and what is said where there is none."""
 
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -102,6 +103,13 @@ def test_spelled_integers(name, expected):
         "two's complement without" if fmt.symmetric else "mid-rise" if fmt.half_offset else "two's complement, every"
     )
     assert fmt.source.startswith(signed if fmt.signed else "natural numbers")
+
+
+def test_spelled_floats_that_saturate():
+    fmt = get_format("e5m10_saturate")
+    assert fmt == replace(get_format("fp16"), name=fmt.name, aliases=(), source=fmt.source, overflow="saturate")
+    assert (fmt.default_overflow, get_format("e5m10").default_overflow) == ("saturate", "ieee")
+    assert (get_format("e8m23_saturate").max, get_format("e8m23_saturate").infinities) == (get_format("fp32").max, True)
 
 
 def test_spelled_logarithms():

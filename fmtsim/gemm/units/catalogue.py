@@ -12,7 +12,7 @@ Sources, by the short names used below:
     Bochs: bochs-emu/Bochs 783b58f, cpu/avx.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fmtsim.formats.registry import get_format
@@ -282,11 +282,11 @@ def _arm() -> Iterator[Unit]:
     for name, instructions, blocks in (("arm.fdot", "FDOT and FMOPA", (4, 2)), ("arm.fmmla", "FMMLA", (8, 4))):
         text = f"Arm A-profile: {instructions} of FP8, {blocks[0]} products to float32, {blocks[1]} to binary16"
         yield _fp8_dots(name, f"{text}; sums overflow to Inf (FPMR.OSM = 0).", blocks, (FP32, FP16))
-        saturating = [replace(fmt, name=f"{fmt.name}_max", aliases=(), overflow="saturate") for fmt in (FP32, FP16)]
+        saturating = _float("e8m23_saturate"), _float("e5m10_saturate")
         yield _fp8_dots(f"{name}.osm", f"{text}; finite sums saturate (FPMR.OSM = 1).", blocks, saturating)
 
 
-def _fp8_dots(name: str, text: str, blocks: tuple[int, int], sums: Sequence[FloatFormat]) -> Unit:
+def _fp8_dots(name: str, text: str, blocks: tuple[int, int], sums: tuple[FloatFormat, FloatFormat]) -> Unit:
     """Return a unit that adds blocks of exact products to a float32 or a binary16 sum, rounded once."""
     lscale = "Arm ARM; a scale is 2^-LSCALE, 2^0 to 2^-127 (binary16: 2^-15), the same for all products"
     modes = []
