@@ -193,8 +193,8 @@ def _block_sum(block: list[Product], running: Any, word: int | None, spec: GemmS
     block = block if _has_scales(unit) else [Product(p.a, p.b) for p in block]
     if isinstance(unit, Datapath):
         return fused_block(block, running, unit, a, b, word)
-    blocks = {TwoStageDatapath: two_stage_block, FmaDatapath: fma_block}
-    one_block = blocks.get(type(unit), pairwise_block)
+    others: dict[type, Any] = {TwoStageDatapath: two_stage_block, FmaDatapath: fma_block}
+    one_block = others.get(type(unit), pairwise_block)
     return one_block(block, running, unit, a, b)  # type: ignore[arg-type]
 
 

@@ -47,16 +47,14 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
         integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat)
         return integers and a == b == torch.int8 and min(unit.block, k) <= 1 << 36 and adds_in_order(plan)
     floats = isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
-    if not (isinstance(unit, Datapath) or type(unit) in _UNITS) or not floats:
-        return False
-    if not is_plain(plan.partial):
+    if not floats or not is_plain(plan.partial):
         return False
     narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
     if isinstance(unit, TwoStageDatapath):
         return narrow and max(unit.fraction_bits, unit.sum_bits) + 5 + unit.block.bit_length() <= 62
     if isinstance(unit, PairwiseDatapath):
         return narrow
-    if not is_plain(unit.accumulator) or not is_plain(spec.outer):
+    if not isinstance(unit, Datapath) or not is_plain(unit.accumulator) or not is_plain(spec.outer):
         return False
     if plan.scaled_promotion and not is_representable(unit.accumulator, torch.float32):
         return False
