@@ -197,7 +197,8 @@ def _blocks(start: int, stop: int, datapath: Arithmetic, plan: GemmPlan) -> list
         window = [tuple(range(i, min(i + 2 * length, stop))) for i in range(start, stop, 2 * length)]
         halves = [tuple(j for j in w if (j - w[0]) // 2 % 2 == parity) for w in window for parity in (0, 1)]
         return [half for half in halves if half]
-    return [tuple(range(i, min(i + length, stop))) for i in range(start, stop, length)]
+    whole = stop - (stop - start) % length
+    return [*(tuple(range(i, i + length)) for i in range(start, whole, length)), *filter(None, [tuple(range(whole, stop))])]
 
 
 def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:

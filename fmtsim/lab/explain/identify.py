@@ -274,17 +274,25 @@ def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, sca
 def _identified(product: Observed, options: list[Accumulation], *, thorough: bool = False) -> Identification:
     """Compare explanations with a few results, and those that remain with more, up to all."""
     places = deciding(product)
-    few = {slow: part_of(product, places, FEW // 8 if slow else FEW)[0] for slow in (False, True)}
+    few = {slow: part_of(product, places, FEW // 32 if slow else FEW)[0] for slow in (False, True)}
 
     def count(options: Iterable[Accumulation]) -> list[tuple[int, Accumulation]]:
-        return [(int(x.differs(few[cost(x.spec.datapath) > 100]).sum()), x) for x in options]
+        options = list(options)
+        by_cuts = sorted(range(len(options)), key=lambda i: repr(options[i].cuts))  # the engine keeps few orders of K
+        wrong = {i: int(x.differs(few[cost(x.spec.datapath) > 100]).sum()) for i in by_cuts for x in (options[i],)}
+        return [(wrong[i], x) for i, x in enumerate(options)]
 
     # 1. the results that decide; sums that are rounded on the way where the others do not fit, or both might
     rounded = [option for option in options if option.rounds_parts and not option.books]
     counts = count(option for option in options if option.books or not option.rounds_parts)
     orders = {(option.spec.datapath, option.cuts) for wrong, option in counts if not wrong}
     some = count(option for option in rounded if (option.spec.datapath, option.cuts) in orders)
-    if not orders or not all(wrong for wrong, _ in some):
+    if not orders:  # each order on one unit first: where it is the right one, most results are right on others, too
+        plans = {(option.plan, option.spec.accumulate): option for option in rounded}
+        some = count(plans.values())
+        near = {(option.plan, option.spec.accumulate) for wrong, option in some if 2 * wrong < few[False].y.numel()}
+        some += count(x for x in rounded if (key := (x.plan, x.spec.accumulate)) in near and x is not plans[key])
+    if bool(orders) != all(wrong for wrong, _ in some):
         some = count(rounded)
     counts += some
     remaining = [option for wrong, option in counts if not wrong]

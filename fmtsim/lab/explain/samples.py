@@ -21,10 +21,10 @@ from fmtsim.lab.explain.candidates import Accumulation, Observed, cost
 from fmtsim.lab.verify.operands import spread
 from fmtsim.spec.call import GemmCall
 
-FIRST = 8  # rows and columns of the first comparison
-FEW = FIRST * FIRST
+ROWS, COLUMNS = 4, 64  # of the first comparison: the engine's smallest tile
+FEW = ROWS * COLUMNS
 SURVEYED = 1 << 30  # products of the exact sums that say which results decide
-RANKED = 4096
+RANKED = 1 << 14
 TINY = -68  # a power of two of both operands: products lie about the lowest exponents of alignment
 
 Places = tuple[Tensor, Tensor]
@@ -51,14 +51,21 @@ def deciding(product: Observed) -> Places:
     distance = distance / (a.norm(dim=1)[:, None] * b.norm(dim=1))
     distance = torch.where(distance.isfinite() & (exact != 0), distance, torch.inf)
     ranked = distance.flatten().topk(min(RANKED, distance.numel()), largest=False).indices.tolist()
-    # 3. the first of them in rows and columns of their own, then all others
-    first_rows: dict[int, None] = {}
+    # 3. first few rows with columns that decide in one of them, then the other rows and columns that decide
+    first_rows: dict[int, int] = {}
     first_columns: dict[int, None] = {}
+    others: list[tuple[int, int]] = []
     for place in ranked:
         i, j = divmod(place, len(columns))
-        if (i not in first_rows or len(rows) < FIRST) and (j not in first_columns or len(columns) < FIRST):
-            first_rows[i] = first_columns[j] = None
-    return _ordered(rows[list(first_rows)], m), _ordered(columns[list(first_columns)], n)
+        first = i in first_rows or len(first_rows) < ROWS
+        if first and first_rows.get(i, 0) < COLUMNS // ROWS and j not in first_columns:
+            first_rows[i] = first_rows.get(i, 0) + 1
+            first_columns[j] = None
+        else:
+            others.append((i, j))
+    ranked_rows = dict.fromkeys([*first_rows, *(i for i, _ in others)])
+    ranked_columns = dict.fromkeys([*first_columns, *(j for _, j in others)])
+    return _ordered(rows[list(ranked_rows)], m), _ordered(columns[list(ranked_columns)], n)
 
 
 def _ordered(first: Tensor, size: int) -> Tensor:
@@ -77,7 +84,7 @@ def part_of(product: Observed, places: Places, elements: int) -> tuple[Observed,
     m, n, _ = product.sizes
     if elements >= m * n:
         return product, (torch.arange(m), torch.arange(n))
-    height = min(m, max(1, int(elements**0.5)))
+    height = min(m, max(ROWS, int(elements**0.5)) if elements > FEW else ROWS)
     width = min(n, max(1, elements // height))
     rows, columns = places[0][: min(m, max(1, elements // width))], places[1][:width]
     return product.part(rows, columns), (rows, columns)

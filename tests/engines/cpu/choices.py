@@ -63,11 +63,11 @@ def products() -> Iterator[str]:
                 for k in (1, 40, 5000):
                     for plan in PLANS if mode.accumulate != "int32" else PLANS[:1]:
                         spec = gemm_spec(mode.datapath, a, b, fmtsim.GemmPlan(**plan))
-                        method = engine._method(spec.text, k)
+                        method = engine._method(spec, k)
                         text = said(method)
                         if text == "_fused" and isinstance(mode.datapath, Datapath):
                             scaled = (mode.datapath.scale is not None,) * 2
-                            text = said(engine.prepared(spec.text, k, scaled, sum_dtype(mode.datapath).itemsize == 8))
+                            text = said(engine.prepared(spec, k, scaled, sum_dtype(mode.datapath).itemsize == 8))
                         yield f"{name} {mode.accumulate} {mode.scale} {a} {b} K={k} {plan} {text}"
 
 

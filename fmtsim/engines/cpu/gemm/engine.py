@@ -33,7 +33,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
-from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
+from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import adds_in_order
 from fmtsim.support.errors import ArgumentError
 
@@ -47,7 +47,7 @@ Method = Callable[[Tensor, Tensor, Tensor | None, Scales, GemmSpec, RandomKey, T
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
     """Return True if the kernels cover a product; the torch engine takes the rest."""
-    return _method(spec.text, max(a.shape[1], 1)) is not None
+    return _method(spec, max(a.shape[1], 1)) is not None
 
 
 def gemm(
@@ -67,7 +67,7 @@ def gemm(
     """
     if out.numel() == 0:
         return
-    method = _method(spec.text, a.shape[1]) if a.shape[1] else None
+    method = _method(spec, a.shape[1]) if a.shape[1] else None
     if method is None:
         assert a.shape[1] == 0  # supports_gemm was asked first
         out.copy_(torch.zeros_like(out) if c is None else c)
@@ -96,9 +96,9 @@ def gemm_batch(
     plain = isinstance(unit, Datapath) and unit.scale is None and not spec.plan.scaled_promotion
     if not plain or not k or not out.numel() or count < get_num_threads():
         return others
-    if not isinstance(_method(spec.text, k), partial):  # of ``_fused``
+    if _method(spec, k) is not _fused:
         return others
-    product = prepared(spec.text, k, (False, False), out.dtype == torch.float64)
+    product = prepared(spec, k, (False, False), out.dtype == torch.float64)
     if product.groups is not None or product.unit is None or not is_small(count, m, n, k, product.slabs):
         return others
     if c is not None and (out.dtype != torch.float32 or product.reduction.in_place):
@@ -129,9 +129,8 @@ def _write_nan(out: Tensor) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _method(text: str, k: int) -> Method | None:
-    """Return the method for products of k terms of a spec, given as JSON; None where no kernel takes them."""
-    spec = gemm_spec_from_json(text)
+def _method(spec: GemmSpec, k: int) -> Method | None:
+    """Return the method for products of k terms of a spec; None where no kernel takes them."""
     unit = spec.datapath
     if isinstance(unit, IntegerDatapath):
         return int8.gemm if int8.covers(spec, k) else None
@@ -155,7 +154,7 @@ def _method(text: str, k: int) -> Method | None:
     if fma_chain.covers(spec):
         return fma_chain.gemm
     narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
-    return partial(_fused, text) if narrow and exact_integer.covers(spec, unit.block or k) else None
+    return _fused if narrow and exact_integer.covers(spec, unit.block or k) else None
 
 
 def _rounds(fmt: FloatFormat) -> bool:
@@ -196,16 +195,15 @@ class Prepared(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prepared:
+def prepared(spec: GemmSpec, k: int, scaled: tuple[bool, bool], double: bool) -> Prepared:
     """Return the parts of a product of k terms that do not depend on its data.
 
     Args:
-        text: The spec as JSON.
+        spec: Of the product.
         k: Its products.
         scaled: Whether each operand has scales inside the unit.
         double: Sums are float64.
     """
-    spec = gemm_spec_from_json(text)
     unit, plan = spec.datapath, spec.plan
     assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
     x, y = source_of(spec.a, unit, scaled[0]), source_of(spec.b, unit, scaled[1])
@@ -274,10 +272,10 @@ def _numbers(unit: Datapath, terms: int, factor: np.floating) -> Unit:
 
 
 def _fused(
-    text: str, a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, key: RandomKey, out: Tensor
+    a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, key: RandomKey, out: Tensor
 ) -> None:
     """Write the product of a fused unit to out, as docs/matmul.md says; the arguments are those of ``gemm``."""
-    product = prepared(text, a.shape[1], (scales[0] is not None, scales[1] is not None), out.dtype == torch.float64)
+    product = prepared(spec, a.shape[1], (scales[0] is not None, scales[1] is not None), out.dtype == torch.float64)
     draw = product.draw._replace(rows=out.shape[0], columns=out.shape[1])
     if spec.stochastic:
         draw = draw._replace(key=key_words(key))

@@ -46,10 +46,17 @@ class Slabs:
 def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan, limit: int = SLOTS) -> Slabs:
     """Return the slabs of a product of K terms, of at most ``limit`` slots unless one block is longer.
 
-    They are cached for all plans that differ in what follows the sums alone.
+    They are cached for all plans that differ in what follows the sums alone, and all units with the same blocks.
     """
+    if isinstance(unit, Datapath):
+        unit = _blocks_of(unit.block, unit.group, unit.promote_every, unit.paired)
     plain: dict[str, Any] = {"partial": None, "round_trip": False, "reduce": "serial", "bias_after_rounding": False}
     return _slabs_of(k, unit, replace(plan, **plain, epilogue="scale", source="", verified=False), limit)
+
+
+@lru_cache(maxsize=64)
+def _blocks_of(block: int | None, group: int, promote_every: int | None, paired: bool) -> Datapath:
+    return Datapath(block=block, group=group, promote_every=promote_every, paired=paired)
 
 
 @lru_cache(maxsize=64)

@@ -31,6 +31,7 @@ from fmtsim.engines.cpu.runtime.simd import LANES
 
 _STATE = 20 << 20  # bytes of sums that are kept from slab to slab
 _ROWS = 512
+_SLAB = 1 << 19  # numbers of rows and a panel that are one slab: 1 MB of float64
 Task = Callable[[int, int], None]
 Share = Callable[[Task, int, int], None]
 
@@ -115,7 +116,8 @@ class Tile:
     def run(self) -> None:
         """Compute the tile and write it."""
         job = self.job
-        for slab in job.slabs.slabs:
+        small = (self.padded + LANES) * job.slabs.whole.slots.size <= _SLAB
+        for slab in (job.slabs.whole,) if small else job.slabs.slabs:
             done = np.zeros(self.panels, np.bool_)
             if job.groups is not None:
                 self._over_panels(self._block_scaled(slab, job.groups))
