@@ -64,7 +64,7 @@ def products() -> Iterator[str]:
                     for plan in PLANS if mode.accumulate != "int32" else PLANS[:1]:
                         spec = gemm_spec(mode.datapath, a, b, fmtsim.GemmPlan(**plan))
                         method = engine._method(spec, k)
-                        text = said(method)
+                        text = "_fused" if method is engine._fused else said(method)
                         if text == "_fused" and isinstance(mode.datapath, Datapath):
                             scaled = (mode.datapath.scale is not None,) * 2
                             text = said(engine.prepared(spec, k, scaled, sum_dtype(mode.datapath).itemsize == 8))
