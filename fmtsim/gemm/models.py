@@ -114,7 +114,7 @@ def find_models(names: Iterable[str]) -> list[Model]:
         if name not in by_name:
             hint = did_you_mean(name, by_name)
             raise ArgumentError(f"unknown model {name!r}{hint} (fmtsim.lab.calibration.list_models() has all "
-                                f"{len(by_name)}; or pass --shapes)")  # fmt: skip
+                                f"{len(by_name)})")  # fmt: skip
     return [by_name[name] for name in names]
 
 

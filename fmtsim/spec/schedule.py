@@ -198,7 +198,10 @@ def _blocks(start: int, stop: int, datapath: Arithmetic, plan: GemmPlan) -> list
         halves = [tuple(j for j in w if (j - w[0]) // 2 % 2 == parity) for w in window for parity in (0, 1)]
         return [half for half in halves if half]
     whole = stop - (stop - start) % length
-    return [*(tuple(range(i, i + length)) for i in range(start, whole, length)), *filter(None, [tuple(range(whole, stop))])]
+    return [
+        *(tuple(range(i, i + length)) for i in range(start, whole, length)),
+        *filter(None, [tuple(range(whole, stop))]),
+    ]
 
 
 def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:

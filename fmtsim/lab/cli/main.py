@@ -76,6 +76,12 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 # Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 
+# Functions that errors name, and the command that prints the same.
+_LISTED = {
+    "fmtsim.list_formats()": "fmtsim formats",
+    "fmtsim.lab.calibration.list_models()": "fmtsim memory --model list",
+}
+
 # What torch says for want of memory, on a CPU, on a GPU, and of sizes whose product is not a number of bytes.
 _NO_MEMORY = re.compile(
     r"tried to allocate [\d.]+ \w+|out of memory|Storage size calculation overflowed", re.IGNORECASE
@@ -223,6 +229,9 @@ def _call(what: Literal["run", "declare", "check"], command: str, argument: Any)
 
 def _in_options(message: str, actions: Iterable[argparse.Action]) -> str:
     """Return what verbs say of their keywords with the command's options: ``--lora 16`` for ``lora=16``."""
+    for name, command in _LISTED.items():
+        message = message.replace(name, command)
+    message = re.sub(r"\bor None\b", "or leave it out", message)
     options = {option[2:].replace("-", "_"): action for action in actions for option in action.option_strings[-1:]}
 
     def spelled(keyword: re.Match[str]) -> str:

@@ -24,19 +24,19 @@ _MOST = {"seed": 1 << 48, **dict.fromkeys(("batch_size", "context", "steps", "ba
 
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add ``--model``, and what ``add_data`` adds."""
-    option(parser, "--model", MODEL, metavar="NAME", required=required)
+    option(parser, "--model", MODEL, metavar="NAME", required=required, names=names.functions)
     add_data(parser)
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Add ``--checkpoint``, ``--dtype``, ``--device`` and ``--seed``, and which text a language model reads."""
     weights = "load these weights (.safetensors, or a state_dict in .pt) instead of those that the model comes with"
-    option(parser, "--checkpoint", weights, metavar="FILE")
+    option(parser, "--checkpoint", weights, metavar="FILE", names=names.checkpoints)
     option(parser, "--dtype", "of the weights (default: the model's own)", choices=("float32", "bfloat16", "float16"))
     add_device(parser)
     option(parser, "--seed", "of what functions and models draw, and of stochastic rounding", 0)
     group = parser.add_argument_group("text for a language model that comes without batches")
-    option(group, "--data", "a text file or a folder of them", metavar="PATH")
+    option(group, "--data", "a text file or a folder of them", metavar="PATH", names=names.texts)
     tokenizer = "a folder or name of Hugging Face, or bytes (default: the model's own; bytes for functions)"
     option(group, "--tokenizer", tokenizer, metavar="NAME")
     option(group, "--batch-size", "windows of text a batch", 8)
@@ -46,16 +46,16 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 def add_formats(parser: Parser) -> None:
     """Add ``--recipe``, ``--format`` and ``--rules``."""
     option(parser, "--recipe", "a published scheme, such as te_current, or a JSON file", metavar="NAME",
-           known=names.recipes)  # fmt: skip
-    option(parser, "--format", "one format of all operands", metavar="NAME", known=names.formats)
+           names=names.recipes)  # fmt: skip
+    option(parser, "--format", "one format of all operands", metavar="NAME", names=names.formats)
     rules = "exceptions for layers, ahead of the recipe's: JSON, as attribute --out and search --out write it"
-    option(parser, "--rules", rules, metavar="FILE")
+    option(parser, "--rules", rules, metavar="FILE", names=names.rules)
 
 
 def add_simulate(parser: Parser) -> None:
     """Add ``--simulate``."""
     option(parser, "--simulate", "compute operators with the bits of this GPU: h200 or h100", metavar="GPU",
-           known=names.simulated)  # fmt: skip
+           names=names.simulated)  # fmt: skip
 
 
 def simulated(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import glob
 import importlib
 import json
 import pkgutil
@@ -21,83 +22,127 @@ from fmtsim.support.errors import ArgumentError, FormatError, did_you_mean, show
 Names = Callable[[], Iterable[str]]
 
 
-def _names_of(*places: str) -> Names:
-    """Return a function that reads the names at ``module:attribute``; a function there is called."""
-
-    def read() -> Iterable[str]:
-        names: list[str] = []
-        for module, _, attribute in (place.partition(":") for place in places):
-            value = getattr(importlib.import_module(f"fmtsim.{module}"), attribute)
-            names += value() if callable(value) else value
-        return names
-
-    return read
-
-
 @cache
 def _recorded() -> dict[str, list[str]]:
     return json.loads(pkgutil.get_data(__package__, "names.json") or b"")  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """Names of catalogues in ``names.json``: calling it returns them.
+def _names_at(place: str) -> list[str]:
+    """Return the names at ``module:attribute``, which a function there returns, or else a kind's in ``names.json``."""
+    module, colon, attribute = place.partition(":")
+    if not colon:
+        return _recorded()[place]
+    names = getattr(importlib.import_module(f"fmtsim.{module}"), attribute)
+    return list(names() if callable(names) else names)
 
-    kinds: Whose names these are.
-    listed: Where a user finds them, as errors say it.
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """Names that an option takes: calling it returns them.
+
+    kinds: Kinds of names in ``names.json``, or ``module:attribute`` of a module that imports no torch.
+    listed: Where a user finds the names, as errors say it; all names where it is empty.
     aliases: Kinds of other names for the same, which completion leaves out.
     others: Words, and kinds of them, that are no typos; the command itself takes or refuses them.
     """
 
     kinds: tuple[str, ...]
-    listed: str
+    listed: str = ""
     aliases: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
     def __call__(self) -> list[str]:
         """Return the names."""
-        return [name for kind in self.kinds for name in _recorded()[kind]]
+        return [name for kind in self.kinds for name in _names_at(kind)]
 
     def check(self, option: str, word: str) -> None:
-        """Refuse a word that is no name, no file and no record."""
-        close = [*self(), *(name for kind in self.aliases for name in _recorded()[kind])]
-        known = {*close, *(name for kind in self.others for name in _recorded().get(kind, (kind,)))}
+        """Refuse a word that is no name, no record and no file that is there."""
+        names = [*self(), *(name for kind in self.aliases for name in _names_at(kind))]
+        others = {name for kind in self.others for name in _recorded().get(kind, (kind,))}
         spelled = "formats" in self.others and _format_error(word) is None
-        if not spelled and word.strip().lower() not in known and not re.search(r"[={:,/]|\.json$", word):
-            raise ArgumentError(f"{option} {shown(word)} is unknown{did_you_mean(word, close)}; {self.listed}")
+        if spelled or word.strip().lower() in {*names, *others}:
+            return
+        functions.check(option, word)
+        if not re.search(r"[={:,/]|\.json$", word):
+            listed = self.listed or f"choose one of {', '.join(self())}"
+            raise ArgumentError(f"{option} {shown(word)} is unknown{did_you_mean(word, names)}; {listed}")
+        if word.endswith(".json"):
+            files.check(option, word)
 
 
-formats = _names_of("formats.registry:list_formats")
-roundings = _names_of("rounding.modes:MODES", "rounding.modes:ALIASES")
-overflows = _names_of("formats.spec:OVERFLOWS")
-scale_rules = _names_of("formats.scaling:SCALE_RULES")
-models = _names_of("gemm.models:list_models")
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files that a command reads: ``check`` refuses one that is not there, and completion is the shell's.
+
+    hint: How errors go on.
+    folders: Take folders, too.
+    functions: Look for the file of ``FILE.py:function``; other words are no files.
+    """
+
+    hint: str
+    folders: bool = False
+    functions: bool = False
+
+    def __call__(self) -> tuple[str, ...]:
+        """Return no names."""
+        return ()
+
+    def check(self, option: str, word: str) -> None:
+        """Refuse a file that is not there, and name those of its folder that are close."""
+        path = Path(word.rpartition(":")[0] if self.functions else word).expanduser()
+        if (self.functions and path.suffix != ".py") or path.is_file() or (self.folders and path.is_dir()):
+            return
+        what = "file or folder" if self.folders else "file"
+        place = f"{option} {word}".strip()
+        raise ArgumentError(f"{place}: there is no {what} {path}{close_files(path)}; {self.hint}")
+
+
+def close_files(path: Path) -> str:
+    """Return how an error goes on after a file that is not there: files beside it with its suffix and close names."""
+    return did_you_mean(path.name, sorted(beside.name for beside in path.parent.glob(f"*{glob.escape(path.suffix)}")))
+
+
+files = Files("pass a file that is there")
+functions = Files("pass FILE.py:function", functions=True)
+rules = Files("pass JSON that attribute --out or search --out wrote")
+texts = Files("pass a text file or a folder of text files", folders=True)
+runs = Files("pass two or more folders that fmtsim train --out wrote", folders=True)
+recordings = Files("pass a folder of mtc_*.npz, probe_*.npz or recorded calls", folders=True)
+records = Files("pass a file that --record wrote")
+traces = Files("pass a file that fmtsim trace --level aten --tensors all wrote")
+checkpoints = Files("pass weights in .safetensors, .pt, .pth or .bin")
+shapes = Files("pass a text file with a line 'outputs inputs [bias]' for each layer")
+formats = Catalogue(("formats.registry:list_formats",))
+roundings = Catalogue(("rounding.modes:MODES", "rounding.modes:ALIASES"), others=("all",))
+overflows = Catalogue(("formats.spec:OVERFLOWS",))
+scale_rules = Catalogue(("formats.scaling:SCALE_RULES",))
+models = Catalogue(("gemm.models:list_models",), "fmtsim memory --model list has the names", others=("list",))
 _ANY = ("recipes", "recipe_aliases", "schemes", "scheme_aliases", "widths", "list")
 _RECIPES = "fmtsim train --recipe list has the names; a file ends in .json"
 _GPU = "choose a GPU with its library, such as h200, a plan file (.json)"
-targets = Recorded(("targets",), _GPU, others=("units",))
-targets_and_units = Recorded(
+targets = Catalogue(("targets",), _GPU, others=("units",))
+targets_and_units = Catalogue(
     ("targets", "units"),
     f"{_GPU}, a unit such as hopper.wgmma, or fields as --help shows",
     others=("logarithms", "recipe"),
 )
-simulated = Recorded(("simulated",), "choose h200 or h100")
-recipes = Recorded(("recipes",), _RECIPES, ("recipe_aliases",), _ANY)
-converters = Recorded(("recipes", "peers"), _RECIPES, ("recipe_aliases",), _ANY)
-recipes_and_formats = Recorded(
+simulated = Catalogue(("simulated",), "choose h200 or h100")
+recipes = Catalogue(("recipes",), _RECIPES, ("recipe_aliases",), _ANY)
+converters = Catalogue(("recipes", "peers"), _RECIPES, ("recipe_aliases",), _ANY)
+recipes_and_formats = Catalogue(
     ("recipes",),
     "fmtsim formats and fmtsim train --recipe list have the names",
     ("recipe_aliases",),
     (*_ANY, "formats"),
 )
-schemes = Recorded(
+schemes = Catalogue(
     ("schemes",), "fmtsim ptq --scheme list has the names; a file ends in .json", ("scheme_aliases",), _ANY
 )
-optimizers = Recorded(("optimizers",), "choose adamw or madam")
-states = Recorded(("states",), "docs/optim.md has the names")
-optimizers_and_states = Recorded(("rules", "states"), "choose a rule or a scheme of states, as in --help")
-reductions = Recorded(("reductions",), "docs/distributed.md has the names")
-claims = Recorded(("claims",), "fmtsim reproduce --list has the names")
+optimizers = Catalogue(("optimizers",), "choose adamw or madam")
+states = Catalogue(("states",), "docs/optim.md has the names")
+optimizers_and_states = Catalogue(("rules", "states"), "choose a rule or a scheme of states, as in --help")
+reductions = Catalogue(("reductions",), "docs/distributed.md has the names")
+claims = Catalogue(("claims",), "fmtsim reproduce --list has the names")
 
 
 def check_names(actions: Iterable[argparse.Action], arguments: argparse.Namespace) -> None:
@@ -105,20 +150,19 @@ def check_names(actions: Iterable[argparse.Action], arguments: argparse.Namespac
 
     A model's function may register formats and recipes; names beside such a function are read after it was called.
     """
-    if _may_register(vars(arguments)):
-        return
+    registers = _may_register(vars(arguments))
     for action in actions:
-        value, known = getattr(arguments, action.dest, None), getattr(action, "known", None)
+        value, names = getattr(arguments, action.dest, None), getattr(action, "names", None)
         if isinstance(value, str) and action.metavar == "LIST" and value != action.default:
             value = [word.strip() for word in value.split(",")]
         for word in value if isinstance(value, list) else [value]:
-            option = (action.option_strings or [action.dest])[-1]
-            if not isinstance(word, str) or word in ("", action.default):
+            option = (action.option_strings or [""])[-1]
+            if not isinstance(word, str | Path) or word in ("", action.default):
                 continue
-            if isinstance(known, Recorded):
-                known.check(option, word)
-            elif known is formats and word != "none" and (error := _format_error(word)):
-                raise FormatError(str(error).replace("fmtsim.list_formats()", "fmtsim formats"))
+            if isinstance(names, Files) or (isinstance(names, Catalogue) and names is not formats and not registers):
+                names.check(option, str(word))
+            elif names is formats and not registers and word != "none" and (error := _format_error(str(word))):
+                raise error
 
 
 def _format_error(word: str) -> FormatError | None:

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fmtsim.formats.spec import OVERFLOWS
@@ -24,11 +25,12 @@ Parser = argparse._ActionsContainer
 
 
 def option(
-    parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "N", known: Names = tuple, **more: Any
+    parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "N", names: Names = tuple, **more: Any
 ) -> None:  # fmt: skip
     """Declare an argument with a value: numbers have the type of their default, which the help text ends with.
 
-    ``known`` are names that completion offers; ``type=one_of(names)`` refuses all others.
+    ``names`` are offered by completion, and their ``check``, if any, refuses other words; ``type=one_of(names)``
+    refuses all others.
     """
     if isinstance(default, int | float):
         more.setdefault("type", type(default))
@@ -36,7 +38,7 @@ def option(
         shown = " ".join(map(str, default)) if isinstance(default, list) else default
         text = f"{text} (default {shown})"
     metavar = None if "choices" in more else metavar
-    _offer(known, parser.add_argument(name, default=default, metavar=metavar, help=text, **more))
+    _offer(names, parser.add_argument(name, default=default, metavar=metavar, help=text, **more))
 
 
 def count(parser: Parser, name: str, text: str) -> None:
@@ -50,30 +52,30 @@ def flag(parser: Parser, name: str, text: str) -> None:
 
 
 def repeated(
-    parser: Parser, name: str, text: str, metavar: Any = "NAME", known: Names = tuple, **more: Any
+    parser: Parser, name: str, text: str, metavar: Any = "NAME", names: Names = tuple, **more: Any
 ) -> None:  # fmt: skip
-    """Declare an option that may be given several times; ``known`` as in ``option``."""
+    """Declare an option that may be given several times; ``names`` as in ``option``."""
     more = {"default": []} | more
-    _offer(known, parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more))
+    _offer(names, parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more))
 
 
-def _offer(known: Names, action: argparse.Action) -> None:
-    action.known = known  # type: ignore[attr-defined]
+def _offer(names: Names, action: argparse.Action) -> None:
+    action.names = names  # type: ignore[attr-defined]
 
 
 def offered(action: argparse.Action) -> tuple[str, ...]:
     """Return the words that complete an argument: its choices, or the names that its declaration knows."""
-    return tuple(map(str, getattr(action, "known", tuple)() if action.choices is None else action.choices))
+    return tuple(map(str, getattr(action, "names", tuple)() if action.choices is None else action.choices))
 
 
-def one_of(known: Names) -> Callable[[str], str]:
+def one_of(names: Names) -> Callable[[str], str]:
     """Return an option's ``type`` that takes some names, for names that are not known without torch.
 
     ``choices`` of argparse are read while the option is declared, these where the option is given.
     """
 
     def check(text: str) -> str:
-        if text not in (choices := list(known())):
+        if text not in (choices := list(names())):
             raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(choices)})")
         return text
 
@@ -90,15 +92,27 @@ def add_rounding(parser: Parser) -> None:
     option(parser, "--rounding", f"one of {', '.join(MODES)}, or short: {', '.join(ALIASES)}", "nearest_even", "MODE",
            names.roundings)  # fmt: skip
     option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", metavar="RULE",
-           known=names.overflows)  # fmt: skip
+           names=names.overflows)  # fmt: skip
     count(parser, "--random-bits", "random bits of stochastic rounding, 1 to 32")
     option(parser, "--seed", "seed of stochastic rounding", 0)
 
 
+def check_rounding(arguments: argparse.Namespace) -> None:
+    """Refuse random bits that nothing draws, or that are more than a word has."""
+    count, rounding = arguments.random_bits, arguments.rounding
+    if count is not None and rounding not in ("stochastic", "all") and ALIASES.get(rounding) != "stochastic":
+        raise ArgumentError(
+            f"--random-bits {count} belongs to --rounding stochastic, not to {rounding}; leave it out, or pass that "
+            "rounding"
+        )
+    if count is not None and not 1 <= count <= 32:
+        raise ArgumentError(f"--random-bits {count} is not allowed; choose 1 to 32, or leave it out for all")
+
+
 def add_device(parser: Parser, default: str = "cpu") -> None:
     """Add ``--device``."""
-    names = "cpu, cuda or cuda:1" if default == "cpu" else "cuda or cuda:1"
-    option(parser, "--device", names, default, "DEVICE")
+    devices = "cpu, cuda or cuda:1" if default == "cpu" else "cuda or cuda:1"
+    option(parser, "--device", devices, default, "DEVICE")
 
 
 def add_target(parser: Parser) -> None:
@@ -107,14 +121,15 @@ def add_target(parser: Parser) -> None:
         "a GPU with its library, such as h200, or a plan file; an MMA unit alone, such as hopper.wgmma or exact; or a "
         "datapath: a JSON file, or fields such as block=32,fraction_bits=10 or logarithms,entries=4"
     )
-    option(parser, "--target", kinds, metavar="TARGET", known=names.targets_and_units)
+    option(parser, "--target", kinds, metavar="TARGET", names=names.targets_and_units)
     option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar="FIELD=VALUE,...")
 
 
 def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
     """Add ``--model``, ``--shapes`` and ``--dtypes``."""
-    repeated(parser, "--model", f"linear layers of this model: {models}", known=names.models, dest="models")
-    option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE")
+    repeated(parser, "--model", f"linear layers of this model: {models}", names=names.models, dest="models")
+    option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE",
+           names=names.shapes)  # fmt: skip
     option(parser, "--dtypes", f"of {', '.join(DTYPES)}", dtypes, "LIST")
 
 
@@ -135,6 +150,29 @@ def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     if fields and ("=" in target or target.partition(",")[0].strip() == "logarithms"):
         target = parse_record(target, Datapath, "--target", logarithms=LogDatapath)
     return {"target": target, "plan": None if plan is None else parse_record(plan, GemmPlan, "--plan")}
+
+
+SUFFIXES = (".npy", ".npz", ".pt", ".safetensors")
+
+
+def tensor_file(text: str) -> tuple[Path, str]:
+    """Return the file of tensors that a word means, and the tensor that ``FILE:NAME`` picks, else an empty name.
+
+    Raises:
+        ArgumentError: There is no such file, or its suffix is not known.
+    """
+    path, name = Path(text), ""
+    if not path.exists() and ":" in text:
+        before, _, name = text.rpartition(":")
+        path = Path(before)
+    if not path.is_file():
+        raise ArgumentError(
+            f"{text}: no such file{names.close_files(path)}; pass a {', '.join(SUFFIXES)} file, or FILE:NAME for one "
+            "tensor"
+        )
+    if path.suffix not in SUFFIXES:
+        raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
+    return path, name
 
 
 def parse_number(text: str) -> float:

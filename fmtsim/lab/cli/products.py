@@ -5,6 +5,8 @@ import argparse
 import io
 import time
 import warnings
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ from fmtsim.lab.cli.arguments.numbers import SLOW_EVERY
 from fmtsim.lab.cli.options import check_device, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.lab.cli.results import load_tensors
-from fmtsim.lab.explain.identify import identify
+from fmtsim.lab.explain.identify import REFINED, identify
 from fmtsim.lab.explain.product import explain_mm
 from fmtsim.lab.training.models import is_function, module_of
 from fmtsim.lab.verify.operands import cancel_neighbours, spread
@@ -119,7 +121,6 @@ def _numbers(rows: int, columns: int, kind: str, generator: torch.Generator) -> 
 
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
-MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of a machine
 
 
 def run_mm(arguments: argparse.Namespace) -> int:
@@ -242,25 +243,10 @@ def save(y: torch.Tensor, path: Path) -> None:
 
 
 def _check_mm(arguments: argparse.Namespace) -> None:
-    if arguments.target is None:
-        raise ArgumentError("fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone")
     library = isinstance(find_target(read_target(arguments)["target"]), Target)
-    for name in ("m", "n", "k"):
-        size = getattr(arguments, name)
-        if not 1 <= size < MOST:
-            allowed = "1 or more" if size < 1 else f"1 to {MOST - 1:,}"
-            raise ArgumentError(f"{name.upper()} = {size} is not possible; choose {allowed}")
-    if not 0 <= arguments.seed < 1 << 62:
-        raise ArgumentError(f"--seed {arguments.seed} is not allowed; choose 0 to 2**62 - 1")
-    if arguments.out:
-        check_file("--out", Path(arguments.out))
     if arguments.check and (not library or arguments.emulate):
         what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is not a GPU"
         raise ArgumentError(f"--check native runs the GPU that --target names, but {what}; pass --target h200")
-    if arguments.slow and arguments.plan is not None:
-        raise ArgumentError(
-            f"--slow and --plan both give an accumulation order; write --plan promote_every={SLOW_EVERY},..."
-        )
 
 
 def _out_dtype(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> torch.dtype:
@@ -346,10 +332,15 @@ def mm_text(
     )  # fmt: skip
 
 
+# What notes of ``identify`` say, and how it is done here.
+_IN_OPTIONS = {
+    REFINED: "--probe probe.pt writes some; run the kernel on them, and add --refine probe.pt:a probe.pt:b Y",
+    "bias= ": "--bias ", "scale_a= and scale_b= ": "--scale-a and --scale-b ", "thorough=True ": "--thorough ",
+}  # fmt: skip
+
+
 def run_identify(arguments: argparse.Namespace) -> int:
     """Name what fits and print it; 1 where nothing fits."""
-    if arguments.probe:
-        check_file("--probe", Path(arguments.probe))
     extras = {name: _tensor(text, None) for name in ("bias", "scale_a", "scale_b")
               if (text := getattr(arguments, name)) is not None}  # fmt: skip
     runs = [(arguments.a, arguments.b, arguments.y), *arguments.refine]
@@ -358,6 +349,8 @@ def run_identify(arguments: argparse.Namespace) -> int:
     result = identify(*first, **extras, target=arguments.target, thorough=arguments.thorough)
     for run in others:
         result = result.refine(*run)
+    notes = tuple(reduce(lambda note, words: note.replace(*words), _IN_OPTIONS.items(), note) for note in result.notes)
+    result = replace(result, notes=notes)
     if arguments.probe:
         content = io.BytesIO()
         torch.save(dict(zip("ab", result.probe(), strict=True)), content)

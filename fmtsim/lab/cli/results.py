@@ -16,9 +16,8 @@ from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.analysis.tracing import trace
-from fmtsim.lab.cli.arguments.results import RUN_FORMS, tensor_file
 from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given, simulated
-from fmtsim.lab.cli.options import check_positive
+from fmtsim.lab.cli.options import check_positive, tensor_file
 from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
 from fmtsim.lab.training.models import told
 from fmtsim.lab.verify import Outcome, workers
@@ -62,11 +61,6 @@ def _tensors(text: str | None) -> bool | list[int | str]:
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Bisect and print; 0 where all bits agree, 1 where some do not."""
     texts = arguments.a, arguments.b
-    for text in filter(os.path.isfile, texts):
-        try:
-            Trace.load(text)
-        except DataError as error:
-            raise DataError(f"{text} is not a trace ({str(error).removeprefix(f'{text}: ')}); {RUN_FORMS}") from None
     models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
     runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
     try:

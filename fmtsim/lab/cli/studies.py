@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from fmtsim.gemm.models import list_models
 from fmtsim.lab.cli.options import check_device, check_threads, parse_number, usable_cores
 from fmtsim.lab.cli.output import answer, format_table, json_text, origin
 from fmtsim.lab.memory import Lora, Parallel, StoredFormats, serving_memory, training_memory
@@ -152,16 +153,12 @@ TRAINING, SERVING = (
 )
 
 
-def parameters_of(text: str) -> float:
-    """Return a number of parameters such as 7e9, 7B, 350M or 1.5T."""
-    power = {"k": 3, "m": 6, "b": 9, "t": 12}.get(text.strip()[-1:].lower(), 0)
-    number = parse_number(f"{text.strip()[:-1]}e{power}" if power else text)
-    return round(number) if power else number
-
-
 def run_memory(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
-    model = arguments.model if arguments.params is None else parameters_of(arguments.params)
+    if arguments.model == "list":
+        print("\n".join(list_models()))
+        return 0
+    model = arguments.model if arguments.params is None else arguments.params
     verb, allowed, others = (
         (serving_memory, SERVING, [*TRAINING, "level"]) if arguments.serve else (training_memory, TRAINING, SERVING)
     )

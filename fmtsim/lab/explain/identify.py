@@ -30,6 +30,7 @@ SHOWN = 12  # explanations that are printed
 NEAREST = 24
 FEW_DIFFER = 1e-3
 PROBES = (0, 1)  # seeds
+REFINED = "a, b = result.probe(); run the kernel on them; result.refine(a, b, y)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,17 +313,13 @@ def _identified(product: Observed, options: list[Accumulation], *, thorough: boo
     if len(remaining) > ALIKE:
         note = (
             f"these operands say little: {len(remaining):,} of {len(counts):,} explanations fit; sums are zero, exact "
-            "or of few products, or the narrow results hide the order. Others say more: a, b = result.probe(); run the "
-            "kernel on them; result.refine(a, b, y)"
+            f"or of few products, or the narrow results hide the order. Others say more: {REFINED}"
         )
         return Identification(groups=(tuple(remaining),), compared=compared, notes=(note,), **facts)
     groups = _grouped(product, _distinct(remaining))
     notes = []
     if len(groups) > 1:
-        notes.append(
-            f"these operands do not tell the {len(groups)} groups apart, others do: a, b = result.probe(); run the "
-            "kernel on them; result.refine(a, b, y)"
-        )
+        notes.append(f"these operands do not tell the {len(groups)} groups apart, others do: {REFINED}")
     if compared < product.y.numel():
         notes.append(f"{compared:,} of {product.y.numel():,} results were compared, those that decide first")
     return Identification(groups=groups, compared=compared, notes=tuple(notes), **facts)

@@ -50,6 +50,12 @@ E8M30 = FloatFormat(name="e8m30", exponent_bits=8, mantissa_bits=30)
 EXACT = get_unit("exact").mode("fp32", "fp32")
 
 
+@pytest.fixture(autouse=True)
+def slab_by_slab(monkeypatch):
+    """Take small products slab by slab, as large ones are."""
+    monkeypatch.setattr(tiles, "_SLAB", 0)
+
+
 @pytest.fixture
 def taken(monkeypatch) -> Counter:
     """Count how many panels each kernel of fused products computes, slab by slab, and how often the others run."""
@@ -282,6 +288,18 @@ def test_spans_in_one_slab_only(taken):
         taken.clear()
         check(x, y, gemm_spec(HALF, "bf16"))
         assert taken == {"floor64": slabs - 1, "wide": 1} and slabs > 1
+
+
+def test_small_products_are_one_slab(taken, monkeypatch):
+    """With the same bits: 4 rows of a padded tile and 64 columns beside the slots of K."""
+    k = 2048 + 64
+    a, b = spread(k, rows=3), spread(k, rows=5, seed=2)
+    monkeypatch.setattr(tiles, "_SLAB", 68 * k)
+    check(a, b, gemm_spec(HALF, "bf16"))
+    assert taken == {"floor64": 1}
+    monkeypatch.setattr(tiles, "_SLAB", 68 * k - 1)
+    check(a, b, gemm_spec(HALF, "bf16"))
+    assert taken["floor64"] > 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(-60, 55), (55, -60), (-60, -60), (55, 55)])

@@ -89,8 +89,8 @@ def test_a_model_of_train_gets_bytes(capsys):
          "models.py:fails against models.py:build: RuntimeError: mat1 and mat2"),
         ("bisect a.safetensors models.py:build", "a.safetensors is not there; pass a file that fmtsim trace --out wr"),
         ("bisect a.st b.st", "a.st is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
-        ("bisect weights.pt models.py:build", "weights.pt is not a trace (a header of "),
-        ("bisect models.py:build models.py", "models.py is not a trace ("),
+        ("bisect weights.pt models.py:build", "weights.pt is not a trace; pass a file that fmtsim trace --out wrote,"),
+        ("bisect models.py:build models.py", "models.py is not a trace; pass"),
     ],
 )  # fmt: skip
 def test_words_that_are_wrong(capsys, words, message):

@@ -65,7 +65,7 @@ def test_the_plot(files, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("x.npy", "no.npy"), "no.npy: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE:NAME"),
+        (("x.npy", "no.npy"), "no.npy: no such file; did you mean 'y.npy' or 'x.npy'"),
         (("two.npz:q", "x.npy"), "two.npz has no tensor 'q'; it has x, y"),
         (("x.txt", "x.npy"), "x.txt is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
         (("bad.npy", "x.npy"), "cannot read bad.npy: "),

@@ -67,6 +67,32 @@ def test_words_that_need_no_torch_do_not_wait_for_it(words):
         ("compare missing.pt other.pt", "missing.pt: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE"),
         ("compare plain.py plain.py", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
         ("bisect a.st b.st", "a.st is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
+        ("bisect a.txt b.txt", "a.txt is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
+        ("bisect plain.py plain.py", "plain.py is not a trace; pass a file that fmtsim trace --out wrote, or a model"),
+        ("bisect plan.py:build plain.py:build", "plan.py:build: there is no file plan.py; did you mean 'plain.py'?; "),
+        ("audit trace.safetensors", "trace.safetensors: there is no file trace.safetensors; pass a file that fmtsim t"),
+        ("audit plain.py", "plain.py is not a trace; pass a file that fmtsim trace --level aten --tensors all wrote"),
+        ("identify a.npy b.npy y.npy", "a.npy: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE:NAME"),
+        ("identify plain.py b y", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
+        ("report runs/a runs/b", "runs/a: there is no file or folder runs/a; pass two or more folders that fmtsim tr"),
+        ("observe --model plan.py:build", "--model plan.py:build: there is no file plan.py; did you mean 'plain.py'?;"),
+        ("train --recipe my.json", "--recipe my.json: there is no file my.json; pass a file that is there"),
+        ("observe --model plain.py:build --rules r.json", "--rules r.json: there is no file r.json; pass JSON that at"),
+        ("ptq --scheme int8_static --model gpt2 --data words.txt", "--data words.txt: there is no file or folder word"),
+        ("trace --model gpt2 --checkpoint w.pt", "--checkpoint w.pt: there is no file w.pt; pass weights in .safetens"),
+        ("train --rounding stocastic", "--rounding 'stocastic' is unknown; did you mean 'stochastic'?; choose one of"),
+        ("cast 1 --to e4m3 --overflow satrate", "--overflow 'satrate' is unknown; did you mean 'saturate'?; choose on"),
+        ("explain 1 --format mxfp8 --scale-rule flor", "--scale-rule 'flor' is unknown; did you mean 'floor'?; choose"),
+        ("invariance --target h200 --model gpt3", "--model 'gpt3' is unknown; did you mean 'gpt2' or 'gpt3-175b'"),
+        ("doctor --gemm --target h200 --shapes s.txt", "--shapes s.txt: there is no file s.txt; pass a text file with"),
+        ("verify gemm --vectors seen", "--vectors seen: there is no file or folder seen; pass a folder of mtc_*.npz"),
+        ("bench casts --against r.json", "--against r.json: there is no file r.json; pass a file that --record wrote"),
+        ("memory --params 7Z", "argument --params: '7Z' is no number of parameters; write 7e9, 7B, 350M"),
+        ("cast 1 --to e4m3 --random-bits 40", "--random-bits 40 belongs to --rounding stochastic, not to nearest_even"),
+        ("cast 1 --to e4m3 --rounding sr --random-bits 40", "--random-bits 40 is not allowed; choose 1 to 32, or leav"),
+        ("explain 1 --format e4m3 --random-bits 8", "--random-bits 8 belongs to --rounding stochastic, not to nearest"),
+        ("mm 8 8 8", "fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone"),
+        ("mm 8 8 8 --target h200 --out y.txt", "--out y.txt does not end in .npy or .safetensors; choose another name"),
         ("memory", "fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B"),
     ],
 )  # fmt: skip
@@ -83,13 +109,15 @@ def test_typos_are_answered_before_torch_is_imported(words, said, tmp_path):
 
 def test_errors_name_options_instead_of_keywords(capsys):
     assert main(["explain", "1", "2", "--format", "mxfp4", "--block-size", "0"]) == BAD_INPUT
-    assert capsys.readouterr().err.startswith("fmtsim: error: --block-size 0 is not a block; choose")
+    assert capsys.readouterr().err == "fmtsim: error: --block-size 0 is not possible; choose 1 or more\n"
     assert main(["explain", "1", "--format", "e4m3", "--scale-rule", "amax"]) == BAD_INPUT
     assert "--scale-rule amax needs a block; pass --block-size or a block format" in capsys.readouterr().err
     actions = build_parser("mm").actions
     said = "pass plan=GemmPlan(...), slow=True or pad=True; recipe.target='x'; out_dtype='float32'"
     options = "pass --plan FIELD=VALUE,..., --slow or pad=True; recipe.target='x'; --out-dtype float32"
     assert front._in_options(said, actions) == options and front._in_options(said, ()) == said
+    said = "choose 0 or more, or None for all (fmtsim.list_formats() has all names)"
+    assert front._in_options(said, ()) == "choose 0 or more, or leave it out for all (fmtsim formats has all names)"
 
 
 def test_the_names_that_typos_are_compared_with_are_those_of_the_catalogues():

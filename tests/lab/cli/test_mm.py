@@ -142,7 +142,7 @@ def test_records_on_the_command_line():
     ("words", "message"),
     [
         ((), "fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone"),
-        (("--target", "3.json"), "cannot read 3.json: No such file"),
+        (("--target", "3.json"), "--target 3.json: there is no file 3.json; pass a file that is there"),
         (("--target", "hoper.wgmma"), "--target 'hoper.wgmma' is unknown; did you mean 'hopper.wgmma'"),
         (("--target", "exact", "--dtype", "mxfp4"), "mxfp4 is neither a floating-point format nor int8"),
         (("--target", "volta.mma"), "unit volta.mma does not take e4m3 x e4m3"),

@@ -11,7 +11,7 @@ OPTIONS = [
     ("--baseline nope", "nope"),
     ("--rounding nearst", "nearest_even"),
     ("--format mxfp4 --scaling tensor", "--scaling tensor does not go with mxfp4"),
-    ("--data /does/not/exist", "--data /does/not/exist: no such file or folder"),
+    ("--data /does/not/exist", "--data /does/not/exist: there is no file or folder /does/not/exist"),
     ("--steps 0", "--steps 0 is not allowed; choose 1 or more"),
     ("--batch-size -1", "--batch-size -1 is not allowed"),
     ("--heads 3", "--heads 3 does not divide --width 32; choose a divisor"),
@@ -23,7 +23,7 @@ RECIPES = [
     ("--recipe te_curent", "--recipe 'te_curent' is unknown; did you mean 'te_current'"),
     ("--recipe coat --format e4m3 --rounding up", "leave --format and --rounding out"),
     ("--recipe quartet2", "layer 'blocks.0.attention.qkv'"),
-    ("--recipe absent.json", "cannot read absent.json: No such file"),
+    ("--recipe absent.json", "--recipe absent.json: there is no file absent.json; pass a file that is there"),
 ]
 MACHINES = [
     ("--plan split=2", "--plan is an accumulation order; pass --target as well"),

@@ -271,9 +271,7 @@ def _numbers(unit: Datapath, terms: int, factor: np.floating) -> Unit:
 # Fused units: one product.
 
 
-def _fused(
-    a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, key: RandomKey, out: Tensor
-) -> None:
+def _fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, key: RandomKey, out: Tensor) -> None:
     """Write the product of a fused unit to out, as docs/matmul.md says; the arguments are those of ``gemm``."""
     product = prepared(spec, a.shape[1], (scales[0] is not None, scales[1] is not None), out.dtype == torch.float64)
     draw = product.draw._replace(rows=out.shape[0], columns=out.shape[1])

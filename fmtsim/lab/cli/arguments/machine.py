@@ -37,7 +37,7 @@ def declare_doctor(parser: argparse.ArgumentParser) -> None:
     add_layers(what, "bf16")
     add_tokens(what)
     named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
-    option(what, "--target", named, metavar="NAME", known=names.targets)
+    option(what, "--target", named, metavar="NAME", names=names.targets)
     add_json(parser)
 
 
@@ -60,13 +60,13 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     add_tokens(what)
     flag(what, "--quick", f"at most {QUICK} of these calls, evenly chosen, and one set of data each")
     base = "try this target's plans first, and append its rules to the new ones"
-    option(parser, "--base", base, metavar="TARGET", known=names.targets)
+    option(parser, "--base", base, metavar="TARGET", names=names.targets)
     option(parser, "--out", f"file to write, {PLAN} or {EVIDENCE} unless given", metavar="FILE")
     check = parser.add_argument_group("comparing a GPU with its emulation, instead of measuring it")
     run_both = (
         "run calls of every rule of this target, or every kind of call that reaches this unit, and write evidence"
     )
-    option(check, "--check", f"{run_both} (h200, hopper.wgmma)", metavar="TARGET", known=names.targets_and_units)
+    option(check, "--check", f"{run_both} (h200, hopper.wgmma)", metavar="TARGET", names=names.targets_and_units)
     option(check, "--calls", "calls of every rule", 3)
     book = parser.add_argument_group("querying the cuBLASLt heuristic, which runs no kernel")
     every = "write or continue a plan book and its target: the kernel for every number of rows of the layers of"
@@ -79,7 +79,8 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     option(book, "--learn", f"{trees} ({LEARNED} unless named)", metavar="FILE", nargs="?", const=LEARNED)
     option(book, "--questions", "queries for each group of kinds; some groups take more or fewer", 3_000_000)
     option(book, "--workers", "processes that query (default: one per core)", type=int)
-    option(check, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE")
+    option(check, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE",
+           names=names.files)  # fmt: skip
     add_device(parser, "cuda")
     add_json(parser)
 
@@ -107,7 +108,8 @@ def declare_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
     option(parser, "--repeats", "timed runs of each case", 9)
     option(parser, "--record", "also write the measurements to a JSON file", metavar="FILE", type=Path)
-    option(parser, "--against", "say what became slower by more than 5 %% since this record", metavar="FILE", type=Path)
+    option(parser, "--against", "say what became slower by more than 5 %% since this record", metavar="FILE", type=Path,
+           names=names.records)  # fmt: skip
     add_json(parser)
     _add_kernels(parser.add_argument_group("casts and gemm"))
     _add_layers(parser.add_argument_group("layers"))
@@ -135,9 +137,9 @@ def _add_kernels(group: argparse._ArgumentGroup) -> None:
 
 def _add_layers(group: argparse._ArgumentGroup) -> None:
     text = "recipes, torchao_float8 or microxcaling_mxfp4; by default some recipes, and what is installed"
-    option(group, "--recipes", text, metavar="NAME", nargs="+", known=converters)
+    option(group, "--recipes", text, metavar="NAME", nargs="+", names=converters)
     option(group, "--device", "cpu, cuda or cuda:1 (default cuda where there is one)", metavar="DEVICE")
     for name, text in BENCH_SIZES.items():
         count(group, f"--{name.replace('_', '-')}", text)
-    option(group, "--target", "what multiplies under the recipes, such as h200", metavar="NAME", known=targets)
+    option(group, "--target", "what multiplies under the recipes, such as h200", metavar="NAME", names=targets)
     flag(group, "--emulate", "emulate the target, also on a GPU that is one")

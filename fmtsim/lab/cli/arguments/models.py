@@ -9,7 +9,7 @@ from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet, add_simulate
 from fmtsim.lab.cli.options import add_device, add_json, add_target, count, flag, one_of, option, repeated
-from fmtsim.support.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError, shown
 
 _IGNORE = "leave this layer, or what 're:PATTERN' matches, in high precision (default: the head of a language model)"
 
@@ -46,12 +46,12 @@ def declare_attribute(parser: argparse.ArgumentParser) -> None:
 def declare_ptq(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     scheme = "a scheme of post-training quantisation, such as int8_static, or a JSON file; 'list' prints all names"
-    option(parser, "--scheme", scheme, metavar="NAME", known=names.schemes, required=True)
+    option(parser, "--scheme", scheme, metavar="NAME", names=names.schemes, required=True)
     add_model(parser, required=False)
     option(parser, "--batches", "batches for calibration, and as many others to measure the loss", 8)
     repeated(parser, "--ignore", _IGNORE, "NAME")
     rules = "exceptions for layers, ahead of the scheme's: JSON, as attribute --out and search --out write it"
-    option(parser, "--rules", rules, metavar="FILE")
+    option(parser, "--rules", rules, metavar="FILE", names=names.rules)
     add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
     result = parser.add_argument_group("result")
     option(result, "--out", "folder for the quantised model (model.pt), its scheme and report", metavar="DIR")
@@ -75,7 +75,7 @@ def declare_search(parser: argparse.ArgumentParser) -> None:
     option(what, "--bits", "the bit operations of this many bits in both operands of every layer", type=float)
     option(what, "--budget", "bit operations of a batch", type=float)
     schemes = "schemes of fmtsim ptq to choose from, JSON files too (default w4a4,minifloat_e3m2,e4m3_static)"
-    option(what, "--schemes", schemes, metavar="LIST", known=names.schemes)
+    option(what, "--schemes", schemes, metavar="LIST", names=names.schemes)
     repeated(what, "--ignore", _IGNORE, "NAME")
     count(what, "--samples", "also try this many assignments, sampled from a policy that is trained on their results")
     flag(
@@ -123,7 +123,7 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     _add_system(parser.add_argument_group("optimizer and ranks (default: those of the recipe)"))
     how = parser.add_argument_group("model and training")
     model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; see docs/recipes.md"
-    option(how, "--model", model, "gpt", "NAME")
+    option(how, "--model", model, "gpt", "NAME", names.functions)
     for name, text in TRAIN_SIZES.items():
         if name != "layers":
             option(how, f"--{name.replace('_', '-')}", text, TRAIN_DEFAULTS[name])
@@ -132,7 +132,7 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     option(how, "--lr", "peak learning rate", TRAIN_DEFAULTS["lr"], None)
     option(how, "--seed", "of weights, batches and stochastic rounding", 0)
     data = "a text file or a folder of them; by default Python's own sources"
-    option(how, "--data", data, metavar="PATH")
+    option(how, "--data", data, metavar="PATH", names=names.texts)
     add_device(how)
     count(how, "--threads", "CPU threads (default: torch's choice)")
     add_simulate(how)
@@ -150,15 +150,15 @@ def _add_scheme(group: argparse._ArgumentGroup) -> None:
         "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
         "all names, and --target recipe is the GPU that it was designed for"
     )
-    option(group, "--recipe", recipe, metavar="NAME", known=names.recipes)
-    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME", known=names.formats)
+    option(group, "--recipe", recipe, metavar="NAME", names=names.recipes)
+    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME", names=names.formats)
     gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
-    option(group, "--grad-format", gradients, metavar="NAME", known=names.formats)
+    option(group, "--grad-format", gradients, metavar="NAME", names=names.formats)
     option(
-        group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE", known=names.roundings
+        group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE", names=names.roundings
     )
     option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE",
-           known=names.roundings)  # fmt: skip
+           names=names.roundings)  # fmt: skip
     option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
     scaling = (
         "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
@@ -170,11 +170,11 @@ def _add_scheme(group: argparse._ArgumentGroup) -> None:
 def _add_system(group: argparse._ArgumentGroup) -> None:
     option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
     rule = "optimizer, such as madam (default adamw)"
-    option(group, "--optimizer", rule, metavar="NAME", known=names.optimizers, type=one_of(names.optimizers))
+    option(group, "--optimizer", rule, metavar="NAME", names=names.optimizers, type=one_of(names.optimizers))
     state = "format of its states, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
-    option(group, "--state", state, metavar="NAME", known=names.states)
+    option(group, "--state", state, metavar="NAME", names=names.states)
     reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
-    option(group, "--reduction", reduction, metavar="NAME", known=names.reductions)
+    option(group, "--reduction", reduction, metavar="NAME", names=names.reductions)
     ranks = "simulated ranks that share the windows of a step (default 2 with a low-precision reduction, else 1)"
     count(group, "--ranks", ranks)
 
@@ -197,7 +197,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
 
 def declare_report(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("folders", nargs="+", metavar="DIR", help="folders that fmtsim train --out wrote")
+    option(parser, "folders", "folders that fmtsim train --out wrote", metavar="DIR", nargs="+", names=names.runs)
     option(parser, "--out", "the HTML report", "fmtsim-report.html", "FILE")
 
 
@@ -221,12 +221,14 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
     option(what, "--steps", "optimizer steps", SWEEP_DEFAULTS["steps"], "LIST")
     option(what, "--seeds", "of weights, batches and stochastic rounding", SWEEP_DEFAULTS["seeds"], "LIST")
     how = parser.add_argument_group("model and training")
-    option(how, "--model", "gpt, llama, or FILE.py:function that returns a torch.nn.Module", "gpt", "NAME")
+    option(how, "--model", "gpt, llama, or FILE.py:function that returns a torch.nn.Module", "gpt", "NAME",
+           names.functions)  # fmt: skip
     for name, (text, default) in SWEEP_SIZES.items():
         option(how, f"--{name.replace('_', '-')}", text, default)
     option(how, "--clip", "norm at which gradients are clipped; 0: not at all", 1.0)
     option(how, "--final-rate", "share of the peak learning rate that is left at the end", 0.1)
-    option(how, "--data", "a text file or a folder of them; by default Python's own sources", metavar="PATH")
+    option(how, "--data", "a text file or a folder of them; by default Python's own sources", metavar="PATH",
+           names=names.texts)  # fmt: skip
     flag(how, "--tasks", "train on sums, copies and brackets instead, and count right answers")
     option(
         how, "--failed", "last loss from which a run has failed (default: halfway from bytes' entropy to the best)",
@@ -243,33 +245,44 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def parameters_of(text: str) -> float:
+    """Return a number of parameters such as 7e9, 7B, 350M or 1.5T."""
+    power = {"k": 3, "m": 6, "b": 9, "t": 12}.get(text.strip()[-1:].lower(), 0)
+    try:
+        number = float(f"{text.strip()[:-1]}e{power}" if power else text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of parameters; write 7e9, 7B, 350M") from None
+    return round(number) if power else number
+
+
 def declare_memory(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; those that are left out are the defaults of ``training_memory``."""
     model = parser.add_argument_group("the model (one of the two)")
-    option(model, "--model", "gpt2, llama-8b, ..., or the config.json of a Hugging Face model", metavar="NAME",
-           known=names.models)  # fmt: skip
-    option(model, "--params", "a number of parameters, such as 7B or 7e9: no activations, no cache")
+    option(model, "--model", "gpt2, llama-8b, ... ('list' prints all), or a Hugging Face config.json", metavar="NAME",
+           names=names.models)  # fmt: skip
+    option(model, "--params", "a number of parameters, such as 7B or 7e9: no activations, no cache",
+           type=parameters_of)  # fmt: skip
     weights = parser.add_argument_group("weights and optimizer")
     option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME",
-           known=names.recipes)  # fmt: skip
+           names=names.recipes)  # fmt: skip
     option(weights, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
     option(weights, "--optimizer", "adamw, lion, ..., AdamW's states as in bnb8, coat, ..., or both: lion:bnb8",
-           metavar="NAME", known=names.optimizers_and_states)  # fmt: skip
+           metavar="NAME", names=names.optimizers_and_states)  # fmt: skip
     option(weights, "--weights", "format of the weights (default: bf16, or what the recipe needs)", metavar="FORMAT",
-           known=names.formats)  # fmt: skip
+           names=names.formats)  # fmt: skip
     option(weights, "--master", "format of the master weights, or none (default: fp32 beside narrower weights)",
-           metavar="FORMAT", known=names.formats)  # fmt: skip
+           metavar="FORMAT", names=names.formats)  # fmt: skip
     option(weights, "--gradients", "format of the gradients (default: the recipe's, fp32 beside fp32 weights, or bf16)",
-           metavar="FORMAT", known=names.formats)  # fmt: skip
+           metavar="FORMAT", names=names.formats)  # fmt: skip
     count(weights, "--lora", "rank of LoRA adapters; only these are trained")
     option(weights, "--lora-layers", "a regular expression: layers with adapters", metavar="PATTERN")
     saved = parser.add_argument_group("what is saved for the backward pass")
     count(saved, "--tokens", "tokens per sequence; without it, activations are not counted")
     count(saved, "--batch", "sequences on each device (default 1)")
     option(saved, "--activations", "format of activations that are not quantised (default bf16)", metavar="FORMAT",
-           known=names.formats)  # fmt: skip
+           names=names.formats)  # fmt: skip
     option(saved, "--loss-format", "format in which the loss is computed from the logits (default fp32)",
-           metavar="FORMAT", known=names.formats)  # fmt: skip
+           metavar="FORMAT", names=names.formats)  # fmt: skip
     option(saved, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
     option(
         saved, "--attention", "whether scores are saved (eager) or not (flash, the default)", choices=("flash", "eager")
@@ -299,13 +312,13 @@ def _add_serving(served: argparse._ArgumentGroup) -> None:
     flag(served, "--serve", "count weights and the KV cache")
     count(served, "--context", "cached tokens per request")
     count(served, "--requests", "concurrent requests (default 1)")
-    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", known=names.formats)
+    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", names=names.formats)
 
 
 def declare_reproduce(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     flag(parser, "--list", "list the claims, and run none")
-    repeated(parser, "--only", "run only this claim (default: all)", known=names.claims, dest="claims")
+    repeated(parser, "--only", "run only this claim (default: all)", names=names.claims, dest="claims")
     flag(parser, "--quick", "leave out claims that take more than ten seconds")
     count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
     count(parser, "--workers", "processes that share slow claims, a CPU thread each (default: one a core)")

@@ -2,6 +2,7 @@
 """Arguments of the commands about numbers, formats and matrix products."""
 
 import argparse
+from pathlib import Path
 
 from fmtsim.formats.scaling import SCALE_RULES
 from fmtsim.lab.cli import names
@@ -11,11 +12,16 @@ from fmtsim.lab.cli.options import (
     add_layers,
     add_rounding,
     add_target,
+    check_positive,
+    check_rounding,
     count,
     flag,
     option,
     repeated,
+    tensor_file,
 )
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.files import check_file
 
 KINDS = ("float", "int", "codebook", "log", "block", "log_tile")
 
@@ -34,7 +40,7 @@ ALL_BITS = 16  # with --all
 
 def declare_table(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    option(parser, "format", "name of a format; a block format shows its element", metavar=None, known=names.formats)
+    option(parser, "format", "name of a format; a block format shows its element", metavar=None, names=names.formats)
     flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, instead of its landmarks only")
     repeated(parser, "--code", "show only this code (17, 0x11 or 0b10001)", "N")
     count(parser, "--columns", "codes side by side (default 4, fewer in a narrow terminal)")
@@ -52,6 +58,11 @@ def declare_cast(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def check_cast(arguments: argparse.Namespace) -> None:
+    """Refuse random bits without stochastic rounding."""
+    check_rounding(arguments)
+
+
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -61,13 +72,19 @@ def declare_explain(parser: argparse.ArgumentParser) -> None:
         "numbers", nargs="+", metavar="NUMBER",
         help="one number, or the consecutive numbers of a block; - reads them from standard input",
     )  # fmt: skip
-    option(parser, "--format", "any format; blocks are consecutive numbers", metavar=None, known=names.formats,
+    option(parser, "--format", "any format; blocks are consecutive numbers", metavar=None, names=names.formats,
            required=True)  # fmt: skip
     option(parser, "--dtype", "dtype in which the numbers are stored before the cast", "float64", choices=DTYPES)
     count(parser, "--block-size", "numbers that share a scale")
-    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", known=names.scale_rules)
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", names=names.scale_rules)
     add_rounding(parser)
     add_json(parser)
+
+
+def check_explain(arguments: argparse.Namespace) -> None:
+    """Refuse random bits without stochastic rounding, and blocks of no numbers."""
+    check_rounding(arguments)
+    check_positive(arguments, "block_size")
 
 
 DATA = ("normal", "uniform", "wide", "cancel")
@@ -90,7 +107,7 @@ def declare_mm(parser: argparse.ArgumentParser) -> None:
     option(where, "--check", check, choices=("native",))
     what = parser.add_argument_group("operands")
     option(what, "--dtype", "format of both operands", "e4m3", "FORMAT", names.formats)
-    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT", known=names.formats)
+    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT", names=names.formats)
     data = "N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel"
     option(what, "--data", data, "normal", choices=DATA)
     option(what, "--seed", "of the data, and of stochastic rounding", 0)
@@ -98,6 +115,30 @@ def declare_mm(parser: argparse.ArgumentParser) -> None:
     option(result, "--out-dtype", "dtype of the result (default float32)", choices=OUT_DTYPES)
     option(result, "--out", "save the result as .npy or .safetensors", metavar="FILE")
     add_json(parser)
+
+
+MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of a machine
+
+
+def check_mm(arguments: argparse.Namespace) -> None:
+    """Refuse sizes and names of files that are not possible, and a target that is missing."""
+    if arguments.target is None:
+        raise ArgumentError("fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone")
+    for name in ("m", "n", "k"):
+        size = getattr(arguments, name)
+        if not 1 <= size < MOST:
+            allowed = "1 or more" if size < 1 else f"1 to {MOST - 1:,}"
+            raise ArgumentError(f"{name.upper()} = {size} is not possible; choose {allowed}")
+    if not 0 <= arguments.seed < 1 << 62:
+        raise ArgumentError(f"--seed {arguments.seed} is not allowed; choose 0 to 2**62 - 1")
+    if arguments.out:
+        if Path(arguments.out).suffix not in (".npy", ".safetensors"):
+            raise ArgumentError(f"--out {arguments.out} does not end in .npy or .safetensors; choose another name")
+        check_file("--out", Path(arguments.out))
+    if arguments.slow and arguments.plan is not None:
+        raise ArgumentError(
+            f"--slow and --plan both give an accumulation order; write --plan promote_every={SLOW_EVERY},..."
+        )
 
 
 def declare_identify(parser: argparse.ArgumentParser) -> None:
@@ -112,12 +153,23 @@ def declare_identify(parser: argparse.ArgumentParser) -> None:
     option(parser, "--scale-a", "scales of a, as scaled_mm takes them; with --scale-b", metavar="FILE")
     option(parser, "--scale-b", "scales of b", metavar="FILE")
     option(parser, "--target", "look at this GPU with its library, or this unit, alone", metavar="NAME",
-           known=names.targets_and_units)  # fmt: skip
+           names=names.targets_and_units)  # fmt: skip
     flag(parser, "--thorough", "try every way to cut K into up to 128 parts, which takes minutes")
     option(parser, "--probe", "write operands that tell the explanations apart, as a and b", metavar="FILE.pt")
     again = "operands and result of another run, such as that of --probe, which have to fit too"
     repeated(parser, "--refine", again, default=[], metavar=("A", "B", "Y"), nargs=3)
     add_json(parser)
+
+
+def check_identify(arguments: argparse.Namespace) -> None:
+    """Refuse files that are not there or of no kind that is read, and one that cannot be written."""
+    extras = filter(None, (arguments.bias, arguments.scale_a, arguments.scale_b))
+    for text in (arguments.a, arguments.b, arguments.y, *extras, *(text for run in arguments.refine for text in run)):
+        tensor_file(text)
+    if (arguments.scale_a is None) != (arguments.scale_b is None):
+        raise ArgumentError("--scale-a and --scale-b belong together; pass both, a file with 1.0 for the other")
+    if arguments.probe:
+        check_file("--probe", Path(arguments.probe))
 
 
 def declare_invariance(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +179,6 @@ def declare_invariance(parser: argparse.ArgumentParser) -> None:
     option(what, "--sizes", "rows of the layers' input: a list (1,77,512) or a range (1..512)", "1..512", "LIST")
     flag(what, "--no-gradients", "forward products only")
     named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
-    option(parser, "--target", named, metavar="NAME", known=names.targets)
+    option(parser, "--target", named, metavar="NAME", names=names.targets)
     option(parser, "--plot", "save a picture of the sizes with equal results as PNG", metavar="FILE")
     add_json(parser)

@@ -2,11 +2,12 @@
 """Arguments of the commands that compare and check results."""
 
 import argparse
+import re
 from pathlib import Path
 
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.model_options import MODEL, add_data, add_formats, add_model, add_simulate
-from fmtsim.lab.cli.options import add_json, add_target, count, flag, option, repeated
+from fmtsim.lab.cli.options import SUFFIXES, add_json, add_target, count, flag, option, repeated, tensor_file
 from fmtsim.support.errors import ArgumentError
 
 
@@ -37,23 +38,37 @@ RUN_FORMS = "pass a file that fmtsim trace --out wrote, or a model as FILE.py:fu
 
 
 def check_bisect(arguments: argparse.Namespace) -> None:
-    """Refuse the name of a file that is not there."""
+    """Refuse the name of a file that is not there, and a file that is no trace."""
     for text in (arguments.a, arguments.b):
-        if Path(text).suffix in FILES and not Path(text).is_file():
-            raise ArgumentError(f"{text} is not there; {RUN_FORMS}")
+        suffix = Path(text).suffix
+        if not Path(text).exists() and (suffix in FILES or ("/" not in text and re.fullmatch(r"\.[a-z_]+", suffix))):
+            raise ArgumentError(f"{text} is not there{names.close_files(Path(text))}; {RUN_FORMS}")
+        if Path(text).is_file() and not _is_trace(Path(text)):
+            raise ArgumentError(f"{text} is not a trace; {RUN_FORMS}")
+        names.functions.check("", text)
+
+
+def _is_trace(path: Path) -> bool:
+    """Return True if the header of a safetensors file names a trace."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return length < path.stat().st_size and b'"fmtsim_trace"' in file.read(length)
 
 
 def declare_audit(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("trace", metavar="TRACE", help="a file of fmtsim trace --level aten --tensors all")
+    option(parser, "trace", "a file of fmtsim trace --level aten --tensors all", metavar="TRACE", names=names.traces)
     option(parser, "--target", "hold it to this GPU, h200 or h100 (default: the trace's own)", metavar="GPU",
-           known=names.simulated)  # fmt: skip
+           names=names.simulated)  # fmt: skip
     option(parser, "--rows", "rows of each matrix product that are recomputed", 32)
     option(parser, "--seed", "which rows", 0)
     add_json(parser)
 
 
-SUFFIXES = (".npy", ".npz", ".pt", ".safetensors")
+def check_audit(arguments: argparse.Namespace) -> None:
+    """Refuse a file that is no trace."""
+    if not _is_trace(Path(arguments.trace)):
+        raise ArgumentError(f"{arguments.trace} is not a trace; {names.traces.hint}")
 
 
 def declare_compare(parser: argparse.ArgumentParser) -> None:
@@ -63,23 +78,6 @@ def declare_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("expected", metavar="EXPECTED", help="the file to compare with")
     option(parser, "--plot", "draw the ulp histograms", metavar="PNG")
     add_json(parser)
-
-
-def tensor_file(text: str) -> tuple[Path, str]:
-    """Return the file of tensors that a word means, and the tensor that ``FILE:NAME`` picks, else an empty name.
-
-    Raises:
-        ArgumentError: There is no such file, or its suffix is not known.
-    """
-    path, name = Path(text), ""
-    if not path.exists() and ":" in text:
-        before, _, name = text.rpartition(":")
-        path = Path(before)
-    if not path.is_file():
-        raise ArgumentError(f"{text}: no such file; pass a {', '.join(SUFFIXES)} file, or FILE:NAME for one tensor")
-    if path.suffix not in SUFFIXES:
-        raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
-    return path, name
 
 
 def check_compare(arguments: argparse.Namespace) -> None:
@@ -98,9 +96,9 @@ def declare_verify(parser: argparse.ArgumentParser) -> None:
     )
     option(parser, "--device", device, metavar="NAME")
     vectors = "gemm: a folder of mtc_*.npz, probe_*.npz or recorded calls"
-    repeated(parser, "--vectors", vectors, "DIR")
+    repeated(parser, "--vectors", vectors, "DIR", names.recordings)
     count(parser, "--limit", "gemm: compare about N outputs of each set")
-    repeated(parser, "--format", "check only this format (default: all listed formats)", known=names.formats,
+    repeated(parser, "--format", "check only this format (default: all listed formats)", names=names.formats,
              dest="formats", default=None)  # fmt: skip
     flag(parser, "--exhaustive", "all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16, e2m1: minutes for each")
     workers = (
