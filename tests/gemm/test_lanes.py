@@ -142,7 +142,7 @@ def test_plans_that_add_alike():
          "32 tiles of 16; 16 lanes of 1 products of every tile, each a fresh chain every 16 products, each added to an "
          "outer sum rounded to nearest; lanes are added one after another"),
         (GemmPlan(k_tile=128, lanes=128, lane_reduce="pair_tree", split=3, owner="interleaved", reduce="folded"),
-         "4 tiles of 128 in 3 parts (every 3th tile), each 128 lanes of 1 products of every tile, each one chain from "
+         "4 tiles of 128 in 3 parts (every 3rd tile), each 128 lanes of 1 products of every tile, each one chain from "
          "+0, k in order; neighbouring lanes are added, then these sums as a tree, the halves onto each other; parts "
          "are added as 128 threads fold them"),
         (GemmPlan(k_tile=64, k_end=448, split=7),

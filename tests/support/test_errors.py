@@ -34,9 +34,15 @@ BAD = [
         "--random-bits 40 is not allowed",
     ),
     (["explain", "1", "--format", "e4m3", "--scale-rule", "floor"], "needs a block"),
-    (["explain", "1", "--format", "mxfp4", "--scale-rule", "flor"], "--scale-rule 'flor' is unknown; did you mean 'floor'?"),
+    (
+        ["explain", "1", "--format", "mxfp4", "--scale-rule", "flor"],
+        "--scale-rule 'flor' is unknown; did you mean 'floor'?",
+    ),
     (["explain", "1", "--format", "mxfp4", "--block-size", "0"], "--block-size 0 is not possible; choose 1 or more"),
-    (["explain", "1", "--format", "mxfp4", "--overflow", "x"], "--overflow 'x' is unknown; choose one of saturate, ieee"),
+    (
+        ["explain", "1", "--format", "mxfp4", "--overflow", "x"],
+        "--overflow 'x' is unknown; choose one of saturate, ieee",
+    ),
     (["verify", "--format", "zzz"], "unknown format 'zzz'"),
     (
         ["verify", "--exhaustive", "--format", "e3m2"],

@@ -138,7 +138,8 @@ def _parts(k: int, chain: str, plan: GemmPlan) -> str:
         return f"{text}; {chain}"
     share = -(-tiles // plan.split)
     parts = -(-tiles // share) if plan.owner == "contiguous" else min(plan.split, tiles)
-    dealt = f"runs of {share} tiles" if plan.owner == "contiguous" else f"every {plan.split}th tile"
+    ordinal = {1: "st", 2: "nd", 3: "rd"}.get(plan.split % 10 if plan.split // 10 % 10 != 1 else 0, "th")
+    dealt = f"runs of {share} tiles" if plan.owner == "contiguous" else f"every {plan.split}{ordinal} tile"
     text += f" in {parts} parts ({dealt})"
     if plan.part_k is not None:
         first = ", the incomplete one first" if plan.residue_first else ""

@@ -124,12 +124,12 @@ def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int 
         counts[1] += compared
         counts[2] += different
         counts[4] = counts[4] or (one.operation.removeprefix("aten::") if different else "")
-    found = tuple(
+    audited = tuple(
         AuditedLayer(layer=layer, direction=direction, operators=n, elements=compared, different=different,
                      unchecked=tuple(unknown), first=first)
         for (layer, direction), (n, compared, different, unknown, first) in layers.items()
     )  # fmt: skip
-    return Audit(layers=found, target=name, device=trace.device, versions=trace.versions, rows=rows)
+    return Audit(layers=audited, target=name, device=trace.device, versions=trace.versions, rows=rows)
 
 
 def _damaged(one: Operation, stored: dict[str, Tensor], batch: int) -> tuple[int, int]:

@@ -76,10 +76,11 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 # Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 
-# Functions that errors name, and the command that prints the same.
+# Functions that errors name, and what does the same here.
 _LISTED = {
     "fmtsim.list_formats()": "fmtsim formats",
     "fmtsim.lab.calibration.list_models()": "fmtsim memory --model list",
+    "list the values: fmtsim.formats.spec.CodebookFormat(...)": "in Python, fmtsim.formats.spec.CodebookFormat has any",
 }
 
 # What torch says for want of memory, on a CPU, on a GPU, and of sizes whose product is not a number of bytes.

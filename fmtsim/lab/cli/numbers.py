@@ -16,7 +16,7 @@ from fmtsim.lab.cli.arguments.numbers import ALL_BITS
 from fmtsim.lab.cli.options import parse_int, parse_numbers
 from fmtsim.lab.cli.output import answer, format_table, print_text
 from fmtsim.rounding.modes import MODES, Mode, get_rounding
-from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError, FormatError
+from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError, FormatError, did_you_mean
 from fmtsim.support.table import aligned, number_text
 
 if TYPE_CHECKING:
@@ -27,15 +27,18 @@ def run_formats(arguments: argparse.Namespace) -> int:
     """Print one line a format, or their records as JSON."""
     pattern = arguments.pattern.lower()
     matches = lambda fmt: any(fnmatch.fnmatchcase(name.lower(), pattern) for name in (fmt.name, *fmt.aliases))  # noqa: E731
-    formats = [fmt for fmt in map(get_format, list_formats(arguments.kind)) if matches(fmt)]
+    formats, note = [fmt for fmt in map(get_format, list_formats(arguments.kind)) if matches(fmt)], ""
     if not formats:
-        formats = [_unlisted(arguments.pattern, arguments.kind)]
+        fmt = _unlisted(arguments.pattern, arguments.kind)
+        bits = layout(fmt) if isinstance(fmt, BlockFormat | LogTileFormat) else f"bits {dict(fmt.facts())['bits']}"
+        close = did_you_mean(fmt.name, list_formats())
+        formats, note = [fmt], f"\n\n{fmt.name} is not in the list: it is what its name spells out, {bits}{close}"
     header = (
         "name", "kind", "bits", "max", "max with scales", "min normal", "smallest > 0", "special values and layout",
         "aliases",
     )  # fmt: skip
     rows = map(_format_row, formats)
-    answer(arguments, list(map(_format_record, formats)), lambda: format_table(header, rows, left=(0, 1, 7, 8)))
+    answer(arguments, list(map(_format_record, formats)), lambda: format_table(header, rows, left=(0, 1, 7, 8)) + note)
     return 0
 
 

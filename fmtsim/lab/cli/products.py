@@ -355,7 +355,7 @@ def run_identify(arguments: argparse.Namespace) -> int:
         content = io.BytesIO()
         torch.save(dict(zip("ab", result.probe(), strict=True)), content)
         write_file(arguments.probe, content.getvalue())
-    answer(arguments, result.to_dict(), lambda: str(result))
+    answer(arguments, result.to_dict(), lambda: str(result).replace(".explanations", "--json"))
     return 0 if result.groups else MISMATCH
 
 

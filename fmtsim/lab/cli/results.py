@@ -203,13 +203,13 @@ _COMPARED = (
 )  # fmt: skip
 
 
-def _compare_text(found: Mapping[str, "Comparison"], errors: Mapping[str, str]) -> str:
-    if len(found) == 1 and not errors:
-        return str(next(iter(found.values())))
-    parts = [format_items(_COMPARED, found.items())] if found else []
+def _compare_text(comparisons: Mapping[str, "Comparison"], errors: Mapping[str, str]) -> str:
+    if len(comparisons) == 1 and not errors:
+        return str(next(iter(comparisons.values())))
+    parts = [format_items(_COMPARED, comparisons.items())] if comparisons else []
     parts += [f"{name}: {message}" for name, message in errors.items()]
-    parts += [f"{name}: first difference {c.first}" for name, c in found.items() if not c.equal]
-    if not errors and all(c.equal for c in found.values()):
+    parts += [f"{name}: first difference {c.first}" for name, c in comparisons.items() if not c.equal]
+    if not errors and all(c.equal for c in comparisons.values()):
         parts.append("all bits agree")
     return "\n".join(parts)
 

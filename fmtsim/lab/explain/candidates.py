@@ -194,12 +194,12 @@ def candidates(product: Observed, target: Any = None, *, thorough: bool = False)
     table: dict[Any, Accumulation] = {}
     dtypes = _through(product)
     chosen = (*_books(product, libraries), *_orders(product, units, thorough))
-    for found in (replace(x, through=dtype) for x in chosen for dtype in dtypes):
-        key = found.spec, found.tf32, found.through
+    for explanation in (replace(x, through=dtype) for x in chosen for dtype in dtypes):
+        key = explanation.spec, explanation.tf32, explanation.through
         before = table.get(key)
         if before is not None:
-            found = merged(before, found)
-        table[key] = found
+            explanation = merged(before, explanation)
+        table[key] = explanation
     return list(table.values())
 
 

@@ -90,12 +90,12 @@ class Identification(Result):
         Raises:
             ArgumentError: fmtsim has no such operands for these dtypes.
         """
-        made = probe_of(self.product, seed)
-        if made is None:
+        probe = probe_of(self.product, seed)
+        if probe is None:
             formats = f"{dtype_name(self.product.a.dtype)} x {dtype_name(self.product.b.dtype)}"
             raise ArgumentError(f"there is no probe for {formats}, whose sums are exact in every order")
         m, n, _ = self.product.sizes
-        a, b = (rows_at(x, torch.arange(rows) % len(x)) for x, rows in zip(made, (m, n), strict=True))
+        a, b = (rows_at(x, torch.arange(rows) % len(x)) for x, rows in zip(probe, (m, n), strict=True))
         layouts = self.product.layouts
         return _laid(a, layouts[0]), _laid(b, layouts[1]).t()
 
@@ -130,10 +130,10 @@ class Identification(Result):
         sizes = factors(*self.product.sizes, *names)
         count, groups = len(self.explanations), len(self.groups)
         every = "all" if self.compared == self.outputs else f"of {self.outputs:,}"
-        found = _many(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
+        fits = _many(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
         yield Facts([
             ("product", f"{sizes} -> {dtype_name(self.product.y.dtype)}"), ("tried", _many(self.tried, "explanation")),
-            ("fits", found), ("compared", f"{self.compared:,} results, {every}" if count else "every explanation"),
+            ("fits", fits), ("compared", f"{self.compared:,} results, {every}" if count else "every explanation"),
         ])  # fmt: skip
         rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
         yield ""
@@ -376,7 +376,7 @@ def _distinct(options: list[Accumulation]) -> list[Accumulation]:
 def _grouped(product: Observed, options: list[Accumulation]) -> tuple[tuple[Accumulation, ...], ...]:
     """Return explanations by what they give for operands that were made to tell them apart."""
     groups: dict[bytes, list[Accumulation]] = {}
-    probes = [made for seed in PROBES if (made := probe_of(product, seed)) is not None]
+    probes = [probe for seed in PROBES if (probe := probe_of(product, seed)) is not None]
     for option in options:
         bits = b""
         for a, b in probes:

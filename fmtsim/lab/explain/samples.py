@@ -100,11 +100,11 @@ def probe_of(product: Observed, seed: int) -> tuple[Tensor, Tensor] | None:
     if not set(names) <= set(STORED):
         generator = torch.Generator().manual_seed(seed)
         formats = operand_format("a", product.a), operand_format("b", product.b)
-        made = (spread((SIDE, k), (-3, 4), generator) for _ in formats)
+        drawn = (spread((SIDE, k), (-3, 4), generator) for _ in formats)
         dtypes = product.a.dtype, product.b.dtype
         return tuple(  # type: ignore[return-value]
             quantize(x, fmt, overflow="saturate", out_dtype=torch.float64).to(dtype)
-            for x, fmt, dtype in zip(made, formats, dtypes, strict=True)
+            for x, fmt, dtype in zip(drawn, formats, dtypes, strict=True)
         )
     half = product.y.dtype == torch.float16
     asked = question(GemmCall(operation="mm", m=m, n=n, k=k, a=names[0], b=names[1], out=product.y.dtype,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import fmtsim
+from fmtsim.formats.interop import torch_dtype
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.verify.recordings import find_recordings, read_calls
 from fmtsim.spec.plan import GemmPlan
@@ -114,6 +115,23 @@ def test_a_plan_is_named_and_gives_the_bits(unit, dtype, out, plan):
     assert any(unit in one.units and adds_as(one, plan) for one in result.explanations)
     for one in result.explanations:
         assert fmtsim.compare(fmtsim.mm(a, b, **one.options), y).equal
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plan", "most"),
+    [
+        (torch.bfloat16, GemmPlan(k_tile=64, split=4, partial="bf16"), 800),
+        (torch.float16, GemmPlan(k_tile=32, split=8, owner="interleaved", partial="fp16"), 1800),
+        (torch.float8_e4m3fn, GemmPlan(k_tile=128, split=4, partial="fp16"), 4000),  # 13 bits: other units are far off
+    ],
+)
+def test_parts_that_are_rounded_are_found_on_any_unit(dtype, plan, most):
+    """Orders are tried on one unit first, and on all units where that does not lead to one that fits."""
+    a, b = operands(64, 64, 512, dtype)
+    y = fmtsim.mm(a, b, target="hopper.wgmma", plan=plan, out_dtype=torch_dtype(plan.partial))
+    result = fmtsim.identify(a, b, y)
+    assert any("hopper.wgmma" in one.units and one.plan.partial and adds_as(one, plan) for one in result.explanations)
+    assert result.tried <= most
 
 
 TRITON = numpy.load(Path(__file__).with_name("data") / "h200_triton.npz")
@@ -285,7 +303,11 @@ def test_the_command_reads_files_and_goes_on_with_a_probe(tmp_path, monkeypatch,
     save_file({"y": run(a, b), "other": a}, "y.safetensors")
     files = ("a.npy", "b.pt", "y.safetensors:y", "--dtype", "bfloat16", "--target", "hopper.wgmma")
     assert main(["identify", *files, "--probe", "probe.pt"]) == 0
-    assert "these operands say little" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (
+        "these operands say little" in out and "--probe probe.pt writes some; run the kernel on them, and add " in out
+    )
+    assert "more in --json" in out and "result." not in out
     probe = torch.load("probe.pt", weights_only=True)
     torch.save(run(probe["a"], probe["b"]), "y2.pt")
     assert main(["identify", *files, "--refine", "probe.pt:a", "probe.pt:b", "y2.pt"]) == 0
@@ -295,9 +317,15 @@ def test_the_command_reads_files_and_goes_on_with_a_probe(tmp_path, monkeypatch,
         main(["identify", "a.npy", "b.pt", "wrong.pt", "--dtype", "bfloat16", "--target", "hopper.wgmma", "--json"])
         == 1
     )
+    assert main(["identify", *files[:2], "wrong.pt", *files[3:]]) == 1
+    assert "to try: --scale-a and --scale-b if" in (
+        out := capsys.readouterr().out.replace("--bias if the kernel adds one; ", "")
+    )
+    assert "--thorough for unusual cuts" in out
     for words, message in (
         (("a.npy", "b.pt", "y2.pt"), "a.npy holds uint16, codes of some dtype; pass --dtype or --out-dtype"),
         (("probe.pt", "b.pt", "y2.pt"), "probe.pt has 2 tensors, a, b; pick one with probe.pt:NAME"),
+        (("b.pt", "b.pt", "b.pt", "--scale-a", "y2.pt"), "--scale-a and --scale-b belong together; pass both"),
         (("b.pt", "b.pt", "y2.pt", "--dtype", "float32"), "b.pt holds 2 bytes an element, which are not float32"),
     ):
         assert main(["identify", *words]) == 2
