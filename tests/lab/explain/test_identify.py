@@ -122,11 +122,11 @@ def test_a_plan_is_named_and_gives_the_bits(unit, dtype, out, plan):
     [
         (torch.bfloat16, GemmPlan(k_tile=64, split=4, partial="bf16"), 800),
         (torch.float16, GemmPlan(k_tile=32, split=8, owner="interleaved", partial="fp16"), 1800),
-        (torch.float8_e4m3fn, GemmPlan(k_tile=128, split=4, partial="fp16"), 4000),  # 13 bits: other units are far off
+        (torch.float8_e4m3fn, GemmPlan(k_tile=128, split=4, partial="fp16"), 2500),
     ],
 )
 def test_parts_that_are_rounded_are_found_on_any_unit(dtype, plan, most):
-    """Orders are tried on one unit first, and on all units where that does not lead to one that fits."""
+    """Orders are tried on one unit first: fewer explanations than all, which are 920, 2301 and 3431."""
     a, b = operands(64, 64, 512, dtype)
     y = fmtsim.mm(a, b, target="hopper.wgmma", plan=plan, out_dtype=torch_dtype(plan.partial))
     result = fmtsim.identify(a, b, y)
