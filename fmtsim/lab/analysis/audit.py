@@ -105,7 +105,7 @@ def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int 
         )
     name = target or next((name for name in TARGETS if name in trace.device.lower()), None)
     if name is None:
-        raise ArgumentError(f"the trace is of {trace.device!r}, which is no target; pass target= one of {TARGETS}")
+        raise ArgumentError(f"the trace is of {trace.device!r}, which is no target; pass target='h200' or 'h100'")
     generator = torch.Generator().manual_seed(seed)
     layers: dict[tuple[str, str], list[Any]] = {}
     for one in trace.operations:

@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import re
 import time
 import zipfile
 from collections.abc import Callable, Mapping
@@ -66,8 +67,8 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     try:
         with simulated(arguments):
             result = bisect(*runs)
-    except FmtsimError:
-        raise
+    except FmtsimError as error:
+        raise type(error)(re.sub(r"\brun_([ab])\b", lambda run: texts["ab".index(run[1])], str(error))) from error
     except Exception as error:
         if not any(models) or isinstance(error, MemoryError):
             raise

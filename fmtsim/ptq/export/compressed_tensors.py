@@ -71,6 +71,7 @@ def _integers(weight: CodedWeight) -> tuple[Tensors, str]:
 def _microscaled(weight: CodedWeight) -> tuple[Tensors, str]:
     for element, layout in (("e2m1", "mxfp4-pack"), ("e2m3", "mxfp6-pack"), ("e4m3", "mxfp8")):
         if weight.is_mx(element):
+            _scales(weight)
             codes = weight.codes
             packed = codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(codes, weight.element.bits)
             name = "weight" if element == "e4m3" else "weight_packed"
@@ -85,10 +86,10 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
     stored is one that gives the tensor scale and the weights (rounded to bfloat16) back, if there is one.
     """
     assert weight.tensor_scale is not None
-    scale, own = weight.tensor_scale, weight.scale
-    expected = _exact(weight.elements, own, scale).bfloat16()
+    scale, block_scale = weight.tensor_scale, _scales(weight)
+    expected = _exact(weight.elements, block_scale, scale).bfloat16()
     candidates = _reciprocals(scale)
-    counts = [int((_decoded(weight.elements, own, g) != expected).sum()) for g in candidates]
+    counts = [int((_decoded(weight.elements, block_scale, g) != expected).sum()) for g in candidates]
     different = min(counts)
     global_scale = candidates[counts.index(different)]
     inverse, changes = 1 / global_scale, []
@@ -101,7 +102,10 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
             "quantise with nvfp4_static or nvfp4_weights, whose scales are reciprocals, or " if inverse != scale else ""
         )
         raise weight.refuse(" and ".join(changes), f"{other}pass allow_rescale=True, which stores and reports that")
-    packed, stored = pack(weight.codes, 4), own.to(torch.float8_e4m3fn)  # scales on their grid: nothing is rounded
+    packed, stored = (
+        pack(weight.codes, 4),
+        block_scale.to(torch.float8_e4m3fn),
+    )  # scales on their grid: nothing is rounded
     tensors = {"weight_packed": packed, "weight_scale": stored, "weight_global_scale": global_scale.reshape(1)}
     return tensors, " and ".join(changes)
 

@@ -50,19 +50,19 @@ def units(call):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "gpt3"], "unknown model 'gpt3'; did you mean 'gpt2'"),
+        (["--model", "gpt3"], "--model 'gpt3' is unknown; did you mean 'gpt2'"),
         (["--dtypes", "fp4"], "dtypes 'fp4' is not possible"),
         (["--tokens", "0"], "--tokens '0' is not possible"),
         (["--out", "plan.txt"], "does not end in .json"),
         (["--out", "nowhere/plan.json"], "there is no folder nowhere"),
         (["--base", "h300"], "--base 'h300' is unknown"),
-        (["--shapes", "missing.txt"], "missing.txt: No such file"),
+        (["--shapes", "missing.txt"], "--shapes missing.txt: there is no file missing.txt"),
         (["--book", "x.json"], "--book x.json is the name of the plan file, which is written beside it"),
         (["--book", "nowhere/x.book"], "there is no folder nowhere"),
         (["--book", "--kinds", "fp4"], "--kinds 'fp4' is not possible; choose from bf16"),
         (["--book", "--lattice", "-1"], "--lattice -1 is not possible; choose 0 or more sizes"),
         (["--book", "--workers", "0"], "--workers 0 is not possible"),
-        (["--book", "--model", "gpt9"], "unknown model 'gpt9'"),
+        (["--book", "--model", "gpt9"], "--model 'gpt9' is unknown"),
         (["--book", "--check", "h200"], "--book and --check are different jobs; give one of them"),
     ],
 )

@@ -64,6 +64,9 @@ def test_two_files_and_a_function(capsys):
 
 def test_two_functions(capsys):
     assert run(capsys, "bisect models.py:build models.py:build")[0] == 0
+    run(capsys, "trace --model models.py:build --level aten --out aten.safetensors")
+    status, text = run(capsys, "bisect models.py:build aten.safetensors")
+    assert status == 2 and "models.py:build was traced at level 'modules', aten.safetensors at 'aten'" in text
     status, text = run(capsys, "bisect models.py:build models.py:other")
     assert status == 1 and text.startswith("first difference  2 forward: Linear, operation 2\n")
     assert "weight: the runs began with another parameter" in text and "at [3, 5]: a 0x" in text

@@ -250,7 +250,7 @@ def test_the_command_line(capsys):
     [
         ((), "fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B"),
         (("--model", "gpt2", "--params", "7e9"), "pass either --model"),
-        (("--params", "many"), "'many' is not a number"),
+        (("--params", "many"), "'many' is no number of parameters; write 7e9, 7B, 350M"),
         (("--model", "gpt2", "--context", "8"), "--context is about serving; add --serve, or leave it out"),
         (("--model", "gpt2", "--serve", "--lora-layers", "q"), "--lora-layers is about training; leave it or --serve"),
         (("--model", "gpt2", "--serve", "--dropout"), "--dropout is about training"),
