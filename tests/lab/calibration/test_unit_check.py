@@ -184,7 +184,7 @@ def test_the_older_function_takes_swizzled_scales_too():
         (["--check", "hopper.wgma"], "--check 'hopper.wgma' is unknown; did you mean 'hopper.wgmma'"),
         (["--check", "hopper.wgmma"],
          "unit hopper.wgmma is not one of NVIDIA B200, compute capability 10.0; its units are called blackwell.*"),
-        (["--check", "blackwell.tcgen05", "--evidence", __file__], "--check and --evidence are different jobs; give one"),
+        (["--check", "blackwell.tcgen05", "--evidence", __file__], "--check and --evidence are different jobs"),
         (["--check", "blackwell.tcgen05", "--out", "e.txt"], "--out e.txt does not end in .json as an evidence file"),
         (["--evidence", "none.json"], "--evidence none.json: there is no file none.json; pass a file that is there"),
     ],

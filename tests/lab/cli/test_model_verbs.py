@@ -316,7 +316,7 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
     [
         ("observe --model models.py:build", "--recipe or --format is missing; pass one, such as"),
         ("observe --model models.py:build --format e4m3 --recipe te_current", "--recipe and --format are both given"),
-        ("observe --model models.py:build --rules models.py", "--rules are exceptions of --recipe or --format; pass one"),
+        ("observe --model models.py:build --rules models.py", "--rules are exceptions of --recipe or --format; pass"),
         ("observe --model models.py:build --format e4m3 --rules models.py", "models.py is not a valid file of rules: "),
         ("observe --model models.py:build --format e4m3 --steps 0", "--steps 0 is not possible; choose 1 or more"),
         ("observe --model models.py:build --format e4m3 --lr -1", "--lr -1 is not possible; choose a finite number"),
