@@ -91,6 +91,8 @@ class PtqReport(Result):
     def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None) -> "Figure":
         """Draw each layer's signal to noise as a bar, and those of another report beside them; return the figure.
 
+        It is that of the outputs, or that of the weights where one of the reports comes from no data.
+
         Args:
             path: Where to save a PNG.
             other: Report of another recipe on the same model.
@@ -192,6 +194,8 @@ def _decibels(value: float) -> str:
 def _plot_layers(reports: Sequence[PtqReport], path: str | Path | None) -> "Figure":
     """Draw the signal to noise of every layer's outputs, a bar a report, layers from top to bottom.
 
+    Where a report has none of outputs, as no data ran, it is that of the weights.
+
     Args:
         reports: One or several of the same model.
         path: Where to save a PNG.
@@ -204,21 +208,22 @@ def _plot_layers(reports: Sequence[PtqReport], path: str | Path | None) -> "Figu
         raise ArgumentError("plot takes reports of the same layers; quantise copies of one model")
     figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
     panel = figure.subplots()
-    finite = [row.output_db for report in reports for row in report.rows if math.isfinite(row.output_db)]
-    longest = max(finite, default=1.0) * _LOSSLESS
+    measured = all(any(not math.isnan(row.output_db) for row in report.rows) for report in reports)
+    what = "output" if measured else "weight"
+    decibels = [[getattr(row, f"{what}_db") for row in report.rows] for report in reports]
+    longest = max((one for row in decibels for one in row if math.isfinite(one)), default=1.0) * _LOSSLESS
     thick = 0.8 / len(reports)
     for i, report in enumerate(reports):
         places = [k + thick * (i - (len(reports) - 1) / 2) for k in range(len(names))]
         bars = panel.barh(
-            places, [_length(row.output_db, longest) for row in report.rows], thick,
+            places, [_length(one, longest) for one in decibels[i]], thick,
             color=COLOURS[i % 7], label=report.recipe,
         )  # fmt: skip
-        words = [_words(row.output_db) for row in report.rows]
-        panel.bar_label(bars, words, padding=3, fontsize=7)
+        panel.bar_label(bars, [_words(one) for one in decibels[i]], padding=3, fontsize=7)
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.invert_yaxis()
     panel.margins(x=0.12)
-    label_axes(panel, "signal to noise of the outputs (dB, longer is better)", "")
+    label_axes(panel, f"signal to noise of the {what}s (dB, longer is better)", "")
     if len(reports) > 1:
         panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(reports))
     else:

@@ -90,8 +90,16 @@ def test_the_report_draws_layers(tmp_path):
     lengths = [[bar.get_width() for bar in group] for group in panel.containers]
     assert lengths == [[row.output_db for row in report.rows] for report in reports]
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
-    silent = fmtsim.report(fmtsim.ptq(mlp(), "int8_static", [torch.zeros(4, 16)]))
+    silent = mlp()
+    silent[2].weight.data.zero_()
+    silent[2].bias.data.zero_()
+    silent = fmtsim.report(fmtsim.ptq(silent, "int8_static", DATA))
     assert "no signal" in [text.get_text() for text in silent.plot().axes[0].texts]
+    without_data = fmtsim.report(fmtsim.ptq(mlp(), "int4_channel"))
+    panel = without_data.plot(other=reports[0]).axes[0]
+    assert panel.get_xlabel().startswith("signal to noise of the weights")
+    lengths = [[bar.get_width() for bar in group] for group in panel.containers]
+    assert lengths == [[row.weight_db for row in report.rows] for report in (without_data, reports[0])]
     other = fmtsim.report(fmtsim.ptq(nn.Linear(16, 8), "int8_static", DATA))
     refused(r"reports of the same layers; quantise copies of one model", reports[0].plot, other=other)
 

@@ -182,7 +182,7 @@ def observe(
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
     ``observe(x, format)`` returns those of a tensor, rounded to nearest as ``fmtsim.quantize`` does: underflow,
-    saturation, SQNR, MSE, cosine, exponents and ``plot()``.
+    saturation, SQNR, MSE, cosine, exponents and ``plot()``. A last block that is not whole is padded with zeros.
 
     Forward and backward inside the ``with`` are counted; outside it a model pays nothing. Under activation
     checkpointing the recomputed forward counts again. What torch.compile made runs eagerly inside the ``with``, also in
@@ -232,7 +232,7 @@ def observe(
 
 
 def _observe_tensor(x: Tensor, fmt: Format) -> TensorStats:
-    q = quantize(x, fmt, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    q = quantize(x, fmt, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
     seen = OperandStats().add(x, q, fmt)
     finite = x.isfinite() & q.isfinite()
     a, b = x[finite].double(), q[finite].double()

@@ -272,6 +272,14 @@ def test_no_cosine_of_zeros():
     assert math.isnan(fmtsim.observe(torch.zeros(4), "e4m3").cosine) and fmtsim.observe(torch.ones(0), "e4m3").mse != 0
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "uint4_g32_zp", "e4m3_128x128", "e4m3"])
+def test_a_tensor_whose_last_block_is_not_whole(format):
+    x = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    found, q = observe(x, format), fmtsim.quantize(x, format, pad=True)
+    assert found.elements == 300 and found.sqnr_db == pytest.approx(fmtsim.compare(q, x).sqnr_db, rel=1e-12)
+    assert found.underflowed == int(((q == 0) & (x != 0)).sum())
+
+
 @pytest.mark.parametrize("options", [{}, {"format": "e4m3", "every": 2}, {"recipe": "te_current"}])
 def test_a_tensor_takes_a_format_alone(options):
     refused(
