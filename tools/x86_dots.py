@@ -33,7 +33,9 @@ void fused(const float *c, const float *a, const float *b, float *out, long n) {
   _mm_setcsr(before);
 }
 """
-KINDS = {"bits": None, "finite": (1, 254), "near": (120, 136), "tiny": (50, 76), "edge": (0, 130)}  # exponent fields
+# exponent fields; sums of "border" are 2^-126 and less, by a part of the last place of numbers below it
+KINDS = {"bits": None, "finite": (1, 254), "near": (120, 136), "tiny": (50, 76), "edge": (0, 130), "border": (51, 53)}
+CS = {"tiny": (0, 8), "edge": (0, 8), "border": (1, 2)}  # of c, where they are others
 M, N = 64, 128
 
 
@@ -64,10 +66,10 @@ def drawn(rng: np.random.Generator, fmt: str, kind: str, k: int) -> tuple[np.nda
     else:
         a, b = ((rng.integers(*fields, shape) << 7 | rng.integers(0, 128, shape) | rng.integers(0, 2, shape) << 15)
                 .astype(np.uint16) for shape in shapes[:2])  # fmt: skip
-    low, high = (0, 256) if fields is None else (0, 8) if kind in ("tiny", "edge") else fields
+    low, high = (0, 256) if fields is None else CS.get(kind, fields)
     words = (
         rng.integers(low, high, shapes[2]) << 23
-        | rng.integers(0, 1 << 23, shapes[2])
+        | rng.integers(0, 2 if kind == "border" else 1 << 23, shapes[2])
         | rng.integers(0, 2, shapes[2]) << 31
     )
     return a, b, words.astype(np.uint32)
@@ -116,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.record:
         a, b, c = (np.concatenate(x) for x in zip(*(
             (a.reshape(-1, 2)[:512], b.reshape(-1, 2)[:512], c.reshape(-1)[:512])
-            for a, b, c in (drawn(rng, "bf16", kind, 16) for kind in ("bits", "finite", "near", "tiny", "edge", "bits"))
+            for a, b, c in (drawn(rng, "bf16", kind, 16) for kind in tuple(KINDS))
         ), strict=True))  # fmt: skip
         d = run(lib.pairs, c.view(np.float32), a, b).view(np.uint32)
         np.savez_compressed(options.record, a=a, b=b, c=c, d=d)

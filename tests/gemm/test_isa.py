@@ -202,10 +202,12 @@ def test_planted_errors_of_units_are_seen():
 def test_vdpbf16ps_has_the_bits_of_a_zen_4():
     with np.load(Path(__file__).parent / "data" / "vdpbf16ps_zen4.npz") as file:
         a, b, c, d = (file[name] for name in "abcd")
-    every = zip(numbers(a, "bf16"), numbers(b, "bf16"), c, strict=True)
+    rows = [*zip((read(int(code), "fp32") for code in c), numbers(a, "bf16"), numbers(b, "bf16"), strict=True)]
     recorded = [read(int(code), "fp32") for code in d]
-    assert all(identical(isa.value(isa.vdp(read(int(s), "fp32"), x, z)), isa.value(r))
-               for (x, z, s), r in zip(every, recorded, strict=True))  # fmt: skip
     operands = tensor(a, "bf16")[:, None], tensor(b, "bf16")[:, None], tensor(c, "fp32")[:, None, None]
     assert differing(fmtsim.mma(*operands, target="x86.vdp"), recorded) == 0
-    assert sum(n[1] != n[1] for n in recorded) > 10 and sum(n[1] == INF for n in recorded) > 10
+    as_recorded = tensor(d, "fp32")
+    assert differing(as_recorded, [isa.vdp(*row) for row in rows]) == 0
+    for wrong in ({"odd_first": False}, {"subnormal_first": True}):  # the recording tells both apart
+        assert differing(as_recorded, [isa.vdp(*row, **wrong) for row in rows]) > 20
+    assert sum(n[1] != n[1] for n in recorded) > 5 and sum(n[1] == INF for n in recorded) > 5
