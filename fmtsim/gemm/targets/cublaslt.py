@@ -33,13 +33,13 @@ def plainest(choice: Choice, question: Question) -> Choice:
     Where N is 1, a bias tells chains on tensor cores apart.
     """
     algorithm, whole, kind = choice.algorithm, choice.split == 1, question.kind
-    if kind.a == "fp32":
+    if kind.a == "fp32" and (question.k > 1 or not whole):
         return _plainest_float32(choice, kind.bias)
     if algorithm in (21, 23, 24) and choice.stages in STAGES:
         tile = STAGES[choice.stages]
         return choice._replace(algorithm=24, stages=next(stages for stages in STAGES if STAGES[stages] == tile))
     if whole and algorithm in (12, 20, 55, 56) and kind.compute != "16f":
-        return Choice(12)
+        return Choice(12 if question.k > 1 else algorithm)  # of single products 12 keeps the sign of zeros
     if whole and algorithm in (39, 43, 63) and question.n > 1:
         return Choice(66 if kind.a in ("bf16", "fp16") and kind.compute == "32f" else 43)
     return choice
@@ -57,13 +57,23 @@ def _plainest_float32(choice: Choice, bias: bool) -> Choice:
 
 
 def same_order(choice: Choice, other: Choice, question: Question, architecture: Architecture) -> bool:
-    """Return True if two choices are known to come to the same order, also of a product with a bias that torch adds."""
+    """Return True if two choices are known to come to the same order, also of a product with a bias that torch adds.
+
+    The sign of a result that is zero may differ.
+    """
     call = call_of(question)
     calls = [call]
     if 1 in (question.n, question.k) and call.operation == "mm":
         calls.append(replace(call, operation="linear", bias=True))
-    orders = [[order_of(candidate, one, architecture) for one in calls] for candidate in (choice, other)]
+    orders = [[unsigned(order_of(candidate, one, architecture), one) for one in calls] for candidate in (choice, other)]
     return orders[0] == orders[1] and None not in orders[0]
+
+
+def unsigned(order: Order | None, call: GemmCall) -> Order | None:
+    """Return an order without the addition to +0 that one chain of all products ends with."""
+    if order is None or order.plan.promote_every != call.k:
+        return order
+    return order._replace(plan=replace(order.plan, promote_every=None))
 
 
 def tile_of(algorithm: int, call: GemmCall) -> int | None:
@@ -148,13 +158,13 @@ TILES: Final = {
 
 
 def _one_chain(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    """Stream-K kernels (split -1) leave tiles whole where 67 to 99 of them fill most of the GPU at once.
+    """Stream-K kernels (split -1) leave tiles whole where 67 to 90 of them fill most of the GPU at once.
 
-    From 100 to 128 tiles, some of the last ones are shared along K in one call of ten.
+    From 91 to 128 tiles, some of the last ones are shared along K in one call of ten.
     """
     if choice.split == -1 and architecture == "sm_90" and choice.custom in TILES:
         rows, columns = TILES[choice.custom]
-        whole = 66 < ceil_div(call.n, rows) * ceil_div(call.m, columns) * call.batch < 100
+        whole = 66 < ceil_div(call.n, rows) * ceil_div(call.m, columns) * call.batch < 91
     else:
         whole = choice.split == 1
     return plan_order() if whole and not (call.bias and call.n == 1) else None
