@@ -10,7 +10,8 @@ from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.records import check_types
 
 Epilogue = Literal["scale", "row_column", "column_row"]
-Reduce = Literal["serial", "pairwise", "in_place", "folded"]
+Owner = Literal["contiguous", "even", "interleaved"]
+Reduce = Literal["serial", "pairwise", "neighbours", "in_place", "folded"]
 LaneReduce = Literal["serial", "tree", "pair_tree"]
 _LANES = 4096  # so that few sums wait for each other in a tree
 
@@ -25,7 +26,8 @@ class GemmPlan:
         k_tile: Width of a tile of K, the unit in which K is split; None where nothing is split.
         split: Parts into which the tiles are dealt; every part is a sum of its own, later reduced.
         owner: ``"contiguous"``: part s owns ``ceil(tiles / split)`` tiles from ``s`` times that number on;
-            ``"interleaved"``: part s owns the tiles t with ``t % split == s``.
+            ``"even"``: parts lie side by side as well, of equal numbers of tiles; what is over makes the last ones one
+            tile longer; ``"interleaved"``: part s owns the tiles t with ``t % split == s``.
         residue_first: The incomplete tile comes first instead of last.
         part_k: Products of a part, where K is cut into parts first and each part into tiles of its own (CUTLASS 2.x);
             ``split`` is then ``ceil(K / part_k)``. None deals whole tiles.
@@ -44,10 +46,11 @@ class GemmPlan:
         successive_scales: Of the two scales of ``scaled_promotion``, multiply by a's first and round, then add with b's
             (1x128 by 1x128 scales); else by their rounded product.
         partial: Format to which each part's sum is rounded before the reduction; None keeps float32.
-        reduce: ``"serial"``: part after part; ``"pairwise"``: the halves onto each other first; ``"in_place"``: parts
-            are added to the output as they arrive, which begins with the bias: a part itself is not rounded, the output
-            is rounded to ``partial`` after every addition; ``"folded"``: as one block of 128 threads adds them
-            (cuBLAS' reduce_1Block_kernel; docs/matmul.md, section 4).
+        reduce: ``"serial"``: part after part; ``"pairwise"``: the halves onto each other first;
+            ``"neighbours"``: each part and the next one, then these sums likewise, down to one, where of an odd number
+            the first waits; ``"in_place"``: parts are added to the output as they arrive, which begins with the bias: a
+            part itself is not rounded, the output is rounded to ``partial`` after every addition; ``"folded"``: as one
+            block of 128 threads adds them (cuBLAS' reduce_1Block_kernel; docs/matmul.md, section 4).
         round_trip: Round the reduction to ``partial`` after every addition.
         epilogue: What multiplies the sum: ``"scale"``: the product of both scales, rounded once;
             ``"row_column"``: first the scale of the row, then that of the column; ``"column_row"``: the reverse.
@@ -59,7 +62,7 @@ class GemmPlan:
 
     k_tile: int | None = None
     split: int = 1
-    owner: Literal["contiguous", "interleaved"] = "contiguous"
+    owner: Owner = "contiguous"
     residue_first: bool = False
     part_k: int | None = None
     k_end: int | None = None

@@ -7,6 +7,7 @@ Where a plan has lanes, each lane of a part is a sum like a part; ``combination`
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from fmtsim.spec.datapath import Arithmetic, Datapath
@@ -99,6 +100,9 @@ def _of_parts(parts: list[Postfix], plan: GemmPlan) -> Postfix:
         half, last = -(-len(parts) // 2), len(parts) - 1
         pairs = [_serial([parts[i], *parts[i + half : last][:1]]) for i in range(half)]
         return _serial([pairs[0], parts[last], *pairs[1:]])  # a sum has no order of two
+    while plan.reduce == "neighbours" and len(parts) > 1:
+        odd = len(parts) % 2
+        parts = parts[:odd] + [_serial(parts[i : i + 2]) for i in range(odd, len(parts), 2)]
     return _serial(parts)
 
 
@@ -150,6 +154,10 @@ def _parts(k: int, plan: GemmPlan) -> list[list[tuple[int, int]]]:
     tiles = _tiles(0, k, plan.k_tile, plan.residue_first)
     if plan.owner == "interleaved":
         return [tiles[s :: plan.split] for s in range(plan.split)]
+    if plan.owner == "even":
+        share, longer = divmod(len(tiles), plan.split)
+        edges = [s * share + max(s - plan.split + longer, 0) for s in range(plan.split + 1)]
+        return [tiles[i:j] for i, j in pairwise(edges) if i < j]
     share = -(-len(tiles) // plan.split) or 1
     return [tiles[i : i + share] for i in range(0, len(tiles), share)]
 
@@ -236,5 +244,6 @@ def _edge(k: int, plan: GemmPlan) -> int:
         return min(plan.part_k, k)
     tiles = -(-k // plan.k_tile)
     share = 1 if plan.owner == "interleaved" and plan.split > 1 else -(-tiles // plan.split)
+    share = max(tiles // plan.split, 1) if plan.owner == "even" else share
     missing = -k % plan.k_tile if plan.residue_first else 0
     return min(share * plan.k_tile - missing, k)

@@ -224,7 +224,7 @@ def test_kernels_without_tensor_cores_on_hopper():
 
 
 def test_zeros_behind_the_products_of_small_kernels_make_minus_zero_plus_zero():
-    """As recorded on an H100: of products of -2^-149 and 1e-30, 20 keeps -0 where whole tiles of 8 follow each other."""
+    """As recorded on an H100: of products of -2^-149 and 1e-30, 20 keeps -0 where the last tile of 8 is whole."""
     for algorithm, k, sign in ((20, 1, 0), (20, 7, 0), (20, 8, 1), (20, 10, 1), (55, 1, 0), (55, 40, 0), (56, 16, 0)):
         found = order_of(Choice(algorithm), mm(4, 4, k, "tf32", F32), "sm_90")
         a, b = torch.zeros(1, k), torch.zeros(k, 1)
@@ -232,6 +232,32 @@ def test_zeros_behind_the_products_of_small_kernels_make_minus_zero_plus_zero():
         result = fmtsim.mm(a, b, target="fp32_fma", plan=found.plan)
         assert found.certain and (result.item(), result.signbit().item()) == (0, sign), (algorithm, k)
     assert [order_of(Choice(12), mm(4, 4, k, "tf32", F32), "sm_90").certain for k in (1, 2)] == [False, True]
+
+
+def test_stream_k_kernels_that_share_all_tiles_alike():
+    """197x704x4608 by 4 parts of 36 tiles; 123x2560x6144 by 3 of 32; 49 tiles of 331 steps by 165 and 166."""
+    call, fp16 = mm(197, 704, 4608, "tf32", F32), torch.float16
+    plan = order_of(Choice(43, 4, 2, 0, 34), call, "sm_90").plan
+    assert (plan.k_tile, plan.split, plan.owner, plan.reduce) == (32, 4, "even", "neighbours")
+    assert [part[0] for part in edges(4608, call, plan)] == [0, 1152, 2304, 3456]
+    half = order_of(Choice(39, 3, 2, 0, 35), mm(123, 2560, 6144, "fp16", fp16, accumulate="fp16"), "sm_90").plan
+    assert (half.k_tile, half.partial.name, half.round_trip, half.reduce) == (64, "fp16", True, "neighbours")
+    odd = replace(call, k=10576)
+    parts = edges(10576, odd, order_of(Choice(43, 2, 2, 0, 34), odd, "sm_90").plan)
+    assert [part[0] for part in parts] == [0, 165 * 32]
+    unknown = [Choice(43, 9, 2, 0, 34), Choice(43, 4, 0, 0, 34), Choice(43, 4, 2, 0, 33)]
+    assert [order_of(choice, call, "sm_90") for choice in unknown] == [None] * 3
+    assert order_of(Choice(43, 4, 2, 0, 34), replace(call, operation="linear", bias=True), "sm_90") is None
+
+
+def test_interleaved_parts_are_known_with_the_option_that_says_how_they_are_added():
+    """F.linear of 9x149x5016 in TF32 adds its 6 parts in pairs; a Choice without the option cannot tell."""
+    call = replace(mm(9, 149, 5016, "tf32", F32), operation="linear", bias=True)
+    orders = [order_of(Choice(63, 6, 2, option, 15), call, "sm_90") for option in (0, 1, 2)]
+    assert [(order.plan.reduce, order.certain) for order in orders] == [
+        ("serial", False), ("pairwise", True), ("serial", True),
+    ]  # fmt: skip
+    assert order_of(Choice(63, 2, 2, 0, 15), call, "sm_90").certain  # two parts have one order
 
 
 def test_float32_kernels_on_hopper():

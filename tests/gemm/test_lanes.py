@@ -160,8 +160,10 @@ def test_explanation(plan, told):
 
 def test_integers_have_no_lanes():
     x = torch.ones(16, 32, dtype=torch.int8)
-    for plan in (GemmPlan(k_tile=8, lanes=2), GemmPlan(reduce="folded")):
-        with pytest.raises(ArgumentError, match="^integer sums have neither lanes nor reduce='folded'; leave them out"):
+    for plan in (GemmPlan(k_tile=8, lanes=2), GemmPlan(reduce="folded"), GemmPlan(reduce="neighbours")):
+        with pytest.raises(
+            ArgumentError, match="^integer sums have neither lanes nor reduce='folded' or 'neighbours'; "
+        ):
             fmtsim.mm(x, x.t(), target="int8", plan=plan)
 
 

@@ -14,6 +14,7 @@ from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import schedule
 from tests.support.bits import assert_identical
 from tests.support.product_oracle import epilogue_oracle, gemm_oracle
 from tests.support.refusals import refused
@@ -187,6 +188,25 @@ def test_reduction(parts, serial, pairwise):
     plan = GemmPlan(k_tile=1, split=len(parts))
     assert_identical(dot(parts, plan=plan), serial)
     assert_identical(dot(parts, plan=replace(plan, reduce="pairwise")), pairwise)
+
+
+def test_neighbours():
+    def total(*parts):
+        return dot(list(parts), plan=GemmPlan(k_tile=1, split=len(parts), reduce="neighbours"))
+
+    assert_identical(total(1.0, TINY, TINY), NEXT)  # p0 + (p1 + p2)
+    assert_identical(total(1.0, TINY, TINY, 0.0), 1.0)  # (p0 + p1) + (p2 + p3)
+    assert_identical(total(1.0, 0.0, TINY, TINY, 0.0), NEXT)  # p0 + ((p1 + p2) + (p3 + p4))
+    assert_identical(total(1.0, 0.0, TINY, 0.0, TINY, 0.0), NEXT)  # (p0 + p1) + ((p2 + p3) + (p4 + p5))
+    assert_identical(total(1.0, TINY, 0.0, TINY, 0.0, 0.0, 0.0), 1.0)  # (p0 + (p1 + p2)) + ((p3 + p4) + (p5 + p6))
+    assert_identical(total(1.0, TINY, TINY, 0.0, 0.0, 0.0, 0.0), NEXT)
+
+
+def test_even_parts_differ_by_a_tile_at_most_and_the_longer_ones_come_last():
+    plan = GemmPlan(k_tile=2, split=3, owner="even")
+    for k, ends in ((10, [2, 6, 10]), (15, [4, 10, 15]), (12, [4, 8, 12]), (3, [2, 3])):
+        parts = schedule(k, ONE, plan)
+        assert [part[-1].blocks[-1][-1] + 1 for part in parts] == ends
 
 
 def test_parts_are_added_in_float32_where_the_accumulator_is_no_wider():

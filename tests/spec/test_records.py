@@ -84,8 +84,8 @@ REFUSED = [
       for name in ("k_tile", "part_k", "instruction_k", "promote_every", "split", "k_end", "lanes")
       for value in (0, True, 2.0)),
     (lambda: GemmPlan(split=None), "GemmPlan split=None is not possible; choose 1 or more"),
-    (lambda: GemmPlan(owner="all"), "GemmPlan owner='all' is not allowed; choose 'contiguous', 'interleaved'"),
-    (lambda: GemmPlan(reduce="tree"), "GemmPlan reduce='tree' is not allowed; choose 'serial', 'pairwise', 'in_pl"),
+    (lambda: GemmPlan(owner="all"), "GemmPlan owner='all' is not allowed; choose 'contiguous', 'even', 'interleaved'"),
+    (lambda: GemmPlan(reduce="tree"), "GemmPlan reduce='tree' is not allowed; choose 'serial', 'pairwise', "),
     (lambda: GemmPlan(epilogue="none"), "GemmPlan epilogue='none' is not allowed; choose 'scale', 'row_column'"),
     (lambda: GemmPlan(partial="int8"), f"partial={get_format('int8')!r} is not a floating-point format; pass its name"),
     (lambda: GemmPlan(split=2), "a plan that splits K or begins with its residue needs the width of a tile; pass k_ti"),

@@ -235,10 +235,11 @@ def plans(draw, every: int | None, floats: bool = True) -> GemmPlan:
         promote = pick(None, every or 24)
         scaled = floats and promote is not None and pick(False, True)
         return GemmPlan(promote_every=promote, scaled_promotion=scaled, successive_scales=scaled and pick(False, True))
-    owner, reduce = pick("contiguous", "interleaved"), pick("serial", "pairwise", *(["in_place"] if floats else []))
+    owner = pick("contiguous", "even", "interleaved")
+    reduce = pick("serial", "pairwise", *(["neighbours", "in_place"] if floats else []))
     return GemmPlan(
         k_tile=k_tile,
-        split=pick(1, 2, 3, 5),
+        split=pick(1, 2, 3, 5, 7),
         owner=owner,
         part_k=pick(None, None, 30) if owner == "contiguous" else None,
         residue_first=pick(False, False, True),

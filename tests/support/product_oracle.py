@@ -256,7 +256,11 @@ def _reduced(sums: list[Any], spec: GemmSpec) -> Any:
         return _folded(sums, spec)
     if plan.partial is not None:
         sums = [add(plan.partial, p, -0.0) for p in sums]
-    if plan.reduce == "serial":
+    if plan.reduce == "neighbours":
+        while len(sums) > 1:
+            waits = [sums.pop(0)] if len(sums) % 2 else []
+            sums = waits + [_plus(x, y, spec) for x, y in zip(sums[::2], sums[1::2], strict=True)]
+    if plan.reduce in ("serial", "neighbours"):
         result, rest = sums[0], sums[1:]
     else:
         half, last = -(-len(sums) // 2), len(sums) - 1
@@ -365,4 +369,9 @@ def _owner(tile: int, k: int, plan: GemmPlan) -> int:
     if plan.owner == "interleaved":
         return tile % plan.split
     tiles = -(-k // plan.k_tile)
+    if plan.owner == "even":  # counted from the last tile, the longer parts come first
+        last, longer, share = tiles - 1 - tile, tiles % plan.split, tiles // plan.split
+        edge = longer * (share + 1)
+        place = last // (share + 1) if last < edge else longer + (last - edge) // share
+        return plan.split - 1 - place
     return tile // -(-tiles // plan.split)

@@ -24,7 +24,12 @@ _STEPS = {
     "column_row": "times the scale of the column, then of the row",
 }
 
-_REDUCTIONS = {"serial": "one after another", "pairwise": "in pairs", "folded": "as 128 threads fold them"}
+_REDUCTIONS = {
+    "serial": "one after another",
+    "pairwise": "in pairs",
+    "neighbours": "neighbours first, down to one sum",
+    "folded": "as 128 threads fold them",
+}
 _LANES = {
     "serial": "lanes are added one after another",
     "tree": "lanes are added as a tree, the halves onto each other",
@@ -139,7 +144,9 @@ def _parts(k: int, chain: str, plan: GemmPlan) -> str:
     share = -(-tiles // plan.split)
     parts = -(-tiles // share) if plan.owner == "contiguous" else min(plan.split, tiles)
     ordinal = {1: "st", 2: "nd", 3: "rd"}.get(plan.split % 10 if plan.split // 10 % 10 != 1 else 0, "th")
-    dealt = f"runs of {share} tiles" if plan.owner == "contiguous" else f"every {plan.split}{ordinal} tile"
+    runs = {"contiguous": f"runs of {share} tiles", "even": f"runs of {tiles // parts} tiles"}
+    runs["even"] += f", the last {tiles % parts} one longer" if tiles % parts else ""
+    dealt = runs.get(plan.owner, f"every {plan.split}{ordinal} tile")
     text += f" in {parts} parts ({dealt})"
     if plan.part_k is not None:
         first = ", the incomplete one first" if plan.residue_first else ""

@@ -328,12 +328,14 @@ def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
         raise ArgumentError(
             "integer sums have neither scaled_promotion nor partial nor reduce='in_place'; leave them out of the plan"
         )
-    if isinstance(path, IntegerDatapath) and not adds_in_order(plan):
-        raise ArgumentError("integer sums have neither lanes nor reduce='folded'; leave them out of the plan")
+    if isinstance(path, IntegerDatapath) and (plan.reduce == "neighbours" or not adds_in_order(plan)):
+        raise ArgumentError(
+            "integer sums have neither lanes nor reduce='folded' or 'neighbours'; leave them out of the plan"
+        )
     if plan.reduce == "in_place" and call.scaling != "none":
         raise ArgumentError(
             f"reduce='in_place' adds parts to outputs that have no scales, and the scaling is {call.scaling!r}; choose "
-            "'serial' or 'pairwise'"
+            "'serial', 'pairwise' or 'neighbours'"
         )
     if plan.scaled_promotion != (call.scaling in LARGE_BLOCKS):
         raise ArgumentError(

@@ -157,11 +157,21 @@ TILES: Final = {
 """Rows and columns of a tile of the library's result, which are torch's columns and rows, by TILE_ID."""
 
 
+_STREAM_STAGES: Final = {34: 32, 35: 64}
+"""Products of a tile of K by STAGES_ID of kernels that share tiles of the result."""
+
+
 def _one_chain(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     """Stream-K kernels (split -1) leave tiles whole where 67 to 90 of them fill most of the GPU at once.
 
-    From 91 to 128 tiles, some of the last ones are shared along K in one call of ten.
+    From 91 to 128 tiles, some of the last ones are shared along K in one call of ten. A split of more than 1 means that
+    all tiles are shared alike: even runs of K, whose sums are added as neighbours in up to 8 parts.
     """
+    plain = not call.bias and architecture == "sm_90"
+    if choice.split in range(2, 9) and choice.reduction == 2 and choice.stages in _STREAM_STAGES and plain:
+        narrow = {"partial": "fp16", "round_trip": True} if call.accumulate == "fp16" else {}
+        shared = {"k_tile": _STREAM_STAGES[choice.stages], "split": choice.split, "owner": "even"}
+        return plan_order(**shared, **narrow, reduce="neighbours")
     if choice.split == -1 and architecture == "sm_90" and choice.custom in TILES:
         rows, columns = TILES[choice.custom]
         whole = 66 < ceil_div(call.n, rows) * ceil_div(call.m, columns) * call.batch < 91
@@ -171,13 +181,18 @@ def _one_chain(choice: Choice, call: GemmCall, architecture: Architecture) -> Or
 
 
 def _interleaved(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    """Parts own tiles in turn, and nothing comes first."""
+    """Parts own tiles in turn, and nothing comes first. CUSTOM_OPTION 1 adds them in pairs, 0 and 2 one after another;
+    where a Choice has 0 it is not known which.
+    """
     if choice.split == 1:
         return _one_chain(choice, call, architecture)
     stage = STAGES.get(choice.stages)
     if stage is None or call.a != "tf32" or choice.split < 1 or choice.reduction != 2:
         return None
-    return plan_order(k_tile=stage[0], split=min(choice.split, ceil_div(call.k, stage[0])), owner="interleaved")
+    parts = min(choice.split, ceil_div(call.k, stage[0]))
+    way = "pairwise" if choice.custom == 1 and parts > 2 else "serial"
+    order = plan_order(k_tile=stage[0], split=parts, owner="interleaved", reduce=way)
+    return order._replace(certain=choice.custom > 0 or parts < 3)
 
 
 Family = Callable[[Choice, GemmCall, Architecture], Order | None]

@@ -163,8 +163,8 @@ def dot(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | N
 def multiply_adds(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     """One chain of fused multiply-adds for each result.
 
-    CUTLASS kernels (20) fill K up to 8 products with zeros, xmma kernels (55, 56) always end with some: -0, which only a
-    product below the range of float32 leaves behind, becomes +0. Of single products 12 keeps the sign also where an
+    CUTLASS kernels (20) fill K up to 8 products with zeros, xmma kernels (55, 56) always end with some: -0, which only
+    a product below the range of float32 leaves behind, becomes +0. Of single products 12 keeps the sign also where an
     operand is zero, which a chain that begins with +0 cannot; it stands for the others in books as well.
     """
     if choice.split != 1 or not _scalar(call):

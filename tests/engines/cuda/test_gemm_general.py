@@ -60,6 +60,7 @@ def test_plans(name):
     unit, fmt, _ = KERNELS[name]
     plans = [
         GemmPlan(k_tile=20, split=3, reduce="pairwise"),
+        GemmPlan(k_tile=8, split=7, owner="even"),
         GemmPlan(k_tile=16, split=2, owner="interleaved", residue_first=True),
     ]
     if fmt != "int8":

@@ -83,6 +83,7 @@ class Reduction(NamedTuple):
 
     wide: bool  # in float64, instead of a float32 after every addition
     pairwise: bool
+    neighbours: bool
     partial: bool  # parts are first rounded to the grid
     round_trip: bool  # and so is every sum
     in_place: bool  # parts, not rounded, are added to what the output holds, and only the sums are rounded to the grid
@@ -106,7 +107,8 @@ def reduction_of(plan: GemmPlan, wide: bool) -> Reduction:
     grid = grid_of(plan.partial or FP32)
     in_place, rounds_parts = plan.reduce == "in_place", plan.partial is not None
     trip = rounds_parts and (plan.round_trip or in_place)
-    return Reduction(wide, plan.reduce == "pairwise", rounds_parts and not in_place, trip, in_place, grid)
+    way = plan.reduce == "pairwise", plan.reduce == "neighbours"
+    return Reduction(wide, *way, rounds_parts and not in_place, trip, in_place, grid)
 
 
 def begin_output(total: np.ndarray, tile: np.ndarray, given: np.ndarray | None) -> None:
@@ -276,11 +278,15 @@ def add_on_stack(sums, top, additions, like):  # type: ignore[no-untyped-def]
 
 @kernel
 def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
-    """Add the parts [count][rows][64] as a Reduction says; in place, to what ``out`` holds."""
+    """Add the parts [count][rows][64] as a Reduction says; in place, to what ``out`` holds. Parts are overwritten."""
     size = rows * LANES
     single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if how.wide else 32))
     half = (count + 1) // 2
     terms = half if how.pairwise and count > 1 else 0 if how.pairwise else count
+    if how.neighbours:
+        _add_neighbours(parts, count, size, how, single)
+        out[:size] = parts[:size]
+        return
     for at in range(0, size, LANES):
         result = load(out, at) if how.in_place else _part(parts, count - 1 if how.pairwise else 0, size, at, how)
         for i in range(0 if how.pairwise or how.in_place else 1, terms):
@@ -294,6 +300,24 @@ def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
             if how.round_trip:
                 result = nearest(result, how.grid)
         store(out, at, result)
+
+
+@kernel
+def _add_neighbours(parts, count, size, how, single):  # type: ignore[no-untyped-def]
+    """Add the parts in place: each and the next one, down to one, where of an odd number the first waits."""
+    if how.partial:
+        for at in range(0, count * size, LANES):
+            store(parts, at, nearest(load(parts, at), how.grid))
+    while count > 1:
+        odd, count = count % 2, count // 2
+        for i in range(count):
+            for at in range(0, size, LANES):
+                left = (odd + 2 * i) * size + at
+                result = nearest(fadd(load(parts, left), load(parts, left + size)), single)
+                if how.round_trip:
+                    result = nearest(result, how.grid)
+                store(parts, (odd + i) * size + at, result)
+        count += odd
 
 
 @device

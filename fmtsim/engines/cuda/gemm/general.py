@@ -47,7 +47,7 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
         integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat)
         return integers and a == b == torch.int8 and min(unit.block, k) <= 1 << 36 and adds_in_order(plan)
     floats = isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
-    if not floats or not is_plain(plan.partial):
+    if not floats or not is_plain(plan.partial) or plan.reduce == "neighbours":  # which torch operations add
         return False
     narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
     if isinstance(unit, TwoStageDatapath):
