@@ -153,6 +153,7 @@ def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 SUFFIXES = (".npy", ".npz", ".pt", ".safetensors")
+ALIAS_SUFFIXES = {".st": ".safetensors", ".pth": ".pt", ".bin": ".pt"}
 
 
 def tensor_file(text: str) -> tuple[Path, str]:
@@ -170,7 +171,7 @@ def tensor_file(text: str) -> tuple[Path, str]:
             f"{text}: no such file{names.close_files(path)}; pass a {', '.join(SUFFIXES)} file, or FILE:NAME for one "
             "tensor"
         )
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in (*SUFFIXES, *ALIAS_SUFFIXES):
         raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
     return path, name
 

@@ -18,7 +18,7 @@ from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.analysis.tracing import trace
 from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given, simulated
-from fmtsim.lab.cli.options import check_positive, tensor_file
+from fmtsim.lab.cli.options import ALIAS_SUFFIXES, check_positive, tensor_file
 from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
 from fmtsim.lab.training.models import told
 from fmtsim.lab.verify import Outcome, workers
@@ -145,11 +145,12 @@ def load_tensors(text: str) -> Tensors:
 
 
 def _open(path: Path) -> Tensors:
-    if path.suffix == ".safetensors":
+    suffix = ALIAS_SUFFIXES.get(path.suffix, path.suffix)
+    if suffix == ".safetensors":
         return _open_safetensors(path)
     import numpy
 
-    if path.suffix == ".pt":
+    if suffix == ".pt":
         saved = _reading(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
         tensors = {ALONE: saved} if isinstance(saved, torch.Tensor) else saved
         if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):

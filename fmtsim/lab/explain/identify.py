@@ -291,8 +291,8 @@ def _identified(product: Observed, options: list[Accumulation], *, thorough: boo
     if not orders:  # each order on one unit first: where it is the right one, most results are right on others, too
         plans = {(option.plan, option.spec.accumulate): option for option in rounded}
         some = count(plans.values())
-        near = {(option.plan, option.spec.accumulate) for wrong, option in some if 2 * wrong < few[False].y.numel()}
-        some += count(x for x in rounded if (key := (x.plan, x.spec.accumulate)) in near and x is not plans[key])
+        likely = {(option.plan, option.spec.accumulate) for wrong, option in some if 2 * wrong < few[False].y.numel()}
+        some += count(x for x in rounded if (key := (x.plan, x.spec.accumulate)) in likely and x is not plans[key])
     if bool(orders) != all(wrong for wrong, _ in some):
         some = count(rounded)
     counts += some

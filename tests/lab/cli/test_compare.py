@@ -57,6 +57,14 @@ def test_tensors_that_are_missing_or_differ_in_shape(files, capsys):
     assert "x: actual has shape [4, 3], expected [3, 4]" in capsys.readouterr().out
 
 
+def test_other_suffixes_of_the_same_files(files):
+    (files / "t.st").write_bytes((files / "t.safetensors").read_bytes())
+    for name in ("x.pth", "x.bin"):
+        torch.save({"x": torch.from_numpy(X)}, name)
+        assert main(["compare", name, "t.st:x"]) == 0
+    assert main(["compare", "t.st", "u.safetensors"]) == 1
+
+
 def test_the_plot(files, capsys):
     assert main(["compare", "y.npy", "x.npy", "--plot", "ulp.png"]) == 1
     assert (files / "ulp.png").read_bytes().startswith(b"\x89PNG")
