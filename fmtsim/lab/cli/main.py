@@ -238,7 +238,7 @@ def _in_options(message: str, actions: Iterable[argparse.Action]) -> str:
     def spelled(keyword: re.Match[str]) -> str:
         action, value = options[keyword[1]], keyword[2].strip("'")
         if value.endswith("(...)"):  # a record
-            value = str(action.metavar)
+            value = {"TARGET": "block=32,fraction_bits=10"}.get(str(action.metavar), str(action.metavar))
         return " ".join(filter(None, (action.option_strings[-1], "" if action.nargs == 0 else value)))
 
     return re.sub(rf"(?<![\w.-])({'|'.join(options) or '(?!)'})=('[^']*'|[\w.+-]+(?:\(\.\.\.\))?|)", spelled, message)

@@ -43,7 +43,8 @@ def run_trace(arguments: argparse.Namespace) -> int:
     model, (batch, loss) = loaded.model, loaded.samples[0]
     if formats:
         convert(model, generator=arguments.seed, **formats, **machine_given(arguments))
-    with told(arguments.model), simulated(arguments) as run:
+    hint = "; it was called with the first batch of (model, batches), or else with random bytes; return fitting ones"
+    with told(arguments.model, hint), simulated(arguments) as run:
         recorded = trace(model, batch, loss, tensors=_tensors(arguments.tensors), level=arguments.level)
     if out is not None:
         recorded.save(out)

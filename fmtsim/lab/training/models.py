@@ -75,8 +75,8 @@ def source_of(name: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def told(name: str) -> Iterator[None]:
-    """Turn what a user's code raises into one line, with the place in its file."""
+def told(name: str, hint: str = "") -> Iterator[None]:
+    """Turn what a user's code raises into one line, with the place in its file and what to try."""
     try:
         yield
     except FmtsimError:
@@ -85,7 +85,7 @@ def told(name: str) -> Iterator[None]:
         file = str(source_of(name)) if is_function(name) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f" (line {lines[-1]})" if lines else ""
-        raise ArgumentError(f"--model {name}{where}: {type(error).__name__}: {error}") from error
+        raise ArgumentError(f"--model {name}{where}: {type(error).__name__}: {error}{hint}") from error
 
 
 def _module(name: str) -> ModuleType:

@@ -84,6 +84,8 @@ def test_a_model_of_train_gets_bytes(capsys):
          "models.py:number returned 3; return (model, batches), (model, batches, loss), or"),
         ("trace --model models.py:fails",
          "--model models.py:fails: RuntimeError: mat1 and mat2 shapes cannot be multi"),
+        ("trace --model models.py:fails",
+         "; it was called with the first batch of (model, batches), or else with random bytes"),
         ("trace --model models.py:none", "models.py has no function 'none'"),
         ("trace --model models.py:build --target ada.mma",
          "--target needs --recipe or --format, which convert the model"),

@@ -113,8 +113,11 @@ def test_errors_name_options_instead_of_keywords(capsys):
     assert main(["explain", "1", "--format", "e4m3", "--scale-rule", "amax"]) == BAD_INPUT
     assert "--scale-rule amax needs a block; pass --block-size or a block format" in capsys.readouterr().err
     actions = build_parser("mm").actions
-    said = "pass plan=GemmPlan(...), slow=True or pad=True; recipe.target='x'; out_dtype='float32'"
-    options = "pass --plan FIELD=VALUE,..., --slow or pad=True; recipe.target='x'; --out-dtype float32"
+    said = "pass target=Unit(...), plan=GemmPlan(...), slow=True or pad=True; recipe.target='x'; out_dtype='float32'"
+    options = (
+        "pass --target block=32,fraction_bits=10, --plan FIELD=VALUE,..., --slow or pad=True; recipe.target='x'; "
+        "--out-dtype float32"
+    )
     assert front._in_options(said, actions) == options and front._in_options(said, ()) == said
     said = "choose 0 or more, or None for all (fmtsim.list_formats() has all names)"
     assert front._in_options(said, ()) == "choose 0 or more, or leave it out for all (fmtsim formats has all names)"
