@@ -3,5 +3,6 @@
 
 from fmtsim.lab.analysis.gemm_scan import GemmScan, scan_gemm
 from fmtsim.lab.analysis.invariance import BatchInvariance, batch_invariance
+from fmtsim.lab.analysis.mismatch import Mismatch, explain_mismatch
 
-__all__ = ["BatchInvariance", "GemmScan", "batch_invariance", "scan_gemm"]
+__all__ = ["BatchInvariance", "GemmScan", "Mismatch", "batch_invariance", "explain_mismatch", "scan_gemm"]

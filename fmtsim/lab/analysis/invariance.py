@@ -52,6 +52,14 @@ class Band:
     def __str__(self) -> str:
         return f"M={self.first}" if self.first == self.last else f"M={self.first}..{self.last}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "first": self.first, "last": self.last, "sizes": self.sizes, "result": self.group,
+            "basis": self.found.basis, "unit": self.found.unit, "parts": self.found.plan.split,
+            "tile": self.found.plan.k_tile, "source": self.found.plan.source,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -118,12 +126,7 @@ class ProductInvariance(table.Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        bands = [
-            {"first": x.first, "last": x.last, "sizes": x.sizes, "result": x.group, "basis": x.found.basis,
-             "unit": x.found.unit, "parts": x.found.plan.split, "tile": x.found.plan.k_tile,
-             "source": x.found.plan.source}
-            for x in self.bands
-        ]  # fmt: skip
+        bands = [x.to_dict() for x in self.bands]
         return {
             "layer": self.layer, "product": self.product, "operands": self.operands, "invariant": self.invariant,
             "results": self.results, "unknown": self.unknown, "bands": bands,
@@ -232,14 +235,15 @@ def batch_invariance(
     layer_products = products_of("batch_invariance", model, target, dtypes, passes)
     products = tuple(
         ProductInvariance(
-            layer=x.layer, product=x.product, operands=dtype_of(x.like), bands=tuple(_joined(_bands(x, asked)))
+            layer=x.layer, product=x.product, operands=dtype_of(x.like), bands=tuple(joined(bands_of(x, asked)))
         )
         for x in layer_products
     )
     return BatchInvariance(products=products, sizes=tuple(asked))
 
 
-def _bands(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
+def bands_of(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
+    """Yield a band for each size; those with one order have one group."""
     groups: list[Band] = []
     group_of: dict[tuple[Any, ...], int] = {}
     for size in sizes:
@@ -258,7 +262,8 @@ def _bands(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
         yield band
 
 
-def _joined(bands: Iterable[Band]) -> Iterator[Band]:
+def joined(bands: Iterable[Band]) -> Iterator[Band]:
+    """Yield neighbours of one group as one band."""
     for _, run in groupby(bands, key=lambda band: band.group):
         alike = list(run)
         yield replace(alike[0], last=alike[-1].last, sizes=len(alike))

@@ -67,12 +67,18 @@ def products_of(
     else:
         get_target(target)
         check_dtypes(dtypes)
+        shapes = _shapes(verb, model)
+        if not shapes:
+            raise ArgumentError(f"{verb} found no linear layer in {_what(model)}; pass a model with nn.Linear layers")
         calls = [
             (layer, which, layer_call(which, _ROWS, n, k, bias, dtype))
-            for layer, (n, k, bias) in _shapes(verb, model).items()
+            for layer, (n, k, bias) in shapes.items()
             for dtype in dtypes
             for which in passes
         ]
+        alike = layers_alike(model) if isinstance(model, nn.Module) else {}
+        conv1d = {layer for layer, names in alike.items() if not isinstance(model.get_submodule(names[0]), nn.Linear)}
+        calls = [(x, y, _of_conv1d(y, z) if x in conv1d and z is not None else z) for x, y, z in calls]
         asked = [LayerProduct(layer=x, product=y, like=replace(z, target=target)) for x, y, z in calls if z is not None]
     if not asked:
         raise ArgumentError(
@@ -103,7 +109,7 @@ def _what(model: Any) -> str:
 def _shapes(verb: str, model: Any) -> dict[str, Shape]:
     """Return shapes of linear layers by what the layers are called."""
     if isinstance(model, nn.Module):
-        return _of_module(model)
+        return {layer: shape for layer, (shape, _) in _of_module(model).items()}
     models = [model] if isinstance(model, str) else model
     if not isinstance(models, Sequence) or not all(isinstance(x, str) or _is_shape(x) for x in models):
         raise ArgumentError(
@@ -121,7 +127,21 @@ def _is_shape(x: Any) -> bool:
     )  # fmt: skip
 
 
-def _of_module(model: nn.Module) -> dict[str, Shape]:
+def _of_conv1d(which: str, call: GemmCall) -> GemmCall:
+    """Return the call of a layer whose weight is [inputs, outputs]; FP8 layers copy it to the other layout."""
+    if call.operation == "scaled_mm":
+        return call
+    if which == "wgrad":
+        return replace(call, m=call.n, n=call.m)
+    return replace(call, b_layout="column" if which == "forward" else "row")
+
+
+def layers_alike(model: nn.Module) -> dict[str, list[str]]:
+    """Return names of linear layers, empty for the model itself, by what those that are alike are called."""
+    return {layer: [x.removeprefix("(model)") for x in names] for layer, (_, names) in _of_module(model).items()}
+
+
+def _of_module(model: nn.Module) -> dict[str, tuple[Shape, list[str]]]:
     alike: dict[tuple[str, Shape], list[str]] = {}
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
@@ -135,7 +155,7 @@ def _of_module(model: nn.Module) -> dict[str, Shape]:
             continue
         name = name or "(model)"
         alike.setdefault((numbered(name), (n, k, module.bias is not None)), []).append(name)
-    return {together(names): shape for (_, shape), names in alike.items()}
+    return {together(names): (shape, names) for (_, shape), names in alike.items()}
 
 
 def _of_converted(model: nn.Module, passes: Sequence[str]) -> Iterator[LayerProduct]:

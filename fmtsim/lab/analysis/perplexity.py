@@ -77,8 +77,8 @@ def _measured(model: nn.Module, batches: list[Any]) -> float:
     total, count = 0.0, 0
     with evaluating(model), torch.no_grad():
         for i, batch in enumerate(batches):
-            labels = _labels(batch, i)
-            logits = _logits(call(model, batch, i, kind="batch"), labels)
+            labels = labels_of(batch, i)
+            logits = logits_of(call(model, batch, i, kind="batch"), labels)
             losses = F.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=_IGNORED, reduction="none"
             )
@@ -89,7 +89,7 @@ def _measured(model: nn.Module, batches: list[Any]) -> float:
     return perplexity_of(total / count)
 
 
-def _labels(batch: Any, index: int) -> Tensor:
+def labels_of(batch: Any, index: int) -> Tensor:
     """Return the token numbers [rows, tokens] of a batch, -100 where they do not count."""
     keywords = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = keywords.get("input_ids")
@@ -102,7 +102,8 @@ def _labels(batch: Any, index: int) -> Tensor:
     return labels if mask is None else labels.masked_fill(mask == 0, _IGNORED)
 
 
-def _logits(output: Any, labels: Tensor) -> Tensor:
+def logits_of(output: Any, labels: Tensor) -> Tensor:
+    """Return the logits [rows, tokens, vocabulary] in a decoder's output."""
     logits = getattr(output, "logits", None)
     if logits is None:
         logits = output.get("logits") if isinstance(output, Mapping) else output

@@ -33,6 +33,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Models": {
         "observe": "measure underflow, saturation and SQNR of a model's operands, and write a report",
         "attribute": "attribute loss to operands, and recommend layers to leave in high precision",
+        "mismatch": "say which products a trainer and a rollout engine add in different orders, and what follows",
         "ptq": "quantise a trained model from a few batches, and print the loss before and after",
         "search": "find a format for each layer of a trained model within a budget of bit operations",
         "train": "train a small GPT in full precision and under simulated precision, side by side",
@@ -62,7 +63,7 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # and check_NAME there, if any, refuses what is wrong with them before torch is imported.
 RUNS = {
     "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "identify", "invariance"),
-    "models": ("observe", "attribute", "ptq", "search"), "training": ("train", "report"),
+    "models": ("observe", "attribute", "mismatch", "ptq", "search"), "training": ("train", "report"),
     "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "audit", "compare", "verify"),
     "machine": ("info", "completion", "doctor", "warmup"), "calibration": ("calibrate",), "benchmarks": ("bench",),
 }  # fmt: skip

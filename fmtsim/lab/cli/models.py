@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``fmtsim observe``, ``attribute``, ``ptq`` and ``search``: what formats do to a model."""
+"""Runs of ``fmtsim observe``, ``attribute``, ``mismatch``, ``ptq`` and ``search``: what formats do to a model."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fmtsim.gemm.models import list_models, parse_tokens
 from fmtsim.lab.analysis.attribute import attribute
+from fmtsim.lab.analysis.mismatch import explain_mismatch
 from fmtsim.lab.analysis.observe import ModelObservation, observe
 from fmtsim.lab.analysis.page import write_page
 from fmtsim.lab.analysis.perplexity import perplexity_of
@@ -143,6 +145,27 @@ def run_attribute(arguments: argparse.Namespace) -> int:
 
 
 _EXPORTS = {"compressed-tensors": ".", "torchao": "model.safetensors", "gguf": "model.gguf"}
+
+
+_DTYPES = {None: "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "tf32"}
+
+
+def run_mismatch(arguments: argparse.Namespace) -> int:
+    """Print what the orders of two engines do; 0 also where they differ."""
+    decode = parse_tokens(arguments.decode, "--decode", every=True)
+    model: Any = arguments.model
+    batch = None
+    if model not in list_models():
+        loaded = load_model(arguments, count=1, random_text=not arguments.measure)
+        model, batch = loaded.model, loaded.samples[0].batch if arguments.measure else None
+    elif arguments.measure:
+        raise ArgumentError(f"--measure runs a model, and --model {model} names shapes alone; pass FILE.py:function")
+    mismatch = explain_mismatch(
+        model, batch, trainer=arguments.trainer, rollout=arguments.rollout, trainer_tokens=arguments.trainer_tokens,
+        prefill=arguments.prefill, decode=decode, dtype=_DTYPES[arguments.dtype],
+    )  # fmt: skip
+    answer(arguments, mismatch.to_dict(), lambda: str(mismatch))
+    return 0
 
 
 def run_ptq(arguments: argparse.Namespace) -> int:

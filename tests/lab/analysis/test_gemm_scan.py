@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import fmtsim
@@ -129,3 +130,14 @@ def test_bad_input(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == BAD_INPUT
     assert message in capsys.readouterr().err
+
+
+def test_layers_of_transformers_have_their_weight_the_other_way_round():
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(24, 16)), nn.Parameter(torch.ones(16))
+
+    calls = [x.call for x in scan_gemm(Conv1D(), "h200", [8]).calls]
+    assert [(x.m, x.n, x.k, x.a_layout, x.b_layout) for x in calls] == [
+        (8, 16, 24, "row", "column"), (8, 24, 16, "row", "row"), (24, 16, 8, "column", "column")]  # fmt: skip

@@ -294,6 +294,7 @@ DEFAULTS = {
     "invariance": {"sizes": "1..512", "dtypes": "bf16"},
     "observe": {"by": "underflow", "every": 1, "steps": 8, "worst": 10, **MODEL},
     "attribute": {"by": "loss", "share": 0.5, **MODEL},
+    "mismatch": {"trainer_tokens": 8192, "prefill": 512, "decode": "1..256", **MODEL},
     "ptq": {"batches": 8, **MODEL},
     "search": {"batches": 8, "lr": 1e-3, **MODEL},
     "trace": {"level": "modules", **MODEL},

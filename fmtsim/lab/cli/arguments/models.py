@@ -43,6 +43,20 @@ def declare_attribute(parser: argparse.ArgumentParser) -> None:
     add_json(result)
 
 
+def declare_mismatch(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_model(parser)
+    sides = parser.add_argument_group("the two engines; --model may be a name such as llama-8b as well")
+    for side in ("trainer", "rollout"):
+        option(sides, f"--{side}", "a GPU with its library, such as h200, or a plan file", metavar="NAME",
+               known=names.targets, required=True)  # fmt: skip
+    option(sides, "--trainer-tokens", "rows of the trainer's products: batch times length", 8192)
+    option(sides, "--prefill", "rows of the rollout's products in prefill: tokens of the prompts", 512)
+    option(sides, "--decode", "rows in decode, a list (1,64) or a range (1..256)", "1..256", "LIST")
+    flag(sides, "--measure", "emulate both on the first batch: log-probabilities of the full vocabulary")
+    add_json(parser)
+
+
 def declare_ptq(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     scheme = "a scheme of post-training quantisation, such as int8_static, or a JSON file; 'list' prints all names"
