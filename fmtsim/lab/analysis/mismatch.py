@@ -101,7 +101,7 @@ class Mismatch(table.Result):
 
 def _order(band: Band) -> str:
     plan = band.found.plan
-    return f"{band.found.unit}, {plan.split} parts, tile {plan.k_tile or 'none'}, {band.found.basis}"
+    return f"{band.found.unit}, split {plan.split}, tile {plan.k_tile or 'none'}, {band.found.basis}"
 
 
 _PRODUCTS = (
@@ -159,10 +159,11 @@ def explain_mismatch(
     m, *rollouts = (layer_products.check_rows(_VERB, name, value) for name, value in asked.items())
     rows = sorted({*rollouts[0], *rollouts[1]})
     targets = get_target(trainer), get_target(rollout)
-    labels = _checked(model, batch, dtype)
+    net: Any = model  # a module where there is a batch
+    labels = _checked(net, batch, dtype)
     sides = [layer_products.products_of(_VERB, model, target, [dtype], ["forward"]) for target in targets]
     pairs = {a.layer: (next(bands_of(a, m)), list(joined(bands_of(b, rows)))) for a, b in zip(*sides, strict=True)}
-    noise: dict[tuple[str, int], float] = {} if labels is None else _noise(model, batch, labels, dtype, pairs)
+    noise: dict[tuple[str, int], float] = {} if labels is None else _noise(net, batch, labels, dtype, pairs)
     estimated = noise.get if labels is not None else lambda key, absent: None
     products = tuple(
         ProductMismatch(layer=layer, trainer=one, rollout=band, same=_same(one, band),
@@ -173,13 +174,13 @@ def explain_mismatch(
     for count in rows:
         at = [x.rollout for x in products if x.rollout.first <= count <= x.rollout.last]
         groups.setdefault(tuple(x.first if x.group is None else -1 - x.group for x in at), []).append(count)
-    logits = None if labels is None else _logits(model, batch, labels, dtype, targets[0], m[0])
+    logits = None if labels is None else _logits(net, batch, labels, dtype, targets[0], m[0])
     counts = []
     for first, *others in groups.values():
         at_first = [x for x in products if x.rollout.first <= first <= x.rollout.last]
         same, more = _all(x.same for x in at_first), dict[str, Any]()
         if labels is not None and logits is not None:
-            more = _difference(logits, _logits(model, batch, labels, dtype, targets[1], first), labels)
+            more = _difference(logits, _logits(net, batch, labels, dtype, targets[1], first), labels)
             more["estimate"] = math.hypot(*(x.estimate or 0.0 for x in at_first))
             more["rounding"] = 0.0 if same else math.hypot(*(x.rounding or 0.0 for x in at_first))
         counts.append(RolloutMismatch(rows=(first, *others), same=same, **more))
@@ -232,7 +233,7 @@ def _same(trainer: Band, rollout: Band) -> bool | None:
 def _logits(model: nn.Module, batch: Any, labels: Tensor, dtype: str, target: Target, rows: int) -> Tensor:
     """Return the logits [rows, tokens, vocabulary] of a copy whose linear layers are summed as in calls of some M."""
     names = {name for alike in layer_products.layers_alike(model).values() for name in alike}
-    machine = {"format": dtype, "target": _at_rows(target, rows), "native": False}
+    machine: dict[str, Any] = {"format": dtype, "target": _at_rows(target, rows), "native": False}
 
     def change(model_copy: nn.Module) -> None:
         convert(model_copy.to(_RUNS[dtype]), **machine, filter_fn=lambda module, name: name in names)
@@ -273,8 +274,8 @@ def _noise(
 
         trainer, rollout = pairs[layer]
         bands = [band for band in rollout if not _same(trainer, band)]
-        reference = result(trainer) if bands else None
-        noise = {band.first: (result(band) - reference).square().mean().item() for band in bands}
+        reference = [result(trainer)] if bands else []
+        noise = {band.first: (result(band) - reference[0]).square().mean().item() for band in bands}
         ulp = torch.exp2(y.detach().double().frexp().exponent - 1.0) * torch.finfo(y.dtype).eps
         noise[0] = torch.where(y == 0, 0.0, ulp).square().mean().item() / 6
 

@@ -80,7 +80,7 @@ def test_a_planted_order_is_named_and_nothing_else():
         ((1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 32), True), ((8,), False), ((9,), False)]  # fmt: skip
     assert found.same is False and all(x.rms is x.estimate is None for x in found.counts)
     lines = str(found).splitlines()
-    assert "hopper.wgmma, 2 parts, tile 64, recorded" in lines[3] and lines[3].endswith("parts 1 -> 2")
+    assert "hopper.wgmma, split 2, tile 64, recorded" in lines[3] and lines[3].endswith("parts 1 -> 2")
     assert "1-7,10-12,32  yes" in lines[8]
     assert lines[-2:] == [
         "trainer one (M=64), rollout changes: 1 products, 1 differ at some M",

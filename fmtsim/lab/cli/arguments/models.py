@@ -49,7 +49,7 @@ def declare_mismatch(parser: argparse.ArgumentParser) -> None:
     sides = parser.add_argument_group("the two engines; --model may be a name such as llama-8b as well")
     for side in ("trainer", "rollout"):
         option(sides, f"--{side}", "a GPU with its library, such as h200, or a plan file", metavar="NAME",
-               known=names.targets, required=True)  # fmt: skip
+               names=names.targets, required=True)  # fmt: skip
     option(sides, "--trainer-tokens", "rows of the trainer's products: batch times length", 8192)
     option(sides, "--prefill", "rows of the rollout's products in prefill: tokens of the prompts", 512)
     option(sides, "--decode", "rows in decode, a list (1,64) or a range (1..256)", "1..256", "LIST")
