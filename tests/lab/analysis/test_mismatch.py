@@ -230,7 +230,7 @@ def test_what_is_shown(found):
         ({"decode": [1, 2.5]}, "explain_mismatch got decode=2.5; pass numbers of rows"),
         ({"decode": []}, "explain_mismatch got decode=None; pass numbers of rows"),
         ({"dtype": "fp4"}, "dtypes 'fp4' is not possible; choose from"),
-        ({"batch": torch.zeros(1, 4).long()}, "explain_mismatch takes a torch.nn.Module, not str; pass the model itself"),
+        ({"batch": torch.zeros(1, 4).long()}, "explain_mismatch takes a torch.nn.Module, not str; pass the model"),
         ({"model": Decoder(), "batch": torch.zeros(1, 4)}, "batch 0 has torch.float32 (1, 4) for token numbers"),
         ({"model": Decoder(), "batch": torch.zeros(4, 1).long()}, "the batch has no token to predict; pass rows of 2"),
         ({"model": Decoder(), "batch": torch.zeros(1, 4).long(), "dtype": "fp8_fast"},
