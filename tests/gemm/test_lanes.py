@@ -145,6 +145,9 @@ def test_plans_that_add_alike():
          "4 tiles of 128 in 3 parts (every 3rd tile), each 128 lanes of 1 products of every tile, each one chain from "
          "+0, k in order; neighbouring lanes are added, then these sums as a tree, the halves onto each other; parts "
          "are added as 128 threads fold them"),
+        (GemmPlan(k_tile=16, split=3, owner="even", reduce="neighbours"),
+         "32 tiles of 16 in 3 parts (runs of 10 tiles, the last 2 one longer), each one chain from +0, k in order; "
+         "parts are added neighbours first, down to one sum"),
         (GemmPlan(k_tile=64, k_end=448, split=7),
          "products from 448 on are left out; 7 tiles of 64 in 7 parts (runs of 1 tiles), each one chain from +0, k in "
          "order; parts are added one after another"),
