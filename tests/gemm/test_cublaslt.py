@@ -310,7 +310,9 @@ def test_tables_hold_what_was_measured_alone():
     assert {len(table) for table in GEMV.values()} == {51, 68}
     vector, matrix = mm(1, 64, 100), mm(8, 64, 100)
     assert order_of(Choice(13, custom=10), matrix, "sm_90") is None
-    assert order_of(Choice(13, custom=10), replace(vector, a="tf32", b="tf32"), "sm_90") is None
+    single = [order_of(Choice(13, custom=10), mm(1, n, 200, "tf32", F32), "sm_90") for n in (100, 101)]
+    assert single[0].plan.lanes == 32 and single[0].plan.k_tile == 128 and single[1] is None
+    assert order_of(Choice(13, custom=115), mm(1, 12288, 4096, "tf32", F32), "sm_90").plan.lanes == 4
     assert order_of(Choice(13, custom=94), replace(vector, a="tf32", b="tf32"), "sm_90")[1:3] == ("fp32_fma", "fp32")
     dots = replace(mm(1, 1, 96, "tf32"), operation="bmm", batch=256)
     assert order_of(Choice(13, custom=96), dots, "sm_90") is None

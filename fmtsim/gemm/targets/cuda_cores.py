@@ -102,9 +102,10 @@ _FLOAT32_OPTIONS: Final = (
     (Lanes(1, 1, 512), (0,)),
     (Lanes(1, 1, 256), (7,)),
     (Lanes(1, 2), (49, 85, 95, 103)),
-    (Lanes(1, 4), (77, 97, 111)),
+    (Lanes(1, 4), (77, 97, 111, 115)),
     (Lanes(1, 16), (73, 91, 101)),
     (Lanes(1, 32), (75, 83, 93)),
+    (Lanes(4, 32), (10,)),
     (Lanes(-64, 2), (1, 38, 48, 84, 94, 102)),
     (Lanes(-64, 4), (96, 110, 114)),
     (Lanes(-64, 4, tree=False), (2,)),
@@ -115,9 +116,10 @@ _FLOAT32_OPTIONS: Final = (
     (Lanes(1, 16, 16, tree=False), (12, 13, 14)),
 )
 GEMV_FLOAT32: Final[dict[str, dict[int, Lanes]]] = {"sm_90": _by_option(*_FLOAT32_OPTIONS)}
-"""The same with float32 operands, which are multiplied as they are; option 10 has another number of lanes there."""
+"""The same with float32 operands, which are multiplied as they are."""
 
 _MOST_RESULTS: Final = {"sm_90": 8448, "sm_100": 9728, "sm_103": 9728}  # of option 10, which has fewer lanes beyond
+_MOST_RESULTS_FLOAT32: Final = 100  # likewise, of each product of a batch: from 489 on there are fewer
 
 
 def gemv(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
@@ -132,7 +134,9 @@ def gemv(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | 
         return _fma(call, **_dealt(32 * ceil_div(call.k, 32), 32, "serial"), promote_every=16) if call.m == 1 else None
     table = GEMV if half else GEMV_FLOAT32
     lanes = table.get(architecture, {}).get(choice.custom)
-    if lanes is None or (choice.custom == 10 and call.batch * call.m * call.n > _MOST_RESULTS[architecture]):
+    results = call.m * call.n
+    fits = call.batch * results <= _MOST_RESULTS[architecture] if half else results <= _MOST_RESULTS_FLOAT32
+    if lanes is None or (choice.custom == 10 and not fits):
         return None
     lane_products = lanes.products if lanes.products > 0 else min(-lanes.products, ceil_div(width, lanes.lanes))
     fields: dict[str, Any] = {"promote_every": lanes.chunk and lanes.chunk * lane_products}
