@@ -191,16 +191,17 @@ def explain_mismatch(
 class _AtRows(Target):
     """Choose units and orders as a target does for calls of ``rows`` rows, however many there are."""
 
+    target: Target  # which may be of a class with choices of its own
     rows: int
 
     def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
         """Return what the target has for that M."""
-        return Target.resolve(self, replace(call, m=self.rows), strict=strict)
+        return self.target.resolve(replace(call, m=self.rows), strict=strict)
 
 
 @lru_cache(maxsize=64)
 def _at_rows(target: Target, rows: int) -> _AtRows:
-    return _AtRows(rows=rows, **{field.name: getattr(target, field.name) for field in fields(Target)})
+    return _AtRows(target=target, rows=rows, **{field.name: getattr(target, field.name) for field in fields(Target)})
 
 
 def _checked(model: Any, batch: Any, dtype: str) -> Tensor | None:

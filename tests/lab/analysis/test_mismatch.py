@@ -3,6 +3,7 @@
 
 import json
 import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import fmtsim
 from fmtsim.gemm.products.resolver import resolve, seen_calls
 from fmtsim.gemm.targets.doubts import without_doubts
+from fmtsim.gemm.targets.target import Target
 from fmtsim.lab.analysis import mismatch
 from fmtsim.lab.analysis.mismatch import explain_mismatch
 from fmtsim.lab.cli.main import BAD_INPUT, main
@@ -176,6 +178,18 @@ def test_converted_copies_call_what_the_table_says(decoder, batch):
     table = {(y.found.plan.split, y.found.plan.partial, y.call.n, y.call.k)
              for x in found.products for y in (x.trainer, x.rollout)}  # fmt: skip
     assert seen == table and len(table) == 6
+
+
+def test_a_target_of_another_class_chooses_for_itself(decoder, batch):
+    class AlwaysFour(Target):
+        def resolve(self, call, *, strict=False):
+            spec = Target.resolve(self, call, strict=strict)
+            return replace(spec, plan=replace(spec.plan, split=4, partial="bf16"))
+
+    four = AlwaysFour(**{field.name: getattr(ONE, field.name) for field in fields(Target)})
+    found = explain_mismatch(decoder, batch, trainer=ONE, rollout=four, decode=[1], **TOKENS)
+    assert found.same is False and len(found.counts) == 1 and found.counts[0].different > 0
+    assert explain_mismatch(decoder, batch, trainer=four, rollout=four, decode=[1], **TOKENS).counts[0].different == 0
 
 
 def test_layers_of_gpt2():
