@@ -184,7 +184,7 @@ def test_a_target_of_another_class_chooses_for_itself(decoder, batch):
     class AlwaysFour(Target):
         def resolve(self, call, *, strict=False):
             spec = Target.resolve(self, call, strict=strict)
-            return replace(spec, plan=replace(spec.plan, split=4, partial="bf16"))
+            return replace(spec, plan=replace(spec.plan, k_tile=32, split=4, partial="bf16"))
 
     four = AlwaysFour(**{field.name: getattr(ONE, field.name) for field in fields(Target)})
     found = explain_mismatch(decoder, batch, trainer=ONE, rollout=four, decode=[1], **TOKENS)
