@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         )
         self.head = nn.Linear(width, words, bias=False)
 
-    def forward(self, input_ids):
+    def forward(self, input_ids, labels=None):
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = x + block(x)
@@ -139,6 +139,17 @@ def by_hand(decoder, batch, target, rows):
     decoder.float()
     with torch.no_grad(), Emulated():
         return model(batch)
+
+
+def test_tokens_that_do_not_count_are_left_out(decoder, batch):
+    """A text whose last half is masked has the figures of its first half: no layer mixes positions."""
+    masked = {"input_ids": batch, "labels": batch.masked_fill(torch.arange(24) >= 12, -100)}
+    half, whole = (
+        explain_mismatch(decoder, x, trainer=ONE, rollout=CHANGES, decode=[9], **TOKENS).counts[0]
+        for x in (batch[:, :12], masked)
+    )
+    assert half.rms > 0 and whole.rms == pytest.approx(half.rms) and whole.logits == 2 * half.logits
+    assert whole.estimate == pytest.approx(half.estimate, rel=0.2)
 
 
 def test_the_estimate_is_of_the_size_of_what_is_measured(found):
