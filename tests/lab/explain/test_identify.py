@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import fmtsim
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.lab.cli.main import main
+from fmtsim.lab.explain.candidates import candidates
 from fmtsim.lab.verify.recordings import find_recordings, read_calls
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order
@@ -118,20 +119,20 @@ def test_a_plan_is_named_and_gives_the_bits(unit, dtype, out, plan):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "plan", "most"),
+    ("dtype", "plan"),
     [
-        (torch.bfloat16, GemmPlan(k_tile=64, split=4, partial="bf16"), 800),
-        (torch.float16, GemmPlan(k_tile=32, split=8, owner="interleaved", partial="fp16"), 1800),
-        (torch.float8_e4m3fn, GemmPlan(k_tile=128, split=4, partial="fp16"), 2500),
+        (torch.bfloat16, GemmPlan(k_tile=64, split=4, partial="bf16")),
+        (torch.float16, GemmPlan(k_tile=32, split=8, owner="interleaved", partial="fp16")),
+        (torch.float8_e4m3fn, GemmPlan(k_tile=128, split=4, partial="fp16")),
     ],
 )
-def test_parts_that_are_rounded_are_found_on_any_unit(dtype, plan, most):
-    """Orders are tried on one unit first: fewer explanations than all, which are 920, 2301 and 3431."""
+def test_parts_that_are_rounded_are_found_on_any_unit(dtype, plan):
+    """Orders are tried on one unit first: fewer explanations than all there are."""
     a, b = operands(64, 64, 512, dtype)
     y = fmtsim.mm(a, b, target="hopper.wgmma", plan=plan, out_dtype=torch_dtype(plan.partial))
     result = fmtsim.identify(a, b, y)
     assert any("hopper.wgmma" in one.units and one.plan.partial and adds_as(one, plan) for one in result.explanations)
-    assert result.tried <= most
+    assert result.tried < 0.85 * len(candidates(result.product))
 
 
 TRITON = numpy.load(Path(__file__).with_name("data") / "h200_triton.npz")
