@@ -169,7 +169,7 @@ class FusedEngine(KernelEngine, Protocol):
     cublaslt: Callable[[], CDLL | None]
     cublaslt_version: Callable[[], str | None]
     other_gpu: Callable[[str, frozenset[str], int], str | None]
-    other_settings: Callable[[int], str | None]
+    other_settings: Callable[..., str | None]
     other_versions: Callable[[str], list[str]]
     OptimizerBatch: Callable[..., Any]
     ReductionStages: Callable[..., Any]

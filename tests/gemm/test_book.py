@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run, book_bytes, write_book
+from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run
+from fmtsim.gemm.targets.book_writer import book_bytes, write_book
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.lab.calibration.book import sizes_of
 from fmtsim.support.errors import ArgumentError, DataError

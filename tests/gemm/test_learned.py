@@ -155,7 +155,7 @@ def test_single_products_without_tensor_cores_are_guesses(tmp_path):
 
 
 def test_trees_that_come_with_fmtsim():
-    rule = get_target("h200").trees
+    (rule,) = get_target("h200").trees
     for group in rule.groups():
         assert group.held_out >= 100_000 and group.right / group.held_out > 0.87
         assert group.certain_right / group.certain > 0.999

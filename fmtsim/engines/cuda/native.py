@@ -30,11 +30,10 @@ _BLOCK = 128
 # By kind of scales: torch.nn.functional.ScalingType of both operands where blocks are rows, and dtype of small scales.
 _SMALL = {"mx": ("BlockWise1x32", torch.float8_e8m0fnu), "nvfp4": ("BlockWise1x16", torch.float8_e4m3fn)}
 _lock = threading.RLock()
-# Variables that give cuBLAS another workspace, another arithmetic or another choice of kernels.
+# Variables that give cuBLAS another workspace, which who asks cuBLASLt names, and those that give it another arithmetic
+# or another choice of kernels.
+_WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
 _VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
     "CUBLAS_EMULATE_SINGLE_PRECISION",
     "CUBLAS_EMULATE_DOUBLE_PRECISION",
     "CUBLAS_EMULATION_STRATEGY",
@@ -304,9 +303,14 @@ def other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
     return None
 
 
-def other_settings(index: int) -> str | None:
-    """Return the setting of the process that changes cuBLAS's choices from a target's records, or None."""
-    for name in _VARIABLES:
+def other_settings(index: int, *, workspaces: bool = True) -> str | None:
+    """Return the setting of the process that changes cuBLAS's choices from a target's records, or None.
+
+    Args:
+        index: Number of the device.
+        workspaces: Look at the sizes of workspaces, too.
+    """
+    for name in (*_WORKSPACES, *_VARIABLES) if workspaces else _VARIABLES:
         value = os.environ.get(name)
         if value is None:
             continue

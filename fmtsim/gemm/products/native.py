@@ -19,6 +19,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operands import fp4_of_fp8, inner_length, matrix_layout, own_dtype
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.doubts import caller_level, warn_of_native_bug
+from fmtsim.gemm.targets.question import DEFAULT
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, OperandFormat, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan
@@ -140,6 +141,8 @@ def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
     other = _other_gpu(target, index)
     if other is not None:
         return other, False
+    if target.settings != DEFAULT:
+        return f"the target has the settings {target.settings.describe()}, and native products run with torch's", False
     setting = load_engine("cuda").other_settings(index)
     if setting is None:
         _warn_of_versions(target.name, target.library)

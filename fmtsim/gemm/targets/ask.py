@@ -15,6 +15,7 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
+    c_uint32,
     c_uint64,
     c_void_p,
     create_string_buffer,
@@ -41,7 +42,9 @@ _SCALE_MODES: Final[dict[ScaleKind, tuple[int, int]]] = {
 # cublasLtMatmulDescAttributes_t
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_ACCUM, _BIAS_TYPE = (
     3, 4, 7, 8, 17, 18, 25, 26)  # fmt: skip
-_A_SCALE_MODE, _B_SCALE_MODE, _MAX_WORKSPACE, _EPILOGUE_BIAS = 31, 32, 1, 4
+_A_SCALE_MODE, _B_SCALE_MODE, _EPILOGUE_BIAS = 31, 32, 4
+_MAX_WORKSPACE, _REDUCTION_MASK = 1, 3  # cublasLtMatmulPreferenceAttributes_t
+_MASKS: Final = {"none": 0, "fp32": 2}  # cublasLtReductionScheme_t
 _ROWS, _COLUMNS, _LD, _BATCH, _STRIDE = 2, 3, 4, 5, 6  # cublasLtMatrixLayoutAttribute_t
 _ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES = 0, 1, 2, 3, 5, 6  # cublasLtMatmulAlgoConfigAttributes_t
 _SUCCESS, _REFUSALS = 0, (7, 15)  # cublasStatus_t: INVALID_VALUE, NOT_SUPPORTED
@@ -80,7 +83,8 @@ def _device_of(target: Any) -> int | None:
     engine = load_engine("cuda")
     for index in range(torch.cuda.device_count()):
         if engine.other_gpu(target.library, target.families, index) is None:
-            exact = not engine.other_versions(target.library) and engine.other_settings(index) is None
+            setting = engine.other_settings(index, workspaces=False)
+            exact = not engine.other_versions(target.library) and setting is None
             return index if exact and engine.cublaslt() is not None else None
     return None
 
@@ -266,9 +270,9 @@ class _Product:
         if kind.scaling != "none":
             self._set_scales(kind)
         self.preference = functions.create("cublasLtMatmulPreferenceCreate")
-        workspace = c_uint64(kind.workspace)
-        functions.call("cublasLtMatmulPreferenceSetAttribute", self.preference, c_int(_MAX_WORKSPACE),
-                       byref(workspace), c_size_t(sizeof(workspace)))  # fmt: skip
+        self._prefer(_MAX_WORKSPACE, c_uint64(kind.workspace))
+        if kind.reductions != "any":
+            self._prefer(_REDUCTION_MASK, c_uint32(_MASKS[kind.reductions]))
         self._matrices = [_Matrix(functions, dtype) for dtype in (_TYPES[kind.b], _TYPES[kind.a], _OUT[wide])]
         if narrow:
             self._matrices.append(_Matrix(functions, _OUT[kind.out]))
@@ -283,6 +287,10 @@ class _Product:
             self._set(pointer, c_void_p(_SOMEWHERE))
             if mode:
                 self._set(attribute, c_int32(mode))
+
+    def _prefer(self, attribute: int, value: Any) -> None:
+        self._functions.call("cublasLtMatmulPreferenceSetAttribute", self.preference, c_int(attribute), byref(value),
+                             c_size_t(sizeof(value)))  # fmt: skip
 
     def _set(self, attribute: int, value: Any) -> None:
         self._functions.call("cublasLtMatmulDescSetAttribute", self.call, c_int(attribute), byref(value),

@@ -6,10 +6,9 @@ import json
 import struct
 import zlib
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import groupby
 from operator import index
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -19,30 +18,26 @@ import numpy as np
 from fmtsim.gemm.targets.question import (
     CUTLASS,
     LARGEST,
-    WINDOW,
     Choice,
     Kind,
     Question,
-    deflate,
     from_planes,
     inflate,
     kind_from_list,
-    kind_to_list,
-    pack,
-    planes,
     unpack,
 )
-from fmtsim.support.errors import ArgumentError, DataError, shown
-from fmtsim.support.files import StrPath, write_file
+from fmtsim.gemm.units.unit import PLANS
+from fmtsim.support.errors import DataError
+from fmtsim.support.files import StrPath
 
 Along = Literal["m", "k"]
 Runs = tuple[tuple[int, Choice | None], ...]
 
 MAGIC: Final = b"fmtsim plan book"
 VERSION: Final = 1
-_HEAD: Final = struct.Struct("<16sHIII")  # magic, version, bytes of the header and of the body, crc32 of both
-_BLOCK = 64  # families that are decompressed for a lookup
-_FIXED: dict[str, tuple[str, str]] = {"m": ("n", "k"), "k": ("m", "n")}
+HEAD: Final = struct.Struct("<16sHIII")  # magic, version, bytes of the header and of the body, crc32 of both
+BLOCK = 64  # families that are decompressed for a lookup
+FIXED: dict[str, tuple[str, str]] = {"m": ("n", "k"), "k": ("m", "n")}
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, zlib.error, MemoryError,
             RecursionError)  # fmt: skip
 
@@ -69,6 +64,11 @@ class Family(NamedTuple):
     runs: Runs
     batch: int = 1
     step: int = 1
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What families have in common that differ in their steps."""
+        return self.kind, self.layout, self.batch, self.along, self.sizes
 
 
 class Run(NamedTuple):
@@ -111,9 +111,12 @@ def _apart(m: int) -> int:
 class Book:
     """A file of families. Opening reads nothing; the first lookup reads the file and checks it.
 
+    A file may be the difference to that of another GPU, its base, which is asked for what the file lacks.
+
     Example:
         >>> import torch
-        >>> from fmtsim.gemm.targets.book import Book, Family, book_bytes
+        >>> from fmtsim.gemm.targets.book import Book, Family
+        >>> from fmtsim.gemm.targets.book_writer import book_bytes
         >>> from fmtsim.gemm.targets.question import Choice, Kind, Question
         >>> kind = Kind("bf16", "bf16", torch.bfloat16)
         >>> runs = ((1, Choice(66, 3, 2)), (65, Choice(66)), (16385, None))
@@ -155,8 +158,13 @@ class Book:
         """Kinds whose calls are answered as those of another kind."""
         return dict(self._contents.aliases)
 
+    @property
+    def checksum(self) -> int:
+        """Checksum of the file, by which differences to it know it."""
+        return self._contents.checksum
+
     def __len__(self) -> int:
-        """Return the number of families."""
+        """Return the number of families in the file, without those of a base."""
         return sum(len(section.keys) for sections in self._contents.sections.values() for section in sections)
 
     def find(self, question: Question) -> Choice | None:
@@ -180,10 +188,17 @@ class Book:
             if (run := section.entry(size, self._runs(section, rank))) is not None:
                 return run
             silent.add(section.along)  # finer steps were not asked about sizes of a coarser one
-        return None
+        return None if contents.base is None else contents.base.run(question)
 
     def families(self) -> Iterator[Family]:
-        """Yield all families, in the order of the file."""
+        """Yield all families, in the order of the file, then those of a base that the file does not replace."""
+        own = list(self._own())
+        yield from own
+        if self._contents.base is not None:
+            groups = {family.group for family in own}
+            yield from (family for family in self._contents.base.families() if family.group not in groups)
+
+    def _own(self) -> Iterator[Family]:
         for (kind, layout, batch), sections in self._contents.sections.items():
             for section in sections:
                 for rank, key in enumerate(section.keys):
@@ -211,20 +226,34 @@ class Book:
         if not content.startswith(MAGIC[: max(len(content), 1)]):
             raise DataError(f"{self.name} is not a plan book; fmtsim calibrate --book makes one")
         try:
-            _, version, header, body, checksum = _HEAD.unpack_from(content)
+            _, version, header, body, checksum = HEAD.unpack_from(content)
         except struct.error:
             raise self._damaged(f"it ends after {len(content)} bytes") from None
         if version != VERSION:
             raise DataError(f"{self.name} is a plan book of version {version}, and this fmtsim reads {VERSION}; "
                             "make it anew with fmtsim calibrate --book")  # fmt: skip
-        if len(content) != _HEAD.size + header + body:
-            raise self._damaged(f"it has {len(content)} bytes instead of {_HEAD.size + header + body}")
-        if zlib.crc32(content[_HEAD.size :]) != checksum:
+        if len(content) != HEAD.size + header + body:
+            raise self._damaged(f"it has {len(content)} bytes instead of {HEAD.size + header + body}")
+        if zlib.crc32(content[HEAD.size :]) != checksum:
             raise self._damaged("its checksum is wrong")
         try:
-            return _read(content[_HEAD.size : _HEAD.size + header], content[_HEAD.size + header :])
+            base, contents = _read(content[HEAD.size : HEAD.size + header], content[HEAD.size + header :])
+            return contents._replace(checksum=checksum, base=base and self._base(*base))
         except _DAMAGED as error:
             raise self._damaged(error) from None
+
+    def _base(self, name: str, checksum: int) -> "Book":
+        """Return the book that the file is the difference to.
+
+        Raises:
+            DataError: There is none, or its content is another.
+        """
+        folder = self._content.parent if isinstance(self._content, Path) else PLANS
+        base = Book.open(next((file for file in (folder / name, PLANS / name) if file.is_file()), folder / name))
+        if base.checksum != checksum:
+            raise DataError(f"{self.name} is the difference to another {name} than {base.name}; make it anew with "
+                            "fmtsim calibrate --book")  # fmt: skip
+        return base
 
 
 class _Contents(NamedTuple):
@@ -233,6 +262,8 @@ class _Contents(NamedTuple):
     aliases: dict[Kind, Kind]
     choices: list[Choice | None]
     sections: dict[tuple[Kind, int, int], list["_Section"]]
+    checksum: int = 0
+    base: Book | None = None
 
 
 class _Section(NamedTuple):
@@ -260,9 +291,9 @@ class _Section(NamedTuple):
         if not place:
             return unpack(self.samples, -(-len(self.keys) // self.stride), sampled)
         others = len(self.keys) - -(-len(self.keys) // self.stride)
-        block, place = divmod(rank - sampled - 1, _BLOCK)
+        block, place = divmod(rank - sampled - 1, BLOCK)
         packed = self.blocks[self.ends[block] : self.ends[block + 1]]
-        return unpack(inflate(packed, self.samples), min(_BLOCK, others - block * _BLOCK), place)
+        return unpack(inflate(packed, self.samples), min(BLOCK, others - block * BLOCK), place)
 
     def entry(self, size: int, runs: Runs) -> Run | None:
         place = bisect.bisect_right(runs, size, key=lambda run: run[0]) - 1
@@ -273,105 +304,7 @@ class _Section(NamedTuple):
         return Run(choice, self.along, first, last, self.step)
 
 
-def book_bytes(
-    families: Iterable[Family], *, library: str, source: str = "", aliases: Mapping[Kind, Kind] | None = None
-) -> bytes:
-    """Return the file of a book: the same families in any order give the same bytes.
-
-    Args:
-        families: Families, each once.
-        library: GPU, library and versions that were asked.
-        source: Where the answers come from.
-        aliases: Kinds whose calls the library answers as those of another kind.
-
-    Raises:
-        ArgumentError: A family is there twice, or one is not possible; the message has it.
-    """
-    sections: dict[Any, dict[tuple[int, int], Runs]] = defaultdict(dict)
-    for family in families:
-        runs = _checked(family)
-        head = (family.kind, family.layout, family.batch, family.along, family.step)
-        if family.sizes in sections[head]:
-            raise ArgumentError(f"{_named(family)} is in the book twice; pass each family once")
-        sections[head][family.sizes] = runs
-    counted = Counter(choice for group in sections.values() for runs in group.values() for _, choice in runs)
-    counted.pop(None, None)
-    choices = sorted(counted, key=lambda choice: (-counted[choice], choice))
-    numbers = {choice: i for i, choice in enumerate([None, *choices])}
-    writer = _Writer()
-    record = {
-        "library": library,
-        "source": source,
-        "aliases": sorted([kind_to_list(a), kind_to_list(b)] for a, b in (aliases or {}).items()),
-        "choices": choices,
-        "sections": [
-            [kind_to_list(head[0]), *head[1:], *writer.section(sections[head], numbers)]
-            for head in sorted(sections, key=_section_order)
-        ],
-    }
-    header = zlib.compress(json.dumps(record, separators=(",", ":")).encode(), 9)
-    checksum = zlib.crc32(writer.body, zlib.crc32(header))
-    return _HEAD.pack(MAGIC, VERSION, len(header), len(writer.body), checksum) + header + writer.body
-
-
-def write_book(path: StrPath, families: Iterable[Family], **facts: Any) -> int:
-    """Write a book, whole or not at all, and return its size; arguments and errors as for ``book_bytes``."""
-    content = book_bytes(families, **facts)
-    write_file(path, content)
-    return len(content)
-
-
-def _section_order(head: tuple[Kind, int, int, str, int]) -> tuple[Any, ...]:
-    kind, layout, batch, along, step = head
-    return kind_to_list(kind), layout, batch, along, -step  # coarse steps are looked at first
-
-
-def _named(family: Family) -> str:
-    fixed = ", ".join(f"{name}={size}" for name, size in zip(_FIXED[family.along], family.sizes, strict=True))
-    return f"the family {tuple(family.kind)} layout={family.layout} batch={family.batch} {fixed}"
-
-
-def _checked(family: Family) -> Runs:
-    """Return the runs of a family, equal neighbours as one."""
-    if family.along not in _FIXED:
-        raise ArgumentError(f"along={shown(family.along)} is not possible; choose 'm' or 'k'")
-    starts = [start for start, _ in family.runs]
-    ascending = all(a < b for a, b in zip(starts, starts[1:], strict=False))
-    if not starts or not ascending or not 0 < starts[0] <= starts[-1] < LARGEST:
-        raise ArgumentError(f"{_named(family)} has runs that begin at {shown(starts)}; sizes ascend from 1")
-    if not all(0 < size < 1 << 32 for size in (*family.sizes, family.batch, family.step)):
-        raise ArgumentError(f"{_named(family)} has sizes that no product has; sizes, batch and step are 1 or more")
-    return tuple(next(alike) for _, alike in groupby(family.runs, lambda run: run[1]))
-
-
-class _Writer:
-    """Collect the body of a file, in which equal pieces are stored once."""
-
-    def __init__(self) -> None:
-        self.body = b""
-        self._offsets: dict[bytes, int] = {}
-
-    def section(self, group: dict[tuple[int, int], Runs], numbers: dict[Choice | None, int]) -> list[int]:
-        """Add a section; return count, stride, and begin and size of its keys, samples, ends of blocks and blocks."""
-        keys = sorted(group)
-        runs = [[(start, numbers[choice]) for start, choice in group[key]] for key in keys]
-        stride = -(-len(pack(runs)) // WINDOW)
-        samples = pack(runs[::stride])
-        others = [key_runs for rank, key_runs in enumerate(runs) if rank % stride]
-        blocks = [deflate(pack(others[i : i + _BLOCK]), samples) for i in range(0, len(others), _BLOCK)]
-        firsts = np.diff([first for first, _ in keys], prepend=0)
-        sizes, lengths = planes([*firsts, *(second for _, second in keys)], 4), planes([*map(len, blocks)], 3)
-        pieces = (deflate(sizes), deflate(samples), deflate(lengths), b"".join(blocks))
-        return [len(keys), stride, *(number for piece in pieces for number in (self._add(piece), len(piece)))]
-
-    def _add(self, piece: bytes) -> int:
-        if piece not in self._offsets:
-            self._offsets[piece] = len(self.body)
-            self.body += piece
-        return self._offsets[piece]
-
-
-def _read(header: bytes, body: bytes) -> _Contents:
+def _read(header: bytes, body: bytes) -> tuple[list[Any] | None, _Contents]:
     record = json.loads(zlib.decompressobj().decompress(header, LARGEST))
     choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
     sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
@@ -382,10 +315,11 @@ def _read(header: bytes, body: bytes) -> _Contents:
         first, second = from_planes(inflate(keys), 4).reshape(2, count)
         ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]
         packed_keys = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
-        if along not in _FIXED or index(step) < 1 or index(stride) < 1:
+        if along not in FIXED or index(step) < 1 or index(stride) < 1:
             raise ValueError("a section is not possible")
         sections[kind_from_list(kind), index(layout), index(batch)].append(
             _Section(along, step, stride, packed_keys, inflate(samples), ends, blocks)
         )
     aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
-    return _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
+    contents = _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
+    return record.get("base"), contents

@@ -9,6 +9,7 @@ from fmtsim.gemm.targets.book import Book
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.order import Architecture
+from fmtsim.gemm.targets.question import DEFAULT, Settings, settings_of
 from fmtsim.gemm.units.unit import PLANS, get_unit
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import READERS, at, check_types, fields_of, located, record_of
@@ -30,7 +31,9 @@ class PlanFile:
         rules: Which kernel runs for which calls; the first rule that fits counts.
         architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
         book: The library's recorded choices: a file beside the plan file, or one that comes with fmtsim.
-        trees: Decision trees for calls that the book lacks: a file likewise.
+        trees: Decision trees for calls that the book lacks: files likewise, of which the first that has a kind of calls
+            counts. A plan file names one, or lists them.
+        settings: Settings of the process.
     """
 
     name: str
@@ -42,11 +45,12 @@ class PlanFile:
     rules: tuple[Rule, ...]
     architecture: Architecture | None = None
     book: Book | None = None
-    trees: Learned | None = None
+    trees: tuple[Learned, ...] = ()
+    settings: Settings = DEFAULT
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.architecture is None and (self.book is not None or self.trees is not None):
+        if self.architecture is None and (self.book is not None or self.trees):
             raise ArgumentError(
                 "a book and trees name algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
             )
@@ -73,19 +77,33 @@ class PlanFile:
             folder: Where its book and trees lie, unless they come with fmtsim.
         """
         fields = fields_of(record, path, "a Target")
-        for what, opened in (("book", Book.open), ("trees", Learned.open)):
-            if (name := fields.get(what)) is None:
-                continue
+
+        def file(what: str, name: Any) -> Path:
             if not isinstance(name, str) or Path(name).name != name:
                 raise at(path, ArgumentError, f"{what}={shown(name)} is not the name of a file beside the plan file")
-            with located(path):
-                fields[what] = opened(next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name))
+            return next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name)
+
+        with located(path):
+            if fields.get("book") is not None:
+                fields["book"] = Book.open(file("book", fields["book"]))
+            names = fields.pop("trees", None)
+            names = names if isinstance(names, list) else [] if names is None else [names]
+            fields["trees"] = tuple(Learned.open(file("trees", name)) for name in names)
+            if "settings" in fields:
+                fields["settings"] = settings_of(fields["settings"])
         return record_of(cls, fields, path)  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan file as plain JSON types."""
-        files = {what: file and Path(file.name).name for what, file in (("book", self.book), ("trees", self.trees))}
-        library = {"architecture": self.architecture, **files}
+        trees = [Path(file.name).name for file in self.trees]
+        usual = DEFAULT._asdict()
+        settings = {name: value for name, value in self.settings._asdict().items() if value != usual[name]}
+        library = {
+            "architecture": self.architecture,
+            "book": self.book and Path(self.book.name).name,
+            "trees": trees[0] if len(trees) == 1 else trees or None,
+            "settings": settings or None,
+        }
         return {
             "name": self.name,
             "library": self.library,

@@ -2,7 +2,7 @@
 """GPUs with their libraries: which unit a call runs on, and in which order it adds, read from plan files and books."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,17 @@ from fmtsim.gemm.targets.cublaslt import order_of
 from fmtsim.gemm.targets.doubts import warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
 from fmtsim.gemm.targets.planfile import PlanFile
-from fmtsim.gemm.targets.question import Choice, Question, question_of
+from fmtsim.gemm.targets.question import (
+    DEFAULT,
+    NAMED,
+    Choice,
+    Question,
+    Settings,
+    holds,
+    lent,
+    question_of,
+    settings_of,
+)  # fmt: skip
 from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
 from fmtsim.spec.datapath import Arithmetic
@@ -61,6 +71,23 @@ class Target(PlanFile):
 
     def __deepcopy__(self, memo: Any) -> "Target":
         return self  # copies of a model share what never changes; a book's bytes cannot be copied
+
+    def with_settings(self, settings: str | Settings | None = None, **changes: Any) -> "Target":
+        """Return the target of a process whose settings change what torch asks cuBLASLt.
+
+        Args:
+            settings: A name, ``"batch_invariant"`` as vLLM's VLLM_BATCH_INVARIANT=1 sets them; a record; or None.
+            changes: Fields of Settings to change: workspace, lt_workspace (bytes), reductions, library.
+
+        Raises:
+            ArgumentError: There is no such setting, or no record of the library under it; the message has those known.
+
+        >>> get_target("h200").with_settings("batch_invariant").name
+        'h200.batch_invariant'
+        """
+        settings = settings_of(settings, self.settings, **changes)
+        name = self.name.partition(".")[0] + (f".{settings.describe()}" if settings != DEFAULT else "")
+        return replace(self, name=name, settings=settings)
 
     @property
     def families(self) -> frozenset[str]:
@@ -117,16 +144,18 @@ class Target(PlanFile):
 
         In order of precedence: (1) tables of sizes and recorded calls; (2) the library's choice, from the book or asked
         on this machine; (3) other rules; (4) the decision trees; (5) rules that are guesses. A single row or column
-        has both layouts, so a rule for either matches. A product of no elements has the plan of one chain.
+        has both layouts, so a rule for either matches. A product of no elements has the plan of one chain. Rules are
+        about torch's own settings: where others change what torch asks, (2) and (4) alone count.
         """
         if 0 in (call.m, call.n, call.k, call.batch):
             return TargetPlan(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
-        recorded, others, tables = _rules_by_size(self)
+        question = None if self.architecture is None else question_of(call, self.settings)
+        usual = self.settings == DEFAULT or question is None or question == question_of(call)
+        recorded, others, tables = _rules_by_size(self) if usual else ([], [], {})
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
         resolved = self._ruled(call, first)
         if resolved is not None:
             return resolved
-        question = None if self.architecture is None else question_of(call)
         chosen = None if question is None else self._chosen(call, question)
         if chosen is not None:
             return chosen
@@ -165,27 +194,32 @@ class Target(PlanFile):
 
     def _chosen(self, call: GemmCall, question: Question) -> TargetPlan | None:
         """Return the order of the library's own choice, from the book or asked on this machine; None without either."""
-        run = None if self.book is None else self.book.run(question)
-        certain = run is not None and run.certain(question)
+        run = None if self.book is None else self.book.run(lent(question))
+        certain = run is not None and run.certain(question) and holds(run.choice, question)
         choice = None if certain else ask.choice(question, self)
         if choice is not None:
-            source = f"{_library(self.library)}'s choice, asked on this machine:"
+            source = f"{_library(self.library)}'s choice{self._under()}, asked on this machine:"
             return self._ordered(call, choice, source, "reported")
         if run is None or self.book is None:
             return None
-        source = f"{_library(self.book.library)}'s choice in the book {Path(self.book.name).stem}"
+        source = f"{_library(self.book.library)}'s choice{self._under()} in the book {Path(self.book.name).stem}"
         basis: Basis = "reported" if certain else "guess"
         return self._ordered(call, run.choice, f"{source}, {run.describe(question)}:", basis)
 
     def _likely(self, call: GemmCall, question: Question) -> TargetPlan | None:
         """Return the order of the library's most likely choice; None without a tree for such calls."""
-        likely = None if self.trees is None else self.trees.find(question)
+        likely = next((guess for trees in self.trees if (guess := trees.find(lent(question))) is not None), None)
         if likely is None:
             return None
         source = (
-            f"a tree learned from {likely.group.learned:,} of {_library(self.library)}'s answers, {likely.describe()}"
+            f"a tree learned from {likely.group.learned:,} of {_library(self.library)}'s answers{self._under()}, "
+            f"{likely.describe()}"
         )
-        return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if likely.known else "guess")
+        known = likely.known and holds(likely.choice, question)
+        return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if known else "guess")
+
+    def _under(self) -> str:
+        return "" if self.settings == DEFAULT else f" with the settings {self.settings.describe()}"
 
     def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> TargetPlan:
         """Return the order of a choice; a guess where no order is known for it."""
@@ -268,20 +302,21 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     """
     if isinstance(target, Target | Unit | Arithmetic):
         return target
-    if isinstance(target, str) and target.lower() in _shipped():
-        return _load(str(PLANS / f"{target.lower()}.json"), 0)
+    if isinstance(target, str) and (name := target.lower()).partition(".")[0] in _shipped():
+        gpu, dot, settings = name.partition(".")
+        if not dot or settings in NAMED:
+            return _shipped_target(gpu, settings)
     if is_unit(target):
         return get_unit(target)
     if not isinstance(target, str | os.PathLike):
         raise ArgumentError(f"target={shown(target)} is neither a name, nor a path, nor a record; {_kinds()}")
     text = os.fspath(target)
-    if text.lower() in list_targets():
-        return _load(str(PLANS / f"{text.lower()}.json"), 0)
     if text.endswith(".json"):
         return _load(text, _changed(text))
     if text.lstrip().startswith("{"):
         return _datapath_of(text)
-    hint = did_you_mean(text, (*list_targets(), *list_units()))
+    with_settings = (f"{gpu}.{name}" for gpu in list_targets() if get_target(gpu).trees for name in NAMED)
+    hint = did_you_mean(text, (*list_targets(), *with_settings, *list_units()))
     raise ArgumentError(f"unknown target {shown(text)}{hint} ({_kinds()})")
 
 
@@ -318,6 +353,14 @@ def _unit_scale(kind: ScaleKind) -> str | None:
 def _shipped() -> tuple[str, ...]:
     """Return ``list_targets()``, cached: every product with a target asks, and reading a folder is slow."""
     return tuple(list_targets())
+
+
+@cache
+def _shipped_target(gpu: str, settings: str) -> Target:
+    """Return a target that comes with fmtsim, under settings by name; one object, by which resolutions are cached."""
+    target = _load(str(PLANS / f"{gpu}.json"), 0)
+    assert isinstance(target, Target)
+    return target.with_settings(settings) if settings else target
 
 
 def _changed(path: str) -> int:

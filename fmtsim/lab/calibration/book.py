@@ -18,7 +18,8 @@ import torch
 
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
-from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs, write_book
+from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs
+from fmtsim.gemm.targets.book_writer import write_book
 from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
@@ -334,7 +335,7 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
     book = Book.open(path)
     source = f"{len(book):,} families of sizes asked by fmtsim calibrate --book; rules for other calls: {base.name}"
     return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), book=book,
-                   trees=base.trees if same else None, architecture=cast(Architecture, architecture))  # fmt: skip
+                   trees=base.trees if same else (), architecture=cast(Architecture, architecture))  # fmt: skip
 
 
 def _chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmtsim.gemm.targets.book import Book, write_book
+from fmtsim.gemm.targets.book import Book
+from fmtsim.gemm.targets.book_writer import write_book
 from fmtsim.gemm.targets.question import Choice, Question
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.calibration import book as books
@@ -289,7 +290,7 @@ def test_the_command_writes_a_book_and_a_target(card, tmp_path, monkeypatch, cap
     assert found.basis == "reported" and found.plan.split == 8 and target.library == card.library
     assert "cuBLASLt 1.2.3's choice in the book mine, bf16 [*, 4096] x [4096, 48], 1 <= M <= 128" in found.plan.source
     assert {rule.basis for rule in target.rules} <= {"guess", "rule"} and target.architecture == "sm_90"
-    assert target.trees is None  # those of another GPU say nothing about this one
+    assert target.trees == ()  # those of another GPU say nothing about this one
     assert main([*WORDS, "--book", "mine.book", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["asked"], record["families"], record["different"], record["target"]) == (0, 7, [], "mine.json")
