@@ -18,7 +18,8 @@ from tests.support.refusals import refused
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)
 FP8 = Kind("e4m3", "e5m2", torch.bfloat16, scaling="tensor")
-# Of the stand-in: attributes of the descriptor by number, 60: workspace, 61: answers wanted; then the four matrices.
+# Of the stand-in: attributes of the descriptor by number, 60: workspace, 61: answers wanted, 62: reductions; then the
+# four matrices.
 A, B, C, D = range(64, 88, 6)
 TYPE, ROWS, COLUMNS, LD, BATCH, STRIDE = range(6)
 
@@ -48,7 +49,14 @@ def told(*questions):
 def test_dtypes_and_workspace(kind, compute, alpha, a, b, out, mib):
     known = told(Question(kind, 0, 3, 32, 64))
     assert (known[0], known[1], known[60], known[61]) == (compute, alpha, mib << 20, 1)
+    assert known[62] == 7  # any reduction
     assert (known[A], known[B], known[C], known[D]) == (b, a, out, out)  # the library's A is torch's second operand
+
+
+@pytest.mark.parametrize(("reductions", "mask"), [("none", 0), ("fp32", 2), ("any", 7)])
+def test_settings(reductions, mask):
+    known = told(Question(BF16._replace(room=1024, reductions=reductions), 0, 3, 32, 64))
+    assert (known[60], known[62]) == (1024, mask)
 
 
 def test_an_fp8_result_has_a_c_and_a_bias_of_16_bits():
@@ -157,7 +165,8 @@ class Engine:
     def other_versions(self, text):
         return self.versions
 
-    def other_settings(self, index):
+    def other_settings(self, index, *, workspaces):
+        assert not workspaces  # which a question names
         return self.setting
 
 

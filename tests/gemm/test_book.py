@@ -184,6 +184,36 @@ def test_every_damaged_byte_and_every_missing_end_is_found(data):
             Book(wrong, "a book").find(question(1))
 
 
+def test_a_book_as_the_difference_to_another(tmp_path):
+    """Lookups and families are those of the whole book; groups of sizes are answered by one of the two alone."""
+    steps = [family(along="k", sizes=(64, 48), step=step, runs=((step, WHOLE), (640, SPLIT))) for step in (8, 1)]
+    there = [family(), family(kind=FP16), *steps]
+    here = [
+        there[0],
+        family(kind=FP16, runs=((1, WHOLE), (33, SPLIT))),
+        steps[0],
+        steps[1]._replace(runs=((1, SPLIT),)),
+    ]
+    write_book(tmp_path / "base.book", there, library="another GPU")
+    base = Book.open(tmp_path / "base.book")
+    write_book(tmp_path / "a.book", here, library="a GPU", base=base)
+    read, whole = Book.open(tmp_path / "a.book"), book(*here)
+    assert len(read) == 3  # the family of step 8 is there again, beside that of step 1
+    assert {each._replace(runs=()): each.runs for each in read.families()} == {
+        each._replace(runs=()): each.runs for each in whole.families()
+    }
+    asked = [question(m, kind=kind) for m in (1, 33, 70, 150, 300) for kind in (BF16, FP16)]
+    asked += [question(64, 48, k) for k in (1, 8, 9, 639, 640, 641)]
+    assert [read.find(each) for each in asked] == [whole.find(each) for each in asked]
+    assert read.library == "a GPU"
+    write_book(tmp_path / "base.book", there[:1], library="another GPU")
+    with pytest.raises(DataError, match=r"a\.book is the difference to another base\.book than .*; make it anew with"):
+        Book.open(tmp_path / "a.book").find(question(1))
+    (tmp_path / "base.book").unlink()
+    with pytest.raises(DataError, match=r"base\.book: No such file; a plan book lies there"):
+        Book.open(tmp_path / "a.book").find(question(1))
+
+
 def test_messages(tmp_path):
     content, path = book_bytes([family()], library="a GPU"), tmp_path / "a.book"
     refused(r"a\.book: No such file; a plan book lies there", Book.open, path, error=DataError)

@@ -38,9 +38,13 @@ int cublasLtMatmulDescSetAttribute(Operation* operation, int attribute, const vo
   if (size != (pointer ? 8u : attribute == 25 ? 1u : 4u)) return 7;
   return store(&operation->attributes[attribute], value, size);
 }
-int cublasLtMatmulPreferenceCreate(Preference** made) { *made = new Preference{}; return 0; }
+int cublasLtMatmulPreferenceCreate(Preference** made) {
+  *made = new Preference{};
+  (*made)->attributes[3] = 7;  // any reduction
+  return 0;
+}
 int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, const void* value, size_t size) {
-  return size == 8 ? store(&preference->attributes[attribute], value, size) : 7;
+  return size == (attribute == 1 ? 8 : 4) ? store(&preference->attributes[attribute], value, size) : 7;
 }
 int cublasLtMatrixLayoutCreate(Matrix** made, int type, uint64_t rows, uint64_t columns, int64_t ld) {
   *made = new Matrix{type, (int64_t)rows, (int64_t)columns, ld, 1, 0};
@@ -57,6 +61,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, Operation* op, Matrix* a, Matrix* b, M
   std::memcpy(last, op->attributes, sizeof op->attributes);
   last[60] = preference->attributes[1];
   last[61] = wanted;
+  last[62] = preference->attributes[3];
   const Matrix* all[] = {a, b, c, d};
   for (int i = 0; i < 4; i++) std::memcpy(last + 64 + 6 * i, all[i], sizeof(Matrix));
   int64_t k = op->attributes[3] ? a->rows : a->columns, tiles = (d->columns + 63) / 64;

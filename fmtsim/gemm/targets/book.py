@@ -238,7 +238,7 @@ class Book:
             raise self._damaged("its checksum is wrong")
         try:
             base, contents = _read(content[HEAD.size : HEAD.size + header], content[HEAD.size + header :])
-            return contents._replace(checksum=checksum, base=base and self._base(*base))
+            return contents._replace(checksum=checksum, base=None if base is None else self._base(*base))
         except _DAMAGED as error:
             raise self._damaged(error) from None
 

@@ -180,11 +180,11 @@ def _room(kind: Kind, settings: Settings) -> int:
 
 def _reductions(kind: Kind, settings: Settings) -> Reductions:
     """Return which reductions the library may take: torch forbids any for 16-bit operands alone, and those that round
-    to 16 bits where sums are float32 and results are not.
+    to 16 bits with a bias, and where sums are float32 and results are not.
     """
     if kind.a not in ("bf16", "fp16") or kind.scaling != "none":
         return "any"
-    rounds = kind.compute == "32f" and kind.out.itemsize == 2
+    rounds = kind.bias or (kind.compute == "32f" and kind.out.itemsize == 2)
     return settings.reductions if settings.reductions == "none" or rounds else "any"
 
 

@@ -15,7 +15,6 @@ from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
 from fmtsim.gemm.targets.planfile import PlanFile
 from fmtsim.gemm.targets.question import (
     DEFAULT,
-    NAMED,
     Choice,
     Question,
     Settings,
@@ -30,7 +29,7 @@ from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import Basis, GemmSpec, datapath_from_dict
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
-from fmtsim.support.records import load_record, parse_json
+from fmtsim.support.records import load_record, located, parse_json
 
 
 class TargetPlan(NamedTuple):
@@ -150,7 +149,7 @@ class Target(PlanFile):
         if 0 in (call.m, call.n, call.k, call.batch):
             return TargetPlan(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
         question = None if self.architecture is None else question_of(call, self.settings)
-        usual = self.settings == DEFAULT or question is None or question == question_of(call)
+        usual = question is None or not self._under(question)
         recorded, others, tables = _rules_by_size(self) if usual else ([], [], {})
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
         resolved = self._ruled(call, first)
@@ -198,11 +197,13 @@ class Target(PlanFile):
         certain = run is not None and run.certain(question) and holds(run.choice, question)
         choice = None if certain else ask.choice(question, self)
         if choice is not None:
-            source = f"{_library(self.library)}'s choice{self._under()}, asked on this machine:"
+            source = f"{_library(self.library)}'s choice{self._under(question)}, asked on this machine:"
             return self._ordered(call, choice, source, "reported")
         if run is None or self.book is None:
             return None
-        source = f"{_library(self.book.library)}'s choice{self._under()} in the book {Path(self.book.name).stem}"
+        source = (
+            f"{_library(self.book.library)}'s choice{self._under(question)} in the book {Path(self.book.name).stem}"
+        )
         basis: Basis = "reported" if certain else "guess"
         return self._ordered(call, run.choice, f"{source}, {run.describe(question)}:", basis)
 
@@ -211,15 +212,14 @@ class Target(PlanFile):
         likely = next((guess for trees in self.trees if (guess := trees.find(lent(question))) is not None), None)
         if likely is None:
             return None
-        source = (
-            f"a tree learned from {likely.group.learned:,} of {_library(self.library)}'s answers{self._under()}, "
-            f"{likely.describe()}"
-        )
+        answers = f"{_library(self.library)}'s answers{self._under(question)}"
+        source = f"a tree learned from {likely.group.learned:,} of {answers}, {likely.describe()}"
         known = likely.known and holds(likely.choice, question)
         return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if known else "guess")
 
-    def _under(self) -> str:
-        return "" if self.settings == DEFAULT else f" with the settings {self.settings.describe()}"
+    def _under(self, question: Question) -> str:
+        changes = question.kind.room or question.kind.reductions != "any"
+        return f" with the settings {self.settings.describe()}" if changes else ""
 
     def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> TargetPlan:
         """Return the order of a choice; a guess where no order is known for it."""
@@ -265,7 +265,7 @@ def list_targets() -> list[str]:
     """Return the names of the targets that come with fmtsim.
 
     >>> list_targets()
-    ['a100', 'b200', 'chain', 'h100', 'h200']
+    ['a100', 'b200', 'chain', 'h100', 'h100.batch_invariant', 'h200', 'h200.batch_invariant']
     """
     return sorted(path.stem for path in PLANS.glob("*.json"))
 
@@ -302,21 +302,20 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     """
     if isinstance(target, Target | Unit | Arithmetic):
         return target
-    if isinstance(target, str) and (name := target.lower()).partition(".")[0] in _shipped():
-        gpu, dot, settings = name.partition(".")
-        if not dot or settings in NAMED:
-            return _shipped_target(gpu, settings)
+    if isinstance(target, str) and target.lower() in _shipped():
+        return _load(str(PLANS / f"{target.lower()}.json"), 0)
     if is_unit(target):
         return get_unit(target)
     if not isinstance(target, str | os.PathLike):
         raise ArgumentError(f"target={shown(target)} is neither a name, nor a path, nor a record; {_kinds()}")
     text = os.fspath(target)
+    if text.lower() in list_targets():
+        return _load(str(PLANS / f"{text.lower()}.json"), 0)
     if text.endswith(".json"):
         return _load(text, _changed(text))
     if text.lstrip().startswith("{"):
         return _datapath_of(text)
-    with_settings = (f"{gpu}.{name}" for gpu in list_targets() if get_target(gpu).trees for name in NAMED)
-    hint = did_you_mean(text, (*list_targets(), *with_settings, *list_units()))
+    hint = did_you_mean(text, (*list_targets(), *list_units()))
     raise ArgumentError(f"unknown target {shown(text)}{hint} ({_kinds()})")
 
 
@@ -355,14 +354,6 @@ def _shipped() -> tuple[str, ...]:
     return tuple(list_targets())
 
 
-@cache
-def _shipped_target(gpu: str, settings: str) -> Target:
-    """Return a target that comes with fmtsim, under settings by name; one object, by which resolutions are cached."""
-    target = _load(str(PLANS / f"{gpu}.json"), 0)
-    assert isinstance(target, Target)
-    return target.with_settings(settings) if settings else target
-
-
 def _changed(path: str) -> int:
     """Return a file's time of change; 0 for a file that cannot be read, which ``_load`` then reports."""
     try:
@@ -379,6 +370,11 @@ def _load(path: str, changed: int) -> Target | Arithmetic:
     def read(record: Any, name: str) -> Target | Arithmetic:
         if isinstance(record, dict) and "kind" in record:
             return datapath_from_dict(record, name)
+        if isinstance(record, dict) and "base" in record:
+            with located(f"{name}: plan"):
+                if (other := next((key for key in record if key not in ("base", "settings")), None)) is not None:
+                    raise ArgumentError(f"{other!r} does not go with 'base', which settings alone change")
+                return get_target(record["base"]).with_settings(record.get("settings"))
         return Target.from_dict(record, f"{name}: plan", folder)
 
     return load_record(path, "plan file", read)

@@ -214,7 +214,7 @@ class Made:
 def make_book(
     path: Path, families: Sequence[Family], open_library: Callable[[], Asker], *, library: str, source: str = "",
     similar: Mapping[Kind, Kind] | None = None, workers: int | None = None, check: int = 20000,
-    progress: Progress | None = None,
+    base: Book | None = None, progress: Progress | None = None,
 ) -> Made:  # fmt: skip
     """Ask for all families that a file lacks, and write it: as it grows, at the end, and when interrupted.
 
@@ -228,10 +228,11 @@ def make_book(
             of the whole book in the end, and where no answer differs the book has them as aliases.
         workers: Processes, None for as many as there are cores.
         check: Questions about other sizes that are asked at the end and compared with the book.
+        base: Book of another GPU, to which the file is the difference in the end; all its families have to be asked.
         progress: Shows how it comes along.
 
     Raises:
-        ArgumentError: The file is of another GPU or library.
+        ArgumentError: The file is of another GPU or library, or ``base`` has families that were not asked.
         DeviceError: The library cannot be asked, or a process died.
         DataError: The file is not a book, or cannot be written.
     """
@@ -249,6 +250,8 @@ def make_book(
             book.aliases |= _alike(pool, families, similar, check, progress)
         finally:
             size = book.write()
+        if base is not None:
+            size = book.write(base)
         result = Made(len(book.known), len(missing), size)
         drawn = _drawn(families, check, book.aliases)
         progress.stage("held-out questions", len(drawn))
@@ -263,7 +266,7 @@ class _Growing:
 
     def __init__(self, path: Path, library: str, source: str) -> None:
         self.path, self.known, self.aliases = path, dict[Family, Runs](), dict[Kind, Kind]()
-        self._facts = {"library": library, "source": source}
+        self._facts: dict[str, Any] = {"library": library, "source": source}
         self._written, self._took = time.monotonic(), 1.0
         if not path.exists():
             return
@@ -282,11 +285,17 @@ class _Growing:
         if time.monotonic() - self._written > max(_SAVED * self._took, 30.0):
             self.write()
 
-    def write(self) -> int:
+    def write(self, base: Book | None = None) -> int:
         """Write the file, and return its size; nothing where there is nothing to write."""
+        unknown = sum(family._replace(runs=()) not in self.known for family in () if base is None else base.families())
+        if base is not None and unknown:
+            raise ArgumentError(
+                f"--base: {base.name} has {unknown:,} families of sizes that were not asked here; ask for the same "
+                f"models, shapes and --lattice, or leave --base out ({self.path} has what was asked)"
+            )
         self._written = time.monotonic()
         families = (family._replace(runs=runs) for family, runs in self.known.items())
-        size = write_book(self.path, families, aliases=self.aliases, **self._facts) if self.known else 0
+        size = write_book(self.path, families, aliases=self.aliases, base=base, **self._facts) if self.known else 0
         self._took = time.monotonic() - self._written
         return size
 

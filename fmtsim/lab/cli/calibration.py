@@ -275,6 +275,9 @@ def run_book(arguments: argparse.Namespace) -> int:
     check_positive(arguments, "workers")
     kinds = choose_kinds(arguments.kinds)
     families = families_of(book_shapes(arguments), kinds)
+    base = None if arguments.base is None else get_target(arguments.base)
+    if base is not None and base.book is None:
+        raise ArgumentError(f"--base {arguments.base} has no book to write the difference to; name a target with one")
     gpu, index = open_card(arguments)
     source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
     make = partial(
@@ -282,7 +285,8 @@ def run_book(arguments: argparse.Namespace) -> int:
     )
     try:
         with make_progress(None, transient=True) as progress:
-            result = make(similar=similar_kinds(kinds), workers=arguments.workers, progress=progress)
+            result = make(similar=similar_kinds(kinds), workers=arguments.workers, base=base and base.book,
+                          progress=progress)  # fmt: skip
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
     target = book_target(path, gpu.name, architecture_of(index), family_of(torch.cuda.get_device_capability(index)))

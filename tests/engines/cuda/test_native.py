@@ -281,6 +281,7 @@ def test_settings_that_change_the_librarys_choices(hopper, name, value, fine):
     hopper.setenv(name, value)
     found = unit.other_settings(0)
     assert found is None if fine else found.startswith(f"{name}={value} is set")
+    assert unit.other_settings(0, workspaces=False) == (None if "WORKSPACE" in name else found)
 
 
 def test_other_settings_of_torch(hopper):

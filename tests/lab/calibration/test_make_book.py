@@ -140,6 +140,23 @@ def test_a_book_has_the_library_s_answers(tmp_path):
     assert made.asked == 0 and library().asked() == before and path.read_bytes() == content
 
 
+def test_a_book_is_the_difference_to_that_of_another_gpu(tmp_path):
+    """The same content as the whole book, of which the file has the families that a base has otherwise."""
+    there, whole, path = tmp_path / "there.book", tmp_path / "whole.book", tmp_path / "a.book"
+    make(whole, FAMILIES, OPEN)
+    known = list(Book.open(whole).families())
+    other = [known[0]._replace(runs=((known[0].step, Choice(66, 9, 2)),)), *known[1:]]
+    write_book(there, other, library="another GPU")
+    made = make(path, FAMILIES, OPEN, base=Book.open(there))
+    assert made.size == path.stat().st_size < whole.stat().st_size
+    group = [family for family in known if family.group == known[0].group]
+    assert len(Book.open(path)) == len(group)
+    assert set(Book.open(path).families()) == set(known)
+    with pytest.raises(ArgumentError, match=r"there\.book has [\d,]+ families of sizes that were not asked here; ask for"):
+        make(tmp_path / "few.book", FAMILIES[:3], OPEN, base=Book.open(there))
+    assert len(Book.open(tmp_path / "few.book")) == 3  # what was asked is in the file
+
+
 class Interrupted:
     """A library at which Ctrl-C arrives after so many questions."""
 
