@@ -3,11 +3,13 @@
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 from fmtsim.gemm.products.matmul import bmm, linear, mm
+from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.machine import (
     attention,
     attention_efficient,
@@ -301,16 +303,20 @@ def _known_product(verb: Callable, *operands: torch.Tensor, target: str) -> torc
     allow = ("tf32",) * (switches.fp32_precision == "tf32") + ("fp16_accumulation",) * switches.allow_fp16_accumulation
     options = {"target": target, "allow": allow or None}
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(tensors[0].dtype)
-    switch = f"allow_{name}_reduced_precision_reduction"
+    if name is not None and not getattr(switches, f"allow_{name}_reduced_precision_reduction"):
+        options["target"] = _in_float32(target)
     try:
-        result = verb(*tensors, **options, strict=True)
+        return verb(*tensors, **options, strict=True)
     except ArgumentError as refusal:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanUnknownWarning)
             raise Guess(str(refusal).split(";")[0], verb(*tensors, **options)) from None
-    if name is not None and not getattr(switches, switch):
-        raise Guess(f"{switch}=False, with which no product was recorded", result)
-    return result
+
+
+@cache
+def _in_float32(target: str) -> Target:
+    """Return a target that adds partial sums of 16-bit products in float32."""
+    return get_target(target).with_settings(reductions="fp32")
 
 
 def _addmm(target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:

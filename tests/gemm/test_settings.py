@@ -87,7 +87,7 @@ def test_products_take_the_name():
     invariant = fmtsim.mm(a, b, target="H200.batch_invariant")
     alone = fmtsim.mm(a[:1], b, target="h200.batch_invariant")
     assert torch.equal(invariant[:1].view(torch.int16), alone.view(torch.int16))
-    assert fmtsim.explain_mm(a, b, target="h200.batch_invariant").split == 1
+    assert fmtsim.explain_mm(a, b, target="h200.batch_invariant").plan.split == 1
 
 
 def test_files(tmp_path):

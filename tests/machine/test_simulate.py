@@ -130,7 +130,7 @@ def test_strict_names_the_node_of_a_backward_pass():
 
 def test_the_summary_shows_the_worst_first():
     q, k, v = (numbers(1, 1, n, 32).requires_grad_() for n in (64, 400, 400))
-    net, a, b = Net(), numbers(7, 64), numbers(64, 3)
+    net, a, b = Net(), numbers(63, 64), numbers(64, 127)
     with fmtsim.simulate(target="h100") as run:
         net(torch.ones(1, 1, 8))
         a @ b
@@ -144,7 +144,7 @@ def test_the_summary_shows_the_worst_first():
         "  1  convolution: torch.float32 operands in block.0 (Conv1d)",
     ]
     assert lines[4] == "by the target's guess (1)"
-    assert lines[5].startswith("  1  mm: target h100 has no recorded accumulation order for mm M=7 N=3 K=64")
+    assert lines[5].startswith("  1  mm: target h100 has no recorded accumulation order for mm M=63 N=127 K=64")
     assert lines[6].startswith("exact: ")
     assert len(lines) == 7
 

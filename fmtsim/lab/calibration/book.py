@@ -287,7 +287,8 @@ class _Growing:
 
     def write(self, base: Book | None = None) -> int:
         """Write the file, and return its size; nothing where there is nothing to write."""
-        unknown = sum(family._replace(runs=()) not in self.known for family in () if base is None else base.families())
+        others = [] if base is None else base.families()
+        unknown = sum(family._replace(runs=()) not in self.known for family in others)
         if base is not None and unknown:
             raise ArgumentError(
                 f"--base: {base.name} has {unknown:,} families of sizes that were not asked here; ask for the same "

@@ -59,7 +59,7 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     add_layers(what, ",".join(DTYPES), "gpt2, llama-8b, ...")
     add_tokens(what)
     flag(what, "--quick", f"at most {QUICK} of these calls, evenly chosen, and one set of data each")
-    base = "try this target's plans first, and append its rules to the new ones; with --book, write the difference to its"
+    base = "try this target's plans first, and append its rules to the new ones; with --book, write the difference"
     option(parser, "--base", base, metavar="TARGET", names=names.targets)
     option(parser, "--out", f"file to write, {PLAN} or {EVIDENCE} unless given", metavar="FILE")
     check = parser.add_argument_group("comparing a GPU with its emulation, instead of measuring it")
