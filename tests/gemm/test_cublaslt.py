@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.cublaslt import order_of, plainest, same_order
+from fmtsim.gemm.targets.cublaslt import order_of, plainest, same_order, shared
 from fmtsim.gemm.targets.cuda_cores import GEMV
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.units.unit import get_unit
@@ -248,6 +248,29 @@ def test_stream_k_kernels_that_share_all_tiles_alike():
     unknown = [Choice(43, 9, 2, 0, 34), Choice(43, 4, 0, 0, 34), Choice(43, 4, 2, 0, 33)]
     assert [order_of(choice, call, "sm_90") for choice in unknown] == [None] * 3
     assert order_of(Choice(43, 4, 2, 0, 34), replace(call, operation="linear", bias=True), "sm_90") is None
+
+
+TF32, SUMS16 = Kind("tf32", "tf32", F32, "tf32"), Kind("fp16", "fp16", torch.float16, "16f")
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "tile", "workspace", "expected"),
+    [
+        (TF32, (197, 11008, 2048), 18, 131, Choice(43)),
+        (TF32, (2, 4096, 3584), 15, 0, Choice(43)),
+        (TF32, (197, 704, 4608), 17, 3146175, Choice(43, 4, 2, 0, 34)),
+        (TF32, (33, 2560, 3584), 15, 1311039, Choice(43, 2, 2, 0, 34)),
+        (SUMS16, (64, 3072, 15872), 18, 1966815, Choice(39, 5, 2, 0, 35)),
+        (SUMS16, (384, 6912, 9216), 20, 3146079, None),  # the last 46 of 162 tiles are shared
+        (SUMS16, (64, 1024, 5376), 15, 96 * 8192 + 159 + 4 * 96, None),  # 3 parts or 6
+        (TF32, (64, 1024, 5376), 99, 0, None),  # no tile that was measured
+    ],
+)
+def test_workspace_tells_how_stream_k_kernels_share_tiles(kind, size, tile, workspace, expected):
+    """Answers of an H100 and what its results show; of some the sizes are made up."""
+    m, n, k = size
+    choice = Choice(43 if kind is TF32 else 39, -1, 0, tile, 34 if kind is TF32 else 35)
+    assert shared(choice, Question(kind, 0, m, n, k), workspace) == (expected or choice)
 
 
 def test_interleaved_parts_are_known_with_the_option_that_says_how_they_are_added():

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 
 from fmtsim.casts.ops import load_engine
+from fmtsim.gemm.targets.cublaslt import shared
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.spec.call import ScaleKind
 from fmtsim.support.errors import DeviceError
@@ -49,6 +50,7 @@ _ROWS, _COLUMNS, _LD, _BATCH, _STRIDE = 2, 3, 4, 5, 6  # cublasLtMatrixLayoutAtt
 _ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES = 0, 1, 2, 3, 5, 6  # cublasLtMatmulAlgoConfigAttributes_t
 _SUCCESS, _REFUSALS = 0, (7, 15)  # cublasStatus_t: INVALID_VALUE, NOT_SUPPORTED
 _ALGORITHM, _ANSWER = 64, 96  # bytes of cublasLtMatmulAlgo_t and of cublasLtMatmulHeuristicResult_t
+_WORKSPACE: Final = slice(64, 72)  # of that result: bytes that the call needs
 _SOMEWHERE: Final = 0x10000  # of a bias or scales, which the library does not look at
 _WITHOUT_TENSOR_CORES, _WITHOUT_STAGES = (11, 13, 14, 16), (39, 66)
 
@@ -161,7 +163,9 @@ class Asker:
         choice = self._choices.get(algorithm)
         if choice is None:
             choice = self._choices[algorithm] = self._read(self._answer)
-        return choice
+        if choice.split != -1:
+            return choice
+        return shared(choice, question, int.from_bytes(self._answer.raw[_WORKSPACE], "little"))
 
     def _read(self, algorithm: "Array[Any]") -> Choice:
         """Return the attributes of an algorithm that decide the order."""
@@ -176,13 +180,15 @@ class Asker:
 def normalised(algorithm: int, tile: int, split: int, reduction: int, custom: int, stages: int) -> Choice:
     """Return a Choice of the library's attributes, 0 where one does not decide the order."""
     split = split or 1
-    has_option = algorithm in _WITHOUT_TENSOR_CORES or (algorithm == 55 and split > 1)
+    has_option = algorithm in _WITHOUT_TENSOR_CORES or (algorithm in (55, 63) and split > 1)
+    if algorithm == 63:
+        custom = custom or 2  # the same order; 0 stands for an option that is not known
     return Choice(
         algorithm,
         split,
         reduction if split > 1 else 0,
         custom if has_option else tile if split == -1 else 0,
-        0 if algorithm in _WITHOUT_STAGES else stages,
+        0 if algorithm in _WITHOUT_STAGES and split != -1 else stages,
     )
 
 

@@ -7,6 +7,7 @@ family. A configuration that was never measured has no entry in these tables, an
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, Final
 
 from fmtsim.gemm.targets.cuda_cores import cutlass_simt, dot, gemm_sn, gemv, multiply_adds, sgemm_largek, xmma_simt
@@ -155,6 +156,33 @@ TILES: Final = {
     18: (128, 64), 19: (64, 256), 20: (128, 128), 21: (256, 64), 23: (128, 256), 24: (256, 128),
 }  # fmt: skip
 """Rows and columns of a tile of the library's result, which are torch's columns and rows, by TILE_ID."""
+
+
+_COUNTERS: Final = {Fraction(1, 2): 2, Fraction(1): 3, Fraction(3, 4): 4, Fraction(6, 5): 5, Fraction(7, 8): 8}
+"""Parts of every tile by counters per partial sum in the workspace; 6 and 7 parts have as many as 3."""
+_NOTHING_SHARED: Final = 256  # bytes of workspace; a kernel that shares no tile wants 0 or 131
+
+
+def shared(choice: Choice, question: Question, workspace: int) -> Choice:
+    """Return a stream-K choice (split -1) for a call as one without a split, or one of equal parts, where it is one.
+
+    Args:
+        choice: With split -1.
+        question: The call.
+        workspace: Bytes that the library wants for it: partial sums of whole tiles, a counter of 4 bytes for each
+            addition of two, and 159 more.
+    """
+    if choice.algorithm not in (39, 43) or choice.custom not in TILES:
+        return choice
+    if workspace < _NOTHING_SHARED:
+        return Choice(choice.algorithm)
+    rows, columns = TILES[choice.custom]
+    tiles = ceil_div(question.n, rows) * ceil_div(question.m, columns) * question.batch
+    sums, counters = divmod(workspace - 159, rows * columns * question.kind.out.itemsize)
+    parts = _COUNTERS.get(Fraction(counters, 4 * sums)) if sums else None
+    if parts is None or sums < parts * tiles or (parts == 3 and sums >= 6 * tiles):
+        return choice
+    return Choice(choice.algorithm, parts, 2, 0, choice.stages)
 
 
 _STREAM_STAGES: Final = {34: 32, 35: 64}
