@@ -227,14 +227,22 @@ def test_switches_of_products_act_as_on_the_gpu():
     finally:
         torch.set_float32_matmul_precision("highest")
     assert y.equal(expected) and not y.equal(plain)
-    switches, x = torch.backends.cuda.matmul, numbers(64, 64)
+
+
+def test_reductions_in_float32():
+    """Kernels named nvjet add parts in float32 in any case; what others would be is a guess."""
+    switches = torch.backends.cuda.matmul
+    x, w = numbers(64, 4096).bfloat16(), numbers(256, 4096).bfloat16()
+    odd = numbers(64, 1001).bfloat16(), numbers(1001, 63).bfloat16()
+    with fmtsim.simulate(strict=True):
+        expected = x @ w.t()
     try:
         switches.allow_bf16_reduced_precision_reduction = False
-        with (
-            pytest.raises(ArgumentError, match="allow_bf16_reduced_precision_reduction=False, with which no product"),
-            fmtsim.simulate(strict=True),
-        ):
-            x @ x
+        with fmtsim.simulate(strict=True):
+            in_float32 = x @ w.t()
+        assert torch.equal(in_float32, expected)
+        with pytest.raises(ArgumentError, match="reductions=fp32 has no recorded"), fmtsim.simulate(strict=True):
+            odd[0] @ odd[1]
     finally:
         switches.allow_bf16_reduced_precision_reduction = True
 

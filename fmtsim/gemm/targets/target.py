@@ -193,19 +193,19 @@ class Target(PlanFile):
 
     def _chosen(self, call: GemmCall, question: Question) -> TargetPlan | None:
         """Return the order of the library's own choice, from the book or asked on this machine; None without either."""
+        library = f"{_library(self.library)}'s choice{self._under(question)}"
         run = None if self.book is None else self.book.run(lent(question))
         certain = run is not None and run.certain(question) and holds(run.choice, question)
-        choice = None if certain else ask.choice(question, self)
-        if choice is not None:
-            source = f"{_library(self.library)}'s choice{self._under(question)}, asked on this machine:"
-            return self._ordered(call, choice, source, "reported")
-        if run is None or self.book is None:
-            return None
-        source = (
-            f"{_library(self.book.library)}'s choice{self._under(question)} in the book {Path(self.book.name).stem}"
-        )
-        basis: Basis = "reported" if certain else "guess"
-        return self._ordered(call, run.choice, f"{source}, {run.describe(question)}:", basis)
+        recorded = None
+        if run is not None and self.book is not None:
+            source = f"{library} in the book {Path(self.book.name).stem}, {run.describe(question)}:"
+            recorded = self._ordered(call, run.choice, source, "reported" if certain else "guess")
+            if recorded.basis != "guess":
+                return recorded
+        choice = ask.choice(question, self)  # which says more of kernels that share tiles than a book has
+        if choice is None:
+            return recorded
+        return self._ordered(call, choice, f"{library}, asked on this machine:", "reported")
 
     def _likely(self, call: GemmCall, question: Question) -> TargetPlan | None:
         """Return the order of the library's most likely choice; None without a tree for such calls."""

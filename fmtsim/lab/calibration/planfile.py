@@ -106,7 +106,7 @@ def cover(
 
 TESTED = 50  # calls that a rule must have predicted
 FACTS = ("operation", "a", "b", "out", "accumulate", "fast_accum", "scaling", "bias", "a_layout", "b_layout")
-_ANSWERS = ("architecture", "book", "trees")  # what a target knows of the library's own choices
+_ANSWERS = ("architecture", "book", "trees", "settings")  # what a target knows of the library's own choices
 FLOAT_UNITS = ((("fp32",), "fp32", "fp32_fma"),)
 
 Facts = tuple[tuple[str, Any], ...]
