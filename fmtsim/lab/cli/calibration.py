@@ -285,7 +285,7 @@ def run_book(arguments: argparse.Namespace) -> int:
     )
     try:
         with make_progress(None, transient=True) as progress:
-            result = make(similar=similar_kinds(kinds), workers=arguments.workers, base=base and base.book,
+            result = make(similar=similar_kinds(kinds), workers=arguments.workers, base=None if base is None else base.book,
                           progress=progress)  # fmt: skip
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
