@@ -197,7 +197,7 @@ def test_a_file_that_could_not_be_written_fails_before_the_work(tmp_path, capsys
     check_file("--out", Path("/dev/null"))
     numpy.save(tmp_path / "a.npy", numpy.zeros(3, numpy.float32))
     a, out = str(tmp_path / "a.npy"), str(tmp_path / "missing" / "y")
-    for words in (["compare", a, a, "--plot", out], ["mm", "4", "4", "4", "--target", "exact", "--out", out]):
+    for words in (["compare", a, a, "--plot", out], ["mm", "4", "4", "4", "--target", "exact", "--out", f"{out}.npy"]):
         assert main(words) == BAD_INPUT
         printed = capsys.readouterr()
         assert "there is no folder" in printed.err and printed.out == ""
