@@ -285,8 +285,8 @@ def run_book(arguments: argparse.Namespace) -> int:
     )
     try:
         with make_progress(None, transient=True) as progress:
-            result = make(similar=similar_kinds(kinds), workers=arguments.workers, base=None if base is None else base.book,
-                          progress=progress)  # fmt: skip
+            book = None if base is None else base.book
+            result = make(similar=similar_kinds(kinds), workers=arguments.workers, base=book, progress=progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
     target = book_target(path, gpu.name, architecture_of(index), family_of(torch.cuda.get_device_capability(index)))
