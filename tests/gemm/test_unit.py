@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from fmtsim import mma
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.resolver import resolve_call
@@ -200,6 +201,14 @@ def test_every_mode_says_what_stands_behind_it():
         for mode in get_unit(name).modes:
             assert mode.evidence
             assert describe(mode.datapath)
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("cdna3.mfma", 2.0), ("cdna2.mfma", 2 + 2.0**-22)])
+def test_a_vector_that_decides_how_mi300_adds(unit, expected):
+    """A sum that 31 fraction bits, rounded down, leave below the tie: from TC-EFT's model (arXiv 2609.14845)."""
+    a, b = torch.zeros(1, 8, dtype=torch.float16), torch.zeros(1, 8, dtype=torch.float16)
+    a[0, :2], b[0, :2] = torch.tensor([2.0**-11, (1 + 2.0**-9) * 2.0**-12]), 2.0**-11
+    assert mma(a, b, torch.tensor([[2 - 2.0**-22]]), target=unit).item() == expected
 
 
 class Cells(HTMLParser):
