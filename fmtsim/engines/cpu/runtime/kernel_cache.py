@@ -40,7 +40,8 @@ def cache_folder() -> Path | None:
 
 def kernel_name(function: Callable) -> str:
     """Return the name of a kernel below the engine, ``cast.elements.directed_flat``."""
-    return f"{function.__module__.removeprefix('fmtsim.engines.cpu.')}.{function.__qualname__}"
+    name = f"{function.__module__.removeprefix('fmtsim.engines.cpu.')}.{function.__qualname__}"
+    return name.replace("<locals>.", "")
 
 
 class KernelCache(NullCache):
