@@ -8,7 +8,18 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.question import DEFAULT, NAMED, Choice, Kind, Settings, holds, lent, question_of
+from fmtsim.gemm.targets.question import (
+    DEFAULT,
+    NAMED,
+    Choice,
+    Kind,
+    Settings,
+    holds,
+    kind_from_list,
+    kind_to_list,
+    lent,
+    question_of,
+)
 from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused
 from tests.support.targets import fp8, linear, mm
@@ -76,9 +87,7 @@ def test_recorded_rules_are_about_usual_settings():
     call = fp8(16, 3072, 128256)
     assert (get_target("h200").find(call).basis, get_target("h200").find(call).plan.split) == ("recorded", 5)
     assert get_target("h200.batch_invariant").find(call).plan.split == 1
-    int8 = fmtsim.gemm.targets.target.get_target("h200.batch_invariant").find(
-        mm(64, 64, 64, "int8", out=torch.int32, accumulate="int32")
-    )
+    int8 = get_target("h200.batch_invariant").find(mm(64, 64, 64, "int8", out=torch.int32, accumulate="int32"))
     assert int8.basis == "rule"  # which cuBLASLt is not asked about
 
 
@@ -110,8 +119,13 @@ def test_files(tmp_path):
 
 
 def test_old_files_of_kinds_are_read():
+    """Seven fields, which is also how kinds under usual settings are written."""
     kind = Kind("bf16", "bf16", torch.bfloat16)
     assert (kind.room, kind.reductions) == (0, "any")
+    written = kind_to_list(kind)
+    assert len(written) == 7 and kind_from_list(written) == kind
+    invariant = question_of(BF16, INVARIANT).kind
+    assert kind_from_list(kind_to_list(invariant)) == invariant
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,11 @@ def _apart(m: int) -> int:
     return next((apart for most, apart in ROWS if m <= most), 1)
 
 
+def file_beside(folder: Path, name: str) -> Path:
+    """Return the path of a file that lies in a folder, or comes with fmtsim; one in the folder where there is none."""
+    return next((file for file in (folder / name, PLANS / name) if file.is_file()), folder / name)
+
+
 class Book:
     """A file of families. Opening reads nothing; the first lookup reads the file and checks it.
 
@@ -192,13 +197,13 @@ class Book:
 
     def families(self) -> Iterator[Family]:
         """Yield all families, in the order of the file, then those of a base that the file does not replace."""
-        own = list(self._own())
-        yield from own
+        stored = list(self._stored())
+        yield from stored
         if self._contents.base is not None:
-            groups = {family.group for family in own}
+            groups = {family.group for family in stored}
             yield from (family for family in self._contents.base.families() if family.group not in groups)
 
-    def _own(self) -> Iterator[Family]:
+    def _stored(self) -> Iterator[Family]:
         for (kind, layout, batch), sections in self._contents.sections.items():
             for section in sections:
                 for rank, key in enumerate(section.keys):
@@ -249,7 +254,7 @@ class Book:
             DataError: There is none, or its content is another.
         """
         folder = self._content.parent if isinstance(self._content, Path) else PLANS
-        base = Book.open(next((file for file in (folder / name, PLANS / name) if file.is_file()), folder / name))
+        base = Book.open(file_beside(folder, name))
         if base.checksum != checksum:
             raise DataError(f"{self.name} is the difference to another {name} than {base.name}; make it anew with "
                             "fmtsim calibrate --book")  # fmt: skip

@@ -71,9 +71,9 @@ def write_book(path: StrPath, families: Iterable[Family], **facts: Any) -> int:
 
 def _differing(families: Iterable[Family], base: Book) -> list[Family]:
     """Return the families of groups that a base has otherwise; a group is answered by one of the two books alone."""
-    known = {family._replace(runs=()): family.runs for family in base.families()}
+    base_runs = {family._replace(runs=()): family.runs for family in base.families()}
     families = list(families)
-    groups = {family.group for family in families if known.get(family._replace(runs=())) != _checked(family)}
+    groups = {family.group for family in families if base_runs.get(family._replace(runs=())) != _checked(family)}
     return [family for family in families if family.group in groups]
 
 

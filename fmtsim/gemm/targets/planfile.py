@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from fmtsim.gemm.targets.book import Book
+from fmtsim.gemm.targets.book import Book, file_beside
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.order import Architecture
@@ -81,7 +81,7 @@ class PlanFile:
         def file(what: str, name: Any) -> Path:
             if not isinstance(name, str) or Path(name).name != name:
                 raise at(path, ArgumentError, f"{what}={shown(name)} is not the name of a file beside the plan file")
-            return next((f for f in (folder / name, PLANS / name) if f.is_file()), folder / name)
+            return file_beside(folder, name)
 
         with located(path):
             if fields.get("book") is not None:

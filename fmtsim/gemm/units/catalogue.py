@@ -19,7 +19,15 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import Accumulate, Mode, Strength, Unit
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.datapath import Arithmetic, Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import (
+    FP32,
+    Arithmetic,
+    Datapath,
+    FmaDatapath,
+    IntegerDatapath,
+    PairwiseDatapath,
+    TwoStageDatapath,
+)
 
 
 def _float(name: str) -> FloatFormat:
@@ -38,7 +46,6 @@ FNUZ = ("e4m3fnuz", "e5m2fnuz")
 INT8 = ("int8", "int8_full")
 
 FMA32 = Datapath(block=1, fraction_bits=None, rounding=NEAREST, signed_zero=True)
-FP32 = FMA32.accumulator
 FMA64 = replace(FMA32, accumulator=_float("fp64"))
 _BOUND = "lower bound of E by K&M, MMA-Sim has -126"
 

@@ -287,11 +287,10 @@ class _Growing:
 
     def write(self, base: Book | None = None) -> int:
         """Write the file, and return its size; nothing where there is nothing to write."""
-        others = [] if base is None else base.families()
-        unknown = sum(family._replace(runs=()) not in self.known for family in others)
-        if base is not None and unknown:
+        unasked = 0 if base is None else sum(x._replace(runs=()) not in self.known for x in base.families())
+        if base is not None and unasked:
             raise ArgumentError(
-                f"--base: {base.name} has {unknown:,} families of sizes that were not asked here; ask for the same "
+                f"--base: {base.name} has {unasked:,} families of sizes that were not asked here; ask for the same "
                 f"models, shapes and --lattice, or leave --base out ({self.path} has what was asked)"
             )
         self._written = time.monotonic()
