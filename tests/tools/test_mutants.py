@@ -8,8 +8,8 @@ import random
 import pytest
 
 from tools.mutants import seen
-from tools.mutants.__main__ import draw, equivalents, package_files
-from tools.mutants.seen import COMPILED, read_map
+from tools.mutants.__main__ import age_of_map, draw, equivalents, missing, package_files
+from tools.mutants.seen import COMPILED, collected, read_map
 from tools.mutants.sites import ROOT, Mutant, mutants_of
 from tools.mutants.trial import Trials
 
@@ -73,6 +73,31 @@ def test_functions_that_the_same_tests_see_share_a_line_of_the_map(tmp_path, mon
     seen.MAP.write_text(seen._text(places, {"t::1": 0.5, "t::2": 1.0}))
     assert seen.MAP.read_text().splitlines()[-2:] == ["a.py:,f 1 0", "b.py:C.g 0"]
     assert read_map() == ({":".join(place): tests for place, tests in places.items()}, {"t::1": 0.5, "t::2": 1.0})
+
+
+def test_tests_that_the_map_lacks_are_counted(tmp_path, monkeypatch):
+    all_ = collected()
+    assert "tests/tools/test_mutants.py::test_tests_that_the_map_lacks_are_counted" not in all_
+    assert "tests/rounding/test_oracle.py::test_facts" in all_  # behind a decorator of many lines
+    assert "tests/rounding/test_oracle.py::test_ml_dtypes_agrees_on_all_of_float16" not in all_  # exhaustive
+    assert not any(test.startswith("tests/casts/test_large.py") for test in all_)  # slow as a whole
+    monkeypatch.setattr(seen, "MAP", tmp_path / "seen.txt")
+    for lacking, warns in ((len(all_) // 20 - 1, False), (len(all_) // 20 + 1, True)):
+        seen.MAP.write_text(seen._text({}, dict.fromkeys(all_[lacking:], 0.1)))
+        warning = f"seen.txt lacks {lacking} of {len(all_)} tests; renew it by python -m tools.mutants --record new"
+        assert missing() == all_[:lacking] and age_of_map().startswith(warning) == bool(age_of_map()) == warns
+
+
+def test_new_tests_take_half_of_the_places_of_a_function(tmp_path, monkeypatch):
+    monkeypatch.setattr(seen, "MAP", tmp_path / "seen.txt")
+    old = {"a.py:f": [f"t::{i}" for i in range(8)], "a.py:g": ["t::0"]}
+    lines = {("a.py", "f"): {f"u::{i}": 9 - i for i in range(6)}, ("a.py", "h"): {"u::0": 1}}
+    new_seconds, old_seconds = (dict.fromkeys((f"{file}::{i}" for i in range(8)), 0.5 + (file == "u")) for file in "ut")
+    seen._write(lines, new_seconds, old, old_seconds)
+    places, seconds = read_map()
+    assert places["a.py:f"] == [*(f"u::{i}" for i in range(4)), *(f"t::{i}" for i in range(4))]
+    assert places["a.py:g"] == ["t::0"] and places["a.py:h"] == ["u::0"]
+    assert seconds["t::0"] == 0.5 and seconds["u::6"] == 1.5  # also one that is among the first of no function
 
 
 @pytest.mark.slow

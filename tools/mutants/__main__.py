@@ -4,6 +4,7 @@
     python -m tools.mutants                      # a sample of 60 errors, others every week of the calendar
     python -m tools.mutants --count 150 --seed 7 # a fresh sample; --area gemm or --file fmtsim/... narrows it
     python -m tools.mutants --record             # run all tests under coverage.py and write seen.txt anew
+    python -m tools.mutants --record new         # only tests that seen.txt lacks, and add them
 
 An error that changes nothing that could be seen stands in equivalent.txt with its reason and is not drawn.
 """
@@ -20,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.mutants.seen import write_map
+from tools.mutants.seen import collected, read_map, write_map
 from tools.mutants.sites import ROOT, Mutant, mutants_of
 from tools.mutants.trial import Outcome, Trials, stop
 
@@ -39,12 +40,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=90, help="seconds of tests for each error (default 90)")
     parser.add_argument("--at-least", type=float, default=100, help="percent to be found for status 0 (default 100)")
     parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
-    parser.add_argument("--record", action="store_true", help="write the map from functions to tests anew")
+    parser.add_argument("--record", nargs="?", const="all", choices=("all", "new"),
+                        help="write the map from functions to tests anew, or add the tests that it lacks")  # fmt: skip
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interrupted)
     if options.record:
-        return record()
+        return record(options.record == "new")
+    sys.stderr.write(age_of_map())
     sample = draw(None if options.all else options.count, options.seed, options.area, options.file)
     if options.list:
         for mutant in sample:
@@ -115,15 +118,30 @@ def report(outcomes: Iterable[Outcome], count: int, least: float) -> int:
     return int(100 * sum(found) < least * count)
 
 
-def record() -> int:
+def missing() -> list[str]:
+    """Return the tests of a default run that the map does not name."""
+    named = read_map()[1]
+    return [test for test in collected() if test not in named]
+
+
+def age_of_map() -> str:
+    """Return a warning where 5 % of the tests are newer than the map, else nothing."""
+    new, all_ = len(missing()), len(collected())
+    if 20 * new < all_:
+        return ""
+    return f"seen.txt lacks {new} of {all_} tests; renew it by python -m tools.mutants --record new (or --record)\n"
+
+
+def record(only_new: bool) -> int:
+    tests = missing() if only_new else ["tests"]
     with tempfile.TemporaryDirectory() as notes:
         options = ["--cov=fmtsim", "--cov-context=test", "--cov-report=", "-p", "tools.mutants.seen", "-q", "-n2"]
         more = {"PYTHONPATH": str(ROOT), "FMTSIM_SEEN": notes, "COVERAGE_FILE": f"{notes}/coverage"}
-        command = [sys.executable, "-m", "pytest", *options, "tests"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **more})
         if done.returncode not in (0, 1):
             return done.returncode
-        print(f"{write_map(f'{notes}/coverage', notes)} functions")
+        print(f"{write_map(f'{notes}/coverage', notes, only_new)} functions")
     return 0
 
 

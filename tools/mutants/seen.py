@@ -100,8 +100,23 @@ def functions_of(file: str) -> dict[int, str]:
     return functions
 
 
-def write_map(coverage_file: str, notes: str) -> int:
-    """Write ``seen.txt`` from coverage.py's data with contexts and what the plugin noted; return its functions."""
+def collected() -> list[str]:
+    """Return the functions of tests that a default run collects, those of this command aside."""
+    marked, tests = r"pytest\.mark\.(?:slow|exhaustive|faults)\b", []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        if path.name != "test_mutants.py" and not re.search(f"^pytestmark = .*{marked}", text, re.M):
+            for decorators, name in re.findall(r"^((?:@.*\n(?:[ )\]].*\n)*)*)def (test_\w+)\(", text, re.M):
+                if not re.search(f"^@{marked}", decorators, re.M):
+                    tests.append(f"{path.relative_to(ROOT)}::{name}")
+    return tests
+
+
+def write_map(coverage_file: str, notes: str, joined: bool = False) -> int:
+    """Write ``seen.txt`` from coverage.py's data with contexts and what the plugin noted; return its functions.
+
+    With ``joined`` the tests that ran join those of the file: they take up to half of a function's places.
+    """
     import coverage
 
     seconds: dict[str, float] = defaultdict(float)
@@ -122,10 +137,13 @@ def write_map(coverage_file: str, notes: str) -> int:
         for line, contexts in data.contexts_by_lineno(measured).items():
             for test in {_function(context.split("|")[0]) for context in contexts if context}:
                 seen[file, functions.get(line, "")][test] += 1
-    return _write(seen, seconds)
+    return _write(seen, seconds, *(read_map() if joined else ({}, {})))
 
 
-def _write(seen: dict[tuple[str, str], dict[str, int]], seconds: dict[str, float]) -> int:
+def _write(
+    seen: dict[tuple[str, str], dict[str, int]], seconds: dict[str, float], old: dict[str, list[str]],
+    old_seconds: dict[str, float],
+) -> int:  # fmt: skip
     def rank(tests: dict[str, int]) -> list[str]:
         """Those that run most of the function's lines first, of these the quickest, and one a file."""
         order = sorted(tests, key=lambda test: (-tests[test], seconds[test], test))
@@ -134,13 +152,18 @@ def _write(seen: dict[tuple[str, str], dict[str, int]], seconds: dict[str, float
 
     most = {place: MOST_TESTS if place[0].endswith(".py") else MOST_OF_KERNELS for place in seen}
     chosen = {place: list(dict.fromkeys(rank(tests)))[: most[place]] for place, tests in sorted(seen.items())}
-    MAP.write_text(_text(chosen, seconds))
+    for place, tests in old.items():
+        file, function = place.split(":")
+        limit = MOST_TESTS if file.endswith(".py") else MOST_OF_KERNELS
+        new = chosen.get((file, function), [])
+        chosen[file, function] = list(dict.fromkeys([*new[: limit // 2], *tests, *new]))[:limit]
+    MAP.write_text(_text(dict(sorted(chosen.items())), {**old_seconds, **seconds}))
     return len(chosen)
 
 
 def _text(chosen: dict[tuple[str, str], list[str]], seconds: dict[str, float]) -> str:
     """Return the tests, a line each, and below the places by file: functions that the same tests see share a line."""
-    names = sorted({test for tests in chosen.values() for test in tests})
+    names = sorted({*seconds, *(test for tests in chosen.values() for test in tests)})
     numbers = {test: str(i) for i, test in enumerate(names)}
     functions: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (file, function), tests in chosen.items():

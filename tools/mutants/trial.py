@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
-from tools.mutants.seen import APART, COMPILED, read_map
+from tools.mutants.seen import APART, COMPILED, collected, read_map
 from tools.mutants.sites import ROOT, Mutant
 
 LIMIT = 90.0  # seconds of tests that one mutant is worth, by the map
@@ -43,7 +43,7 @@ class Trials:
         self._jobs, self._limit = jobs, limit
         seen, seconds = read_map()
         # Of tests that are newer than the map their file alone tells what they may see.
-        self._seconds = {test: seconds.get(test, NEW) for test in _tests()}
+        self._seconds = {test: seconds.get(test, NEW) for test in collected()}
         self._seen = {place: [test for test in tests if test in self._seconds] for place, tests in seen.items()}
 
     def run(self, mutants: list[Mutant]) -> Iterator[Outcome]:
@@ -105,14 +105,6 @@ class Trials:
         verdict = "survived" if status == 0 else "error" if missing else "found"
         by = next((line.split(" ")[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))), "")
         return Outcome(mutant, verdict, time.monotonic() - begun, by or f"exit {status}: {text[-200:]!r}")
-
-
-def _tests() -> Iterator[str]:
-    """Yield all functions of tests, those of the command itself aside."""
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if path.parent.name != "mutants":
-            for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.M):
-                yield f"{path.relative_to(ROOT)}::{name}"
 
 
 class _Copy:
