@@ -2,6 +2,7 @@
 """The rounding oracle against ml_dtypes, gfloat and published constants; what must hold of every rounding."""
 
 import math
+import struct
 import warnings
 from fractions import Fraction
 
@@ -228,6 +229,10 @@ def test_gfloat_agrees_on_stochastic_rounding(name, variant):
         (-200.0, "int8", "nearest_even", "ieee", -127.0),
         (-200.0, "int8_full", "nearest_even", "ieee", -128.0),
         (math.nan, "int8", "nearest_even", "saturate", 127.0),
+        (math.inf, "int8", "down", "ieee", 127.0),
+        (-math.inf, "int8", "up", "ieee", -127.0),
+        (-math.inf, "int8_full", "nearest_even", "saturate", -128.0),
+        (-math.inf, "int4_half", "toward_zero", "ieee", -7.5),
         (-3.0, "uint8", "nearest_even", "saturate", 0.0),
         (1.0, "int8_f6", "nearest_even", "saturate", 1.0),
         (0.0, "int4_half", "nearest_even", "saturate", 0.5),  # candidate -1/2 has code -1, odd
@@ -240,6 +245,10 @@ def test_gfloat_agrees_on_stochastic_rounding(name, variant):
         (-0.0, "int4_half", "nearest_away", "saturate", -0.5),
         (-0.0, "int4_half", "down", "saturate", -0.5),
         (0.25, "int4_half", "down", "saturate", -0.5),
+        (0.25, "int4_half", "up", "saturate", 0.5),
+        (-0.25, "int4_half", "up", "saturate", 0.5),
+        (1.75, "int4_half", "down", "saturate", 1.5),
+        (-1.75, "int4_half", "up", "saturate", -1.5),
         (0.3, "lns8_g8", "up", "saturate", 1.0),
         (-0.0, "lns8_g8", "nearest_even", "saturate", -1.0),
         (math.nan, "lns8_g8", "up", "saturate", get_format("lns8_g8").max),
@@ -249,6 +258,16 @@ def test_gfloat_agrees_on_stochastic_rounding(name, variant):
 )
 def test_facts(x, name, rounding, overflow, expected):
     assert identical(round_value(x, get_format(name), rounding, overflow), expected)
+
+
+def test_nan_has_one_code():
+    """Whatever the sign and the payload of x: that of NaN, or of the largest value where a format has no NaN."""
+    payload = struct.unpack("<d", struct.pack("<Q", 0xFFF4_0000_0000_0001))[0]
+    for fmt in map(get_format, element_formats(16)):
+        largest = max(range(len(fmt.values)), key=fmt.values.__getitem__) if isinstance(fmt, CodebookFormat) else None
+        expected = fmt.nan_code if fmt.has_nan else fmt.max_code if largest is None else largest
+        for x in (math.nan, -math.nan, payload):
+            assert {encode_value(x, fmt, "down", overflow) for overflow in ("saturate", "ieee")} == {expected}, fmt.name
 
 
 def test_flushing_format():
@@ -269,6 +288,36 @@ def test_codebook_rules():
     assert [round_value(3.5, fmt, mode) for mode in ("nearest_even", "to_odd", "up", "down")] == [4, 3, 4, 3]
     assert [round_value(-0.5, fmt, mode) for mode in ("toward_zero", "to_odd", "nearest_even")] == [0.0, 0.0, -1.0]
     assert identical(round_value(-0.0, fmt), 0.0)
+    for mode in ("up", "down", "toward_zero", "to_odd", "nearest_to_odd"):
+        assert [round_value(x, fmt, mode) for x in (-9.0, 9.0, math.inf, -math.inf)] == [-1, 4, 4, -1], mode
+    lopsided = CodebookFormat(name="book", values=(-12.0, 3.0, 2.0))  # NaN is the largest value, not magnitude
+    assert round_value(math.nan, lopsided) == round_value(math.inf, lopsided) == 3.0
+
+
+def test_codebooks_turn_at_points_that_are_rounded():
+    """Float64 has no number between 1 and 1 + 2**-52: the point half-way is 1 (a tie to even)."""
+    last = 2.0**-52
+    fmt = CodebookFormat(name="book", values=(1.0, 1.0 + last, 3.0 + 2 * last))
+    inside = Fraction(1) + Fraction(last) / 4
+    assert [round_value(inside, fmt, mode) for mode in ("nearest_even", "nearest_toward_zero")] == [1.0 + last] * 2
+    exact, rounded = 2 + 3 * Fraction(last) / 2, 2 + 2 * Fraction(last)  # the second middle, a tie of RN64
+    assert [round_value(x, fmt, "nearest_away") for x in (exact, rounded)] == [1.0 + last, 3.0 + 2 * last]
+
+
+def test_the_fraction_of_a_codebook_is_a_quotient_of_rounded_differences():
+    """Beside multiples of 1/16 the bits of RN64(RN64(x - v) / RN64(w - v)) decide, not those of the real quotient."""
+    fmt = CodebookFormat(name="book", values=(-0.7, 0.6))
+    rounding = Rounding(mode="stochastic", random_bits=32)
+    for x in (-0.5375, -0.45625, -0.375, -0.21250000000000005, 0.0, 0.1):
+        t = (x + 0.7) / (0.6 + 0.7)  # by the machine's float64
+        least = (1 << 32) - math.floor(t * 2**32)  # the smallest word that goes up
+        assert [round_value(x, fmt, rounding, word=w) for w in (least - 1, least)] == [-0.7, 0.6], x
+
+
+def test_up_and_down_go_by_the_real_line_across_zero():
+    fmt = CodebookFormat(name="book", values=(-4.0, 1.0, 8.0))
+    assert [round_value(x, fmt, "up") for x in (-3.9, -0.5, 0.0, -0.0, 0.5)] == [1.0] * 5
+    assert [round_value(x, fmt, "down") for x in (-3.9, -0.5, 0.0, -0.0, 0.5)] == [-4.0] * 5
 
 
 def test_codebook_without_zero_follows_the_sign():

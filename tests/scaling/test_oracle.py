@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fmtsim.engines import cpu, torch_engine
-from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.block import BlockFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import TensorScale, block_scaling
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.rounding.oracle import encode_value, round_value
+from fmtsim.rounding.oracle import decode_value, encode_value, round_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
 from fmtsim.spec.cast import CastSpec
 from fmtsim.support.errors import ArgumentError
@@ -62,6 +62,7 @@ def scale_exponent(amax: float, element: str, rule: str) -> float:
         (4.0, "e2m1", 0, 0, 0, 0),
         (1.9921875, "int8_f6", 0, 1, 1, 1),
         (1.0, "int8_f6", 0, 0, 0, 0),
+        (1.9843751192092896, "int8_f6", 0, 1, 0, 0),  # one step above 127/64: RN32 of the product is 1
         (2.0**-149, "e4m3", -127, -127, -127, -127),
         (FLT_MAX, "e2m1", 125, 126, 126, 126),
     ],
@@ -135,6 +136,16 @@ def test_infinities_take_the_scale_of_the_finite():
 # Real scales.
 
 
+def at_ties(name: str, scale: float, largest: float) -> list[float]:
+    """Return float32 numbers at and beside the ties of an element format under a scale: there every rounding shows."""
+    fmt = get_format(name)
+    codes = range(len(fmt.values) if hasattr(fmt, "values") else 1 << fmt.bits)
+    values = sorted({v for v in (decode_value(code, fmt) for code in codes) if math.isfinite(v)})
+    ties = [F32((low + high) / 2 * scale) for low, high in zip(values, values[1:], strict=False)][::3]
+    beside = [x for tie in ties for x in (numpy.nextafter(tie, F32(-9e9)), tie, numpy.nextafter(tie, F32(9e9)))]
+    return [float(x) for x in beside if abs(x) < largest]
+
+
 @pytest.mark.parametrize("name", ["e4m3_1x128", "int8_channel", "e4m3_tensor", "int4_g32", "nf4_g64", "divide"])
 def test_real_scales_by_machine_arithmetic(name):
     """The same formulas in numpy's float32: two ways to the same bits."""
@@ -143,6 +154,8 @@ def test_real_scales_by_machine_arithmetic(name):
     for x in noise(6, 16, 3):
         a, m = F32(max(abs(v) for v in x)), F32(fmt.element.max)
         scale = F32(1) / (m / a) if fmt.arithmetic == "encode" else max(a / m, F32(2.0**-126))
+        x += at_ties(fmt.element.name, float(scale), float(a))
+        fmt = with_block(fmt, (1, None))
         r = m / a if fmt.arithmetic == "encode" else F32(1) / scale
         y = [F32(v) / scale if name == "divide" else F32(v) * r for v in x]
         elements = [round_value(float(v), fmt.element) for v in y]
@@ -167,9 +180,26 @@ def test_zero_and_tiny_blocks_of_real_scales():
 
 
 def test_float64_is_multiplied_in_float64():
-    x = [1.0, 1 / 3 + 1e-12]
+    """The scale is that of float32; the product is above a tie that float32 would make of it."""
+    s = F32(1) / F32(127)
+    x = [1.0, 2.5 / float(F32(1) / s) * (1 + 2.0**-40)]
     narrow, wide = (row([f32(v) for v in x], "int8_channel"), row(x, "int8_channel", input_dtype="float64"))
-    assert narrow.scales == wide.scales == [[float(F32(1) / F32(127))]]
+    assert narrow.scales == wide.scales == [[float(s)]]
+    assert narrow.codes == [[127, 2]] and wide.codes == [[127, 3]]
+
+
+def test_the_statistic_of_float64_is_that_of_float32():
+    """RN32 of the amax, at most FLT_MAX, and RN32 of a largest value that float32 lacks."""
+    assert row([1 + 2.0**-24 + 2.0**-40], "int8_channel", input_dtype="float64").scales == [
+        [float(F32(1) / F32(127) * F32(1 + 2.0**-23))]
+    ]
+    assert row([1e300], "int8_channel", input_dtype="float64").scales == [[float(F32(FLT_MAX) / F32(127))]]
+    book = BlockFormat(
+        name="b",
+        element=CodebookFormat(name="b", values=(0.0, 1 + 2.0**-30)),
+        scaling=block_scaling((1, 8), arithmetic="divide"),
+    )
+    assert quantize_matrix([[3.0]], book).scales == [[3.0]]
 
 
 # NVFP4, by the formulas of Transformer Engine in numpy's float32.
@@ -195,7 +225,18 @@ def transformer_engine_nvfp4(rows: list[list[float]]) -> tuple[list[list[float]]
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nvfp4_is_transformer_engines(seed):
-    rows = noise(5, 40, seed)
+    rows = noise(5, 40 * 16, seed)
+    # 1. blocks whose scales lie at and beside ties of E4M3, then elements at ties of E2M1 under the scales of blocks
+    decode = float(F32(max(abs(v) for x in rows for v in x)) / F32(448 * 6))
+    largest = [x for x in at_ties("e4m3", 6 * decode, decode * 448 * 6) if x > 6 * decode][:40]
+    rows.append([v for x in largest for v in [x] + [0.0] * 15])
+    scales, tensor_scale, _ = transformer_engine_nvfp4(rows)
+    for x, row_scales in zip(rows[:5], scales, strict=False):
+        for start, scale in zip(range(0, len(x), 16), row_scales, strict=True):
+            x[start] = max(x[start : start + 16], key=abs)
+            ties = at_ties("e2m1", scale * tensor_scale, abs(x[start]))
+            x[start + 1 : start + 16] = (ties + x[start + 1 : start + 16])[:15]
+    # 2. the oracle's
     scales, tensor_scale, values = transformer_engine_nvfp4(rows)
     result = quantize_matrix(rows, get_format("nvfp4"))
     assert (result.scales, result.tensor_scale, result.values) == (scales, tensor_scale, values)
@@ -210,6 +251,10 @@ def test_nvfp4_by_hand():
 
 
 def test_nvfp4_of_zeros_and_of_vanishing_blocks():
+    element = FloatFormat(name="tiny", exponent_bits=2, mantissa_bits=1, bias=60, nan="none")
+    scaling = block_scaling((1, 2), "amax", arithmetic="encode", scale=get_format("e4m3"), tensor=TensorScale())
+    tiny = BlockFormat(name="tiny_two_level", element=element, scaling=scaling)
+    assert quantize_matrix([[3e38]], tiny).tensor_scale == 1.0  # the quotient is 0 in float32
     zero = row([0.0, -0.0], "nvfp4")
     assert zero.tensor_scale == 1.0 and zero.scales == [[0.0]] and zero.codes == [[0, 8]]
     result = row([1e30] * 16 + [1.0, -1.0], "nvfp4")  # the second block's scale underflows: largest codes, zero values
@@ -243,6 +288,12 @@ def test_zero_points_by_hand():
     assert result.scales == [[f32(3 / 15)]] and result.offsets == [[5]]
     assert result.codes == [[0, 5, 7, 15]]  # 0.5 / 0.2 = 2.5 rounds to 2
     assert result.values[0] == [f32(n * f32(0.2)) for n in (-5, 0, 2, 10)]
+
+
+def test_zero_points_are_rounded_to_nearest_and_scales_are_no_subnormals():
+    near = row([-1.0, 1.6], "uint4_g32_zp")  # the step is 0.1733, and 1 / 0.1733 = 5.77
+    assert near.offsets == [[6]] and near.codes == [[0, 15]]
+    assert row([1e-40, 0.0], "uint4_g32_zp").scales == [[2.0**-126]]
 
 
 def test_zero_points_of_one_sign():
@@ -286,6 +337,20 @@ def test_logfmt_of_one_magnitude_and_of_none():
     )
     none = row([0.0, -0.0, math.inf], "logfmt8")
     assert none.codes == [[0, 128, 0]] and none.scales == [[0.0]] == none.offsets
+
+
+def test_equal_values_of_a_tile_share_the_first_code():
+    """Between two neighbours of float32 a tile has many ranks and two values: codes and parities are the first's."""
+    above = 1 + 2.0**-23
+    for last in (above, 1 + 2.0**-22):
+        middle = (above + last) / 2 if last != above else 1 + 2.0**-24
+        x = [1.0, last, middle]
+        result = row(x, "logfmt8", input_dtype="float64", rounding="nearest_even")
+        values = [f32(math.exp(result.scales[0][0] * k)) for k in range(127)]  # of the codes from 1 on
+        low = f32(middle - 2.0**-24)
+        first, second = 1 + values.index(low), 1 + values.index(last)
+        assert result.codes[0][:2] == [1, second] and result.values[0][:2] == [1.0, last]
+        assert result.codes[0][2] == (second if first % 2 else first)
 
 
 def test_logfmt_to_odd():
