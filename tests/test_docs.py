@@ -7,6 +7,7 @@ import copy
 import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -111,6 +112,31 @@ def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) < 900
     assert f"| {len(fmtsim.list_recipes(kind='training'))} names: " in text
+
+
+def test_the_readme_names_what_the_package_requires():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    torch_version = next(name.removeprefix("torch>=") for name in project["dependencies"] if name.startswith("torch>="))
+    python_version = project["requires-python"].removeprefix(">=")
+    assert f"Python {python_version} and torch {torch_version} or later (2.11 or later under `torch.compile`)" in text
+    assert any(name.startswith("cuda-core") for name in project["optional-dependencies"]["cuda"])
+    assert project["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore:recipe te_nvfp4", "ignore::fmtsim.support.errors.PlanUnknownWarning")
+def test_the_recipes_of_the_table_of_machines_train_on_its_targets():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [HB]\d00.* \| (`.*`) \| `(\w+)`(.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 3
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    for names, target, remark in rows:
+        assert ("a guess" in str(fmtsim.explain_mm(x.half(), x.half().T, target=target))) == bool(remark)
+        for name in re.findall(r"`(\w+)`", names):
+            model = fmtsim.convert(nn.Linear(128, 128), recipe=name, target=target)
+            assert str(fmtsim.report(model).summary).startswith(f"{name} on {target}: ")
+            model(x).sum().backward()
+            assert model.weight.grad.isfinite().all() and model.weight.grad.any()
 
 
 def test_what_does_not_exist_is_found():

@@ -6,7 +6,7 @@ are fractions of Python integers, and ``float`` appears only as a container of v
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from fractions import Fraction
 from functools import cache
 
@@ -291,10 +291,12 @@ def _encode_log(x: Real, fmt: LogFormat, how: Rounding, word: int | None) -> int
     negative = x == x and is_negative(x)
     sign = int(negative) << (fmt.bits - 1)
     if x != x or x in (math.inf, -math.inf) or abs(Fraction(x)) >= values[top]:
-        return sign | top
+        return sign | bisect_left(values, values[top])  # the first of equal values
     magnitude = max(abs(Fraction(x)), Fraction(1))
     k = bisect_right(values, magnitude) - 1
-    return sign | k + takes_upper(magnitude, values[k], values[k + 1], middles[k], k % 2 == 1, negative, how, word)
+    odd = bisect_left(values, values[k]) % 2 == 1
+    k += takes_upper(magnitude, values[k], values[k + 1], middles[k], odd, negative, how, word)
+    return sign | bisect_left(values, values[k])
 
 
 @cache

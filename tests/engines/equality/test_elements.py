@@ -2,6 +2,8 @@
 """Casts of element formats by every engine: the oracle's bits at hard inputs, and each other's at many more."""
 
 import itertools
+import math
+from fractions import Fraction
 from functools import cache
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from fmtsim.casts.ops import code_dtype
 from fmtsim.engines.cpu.cast import codes as cpu_codes
 from fmtsim.engines.cpu.cast import engine as cpu_cast
+from fmtsim.formats import spec
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
+from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value
 from fmtsim.spec.cast import CastSpec, EncodedParts
@@ -157,6 +161,26 @@ def test_the_finest_logarithmic_format(engine):
     """The 4096 roots of two of this format take long to compute in the format's own record."""
     for rounding in ROUNDINGS:
         check_elements(engine, get_format("lns16_g2048"), rounding, "saturate", "float32")
+
+
+def test_logarithmic_values_that_share_a_float32_share_the_first_code(monkeypatch):
+    """2**(k / 2**23) has the same float32 for k = 1 and 2, and for 4 and 5; its roots take long to compute."""
+    values = [1 + n * 2.0**-23 for n in (0, 1, 1, 2, 3, 3, 4, 5)]
+    middles = [1 + (k + 0.5) * math.log(2) * 2.0**-23 for k in range(7)]
+    monkeypatch.setattr(spec, "_log_values", lambda gamma, count, step, bits: tuple(
+        values if bits == 24 else [middle for middle in middles for _ in range(2)]))  # fmt: skip
+    monkeypatch.setattr(oracle, "_log_magnitudes", lambda fmt: [Fraction(value) for value in values])
+    monkeypatch.setattr(oracle, "_log_thresholds", lambda fmt: [Fraction(middle) for middle in middles])
+    fmt = LogFormat(name="close", bits=4, gamma=1 << 23)
+    x = [1 + n * 2.0**-24 for n in range(11)]
+    by_hand = {"nearest_even": [0, 1, 1, 1, 3, 4, 4, 4, 6, 6, 7], "to_odd": [0, 1, 1, 1, 3, 3, 4, 6, 6, 7, 7]}
+    for rounding in DETERMINISTIC:
+        codes = [encode_value(v, fmt, rounding) for v in x]
+        assert codes == by_hand.get(rounding.mode, codes), rounding
+        cast = CastSpec(format=fmt, rounding=rounding, overflow="saturate")
+        for engine in map(Engine, ("torch", "cpu")):
+            found = engine.encode(torch.tensor(x, dtype=torch.float64), cast, None)
+            assert found.codes.tolist() == codes, (engine.name, rounding)
 
 
 # Many numbers: the CPU's kernels against torch operations.
