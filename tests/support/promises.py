@@ -43,8 +43,8 @@ def sentences(text: str, letter: str = "") -> dict[str, str]:
         elif re.search(r"[a-z]", block):
             block = re.sub(r"^(?:[-*]|\d+\.) ", "", block)
             lines = [block] if block.startswith("|") else _ENDS.split(block)
-            for place, sentence in enumerate(lines, place + 1):
-                numbered[f"{letter}{section}.{place}"] = sentence
+            numbered |= {f"{letter}{section}.{place + i}": sentence for i, sentence in enumerate(lines, 1)}
+            place += len(lines)
     return numbered
 
 
