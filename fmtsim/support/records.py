@@ -161,26 +161,26 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return text if text.isprintable() else shown(text)
 
 
-def read_json(path: str | os.PathLike[str], error: type[FmtsimError], what: str) -> Any:
-    """Return what a JSON file holds: no key twice, no NaN, no infinity.
+def read_json(path: str | os.PathLike[str], error: type[FmtsimError], what: str, *, nan: bool = False) -> Any:
+    """Return what a JSON file holds: no key twice, no NaN, no infinity (with ``nan`` they are numbers).
 
     Raises:
         error: It cannot be read, or is not JSON; ``what`` is what it should have been.
     """
     try:
-        return parse_json(read_file(path, error, LARGEST_FILE).decode("utf-8"))
+        return parse_json(read_file(path, error, LARGEST_FILE).decode("utf-8"), nan)
     except ValueError as failure:
         if isinstance(failure, error):
             raise
         raise error(f"{shown_path(path)} is not a valid {what}: {failure}") from None
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, nan: bool = False) -> Any:
     """Return what JSON says; raise ValueError where it says nothing, or one thing twice."""
     if not isinstance(text, str):
         raise ValueError(f"{shown(text)} is not text")
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=None if nan else _constant)
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} objects or lists inside each other") from None
     check_depth(value)
@@ -209,12 +209,12 @@ def check_depth(value: Any, room: int = DEEPEST) -> None:
 
 
 @contextmanager
-def located(path: str) -> Iterator[None]:
-    """Put the way to a field before what its record says is wrong."""
+def located(path: str, kind: type[FmtsimError] | None = None) -> Iterator[None]:
+    """Put the way to a field before what its record says is wrong, as an error of another kind if one is passed."""
     try:
         yield
     except FmtsimError as error:
-        raise at(path, type(error), str(error)) from None
+        raise at(path, kind or type(error), str(error)) from None
 
 
 def at(path: str, error: type[FmtsimError], text: str) -> FmtsimError:

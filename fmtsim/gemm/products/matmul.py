@@ -76,6 +76,7 @@ def mm(
         b: [K, N], likewise.
         out_dtype: dtype of the result. None takes the operands', or the accumulator's where they are narrower. A GPU
             with its library gives the operands' dtype, or float32 for 16-bit operands, as torch does.
+            A wider one holds the accumulator's values: float64 from a float32 accumulator is rounded to float32 before.
         target: What computes: a GPU with its library (``"h200"``, the path of a plan file, a ``Target``); a matrix unit
             alone (``"hopper.wgmma"``, one of ``fmtsim.list_units()``, a ``Unit``), where all of K is one chain; or a
             datapath (a ``Datapath`` record or its JSON).

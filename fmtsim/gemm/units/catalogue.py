@@ -331,7 +331,7 @@ def _plain() -> Iterator[Unit]:
     exact = Datapath(block=None, fraction_bits=None, rounding=NEAREST)
     yield Unit(
         name="exact",
-        description="The exact sum of all products and the addend, rounded once.",
+        description="The exact sum of all products and the addend, rounded once to float32, or to float64 (fp64).",
         modes=(
             _mode(None, "fp32", exact, "defined", "no unit is better"),
             _mode(None, "fp64", replace(exact, accumulator=_float("fp64")), "defined", "no unit is better"),

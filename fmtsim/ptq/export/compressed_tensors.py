@@ -5,14 +5,16 @@ Names and shapes are those of compressed-tensors 0.20 (``compressors/``); the te
 """
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fmtsim.casts.quantize import decode
 from fmtsim.formats.packing import pack, unpack
+from fmtsim.ptq.export.stored import PLAIN, Layout, StoredLayer
 from fmtsim.ptq.export.weights import CodedWeight
+from fmtsim.support.errors import DataError
+from fmtsim.support.records import check_items
 
 _CHOICES = "choose int4_g32, int8_token, e4m3_static, mxfp4_dynamic, mxfp8_dynamic or nvfp4_static"
 Tensors = dict[str, Tensor]
@@ -87,7 +89,7 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
     """
     assert weight.tensor_scale is not None
     scale, block_scale = weight.tensor_scale, _scales(weight)
-    expected = _exact(weight.elements, block_scale, scale).bfloat16()
+    expected = exact(weight.elements, block_scale, scale).bfloat16()
     candidates = _reciprocals(scale)
     counts = [int((_decoded(weight.elements, block_scale, g) != expected).sum()) for g in candidates]
     different = min(counts)
@@ -122,7 +124,7 @@ def _decoded(elements: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     return spread_over(elements.float(), scale / global_scale).bfloat16()
 
 
-def _exact(elements: Tensor, scale: Tensor, tensor_scale: Tensor) -> Tensor:
+def exact(elements: Tensor, scale: Tensor, tensor_scale: Tensor) -> Tensor:
     """Return element times both scales, rounded once to float32."""
     return (spread_over(elements.double(), scale.double()) * tensor_scale.double()).float()
 
@@ -177,28 +179,59 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
     return json.dumps({**config, "quantization_config": quantization}, indent=2, default=str) + "\n"
 
 
-def values_of(tensors: Tensors, scheme: dict[str, Any]) -> Tensor:
-    """Return the weight of a layer's tensors and scheme, float32."""
-    bits, scale = scheme["weights"]["num_bits"], tensors["weight_scale"]
-    layout = scheme["format"]
-    if layout.startswith("nvfp4"):
-        packed = tensors["weight_packed"]
-        elements = decode(unpack(packed, 4, packed.shape[1] * 2), "e2m1").float()
-        return _exact(elements, decode(scale, "e4m3").float(), 1 / tensors["weight_global_scale"])
-    if layout == "pack-quantized":
-        rows, columns = tensors["weight_shape"].tolist()
-        codes = unpack(
-            tensors["weight_packed"].reshape(rows, -1).view(torch.uint8)[:, : -(-columns * bits // 8)], bits, columns
-        )
-        elements = codes.float() - (1 << bits - 1)
-    elif layout.startswith("mx"):
-        element = {4: "e2m1", 6: "e2m3", 8: "e4m3"}[bits]
-        packed = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"].view(torch.uint8)
-        elements = decode(unpack(packed, bits, packed.shape[1] * 8 // bits), element).float()
-        scale = decode(scale, "e8m0").float()
-    else:
-        elements = tensors["weight"].float() if layout == "int-quantized" else decode(tensors["weight"], "e4m3").float()
-    return spread_over(elements, scale)
+_F8, _U8 = torch.float8_e4m3fn, torch.uint8
+_LAYOUTS = {
+    "int-quantized": Layout("weight", torch.int8, (8,), ""),
+    "pack-quantized": Layout("weight_packed", torch.int32, tuple(range(1, 9)), ""),
+    "float-quantized": Layout("weight", _F8, (8,), "e4m3"),
+    "mxfp4-pack-quantized": Layout("weight_packed", _U8, (4,), "e2m1", _U8, "e8m0"),
+    "mxfp6-pack-quantized": Layout("weight_packed", _U8, (6,), "e2m3", _U8, "e8m0"),
+    "mxfp8-quantized": Layout("weight", _F8, (8,), "e4m3", _U8, "e8m0"),
+    "nvfp4-pack-quantized": Layout("weight_packed", _U8, (4,), "e2m1", _F8, "e4m3"),
+}
+_GROUP = {"targets": list[str], "format": Literal[*_LAYOUTS], "weights": dict}  # type: ignore[valid-type]
+_STRATEGY = Literal["tensor", "channel", "group", "tensor_group", "block"]
+_SIZES: dict[str, Any] = {"group": {"group_size": int}, "block": {"block_structure": list[int]}}
+
+
+def groups_of(config: Any) -> dict[str, Any]:
+    """Return the groups of a config.json by the way to them; ArgumentError names a field that is wrong."""
+    way = "quantization_config"
+    check_items(config, {way: dict}, "config.json")
+    check_items(config[way], {"quant_method": Literal["compressed-tensors"], "config_groups": dict}, way)
+    groups = {f"{way}.config_groups.{name}": group for name, group in config[way]["config_groups"].items()}
+    for way, group in groups.items():
+        check_items(group, _GROUP, way)
+        layout = _LAYOUTS[group["format"]]
+        kind = Literal["float"] if layout.element else Literal["int"]
+        fields = {"strategy": _STRATEGY, "num_bits": Literal[layout.bits], "type": kind}  # type: ignore[valid-type]
+        check_items(group["weights"], fields | dict(symmetric=Literal[True], dynamic=Literal[False]), f"{way}.weights")
+        sizes = _SIZES.get(group["weights"]["strategy"].removeprefix("tensor_"), {})
+        check_items(group["weights"], sizes, f"{way}.weights")
+    return groups
+
+
+def values_of(layer: StoredLayer, scheme: dict[str, Any]) -> Tensor:
+    """Return the weight of a layer's tensors and scheme, float32; DataError names a tensor that does not fit."""
+    layout, weights = _LAYOUTS[scheme["format"]], scheme["weights"]
+    block = {"tensor": (None, None), "channel": (1, None), "block": weights.get("block_structure")}.get(
+        weights["strategy"], (1, weights.get("group_size"))
+    )
+    packed_integers = layout.dtype == torch.int32
+    elements = _integers_of(layer, weights["num_bits"]) if packed_integers else layer.elements(layout)
+    scale = layer.scales("weight_scale", layout, elements.shape, block)
+    if layout.scale_format != "e4m3":
+        return spread_over(elements, scale)
+    return exact(elements, scale, 1 / layer.scales("weight_global_scale", PLAIN, elements.shape, (None, None)))
+
+
+def _integers_of(layer: StoredLayer, bits: int) -> Tensor:
+    words, shape = layer.tensor("weight_packed", torch.int32), layer.tensor("weight_shape", torch.int64, 1).tolist()
+    if len(shape) != 2 or (shape[0], -(-shape[1] * bits // 32)) != words.shape:
+        place = f"tensor '{layer.prefix}weight_shape'"
+        raise DataError(f"{place} is {shape}, of which {tuple(words.shape)} words do not hold codes of {bits} bits")
+    codes = words.contiguous().view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
+    return unpack(codes, bits, shape[1]).float() - (1 << bits - 1)
 
 
 def spread_over(elements: Tensor, scale: Tensor) -> Tensor:

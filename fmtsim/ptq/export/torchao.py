@@ -5,15 +5,17 @@ Classes and their fields are those of torchao 0.18 (``prototype/safetensors``); 
 """
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fmtsim.casts.quantize import decode
-from fmtsim.formats.packing import pack, unpack
-from fmtsim.ptq.export.compressed_tensors import spread_over
+from fmtsim.formats.packing import pack
+from fmtsim.ptq.export.compressed_tensors import exact, spread_over
+from fmtsim.ptq.export.stored import PLAIN, Layout, StoredLayer
 from fmtsim.ptq.export.weights import CodedWeight
+from fmtsim.support.errors import DataError, shown
+from fmtsim.support.records import check_items
 
 _CHOICES = "choose int4_g32, int8_token, e4m3_token, mxfp4_weights or nvfp4_weights, or another layout="
 _NVFP4 = "choose nvfp4_weights, or nvfp4_static with layout='compressed-tensors'"
@@ -134,16 +136,34 @@ def metadata_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {"tensor_names": json.dumps(list(records))} | {name: json.dumps(record) for name, record in records.items()}
 
 
-def values_of(tensors: Tensors, record: dict[str, Any]) -> Tensor:
-    """Return the weight of a record's tensors, float32."""
-    qdata, scale, kind = tensors["qdata"], tensors["scale"], record["_type"]
-    if kind in ("MXTensor", "NVFP4Tensor"):
-        small = qdata.dtype == torch.uint8
-        codes = unpack(qdata, 4, qdata.shape[1] * 2) if small else qdata.view(torch.uint8)
-        elements = decode(codes, "e2m1" if small else "e4m3").float()
-        scale = decode(scale.view(torch.uint8), "e4m3" if kind == "NVFP4Tensor" else "e8m0").float()
-    else:
-        elements = decode(qdata, "e4m3").float() if qdata.dtype == torch.float8_e4m3fn else qdata.float()
-    if "per_tensor_scale" not in tensors:
+_F8 = torch.float8_e4m3fn
+_LAYOUTS = {
+    "Int8Tensor": Layout("qdata", torch.int8, (8,), ""),
+    "IntxUnpackedToInt8Tensor": Layout("qdata", torch.int8, (8,), ""),
+    "Float8Tensor": Layout("qdata", _F8, (8,), "e4m3"),
+    "MXTensor": Layout("qdata", _F8, (8,), "e4m3", torch.float8_e8m0fnu, "e8m0"),
+    "NVFP4Tensor": Layout("qdata", torch.uint8, (4,), "e2m1", _F8, "e4m3"),
+}
+_RECORD = {"_type": Literal[*_LAYOUTS], "_data": dict, "_tensor_data_names": list[str]}  # type: ignore[valid-type]
+
+
+def values_of(layer: StoredLayer, record: Any) -> Tensor:
+    """Return the weight of a record's tensors, float32; an error names a field or tensor that does not fit."""
+    check_items(record, _RECORD, "its record")
+    fields, layout = record["_data"], _LAYOUTS[record["_type"]]
+    check_items(fields, {"block_size": int | list[int]}, "_data")
+    if layout.scale_format:
+        check_items(fields, {"is_swizzled_scales": Literal[False]}, "_data")
+    if layout.scale_format == "e8m0":
+        small, other = (_dtype(dtype) for dtype in (torch.float4_e2m1fn_x2, _F8))
+        if fields.get("elem_dtype") == small:
+            layout = layout._replace(dtype=torch.uint8, bits=(4,), element="e2m1")
+        elif fields.get("elem_dtype") != other:
+            raise DataError(f"_data has 'elem_dtype': {shown(fields.get('elem_dtype'))}; expected {small} or {other}")
+    if any(point.any() for name, point in layer.tensors.items() if name == "zero_point"):
+        raise DataError(f"tensor '{layer.prefix}zero_point' has numbers other than 0; fmtsim.export writes none")
+    block, elements = fields["block_size"], layer.elements(layout)
+    scale = layer.scales("scale", layout, elements.shape, [1, block] if isinstance(block, int) else block)
+    if layout.scale_format != "e4m3":
         return spread_over(elements, scale)
-    return (spread_over(elements.double(), scale.double()) * tensors["per_tensor_scale"].double()).float()
+    return exact(elements, scale, layer.scales("per_tensor_scale", PLAIN, elements.shape, (None, None)))

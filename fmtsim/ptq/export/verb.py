@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """export and read_export: files of compressed-tensors, torchao and GGUF, with the codes that fmtsim rounded to."""
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
+from fmtsim.ptq.export.stored import StoredLayer
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import write_file, write_folder
+from fmtsim.support.records import located, parse_json, read_json
 
 Layout = Literal["compressed-tensors", "torchao", "gguf"]
 _TAGS = {
@@ -169,40 +171,62 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
             names are those in the file.
 
     Raises:
-        DataError: There is no such file, or it is another thing.
+        DataError: There is no such file, it is another thing, or a field or a tensor is not what ``export`` writes;
+            the message names the file and the field.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise DataError(f"path={shown(path)} is not a path; pass what fmtsim.export wrote, a folder or a file")
     path = Path(path).expanduser()
     if path.is_dir():
         return _read_compressed(path)
     if path.suffix == ".gguf":
         return gguf.read(path)
     tensors, metadata = _read(path)
-    try:
-        records = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
-    except (KeyError, ValueError):
-        raise DataError(f"{path} has no tensors of torchao; pass what fmtsim.export wrote") from None
-    values = {}
-    for name, record in records.items():
-        layer = name.removesuffix(".weight")
-        parts = {part: tensors[torchao.named(layer, part)] for part in record.get("_tensor_data_names", ())}
-        values[name] = torchao.values_of(parts, record) if parts else tensors[name]
+    names, values = _json(path, metadata, "tensor_names", list), {}
+    for name in names:
+        record = _json(path, metadata, name, dict)
+        if record == {"_type": "Tensor"} and name in tensors:
+            values[name] = tensors[name]
+            continue
+        with located(f"{path}: {name!r}", DataError):
+            prefix = torchao.named(name.removesuffix(".weight"), "")
+            values[name] = torchao.values_of(StoredLayer(prefix, _after(prefix, tensors)), record)
     return values
+
+
+def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any:
+    """Return what an entry of a torchao file's metadata says."""
+    try:
+        value = parse_json(metadata[name])
+    except (KeyError, TypeError, ValueError):
+        value = None
+    if not isinstance(value, kind):
+        raise DataError(f"{path} has no tensors of torchao ({shown(name)}); pass what fmtsim.export wrote")
+    return value
+
+
+def _after(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix by what follows it."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _read_compressed(path: Path) -> dict[str, Tensor]:
     tensors, _ = _read(path / _FILES[0])
-    try:
-        groups = json.loads((path / _FILES[1]).read_text())["quantization_config"]["config_groups"].values()
-    except (OSError, ValueError, KeyError):
-        raise DataError(f"{path / _FILES[1]} has no quantization_config; pass what fmtsim.export wrote") from None
+    config = read_json(path / _FILES[1], DataError, "config.json", nan=True)  # a model's own fields may be infinite
     values = dict(tensors)
-    for group in groups:
-        for layer in group["targets"]:
-            layer_tensors = {
-                name.removeprefix(f"{layer}."): values.pop(name) for name in tensors if name.startswith(f"{layer}.")
-            }
-            values[f"{layer}.weight"] = compressed_tensors.values_of(layer_tensors, group)
-            values |= {f"{layer}.bias": layer_tensors["bias"]} if "bias" in layer_tensors else {}
+    with located(str(path / _FILES[1]), DataError):
+        for way, group in compressed_tensors.groups_of(config).items():
+            for layer in group["targets"]:
+                prefix = f"{layer}."
+                parts = _after(prefix, values)
+                with located(way):
+                    weight = compressed_tensors.values_of(StoredLayer(prefix, parts), group)
+                values = {name: t for name, t in values.items() if not name.startswith(prefix)}
+                values[f"{layer}.weight"] = weight
+                values |= {f"{layer}.bias": parts["bias"]} if "bias" in parts else {}
+        code = next((name for name in values if name.endswith((".weight_packed", ".weight_scale"))), None)
+        if code is not None:
+            raise DataError(f"quantization_config.config_groups: no targets name the layer of tensor {code!r}")
     return values
 
 
@@ -210,6 +234,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     stored, metadata = read_tensors(path)
     tensors = {}
     for name, (tag, shape, data) in stored.items():
+        if tag not in _DTYPES:
+            raise DataError(f"{path}: tensor {name!r} is {tag}; expected one of {', '.join(_DTYPES)}")
         raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
         tensors[name] = raw.view(_DTYPES[tag]).reshape(shape)
     return tensors, metadata

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -262,10 +263,12 @@ def test_names_are_for_gguf(tmp_path):
 
 def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     write_tensors(tmp_path / "m.safetensors", {"a": StoredTensor("U8", (1,), b"0")}, {})
-    with pytest.raises(DataError, match=r"m.safetensors has no tensors of torchao; pass what fmtsim.export wrote"):
+    with pytest.raises(
+        DataError, match=r"m.safetensors has no tensors of torchao .'tensor_names'.; pass what fmtsim.export wrote"
+    ):
         fmtsim.read_export(tmp_path / "m.safetensors")
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes())
-    refused(r"config.json has no quantization_config", fmtsim.read_export, tmp_path, error=DataError)
+    refused(r"cannot read .*config.json: No such file", fmtsim.read_export, tmp_path, error=DataError)
     (tmp_path / "m.gguf").write_bytes(b"not a file of ggml")
     refused(r"m.gguf is not a GGUF file that can be read", fmtsim.read_export, tmp_path / "m.gguf", error=DataError)
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -292,3 +295,113 @@ def test_a_state_says_what_weights_were_rounded_with_and_older_ones_do_not():
         refused(message, fmtsim.load_state, net(), {**state, "weights": weights}, error=FmtsimError)
     older = fmtsim.load_state(net(), {name: value for name, value in state.items() if name != "weights"})
     refused(r"no linear layer with a quantised weight; call fmtsim.ptq", fmtsim.export, older, "never", "torchao")
+
+
+def exported(tmp_path, scheme="int4_g32", layout="compressed-tensors"):
+    path = tmp_path / f"m{ENDS[layout]}"
+    fmtsim.export(quantised(scheme), path, layout)
+    return path
+
+
+WRONG = (None, "x", -1, 0, 3, 1.5, True, False, [], ["x"], {}, {"x": 1}, [1, 2], "block", "channel", 10**30)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "int8_token", "e4m3_static", "mxfp4_dynamic", "nvfp4_weights"])
+def test_a_wrong_field_of_config_json_is_named_with_the_file(tmp_path, scheme):
+    """Each field in turn is left out or holds something else: an error names file and field, or values are right."""
+    path = exported(tmp_path, scheme) / "config.json"
+    good, expected, refusals = path.read_text(), fmtsim.read_export(path.parent), Counter()
+
+    def places(tree):
+        for key, value in tree.items():
+            yield tree, key
+            yield from places(value) if isinstance(value, dict) else ()
+
+    for number in range(len(list(places(json.loads(good))))):
+        for value in (..., *WRONG):
+            config = json.loads(good)
+            holder, key = list(places(config))[number]
+            holder[key] = value
+            if value is ...:
+                del holder[key]
+            path.write_text(json.dumps(config))
+            try:
+                values = fmtsim.read_export(path.parent)
+            except DataError as error:
+                assert str(path) in str(error), f"{key}={value!r}: {error}"
+                refusals[key] += 1
+            else:
+                assert set(values) == set(expected) and all(torch.equal(values[n], x) for n, x in expected.items()), key
+    assert refusals.keys() >= {"quantization_config", "config_groups", "group_0", "targets", "weights", "num_bits",
+                               "type", "symmetric", "strategy", "dynamic", "format", "quant_method"}  # fmt: skip
+    assert not refusals.keys() & {"ignore", "kv_cache_scheme", "quantization_status", "input_activations"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "old", "new", "message"),
+    [
+        ("int4_g32", '"num_bits": 4', '"num_bits": 5', r"'0.weight_shape' is \[96, 64\], of which \(96, 8\) words"),
+        ("int4_g32", '"group_size": 32', '"group_size": 64', r"'0.weight_scale' of shape \(96, 2\) is not"),
+        ("int4_g32", '"group_size": 32', '"size": 32', r"group_0.weights has no 'group_size'; pass what was saved"),
+        ("int4_g32", '"0",', '"1",', r"config_groups.group_0: tensor '1.weight_packed' is missing; its layer has none"),
+        ("int4_g32", '"0",', "", r"no targets name the layer of tensor '0.weight_packed'"),
+        ("int4_g32", '"pack-q', '"int-q', r"'num_bits': 4; it should be 8"),
+        ("int8_token", '"int-q', '"pack-q', r"group_0: tensor '0.weight_packed' is missing; its layer has bias"),
+        ("int8_token", '"channel"', '"tensor"', r"'0.weight_scale' of shape \(96, 1\) is not a scale"),
+        ("mxfp4_dynamic", '"mxfp4-pack', '"nvfp4-pack', r"'0.weight_scale' is torch.uint8 of .*; expected torch.fl"),
+        ("e4m3_static", '"symmetric": true', '"symmetric": 1', r"has 'symmetric': 1; it should be True"),
+    ],
+)  # fmt: skip
+def test_a_config_that_does_not_fit_the_tensors_is_refused(tmp_path, scheme, old, new, message):
+    path = exported(tmp_path, scheme) / "config.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    refused(rf"{path}: .*{message}", fmtsim.read_export, path.parent, error=DataError)
+
+
+def test_a_models_own_config_may_hold_infinities(tmp_path):
+    path = exported(tmp_path)
+    expected = fmtsim.read_export(path)
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(text.replace("{", '{"limit": Infinity,', 1))
+    values = fmtsim.read_export(path)
+    assert set(values) == set(expected) and all(torch.equal(values[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "message"),
+    [
+        ("int4_g32", {"block_size": [1, 64]}, r"'0._weight_scale' of shape \(96, 2\) is not a scale"),
+        ("int4_g32", {"block_size": [32]}, r"is not a scale for each block of 32 of a weight of 96 x 64"),
+        ("mxfp4_weights", {"is_swizzled_scales": True}, r"_data has 'is_swizzled_scales': True; it should be False"),
+        ("mxfp4_weights", {"elem_dtype": "fp4"}, r"_data has 'elem_dtype': 'fp4'; expected \{'_type': 'torch.dtype'"),
+        ("mxfp4_weights", {"_type": "NVFP4Tensor"}, r"'0._weight_scale' is torch.float8_e8m0fnu .*; expected to"),
+        ("mxfp4_weights", {"_type": "Other"}, r"has '_type': 'Other'; it should be 'Int8Tensor' or"),
+        ("nvfp4_weights", {"zero": "per_tensor_scale"}, r"'0._weight_per_tensor_scale' is missing"),
+        ("int4_g32", {"ones": "zero_point"}, r"'0._weight_zero_point' has numbers other than 0"),
+    ],
+)  # fmt: skip
+def test_a_record_of_torchao_that_does_not_fit_the_tensors_is_refused(tmp_path, scheme, change, message):
+    path = exported(tmp_path, scheme, "torchao")
+    tensors, metadata = read_tensors(path)
+    record = json.loads(metadata["0.weight"])
+    if "zero" in change:
+        del tensors[f"0._weight_{change['zero']}"]
+    elif "ones" in change:
+        name = f"0._weight_{change['ones']}"
+        tensors[name] = tensors[name]._replace(data=bytes([1]) * len(tensors[name].data))
+    elif "_type" in change:
+        record |= change
+    else:
+        record["_data"] |= change
+    write_tensors(path, tensors, metadata | {"0.weight": json.dumps(record)})
+    refused(rf"{path}: '0.weight': .*{message}", fmtsim.read_export, path, error=DataError)
+
+
+def test_what_is_no_path_or_no_dtype_of_exports_is_refused(tmp_path):
+    for value in (None, 3, b"m", torch.zeros(2)):
+        refused(r"is not a path; pass what fmtsim.export wrote, a folder or a file", fmtsim.read_export, value,
+                error=DataError)  # fmt: skip
+    write_tensors(tmp_path / "m", {"a": StoredTensor("F4", (2,), b"0")}, {"tensor_names": "[]"})
+    refused(r"m: tensor 'a' is F4; expected one of F64, ", fmtsim.read_export, tmp_path / "m", error=DataError)
