@@ -13,10 +13,10 @@ import resource
 import sys
 import time
 
-from tools.fuzz import calls, files, models, runs, verbs
+from tools.fuzz import calls, files, models, runs, saved, verbs
 from tools.fuzz.target import Report
 
-TARGETS = [*files.TARGETS, *runs.TARGETS, *calls.TARGETS]  # models and verbs fill those of calls
+TARGETS = [*files.TARGETS, *runs.TARGETS, *saved.TARGETS, *calls.TARGETS]  # models and verbs fill those of calls
 assert models and verbs
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, kind_from_list, kind_to_list
 from fmtsim.support.errors import DataError
 from fmtsim.support.files import StrPath, write_file
+from fmtsim.support.records import parse_json
 
 MAGIC: Final = b"fmtsim learned 1"
 _HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
@@ -226,7 +227,7 @@ class Learned:
                 raise ValueError("its first bytes or its checksum are wrong")
             text = zlib.decompressobj().decompress(content[_HEAD.size : _HEAD.size + header], LARGEST)
             groups = []
-            for kinds, batched, choices, *counts, begin, size in json.loads(text):
+            for kinds, batched, choices, *counts, begin, size in parse_json(text.decode()):
                 record = Group(tuple(map(kind_from_list, kinds)), batched, tuple(Choice(*c) for c in choices), *counts)
                 groups.append((record, begin, size))
         except OSError as error:

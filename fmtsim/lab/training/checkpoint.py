@@ -14,6 +14,7 @@ from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_conten
 from fmtsim.lab.training.run import Parts, Run
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.files import write_folder
+from fmtsim.support.records import parse_json
 
 _LAYOUT = "training checkpoint 4"
 _TENSOR = "$tensor"  # stands in the JSON for a tensor, by its name
@@ -68,7 +69,9 @@ class Checkpoint:
         if metadata.get("fmtsim") != _LAYOUT:
             raise DataError(f"{self.path} is not a checkpoint of this version; delete it, or choose another --out")
         try:
-            state = _joined(json.loads(metadata["state"]), {name: _loaded(one) for name, one in stored.items()})
+            state = _joined(
+                parse_json(metadata["state"], nan=True), {name: _loaded(one) for name, one in stored.items()}
+            )
             other = next(_differences(state["settings"], self.settings), None)
             if other is None:
                 return self._take(state)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lay runs of ``fmtsim train`` over each other in one report: curves, gaps, what differs, and a verdict over seeds."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from fmtsim.lab.analysis.page.page import flat
 from fmtsim.lab.training.artifacts import RECORD, REPORT
 from fmtsim.lab.training.verdict import Words, verdict, verdict_of_seeds
 from fmtsim.support.errors import ArgumentError, DataError, first_line
+from fmtsim.support.records import parse_json
 
 Record = Mapping[str, Any]
 _OWN = ("ran.command", "ran.date", "ran.duration", "config.seed")  # of each run, whatever is compared
@@ -25,7 +25,7 @@ def read_record(folder: Path) -> Record:
     """
     path = folder / RECORD
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"), nan=True)
         if not all(record[run]["losses"] for run in ("baseline", "simulated")) or not record["ran"]:
             raise ValueError("it has no losses")
     except OSError:
@@ -43,7 +43,7 @@ def overlay(folders: Sequence[Path]) -> str:
 
     Raises:
         ArgumentError: One folder, or one twice.
-        DataError: A folder has no record.
+        DataError: A folder has no record, or a damaged one.
     """
     if len(set(folders)) < max(2, len(folders)):
         raise ArgumentError(
@@ -55,6 +55,16 @@ def overlay(folders: Sequence[Path]) -> str:
         for folder in folders
     ]
     records = dict(zip(names, map(read_record, folders), strict=True))
+    try:
+        return _page(names, records)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        places = ", ".join(str(folder / RECORD) for folder in folders)
+        raise DataError(
+            f"one of {places} is damaged ({type(error).__name__}: {first_line(error)}); train it again"
+        ) from error
+
+
+def _page(names: Sequence[str], records: Mapping[str, Record]) -> str:
     curves: dict[str, list[float]] = {}
     against: dict[str, str] = {}
     for run in ("baseline", "simulated"):

@@ -29,6 +29,7 @@ from fmtsim.lab.training.schemes import CLIP, FINAL_SHARE, HIGH_PRECISION, Schem
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes import Recipe, get_recipe, list_recipes
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, did_you_mean, shown
+from fmtsim.support.records import check_items, check_types, parse_json
 
 
 def sharpness(logits: Tensor, targets: Tensor, eps: float = 5e-4) -> Tensor:
@@ -145,7 +146,7 @@ class SweepRun:
     @classmethod
     def of_line(cls, line: str) -> "SweepRun":
         """Return the run that a line describes."""
-        record = json.loads(line)
+        record = parse_json(line)
         point = Point(*(record.pop(name) for name in Point._fields))
         losses = tuple(_number(loss) for loss in record.pop("losses"))
         looks = tuple((step, _number(value)) for step, value in record.pop("sharpness"))
@@ -153,7 +154,10 @@ class SweepRun:
         values: dict[str, Any] = {
             "losses": losses, "sharpness": looks, "tasks": tasks, "validation": _number(record.pop("validation")),
         }  # fmt: skip
-        return cls(point=point, **values, **record)
+        run = cls(point=point, **values, **record)
+        check_items(point._asdict(), Point.__annotations__, "it")
+        check_types(run)
+        return run
 
 
 def scheme_of(text: str) -> Scheme:

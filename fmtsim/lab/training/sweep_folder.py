@@ -21,6 +21,7 @@ from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.files import write_file, write_folder
 from fmtsim.support.progress import Progress
+from fmtsim.support.records import parse_json, read_file
 
 RUNS, SETTINGS = "runs.jsonl", "sweep.json"
 
@@ -61,7 +62,7 @@ def read_runs(folder: Path) -> list[SweepRun]:
         DataError: A line is no run.
     """
     path = folder / RUNS
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = read_file(path, DataError).decode("utf-8", "replace") if path.exists() else ""
     whole = text.splitlines(keepends=True)
     runs = []
     for number, line in enumerate(whole, 1):
@@ -86,7 +87,7 @@ def _check_settings(out: Path, config: SweepConfig, corpus: Corpus, schemes: Ite
     }  # fmt: skip
     definitions = {name: _definition(name) for name in sorted(schemes)}
     try:
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now | {"schemes": {}}
+        before = parse_json(path.read_text(encoding="utf-8")) if path.exists() else now | {"schemes": {}}
         earlier = before.pop("schemes")
         pairs = [(f"scheme {name}", earlier[name], definitions[name]) for name in definitions if name in earlier]
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

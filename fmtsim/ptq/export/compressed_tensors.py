@@ -28,7 +28,7 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
         coded = stored, "nvfp4-pack-quantized"
     elif weight.is_integer:
         coded = _integers(weight)
-    elif weight.is_element("e4m3") and weight.block != (1, 32):
+    elif weight.is_element("e4m3") and not weight.is_mx("e4m3"):
         coded = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
     else:
         coded = _microscaled(weight)
