@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees that say what cuBLASLt most likely chooses: the file, walking it, and targets that follow it."""
 
+import struct
 import zlib
 
 import numpy as np
@@ -103,6 +104,16 @@ def test_damaged_files(tmp_path, damage):
     with pytest.raises(DataError, match="holds no trees that fmtsim reads .*; make it with calibrate --learn"):
         Learned.open(path).find(Question(BF16, 0, 64, 64, 64))
     refused("No such file; fmtsim calibrate --learn makes one", Learned.open, tmp_path / "none", error=DataError)
+
+
+def test_a_header_of_lists_without_end(tmp_path):
+    header = zlib.compress(b"[" * 100_000)
+    path = tmp_path / "a.trees"
+    path.write_bytes(struct.pack("<16sII", b"fmtsim learned 1", len(header), zlib.crc32(header)) + header)
+    with pytest.raises(
+        DataError, match="holds no trees that fmtsim reads .more than 64 objects or lists inside each other"
+    ):
+        Learned.open(path).find(Question(BF16, 0, 64, 64, 64))
 
 
 def test_a_tree_that_does_not_end(tmp_path):

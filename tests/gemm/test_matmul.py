@@ -122,6 +122,15 @@ def test_float64():
     assert_same_bits(fmtsim.mm(a, b, target="hopper.mma"), expected)
 
 
+def test_a_float64_result_holds_the_accumulators_values():
+    a = torch.tensor([[1.0, 2.0**-13]], dtype=torch.float16)
+    results = [
+        fmtsim.mm(a, a.t(), target="exact", out_dtype=torch.float64, accumulate=x) for x in (None, "fp32", "fp64")
+    ]
+    assert [y.item() - 1 for y in results] == [0.0, 0.0, 2.0**-26]
+    assert "rounded once to float32, or to float64 (fp64)" in get_unit("exact").description
+
+
 def test_own_datapath_and_random_words():
     a, b = pair()
     assert_same_bits(fmtsim.mm(a, b, target=Datapath(block=4, fraction_bits=10)),

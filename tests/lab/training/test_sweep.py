@@ -136,8 +136,22 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path, corpus):
         run_sweep(CONFIG, POINTS, corpus, tmp_path, Progress())
 
 
-def test_a_line_that_is_no_run_is_named(tmp_path):
-    (tmp_path / RUNS).write_text(made().to_line() + "{}\n")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        b"\xff\xfe",
+        "[" * 100_000,
+        "null",
+        ('"width": 16', '"width": "16"'),
+        ('"parameters": 1', '"parameters": ""'),
+    ],
+    ids=lambda line: str(line)[:30],
+)
+def test_a_line_that_is_no_run_is_named(tmp_path, line):
+    line = made().to_line().strip().replace(*line) if isinstance(line, tuple) else line
+    line = line.encode() if isinstance(line, str) else line
+    (tmp_path / RUNS).write_bytes(made().to_line().encode() + line + b"\n")
     refused(r"line 2 is no run .* delete the line, or choose another --out", read_runs, tmp_path, error=DataError)
 
 

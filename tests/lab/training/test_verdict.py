@@ -8,7 +8,10 @@ import pytest
 
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.training import loop
+from fmtsim.lab.training.overlay import overlay
 from fmtsim.lab.training.verdict import SEEDS, suspects, verdict, verdict_of_seeds
+from fmtsim.support.errors import DataError
+from tests.support.refusals import refused
 from tests.support.reports import data_of
 
 BASE = [4.0 - i / 100 for i in range(200)]
@@ -147,6 +150,23 @@ def test_what_is_no_run_is_refused(tmp_path, capsys, monkeypatch):
         assert main(["report", *given.split()]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "fmtsim-report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"config": 4}, {"simulated": {"losses": [1.0], "label": "e4m3"}}, {"ran": [1]}], ids=str
+)
+def test_a_damaged_record_is_refused_with_the_files(tmp_path, change):
+    run = {"losses": [1.0, 0.5], "label": "fp32", "final_loss": 0.5, "validation": 0.6}
+    about = {"config": {"seed": 1}, "corpus": {}, "machine": {}, "fmtsim": "0", "torch": "2", "ran": {"date": "x"}}
+    for name, record in (("x", {}), ("y", change)):
+        (tmp_path / name).mkdir()
+        content = {"baseline": run, "simulated": run} | about | record
+        (tmp_path / name / "record.json").write_text(json.dumps(content))
+    refused(rf"one of {tmp_path}/x/record.json, {tmp_path}/y/record.json is damaged .*; train it again", overlay,
+            [tmp_path / "x", tmp_path / "y"], error=DataError)  # fmt: skip
+    (tmp_path / "y" / "record.json").write_text("[" * 100_000)
+    refused("y/record.json is not the record of a run .more than 64 objects or lists inside each", overlay,
+            [tmp_path / "x", tmp_path / "y"], error=DataError)  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "layers"), [("te_nvfp4", 6), ("te_current", 2)])

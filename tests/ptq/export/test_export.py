@@ -360,6 +360,12 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(tmp_path, scheme, old
     refused(rf"{path}: .*{message}", fmtsim.read_export, path.parent, error=DataError)
 
 
+def test_float8_rows_of_32_inputs_are_no_microscaled_blocks(tmp_path):
+    model = quantised("e4m3_static", model=nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
+    fmtsim.export(model, tmp_path / "m", "compressed-tensors")
+    assert same(fmtsim.read_export(tmp_path / "m"), model)
+
+
 def test_a_models_own_config_may_hold_infinities(tmp_path):
     path = exported(tmp_path)
     expected = fmtsim.read_export(path)
