@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which notebooks the default run of the tests leaves out: those that train or calibrate models, 7 to 27 s each."""
+"""Which notebooks the default run of the tests leaves out: those that train models or draw many sums, 7 to 27 s each.
+
+Of these it sees what they import and name (tests/test_docs.py); the verbs that they call have tests of their own.
+"""
 
 import pytest
 
-SLOW = ("03_underflow", "06_recipes", "07_optimizers_and_wire", "08_ptq", "09_debugging", "10_whole_model")
+SLOW = (
+    "02_rounding", "03_underflow", "04_tensor_cores", "06_recipes", "07_optimizers_and_wire", "08_ptq", "09_debugging",
+    "10_whole_model",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
