@@ -137,7 +137,10 @@ def write_map(coverage_file: str, notes: str, joined: bool = False) -> int:
         for line, contexts in data.contexts_by_lineno(measured).items():
             for test in {_function(context.split("|")[0]) for context in contexts if context}:
                 seen[file, functions.get(line, "")][test] += 1
-    return _write(seen, seconds, *(read_map() if joined else ({}, {})))
+    old, old_seconds = read_map() if joined else ({}, {})
+    there = set(collected())  # tests that are gone go from the map
+    old = {place: [test for test in tests if test in there] for place, tests in old.items()}
+    return _write(seen, seconds, old, {test: spent for test, spent in old_seconds.items() if test in there})
 
 
 def _write(
@@ -157,7 +160,8 @@ def _write(
         limit = MOST_TESTS if file.endswith(".py") else MOST_OF_KERNELS
         new = chosen.get((file, function), [])
         chosen[file, function] = list(dict.fromkeys([*new[: limit // 2], *tests, *new]))[:limit]
-    MAP.write_text(_text(dict(sorted(chosen.items())), {**old_seconds, **seconds}))
+    skipped = {test: spent for test, spent in old_seconds.items() if seconds.get(test, 0.0) < 0.05}
+    MAP.write_text(_text(dict(sorted(chosen.items())), {**seconds, **skipped}))
     return len(chosen)
 
 
