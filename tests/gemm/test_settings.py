@@ -110,9 +110,19 @@ def test_files(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps({"base": "h100", "settings": {"reductions": "fp32"}}))
     assert get_target(tmp_path / "mine.json").settings == FLOAT32
     assert target.with_settings(**DEFAULT._asdict()).name == "h200"
+    persistent = get_target("h200.triton_persistent").with_settings("batch_invariant")
+    assert (persistent.name, persistent.overrides) == ("h200.triton_persistent.batch_invariant", 5)
     for wrong, message in (
         ({"settings": "fast"}, "mine.json: plan: settings 'fast' are unknown"),
-        ({"rules": []}, "mine.json: plan: 'rules' does not go with 'base', which settings alone change"),
+        (
+            {"units": []},
+            "mine.json: plan: 'units' does not go with 'base', which settings, library, architecture, source",
+        ),
+        ({"kernels": {"any": {}}}, "mine.json: plan: kernel 'any' is one of h100's, whose rules name it; rename it"),
+        (
+            {"rules": [{"when": {}, "kernel": "any", "split": 1, "basis": "rule", "reason": "r"}]},
+            r"mine.json: plan: rules\[0\]: kernel='any' is not listed; kernels are",
+        ),
     ):
         (tmp_path / "mine.json").write_text(json.dumps({"base": "h100"} | wrong))
         refused(message, get_target, tmp_path / "mine.json")

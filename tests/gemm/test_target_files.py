@@ -9,11 +9,15 @@ import pytest
 from fmtsim.gemm.targets.target import PLANS, Target, get_target, list_targets
 from tests.support.refusals import refused
 
+VARIANTS = ("", ".batch_invariant", ".sglang", ".triton_persistent")
+
 
 def test_names_and_files(tmp_path):
-    assert list_targets() == ["a100", "b200", "chain", "h100", "h100.batch_invariant", "h200", "h200.batch_invariant"]
+    hopper = [f"{gpu}{variant}" for gpu in ("h100", "h200") for variant in VARIANTS]
+    assert list_targets() == ["a100", "a100.triton_persistent", "b200", "chain", "gb200", "gb300", *hopper, "l40s"]
     assert get_target("H200") is get_target("h200") is get_target(get_target("h200"))
     assert repr(get_target("h200")).startswith("Target('h200': NVIDIA H200")
+    assert repr(get_target("l40s")) == "Target('l40s': NVIDIA L40S, cuBLAS; rules: 1 rule, 2 guess)"
     own = tmp_path / "mine.json"
     own.write_text((PLANS / "chain.json").read_text().replace('"name": "chain"', '"name": "mine"'))
     assert get_target(own).name == get_target(str(own)).name == "mine"
@@ -27,8 +31,16 @@ def test_names_and_files(tmp_path):
 def test_plan_files_round_trip(path):
     record, target = json.loads(path.read_text()), get_target(path.stem)
     if "base" in record:
-        base = get_target(record["base"])
-        assert target.to_dict() == base.to_dict() | {"name": path.stem, "settings": target.to_dict()["settings"]}
+        base, rules = get_target(record["base"]), record.get("rules", [])
+        changed = {name: record[name] for name in ("library", "architecture", "source") if name in record}
+        whole = base.to_dict() | changed | {"name": path.stem}
+        whole["kernels"] = whole["kernels"] | record.get("kernels", {})
+        whole["rules"] = rules + whole["rules"]
+        for name in ("settings", "overrides"):
+            whole[name] = target.to_dict().get(name)
+        assert target.to_dict() | {"settings": whole["settings"], "overrides": whole["overrides"]} == whole
+        assert target.overrides == len(rules) + base.overrides
+        assert Target.from_dict(target.to_dict()).to_dict() == target.to_dict()
         return
     assert record["name"] == path.stem
     assert target.to_dict() == record
@@ -55,6 +67,8 @@ def test_plan_files_round_trip(path):
         ({"kernels": {"any": {"slices": 1}}}, "plan.kernels.any: Kernel slices=1 is not allowed; pass True or False"),
         ({"kernels": {"any": []}}, r"plan.kernels.any: \[\] is not an object; write the fields of a Kernel"),
         ({"kernels": []}, r"plan: Target kernels=\[\] is not allowed; pass a dict"),
+        ({"overrides": 99}, "overrides=99 is not possible; choose from 0 to [24] rules"),
+        ({"overrides": -1}, "overrides=-1 is not"),
         ({"name": {}}, "bad.json: plan: Target name={} is not allowed; pass text"),
         ({"units": [["e4m3"]]}, "plan: Target units="), ({"units": 3}, "plan: Target units=3 is not allowed"),
         ({"units": [[["e4m3"], "fp32", {}]]}, "plan: Target units="), ({"rules": {}}, "plan.rules: {} is not a list"),

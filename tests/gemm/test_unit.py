@@ -224,6 +224,28 @@ class Cells(HTMLParser):
         assert self.open.pop() == tag
 
 
+# Sums of 16 products of bfloat16, subnormal as float32: codes of a and b, bits on an H100 (torch.mm, 2026-11-27).
+SUBNORMAL = [
+    ("9b23 17c3 1b6a 999d 9a2c 9b05 1aab 9af3 9a4d 1a7c 9a42 19dc 99d3 1ac5 9b36 1ab9",
+     "1884 1923 1af9 9b09 9b52 9a4a 1afe 9a82 9ac9 9b75 9abc 18ed 9acf 9a50 9b4a 1b0f", 0x34),
+    ("9b94 19f3 9a2e 1a67 9a25 9b4e 9b29 9a33 99e0 1a14 9914 99d1 9ae9 1b1a 9a9c 1b3a",
+     "9aaf 99f3 9acc 1b7c 19ed 1b25 9a1b 9a20 9af7 9a48 1ae1 1b32 1b12 1b0e 9a68 1735", 0x0B),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), SUBNORMAL, ids=["issue 2", "issue 7"])
+def test_subnormal_sums_that_others_saw_differ_on_an_h100(a, b, expected):
+    """From issues of MATLAB-tensor-core, of which the second decides the lower bound of the exponent."""
+    x, y = (torch.tensor([[int(code, 16)] for code in codes.split()]).to(torch.int16).view(torch.bfloat16).mT
+            for codes in (a, b))  # fmt: skip
+    for unit in ("hopper.wgmma", "hopper.mma"):
+        assert mma(x, y, target=unit).view(torch.int32).item() == expected
+    if expected == 0x0B:
+        path = get_unit("hopper.wgmma").find("bf16", "bf16", "fp32").datapath
+        for bound in (-126, -132, -134, None):
+            assert mma(x, y, target=replace(path, min_exponent=bound)).view(torch.int32).item() == 0x0A
+
+
 def test_how_a_unit_looks():
     unit = get_unit("hopper.wgmma")
     assert repr(unit).startswith("Unit('hopper.wgmma': fp16 -> fp32; bf16 -> fp32; tf32 -> fp32;")

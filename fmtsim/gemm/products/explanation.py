@@ -84,7 +84,9 @@ def explained(call: GemmCall, spec: GemmSpec, tf32: str = "") -> MmExplanation:
     if target is not None:
         layouts = f"a {call.a_layout}-major, b {call.b_layout}-major along K"
         rows.append(("target", f"{machine}, {layouts}"))
-    if tf32:
+    if call.a == "fp32" and spec.a.name == "tf32":
+        rows.append(("operands", "float32, whose low 13 bits the unit ignores"))
+    elif tf32:
         rounded = "rounded to TF32, to nearest even" if spec.a.name == "tf32" else "not rounded to TF32"
         rows.append(("operands", f"float32 {rounded}"))
     rows.append(("unit", f"{spec.unit or 'own datapath'}: {describe(path)}"))

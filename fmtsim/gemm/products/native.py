@@ -141,6 +141,8 @@ def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
     other = _other_gpu(target, index)
     if other is not None:
         return other, False
+    if target.overrides:
+        return f"target {target.name} has products of another library than cuBLAS", False
     if target.settings != DEFAULT:
         return f"the target has the settings {target.settings.describe()}, and native products run with torch's", False
     setting = load_engine("cuda").other_settings(index)

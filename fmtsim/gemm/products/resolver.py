@@ -136,7 +136,9 @@ def run_product(
         output_format(dtype)  # raises an error that lists the output dtypes
     # 3. operands, scales and random key as engines take them
     a_values, b_values = a, b
-    if a.dtype not in DIRECT or b.dtype not in DIRECT:
+    if spec.a.name == "tf32" and formats[0].name == "fp32":  # the unit ignores the low 13 bits
+        a_values, b_values = (read_operand(x, spec.a, tf32="truncate") for x in (a, b))
+    elif a.dtype not in DIRECT or b.dtype not in DIRECT:
         in_slices = spec.plan.k_end is None and not spec.stochastic  # FP4 may stay packed until then
         a_values, b_values = (
             x if in_slices and stays_packed(x) else read_operand(x, fmt) for x, fmt in zip((a, b), formats, strict=True)

@@ -202,7 +202,8 @@ class Rule:
         basis: The evidence for it.
         reason: One sentence that says what.
         unit: Name of the unit that runs, where it is not the target's for such operands.
-        operands: Format in which that unit takes them: ``"fp32"`` where float32 is not rounded to TF32.
+        operands: Format in which that unit takes them: ``"fp32"`` where float32 is not rounded to TF32, ``"tf32"``
+            where the unit ignores the low 13 bits of float32.
     """
 
     when: dict[str, Any]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan files: what they hold of a GPU with its library, read from JSON, checked, and written as JSON."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import READERS, at, check_types, fields_of, located, record_of
 
 READERS[Kernel] = Kernel.from_dict
+_CHANGES = ("library", "architecture", "source", "kernels", "rules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +35,8 @@ class PlanFile:
         trees: Decision trees for calls that the book lacks: files likewise, of which the first that has a kind of calls
             counts. A plan file names one, or lists them.
         settings: Settings of the process.
+        overrides: How many rules, from the first, are about calls that another library than cuBLASLt computes: they
+            come before the book.
     """
 
     name: str
@@ -47,9 +50,12 @@ class PlanFile:
     book: Book | None = None
     trees: tuple[Learned, ...] = ()
     settings: Settings = DEFAULT
+    overrides: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not 0 <= self.overrides <= len(self.rules):
+            raise ArgumentError(f"overrides={self.overrides} is not possible; choose from 0 to {len(self.rules)} rules")
         if self.architecture is None and (self.book is not None or self.trees):
             raise ArgumentError(
                 "a book and trees name algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
@@ -93,6 +99,28 @@ class PlanFile:
                 fields["settings"] = settings_of(fields["settings"])
         return record_of(cls, fields, path)  # type: ignore[no-any-return]
 
+    def changed(self, name: str, record: dict[str, Any]) -> Self:
+        """Return the plan file whose base this one is: another GPU or source, and rules that come before this one's.
+
+        Raises:
+            ArgumentError: The record has other fields, or a kernel by the name of one of the base.
+        """
+        if (other := next((key for key in record if key not in _CHANGES), None)) is not None:
+            raise ArgumentError(f"{other!r} does not go with 'base', which settings, {', '.join(_CHANGES)} change")
+        if not record:
+            return self
+        same = {"library": self.library, "source": self.source, "architecture": self.architecture}
+        own = PlanFile.from_dict(
+            {"name": name, "units": [], "kernels": {}, "splits": {}, "rules": [], **same, **record}
+        )
+        if both := own.kernels.keys() & self.kernels.keys():
+            raise ArgumentError(f"kernel {min(both)!r} is one of {self.name}'s, whose rules name it; rename it")
+        return replace(
+            self, name=name, library=own.library, architecture=own.architecture, source=own.source,
+            kernels=self.kernels | own.kernels, rules=own.rules + self.rules,
+            overrides=len(own.rules) + self.overrides,
+        )  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan file as plain JSON types."""
         trees = [Path(file.name).name for file in self.trees]
@@ -103,6 +131,7 @@ class PlanFile:
             "book": self.book and Path(self.book.name).name,
             "trees": trees[0] if len(trees) == 1 else trees or None,
             "settings": settings or None,
+            "overrides": self.overrides or None,
         }
         return {
             "name": self.name,

@@ -2,6 +2,7 @@
 """GPUs with their libraries: which unit a call runs on, and in which order it adds, read from plan files and books."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -66,7 +67,10 @@ class Target(PlanFile):
     """A GPU with its library, as a plan file describes it: ``resolve`` returns a call's unit and accumulation order."""
 
     def __repr__(self) -> str:
-        return f"Target({self.name!r}: {self.library}, {len(self.rules)} rules)"
+        count = Counter(rule.basis for rule in self.rules)
+        return (
+            f"Target({self.name!r}: {self.library}; rules: {', '.join(f'{n} {basis}' for basis, n in count.items())})"
+        )
 
     def __deepcopy__(self, memo: Any) -> "Target":
         return self  # copies of a model share what never changes; a book's bytes cannot be copied
@@ -85,7 +89,8 @@ class Target(PlanFile):
         'h200.batch_invariant'
         """
         settings = settings_of(settings, self.settings, **changes)
-        name = self.name.partition(".")[0] + (f".{settings.describe()}" if settings != DEFAULT else "")
+        name = self.name.removesuffix(f".{self.settings.describe()}")
+        name += f".{settings.describe()}" if settings != DEFAULT else ""
         return replace(self, name=name, settings=settings)
 
     @property
@@ -120,7 +125,8 @@ class Target(PlanFile):
         if fitting is not None:
             return fitting
         taken = "; ".join(f"{' '.join(inputs)} -> {sums} ({unit})" for inputs, sums, unit in self.units)
-        others = [name for name in list_targets() if get_target(name)._unit(a, b, accumulate, scaling) is not None]
+        names = [name for name in list_targets() if "." not in name]  # others have the units of these
+        others = [name for name in names if get_target(name)._unit(a, b, accumulate, scaling) is not None]
         if others:
             elsewhere = f"targets that do: {', '.join(others)}"
         else:
@@ -141,13 +147,17 @@ class Target(PlanFile):
     def find(self, call: GemmCall) -> TargetPlan:
         """Return the plan of a call and the evidence for it.
 
-        In order of precedence: (1) tables of sizes and recorded calls; (2) the library's choice, from the book or asked
-        on this machine; (3) other rules; (4) the decision trees; (5) rules that are guesses. A single row or column
-        has both layouts, so a rule for either matches. A product of no elements has the plan of one chain. Rules are
-        about torch's own settings: where others change what torch asks, (2) and (4) alone count.
+        In order of precedence: (1) the first ``overrides`` rules; (2) tables of sizes and recorded calls; (3) the
+        library's choice, from the book or asked on this machine; (4) other rules; (5) the decision trees; (6) rules
+        that are guesses. A single row or column has both layouts, so a rule for either matches. A product of no
+        elements has the plan of one chain. Rules from (2) on are about torch's own settings: where others change what
+        torch asks, (3) and (5) alone count.
         """
         if 0 in (call.m, call.n, call.k, call.batch):
             return TargetPlan(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
+        override = self._ruled(call, list(range(self.overrides)))
+        if override is not None:
+            return override
         question = None if self.architecture is None else question_of(call, self.settings)
         usual = question is None or not self._under(question)
         recorded, others, tables = _rules_by_size(self) if usual else ([], [], {})
@@ -264,8 +274,10 @@ def _rules_by_size(target: Target) -> tuple[list[int], list[int], dict[tuple[str
 def list_targets() -> list[str]:
     """Return the names of the targets that come with fmtsim.
 
-    >>> list_targets()
-    ['a100', 'b200', 'chain', 'h100', 'h100.batch_invariant', 'h200', 'h200.batch_invariant']
+    >>> list_targets()  # doctest: +NORMALIZE_WHITESPACE
+    ['a100', 'a100.triton_persistent', 'b200', 'chain', 'gb200', 'gb300',
+     'h100', 'h100.batch_invariant', 'h100.sglang', 'h100.triton_persistent',
+     'h200', 'h200.batch_invariant', 'h200.sglang', 'h200.triton_persistent', 'l40s']
     """
     return sorted(path.stem for path in PLANS.glob("*.json"))
 
@@ -372,9 +384,8 @@ def _load(path: str, changed: int) -> Target | Arithmetic:
             return datapath_from_dict(record, name)
         if isinstance(record, dict) and "base" in record:
             with located(f"{name}: plan"):
-                if (other := next((key for key in record if key not in ("base", "settings")), None)) is not None:
-                    raise ArgumentError(f"{other!r} does not go with 'base', which settings alone change")
-                return get_target(record["base"]).with_settings(record.get("settings"))
+                base = get_target(record["base"]).with_settings(record.get("settings"))
+                return base.changed(Path(path).stem, {key: record[key] for key in record.keys() - {"base", "settings"}})
         return Target.from_dict(record, f"{name}: plan", folder)
 
     return load_record(path, "plan file", read)

@@ -232,11 +232,19 @@ def make_book(
         progress: Shows how it comes along.
 
     Raises:
-        ArgumentError: The file is of another GPU or library, or ``base`` has families that were not asked.
+        ArgumentError: The file is of another GPU or library, or ``base`` has families that neither the file nor
+            ``families`` has; nothing is asked then.
         DeviceError: The library cannot be asked, or a process died.
         DataError: The file is not a book, or cannot be written.
     """
     progress, book = progress or Progress(), _Growing(path, library, source)
+    if base is not None:
+        asked = book.known.keys() | set(families)
+        if unasked := sum(family._replace(runs=()) not in asked for family in base.families()):
+            raise ArgumentError(
+                f"--base: {base.name} has {unasked:,} families of sizes that would not be asked here; ask for the same "
+                "models, shapes and --lattice, or leave --base out"
+            )
     missing = [family for family in families if family not in book.known]
     similar = {other: kind for other, kind in (similar or {}).items() if other not in book.aliases}
     work = len(missing) + check * len(similar) // 500
@@ -287,12 +295,6 @@ class _Growing:
 
     def write(self, base: Book | None = None) -> int:
         """Write the file, and return its size; nothing where there is nothing to write."""
-        unasked = 0 if base is None else sum(x._replace(runs=()) not in self.known for x in base.families())
-        if base is not None and unasked:
-            raise ArgumentError(
-                f"--base: {base.name} has {unasked:,} families of sizes that were not asked here; ask for the same "
-                f"models, shapes and --lattice, or leave --base out ({self.path} has what was asked)"
-            )
         self._written = time.monotonic()
         families = (family._replace(runs=runs) for family, runs in self.known.items())
         size = write_book(self.path, families, aliases=self.aliases, base=base, **self._facts) if self.known else 0

@@ -265,6 +265,7 @@ def test_a_gpu_of_rocm_is_no_target(hopper):
 def test_the_plans_that_come_with_fmtsim(hopper):
     assert {name for name in fmtsim.list_targets() if native.is_native(name)} == {"h200"}
     assert "the target a NVIDIA A100" in native.why_not_native("a100", "cuda:0")
+    assert native.why_not_native("h200.sglang") == "target h200.sglang has products of another library than cuBLAS"
 
 
 @pytest.mark.parametrize(

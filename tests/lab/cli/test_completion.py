@@ -15,7 +15,7 @@ CASES = [  # words, the last one of which is completed; in bash, = is a word of 
     (["ex"], ["explain"]),
     (["nonsense", ""], []),
     (["mm", "--targ"], ["--target"]),
-    (["mm", "--target", "h1"], ["h100", "h100.batch_invariant"]),
+    (["mm", "--target", "h1"], ["h100", "h100.batch_invariant", "h100.sglang", "h100.triton_persistent"]),
     (["mm", "1", "2", "3", "--target", "hopper"], ["hopper.mma", "hopper.wgmma"]),
     (["train", "--recipe", "te_n"], ["te_nvfp4", "te_nvfp4_all"]),
     (["table", "mxint"], ["mxint8"]),
