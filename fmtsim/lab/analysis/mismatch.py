@@ -19,6 +19,7 @@ from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.analysis.invariance import Band, bands_of, differences, joined, same_bits
 from fmtsim.lab.analysis.one_step import unchanged
 from fmtsim.lab.analysis.perplexity import labels_of, logits_of
+from fmtsim.lab.analysis.shadow import call_with_gradient
 from fmtsim.nn.convert import convert
 from fmtsim.nn.coverage import together
 from fmtsim.nn.state import is_converted
@@ -285,7 +286,7 @@ def _noise(
                 total = squares.get((layer, first), 0.0)
                 squares[layer, first] = total + square * g.double().square().sum().item()
 
-        y.register_hook(add)
+        call_with_gradient(y, add)
 
     def change(model_copy: nn.Module) -> None:
         model_copy.to(_RUNS[dtype]).requires_grad_(True)

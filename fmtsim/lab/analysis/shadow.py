@@ -214,11 +214,11 @@ def run_beside(y: Any, run: Callable[[_Copies], Any], tensors: list[Tensor]) -> 
         def back(g: Tensor) -> None:
             torch.autograd.grad(result, leaves, g.to(result.dtype), retain_graph=True, allow_unused=True)
 
-        _call_with_gradient(out, back)
+        call_with_gradient(out, back)
     return result
 
 
-def _call_with_gradient(y: Tensor, function: Callable[[Tensor], None]) -> None:
+def call_with_gradient(y: Tensor, function: Callable[[Tensor], None]) -> None:
     """Call a function with the gradient of y as it is now, whatever the model then writes into y in place.
 
     A layer's output is a view of its product where that is one of matrices. Written to in place, a view loses its hooks

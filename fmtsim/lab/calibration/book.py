@@ -239,8 +239,8 @@ def make_book(
     """
     progress, book = progress or Progress(), _Growing(path, library, source)
     if base is not None:
-        asked = book.known.keys() | set(families)
-        if unasked := sum(family._replace(runs=()) not in asked for family in base.families()):
+        available = book.known.keys() | set(families)
+        if unasked := sum(family._replace(runs=()) not in available for family in base.families()):
             raise ArgumentError(
                 f"--base: {base.name} has {unasked:,} families of sizes that would not be asked here; ask for the same "
                 "models, shapes and --lattice, or leave --base out"

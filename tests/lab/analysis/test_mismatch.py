@@ -74,6 +74,28 @@ def found(decoder, batch):
     return explain_mismatch(decoder, batch, trainer=ONE, rollout=CHANGES, decode=[1, 8, 9], **TOKENS)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_reach_outputs_that_the_model_writes_into(batch, bias):
+    """A layer's output may be a view, which loses its hooks when it is written into."""
+
+    class Written(nn.Module):
+        def __init__(self, in_place):
+            super().__init__()
+            torch.manual_seed(5)
+            self.embedding, self.up = nn.Embedding(48, 128), nn.Linear(128, 512, bias=bias)
+            self.down, self.act = nn.Linear(512, 48), nn.ReLU(inplace=in_place)
+
+        def forward(self, input_ids):
+            return self.down(self.act(self.up(self.embedding(input_ids))))
+
+    def rounding(model):
+        answer = explain_mismatch(model, batch, trainer=ONE, rollout=CHANGES, decode=[8], **TOKENS)
+        return [x.rounding for x in answer.products]
+
+    in_place = rounding(Written(True))
+    assert in_place == rounding(Written(False)) and all(x > 0 for x in in_place)
+
+
 def test_a_planted_order_is_named_and_nothing_else():
     found = explain_mismatch([SHAPE], trainer=ONE, rollout=CHANGES, decode=range(1, 13), **TOKENS)
     assert [(str(x.rollout), x.same) for x in found.products] == [
