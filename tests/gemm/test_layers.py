@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from fmtsim import Gemm, LinearConfig, Quantizer, get_format
+from fmtsim import EmulatedGEMM, Gemm, LinearConfig, Quantizer, get_format, linear_config
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import product
@@ -144,6 +144,15 @@ def test_products_without_a_unit_round_once_a_step(dtypes, scales):
                     y = rounded(y + (rest @ b.values(F32).T).double())
                 y = y if bias is None else rounded(y + bias.double())
                 assert_same_bits(multiply(a, b, bias, dtype), y.to(dtype))
+
+
+def test_sums_of_integers_are_exact():
+    """Of 2**17 products of 127 by 127 float32 loses last bits, whatever the order."""
+    x, w = torch.full((2, 1 << 17), 127.0), torch.full((3, 1 << 17), 127.0)
+    x[0, 1::7], w[1, ::3] = 126.0, -125.0
+    y = EmulatedGEMM.apply(x, w, None, linear_config(x="int8", w="int8", g=None))
+    assert_same_bits(y, (x.double() @ w.double().T).float())
+    assert not torch.equal(y, x @ w.T)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64])

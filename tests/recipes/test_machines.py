@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fmtsim
+from fmtsim.gemm.layers import machine as on_machine
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.products.native import is_native
@@ -147,14 +148,28 @@ def test_operands_that_are_cast_twice_are_those_of_the_second_cast():
     assert_same_bits(y, found)
 
 
-def test_what_was_clamped_off_is_multiplied_on_the_machine_too():
+def test_what_was_clamped_off_is_multiplied_on_the_machine_too(monkeypatch):
     x = normal(48, 64, seed=1).to(BF16) * 30 ** (torch.arange(48) == 3)[:, None]
     w, recipe = normal(32, 64, seed=2).to(BF16), get_recipe("fp4_ms")
     whole = EmulatedGEMM.apply(x, w, None, recipe.linear.on(target="h200"))
     plain = EmulatedGEMM.apply(x, w, None, recipe.linear)
     assert (whole - plain).abs().max() <= 0.02 * plain.abs().max()  # FP8 sums of few bits on one side
-    for unit in ("hopper.wgmma", "ada.mma"):
+    seen, run_product = [], on_machine.run_product
+    monkeypatch.setattr(on_machine, "run_product", lambda *given, **how: (
+        seen.append((given[3][0].name, how["target"])), run_product(*given, **how))[1])  # fmt: skip
+    for unit, chain in (("hopper.wgmma", "fp32_fma"), ("ada.mma", "fp32_fma"), ("exact", "exact")):
         assert EmulatedGEMM.apply(x, w, None, recipe.linear.on(target=unit)).isfinite().all()
+        assert seen[0] == ("fp32", chain) and seen[1][1] == unit  # a unit that takes no float32 leaves it to a chain
+        seen.clear()
+
+
+def test_formats_without_a_unit_are_multiplied_as_float32_values_on_a_datapath():
+    """Also in a layer of bfloat16, which does not hold the values of NF4."""
+    x, w = normal(16, 64, seed=1).to(BF16), normal(8, 64, seed=2).to(BF16)
+    path = fmtsim.Datapath(block=16, fraction_bits=20, accumulator="fp32", rounding="toward_zero")
+    y = EmulatedGEMM.apply(x, w, None, fmtsim.linear_config(x="nf4", w="nf4", g=None, target=path))
+    values = [fmtsim.quantize(t, "nf4", out_dtype=torch.float32) for t in (x, w)]
+    assert_same_bits(y, fmtsim.mm(values[0], values[1].T, target=path, out_dtype=torch.float32).to(BF16))
 
 
 def test_a_multiplier_of_scales_goes_to_the_result():

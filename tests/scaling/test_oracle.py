@@ -263,12 +263,14 @@ def test_nvfp4_of_zeros_and_of_vanishing_blocks():
 
 
 def test_two_levels_of_elements_beyond_float32():
-    """m and c m are Inf in float32: S_enc is FLT_MAX, block scales are 0; the engines say the same."""
-    for bias, matrix in ((-110, [[1.0, -3.0e38, 0.0, 2.0**-149]]), (-96, [[1.0, -5.0, 0.25, 0.0]]), (-110, [[0.0]])):
+    """m and c m are Inf in float32: S_enc is FLT_MAX, block scales are 0. The last S_enc would be 0 and is 1."""
+    for bias, matrix in (
+        (-110, [[1.0, -3.0e38, 0.0, 2.0**-149]]), (-96, [[1.0, -5.0, 0.25, 0.0]]), (-110, [[0.0]]), (70, [[1.0, 3e38]]),
+    ):  # fmt: skip
         element = FloatFormat(name="far", exponent_bits=5, mantissa_bits=1, bias=bias, nan="none")
         scaling = block_scaling((1, 2), "amax", arithmetic="encode", scale=get_format("e4m3"), tensor=TensorScale())
         fmt = BlockFormat(name="far_two_level", element=element, scaling=scaling)
-        assert element.max * 448 > FLT_MAX
+        assert element.max * 448 > FLT_MAX or element.max * 448 / 3e38 < 2.0**-150
         result = quantize_matrix(matrix, fmt)
         spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
         for engine in (torch_engine, cpu):

@@ -145,6 +145,21 @@ def test_values_beyond_float32(engine, fmt):
         check_elements(engine, fmt, rounding, overflow, dtype_name, outs)
 
 
+OWN = [
+    FloatFormat(name="flushed", exponent_bits=4, mantissa_bits=3, has_subnormals=False),
+    FloatFormat(name="flushed_unsigned", exponent_bits=4, mantissa_bits=2, signed=False, has_subnormals=False),
+    CodebookFormat(name="no_zero", values=(-1.0, 1.0)),
+    CodebookFormat(name="lopsided", values=(-1.0, 3.0, 4.0, -8.0, -12.0)),
+]
+"""Records of a kind that the catalogue lacks."""
+
+
+@with_engines(OWN, on_cuda=["flushed"])
+def test_records_that_the_catalogue_lacks_equal_the_oracle(engine, fmt):
+    for rounding, overflow in itertools.product([NEAREST] if engine.name in CUDA_ENGINES else ROUNDINGS, OVERFLOWS):
+        check_elements(engine, fmt, rounding, overflow, "float32")
+
+
 @with_engines(ELEMENTS, on_cuda=[*SAMPLE, "e2m1", "fp16", "int8_full", "int13"])
 def test_decoding_equals_the_oracle(engine, fmt):
     fmt = get_format(fmt)
