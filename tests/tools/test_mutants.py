@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,16 @@ def test_tests_that_the_map_lacks_are_counted(tmp_path, monkeypatch):
         seen.MAP.write_text(seen._text({}, dict.fromkeys(all_[lacking:], 0.1)))
         warning = f"seen.txt lacks {lacking} of {len(all_)} tests; renew it by python -m tools.mutants --record new"
         assert missing() == all_[:lacking] and age_of_map().startswith(warning) == bool(age_of_map()) == warns
+
+
+def test_a_run_of_new_tests_leaves_the_others_out(tmp_path, monkeypatch):
+    (tmp_path / "only.txt").write_text("tests/a.py::test_b\ntests/a.py::test_c")
+    items = [SimpleNamespace(nodeid=f"tests/a.py::test_{name}") for name in ("a", "b[1]", "b[2]", "d")]
+    seen.pytest_collection_modifyitems(items)
+    assert len(items) == 4
+    monkeypatch.setenv("FMTSIM_ONLY", str(tmp_path / "only.txt"))
+    seen.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["tests/a.py::test_b[1]", "tests/a.py::test_b[2]"]
 
 
 def test_new_tests_take_half_of_the_places_of_a_function(tmp_path, monkeypatch):

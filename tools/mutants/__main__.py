@@ -133,11 +133,13 @@ def age_of_map() -> str:
 
 
 def record(only_new: bool) -> int:
-    tests = missing() if only_new else ["tests"]
     with tempfile.TemporaryDirectory() as notes:
         options = ["--cov=fmtsim", "--cov-context=test", "--cov-report=", "-p", "tools.mutants.seen", "-q", "-n2"]
         more = {"PYTHONPATH": str(ROOT), "FMTSIM_SEEN": notes, "COVERAGE_FILE": f"{notes}/coverage"}
-        command = [sys.executable, "-m", "pytest", *options, *tests]
+        if only_new:
+            more["FMTSIM_ONLY"] = f"{notes}/only.txt"
+            Path(more["FMTSIM_ONLY"]).write_text("\n".join(missing()))
+        command = [sys.executable, "-m", "pytest", *options, "tests"]
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **more})
         if done.returncode not in (0, 1):
             return done.returncode
